@@ -1,0 +1,28 @@
+"""The ways in which a command may end other than well; each carries its exit code.
+
+Every message is one line: the file or field, the value found, what was expected, what to do.
+"""
+
+
+class VapoError(Exception):
+    """An end that a user is told of in one line, without a stack trace."""
+
+    exit_code = 1
+
+
+class BadInput(VapoError):
+    """Something the user gave (a key, a file, a row, a checkpoint) cannot be used. Exit code 2."""
+
+    exit_code = 2
+
+
+class RunFailed(VapoError):
+    """The run broke for a reason that trying again would not mend. Exit code 1."""
+
+    exit_code = 1
+
+
+class TryAgain(VapoError):
+    """The run was interrupted by something passing (a lost node, a dead engine). Exit code 75 (EX_TEMPFAIL)."""
+
+    exit_code = 75

@@ -1,0 +1,53 @@
+"""What goes out to the engines and what comes back."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A problem, ready to be sent to an engine.
+
+    token_ids holds the prompt as the model reads it (chat template applied); answer is the gold answer
+    for the verifier; cursor numbers the prompts of a run in the order in which they were drawn.
+    """
+
+    id: str
+    problem: str
+    answer: str
+    token_ids: tuple[int, ...]
+    cursor: int = 0
+    source: str = ""
+
+
+@dataclass(slots=True)
+class Sample:
+    """One response to one prompt.
+
+    rollout_logprobs has one natural logarithm per response token, under the sampling temperature, as the
+    engine reported it. weight_version is the version of the weights that made the last token (the oldest
+    one that took part is weight_version_oldest). reward is what the algorithm is given before shaping;
+    correct is the verifier's verdict and stays apart from every shaping.
+    """
+
+    prompt: Prompt
+    group: int
+    index: int
+    seed: int
+    response_ids: list[int]
+    rollout_logprobs: list[float]
+    finish_reason: FinishReason
+    weight_version: int
+    weight_version_oldest: int
+    text: str = ""
+    reward: float | None = None
+    correct: bool | None = None
+    verdict: str = ""
+    extra: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the response ended for want of room rather than by its own end token."""
+        return self.finish_reason == "length"
