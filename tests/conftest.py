@@ -1,0 +1,10 @@
+"""Settings of every test: one thread a process, and the test helpers importable by name."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+sys.path.insert(0, str(Path(__file__).parent))

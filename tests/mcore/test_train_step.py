@@ -1,0 +1,189 @@
+"""One batch gives one loss, one gradient norm and one set of weights, whatever the layout; the reference is
+transformers with torch's AdamW, written out sample by sample."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from ranks import run_ranks
+from vapo_megatron.weights.load import load_hf
+
+from vapo_megatron.config.model import ActorConfig, CriticConfig, LayoutConfig, ModelConfig, OptimizerSettings
+from vapo_megatron.experience.batch import ExperienceBatch, from_samples
+from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.mcore.mesh import make_mesh
+from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.training.losses import PolicyLoss, ValueLoss
+from vapo_megatron.weights.spec import read_spec
+
+VOCAB = 131
+LENGTHS = [(3, 1), (5, 9), (1, 30), (7, 2), (2, 17), (4, 4)]  # prompt and response tokens
+OPTIMIZER = OptimizerSettings(lr=1e-2, warmup_steps=0)
+STEPS = 3
+
+
+def make_batch() -> ExperienceBatch:
+    generator = torch.Generator().manual_seed(5)
+    samples = []
+    for group, (p, r) in enumerate(LENGTHS):
+        ids = torch.randint(0, VOCAB, (p + r,), generator=generator).tolist()
+        prompt = Prompt(str(group), "", "", tuple(ids[:p]))
+        logprobs = (-torch.rand(r, generator=generator) * 4).tolist()
+        samples.append(
+            Sample(
+                prompt, group, 0, 0, ids[p:], logprobs, "stop", 0, 0, reward=float(group % 2), correct=group % 2 == 1
+            )
+        )
+    return from_samples(samples)
+
+
+def token_tensors(batch: ExperienceBatch) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(6)
+    total = batch.response_tokens
+    correct = batch.correct.repeat_interleave(batch.response_lengths)
+    return {
+        "advantages": torch.randn(total, generator=generator),
+        "targets": torch.randn(total, generator=generator),
+        "weights": torch.full((total,), 1.0 / total),
+        "nll_weights": correct / correct.sum(),
+    }
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3")
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=48,
+        vocab_size=VOCAB,
+        tie_word_embeddings=True,
+        max_position_embeddings=256,
+    )
+    model = transformers.Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(path)
+    return path
+
+
+def policy_loss(batch: ExperienceBatch) -> PolicyLoss:
+    t = token_tensors(batch)
+    return PolicyLoss(
+        batch.rollout_logprobs,
+        t["advantages"],
+        t["weights"],
+        t["nll_weights"],
+        t["weights"],
+        0.2,
+        0.28,
+        None,
+        0.1,
+        0.01,
+    )
+
+
+def train(model_dir: Path, layout: LayoutConfig, max_tokens: int, head: str) -> tuple[list[tuple[float, float]], float]:
+    """(loss, gradient norm) of each step, and the sum of squares of the outputs after the last."""
+    spec = read_spec(model_dir)
+    batch = make_batch()
+    section = (ActorConfig if head == "lm" else CriticConfig)(
+        layout=layout, optimizer=OPTIMIZER, max_tokens_per_microbatch=max_tokens, logprob_chunk=7
+    )
+    mesh = make_mesh(layout)
+    model = ModelConfig(path=str(model_dir), dtype="float32")
+    trainable = Trainable(spec, model, section, mesh, head, name="actor", seed=1, temperature=0.9)  # type: ignore[arg-type]
+    load_hf(trainable.chunks, spec, model_dir, mesh, head)
+    trainable.prepare()
+    steps = []
+    for _ in range(STEPS):
+        if head == "lm":
+            result = trainable.train_step(batch, range(batch.samples), policy_loss(batch))
+            loss = result.figures["policy_loss"] + 0.1 * result.figures["nll_loss"] - 0.01 * result.figures["entropy"]
+        else:
+            t = token_tensors(batch)
+            value = ValueLoss(t["targets"], t["targets"], t["weights"])
+            result = trainable.train_step(batch, range(batch.samples), value)
+            loss = result.figures["value_loss"]
+        steps.append((loss, result.grad_norm))
+    return steps, float(trainable.score(batch).double().square().sum())
+
+
+def reference(model_dir: Path, head: str) -> tuple[list[tuple[float, float]], float]:
+    model = transformers.Qwen3ForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    batch = make_batch()
+    t = token_tensors(batch)
+    value_weight = torch.nn.Parameter(torch.zeros(1, 32))
+    value_bias = torch.nn.Parameter(torch.zeros(1))
+    parameters = list(model.parameters()) if head == "lm" else [*model.model.parameters(), value_weight, value_bias]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+    )
+
+    def outputs() -> torch.Tensor:
+        rows = []
+        for s, (p, _) in enumerate(LENGTHS):
+            ids = batch.tokens[batch.cu_seqlens[s] : batch.cu_seqlens[s + 1]].long()
+            hidden = model.model(ids[None, :-1]).last_hidden_state[0]
+            if head == "lm":
+                log_p = (model.lm_head(hidden) / 0.9).log_softmax(-1)
+                picked = log_p.gather(1, ids[1:, None])[:, 0]
+                rows.append(torch.stack((picked, -(log_p.exp() * log_p).sum(-1)), -1)[p - 1 :])
+            else:
+                rows.append(F.linear(hidden, value_weight, value_bias)[p - 1 :])
+        return torch.cat(rows)
+
+    steps = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        out = outputs()
+        if head == "lm":
+            ratio = (out[:, 0] - batch.rollout_logprobs).exp()
+            surrogate = torch.minimum(ratio * t["advantages"], ratio.clamp(0.8, 1.28) * t["advantages"])
+            loss = -surrogate.mean() - 0.1 * (t["nll_weights"] * out[:, 0]).sum() - 0.01 * out[:, 1].mean()
+        else:
+            loss = 0.5 * (out[:, 0] - t["targets"]).square().mean()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        steps.append((loss.item(), norm.item()))
+    with torch.no_grad():
+        return steps, float(outputs().double().square().sum())
+
+
+LAYOUTS = [
+    (1, LayoutConfig(), 1000),
+    (2, LayoutConfig(tp=2, sequence_parallel=True), 1000),
+    (2, LayoutConfig(), 40),
+    (2, LayoutConfig(cp=2), 1000),
+    (4, LayoutConfig(tp=2, pp=2), 40),
+    (4, LayoutConfig(pp=2, vpp=2), 40),
+    (4, LayoutConfig(tp=2, cp=2, sequence_parallel=True), 40),
+    (8, LayoutConfig(), 1000),  # more ranks than samples
+]
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize("world_size,layout,max_tokens", LAYOUTS)
+def test_training_equals_transformers_and_adamw(
+    model_dir: Path, world_size: int, layout: LayoutConfig, max_tokens: int, head: str
+) -> None:
+    expected_steps, expected_sum = reference(model_dir, head)
+    for steps, total in run_ranks(world_size, train, model_dir, layout, max_tokens, head):
+        for (loss, norm), (expected_loss, expected_norm) in zip(steps, expected_steps, strict=True):
+            assert loss == pytest.approx(expected_loss, rel=2e-5, abs=2e-6)
+            assert norm == pytest.approx(expected_norm, rel=2e-5)
+        assert total == pytest.approx(expected_sum, rel=5e-5)

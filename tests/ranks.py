@@ -1,0 +1,68 @@
+"""Run a function on several ranks, forked from this process, which has imported everything already."""
+
+import multiprocessing
+import os
+import queue
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import megatron.core  # noqa: F401
+import torch
+import torch.distributed as dist
+import transformers  # noqa: F401
+
+from vapo_megatron.mcore import cpu_torch, mesh, model  # noqa: F401
+
+cpu_torch.install()
+
+
+def _rank(rank: int, world_size: int, store: str, results: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    try:
+        results.put((rank, True, fn(*args)))
+        dist.barrier()
+    except BaseException:
+        results.put((rank, False, traceback.format_exc()))
+    results.close()
+    results.join_thread()
+    # Without the interpreter's exit: the parent's atexit handlers are not this rank's.
+    os._exit(0)
+
+
+def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, deadline: float = 60) -> list[Any]:
+    """fn(*args) on each of world_size gloo ranks; what it returned, by rank. A rank's exception fails the test."""
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        ranks = [
+            context.Process(target=_rank, args=(rank, world_size, store, results, fn, args), daemon=True)
+            for rank in range(world_size)
+        ]
+        for rank in ranks:
+            rank.start()
+        answers: dict[int, Any] = {}
+        end = time.monotonic() + deadline
+        try:
+            while len(answers) < world_size:
+                try:
+                    rank_id, good, value = results.get(timeout=max(0.1, end - time.monotonic()))
+                except queue.Empty:
+                    raise TimeoutError(
+                        f"{world_size} ranks: only {sorted(answers)} answered within {deadline} s"
+                    ) from None
+                if not good:
+                    raise AssertionError(f"rank {rank_id} failed:\n{value}")
+                answers[rank_id] = value
+        finally:
+            for rank in ranks:
+                rank.join(timeout=5 if len(answers) == world_size else 0.1)
+                if rank.is_alive():
+                    rank.kill()
+                    rank.join()
+    return [answers[rank] for rank in range(world_size)]

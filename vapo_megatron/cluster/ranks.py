@@ -1,0 +1,172 @@
+"""The ranks of a run: who this process is, and how the ranks of one machine are started and ended."""
+
+import ctypes
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from vapo_megatron.errors import BadInput, RunFailed, VapoError
+from vapo_megatron.mcore.platform import current_platform
+
+_PR_SET_PDEATHSIG = 1
+_GRACE_SECONDS = 15
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """A rank's place among all ranks, and where they meet."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    init_method: str
+
+
+def place_from_environment(environment: Mapping[str, str]) -> RankPlace | None:
+    """The place that torchrun or srun gave this process; None where it was started by hand.
+
+    Raises:
+        BadInput: Slurm started several tasks and nothing says where rank 0 listens.
+    """
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return RankPlace(
+            int(environment["RANK"]), int(environment["WORLD_SIZE"]), int(environment.get("LOCAL_RANK", "0")), "env://"
+        )
+    if int(environment.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environment:
+        address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+        if not address or not port:
+            raise BadInput(
+                "MASTER_ADDR and MASTER_PORT are not set: Slurm started several tasks and they need a place to meet; "
+                "export both in the batch script, as slurm/train.sbatch does"
+            )
+        return RankPlace(
+            int(environment["SLURM_PROCID"]),
+            int(environment["SLURM_NTASKS"]),
+            int(environment["SLURM_LOCALID"]),
+            f"tcp://{address}:{port}",
+        )
+    return None
+
+
+def run_as_rank(place: RankPlace, body: Callable[[], None], timeout_minutes: float) -> None:
+    """Join the world, run body, leave it in order."""
+    platform = current_platform()
+    platform.bind(place.local_rank)
+    dist.init_process_group(
+        platform.backend,
+        init_method=place.init_method,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(minutes=timeout_minutes),
+    )
+    body()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _started_rank(place: RankPlace, body: Callable[[], None], timeout_minutes: float, failures: Any) -> None:
+    _die_with_parent()
+    # Ctrl-C reaches the whole terminal group; the starter turns it into one orderly end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        run_as_rank(place, body, timeout_minutes)
+    except VapoError as error:
+        failures.put((place.rank, type(error), str(error)))
+        sys.exit(error.exit_code)
+    except SystemExit:
+        raise
+    except BaseException:
+        failures.put((place.rank, RunFailed, traceback.format_exc()))
+        sys.exit(1)
+
+
+def start_ranks(count: int, body: Callable[[], None], timeout_minutes: float) -> None:
+    """Run body on `count` ranks of this machine; forked where that is safe, which saves each of them the imports.
+
+    The first rank to fail ends the others.
+
+    Raises:
+        VapoError: what the first failing rank raised; RunFailed with its stack trace for anything unforeseen.
+    """
+    context: Any = multiprocessing.get_context(current_platform().start_method)
+    failures = context.SimpleQueue()
+    with tempfile.TemporaryDirectory(prefix="vapo-ranks-") as folder:
+        meeting = f"file://{Path(folder) / 'store'}"
+        ranks = [
+            context.Process(
+                target=_started_rank,
+                args=(RankPlace(rank, count, rank, meeting), body, timeout_minutes, failures),
+                name=f"rank{rank}",
+            )
+            for rank in range(count)
+        ]
+        for rank in ranks:
+            rank.start()
+        previous = signal.signal(signal.SIGTERM, _interrupt)
+        try:
+            _wait(ranks, failures)
+        finally:
+            _end(ranks)
+            signal.signal(signal.SIGTERM, previous)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _wait(ranks: list[Any], failures: Any) -> None:
+    running = {rank.sentinel: rank for rank in ranks}
+    while running:
+        for sentinel in multiprocessing.connection.wait(list(running)):
+            rank = running.pop(sentinel)  # type: ignore[index]
+            rank.join()
+            if rank.exitcode == 0:
+                continue
+            if not failures.empty():
+                number, kind, message = failures.get()
+                raise kind(message if kind is not RunFailed else f"rank {number}: {message}")
+            end = f"signal {-rank.exitcode}" if rank.exitcode < 0 else f"exit code {rank.exitcode}"
+            hint = "; out of memory is the usual reason" if rank.exitcode == -signal.SIGKILL else ""
+            raise RunFailed(f"{rank.name} ended with {end} and said nothing{hint}")
+
+
+def _end(ranks: list[Any]) -> None:
+    for rank in ranks:
+        if rank.is_alive():
+            rank.terminate()
+    for rank in ranks:
+        rank.join(_GRACE_SECONDS)
+        if rank.is_alive():
+            rank.kill()
+            rank.join()
+
+
+def is_rank_zero() -> bool:
+    """Whether this process speaks for the run."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def machine_default_ranks(model_sizes: list[int]) -> int:
+    """Ranks to start by hand: every accelerator, or on the CPU just what the largest replica takes."""
+    return current_platform().device_count() or max(model_sizes)
+
+
+def environment_place() -> RankPlace | None:
+    """place_from_environment of this process."""
+    return place_from_environment(os.environ)

@@ -1,0 +1,71 @@
+"""Sections about the run itself: its name and place, its ranks, its batches, what it keeps."""
+
+from pydantic import Field, model_validator
+
+from vapo_megatron.config.base import Section
+
+
+class RunConfig(Section):
+    """Name, place and length of a run."""
+
+    name: str = Field("run", min_length=1, pattern=r"^[A-Za-z0-9._-]+$")
+    root: str = Field("runs", description="folder that holds run directories")
+    seed: int = Field(1, ge=0, description="every random choice of the run derives from it")
+    steps: int = Field(100, ge=1, description="iterations: one rollout and its updates each")
+    overwrite: bool = Field(False, description="replace an existing run directory of this name")
+
+    @property
+    def directory(self) -> str:
+        """Where everything of this run lies."""
+        return f"{self.root}/{self.name}"
+
+
+class ClusterConfig(Section):
+    """Ranks and how long they wait for each other."""
+
+    ranks: int | None = Field(
+        None, ge=1, description="ranks started by hand; default: one an accelerator, on the CPU what a replica takes"
+    )
+    timeout_minutes: float = Field(60.0, gt=0, description="longest wait of one rank for another")
+
+
+class BatchConfig(Section):
+    """How many responses an iteration collects."""
+
+    prompts_per_step: int = Field(512, ge=1)
+    samples_per_prompt: int = Field(16, ge=1, description="the group size G")
+
+
+class ExportConfig(Section):
+    """Hugging Face directories written from the run, under checkpoints/."""
+
+    every: int | None = Field(None, ge=1, description="steps between exports; the last step is always exported")
+    critic: bool = Field(True, description="export the critic as a value checkpoint as well")
+
+
+class EvaluationConfig(Section):
+    """avg@k on problems never trained on."""
+
+    every: int | None = Field(None, ge=1, description="steps between evaluations; after the last one always")
+    before_training: bool = True
+    samples_per_prompt: int = Field(32, ge=1, description="k of avg@k")
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(0.7, gt=0, le=1)
+    max_new_tokens: int | None = Field(None, ge=1, description="default: as in training")
+    max_problems: int | None = Field(None, ge=1, description="use the first n problems only")
+
+
+class SftDataConfig(Section):
+    """Demonstrations: rows {problem, response}."""
+
+    path: str = Field(description="jsonl with the fields problem and response")
+    batch_size: int = Field(64, ge=1, description="demonstrations of one optimizer step")
+    steps: int | None = Field(None, ge=1, description="optimizer steps; default: epochs over the file")
+    epochs: int = Field(1, ge=1)
+    max_tokens: int = Field(4096, ge=2, description="prompt and response together")
+
+    @model_validator(mode="after")
+    def _one_length(self) -> "SftDataConfig":
+        if self.steps is not None and self.epochs != 1:
+            raise ValueError(f"steps={self.steps} and epochs={self.epochs} both say how long to train: give one")
+        return self

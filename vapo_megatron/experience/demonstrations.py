@@ -1,0 +1,49 @@
+"""Rows for supervised fine-tuning, packed like rollouts: a prompt and the response to be imitated."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from vapo_megatron.errors import BadInput
+from vapo_megatron.experience.sample import Prompt, Sample
+
+
+def read_demonstrations(
+    path: Path,
+    encode_prompt: Callable[[str], list[int]],
+    encode_response: Callable[[str], list[int]],
+    eos_token_id: int,
+    max_tokens: int,
+) -> list[Sample]:
+    """Rows {problem, response} as samples whose responses end with EOS.
+
+    Raises:
+        BadInput: no such file, a row that is not JSON or lacks a field, a row that is too long, no row at all.
+    """
+    if not path.is_file():
+        raise BadInput(f"data.path: there is no file {path}: give a jsonl with the fields problem and response")
+    samples = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise BadInput(f"{path}:{number}: not JSON ({error.msg}): every line is one object") from None
+        for name in ("problem", "response"):
+            if not isinstance(row, dict) or not isinstance(row.get(name), str) or not row[name]:
+                raise BadInput(f"{path}:{number}: field {name!r} is missing or empty: every row needs text there")
+        prompt_ids = tuple(encode_prompt(row["problem"]))
+        response_ids = [*encode_response(row["response"]), eos_token_id]
+        if len(prompt_ids) + len(response_ids) > max_tokens:
+            raise BadInput(
+                f"{path}:{number}: {len(prompt_ids) + len(response_ids)} tokens are above data.max_tokens={max_tokens}: "
+                "raise it or drop the row"
+            )
+        prompt = Prompt(str(row.get("id", number)), row["problem"], "", prompt_ids, cursor=len(samples))
+        samples.append(
+            Sample(prompt, len(samples), 0, 0, response_ids, [0.0] * len(response_ids), "stop", 0, 0, reward=0.0)
+        )
+    if not samples:
+        raise BadInput(f"{path}: holds no row: give demonstrations with the fields problem and response")
+    return samples

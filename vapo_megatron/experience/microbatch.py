@@ -1,0 +1,76 @@
+"""Packed micro-batches: which samples go together, and the tensors a model reads of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.experience.batch import ExperienceBatch
+from vapo_megatron.experience.zigzag import local_positions
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Packed sequences of one forward pass, the part that a context-parallel rank holds (t tokens).
+
+    Position j of a sequence reads token j and speaks about token j + 1: its log-prob, or the value of the state in
+    which it is chosen. A sequence of n tokens has n - 1 positions.
+
+    Attributes:
+        ids, labels, positions: int64 [t].
+        response_index: int64 [t], index of the position's label among the batch's response tokens; -1 elsewhere.
+        lengths: positions of each packed sequence over all CP ranks, padding included.
+    """
+
+    ids: Tensor
+    labels: Tensor
+    positions: Tensor
+    response_index: Tensor
+    lengths: tuple[int, ...]
+
+    def take(self, values: Tensor) -> Tensor:
+        """A tensor over response tokens [T] at this micro-batch's positions [t]; 0 where no response token is."""
+        found = self.response_index >= 0
+        if not len(values):
+            return torch.zeros(len(found), dtype=values.dtype)
+        return torch.where(found, values[self.response_index.clamp_min(0)], torch.zeros((), dtype=values.dtype))
+
+    def put(self, into: Tensor, values: Tensor) -> None:
+        """The other way: write values [t] of response positions into a tensor over response tokens [T]."""
+        found = self.response_index >= 0
+        into[self.response_index[found]] = values[found]
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def padded_lengths(lengths: Sequence[int], alignment: int, total_alignment: int) -> list[int]:
+    """Positions of each sequence once padded: each to `alignment`, the last one so that the sum fits `total_alignment`."""
+    padded = [_round_up(max(n, 1), alignment) for n in lengths] or [alignment]
+    padded[-1] += -sum(padded) % total_alignment
+    return padded
+
+
+def pack(
+    batch: ExperienceBatch, samples: Sequence[int], alignment: int, total_alignment: int, cp_size: int, cp_rank: int
+) -> MicroBatch:
+    """Pack some samples of a batch. No sample at all gives one sequence of padding, which weighs nothing."""
+    positions_of = [int(batch.lengths[s]) - 1 for s in samples]
+    lengths = padded_lengths(positions_of, alignment, total_alignment)
+    total = sum(lengths)
+    ids, labels, positions = (torch.zeros(total, dtype=torch.int64) for _ in range(3))
+    response_index = torch.full((total,), -1, dtype=torch.int64)
+    start = 0
+    for sample, n, padded in zip(samples, positions_of, lengths, strict=False):
+        tokens = batch.tokens[int(batch.cu_seqlens[sample]) : int(batch.cu_seqlens[sample + 1])].long()
+        ids[start : start + n] = tokens[:-1]
+        labels[start : start + n] = tokens[1:]
+        first = start + int(batch.prompt_lengths[sample]) - 1
+        response = torch.arange(int(batch.response_cu_seqlens[sample]), int(batch.response_cu_seqlens[sample + 1]))
+        response_index[first : first + len(response)] = response
+        positions[start : start + padded] = torch.arange(padded)
+        start += padded
+    local = local_positions(lengths, cp_size, cp_rank)
+    return MicroBatch(ids[local], labels[local], positions[local], response_index[local], tuple(lengths))

@@ -1,0 +1,45 @@
+"""The one place that decides which modules a transformer layer is made of."""
+
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+
+from vapo_megatron.errors import BadInput
+from vapo_megatron.mcore.attention import RMSNorm, SDPACoreAttention
+from vapo_megatron.mcore.platform import Platform
+
+
+def uses_transformer_engine(attention: str, platform: Platform) -> bool:
+    """Whether layers come from Transformer Engine: by default wherever it is there.
+
+    Raises:
+        BadInput: it was asked for and is not there.
+    """
+    if attention == "transformer_engine" and not platform.has_transformer_engine:
+        raise BadInput(
+            "model.attention=transformer_engine: Transformer Engine is not usable here; install it on a CUDA machine "
+            "(requirements/h100.txt) or set model.attention=sdpa"
+        )
+    return attention != "sdpa" and platform.has_transformer_engine
+
+
+def layer_spec(qk_norm: bool, transformer_engine: bool) -> tuple[Any, Any]:
+    """Megatron's own layer spec, and the class of the final norm.
+
+    Without Transformer Engine it is the local spec with norms and core attention exchanged; specs built by hand do not
+    survive Megatron's releases, these exchanges did from 0.16 to 0.19.
+    """
+    if transformer_engine:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm), TENorm
+    spec = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = SDPACoreAttention
+    if qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return spec, RMSNorm

@@ -1,0 +1,106 @@
+"""The process groups of one model's layout. Several meshes live in one process, over the same ranks."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from vapo_megatron.config.model import LayoutConfig
+from vapo_megatron.errors import BadInput
+from vapo_megatron.mcore import cpu_torch
+from vapo_megatron.mcore.platform import current_platform
+
+# From the fastest links outwards, as in Megatron's own order "tp-cp-ep-dp-pp".
+_DIMENSIONS = ["tp", "cp", "ep", "dp", "pp"]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """One layout over all ranks: its process groups and this rank's place in it."""
+
+    layout: LayoutConfig
+    pg: Any
+    tp_size: int
+    tp_rank: int
+    pp_size: int
+    pp_rank: int
+    cp_size: int
+    cp_rank: int
+    dp_size: int
+    dp_rank: int
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the model's head."""
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank contributes its stage's outputs: one tensor-parallel rank of the last stage."""
+        return self.is_last_stage and self.tp_rank == 0
+
+
+def check_layout(layout: LayoutConfig, world_size: int, name: str) -> None:
+    """Raises BadInput where the world is no multiple of the ranks that one replica takes."""
+    if world_size % layout.model_size:
+        raise BadInput(
+            f"{name}.layout: tp {layout.tp} x pp {layout.pp} x cp {layout.cp} = {layout.model_size} ranks a replica do "
+            f"not divide the {world_size} ranks of the run: change {name}.layout or cluster.ranks"
+        )
+
+
+def make_mesh(layout: LayoutConfig, name: str = "model") -> Mesh:
+    """Collective over all ranks: make the groups of a layout.
+
+    Raises:
+        BadInput: the world size is no multiple of tp x pp x cp.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.hyper_comm_grid import HyperCommGrid
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    cpu_torch.install()
+    world_size, backend = dist.get_world_size(), current_platform().backend
+    check_layout(layout, world_size, name)
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        # All that sequence parallelism still takes from Megatron's global state: a scratch buffer without a layout.
+        parallel_state._set_global_memory_buffer()
+    sizes = {"tp": layout.tp, "cp": layout.cp, "ep": 1, "dp": world_size // layout.model_size, "pp": layout.pp}
+    grid = HyperCommGrid(shape=[sizes[d] for d in _DIMENSIONS], dim_names=_DIMENSIONS, backend=backend)
+
+    def group(*dimensions: str) -> Any:
+        return grid.create_pg(list(dimensions) if len(dimensions) > 1 else dimensions[0])
+
+    pg = ProcessGroupCollection()
+    pg.tp, pg.cp, pg.ep, pg.dp, pg.pp = (group(d) for d in _DIMENSIONS)
+    pg.mp, pg.tp_cp, pg.dp_cp = group("tp", "pp"), group("tp", "cp"), group("cp", "dp")
+    pg.tp_ep, pg.tp_ep_pp, pg.tp_dp_cp = group("tp", "ep"), group("tp", "ep", "pp"), group("tp", "cp", "dp")
+    pg.expt_tp, pg.expt_dp = pg.tp, pg.dp
+    pg.intra_dp_cp, pg.intra_expt_dp = pg.dp_cp, pg.expt_dp
+    pg.inter_dist_opt, pg.intra_dist_opt, pg.hcp = None, dist.group.WORLD, None
+    pg.embd, pg.pos_embd = _embedding_groups(grid.get_rank_enum("pp"), backend)
+    return Mesh(
+        layout=layout,
+        pg=pg,
+        tp_size=pg.tp.size(),
+        tp_rank=pg.tp.rank(),
+        pp_size=pg.pp.size(),
+        pp_rank=pg.pp.rank(),
+        cp_size=pg.cp.size(),
+        cp_rank=pg.cp.rank(),
+        dp_size=pg.dp.size(),
+        dp_rank=pg.dp.rank(),
+    )
+
+
+def _embedding_groups(pipelines: list[list[int]], backend: str) -> tuple[Any, Any]:
+    """Groups of the first and last stage (tied word embeddings) and of the first alone, this rank's or None."""
+    word = position = None
+    for ranks in pipelines:
+        ends = [ranks[0], ranks[-1]] if len(ranks) > 1 else ranks
+        ends_group, first_group = dist.new_group(ends, backend=backend), dist.new_group(ranks[:1], backend=backend)
+        if dist.get_rank() in ends:
+            word = ends_group
+        if dist.get_rank() == ranks[0]:
+            position = first_group
+    return word, position

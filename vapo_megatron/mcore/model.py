@@ -1,0 +1,146 @@
+"""Building actor and critic as Megatron models from a model spec and a mesh."""
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel.utils import (
+    is_pp_first_stage,
+    is_pp_last_stage,
+    is_vp_first_stage,
+    is_vp_last_stage,
+)
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from vapo_megatron.config.model import LayoutConfig, ModelConfig, TrainableConfig
+from vapo_megatron.errors import BadInput
+from vapo_megatron.mcore import cpu_torch
+from vapo_megatron.mcore.heads import LogProbHead, ValueHead
+from vapo_megatron.mcore.layer_spec import layer_spec, uses_transformer_engine
+from vapo_megatron.mcore.mesh import Mesh
+from vapo_megatron.mcore.platform import current_platform
+from vapo_megatron.weights.spec import ModelSpec
+
+Head = Literal["lm", "value"]
+
+
+def check_model_layout(spec: ModelSpec, layout: LayoutConfig, name: str) -> None:
+    """Raises BadInput where a model cannot be cut as the layout asks. name is the config section, 'actor' or 'critic'."""
+    for what, count in (
+        ("attention heads", spec.num_heads),
+        ("key-value heads", spec.num_kv_heads),
+        ("MLP columns", spec.ffn_size),
+    ):
+        if count % layout.tp:
+            raise BadInput(f"{name}.layout.tp={layout.tp} does not divide the model's {count} {what}: choose a divisor")
+    stages = layout.pp * (layout.vpp or 1)
+    if spec.num_layers % stages:
+        raise BadInput(
+            f"{name}.layout: pp {layout.pp} x vpp {layout.vpp or 1} = {stages} stages do not divide the model's "
+            f"{spec.num_layers} layers: choose a divisor"
+        )
+
+
+def transformer_config(spec: ModelSpec, model: ModelConfig, trainable: TrainableConfig) -> TransformerConfig:
+    """Megatron's config of a model. Fusions that need a GPU's kernels are off where there is none."""
+    layout, recompute = trainable.layout, trainable.recompute
+    dtype = getattr(torch, model.dtype)
+    fused = uses_transformer_engine(model.attention, current_platform())
+    settings: dict[str, Any] = dict(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        num_attention_heads=spec.num_heads,
+        num_query_groups=spec.num_kv_heads,
+        kv_channels=spec.head_dim,
+        ffn_hidden_size=spec.ffn_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=spec.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=spec.qkv_bias,
+        qk_layernorm=spec.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_softmax_in_fp32=True,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
+        context_parallel_size=layout.cp,
+        sequence_parallel=layout.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        # The loss weights carry the global denominators; Megatron only has to sum.
+        calculate_per_token_loss=True,
+        persist_layer_norm=fused,
+        bias_activation_fusion=fused,
+        bias_dropout_fusion=fused,
+        apply_rope_fusion=fused,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        use_cpu_initialization=False,
+    )
+    if layout.vpp:
+        settings.update(overlap_p2p_comm=True, batch_p2p_comm=False)
+    if recompute.granularity == "full":
+        settings.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=recompute.layers)
+    elif recompute.granularity == "selective":
+        settings.update(recompute_granularity="selective", recompute_modules=["core_attn"])
+    return TransformerConfig(**settings)
+
+
+def build_model(
+    spec: ModelSpec,
+    config: TransformerConfig,
+    mesh: Mesh,
+    head: Head,
+    *,
+    attention: str = "auto",
+    logprob_chunk: int = 1024,
+) -> list[GPTModel]:
+    """This rank's chunks of a model, one a virtual pipeline stage, their weights not yet loaded.
+
+    Args:
+        spec: the model's shape.
+        config: from transformer_config.
+        mesh: the layout's process groups.
+        head: "lm" yields [1, t, 2] log-probs and entropies once labels are set (logits before), "value" [1, t, 1].
+        attention: which layers to use, see ModelConfig.attention.
+        logprob_chunk: rows of logits held at once.
+    """
+    cpu_torch.install()
+    layer, norm = layer_spec(spec.qk_norm, uses_transformer_engine(attention, current_platform()))
+    vpp = config.virtual_pipeline_model_parallel_size
+    chunks = []
+    for index in range(vpp or 1):
+        stage = index if vpp else None
+        first = is_vp_first_stage(stage, vpp) and is_pp_first_stage(mesh.pg.pp)
+        last = is_vp_last_stage(stage, vpp) and is_pp_last_stage(mesh.pg.pp)
+        count = get_num_layers_to_build(config, vp_stage=stage, pp_rank=mesh.pp_rank)
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm),
+            vocab_size=spec.padded_vocab_size(mesh.tp_size),
+            max_sequence_length=spec.max_position_embeddings,
+            pre_process=first,
+            post_process=last,
+            parallel_output=True,
+            position_embedding_type="rope",
+            rotary_base=spec.rope_theta,
+            share_embeddings_and_output_weights=spec.tied and head == "lm",
+            vp_stage=stage,
+            pg_collection=mesh.pg,
+        )
+        # Every scaling that only changes the frequencies (linear, llama3) comes from the one formula of transformers.
+        model.rotary_pos_emb.inv_freq = spec.rope_inv_freq().to(model.rotary_pos_emb.inv_freq.device)
+        if last and head == "value":
+            model.output_layer = ValueHead(config, mesh.pg.tp).to(current_platform().device)
+        elif last:
+            LogProbHead.adopt(model.output_layer, spec.vocab_size, logprob_chunk)
+        chunks.append(model.to(current_platform().device))
+    return chunks

@@ -1,0 +1,34 @@
+"""VAPO (arXiv 2504.05118), read from top to bottom."""
+
+from vapo_megatron.training.advantages import estimate_advantages
+from vapo_megatron.training.collect import collect
+from vapo_megatron.training.run import Run
+from vapo_megatron.training.score import score
+from vapo_megatron.training.updates import update_critic, update_policy
+from vapo_megatron.training.value_pretraining import pretrain_value
+
+
+def train(run: Run) -> None:
+    """Collective: the whole training of one rank.
+
+    The critic first learns the returns of a policy that stands still (value pretraining, section 3.1). Then each step
+    collects a group of responses a prompt, scores them with both models, estimates advantages with a lambda of its own
+    for policy and critic (decoupled and length-adaptive GAE, sections 3.1 and 3.2), updates critic and policy
+    (clip-higher, token-level loss, positive-example NLL, sections 3.3 and 3.4) and hands the new weights to the engines.
+    """
+    run.evaluate(step=0)
+    if run.critic is not None and run.config.value_pretraining.enabled:
+        pretrain_value(run)
+
+    for step in run.steps():
+        batch = collect(run, step)
+        score(run, batch)
+        estimate_advantages(run, batch)
+        update_critic(run, batch)
+        update_policy(run, batch)
+        run.hand_over()
+        run.record(step, batch)
+        run.evaluate(step)
+        run.export(step)
+
+    run.finish()

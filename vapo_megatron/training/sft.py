@@ -1,0 +1,87 @@
+"""Supervised fine-tuning: the cold start of a policy, on the same Megatron code as everything after it."""
+
+import math
+import random
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.experience.batch import ExperienceBatch, from_samples
+from vapo_megatron.experience.demonstrations import read_demonstrations
+from vapo_megatron.experience.tokenizer import Tokenizer
+from vapo_megatron.mcore.mesh import make_mesh
+from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.training.losses import NegativeLogLikelihood
+from vapo_megatron.weights.load import load_hf
+from vapo_megatron.weights.save import save_hf
+from vapo_megatron.weights.spec import read_spec
+
+
+def load_demonstrations(config: SftConfig) -> ExperienceBatch:
+    """All rows of the file, tokenised and packed.
+
+    Raises:
+        BadInput: the file or a row of it cannot be used.
+    """
+    tokenizer = Tokenizer.load(Path(config.model.path), config.prompt)
+    return from_samples(
+        read_demonstrations(
+            Path(config.data.path),
+            tokenizer.encode_prompt,
+            tokenizer.encode_response,
+            tokenizer.eos_token_id,
+            config.data.max_tokens,
+        )
+    )
+
+
+def batch_order(rows: int, batch_size: int, steps: int, seed: int) -> list[list[int]]:
+    """Rows of each optimizer step: every epoch a new permutation, cut into batches that may span two epochs."""
+    generator = random.Random(seed)
+    stream: list[int] = []
+    while len(stream) < steps * batch_size:
+        epoch = list(range(rows))
+        generator.shuffle(epoch)
+        stream += epoch
+    return [stream[i * batch_size : (i + 1) * batch_size] for i in range(steps)]
+
+
+def token_mean_weights(batch: ExperienceBatch, samples: list[int]) -> torch.Tensor:
+    """1 / N on the N response tokens of some samples, 0 on all others. float32 [T]."""
+    chosen = torch.zeros(batch.samples)
+    chosen[samples] = 1.0
+    weights = chosen.repeat_interleave(batch.response_lengths)
+    return weights / weights.sum()
+
+
+def sft_rank(config: SftConfig, run_dir: Path) -> None:
+    """Collective: the whole fine-tuning of one rank; ends with a Hugging Face directory."""
+    batch = load_demonstrations(config)
+    spec = read_spec(Path(config.model.path))
+    mesh = make_mesh(config.actor.layout, "actor")
+    actor = Trainable(spec, config.model, config.actor, mesh, "lm", name="actor", seed=config.run.seed)
+    load_hf(actor.chunks, spec, Path(config.model.path), mesh, "lm")
+    actor.prepare()
+    steps = config.data.steps or math.ceil(batch.samples * config.data.epochs / config.data.batch_size)
+    order = batch_order(batch.samples, config.data.batch_size, steps, config.run.seed)
+    with Recorder.open(run_dir, config.monitoring, speaks=dist.get_rank() == 0) as recorder:
+        with recorder.phase("fine-tuning", total=steps) as advance:
+            for step, samples in enumerate(order, 1):
+                with recorder.timer("step"):
+                    loss = NegativeLogLikelihood(token_mean_weights(batch, samples))
+                    result = actor.train_step(batch, samples, loss)
+                recorder.write(
+                    step,
+                    {
+                        "sft/nll_loss": result.figures["nll_loss"],
+                        "sft/entropy": result.figures["entropy"],
+                        "sft/tokens": float(batch.lengths[samples].sum()),
+                        "actor/grad_norm": result.grad_norm,
+                        "actor/lr": result.lr,
+                    },
+                )
+                advance(1)
+        save_hf(actor.chunks, spec, mesh, "lm", Path(config.model.path), run_dir / "checkpoints" / "final" / "actor")
