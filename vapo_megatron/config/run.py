@@ -44,15 +44,13 @@ class ExportConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """avg@k on problems never trained on."""
+    """When and how the sets of data.eval are answered; avg@k with k = samples of the set."""
 
     every: int | None = Field(None, ge=1, description="steps between evaluations; after the last one always")
     before_training: bool = True
-    samples_per_prompt: int = Field(32, ge=1, description="k of avg@k")
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(0.7, gt=0, le=1)
     max_new_tokens: int | None = Field(None, ge=1, description="default: as in training")
-    max_problems: int | None = Field(None, ge=1, description="use the first n problems only")
 
 
 class SftDataConfig(Section):

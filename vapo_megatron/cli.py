@@ -1,0 +1,103 @@
+"""The command line: vapo-megatron train | sft | evaluate | report."""
+
+import os
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import click
+import typer
+
+from vapo_megatron.errors import BadInput, VapoError
+
+PRESETS = Path(__file__).parent / "config" / "presets"
+
+# Read by libraries when they are imported, which is why they are set before anything else is.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train reasoning models by value-based reinforcement learning (VAPO, arXiv 2504.05118) on Megatron-Core.",
+)
+
+ConfigArgument = Annotated[Path, typer.Argument(help="YAML config; see docs/configuration.md", show_default=False)]
+OverridesArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="values that take precedence over the file")
+]
+
+
+@app.command()
+def train(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
+    """Train a policy (and a critic, where the algorithm has one) by reinforcement learning."""
+    from vapo_megatron.config.load import load_config
+    from vapo_megatron.config.train import TrainConfig
+
+    settings = load_config(TrainConfig, config, overrides or [], PRESETS)
+    from vapo_megatron.training import launch, preflight
+    from vapo_megatron.training.run import train_rank
+
+    launch.launch(settings, partial(train_rank, settings), preflight.check_train)
+
+
+@app.command()
+def sft(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
+    """Fine-tune a policy on demonstrations: the cold start before reinforcement learning."""
+    from vapo_megatron.config.load import load_config
+    from vapo_megatron.config.sft import SftConfig
+
+    settings = load_config(SftConfig, config, overrides or [], PRESETS)
+    from vapo_megatron.training import launch, preflight
+    from vapo_megatron.training.sft import sft_rank
+
+    launch.launch(settings, partial(sft_rank, settings), preflight.check_sft)
+
+
+@app.command()
+def evaluate(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
+    """Answer the evaluation sets with a checkpoint: avg@k, pass@k, maj@k."""
+    from vapo_megatron.config.load import load_config
+    from vapo_megatron.config.train import EvaluateConfig
+
+    settings = load_config(EvaluateConfig, config, overrides or [], PRESETS)
+    from vapo_megatron.evaluation.command import evaluate_checkpoint
+
+    evaluate_checkpoint(settings)
+
+
+@app.command()
+def report(run_dir: Annotated[Path, typer.Argument(help="a run directory", show_default=False)]) -> None:
+    """Draw curves.png and write report.html from the metrics of a run."""
+    from vapo_megatron.monitoring.report import write_report
+
+    if not (run_dir / "metrics.jsonl").is_file():
+        raise BadInput(f"{run_dir}: holds no metrics.jsonl: give the directory of a run, such as runs/vapo")
+    typer.echo(write_report(run_dir))
+
+
+def main() -> None:
+    """Run the command line; a failure is one line on standard error and its exit code."""
+    if not sys.warnoptions:
+        # Libraries' advice to their developers; our own messages do not come as warnings.
+        warnings.simplefilter("ignore")
+    try:
+        result = app(standalone_mode=False)
+        sys.exit(result if isinstance(result, int) else 0)
+    except VapoError as error:
+        print(f"vapo-megatron: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except click.exceptions.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except (KeyboardInterrupt, click.exceptions.Abort):
+        print("vapo-megatron: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""The config of `vapo-megatron sft`."""
+
+from vapo_megatron.config.base import Section
+from vapo_megatron.config.data import PromptTemplate
+from vapo_megatron.config.model import ActorConfig, ModelConfig
+from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.config.run import ClusterConfig, RunConfig, SftDataConfig
+
+
+class SftConfig(Section):
+    """Supervised fine-tuning. run.steps is not read: data.steps or data.epochs say how long."""
+
+    run: RunConfig = RunConfig(name="sft")
+    cluster: ClusterConfig = ClusterConfig()
+    model: ModelConfig
+    actor: ActorConfig = ActorConfig()
+    data: SftDataConfig
+    prompt: PromptTemplate = PromptTemplate()
+    monitoring: MonitoringConfig = MonitoringConfig()

@@ -1,0 +1,73 @@
+"""What a step reports of its rollout: reward, lengths, agreement with the engine, quality of the critic."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.algorithms.value_loss import bias_by_position, explained_variance
+from vapo_megatron.experience.batch import ExperienceBatch
+from vapo_megatron.monitoring import names
+
+
+def rollout_figures(batch: ExperienceBatch) -> dict[str, float]:
+    """Reward, accuracy and length of the samples."""
+    lengths, rewards = batch.response_lengths.float(), batch.rewards
+    return {
+        names.REWARD: float(rewards.mean()),
+        "reward/min": float(rewards.min()),
+        "reward/max": float(rewards.max()),
+        names.EQUAL_REWARD_GROUPS: _equal_groups(rewards, batch.group_ids),
+        names.ACCURACY: float(batch.correct.float().mean()),
+        names.LENGTH: float(lengths.mean()),
+        names.LENGTH_MIN: float(lengths.min()),
+        names.LENGTH_MAX: float(lengths.max()),
+        names.TRUNCATED: float(batch.truncated.float().mean()),
+    }
+
+
+def _equal_groups(rewards: Tensor, group_ids: Tensor) -> float:
+    groups = int(group_ids.max()) + 1
+    low = torch.full((groups,), float("inf")).scatter_reduce(0, group_ids, rewards, "amin")
+    high = torch.full((groups,), float("-inf")).scatter_reduce(0, group_ids, rewards, "amax")
+    present = high >= low
+    return float((low == high)[present].float().mean())
+
+
+def policy_figures(batch: ExperienceBatch) -> dict[str, float]:
+    """How far the trainer's policy is from the one that sampled: k3 of KL(rollout || trainer) a token, and its largest.
+
+    Source: Schulman, "Approximating KL divergence" (2020); x ~ rollout, r = trainer / rollout, k3 = r - 1 - log r.
+    """
+    log_ratio = batch.token_fields["old_logprobs"] - batch.rollout_logprobs
+    k3 = log_ratio.exp() - 1 - log_ratio
+    return {
+        names.ROLLOUT_KL: float(k3.mean()),
+        names.ROLLOUT_KL_MAX: float(k3.max()),
+        "actor/rollout_logprob_difference_max": float(log_ratio.abs().max()),
+        names.ENTROPY: float(batch.token_fields["entropies"].mean()),
+    }
+
+
+def value_figures(values: Tensor, returns: Tensor, cu_seqlens: Tensor) -> dict[str, float]:
+    """Explained variance, and the bias of the values along the response, of S packed responses.
+
+    Args:
+        values, returns: float32 [T].
+        cu_seqlens: int64 [S + 1].
+    """
+    biases = bias_by_position(values, returns, cu_seqlens, tuple(p / 100 for p in names.BIAS_POSITIONS))
+    figures = {names.EXPLAINED_VARIANCE: float(explained_variance(values, returns)), "critic/value_mean": float(values.mean())}
+    return figures | {
+        f"{names.VALUE_BIAS}{position}": float(bias) for position, bias in zip(names.BIAS_POSITIONS, biases, strict=True)
+    }
+
+
+def mean_of(rows: Sequence[dict[str, float]], maxima: Sequence[str] = ()) -> dict[str, float]:
+    """One row out of several updates: means, and the largest of what is a maximum already."""
+    if not rows:
+        return {}
+    return {
+        name: max(row[name] for row in rows) if name in maxima else sum(row[name] for row in rows) / len(rows)
+        for name in rows[0]
+    }

@@ -1,0 +1,129 @@
+"""Filling Megatron shards from a Hugging Face directory, at any tensor- and pipeline-parallel layout."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from vapo_megatron.errors import BadInput
+from vapo_megatron.weights.families.family import VALUE_HEAD_BIAS, VALUE_HEAD_WEIGHT
+from vapo_megatron.weights.hf_files import HFTensors
+from vapo_megatron.weights.mapping import Entry, MeshView, entries, local_parameters
+from vapo_megatron.weights.spec import Head, ModelSpec, read_config
+
+SCORE_WEIGHT, SCORE_BIAS = VALUE_HEAD_WEIGHT.hf[0], VALUE_HEAD_BIAS.hf[0]
+
+
+@torch.no_grad()
+def load_hf(
+    chunks: Sequence[Module],
+    spec: ModelSpec,
+    hf_dir: Path,
+    mesh: MeshView,
+    head: Head,
+    *,
+    value_head: Literal["new", "saved"] = "new",
+    head_init_std: float = 0.0,
+    seed: int = 0,
+) -> None:
+    """Fill every parameter of this rank's chunks once, in place and in their own dtype. No communication.
+
+    A value model's backbone comes from the directory whatever its head; its scalar head is either new, or the
+    `score` of a reward model (...ForSequenceClassification, one label) or of a saved value model
+    (...ForTokenClassification, one label); a reward model without bias gives a bias of zero.
+
+    Args:
+        chunks: from build_model, also wrapped in DistributedDataParallel.
+        spec: of hf_dir.
+        hf_dir: what to read; only this rank's rows and columns are.
+        mesh: the layout of chunks.
+        head: of chunks.
+        value_head: for head "value": "new" makes one and hf_dir is a language model, "saved" reads that of hf_dir.
+        head_init_std: standard deviation of a new head's weight (normal); 0 gives zeros. Its bias is zero.
+        seed: of the new head, so that it is the same on every rank.
+
+    Raises:
+        BadInput: a tensor is missing, unknown, of another shape or not of floating point; a file is missing or
+            truncated; a saved head has other than one label. Every rank checks every tensor's header, so all of them
+            raise the same.
+    """
+    tensors = HFTensors(hf_dir)
+    names = _checked_names(tensors, spec, head, value_head)
+    for entry, parameter in local_parameters(chunks, spec, head, mesh.tp_size):
+        if entry.hf[0] not in names:
+            parameter.copy_(_new_head(entry, spec, head_init_std, seed))
+            continue
+        sources = [tensors[names[name]] for name in entry.hf]
+        parameter.copy_(entry.rule.to_shard(sources, spec, mesh.tp_rank, mesh.tp_size))
+
+
+def _checked_names(
+    tensors: HFTensors, spec: ModelSpec, head: Head, value_head: Literal["new", "saved"]
+) -> dict[str, str]:
+    """For each Hugging Face name that is read, its name in the directory. A new head's are not among them."""
+    shapes = {
+        name: shape
+        for entry in entries(spec, head)
+        for name, shape in zip(entry.hf, entry.rule.hf_shapes(spec), strict=True)
+    }
+    names = {name: name for name in shapes}
+    present = tensors.names
+    if head == "value":
+        for name in (SCORE_WEIGHT, SCORE_BIAS):
+            del names[name]
+        if value_head == "saved":
+            names |= _saved_head(tensors)
+    missing = [name for name, actual in names.items() if actual not in present]
+    if missing:
+        raise BadInput(
+            f"{tensors.directory}: tensor {missing[0]} is missing ({len(missing)} of {len(names)} are), expected by "
+            f"config.json of family {spec.family}: fetch the model again or mend config.json"
+        )
+    optional = [re.escape(spec.table.lm_head.hf[0])] if head == "value" or spec.tied else []
+    ignored = re.compile("|".join((*optional, *spec.table.ignored)))
+    extra = sorted(name for name in present - set(names.values()) if not ignored.fullmatch(name))
+    if extra:
+        raise BadInput(
+            f"{tensors.directory}: tensor {extra[0]} is not known ({len(extra)} are not), expected only those of a "
+            f"{spec.family} model with a {_described(head, value_head)} head: give another directory"
+        )
+    for name, actual in names.items():
+        tensors.check(actual, shapes[name])
+    return names
+
+
+def _described(head: Head, value_head: str) -> str:
+    if head == "lm":
+        return "language-model"
+    return "score" if value_head == "saved" else "language-model"
+
+
+def _saved_head(tensors: HFTensors) -> dict[str, str]:
+    """Names of the scalar head, which may carry a prefix; checked to have one label."""
+    found = [name for name in tensors.names if name == SCORE_WEIGHT or name.endswith("." + SCORE_WEIGHT)]
+    if len(found) != 1:
+        raise BadInput(
+            f"{tensors.directory}: {len(found)} tensors named {SCORE_WEIGHT}, expected one: give a directory of "
+            "...ForSequenceClassification or ...ForTokenClassification form, or start from a policy with a new head"
+        )
+    labels = tensors[found[0]].shape[0]
+    listed = read_config(tensors.directory).get("id2label")
+    if labels != 1 or (isinstance(listed, dict) and len(listed) != 1):
+        raise BadInput(
+            f"{tensors.directory}: {found[0]} has {labels} rows and config.json "
+            f"{len(listed) if isinstance(listed, dict) else 'no'} labels, expected 1 of each: a value is one number"
+        )
+    bias = found[0].removesuffix(SCORE_WEIGHT) + SCORE_BIAS
+    return {SCORE_WEIGHT: found[0]} | ({SCORE_BIAS: bias} if bias in tensors.names else {})
+
+
+def _new_head(entry: Entry, spec: ModelSpec, std: float, seed: int) -> Tensor:
+    """A fresh scalar head's weight or bias, in float32 on the CPU."""
+    shape = entry.rule.hf_shapes(spec)[0]
+    if entry.rule is VALUE_HEAD_BIAS or std == 0.0:
+        return torch.zeros(shape)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * std

@@ -1,0 +1,93 @@
+"""Rotary position embeddings as config.json describes them, in every spelling that transformers has used."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.errors import BadInput
+
+DEFAULT_THETA = 10_000.0
+# YaRN, longrope and dynamic also scale the attention or change with the length of the input: Megatron's packed
+# rotary embedding knows one fixed set of frequencies.
+SUPPORTED = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Frequencies stretched for longer contexts.
+
+    "linear" divides all by factor; "llama3" divides the low ones and blends up to the high ones (Llama 3.1).
+    """
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+def read_rope(config: Mapping[str, Any], path: str) -> tuple[float, RopeScaling | None]:
+    """Base and scaling of a config.json: rope_theta and rope_scaling (transformers 4) or rope_parameters (5).
+
+    Raises:
+        BadInput: the scaling, or a rotation of part of the head, is not one that Megatron can represent; or a number
+            is missing.
+    """
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(parameters, Mapping):
+        raise BadInput(f"{path}: rope_parameters is {parameters!r}, expected an object such as {{'rope_theta': 1e6}}")
+    if isinstance(parameters.get("full_attention"), Mapping):
+        parameters = parameters["full_attention"]
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind not in SUPPORTED:
+        raise BadInput(
+            f"{path}: rope scaling {kind!r} cannot be represented in Megatron, which takes {', '.join(SUPPORTED)}; "
+            "choose a checkpoint without it or remove it from the file"
+        )
+
+    def number(key: str, default: Any = None) -> float:
+        value = parameters.get(key, config.get(key, default))
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise BadInput(f"{path}: {key} of the rotary embedding is {value!r}, expected a number above 0")
+        return value
+
+    if (partial := number("partial_rotary_factor", 1.0)) != 1.0:
+        raise BadInput(f"{path}: partial_rotary_factor is {partial}, expected 1.0: choose another checkpoint")
+    theta = float(number("rope_theta", DEFAULT_THETA))
+    if kind == "linear":
+        return theta, RopeScaling("linear", number("factor"))
+    if kind == "llama3":
+        return theta, RopeScaling(
+            "llama3",
+            factor=number("factor"),
+            low_freq_factor=number("low_freq_factor"),
+            high_freq_factor=number("high_freq_factor"),
+            original_max_position_embeddings=int(
+                number("original_max_position_embeddings", config.get("max_position_embeddings"))
+            ),
+        )
+    return theta, None
+
+
+def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
+    """Radians a position for each pair of channels, float32 [head_dim / 2], on the CPU.
+
+    Source: transformers' modeling_rope_utils, operation by operation, so that both round alike.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
+    frequencies = 1.0 / (theta**exponents)
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    length, low, high = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
+    wavelengths = 2 * math.pi / frequencies
+    share = (length / wavelengths - low) / (high - low)
+    blended = (1 - share) * frequencies / scaling.factor + share * frequencies
+    stretched = torch.where(wavelengths > length / low, frequencies / scaling.factor, frequencies)
+    medium = (wavelengths >= length / high) & (wavelengths <= length / low)
+    return torch.where(medium, blended, stretched)

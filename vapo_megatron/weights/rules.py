@@ -1,0 +1,214 @@
+"""How one Megatron parameter is made of Hugging Face tensors, and these again of its tensor-parallel shards.
+
+A rule is both directions of one correspondence. It is pure: tensors in, tensors out; which rank owns what and how
+shards travel is not its business.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from vapo_megatron.weights.spec import ModelSpec
+
+Dimension = int | str
+"""A size, or the name of the ModelSpec attribute that gives it."""
+
+
+class Source(Protocol):
+    """A Hugging Face tensor of which parts can be taken: a torch.Tensor, or one that still lies in a file."""
+
+    def __getitem__(self, index: Any) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Rule(ABC):
+    """One Megatron parameter and the Hugging Face tensors that it holds.
+
+    Attributes:
+        megatron: the parameter's name under local (not fused) layers, within its layer for a rule of a layer.
+        hf: names of the Hugging Face tensors; "{layer}" stands for the layer's index.
+        shape: of each of them, dimension by dimension (of QKV: without the first).
+    """
+
+    megatron: str
+    hf: tuple[str, ...]
+    shape: tuple[Dimension, ...]
+
+    def hf_shapes(self, spec: "ModelSpec") -> list[tuple[int, ...]]:
+        """Shapes of the Hugging Face tensors, in the order of `hf`."""
+        return [_sizes(self.shape, spec)] * len(self.hf)
+
+    @abstractmethod
+    def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
+        """Shape of a tensor-parallel rank's parameter."""
+
+    @abstractmethod
+    def to_shard(self, sources: Sequence[Source], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
+        """What a tensor-parallel rank holds; of each source only the rows or columns of this rank are read."""
+
+    @abstractmethod
+    def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
+        """The Hugging Face tensors, contiguous, in the order of `hf`, from the shards of all ranks in their order.
+
+        With one shard they may share its storage.
+        """
+
+    def count(self, spec: "ModelSpec") -> int:
+        """Parameters of the Hugging Face tensors."""
+        return sum(math.prod(shape) for shape in self.hf_shapes(spec))
+
+
+@dataclass(frozen=True)
+class Replicated(Rule):
+    """Whole on every tensor-parallel rank: norms, the value head."""
+
+    def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
+        """See Rule."""
+        return _sizes(self.shape, spec)
+
+    def to_shard(self, sources: Sequence[Source], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
+        """See Rule."""
+        return sources[0][:]
+
+    def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
+        """See Rule."""
+        return [shards[0].contiguous()]
+
+
+@dataclass(frozen=True)
+class Column(Rule):
+    """Cut along the output features, dimension 0 (Megatron's ColumnParallelLinear)."""
+
+    def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
+        """See Rule."""
+        rows, *rest = _sizes(self.shape, spec)
+        return (rows // tp_size, *rest)
+
+    def to_shard(self, sources: Sequence[Source], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
+        """See Rule."""
+        rows = self.shard_shape(spec, tp_size)[0]
+        return sources[0][tp_rank * rows : (tp_rank + 1) * rows]
+
+    def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
+        """See Rule."""
+        return [_joined(shards)]
+
+
+@dataclass(frozen=True)
+class Row(Rule):
+    """Cut along the input features, dimension 1 (Megatron's RowParallelLinear)."""
+
+    def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
+        """See Rule."""
+        rows, columns = _sizes(self.shape, spec)
+        return (rows, columns // tp_size)
+
+    def to_shard(self, sources: Sequence[Source], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
+        """See Rule."""
+        columns = self.shard_shape(spec, tp_size)[1]
+        return sources[0][:, tp_rank * columns : (tp_rank + 1) * columns]
+
+    def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
+        """See Rule."""
+        return [_joined(shards, dim=1)]
+
+
+@dataclass(frozen=True)
+class Vocabulary(Rule):
+    """A row a word, cut like Column; the table is padded with rows of zeros to a multiple of the ranks."""
+
+    def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
+        """See Rule."""
+        _, *rest = _sizes(self.shape, spec)
+        return (spec.padded_vocab_size(tp_size) // tp_size, *rest)
+
+    def to_shard(self, sources: Sequence[Source], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
+        """See Rule."""
+        words = _sizes(self.shape, spec)[0]
+        rows = self.shard_shape(spec, tp_size)[0]
+        first = min(tp_rank * rows, words)
+        real = sources[0][first : min(first + rows, words)]
+        if real.shape[0] == rows:
+            return real
+        return torch.cat((real, real.new_zeros(rows - real.shape[0], *real.shape[1:])))
+
+    def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
+        """See Rule."""
+        words = _sizes(self.shape, spec)[0]
+        parts, left = [], words
+        for shard in shards:
+            if left > 0:
+                parts.append(shard[:left])
+                left -= shard.shape[0]
+        return [_joined(parts)]
+
+
+@dataclass(frozen=True)
+class GateUp(Rule):
+    """The two halves of a gated MLP, each cut like Column; a rank holds its part of the gate above its part of up."""
+
+    def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
+        """See Rule."""
+        rows, *rest = _sizes(self.shape, spec)
+        return (2 * (rows // tp_size), *rest)
+
+    def to_shard(self, sources: Sequence[Source], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
+        """See Rule."""
+        rows = self.shard_shape(spec, tp_size)[0] // 2
+        mine = slice(tp_rank * rows, (tp_rank + 1) * rows)
+        return torch.cat([source[mine] for source in sources])
+
+    def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
+        """See Rule."""
+        halves = [shard.chunk(2) for shard in shards]
+        return [_joined([half[i] for half in halves]) for i in range(2)]
+
+
+@dataclass(frozen=True)
+class QKV(Rule):
+    """Query, key and value projections, weights or biases, interleaved by key-value group.
+
+    Megatron's linear_qkv holds, group after group, the group's queries, its key and its value (SelfAttention's
+    get_query_key_value_tensors); a rank holds whole groups.
+    """
+
+    def hf_shapes(self, spec: "ModelSpec") -> list[tuple[int, ...]]:
+        """See Rule."""
+        rest = _sizes(self.shape, spec)
+        return [(spec.query_size, *rest), (spec.kv_size, *rest), (spec.kv_size, *rest)]
+
+    def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
+        """See Rule."""
+        return ((spec.query_size + 2 * spec.kv_size) // tp_size, *_sizes(self.shape, spec))
+
+    def to_shard(self, sources: Sequence[Source], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
+        """See Rule."""
+        groups = spec.num_kv_heads // tp_size
+        parts = []
+        for source, shape in zip(sources, self.hf_shapes(spec), strict=True):
+            rows = shape[0] // tp_size
+            part = source[tp_rank * rows : (tp_rank + 1) * rows]
+            parts.append(part.reshape(groups, rows // groups, *shape[1:]))
+        return torch.cat(parts, dim=1).flatten(0, 1)
+
+    def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
+        """See Rule."""
+        groups = spec.num_kv_heads // len(shards)
+        heads = spec.num_heads // spec.num_kv_heads
+        rows = [heads * spec.head_dim, spec.head_dim, spec.head_dim]
+        split = [shard.unflatten(0, (groups, sum(rows))).split(rows, dim=1) for shard in shards]
+        return [torch.cat([parts[i] for parts in split]).flatten(0, 1).contiguous() for i in range(3)]
+
+
+def _sizes(shape: tuple[Dimension, ...], spec: "ModelSpec") -> tuple[int, ...]:
+    return tuple(getattr(spec, size) if isinstance(size, str) else size for size in shape)
+
+
+def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts), dim)

@@ -1,0 +1,222 @@
+"""The numbers that define a model, whatever its family, read from a Hugging Face config.json."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
+from torch import Tensor
+
+from vapo_megatron.config.suggest import nearest
+from vapo_megatron.errors import BadInput
+from vapo_megatron.weights.families import FAMILIES
+from vapo_megatron.weights.families.family import VALUE_HEAD_BIAS, VALUE_HEAD_WEIGHT, Family
+from vapo_megatron.weights.rope import RopeScaling, inverse_frequencies, read_rope
+from vapo_megatron.weights.rules import Rule
+
+Head = Literal["lm", "value"]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A dense decoder-only transformer.
+
+    Attributes:
+        family: config.json's model_type, a key of FAMILIES.
+        num_kv_heads: key-value heads (query groups).
+        ffn_size: width of the gated MLP.
+        vocab_size: words, padding rows aside.
+        tied: whether the language-model head is the word embedding.
+        max_position_embeddings: longest input, in tokens, for which full attention is what the model computes; where
+            layers attend in a sliding window, that window.
+        dtype: of the checkpoint, a torch dtype's name.
+        vocab_divisible_by: Megatron's make_vocab_size_divisible_by: its tables are padded to a multiple of this times
+            the tensor-parallel size.
+    """
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    tied: bool
+    qkv_bias: bool
+    qk_norm: bool
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    max_position_embeddings: int
+    dtype: str
+    vocab_divisible_by: int = 1
+
+    @property
+    def table(self) -> Family:
+        """The family's table of rules."""
+        return FAMILIES[self.family]
+
+    @property
+    def query_size(self) -> int:
+        """Width of all queries of a token."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all keys, or values, of a token."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """dtype as torch's object."""
+        return getattr(torch, self.dtype)
+
+    def padded_vocab_size(self, tp_size: int) -> int:
+        """Rows of the word embeddings over all tensor-parallel ranks."""
+        multiple = self.vocab_divisible_by * tp_size
+        return -(-self.vocab_size // multiple) * multiple
+
+    def rope_inv_freq(self) -> Tensor:
+        """Inverse frequencies of the rotary embedding, scaling included, float32 [head_dim / 2], on the CPU."""
+        return inverse_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
+
+    def head_rules(self, head: Head) -> tuple[Rule, ...]:
+        """Rules of the output layer's own parameters: none where a language model's is tied."""
+        if head == "value":
+            return (VALUE_HEAD_WEIGHT, VALUE_HEAD_BIAS)
+        return () if self.tied else (self.table.lm_head,)
+
+    def parameter_count(self, head: Head = "lm") -> int:
+        """Parameters of the whole model, padding rows and tied copies not counted."""
+        table = self.table
+        once = (table.embedding, table.final_norm, *self.head_rules(head))
+        return self.num_layers * sum(rule.count(self) for rule in table.layer) + sum(rule.count(self) for rule in once)
+
+
+class _HFConfig(BaseModel):
+    """What is read of config.json."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    vocab_size: PositiveInt
+    max_position_embeddings: PositiveInt
+    rms_norm_eps: PositiveFloat = 1e-6
+    hidden_act: str = "silu"
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    use_sliding_window: bool = False
+    sliding_window: PositiveInt | None = None
+    quantization_config: dict[str, Any] | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+
+
+def read_config(hf_dir: Path) -> dict[str, Any]:
+    """config.json of a Hugging Face directory.
+
+    Raises:
+        BadInput: no such directory, no config.json in it, or not a JSON object.
+    """
+    path = hf_dir / "config.json"
+    if not hf_dir.is_dir():
+        raise BadInput(f"{hf_dir}: no such directory; give a Hugging Face model directory (config.json, *.safetensors)")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadInput(f"{path}: no such file; {hf_dir} is not a Hugging Face model directory") from None
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path}: cannot be read as JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise BadInput(f"{path}: a {type(config).__name__} was found, expected a JSON object")
+    return config
+
+
+def read_spec(hf_dir: Path, *, vocab_divisible_by: int = 1) -> ModelSpec:
+    """The spec of a Hugging Face model directory (causal LM, sequence or token classification alike).
+
+    Raises:
+        BadInput: the directory or its config.json is missing, a value is missing or of the wrong kind, the family is
+            unknown, or the model has a feature that Megatron's layers here cannot represent.
+    """
+    config, path = read_config(hf_dir), hf_dir / "config.json"
+    family = _family(config.get("model_type"), path)
+    try:
+        read = _HFConfig.model_validate({**family.defaults, **config})
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        found = "missing" if first["type"] == "missing" else repr(first["input"])
+        raise BadInput(f"{path}: {key} is {found}, expected: {first['msg']}") from None
+    _check_representable(read, family, path)
+    kv_heads = read.num_key_value_heads or read.num_attention_heads
+    head_dim = read.head_dim or read.hidden_size // read.num_attention_heads
+    if read.num_attention_heads % kv_heads or head_dim % 2:
+        raise BadInput(
+            f"{path}: num_attention_heads {read.num_attention_heads}, num_key_value_heads {kv_heads}, head_dim "
+            f"{head_dim}: the second must divide the first and head_dim must be even"
+        )
+    theta, scaling = read_rope(config, str(path))
+    longest = read.max_position_embeddings
+    if read.use_sliding_window and read.sliding_window:
+        longest = min(longest, read.sliding_window)
+    return ModelSpec(
+        family=family.model_type,
+        num_layers=read.num_hidden_layers,
+        hidden_size=read.hidden_size,
+        num_heads=read.num_attention_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn_size=read.intermediate_size,
+        vocab_size=read.vocab_size,
+        tied=read.tie_word_embeddings,
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+        rms_norm_eps=read.rms_norm_eps,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_position_embeddings=longest,
+        dtype=_dtype(read, path),
+        vocab_divisible_by=vocab_divisible_by,
+    )
+
+
+def _family(model_type: Any, path: Path) -> Family:
+    if model_type in FAMILIES:
+        return FAMILIES[model_type]
+    near = nearest(str(model_type), FAMILIES) if model_type else None
+    hint = f", the nearest being {near}" if near else ""
+    raise BadInput(f"{path}: model_type is {model_type!r}, expected one of {', '.join(sorted(FAMILIES))}{hint}")
+
+
+def _check_representable(read: _HFConfig, family: Family, path: Path) -> None:
+    for key, found, expected in (
+        ("hidden_act", read.hidden_act, "silu"),
+        ("attention_bias", read.attention_bias and not family.qkv_bias, False),
+        ("mlp_bias", read.mlp_bias, False),
+    ):
+        if found != expected:
+            raise BadInput(
+                f"{path}: {key} is {found!r}, expected {expected!r} for {family.model_type} models here: "
+                "choose another checkpoint"
+            )
+    if read.quantization_config is not None:
+        raise BadInput(
+            f"{path}: quantization_config is set: quantised weights cannot be trained; give the bf16 or fp32 original"
+        )
+
+
+def _dtype(read: _HFConfig, path: Path) -> str:
+    name = (read.dtype or read.torch_dtype or "float32").removeprefix("torch.")
+    if name not in ("float32", "bfloat16", "float16"):
+        raise BadInput(f"{path}: dtype is {name!r}, expected float32, bfloat16 or float16")
+    return name

@@ -1,0 +1,178 @@
+"""Small random models in the form of ordinary Hugging Face directories, for the quickstart and for tests."""
+
+import secrets
+import shutil
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+from vapo_megatron.config.base import Section
+from vapo_megatron.errors import BadInput
+from vapo_megatron.experience.torchvision_ops import make_torchvision_importable
+
+make_torchvision_importable()
+
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2Tokenizer,
+    Qwen3Config,
+)
+from transformers.utils import logging  # noqa: E402
+
+Family = Literal["qwen2", "qwen3", "llama"]
+
+# The tokens that Qwen2.5 adds to its byte-pair tokens, in the order of their ids 151643 to 151664.
+QWEN_SPECIAL_TOKENS = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>"),
+    *("<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>"),
+    *("<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
+)
+QWEN_PLAIN_TOKENS = (
+    *("<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>"),
+    *("<|repo_name|>", "<|file_sep|>"),
+)
+CHATML_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+class TinyModel(Section):
+    """The shape of a small model. vocab_size may exceed the tokenizer's: the rest of the rows is padding."""
+
+    family: Family = "qwen3"
+    vocab_size: int = Field(default=128, gt=0)
+    layers: int = Field(default=2, gt=0)
+    hidden_size: int = Field(default=128, gt=0)
+    intermediate_size: int = Field(default=256, gt=0)
+    heads: int = Field(default=4, gt=0)
+    kv_heads: int = Field(default=2, gt=0)
+    head_dim: int = Field(default=32, gt=0, multiple_of=2)
+    max_positions: int = Field(default=512, gt=0)
+    tied: bool = True
+    rope_theta: float = Field(default=10_000.0, gt=0)
+    initializer_range: float = Field(default=0.02, gt=0)
+    seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> "TinyModel":
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+        if self.family == "qwen2" and self.heads * self.head_dim != self.hidden_size:
+            raise ValueError(
+                f"a qwen2 model has head_dim = hidden_size / heads, not {self.head_dim} for "
+                f"{self.hidden_size} / {self.heads}"
+            )
+        return self
+
+    def hf_config(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+        """The transformers config of this shape with the tokenizer's special tokens."""
+        kind = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}[self.family]
+        sizes = {} if self.family == "qwen2" else {"head_dim": self.head_dim}
+        return kind(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            max_position_embeddings=self.max_positions,
+            tie_word_embeddings=self.tied,
+            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
+            initializer_range=self.initializer_range,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            **sizes,
+        )
+
+
+def save_tiny_model(shape: TinyModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> int:
+    """Write config, float32 weights drawn from shape.seed, and tokenizer to directory; return the parameter count.
+
+    The directory appears whole or not at all; one that is there is replaced only if it holds a model.
+    Raises BadInput if the tokenizer does not fit the vocabulary or the place cannot be written.
+    """
+    if len(tokenizer) > shape.vocab_size:
+        raise BadInput(
+            f"vocab_size {shape.vocab_size}: the tokenizer has {len(tokenizer)} tokens; give at least that many"
+        )
+    if directory.exists() and (not directory.is_dir() or (any(directory.iterdir()) and not _holds_model(directory))):
+        raise BadInput(f"{directory}: exists and is not a model directory; choose another place")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(shape.seed)
+        model = AutoModelForCausalLM.from_config(shape.hf_config(tokenizer), dtype=torch.float32)
+    logging.disable_progress_bar()
+    temporary = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}")
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        if directory.exists():
+            shutil.rmtree(directory)
+        temporary.replace(directory)
+    except OSError as error:
+        raise BadInput(f"{directory}: cannot be written ({error.strerror or error}); choose another place") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _holds_model(directory: Path) -> bool:
+    return (directory / "config.json").is_file()
+
+
+def word_tokenizer(words: list[str], max_length: int, chat_template: str) -> PreTrainedTokenizerBase:
+    """A tokenizer whose tokens are whole words between spaces: <pad>, <bos>, <eos>, <unk>, then words in order."""
+    special = ("<pad>", "<bos>", "<eos>", "<unk>")
+    vocabulary = {word: index for index, word in enumerate((*special, *words))}
+    backend = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in special])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+        chat_template=chat_template,
+    )
+
+
+def tokenizer_from(directory: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of directory; a bare Qwen vocab.json and merges.txt gets its special tokens and ChatML template.
+
+    Raises BadInput if directory holds neither form.
+    """
+    if (directory / "tokenizer_config.json").is_file() or (directory / "tokenizer.json").is_file():
+        try:
+            return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            reason = str(error).partition("\n")[0]
+            raise BadInput(f"{directory}: its tokenizer cannot be loaded ({reason})") from None
+    if not ((directory / "vocab.json").is_file() and (directory / "merges.txt").is_file()):
+        raise BadInput(f"{directory}: no tokenizer.json, nor vocab.json with merges.txt; give a tokenizer directory")
+    tokenizer = Qwen2Tokenizer(
+        vocab=str(directory / "vocab.json"),
+        merges=str(directory / "merges.txt"),
+        chat_template=CHATML_TEMPLATE,
+        model_max_length=32_768,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in QWEN_SPECIAL_TOKENS])
+    tokenizer.add_tokens([AddedToken(token, special=False) for token in QWEN_PLAIN_TOKENS])
+    tokenizer.eos_token = "<|im_end|>"
+    return tokenizer
