@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import click
 import typer
 
 from vapo_megatron.errors import BadInput, VapoError
@@ -86,15 +85,11 @@ def main() -> None:
         # Libraries' advice to their developers; our own messages do not come as warnings.
         warnings.simplefilter("ignore")
     try:
-        result = app(standalone_mode=False)
-        sys.exit(result if isinstance(result, int) else 0)
+        app()
     except VapoError as error:
         print(f"vapo-megatron: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except click.exceptions.ClickException as error:
-        error.show()
-        sys.exit(2)
-    except (KeyboardInterrupt, click.exceptions.Abort):
+    except KeyboardInterrupt:
         print("vapo-megatron: interrupted", file=sys.stderr)
         sys.exit(130)
 

@@ -25,7 +25,7 @@ class TrainConfig(Section):
     critic: CriticConfig = CriticConfig()
     data: DataConfig
     batch: BatchConfig = BatchConfig()
-    sampling: SamplingConfig = SamplingConfig()
+    sampling: SamplingConfig
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -57,7 +57,7 @@ class EvaluateConfig(Section):
     fields: FieldNames = FieldNames()
     prompt: PromptTemplate = PromptTemplate()
     max_prompt_tokens: int = Field(2048, ge=1)
-    sampling: SamplingConfig = SamplingConfig(temperature=1.0, top_p=0.7)
+    sampling: SamplingConfig
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     monitoring: MonitoringConfig = MonitoringConfig()

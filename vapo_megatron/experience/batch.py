@@ -63,6 +63,23 @@ class ExperienceBatch:
         """int64 [S], prompt and response."""
         return self.cu_seqlens.diff()
 
+    def select(self, samples: Sequence[int]) -> "ExperienceBatch":
+        """Some of the samples, in the order given, with their token_fields."""
+        chosen = torch.tensor(samples, dtype=torch.int64)
+        tokens, responses = _ranges(self.cu_seqlens, chosen), _ranges(self.response_cu_seqlens, chosen)
+        return ExperienceBatch(
+            tokens=self.tokens[tokens],
+            cu_seqlens=_offsets(self.lengths[chosen]),
+            prompt_lengths=self.prompt_lengths[chosen],
+            response_cu_seqlens=_offsets(self.response_lengths[chosen]),
+            rollout_logprobs=self.rollout_logprobs[responses],
+            rewards=self.rewards[chosen],
+            correct=self.correct[chosen],
+            truncated=self.truncated[chosen],
+            group_ids=self.group_ids[chosen],
+            token_fields={name: values[responses] for name, values in self.token_fields.items()},
+        )
+
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that make up the batch, by name, without token_fields."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "token_fields"}
@@ -70,6 +87,12 @@ class ExperienceBatch:
 
 def _offsets(lengths: Tensor) -> Tensor:
     return torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
+
+
+def _ranges(bounds: Tensor, chosen: Tensor) -> Tensor:
+    """Indices of all tokens of the chosen samples."""
+    pieces = [torch.arange(int(bounds[s]), int(bounds[s + 1])) for s in chosen]
+    return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64)
 
 
 def from_samples(samples: Sequence[Sample]) -> ExperienceBatch:

@@ -29,7 +29,8 @@ class Sample:
     rollout_logprobs has one natural logarithm per response token, under the sampling temperature, as the
     engine reported it. weight_version is the version of the weights that made the last token (the oldest
     one that took part is weight_version_oldest). reward is what the algorithm is given before shaping;
-    correct is the verifier's verdict and stays apart from every shaping.
+    correct is the verifier's verdict and stays apart from every shaping;
+    extracted is the answer that it read out of the text.
     """
 
     prompt: Prompt
@@ -45,6 +46,7 @@ class Sample:
     reward: float | None = None
     correct: bool | None = None
     verdict: str = ""
+    extracted: str = ""
     extra: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -110,6 +110,21 @@ class Trainable:
         self.transformer.grad_scale_func = self.optimizer.scale_loss
         self.transformer.finalize_model_grads_func = _sum_model_grads
 
+    def sleep(self) -> None:
+        """GPU: gradients are dropped and optimizer states leave the device, to make room for the engines."""
+        if current_platform().is_cuda:
+            self.optimizer.offload_to_cpu()
+            for chunk in self.wrapped:
+                chunk.offload_grad_buffers()
+            current_platform().empty_cache()
+
+    def wake(self) -> None:
+        """GPU: what sleep() moved comes back."""
+        if current_platform().is_cuda:
+            self.optimizer.restore_from_cpu()
+            for chunk in self.wrapped:
+                chunk.restore_grad_buffers()
+
     @property
     def cost(self) -> Cost:
         """Work of a sequence: weights times tokens, and causal attention."""
@@ -137,8 +152,10 @@ class Trainable:
         ]
 
     @torch.no_grad()
-    def score(self, batch: ExperienceBatch, on_done: Callable[[int], None] | None = None) -> Tensor:
-        """Collective: outputs for every response token of a batch.
+    def score(
+        self, batch: ExperienceBatch, on_done: Callable[[int], None] | None = None, temperature: float | None = None
+    ) -> Tensor:
+        """Collective: outputs for every response token of a batch; temperature stands in for the model's own.
 
         Returns:
             float32 [T, 2] log-probs and entropies, or [T, 1] values; the same on every rank.
@@ -153,7 +170,7 @@ class Trainable:
             if on_done is not None:
                 on_done(len(microbatch.lengths))
 
-        self._run(microbatches, collect, forward_only=True)
+        self._run(microbatches, collect, forward_only=True, temperature=temperature)
         return _sum_over_ranks(result)
 
     def train_step(self, batch: ExperienceBatch, samples: Sequence[int], loss: TokenLoss) -> StepResult:
@@ -188,7 +205,13 @@ class Trainable:
             figures |= dict(zip(loss.maxima, largest.tolist(), strict=True))
         return StepResult(float(grad_norm), float(self.optimizer.param_groups[0]["lr"]), figures)
 
-    def _run(self, microbatches: list[MicroBatch], consume: Callable[..., Any], forward_only: bool) -> None:
+    def _run(
+        self,
+        microbatches: list[MicroBatch],
+        consume: Callable[..., Any],
+        forward_only: bool,
+        temperature: float | None = None,
+    ) -> None:
         """Megatron's schedule over this rank's micro-batches; consume gets (micro-batch, last stage's output)."""
         models = self.wrapped or self.chunks
         for model in models:
@@ -196,7 +219,7 @@ class Trainable:
 
         def forward_step(data: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             microbatch = next(data)
-            return self._forward(model, microbatch), partial(consume, microbatch)
+            return self._forward(model, microbatch, temperature or self.temperature), partial(consume, microbatch)
 
         extra: dict[str, Any] = {}
         if self.mesh.pp_size > 1:
@@ -215,12 +238,12 @@ class Trainable:
             **extra,
         )
 
-    def _forward(self, model: Any, microbatch: MicroBatch) -> Tensor:
+    def _forward(self, model: Any, microbatch: MicroBatch, temperature: float) -> Tensor:
         device = current_platform().device
         core = model.module if isinstance(model, DistributedDataParallel) else model
         if self.head == "lm" and core.post_process:
             core.output_layer.labels = microbatch.labels[None].to(device)
-            core.output_layer.temperature = self.temperature
+            core.output_layer.temperature = temperature
         starts = torch.tensor((0, *microbatch.lengths), dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
         packed = PackedSeqParams(
             qkv_format="thd",

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vapo_megatron.algorithms.kl import k3
 from vapo_megatron.algorithms.value_loss import bias_by_position, explained_variance
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.monitoring import names
@@ -40,10 +41,10 @@ def policy_figures(batch: ExperienceBatch) -> dict[str, float]:
     Source: Schulman, "Approximating KL divergence" (2020); x ~ rollout, r = trainer / rollout, k3 = r - 1 - log r.
     """
     log_ratio = batch.token_fields["old_logprobs"] - batch.rollout_logprobs
-    k3 = log_ratio.exp() - 1 - log_ratio
+    divergence = k3(batch.rollout_logprobs, batch.token_fields["old_logprobs"])
     return {
-        names.ROLLOUT_KL: float(k3.mean()),
-        names.ROLLOUT_KL_MAX: float(k3.max()),
+        names.ROLLOUT_KL: float(divergence.mean()),
+        names.ROLLOUT_KL_MAX: float(divergence.max()),
         "actor/rollout_logprob_difference_max": float(log_ratio.abs().max()),
         names.ENTROPY: float(batch.token_fields["entropies"].mean()),
     }
@@ -57,7 +58,7 @@ def value_figures(values: Tensor, returns: Tensor, cu_seqlens: Tensor) -> dict[s
         cu_seqlens: int64 [S + 1].
     """
     biases = bias_by_position(values, returns, cu_seqlens, tuple(p / 100 for p in names.BIAS_POSITIONS))
-    figures = {names.EXPLAINED_VARIANCE: float(explained_variance(values, returns)), "critic/value_mean": float(values.mean())}
+    figures = {names.EXPLAINED_VARIANCE: float(explained_variance(values, returns, torch.ones_like(values))), "critic/value_mean": float(values.mean())}
     return figures | {
         f"{names.VALUE_BIAS}{position}": float(bias) for position, bias in zip(names.BIAS_POSITIONS, biases, strict=True)
     }

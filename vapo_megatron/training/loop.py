@@ -16,19 +16,20 @@ def train(run: Run) -> None:
     for policy and critic (decoupled and length-adaptive GAE, sections 3.1 and 3.2), updates critic and policy
     (clip-higher, token-level loss, positive-example NLL, sections 3.3 and 3.4) and hands the new weights to the engines.
     """
-    run.evaluate(step=0)
+    run.evaluate()
     if run.critic is not None and run.config.value_pretraining.enabled:
         pretrain_value(run)
 
-    for step in run.steps():
-        batch = collect(run, step)
+    for _ in run.steps():
+        batch = collect(run)
+        run.sleep_engines()
         score(run, batch)
         estimate_advantages(run, batch)
         update_critic(run, batch)
         update_policy(run, batch)
         run.hand_over()
-        run.record(step, batch)
-        run.evaluate(step)
-        run.export(step)
+        run.evaluate()
+        run.export()
+        run.record(batch)
 
     run.finish()

@@ -11,35 +11,33 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithms.policy_loss import ppo_clip
-from vapo_megatron.algorithms.value_loss import clipped_value_loss, value_mse
+from vapo_megatron.algorithms import policy_loss, value_loss
+from vapo_megatron.config.algorithm import PolicyLossConfig, ValueLossConfig
 
 Take = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """L = L_PPO + mu L_NLL - c H (VAPO, sections 3.3 and 3.4).
+    """L = L_policy + mu L_NLL - c H + self-imitation (VAPO, sections 3.3 and 3.4).
 
     weights and nll_weights hold the aggregation and its global denominators; mean_weights is 1 / N on the N tokens of
     the mini-batch, for the figures.
     """
 
+    config: PolicyLossConfig
     old_logprobs: Tensor
+    rollout_logprobs: Tensor
     advantages: Tensor
+    positive_advantages: Tensor
     weights: Tensor
     nll_weights: Tensor
     mean_weights: Tensor
-    clip_low: float
-    clip_high: float
-    dual_clip: float | None = None
-    nll_coef: float = 0.0
-    entropy_coef: float = 0.0
 
     sums: ClassVar = (
         "policy_loss",
         "nll_loss",
-        "entropy",
+        "update_entropy",
         "clip_fraction_low",
         "clip_fraction_high",
         "ratio_mean",
@@ -49,49 +47,71 @@ class PolicyLoss:
 
     def __call__(self, outputs: Tensor, take: Take) -> tuple[Tensor, dict[str, Tensor]]:
         """outputs [t, 2]: log-probs and entropies."""
+        config = self.config
         logprobs, entropies = outputs.unbind(-1)
         old, advantages, weights = take(self.old_logprobs), take(self.advantages), take(self.weights)
-        nll_weights, mean = take(self.nll_weights), take(self.mean_weights)
-        surrogate = ppo_clip(logprobs, old, advantages, self.clip_low, self.clip_high, self.dual_clip)
-        policy, nll = (weights * surrogate).sum(), -(nll_weights * logprobs).sum()
-        loss = policy + self.nll_coef * nll - self.entropy_coef * (weights * entropies).sum()
+        mean = take(self.mean_weights)
+        policy = (weights * self._surrogate(logprobs, old, advantages, take)).sum()
+        nll = -(take(self.nll_weights) * logprobs).sum()
+        loss = policy + config.positive_nll.coef * nll
+        if config.entropy_coef:
+            loss = loss + config.entropy_coef * (weights * policy_loss.entropy_bonus(entropies)).sum()
+        if config.self_imitation_coef:
+            imitation = policy_loss.self_imitation(logprobs, take(self.positive_advantages))
+            loss = loss + config.self_imitation_coef * (weights * imitation).sum()
         with torch.no_grad():
             log_ratio = torch.where(mean > 0, logprobs - old, torch.zeros_like(old))
             ratio = log_ratio.exp()
+            low, high, _ = policy_loss.clip_indicators(log_ratio, advantages, config.clip_low, config.clip_high)
             figures = {
                 "policy_loss": policy.detach(),
                 "nll_loss": nll.detach(),
-                "entropy": (mean * entropies).sum(),
-                "clip_fraction_low": (mean * ((ratio < 1 - self.clip_low) & (advantages < 0))).sum(),
-                "clip_fraction_high": (mean * ((ratio > 1 + self.clip_high) & (advantages > 0))).sum(),
+                "update_entropy": (mean * entropies).sum(),
+                "clip_fraction_low": (mean * low).sum(),
+                "clip_fraction_high": (mean * high).sum(),
                 "ratio_mean": (mean * ratio).sum(),
                 "approx_kl": (mean * (ratio - 1 - log_ratio)).sum(),
                 "ratio_max": ratio.max(),
             }
         return loss, figures
 
+    def _surrogate(self, logprobs: Tensor, old: Tensor, advantages: Tensor, take: Take) -> Tensor:
+        config = self.config
+        if config.kind == "reinforce":
+            return policy_loss.reinforce(logprobs, advantages)
+        if config.kind == "cispo":
+            return policy_loss.cispo(logprobs, old, advantages, config.clip_high)
+        if config.kind == "sao":
+            rollout = take(self.rollout_logprobs)
+            return policy_loss.sao(logprobs, rollout, advantages, config.clip_low, config.clip_high)
+        return policy_loss.ppo_clip(logprobs, old, advantages, config.clip_low, config.clip_high, config.dual_clip)
+
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """Half the squared distance to the value targets, a mean over the mini-batch's tokens."""
+    """The distance to the value targets, a mean over the mini-batch's tokens."""
 
+    config: ValueLossConfig
     targets: Tensor
     old_values: Tensor
     weights: Tensor
-    clip: float | None = None
 
     sums: ClassVar = ("value_loss",)
     maxima: ClassVar = ()
 
     def __call__(self, outputs: Tensor, take: Take) -> tuple[Tensor, dict[str, Tensor]]:
         """outputs [t, 1]: values."""
-        values, targets = outputs[:, 0], take(self.targets)
-        if self.clip is None:
-            per_token = value_mse(values, targets)
+        values, targets, weights = outputs[:, 0], take(self.targets), take(self.weights)
+        if self.config.kind == "clipped":
+            per_token = value_loss.clipped_value_loss(values, take(self.old_values), targets, self.config.clip)
         else:
-            per_token = clipped_value_loss(values, take(self.old_values), targets, self.clip)
-        loss = (take(self.weights) * per_token).sum()
-        return loss, {"value_loss": loss.detach()}
+            per_token = value_loss.value_mse(values, targets)
+        loss = (weights * per_token).sum()
+        figures = {"value_loss": loss.detach()}
+        if self.config.self_imitation_coef:
+            imitation = value_loss.self_imitation_value_loss(values, targets)
+            loss = loss + self.config.self_imitation_coef * (weights * imitation).sum()
+        return loss, figures
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.experience.batch import ExperienceBatch, from_samples
 from vapo_megatron.experience.demonstrations import read_demonstrations
-from vapo_megatron.experience.tokenizer import Tokenizer
+from vapo_megatron.experience.tokenizer import TextTokenizer
 from vapo_megatron.mcore.mesh import make_mesh
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.monitoring.recorder import Recorder
@@ -26,13 +26,13 @@ def load_demonstrations(config: SftConfig) -> ExperienceBatch:
     Raises:
         BadInput: the file or a row of it cannot be used.
     """
-    tokenizer = Tokenizer.load(Path(config.model.path), config.prompt)
+    tokenizer = TextTokenizer(Path(config.model.path), config.prompt)
     return from_samples(
         read_demonstrations(
             Path(config.data.path),
             tokenizer.encode_prompt,
             tokenizer.encode_response,
-            tokenizer.eos_token_id,
+            tokenizer.eos_id,
             config.data.max_tokens,
         )
     )
@@ -67,21 +67,37 @@ def sft_rank(config: SftConfig, run_dir: Path) -> None:
     actor.prepare()
     steps = config.data.steps or math.ceil(batch.samples * config.data.epochs / config.data.batch_size)
     order = batch_order(batch.samples, config.data.batch_size, steps, config.run.seed)
-    with Recorder.open(run_dir, config.monitoring, speaks=dist.get_rank() == 0) as recorder:
-        with recorder.phase("fine-tuning", total=steps) as advance:
+    with Recorder(run_dir, config.monitoring, speaks=dist.get_rank() == 0) as recorder:
+        recorder.console.header(
+            f"vapo-megatron sft: {config.run.name}",
+            {
+                "model": f"{config.model.path} ({spec.family}, {spec.parameter_count():,} parameters)",
+                "layout": config.actor.layout.describe(dist.get_world_size()),
+                "data": f"{config.data.path}: {batch.samples} demonstrations, {int(batch.lengths.sum()):,} tokens",
+                "steps": f"{steps} of {config.data.batch_size} demonstrations",
+                "run": run_dir,
+            },
+        )
+        losses = []
+        with recorder.console.phase("fine-tuning", total=steps) as advance:
             for step, samples in enumerate(order, 1):
                 with recorder.timer("step"):
                     loss = NegativeLogLikelihood(token_mean_weights(batch, samples))
                     result = actor.train_step(batch, samples, loss)
-                recorder.write(
-                    step,
+                losses.append(result.figures["nll_loss"])
+                recorder.add(
                     {
-                        "sft/nll_loss": result.figures["nll_loss"],
+                        "sft/nll_loss": losses[-1],
                         "sft/entropy": result.figures["entropy"],
                         "sft/tokens": float(batch.lengths[samples].sum()),
                         "actor/grad_norm": result.grad_norm,
                         "actor/lr": result.lr,
-                    },
+                    }
                 )
+                recorder.write(step)
                 advance(1)
-        save_hf(actor.chunks, spec, mesh, "lm", Path(config.model.path), run_dir / "checkpoints" / "final" / "actor")
+        final = run_dir / "checkpoints" / "final" / "actor"
+        save_hf(actor.chunks, spec, mesh, "lm", Path(config.model.path), final)
+        recorder.console.closing(
+            f"{config.run.name} finished", {"loss": f"{losses[0]:.3f} -> {losses[-1]:.3f}", "model": final}
+        )

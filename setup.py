@@ -1,0 +1,49 @@
+"""The package vapo-megatron: what it needs, what it ships, the command it installs."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="vapo-megatron",
+    version="0.1.0",
+    description="VAPO (value-based PPO for long chain-of-thought reasoning) on Megatron-Core with SGLang rollouts",
+    long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=find_packages(include=["vapo_megatron", "vapo_megatron.*"]),
+    package_data={"vapo_megatron": ["config/presets/*.yaml", "monitoring/templates/*.j2"]},
+    entry_points={"console_scripts": ["vapo-megatron = vapo_megatron.cli:main"]},
+    install_requires=[
+        "aiohttp>=3.9",
+        "jinja2>=3.1",
+        "math-verify==0.9.0",
+        "matplotlib>=3.8",
+        "megatron-core>=0.16.1,<0.20",
+        "numpy>=1.26",
+        "omegaconf>=2.3",
+        "packaging>=24.2",
+        "psutil>=5.9",
+        "pydantic>=2.7,<3",
+        "pyyaml>=6.0",
+        "rich>=13.7",
+        "safetensors>=0.4.3",
+        "sglang>=0.5.23,<0.6",
+        "tensorboard>=2.16",
+        "torch>=2.13,<2.15",
+        "transformers>=5.0,<6",
+        "typer>=0.12",
+    ],
+    extras_require={
+        "h100": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12"],
+        "fp8export": ["nvidia-modelopt>=0.44"],
+        "dev": ["mypy>=1.11", "pytest>=8.2", "pytest-timeout>=2.3", "ruff>=0.6"],
+    },
+    classifiers=[
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

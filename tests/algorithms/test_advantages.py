@@ -1,0 +1,131 @@
+"""Advantages by group, against numbers worked out by hand and against Python's statistics module."""
+
+import statistics
+
+import pytest
+import torch
+from torch import Tensor
+
+from vapo_megatron.algorithms import advantages as adv
+
+REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.5, 0.0, 3.0])
+GROUPS = torch.tensor([9, 9, 4, 9, 4, 9, -1])
+BY_GROUP = [adv.grpo, adv.dr_grpo, adv.group_baseline, adv.rloo, adv.raft]
+
+
+def members(group: int) -> list[float]:
+    return REWARDS[group == GROUPS].tolist()
+
+
+def per_response(value_of) -> Tensor:
+    return torch.tensor([value_of(float(r), members(int(g))) for r, g in zip(REWARDS, GROUPS, strict=True)])
+
+
+def test_grpo() -> None:
+    def expected(r: float, group: list[float]) -> float:
+        if len(group) == 1:
+            return r / (1 + 1e-6)
+        return (r - statistics.mean(group)) / (statistics.stdev(group) + 1e-6)
+
+    torch.testing.assert_close(adv.grpo(REWARDS, GROUPS), per_response(expected))
+
+
+def test_grpo_worked_example() -> None:
+    # One right of four: mean 1/4, unbiased std sqrt((9/16 + 3/16) / 3) = 1/2.
+    got = adv.grpo(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4, dtype=torch.int64), eps=0.0)
+    assert got.tolist() == [1.5, -0.5, -0.5, -0.5]
+
+
+@pytest.mark.parametrize("function", [adv.dr_grpo, adv.group_baseline])
+def test_group_mean_is_the_baseline(function) -> None:
+    torch.testing.assert_close(function(REWARDS, GROUPS), per_response(lambda r, group: r - statistics.mean(group)))
+
+
+def test_rloo() -> None:
+    def expected(r: float, group: list[float]) -> float:
+        others = list(group)
+        others.remove(r)
+        return r - statistics.mean(others) if others else r
+
+    torch.testing.assert_close(adv.rloo(REWARDS, GROUPS), per_response(expected))
+
+
+def test_raft_takes_the_first_best_of_each_group() -> None:
+    assert adv.raft(REWARDS, GROUPS).tolist() == [1, 0, 0, 0, 1, 0, 1]
+
+
+def test_remax() -> None:
+    assert adv.remax(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])).tolist() == [0.0, -1.0]
+
+
+@pytest.mark.parametrize("function", [adv.grpo, adv.dr_grpo, adv.group_baseline, adv.rloo])
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1 / 3])
+def test_equal_rewards_give_exactly_zero(function, reward: float) -> None:
+    got = function(torch.full((7,), reward), torch.tensor([0, 0, 0, 1, 1, 0, 0]))
+    assert not got.any()
+
+
+@pytest.mark.parametrize("function", BY_GROUP)
+def test_permuting_and_splitting_samples_changes_nothing(function) -> None:
+    rewards = torch.rand(24, generator=torch.Generator().manual_seed(0))
+    groups = torch.arange(24) % 6
+    whole = function(rewards, groups)
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(function(rewards[order], groups[order]), whole[order])
+    for part in (groups < 2, groups >= 2):
+        torch.testing.assert_close(function(rewards[part], groups[part]), whole[part])
+
+
+@pytest.mark.parametrize("function", BY_GROUP)
+def test_shapes_that_differ_are_refused(function) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        function(torch.zeros(3), torch.zeros(2, dtype=torch.int64))
+
+
+def test_to_tokens() -> None:
+    cu_seqlens = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    assert adv.to_tokens(torch.tensor([1.0, 2.0, 3.0]), cu_seqlens).tolist() == [1, 1, 3, 3, 3]
+
+
+def test_reinforce_pp() -> None:
+    # Two responses, beta 1/2: A_t = R - (KL_t + KL_{t+1} + ...) / 2.
+    kl = torch.tensor([2.0, 4.0, 6.0, 1.0])
+    got = adv.reinforce_pp(torch.tensor([10.0, -1.0]), kl, torch.tensor([0, 3, 4]), kl_coef=0.5)
+    assert got.tolist() == [4.0, 5.0, 7.0, -1.5]
+
+
+def test_returns_to_go_discounts() -> None:
+    got = adv.returns_to_go(torch.tensor([1.0, 2.0, 4.0, 1.0]), torch.tensor([0, 3, 4]), gamma=0.5)
+    assert got.tolist() == [3.0, 4.0, 4.0, 1.0]
+
+
+def test_whiten() -> None:
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 3 + 5
+    mask = torch.arange(1000) % 4 != 0
+    kept = x[mask].tolist()
+    white = adv.whiten(x, mask)
+    assert not white[~mask].any()
+    assert abs(float(white[mask].mean())) < 1e-6
+    assert statistics.stdev(white[mask].tolist()) == pytest.approx(1, abs=1e-6)
+    mean, std = statistics.mean(kept), statistics.stdev(kept)
+    torch.testing.assert_close(white[mask], (x[mask] - mean) / std, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(adv.whiten(x, mask, shift_mean=False)[mask], (x[mask] - mean) / std + mean)
+
+
+def test_whiten_by_parts_is_whiten_of_the_whole() -> None:
+    x = torch.randn(100, generator=torch.Generator().manual_seed(0)) + 2
+    mask = (torch.arange(100) % 3 != 0).float()
+    sums = adv.whitening_sums(x[:30], mask[:30]) + adv.whitening_sums(x[30:], mask[30:])
+    parts = [adv.whiten(x[s], mask[s], sums=sums) for s in (slice(0, 30), slice(30, 100))]
+    torch.testing.assert_close(torch.cat(parts), adv.whiten(x, mask))
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3])
+def test_whiten_of_nothing_to_compare_is_finite(kept: int) -> None:
+    mask = torch.arange(3) < kept
+    assert not adv.whiten(torch.full((3,), 0.7), mask).any()
+
+
+def test_self_imitation_keeps_what_was_better_than_expected() -> None:
+    got = adv.self_imitation(torch.tensor([1.0, 0.0]), torch.tensor([0.25, 0.5], requires_grad=True))
+    assert got.tolist() == [0.75, 0.0] and not got.requires_grad

@@ -1,0 +1,135 @@
+"""The switches: VAPO by default, presets that validate, contradictions refused by name."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from omegaconf import OmegaConf
+from pydantic import ValidationError
+
+from vapo_megatron.algorithms import advantages, importance, kl, policy_loss
+from vapo_megatron.config import algorithm as config
+from vapo_megatron.config.algorithm import AlgorithmConfig, ValuePretrainingConfig
+
+PRESETS = Path(config.__file__).parent / "presets"
+NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml"))
+SECTIONS = {"algorithm", "value_pretraining", "reward", "batch", "actor", "critic"}
+
+
+def read(name: str) -> dict[str, Any]:
+    root = OmegaConf.merge({"sampling": {"max_new_tokens": 20480}}, OmegaConf.load(PRESETS / f"{name}.yaml"))
+    values = OmegaConf.to_container(root, resolve=True)
+    assert isinstance(values, dict)
+    del values["sampling"]
+    return values
+
+
+def load(name: str) -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate(read(name).get("algorithm", {}))
+
+
+def test_all_presets_are_there() -> None:
+    family = {"vapo", "vc_ppo", "ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline"}
+    assert family | {"remax", "raft", "gspo", "cispo"} <= set(NAMES)
+    assert sum(name.startswith("vapo_without_") for name in NAMES) == 7
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_preset_validates(name: str) -> None:
+    values = read(name)
+    assert set(values) <= SECTIONS
+    algorithm = load(name)
+    pretraining = ValuePretrainingConfig.model_validate(values.get("value_pretraining", {}))
+    algorithm.check(values.get("batch", {"samples_per_prompt": 16})["samples_per_prompt"])
+    assert algorithm.uses_critic or not (pretraining.enabled or "critic" in values)
+
+
+def test_the_vapo_preset_is_the_defaults() -> None:
+    values = read("vapo")
+    assert load("vapo") == AlgorithmConfig()
+    assert ValuePretrainingConfig.model_validate(values["value_pretraining"]) == ValuePretrainingConfig()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("vapo_without_")])
+def test_an_ablation_changes_one_switch(name: str) -> None:
+    def leaves(values: Any) -> int:
+        return sum(map(leaves, values.values())) if isinstance(values, dict) else 1
+
+    values = read(name)
+    assert leaves(values) == (2 if name.endswith("group_sampling") else 1)
+    changed = load(name), ValuePretrainingConfig.model_validate(values.get("value_pretraining", {}))
+    assert "batch" in values or changed != (AlgorithmConfig(), ValuePretrainingConfig())
+
+
+def test_presets_say_what_the_papers_say() -> None:
+    assert (load("ppo").advantage.lambda_critic, load("ppo").advantage.lambda_policy) == (0.95, 0.95)
+    assert (load("vc_ppo").advantage.lambda_critic, load("vc_ppo").advantage.lambda_policy) == (1.0, 0.95)
+    assert load("dapo").dynamic_sampling.enabled and load("dapo").policy_loss.clip_high == 0.28
+    assert load("dr_grpo").policy_loss.constant == 20480
+    assert load("grpo").policy_loss.aggregation == "sequence_mean"
+    assert not any(load(name).uses_critic for name in NAMES if not name.startswith(("vapo", "ppo", "vc_ppo")))
+
+
+def test_every_choice_has_its_function() -> None:
+    for name in get_args(config.Estimator):
+        assert name == "gae" or callable(getattr(advantages, name))
+    for name in get_args(config.PolicyLossConfig.model_fields["kind"].annotation):
+        assert callable(getattr(policy_loss, name))
+    for name in get_args(config.KlConfig.model_fields["estimator"].annotation):
+        assert callable(getattr(kl, name))
+    for name in get_args(config.ImportanceSamplingConfig.model_fields["kind"].annotation):
+        assert name == "none" or callable(getattr(importance, name))
+
+
+@pytest.mark.parametrize(
+    ("section", "named"),
+    [
+        ({"advantage": {"lambda_policy": 1.2}}, "lambda_policy"),
+        ({"advantage": {"lambda_critic": -0.1}}, "lambda_critic"),
+        ({"advantage": {"gamma": 1.1}}, "gamma"),
+        ({"advantage": {"length_adaptive_alpha": 0}}, "length_adaptive_alpha"),
+        ({"advantage": {"estimator": "reinforce"}}, "estimator"),
+        ({"policy_loss": {"aggregation": "constant"}}, "aggregation=constant with constant=None"),
+        ({"policy_loss": {"constant": 3.0}}, "aggregation=token_mean with constant=3.0"),
+        ({"policy_loss": {"dual_clip": 1.1}}, "dual_clip=1.1 is not above"),
+        ({"policy_loss": {"dual_clip": 3.0, "kind": "cispo"}}, "dual_clip=3.0 with kind=cispo"),
+        ({"policy_loss": {"kind": "gspo"}}, "kind=gspo with aggregation=token_mean"),
+        ({"value_loss": {"low": 1.0, "high": 0.0}}, "low=1.0 is not below high=0.0"),
+        ({"value_loss": {"kind": "hl_gauss", "self_imitation_coef": 0.1}}, "kind=hl_gauss"),
+        ({"kl": {"coef": 0.1}}, "where=none with coef=0.1"),
+        ({"kl": {"where": "loss"}}, "where=loss with coef=0.0"),
+        ({"kl": {"where": "loss", "coef": 0.1}}, "where=loss with estimator=k1"),
+        ({"kl": {"where": "reward", "coef": 0.1, "estimator": "k3"}}, "where=reward with estimator=k3"),
+        ({"importance_sampling": {"low": 1.5}}, "does not hold 1"),
+        ({"shaping": {"soft_overlong": {"max_length": 10, "cache_length": 20}}}, "cache_length=20"),
+        ({"shaping": {"truncated": "bootstrap"}, "advantage": {"estimator": "grpo"}}, "needs a critic"),
+        ({"policy_loss": {"self_imitation_coef": 0.1}, "advantage": {"estimator": "rloo"}}, "needs a critic"),
+        ({"policy_loss": {"kind": "sao"}, "importance_sampling": {"kind": "tis"}}, "kind=sao"),
+        ({"clip_hihg": 0.3}, "clip_hihg"),
+    ],
+)
+def test_contradictions_are_refused_by_name(section: dict, named: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        AlgorithmConfig.model_validate(section)
+    assert named in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        *({"advantage": {"estimator": name}} for name in ("grpo", "dr_grpo", "rloo", "group_baseline", "raft")),
+        {"dynamic_sampling": {"enabled": True}},
+        {"shaping": {"length_reward_coef": 0.5}},
+    ],
+)
+def test_one_sample_a_prompt_is_no_group(section: dict) -> None:
+    algorithm = AlgorithmConfig.model_validate(section)
+    algorithm.check(2)
+    with pytest.raises(ValueError, match=r"samples_per_prompt=1") as refused:
+        algorithm.check(1)
+    assert "\n" not in str(refused.value) and next(iter(next(iter(section.values())))) in str(refused.value)
+
+
+def test_algorithms_without_groups_take_one_sample() -> None:
+    for estimator in ("gae", "reinforce_pp", "remax"):
+        AlgorithmConfig.model_validate({"advantage": {"estimator": estimator}}).check(1)

@@ -1,0 +1,197 @@
+"""GAE against a float64 loop over every token, and what must hold of it whatever the numbers."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from vapo_megatron.algorithms.gae import decoupled_gae, length_adaptive_lambda, segmented_gae
+
+LENGTHS = [0, 1, 5, 16, 17, 300, 0, 2500, 33, 0]
+
+
+def bounds(lengths: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(dtype)
+
+
+def tokens(lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(sum(lengths), generator=generator), torch.randn(sum(lengths), generator=generator)
+
+
+def loop(
+    rewards: Tensor, values: Tensor, lengths: list[int], lam: list[float], gamma: float, mask: Tensor, boot: Tensor
+) -> Tensor:
+    """The textbook's loop, one token at a time, in float64 (Python floats)."""
+    r, v, m, out = rewards.tolist(), values.tolist(), mask.tolist(), [0.0] * rewards.numel()
+    end = 0
+    for response, length in enumerate(lengths):
+        start, end = end, end + length
+        advantage, next_value = 0.0, float(boot[response])
+        for t in range(end - 1, start - 1, -1):
+            if m[t]:
+                advantage = r[t] + gamma * next_value - v[t] + gamma * lam[response] * advantage
+                next_value, out[t] = v[t], advantage
+    return torch.tensor(out, dtype=torch.float64)
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    """To 1e-5 of the largest entry: a sum's rounding goes with its largest terms."""
+    assert (actual.double() - expected).abs().max() <= 1e-5 * expected.abs().max().clamp(min=1)
+
+
+def lambdas(kind: str) -> Tensor:
+    adaptive = length_adaptive_lambda(torch.tensor(LENGTHS), 0.05)
+    random = torch.rand(len(LENGTHS), generator=torch.Generator().manual_seed(1))
+    constant = {"zero": 0.0, "tiny": 1e-3, "half": 0.5, "vanilla": 0.95, "one": 1.0}
+    if kind in constant:
+        return torch.full((len(LENGTHS),), constant[kind])
+    return {"adaptive": adaptive, "random": random}[kind]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("gamma", [1.0, 0.97, 0.0])
+@pytest.mark.parametrize("kind", ["zero", "tiny", "half", "vanilla", "one", "random", "adaptive"])
+def test_equals_the_loop_over_tokens(kind: str, gamma: float, masked: bool) -> None:
+    rewards, values = tokens(LENGTHS)
+    lam = lambdas(kind)
+    boot = torch.randn(len(LENGTHS), generator=torch.Generator().manual_seed(2))
+    mask = torch.rand(rewards.numel(), generator=torch.Generator().manual_seed(3)) < (0.8 if masked else 2)
+    expected = loop(rewards, values, LENGTHS, lam.tolist(), gamma, mask, boot)
+    given_mask = mask if masked else None
+
+    advantages = segmented_gae(rewards, values, bounds(LENGTHS), lam, gamma, given_mask, boot)
+    assert advantages.dtype == torch.float32
+    assert_close(advantages, expected)
+
+    policy, targets = decoupled_gae(rewards, values, bounds(LENGTHS), lam, 1.0, gamma, given_mask, boot)
+    assert torch.equal(policy, advantages)
+    critic = loop(rewards, values, LENGTHS, [1.0] * len(LENGTHS), gamma, mask, boot)
+    assert_close(targets, (critic + values) * mask)
+
+
+def test_worked_example() -> None:
+    # V = 1, 2, 4, reward 8 at the end, gamma 1/2, lambda 1/2:
+    # delta = 0 + 1 - 1, 0 + 2 - 2, 8 - 4 = 0, 0, 4 and A = 4/16, 4/4, 4.
+    rewards, values = torch.tensor([0.0, 0.0, 8.0]), torch.tensor([1.0, 2.0, 4.0])
+    policy, targets = decoupled_gae(rewards, values, torch.tensor([0, 3]), 0.5, 1.0, gamma=0.5)
+    assert policy.tolist() == [0.25, 1.0, 4.0]
+    assert targets.tolist() == [2.0, 4.0, 8.0]
+
+
+def test_an_observation_is_stepped_over() -> None:
+    rewards, values = torch.tensor([0.0, 9.0, 8.0]), torch.tensor([1.0, 9.0, 4.0])
+    mask = torch.tensor([1, 0, 1])
+    policy, targets = decoupled_gae(rewards, values, torch.tensor([0, 3]), 0.5, 1.0, gamma=0.5, mask=mask)
+    assert policy.tolist() == [0.5 * 4 - 1 + 0.25 * 4, 0.0, 4.0]
+    assert targets.tolist() == [4.0, 0.0, 8.0]
+
+
+@pytest.mark.parametrize("length", [1, 7, 16, 17, 1024, 20_000])
+def test_lambda_one_gamma_one_is_return_minus_value(length: int) -> None:
+    _, values = tokens([length, 3])
+    rewards = torch.zeros_like(values)
+    rewards[length - 1], rewards[-1] = 1.0, -1.0
+    advantages, targets = decoupled_gae(rewards, values, bounds([length, 3]), 1.0, 1.0)
+    returns = torch.tensor([1.0] * length + [-1.0] * 3)
+    assert (advantages - (returns - values)).abs().max() < 2e-5
+    assert (targets - returns).abs().max() < 2e-5
+
+
+def test_lambda_zero_is_the_one_step_error_exactly() -> None:
+    rewards, values = tokens([40, 3])
+    following = values.roll(-1)
+    following[[39, 42]] = 0
+    assert torch.equal(segmented_gae(rewards, values, bounds([40, 3]), 0.0), rewards - values + following)
+
+
+def test_responses_do_not_reach_into_each_other() -> None:
+    order = [7, 5, 3, 8, 1, 4, 2]
+    lam = lambdas("random")
+    rewards, values = tokens(LENGTHS)
+    advantages = segmented_gae(rewards, values, bounds(LENGTHS), lam, 0.99).split(LENGTHS)
+    r, v = rewards.split(LENGTHS), values.split(LENGTHS)
+    shuffled = segmented_gae(
+        torch.cat([r[i] for i in order]),
+        torch.cat([v[i] for i in order]),
+        bounds([LENGTHS[i] for i in order], torch.int64),
+        lam[order],
+        0.99,
+    )
+    for i, got in zip(order, shuffled.split([LENGTHS[i] for i in order]), strict=True):
+        assert_close(got, advantages[i].double())
+        assert_close(segmented_gae(r[i], v[i], bounds([LENGTHS[i]]), lam[i : i + 1], 0.99), advantages[i].double())
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0], [20_000], [1] * 2000, [5000, 0, 1, 5000]])
+def test_any_shape_of_batch(lengths: list[int]) -> None:
+    rewards, values = tokens(lengths)
+    ones = torch.ones(rewards.numel())
+    expected = loop(rewards, values, lengths, [0.95] * len(lengths), 1.0, ones, torch.zeros(len(lengths)))
+    advantages = segmented_gae(rewards, values, bounds(lengths), 0.95)
+    if expected.numel():
+        assert_close(advantages, expected)
+    assert advantages.shape == expected.shape
+
+
+def test_everything_masked_gives_zeros() -> None:
+    rewards, values = tokens([3, 2])
+    policy, targets = decoupled_gae(rewards, values, bounds([3, 2]), 0.9, 1.0, mask=torch.zeros(5))
+    assert not policy.any() and not targets.any()
+
+
+def test_inputs_are_left_alone_and_no_gradient_flows() -> None:
+    rewards, values = tokens([30])
+    before = rewards.clone(), values.clone()
+    policy, targets = decoupled_gae(rewards, values.requires_grad_(), bounds([30]), 0.9, 1.0)
+    assert torch.equal(rewards, before[0]) and torch.equal(values, before[1])
+    assert not policy.requires_grad and not targets.requires_grad
+
+
+def test_bfloat16_values_are_computed_in_float32() -> None:
+    rewards, values = tokens([700])
+    low = values.bfloat16()
+    advantages = segmented_gae(rewards, low, bounds([700]), 0.99)
+    assert advantages.dtype == torch.float32
+    assert torch.equal(advantages, segmented_gae(rewards, low.float(), bounds([700]), 0.99))
+
+
+def test_coarse_matrix_products_elsewhere_do_not_coarsen_advantages() -> None:
+    rewards, values = tokens([3000, 400])
+    exact = segmented_gae(rewards.double(), values.double(), bounds([3000, 400]), 0.999)
+    assert exact.dtype == torch.float64
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert_close(segmented_gae(rewards, values, bounds([3000, 400]), 0.999), exact)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"values": torch.zeros(4)}, "rewards and values must be"),
+        ({"cu_seqlens": torch.tensor([0, 3])}, "must run from 0 to 5"),
+        ({"cu_seqlens": torch.tensor([0, 4, 3, 5])}, "must not decrease"),
+        ({"cu_seqlens": torch.tensor([0.0, 5.0])}, "int32 or int64"),
+        ({"lam": 1.5}, "lambda must be in"),
+        ({"lam": torch.tensor([0.5, -0.1])}, "lambda must be in"),
+        ({"gamma": 1.01}, "gamma must be in"),
+        ({"mask": torch.ones(4)}, "mask must be"),
+        ({"bootstrap_values": torch.ones(3)}, "bootstrap_values must be"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict, message: str) -> None:
+    fitting = {"rewards": torch.zeros(5), "values": torch.zeros(5), "cu_seqlens": torch.tensor([0, 2, 5]), "lam": 0.9}
+    with pytest.raises(ValueError, match=message):
+        segmented_gae(**(fitting | change))
+
+
+def test_length_adaptive_lambda() -> None:
+    # 0.05 * l = 0, 0.5, 1, 2, 50, 1000
+    lam = length_adaptive_lambda(torch.tensor([0, 10, 20, 40, 1000, 20_000]), 0.05)
+    torch.testing.assert_close(lam, torch.tensor([0.0, 0.0, 0.0, 0.5, 0.98, 0.999]))
+    assert lam.dtype == torch.float32
+    assert length_adaptive_lambda(torch.tensor([10, 1000]), 0.05, floor=0.3).tolist() == pytest.approx([0.3, 0.98])
+    with pytest.raises(ValueError, match="alpha must be positive"):
+        length_adaptive_lambda(torch.tensor([10]), 0.0)

@@ -1,0 +1,186 @@
+"""Policy losses: worked cases, and gradients by finite differences in float64."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from vapo_megatron.algorithms import importance, kl
+from vapo_megatron.algorithms import policy_loss as loss
+from vapo_megatron.algorithms.segments import segment_mean, to_tokens
+
+RATIOS = [0.5, 0.9, 1.0, 1.25, 1.5]
+
+
+def log_of(ratios: list[float]) -> Tensor:
+    return torch.tensor(ratios, dtype=torch.float64).log()
+
+
+def ppo(ratios: list[float], advantage: float, dual_clip: float | None = None) -> tuple[list[float], list[float]]:
+    """Losses and their derivatives by the ratio."""
+    old = torch.full((len(ratios),), -1.5, dtype=torch.float64)
+    logprobs = (old + log_of(ratios)).requires_grad_()
+    losses = loss.ppo_clip(logprobs, old, torch.full_like(old, advantage), 0.2, 0.28, dual_clip)
+    (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
+    return losses.tolist(), (gradient / torch.tensor(ratios)).tolist()
+
+
+def test_ppo_clip_with_a_good_action() -> None:
+    losses, slopes = ppo(RATIOS, 2.0)
+    assert losses == pytest.approx([-1.0, -1.8, -2.0, -2.5, -2.56])
+    assert slopes == pytest.approx([-2, -2, -2, -2, 0])
+
+
+def test_ppo_clip_with_a_bad_action() -> None:
+    losses, slopes = ppo(RATIOS, -2.0)
+    assert losses == pytest.approx([1.6, 1.8, 2.0, 2.5, 3.0])
+    assert slopes == pytest.approx([0, 2, 2, 2, 2])
+
+
+def test_dual_clip_bounds_bad_actions_alone() -> None:
+    assert ppo([2.9, 5.0], -2.0, dual_clip=3.0) == (pytest.approx([5.8, 6.0]), pytest.approx([2.0, 0.0]))
+    assert ppo([2.9, 5.0], 2.0, dual_clip=3.0)[0] == pytest.approx([-2.56, -2.56])
+
+
+def test_ratios_beyond_all_measure_stay_finite() -> None:
+    logprobs = torch.tensor([0.0, 0.0, -200.0], requires_grad=True)
+    old = torch.tensor([-200.0, -200.0, 0.0])
+    losses = loss.ppo_clip(logprobs, old, torch.tensor([0.0, 1.0, -1.0]), 0.2, 0.28)
+    assert losses.tolist() == pytest.approx([0.0, -1.28, 0.8])
+    losses.sum().backward()
+    assert logprobs.grad is not None and logprobs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "bounds", [(-0.1, 0.2, None), (1.1, 0.2, None), (0.2, -0.1, None), (0.2, 0.28, 1.28), (0.2, 0.28, 0.5)]
+)
+def test_bounds_that_make_no_sense_are_refused(bounds: tuple) -> None:
+    with pytest.raises(ValueError, match="clip"):
+        loss.ppo_clip(torch.zeros(1), torch.zeros(1), torch.zeros(1), *bounds)
+
+
+def test_clip_indicators_are_where_the_gradient_is_cut() -> None:
+    ratios = RATIOS + RATIOS + [4.0]
+    advantages = torch.tensor([2.0] * 5 + [-2.0] * 6, dtype=torch.float64)
+    old = torch.zeros(11, dtype=torch.float64)
+    logprobs = log_of(ratios).requires_grad_()
+    (gradient,) = torch.autograd.grad(loss.ppo_clip(logprobs, old, advantages, 0.2, 0.28, 3.0).sum(), logprobs)
+    cut = loss.clip_indicators(logprobs, advantages, 0.2, 0.28, 3.0)
+    assert torch.equal((cut.low + cut.high + cut.dual) > 0, gradient == 0)
+    assert [int(part.sum()) for part in cut] == [1, 1, 1]
+    assert not loss.clip_indicators(logprobs, advantages, 0.2, 0.28).dual.any()
+
+
+def test_reinforce() -> None:
+    assert loss.reinforce(torch.tensor([-1.0, -2.0]), torch.tensor([3.0, -0.5])).tolist() == [3.0, -1.0]
+
+
+def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
+    old = torch.zeros(3, dtype=torch.float64)
+    logprobs = log_of([0.1, 1.2, 5.0]).requires_grad_()
+    losses = loss.cispo(logprobs, old, torch.tensor([1.0, -1.0, 1.0]), clip_high=0.5)
+    expected = [-0.1 * math.log(0.1), 1.2 * math.log(1.2), -1.5 * math.log(5.0)]
+    assert losses.tolist() == pytest.approx(expected)
+    (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
+    assert gradient.tolist() == pytest.approx([-0.1, 1.2, -1.5])
+
+
+def test_sao_drops_tokens_outside_the_range() -> None:
+    rollout = torch.zeros(4, dtype=torch.float64)
+    logprobs = log_of([0.7, 0.9, 1.2, 1.4]).requires_grad_()
+    losses = loss.sao(logprobs, rollout, torch.tensor([1.0, 1.0, -1.0, -1.0]), 0.2, 0.3)
+    assert losses.tolist() == pytest.approx([0.0, -0.9, 1.2, 0.0])
+    (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
+    assert gradient.tolist() == pytest.approx([0.0, -0.9, 1.2, 0.0])
+
+
+@pytest.mark.parametrize("scale", [1e-5, 0.5])
+def test_gspo_has_value_and_gradient_of_the_sequence_loss(scale: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    cu_seqlens = torch.tensor([0, 4, 5, 12])
+    old = -torch.rand(12, generator=generator, dtype=torch.float64)
+    change = torch.randn(12, generator=generator, dtype=torch.float64) * scale
+    logprobs = (old + change).requires_grad_()
+    advantages = torch.tensor([1.0, -0.7, 0.3], dtype=torch.float64)
+
+    ratio = segment_mean(logprobs - old, cu_seqlens).exp()
+    clipped = ratio.clamp(1 - 3e-4, 1 + 4e-4)
+    sequence_loss = -torch.minimum(ratio * advantages, clipped * advantages).mean()
+    (expected,) = torch.autograd.grad(sequence_loss, logprobs)
+
+    log_ratio = to_tokens(segment_mean(logprobs - old, cu_seqlens), cu_seqlens)
+    per_token = loss.gspo(logprobs, log_ratio, to_tokens(advantages, cu_seqlens), 3e-4, 4e-4)
+    token_loss = segment_mean(per_token, cu_seqlens).mean()
+    (gradient,) = torch.autograd.grad(token_loss, logprobs)
+    torch.testing.assert_close(token_loss, sequence_loss)
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_positive_nll_self_imitation_and_entropy() -> None:
+    logprobs = torch.tensor([-1.0, -2.0, -3.0])
+    assert loss.positive_nll(logprobs, torch.tensor([1, 0, 1])).tolist() == [1.0, 0.0, 3.0]
+    assert loss.self_imitation(logprobs, torch.tensor([0.5, 0.0, 2.0])).tolist() == [0.5, 0.0, 6.0]
+    assert loss.entropy_bonus(torch.tensor([0.7])).tolist() == pytest.approx([-0.7])
+
+
+def smooth_losses() -> dict[str, tuple]:
+    """Losses as functions of the log-probs, at a point away from every bound."""
+    generator = torch.Generator().manual_seed(0)
+    old = -torch.rand(6, generator=generator, dtype=torch.float64) - 0.1
+    a = torch.randn(6, generator=generator, dtype=torch.float64)
+    point = old + log_of([0.5, 0.9, 1.1, 1.25, 1.5, 4.0])
+    return {
+        "ppo_clip": (lambda x: loss.ppo_clip(x, old, a, 0.2, 0.28, 3.0), point),
+        "reinforce": (lambda x: loss.reinforce(x, a), point),
+        "sao": (lambda x: loss.sao(x, old, a, 0.2, 0.28), point),
+        "positive_nll": (lambda x: loss.positive_nll(x, a > 0), point),
+        "self_imitation": (lambda x: loss.self_imitation(x, a.clamp(min=0)), point),
+        "k2": (lambda x: kl.k2(x, old), point),
+        "k3": (lambda x: kl.k3(x, old), point),
+    }
+
+
+@pytest.mark.parametrize("name", list(smooth_losses()))
+def test_gradient_by_finite_differences(name: str) -> None:
+    function, point = smooth_losses()[name]
+    assert torch.autograd.gradcheck(function, point.clone().requires_grad_())
+
+
+def test_kl_estimators() -> None:
+    logprobs, ref = log_of([0.5, 0.25]), log_of([0.25, 0.5])
+    ln2 = math.log(2)
+    assert kl.k1(logprobs, ref).tolist() == pytest.approx([ln2, -ln2])
+    assert kl.k2(logprobs, ref).tolist() == pytest.approx([ln2**2 / 2] * 2)
+    assert kl.k3(logprobs, ref).tolist() == pytest.approx([0.5 - 1 + ln2, 2 - 1 - ln2])
+
+
+def test_kl_estimators_average_to_the_divergence() -> None:
+    generator = torch.Generator().manual_seed(0)
+    p = torch.rand(8, generator=generator, dtype=torch.float64).softmax(0)
+    q = torch.rand(8, generator=generator, dtype=torch.float64).softmax(0)
+    divergence = (p * (p / q).log()).sum()
+    for estimator in (kl.k1, kl.k3):
+        torch.testing.assert_close((p * estimator(p.log(), q.log())).sum(), divergence)
+    logits = torch.randn(8, generator=generator, dtype=torch.float64, requires_grad=True)
+    pi = logits.softmax(0)
+    (exact,) = torch.autograd.grad((pi * (pi.log() - q.log())).sum(), logits, retain_graph=True)
+    (of_k2,) = torch.autograd.grad((pi.detach() * kl.k2(pi.log(), q.log())).sum(), logits)
+    torch.testing.assert_close(of_k2, exact)
+
+
+def test_importance_weights_by_level() -> None:
+    cu_seqlens = torch.tensor([0, 2, 3])
+    train, rollout = log_of([0.5, 0.25, 0.9]), log_of([0.25, 0.125, 0.3])
+    ratios = {"token": [2, 2, 3], "sequence": [4, 4, 3], "geometric": [2, 2, 3]}
+    for level, expected in ratios.items():
+        assert importance.log_ratio_at(level, train, rollout, cu_seqlens).exp().tolist() == pytest.approx(expected)
+    masked = importance.log_ratio_at("sequence", train, rollout, cu_seqlens, mask=torch.tensor([0, 1, 1]))
+    assert masked.exp().tolist() == pytest.approx([2, 2, 3])
+
+
+def test_truncated_and_masked_importance_weights() -> None:
+    log_ratio = log_of([0.2, 0.5, 1.0, 2.0, 3.0])
+    assert importance.tis(log_ratio, cap=2.0).tolist() == pytest.approx([0.2, 0.5, 1, 2, 2])
+    assert importance.mis(log_ratio, low=0.4, high=2.5).tolist() == pytest.approx([0, 0.5, 1, 2, 0])
+    assert importance.tis(torch.tensor([500.0, -500.0]), cap=2.0).isfinite().all()

@@ -1,0 +1,42 @@
+"""Dynamic sampling's choice, and mini-batches that hold every response once."""
+
+import pytest
+import torch
+
+from vapo_megatron.algorithms.selection import informative_groups, split_minibatches
+
+GROUPS = torch.tensor([7, 3, 7, 3, 1, 1, 7, 3, 1, 0])
+
+
+def test_groups_that_agree_teach_nothing() -> None:
+    correct = torch.tensor([1, 0, 0, 0, 1, 1, 1, 0, 1, 1])
+    assert informative_groups(correct, GROUPS).tolist() == [g == 7 for g in GROUPS.tolist()]
+
+
+@pytest.mark.parametrize("unit", ["samples", "groups"])
+@pytest.mark.parametrize("size", [1, 3, 4, 100])
+def test_every_response_is_in_one_minibatch(unit, size: int) -> None:
+    batches = split_minibatches(GROUPS, size, unit, seed=0)
+    assert torch.cat(batches).sort().values.tolist() == list(range(10))
+    counts = [len(set(GROUPS[b].tolist())) if unit == "groups" else b.numel() for b in batches]
+    assert all(count == size for count in counts[:-1]) and 0 < counts[-1] <= size
+
+
+def test_groups_stay_whole() -> None:
+    for batch in split_minibatches(GROUPS, 2, "groups", seed=3):
+        inside = torch.isin(GROUPS, GROUPS[batch])
+        assert batch.tolist() == inside.nonzero().squeeze(1).tolist()
+
+
+def test_the_seed_decides_the_order() -> None:
+    def order(seed: int) -> list[list[int]]:
+        return [b.tolist() for b in split_minibatches(torch.arange(64), 8, "samples", seed)]
+
+    assert order(1) == order(1)
+    assert order(1) != order(2)
+
+
+def test_an_empty_batch_has_no_minibatch_and_size_zero_is_refused() -> None:
+    assert split_minibatches(GROUPS[:0], 4, "samples", 0) == []
+    with pytest.raises(ValueError, match="at least one"):
+        split_minibatches(GROUPS, 0, "groups", 0)

@@ -1,0 +1,103 @@
+"""Value losses, and the figures that say whether a critic can be trusted."""
+
+import statistics
+
+import pytest
+import torch
+
+from vapo_megatron.algorithms import value_loss as vl
+
+
+def test_mse() -> None:
+    assert vl.value_mse(torch.tensor([1.0, 0.5]), torch.tensor([0.0, 1.0])).tolist() == [0.5, 0.125]
+
+
+def test_clipped() -> None:
+    # From old 0 towards 1 with a step of 0.2: a value past 0.2 is held at the error of 0.2, with no gradient.
+    values = torch.tensor([0.1, 0.5, -0.5], requires_grad=True)
+    losses = vl.clipped_value_loss(values, torch.zeros(3), torch.ones(3), clip=0.2)
+    assert losses.tolist() == pytest.approx([0.405, 0.32, 1.125])
+    losses.sum().backward()
+    assert values.grad is not None and values.grad.tolist() == pytest.approx([-0.9, 0.0, -1.5])
+    with pytest.raises(ValueError, match="clip must be positive"):
+        vl.clipped_value_loss(values, values, values, clip=0)
+
+
+def test_self_imitation() -> None:
+    assert vl.self_imitation_value_loss(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0])).tolist() == [0.5, 0.0]
+
+
+def test_hl_gauss_target_has_the_return_as_its_mean() -> None:
+    returns = torch.tensor([-0.5, 0.0, 0.37])
+    logits = torch.zeros(3, 51, requires_grad=True)
+    (gradient,) = torch.autograd.grad(vl.hl_gauss(logits, returns, -1, 1).sum(), logits)
+    target = torch.full((3, 51), 1 / 51) - gradient
+    assert (target >= -1e-6).all()
+    torch.testing.assert_close(target.sum(1), torch.ones(3))
+    torch.testing.assert_close(vl.hl_gauss_value(target.clamp(min=1e-12).log(), -1, 1), returns, atol=1e-3, rtol=0)
+
+
+def test_hl_gauss_learns_the_return() -> None:
+    returns = torch.tensor([-0.8, 0.1, 0.9])
+    logits = torch.zeros(3, 41, requires_grad=True)
+    optimizer = torch.optim.Adam([logits], lr=0.3)
+    for _ in range(200):
+        optimizer.zero_grad()
+        vl.hl_gauss(logits, returns, -1.2, 1.2).sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(vl.hl_gauss_value(logits, -1.2, 1.2), returns, atol=0.02, rtol=0)
+
+
+def test_hl_gauss_out_of_range_and_bad_bins() -> None:
+    far = vl.hl_gauss(torch.zeros(2, 11), torch.tensor([50.0, -50.0]), -1, 1)
+    assert far.isfinite().all()
+    with pytest.raises(ValueError, match="low < high"):
+        vl.hl_gauss(torch.zeros(1, 11), torch.zeros(1), 1, -1)
+    with pytest.raises(ValueError, match="sigma_bins"):
+        vl.hl_gauss(torch.zeros(1, 11), torch.zeros(1), -1, 1, sigma_bins=0)
+
+
+def test_gradients_by_finite_differences() -> None:
+    generator = torch.Generator().manual_seed(0)
+    returns = torch.randn(5, generator=generator, dtype=torch.float64)
+    values = torch.randn(5, generator=generator, dtype=torch.float64, requires_grad=True)
+    old = torch.randn(5, generator=generator, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda v: vl.value_mse(v, returns), values)
+    assert torch.autograd.gradcheck(lambda v: vl.clipped_value_loss(v, old, returns, 0.2), values)
+    assert torch.autograd.gradcheck(lambda v: vl.self_imitation_value_loss(v, returns), values)
+    logits = torch.randn(3, 7, generator=generator, dtype=torch.float64, requires_grad=True)
+    point = torch.tensor([-0.4, 0.1, 0.6])
+    assert torch.autograd.gradcheck(lambda x: vl.hl_gauss(x, point, -1, 1), logits)
+
+
+def test_explained_variance() -> None:
+    returns, mask = torch.tensor([0.0, 1.0, 2.0, 99.0]), torch.tensor([1, 1, 1, 0])
+    assert float(vl.explained_variance(returns + 7, returns, mask)) == 1.0
+    assert float(vl.explained_variance(torch.zeros(4), returns, mask)) == 0.0
+    assert float(vl.explained_variance(-returns, returns, mask)) == pytest.approx(-3.0)
+    values = torch.tensor([0.5, 0.5, 1.0, 0.0])
+    residual = statistics.pvariance((returns - values)[:3].tolist())
+    expected = 1 - residual / statistics.pvariance(returns[:3].tolist())
+    assert float(vl.explained_variance(values, returns, mask)) == pytest.approx(expected)
+    assert float(vl.explained_variance(values[:3], returns[:3])) == pytest.approx(expected)
+
+
+def test_explained_variance_without_variance_is_zero() -> None:
+    assert float(vl.explained_variance(torch.randn(4), torch.ones(4), torch.ones(4))) == 0.0
+    assert float(vl.explained_variance(torch.randn(4), torch.ones(4), torch.zeros(4))) == 0.0
+
+
+def test_bias_by_position() -> None:
+    # Lengths 5, 0, 1, 2; positions floor(q (l - 1)) = 0,1,2,3,3 / - / 0,... / 0,0,0,0,0.
+    cu_seqlens = torch.tensor([0, 5, 5, 6, 8], dtype=torch.int32)
+    values = torch.tensor([10.0, 20.0, 30.0, 40.0, 50.0, 1.0, 5.0, 6.0])
+    got = vl.bias_by_position(values, torch.ones(8), cu_seqlens)
+    assert got.tolist() == pytest.approx([(v - 1 + 0 + 4) / 3 for v in (10, 20, 30, 40, 40)])
+    last = vl.bias_by_position(values, torch.ones(8), cu_seqlens, quantiles=(1.0,))
+    assert last.tolist() == pytest.approx([(49 + 0 + 5) / 3])
+
+
+def test_bias_by_position_of_nothing_and_of_a_bad_quantile() -> None:
+    assert vl.bias_by_position(torch.zeros(0), torch.zeros(0), torch.tensor([0, 0])).tolist() == [0.0] * 5
+    with pytest.raises(ValueError, match="quantiles"):
+        vl.bias_by_position(torch.zeros(1), torch.zeros(1), torch.tensor([0, 1]), quantiles=(1.5,))

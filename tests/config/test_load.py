@@ -1,0 +1,228 @@
+"""The config: layers in their order, one line for each mistake, a file that reads back as it was."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+from pydantic import Field, model_validator
+
+from vapo_megatron.config.base import Section
+from vapo_megatron.config.load import dump_config, load_config
+from vapo_megatron.errors import BadInput
+
+
+class Optimizer(Section):
+    lr: float = Field(1e-6, gt=0)
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+
+
+class FromPolicy(Section):
+    kind: Literal["policy"] = "policy"
+
+
+class FromCheckpoint(Section):
+    kind: Literal["checkpoint"]
+    path: Path
+
+
+class Trainable(Section):
+    tp: int = Field(1, ge=1)
+    optimizer: Optimizer = Optimizer()
+    tokens: int | Literal["auto"] = "auto"
+
+
+class Pretraining(Section):
+    iterations: int = 50
+
+    @model_validator(mode="after")
+    def _even(self) -> "Pretraining":
+        if self.iterations % 2:
+            raise ValueError("iterations must be even: add one")
+        return self
+
+
+class Stage(Section):
+    name: str
+
+
+class Root(Section):
+    preset: str | None = None
+    seed: int = 1
+    template: str = ""
+    actor: Trainable = Trainable()
+    critic: Trainable = Trainable()
+    init: Annotated[FromPolicy | FromCheckpoint, Field(discriminator="kind")] = FromPolicy()
+    value_pretraining: Pretraining | None = None
+    stages: list[Stage] = Field(default_factory=list)
+    data: Path
+
+
+class Rootless(Section):
+    seed: int = 1
+
+
+@pytest.fixture
+def presets(tmp_path: Path) -> Path:
+    folder = tmp_path / "presets"
+    folder.mkdir()
+    (folder / "vapo.yaml").write_text("seed: 2\nactor: {optimizer: {lr: 2e-6, weight_decay: 0.2}}\ndata: p.jsonl\n")
+    (folder / "dapo.yaml").write_text("seed: 3\ndata: other.jsonl\n")
+    return folder
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def refused(presets: Path, path: Path | None = None, *overrides: str) -> str:
+    with pytest.raises(BadInput) as caught:
+        load_config(Root, path, overrides, presets)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_each_layer_lies_over_the_one_before(tmp_path: Path, presets: Path) -> None:
+    path = write(tmp_path, "preset: vapo\nactor: {optimizer: {lr: 3e-6}}\ndata: user.jsonl\n")
+    config = load_config(Root, path, ["actor.optimizer.betas=[0.8, 0.9]", "data=given.jsonl"], presets)
+    assert config.seed == 2
+    assert config.actor.optimizer == Optimizer(lr=3e-6, weight_decay=0.2, betas=(0.8, 0.9))
+    assert config.critic.optimizer == Optimizer()
+    assert config.data == Path("given.jsonl")
+
+
+def test_an_override_chooses_another_preset(tmp_path: Path, presets: Path) -> None:
+    path = write(tmp_path, "preset: vapo\n")
+    config = load_config(Root, path, ["preset=dapo"], presets)
+    assert (config.preset, config.seed, config.data) == ("dapo", 3, Path("other.jsonl"))
+
+
+def test_a_model_without_the_field_still_takes_a_preset(tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text("seed: 7\n")
+    assert load_config(Rootless, None, ["preset=small"], tmp_path) == Rootless(seed=7)
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [("1e-4", 1e-4), ("0.5", 0.5), ("3", 3.0)],
+)
+def test_override_values_are_read_as_yaml(presets: Path, override: str, value: float) -> None:
+    config = load_config(Root, None, ["data=x", f"actor.optimizer.lr={override}"], presets)
+    assert config.actor.optimizer.lr == value
+
+
+def test_override_keeps_what_follows_the_first_equals_sign(presets: Path) -> None:
+    config = load_config(Root, None, ["data=x", "template='a: b=c'"], presets)
+    assert config.template == "a: b=c"
+    assert load_config(Root, None, ["data=x", "template="], presets).template == ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["actor.optimizer.learning_rate=1"],
+            "unknown key actor.optimizer.learning_rate; did you mean actor.optimizer.lr?",
+        ),
+        (["actr.optimizer.lr=1"], "unknown key actr.optimizer.lr; did you mean actor.optimizer.lr?"),
+        (["critic.weight_decay=1"], "unknown key critic.weight_decay; did you mean critic.optimizer.weight_decay?"),
+        (["value_pretraining.iteration=4"], "did you mean value_pretraining.iterations?"),
+        (["actor.tensor_model_parallel_size=2"], "did you mean actor.tp?"),
+        (["sed=4"], "unknown key sed; did you mean seed?"),
+        (["init.kind=checkpoint", "init.path=x", "init.pth=y"], "unknown key init.pth; did you mean init.path?"),
+        (["actor.optimizer.qqq=1"], "known keys of actor.optimizer: lr, weight_decay, betas"),
+        (["stages=[{name: a, nam: b}]"], "unknown key stages.0.nam; did you mean stages.name?"),
+    ],
+)
+def test_unknown_key_comes_with_the_nearest_known_one(presets: Path, overrides: list[str], expected: str) -> None:
+    assert expected in refused(presets, None, "data=x", *overrides)
+
+
+def test_unknown_key_in_a_file_names_the_file(tmp_path: Path, presets: Path) -> None:
+    path = write(tmp_path, "data: x\ncritic:\n  optimizer:\n    wieght_decay: 0.1\n")
+    expected = f"{path}: unknown key critic.optimizer.wieght_decay; did you mean critic.optimizer.weight_decay?"
+    assert refused(presets, path) == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("seed=many", "override: seed is 'many'; expected a valid integer"),
+        ("actor.tp=0", "override: actor.tp is 0; expected greater than or equal to 1"),
+        ("actor.tokens=few", "actor.tokens is 'few'; expected a valid integer"),
+        ("actor.tokens=few", "or 'auto'"),
+        ("actor=3", "actor is 3; expected a section of keys"),
+        ("value_pretraining.iterations=3", "value_pretraining: iterations must be even: add one"),
+        ("init.kind=nothing", "init"),
+        ("seed=.inf", "seed is inf; expected"),
+        ("data=12", "data is 12; expected a path"),
+    ],
+)
+def test_wrong_values_name_the_key_the_value_and_what_was_expected(presets: Path, override: str, expected: str) -> None:
+    assert expected in refused(presets, None, "data=x", override)
+
+
+def test_several_mistakes_are_counted(presets: Path) -> None:
+    message = refused(presets, None, "data=x", "seed=many", "actor.tokens=few", "critic.tp=0")
+    assert message.startswith("override: seed is 'many'") and message.endswith("(and 2 more)")
+
+
+def test_missing_value_is_named(tmp_path: Path, presets: Path) -> None:
+    assert refused(presets, write(tmp_path, "seed: 1\n")) == f"{tmp_path}/run.yaml: missing key data: give it a value"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("seed: 1\nactor: {optimizer: [\n", "not valid YAML at line"),
+        ("seed: 1\n\tactor: 2\n", "not valid YAML at line 2"),
+        ("seed: 1\nseed: 2\n", "not valid YAML at line 2"),
+        ("- seed\n", "holds a list at its top"),
+        ("data: ${nowhere}\n", "nowhere"),
+        ("preset: vappo\n", "unknown preset vappo; did you mean vapo?"),
+        ("preset: x\n", "expected one of: dapo, vapo"),
+    ],
+)
+def test_broken_files_are_named_in_one_line(tmp_path: Path, presets: Path, text: str, expected: str) -> None:
+    assert expected in refused(presets, write(tmp_path, text))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path, presets: Path) -> None:
+    assert "no such file" in refused(presets, tmp_path / "absent.yaml")
+    assert "cannot be read" in refused(presets, tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x81")
+    assert "cannot be read" in refused(presets, tmp_path / "binary.yaml")
+
+
+@pytest.mark.parametrize("override", ["seed", "=3", "a..b=3", ".seed=3"])
+def test_malformed_overrides(presets: Path, override: str) -> None:
+    assert "section.key=value" in refused(presets, None, override)
+
+
+def test_override_below_a_list_that_is_not_there(presets: Path) -> None:
+    assert refused(presets, None, "data=x", "stages=[]", "stages[2].name=a").startswith("override stages[2].name=a: ")
+
+
+def test_a_dumped_config_reads_back_equal(tmp_path: Path, presets: Path) -> None:
+    overrides = [
+        "preset=vapo",
+        "actor.tokens=5",
+        "value_pretraining.iterations=8",
+        "init.kind=checkpoint",
+        "init.path='1e-6'",
+        "stages=[{name: yes it is}, {name: '012'}]",
+    ]
+    config = load_config(Root, None, overrides, presets)
+    config = config.model_copy(update={"template": "literal ${braces} \\${kept}\nand 'lines': here"})
+    dump_config(config, tmp_path / "new" / "config.yaml")
+    assert load_config(Root, tmp_path / "new" / "config.yaml", [], presets) == config
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["config.yaml"]
+
+
+def test_dump_into_an_impossible_place_is_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match="cannot be written"):
+        dump_config(Rootless(), tmp_path / "file" / "config.yaml")

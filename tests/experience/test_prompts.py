@@ -1,0 +1,160 @@
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vapo_megatron.config.data import DataConfig, EvalSet, PromptTemplate
+from vapo_megatron.errors import BadInput
+from vapo_megatron.experience.prompts import PromptSource, eval_prompts, train_prompts
+from vapo_megatron.experience.sample import Prompt
+from vapo_megatron.experience.tokenizer import TextTokenizer
+from vapo_megatron.weights.tiny import CHATML_TEMPLATE, word_tokenizer
+
+ROWS = [{"id": f"p{n}", "problem": f"{n} plus {n}", "answer": 2 * n} for n in range(5)]
+
+
+@pytest.fixture
+def tokenizer_dir(tmp_path: Path) -> Path:
+    words = [*(str(n) for n in range(10)), "plus", "<|im_start|>user", "<|im_start|>assistant", "solve", "now"]
+    word_tokenizer(words, 64, CHATML_TEMPLATE).save_pretrained(tmp_path / "tokenizer")
+    return tmp_path / "tokenizer"
+
+
+@pytest.fixture
+def plain(tokenizer_dir: Path) -> TextTokenizer:
+    return TextTokenizer(tokenizer_dir, PromptTemplate(chat_template=False))
+
+
+def _write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def _prompts(count: int) -> list[Prompt]:
+    return [Prompt(id=str(n), problem=str(n), answer=str(n), token_ids=(n,)) for n in range(count)]
+
+
+def test_rows_become_prompts_in_order(tmp_path: Path, plain: TextTokenizer) -> None:
+    prompts = train_prompts(DataConfig(train=_write(tmp_path / "t.jsonl", ROWS)), plain)
+    assert [(p.id, p.answer, p.source) for p in prompts] == [(f"p{n}", str(2 * n), "t.jsonl") for n in range(5)]
+    assert plain.decode(prompts[3].token_ids) == "3 plus 3"
+
+
+def test_gzip_and_other_field_names_read_the_same(tmp_path: Path, plain: TextTokenizer) -> None:
+    path = tmp_path / "t.jsonl.gz"
+    with gzip.open(path, "wt") as out:
+        out.writelines(json.dumps({"key": r["id"], "q": r["problem"], "a": r["answer"]}) + "\n" for r in ROWS)
+    config = DataConfig.model_validate({"train": path, "fields": {"id": "key", "problem": "q", "answer": "a"}})
+    reference = train_prompts(DataConfig(train=_write(tmp_path / "t.jsonl", ROWS)), plain)
+    assert [p.token_ids for p in train_prompts(config, plain)] == [p.token_ids for p in reference]
+
+
+def test_parquet_rows_read_the_same(tmp_path: Path, plain: TextTokenizer) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional dependency")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "t.parquet")
+    prompts = train_prompts(DataConfig(train=tmp_path / "t.parquet"), plain)
+    assert [p.id for p in prompts] == [row["id"] for row in ROWS]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([ROWS[0], {"id": "x", "problem": "1"}], r"t\.jsonl:2: no field 'answer'"),
+        ([{"problem": " ", "answer": "1"}], r"t\.jsonl:1: field problem is empty"),
+        ([{"problem": "1", "answer": None}], r"t\.jsonl:1: field answer is NoneType"),
+        ([ROWS[0], "{nonsense"], r"t\.jsonl:2: not JSON"),
+        (["[1]"], r"t\.jsonl:1: a JSON list"),
+        ([ROWS[0], ROWS[1], ROWS[0]], r"t\.jsonl:3: field id=p0 is also that of .*t\.jsonl:1"),
+        ([], r"t\.jsonl: holds no rows"),
+        (["", "  "], r"t\.jsonl: holds no rows"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(
+    tmp_path: Path, plain: TextTokenizer, rows: list[Any], message: str
+) -> None:
+    with pytest.raises(BadInput, match=message) as caught:
+        train_prompts(DataConfig(train=_write(tmp_path / "t.jsonl", rows)), plain)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "message"), [("no.jsonl", "no such file"), ("no.csv", "unknown kind of file")])
+def test_a_missing_or_strange_file_is_named(tmp_path: Path, plain: TextTokenizer, name: str, message: str) -> None:
+    with pytest.raises(BadInput, match=rf"{name}: {message}"):
+        train_prompts(DataConfig(train=tmp_path / name), plain)
+
+
+def test_a_truncated_gzip_is_named(tmp_path: Path, plain: TextTokenizer) -> None:
+    path = tmp_path / "t.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps(ROWS[0]).encode() * 100)[:-20])
+    with pytest.raises(BadInput, match=r"t\.jsonl\.gz: cannot be read"):
+        train_prompts(DataConfig(train=path), plain)
+
+
+def test_a_long_prompt_is_named_or_left_out_as_configured(tmp_path: Path, plain: TextTokenizer) -> None:
+    path = _write(tmp_path / "t.jsonl", [*ROWS, {"id": "long", "problem": "1 plus 1 plus 1", "answer": 3}])
+    with pytest.raises(BadInput, match=r"t\.jsonl:6: the prompt of row long has 5 tokens.*max_prompt_tokens=3"):
+        train_prompts(DataConfig(train=path, max_prompt_tokens=3), plain)
+    kept = train_prompts(DataConfig(train=path, max_prompt_tokens=3, drop_long_prompts=True), plain)
+    assert [p.id for p in kept] == [row["id"] for row in ROWS]
+    with pytest.raises(BadInput, match="every prompt is longer"):
+        train_prompts(DataConfig(train=path, max_prompt_tokens=2, drop_long_prompts=True), plain)
+
+
+def test_an_evaluation_set_is_cut_to_its_limit_and_never_loses_long_prompts(
+    tmp_path: Path, plain: TextTokenizer
+) -> None:
+    path = _write(tmp_path / "e.jsonl", ROWS)
+    config = DataConfig(train=path, max_prompt_tokens=2, drop_long_prompts=True)
+    with pytest.raises(BadInput, match="row p0 has 3 tokens"):
+        eval_prompts(EvalSet(name="e", path=path), config, plain)
+    roomy = DataConfig(train=path)
+    assert [p.id for p in eval_prompts(EvalSet(name="e", path=path, limit=2), roomy, plain)] == ["p0", "p1"]
+
+
+def test_every_epoch_is_another_permutation() -> None:
+    source = PromptSource(_prompts(20), seed=1)
+    epochs = [[prompt.id for prompt in source.take(20)] for _ in range(3)]
+    assert all(Counter(epoch) == Counter(epochs[0]) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_the_sequence_depends_on_seed_and_cursor_alone() -> None:
+    in_one = PromptSource(_prompts(7), seed=1).take(30)
+    source = PromptSource(_prompts(7), seed=1)
+    assert [*source.take(1), *source.take(12), *source.take(0), *source.take(17)] == in_one
+    assert [prompt.cursor for prompt in in_one] == list(range(30))
+    assert PromptSource(_prompts(7), seed=2).take(30) != in_one
+
+
+def test_without_shuffle_the_order_is_that_of_the_file() -> None:
+    assert [p.id for p in PromptSource(_prompts(3), seed=1, shuffle=False).take(5)] == ["0", "1", "2", "0", "1"]
+
+
+def test_a_restored_source_goes_on_where_the_other_stopped() -> None:
+    source = PromptSource(_prompts(7), seed=1)
+    source.take(11)
+    state = json.loads(json.dumps(source.state()))
+    rest = source.take(9)
+    resumed = PromptSource(_prompts(7), seed=1)
+    resumed.restore(state)
+    assert resumed.take(9) == rest
+
+
+@pytest.mark.parametrize(
+    ("other", "field"),
+    [(PromptSource(_prompts(7), seed=2), "seed"), (PromptSource(_prompts(8), seed=1), "prompts")],
+)
+def test_a_state_of_another_sequence_is_refused(other: PromptSource, field: str) -> None:
+    with pytest.raises(BadInput, match=f"data: {field} is"):
+        other.restore(PromptSource(_prompts(7), seed=1).state())
+
+
+def test_changed_data_of_the_same_size_is_refused() -> None:
+    changed = [*_prompts(6), Prompt(id="6", problem="6", answer="other", token_ids=(6,))]
+    with pytest.raises(BadInput, match="fingerprint"):
+        PromptSource(changed, seed=1).restore(PromptSource(_prompts(7), seed=1).state())

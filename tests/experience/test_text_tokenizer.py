@@ -1,0 +1,91 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from vapo_megatron.config.data import PromptTemplate
+from vapo_megatron.errors import BadInput
+from vapo_megatron.experience.tokenizer import TextTokenizer, eos_token_ids
+from vapo_megatron.weights.tiny import CHATML_TEMPLATE, word_tokenizer
+
+ROLES = ("system", "user", "assistant")
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    words = ["hello", "be", "brief", "say", "<|im_end|>", "hello<|im_end|>", "brief<|im_end|>"]
+    words += [f"<|im_start|>{role}" for role in ROLES]
+    word_tokenizer(words, 64, CHATML_TEMPLATE).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def _edit_config(directory: Path, **changes: object) -> None:
+    path = directory / "tokenizer_config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def test_the_chat_template_ends_where_the_assistant_begins(directory: Path) -> None:
+    template = PromptTemplate(system_prompt="be brief", user_template="say {problem}")
+    tokenizer = TextTokenizer(directory, template)
+    expected = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nsay hello<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.prompt_text("hello") == expected
+    assert tokenizer.decode(tokenizer.encode_prompt("hello")) == " ".join(expected.split())
+
+
+def test_a_plain_prompt_is_the_users_text(directory: Path) -> None:
+    tokenizer = TextTokenizer(directory, PromptTemplate(chat_template=False, user_template="say {problem}"))
+    assert tokenizer.decode(tokenizer.encode_prompt("hello")) == "say hello"
+
+
+def test_braces_in_a_problem_are_kept(directory: Path) -> None:
+    tokenizer = TextTokenizer(directory, PromptTemplate(chat_template=False, user_template="{x} {problem}"))
+    assert tokenizer.prompt_text(r"\frac{1}{2} {problem}") == r"{x} \frac{1}{2} {problem}"
+
+
+def test_special_tokens_are_left_out_of_decoded_text(directory: Path) -> None:
+    tokenizer = TextTokenizer(directory, PromptTemplate())
+    ids = tokenizer.encode_response("say hello")
+    assert tokenizer.eos_id not in ids
+    assert tokenizer.decode([*ids, tokenizer.eos_id, tokenizer.pad_id]) == "say hello"
+
+
+def test_end_tokens_are_those_of_tokenizer_and_generation_config(directory: Path) -> None:
+    eos = TextTokenizer(directory, PromptTemplate()).eos_id
+    assert eos_token_ids(directory) == (eos,)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, eos]}))
+    assert eos_token_ids(directory) == tuple(sorted((eos, 9)))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": "end"}))
+    with pytest.raises(BadInput, match=r"generation_config\.json: eos_token_id 'end'"):
+        eos_token_ids(directory)
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="nowhere: no such directory"):
+        TextTokenizer(tmp_path / "nowhere", PromptTemplate())
+
+
+def test_a_directory_without_tokenizer_is_named_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="tokenizer cannot be loaded") as caught:
+        TextTokenizer(tmp_path, PromptTemplate())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_without_end_token_is_refused(directory: Path) -> None:
+    _edit_config(directory, eos_token=None)
+    with pytest.raises(BadInput, match="no end token"):
+        TextTokenizer(directory, PromptTemplate())
+
+
+def test_a_missing_chat_template_is_refused_only_where_it_is_asked_for(directory: Path) -> None:
+    (directory / "chat_template.jinja").unlink()
+    with pytest.raises(BadInput, match=r"no chat template and data\.prompt\.chat_template=true"):
+        TextTokenizer(directory, PromptTemplate())
+    assert TextTokenizer(directory, PromptTemplate(chat_template=False)).encode_prompt("hello")
+
+
+def test_a_template_without_its_problem_is_refused() -> None:
+    with pytest.raises(ValueError, match="exactly once"):
+        PromptTemplate(user_template="say it")
+    with pytest.raises(ValueError, match="needs chat_template"):
+        PromptTemplate(chat_template=False, system_prompt="x")

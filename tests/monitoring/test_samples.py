@@ -1,0 +1,54 @@
+"""Samples are kept group by group, in order, and can be read back."""
+
+import json
+from pathlib import Path
+
+from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.monitoring.samples import SampleWriter
+
+
+def sample(group: int, index: int) -> Sample:
+    return Sample(
+        prompt=Prompt(id=f"p{group}", problem="1 + 1 = ?", answer="2", token_ids=(1, 2)),
+        group=group,
+        index=index,
+        seed=0,
+        response_ids=[5, 6, 7],
+        rollout_logprobs=[-0.1, -0.2, -0.3],
+        finish_reason="stop",
+        weight_version=4,
+        weight_version_oldest=4,
+        text=f"ζ {group}\n{index}",
+        reward=1.0,
+        correct=True,
+        verdict="equal",
+    )
+
+
+def test_the_first_groups_of_a_step_are_kept_whole(tmp_path: Path) -> None:
+    samples = [sample(group, index) for index in (1, 0) for group in (9, 3, 5)]
+    path = SampleWriter(tmp_path, groups_per_step=2).write(12, samples)
+    assert path == tmp_path / "samples" / "step_000012.jsonl"
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [(row["group"], row["index"]) for row in rows] == [(3, 0), (3, 1), (5, 0), (5, 1)]
+    assert rows[1] == {
+        "prompt_id": "p3",
+        "group": 3,
+        "index": 1,
+        "problem": "1 + 1 = ?",
+        "answer": "2",
+        "response": "ζ 3\n1",
+        "tokens": 3,
+        "finish_reason": "stop",
+        "reward": 1.0,
+        "correct": True,
+        "verdict": "equal",
+        "weight_version": 4,
+    }
+    assert "ζ" in path.read_text(encoding="utf-8")
+
+
+def test_nothing_is_kept_where_nothing_is_asked_for(tmp_path: Path) -> None:
+    assert SampleWriter(tmp_path, groups_per_step=0).write(1, [sample(0, 0)]) is None
+    assert SampleWriter(tmp_path, groups_per_step=2).write(1, []) is None
+    assert list(tmp_path.iterdir()) == []

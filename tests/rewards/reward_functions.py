@@ -1,0 +1,31 @@
+"""User functions for the tests of the pool: they do to a worker what the response says."""
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+
+def obey(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> float | bool:
+    print("printed by a verifier")  # must not reach the pipe that replies go through
+    if response == "hang":
+        time.sleep(600)
+    if response == "exit":
+        os._exit(3)
+    if response == "allocate":
+        bytearray(64 << 30)
+    if response == "raise":
+        raise KeyError("no such\nkey")
+    if response == "pid":
+        return float(os.getpid())
+    if "score" in extra:
+        return float(extra["score"])
+    return problem + response == answer
+
+
+def slow(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> bool:
+    time.sleep(float(response))
+    return True
+
+
+NOT_CALLABLE = 3

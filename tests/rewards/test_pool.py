@@ -1,0 +1,153 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vapo_megatron.config.reward import RewardConfig
+from vapo_megatron.errors import BadInput
+from vapo_megatron.rewards.pool import Case, VerifierPool
+
+ROOT = Path(__file__).parents[2]
+
+
+def _function_config(name: str, **settings: object) -> RewardConfig:
+    return RewardConfig.model_validate({"verifier": "function", "function": f"reward_functions:{name}", **settings})
+
+
+@pytest.fixture
+def functions_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+@pytest.fixture
+def math_pool() -> Iterator[VerifierPool]:
+    with VerifierPool(RewardConfig(workers=2, incorrect=-1.0)) as pool:
+        yield pool
+
+
+def test_verdicts_keep_the_order_of_the_cases(math_pool: VerifierPool) -> None:
+    cases = [("4", "#### 4"), (r"\sqrt{12}", r"\boxed{2\sqrt{3}}"), ("4", "#### 5"), ("(x+1)^2", r"\boxed{x^2+2x+1}")]
+    seen: list[int] = []
+    verdicts = math_pool.grade_batch(cases * 3, on_done=lambda index, verdict: seen.append(index))
+    assert [verdict.correct for verdict in verdicts] == [True, True, False, True] * 3
+    assert [verdict.score for verdict in verdicts] == [1.0, 1.0, -1.0, 1.0] * 3
+    assert sorted(seen) == list(range(12))
+
+
+def test_plain_cases_start_no_process(math_pool: VerifierPool) -> None:
+    assert math_pool.grade_batch([("4", "#### 4"), ("4", "nothing")])[0].correct
+    assert math_pool._workers == []
+
+
+def test_an_empty_batch_has_no_verdicts(math_pool: VerifierPool) -> None:
+    assert math_pool.grade_batch([]) == []
+
+
+@pytest.mark.usefixtures("functions_importable")
+def test_what_an_answer_does_to_a_worker_becomes_its_verdict_and_no_others() -> None:
+    with VerifierPool(_function_config("obey", workers=2, deadline_seconds=1.0)) as pool:
+        responses = ["b", "hang", "exit", "b", "allocate", "raise", "x"]
+        verdicts = pool.grade_batch([Case("ab", response, problem="a") for response in responses])
+        reasons = [verdict.reason for verdict in verdicts]
+        assert reasons == ["scored", "timeout", "crashed", "scored", "memory", "error", "scored"]
+        assert [verdict.correct for verdict in verdicts] == [True, False, False, True, False, False, False]
+        assert "KeyError" in verdicts[5].detail and "\n" not in verdicts[5].detail
+        assert pool.grade_batch([Case("ab", "b", problem="a")])[0].correct
+
+
+@pytest.mark.usefixtures("functions_importable")
+def test_a_functions_score_is_the_reward_and_is_correct_above_the_threshold() -> None:
+    with VerifierPool(_function_config("obey", workers=1, correct_above=0.6)) as pool:
+        cases = [Case("", "", extra={"score": score}) for score in (0.5, 0.7, -2.0)]
+        assert [(v.score, v.correct) for v in pool.grade_batch(cases)] == [(0.5, False), (0.7, True), (-2.0, False)]
+
+
+@pytest.mark.usefixtures("functions_importable")
+def test_a_score_that_is_not_finite_is_an_error() -> None:
+    with VerifierPool(_function_config("obey", workers=1)) as pool:
+        assert pool.grade_batch([Case("", "", extra={"score": "nan"})])[0].reason == "error"
+
+
+@pytest.mark.usefixtures("functions_importable")
+def test_responses_larger_than_a_pipe_arrive_whole() -> None:
+    with VerifierPool(_function_config("obey", workers=1)) as pool:
+        long = "é\ud800" * 300_000
+        assert pool.grade_batch([Case(long, long), Case(long + "x", long)])[0].correct
+        assert not pool.grade_batch([Case(long + "x", long)])[0].correct
+
+
+@pytest.mark.usefixtures("functions_importable")
+@pytest.mark.parametrize("name", ["missing", "NOT_CALLABLE"])
+def test_a_function_that_cannot_be_loaded_is_named_at_once(name: str) -> None:
+    with pytest.raises(BadInput, match=rf"reward\.function=reward_functions:{name}"):
+        VerifierPool(_function_config(name))
+
+
+def test_a_module_that_does_not_exist_is_named_at_once() -> None:
+    with pytest.raises(BadInput, match="No module named 'no_such_module'"):
+        VerifierPool(RewardConfig(verifier="function", function="no_such_module:f"))
+
+
+def test_function_and_verifier_go_together() -> None:
+    with pytest.raises(ValueError, match="verifier=function"):
+        RewardConfig(function="module:name")
+
+
+@pytest.mark.usefixtures("functions_importable")
+def test_a_worker_lost_between_batches_costs_no_case() -> None:
+    with VerifierPool(_function_config("obey", workers=1)) as pool:
+        (first,) = pool.grade_batch([Case("", "pid")])
+        os.kill(int(first.score), signal.SIGKILL)
+        pool._workers[0].process.wait(timeout=30)
+        (second,) = pool.grade_batch([Case("", "pid")])
+        assert second.reason == "scored" and second.score != first.score
+
+
+@pytest.mark.usefixtures("functions_importable")
+def test_close_ends_the_workers() -> None:
+    pool = VerifierPool(_function_config("obey", workers=1))
+    (verdict,) = pool.grade_batch([Case("", "pid")])
+    pool.close()
+    pool.close()
+    assert not _alive(int(verdict.score))
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.grade_batch([Case("", "pid")])
+
+
+def test_workers_die_with_a_trainer_that_is_killed_in_mid_case() -> None:
+    code = (
+        "import sys, threading\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from vapo_megatron.config.reward import RewardConfig\n"
+        "from vapo_megatron.rewards.pool import Case, VerifierPool\n"
+        "pool = VerifierPool(RewardConfig(verifier='function', function='reward_functions:slow', workers=1))\n"
+        "print(pool._workers[0].process.pid, flush=True)\n"
+        "pool.grade_batch([Case('', '600')])\n"
+    )
+    trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, text=True)
+    assert trainer.stdout is not None
+    worker = int(trainer.stdout.readline())
+    try:
+        assert _alive(worker)
+    finally:
+        trainer.kill()
+        trainer.wait(timeout=30)
+        trainer.stdout.close()
+    deadline = time.monotonic() + 30
+    while _alive(worker) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _alive(worker)
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits for a parent to notice does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"

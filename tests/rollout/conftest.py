@@ -1,0 +1,39 @@
+"""One real SGLang server on a tiny random Qwen3, shared by the tests of this folder."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tiny_qwen3 import make_model
+from transformers import Qwen3ForCausalLM
+
+from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.rollout.server import EngineServer
+
+
+@pytest.fixture(scope="session")
+def model() -> Qwen3ForCausalLM:
+    return make_model(0)
+
+
+@pytest.fixture(scope="session")
+def other_model() -> Qwen3ForCausalLM:
+    return make_model(1)
+
+
+@pytest.fixture(scope="session")
+def model_path(model: Qwen3ForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def config() -> RolloutConfig:
+    return RolloutConfig(max_running_requests=64, max_total_tokens=16384, start_deadline=120, collect_deadline=60)
+
+
+@pytest.fixture(scope="session")
+def server(model_path: Path, config: RolloutConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
+    with EngineServer(model_path, config, "float32", tmp_path_factory.mktemp("logs") / "engine.log") as running:
+        yield running

@@ -1,0 +1,137 @@
+"""Against a real server: what it samples, what it says of it, and which weights it holds."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tiny_qwen3 import EOS, token_logprobs
+from transformers import Qwen3ForCausalLM
+
+from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig, SyncConfig
+from vapo_megatron.errors import RunFailed
+from vapo_megatron.experience.sample import Prompt
+from vapo_megatron.rollout.dispatcher import Dispatcher
+from vapo_megatron.rollout.server import EngineServer
+from vapo_megatron.rollout.sync import WeightSync
+
+PROMPTS = [
+    Prompt(id=str(i), problem="", answer="", token_ids=tuple(range(3 + i, 8 + 2 * i)), cursor=100 + i) for i in range(6)
+]
+SAMPLING = SamplingConfig(max_new_tokens=24)
+SEQUENCES = [[5, 9, 77, 31, 64, 8, 100], [120, 3, 3, 40], list(range(10, 60))]
+
+
+@pytest.fixture
+def dispatcher(server: EngineServer, config: RolloutConfig) -> Iterator[Dispatcher]:
+    with Dispatcher([server.address], config, stop_token_ids=[EOS]) as running:
+        yield running
+
+
+@pytest.fixture
+def sync(server: EngineServer, model: Qwen3ForCausalLM) -> Iterator[WeightSync]:
+    """Leaves the server with the weights of model, version 0, however the test ends."""
+    with WeightSync(server.address, SyncConfig(deadline=60)) as running:
+        yield running
+        running.push(buckets_of(model), version=0)
+
+
+def buckets_of(model: Qwen3ForCausalLM, size: int = 5) -> list[list[tuple[str, torch.Tensor]]]:
+    tensors = list(model.state_dict().items())
+    return [tensors[start : start + size] for start in range(0, len(tensors), size)]
+
+
+@pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(1.0, 1.0, -1), (0.7, 0.8, -1), (1.5, 1.0, 5)])
+def test_rollout_logprobs_are_those_of_the_temperature_and_the_whole_vocabulary(
+    dispatcher: Dispatcher, model: Qwen3ForCausalLM, temperature: float, top_p: float, top_k: int
+) -> None:
+    sampling = SamplingConfig(max_new_tokens=24, temperature=temperature, top_p=top_p, top_k=top_k)
+    for sample in dispatcher.collect(PROMPTS, 2, sampling, seed=1, weight_version=0):
+        tokens = [*sample.prompt.token_ids, *sample.response_ids]
+        expected = token_logprobs(model, tokens, temperature)[-len(sample.response_ids) :]
+        assert sample.rollout_logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_samples_come_in_order_and_say_where_they_come_from(dispatcher: Dispatcher) -> None:
+    counts: list[int] = []
+    samples = dispatcher.collect(PROMPTS, 3, SAMPLING, seed=2, weight_version=0, on_done=counts.append)
+    assert [(sample.group, sample.index) for sample in samples] == [(g, i) for g in range(6) for i in range(3)]
+    assert all(sample.prompt is PROMPTS[sample.group] for sample in samples)
+    assert {(sample.weight_version_oldest, sample.weight_version) for sample in samples} == {(0, 0)}
+    assert len({sample.seed for sample in samples}) == 18
+    assert counts == [3, 6, 9, 12, 15, 18]
+
+
+def test_a_response_depends_on_its_seed_and_not_on_its_batch(dispatcher: Dispatcher) -> None:
+    together = dispatcher.collect(PROMPTS, 4, SAMPLING, seed=3, weight_version=0)
+    alone = dispatcher.collect(PROMPTS[4:5], 2, SAMPLING, seed=3, weight_version=0)
+    assert [sample.response_ids for sample in alone] == [sample.response_ids for sample in together[16:18]]
+    other_seed = dispatcher.collect(PROMPTS, 4, SAMPLING, seed=4, weight_version=0)
+    assert all(a.response_ids != b.response_ids for a, b in zip(together, other_seed, strict=True))
+
+
+def test_a_response_ends_with_the_end_token_or_at_the_limit(dispatcher: Dispatcher) -> None:
+    samples = dispatcher.collect(PROMPTS, 32, SAMPLING, seed=5, weight_version=0)
+    assert {sample.finish_reason for sample in samples} == {"stop", "length"}
+    for sample in samples:
+        assert EOS not in sample.response_ids[:-1]
+        assert (sample.response_ids[-1] == EOS) == (sample.finish_reason == "stop")
+        assert len(sample.response_ids) == 24 or sample.finish_reason == "stop"
+        assert len(sample.rollout_logprobs) == len(sample.response_ids)
+
+
+def test_pushed_weights_are_the_ones_that_answer(
+    sync: WeightSync, dispatcher: Dispatcher, other_model: Qwen3ForCausalLM
+) -> None:
+    expected = [token_logprobs(other_model, sequence) for sequence in SEQUENCES]
+    with pytest.raises(RunFailed, match="log-probs of engine and trainer differ"):
+        sync.verify(SEQUENCES, expected, tolerance=1e-4)
+    sync.push(buckets_of(other_model), version=7)
+    assert sync.verify(SEQUENCES, expected, tolerance=1e-4) < 1e-4
+    samples = dispatcher.collect(PROMPTS, 1, SAMPLING, seed=1, weight_version=7)
+    assert {sample.weight_version for sample in samples} == {7}
+
+
+def test_a_version_other_than_expected_ends_the_run(dispatcher: Dispatcher) -> None:
+    with pytest.raises(RunFailed, match="of version 0 to 0, expected 1"):
+        dispatcher.collect(PROMPTS, 1, SAMPLING, seed=1, weight_version=1)
+
+
+def test_a_name_the_engine_does_not_know_is_refused_and_named(sync: WeightSync, model: Qwen3ForCausalLM) -> None:
+    renamed = [[(name.replace("layers.1.mlp.up", "layers.1.mlp.upp"), t) for name, t in b] for b in buckets_of(model)]
+    with pytest.raises(RunFailed, match=r"model\.layers\.1\.mlp\.upp_proj\.weight of shape \[96, 64\]"):
+        sync.push(renamed, version=1)
+
+
+def test_a_shape_the_engine_does_not_have_is_refused_and_named(sync: WeightSync, model: Qwen3ForCausalLM) -> None:
+    cut = [
+        [(name, t[:-1] if name.endswith("1.self_attn.k_proj.weight") else t) for name, t in b]
+        for b in buckets_of(model)
+    ]
+    with pytest.raises(RunFailed, match=r"8128 of 8192 elements, .*1\.self_attn\.k_proj\.weight \[31, 64\]"):
+        sync.push(cut, version=1)
+
+
+def test_a_tensor_left_out_is_named(sync: WeightSync, model: Qwen3ForCausalLM) -> None:
+    dropped = [
+        [(name, t) for name, t in b if not name.endswith("0.self_attn.v_proj.weight")] for b in buckets_of(model)
+    ]
+    with pytest.raises(RunFailed, match=r"layers\.0\.self_attn\.qkv_proj\.weight .* 6144 of 8192 elements"):
+        sync.push(dropped, version=1)
+
+
+def test_the_tensor_that_differs_is_named(sync: WeightSync, model: Qwen3ForCausalLM) -> None:
+    assert sync.differing_tensors(buckets_of(model)) == []
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    weights["model.layers.1.self_attn.k_proj.weight"][5, 5] += 1e-5
+    assert sync.differing_tensors([list(weights.items())]) == ["model.layers.1.self_attn.k_proj.weight differs"]
+    expected = [token_logprobs(model, sequence) for sequence in SEQUENCES]
+    assert sync.verify(SEQUENCES, expected, tolerance=1e-4) < 1e-4
+
+
+def test_a_request_the_server_refuses_is_told_in_one_line(dispatcher: Dispatcher, server: EngineServer) -> None:
+    too_long = Prompt(id="long", problem="", answer="", token_ids=tuple([5] * 300))
+    with pytest.raises(RunFailed) as raised:
+        dispatcher.collect([too_long], 1, SAMPLING, seed=1, weight_version=0)
+    assert server.address.log_file in str(raised.value)
+    assert "256" in str(raised.value)
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,102 @@
+"""Small random models that transformers itself writes: the independent side of every comparison."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from vapo_megatron.config.model import ActorConfig, LayoutConfig, ModelConfig
+from vapo_megatron.experience.torchvision_ops import make_torchvision_importable
+from vapo_megatron.mcore.mesh import Mesh, make_mesh
+from vapo_megatron.mcore.model import build_model, transformer_config
+from vapo_megatron.weights.spec import Head, ModelSpec
+
+make_torchvision_importable()
+
+CLASSES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral"}
+VOCAB = 131
+SIZES = dict(
+    hidden_size=32,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    intermediate_size=48,
+    vocab_size=VOCAB,
+    max_position_embeddings=64,
+    tie_word_embeddings=False,
+)
+
+
+def write_model(
+    path: Path,
+    family: str,
+    task: str = "CausalLM",
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "1GB",
+    seed: int = 0,
+    **overrides: Any,
+) -> Path:
+    """Save a model of a family and a task (CausalLM, SequenceClassification, TokenClassification) to path."""
+    head_dim = {} if family == "qwen2" else {"head_dim": 8}
+    config = getattr(transformers, CLASSES[family] + "Config")(**(SIZES | head_dim | overrides))
+    torch.manual_seed(seed)
+    model = getattr(transformers, CLASSES[family] + "For" + task)(config)
+    with torch.no_grad():  # biases and norms start at 0 and 1, where mistakes do not show
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.to(dtype).save_pretrained(path, max_shard_size=max_shard_size)
+    return path
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a Hugging Face directory."""
+    return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def write_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Change the tensors of a directory with a single file."""
+    from safetensors.torch import save_file
+
+    tensors = read_tensors(path)
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def megatron(spec: ModelSpec, layout: LayoutConfig, head: Head, dtype: str = "float32") -> tuple[list[Any], Mesh]:
+    """This rank's chunks of an unfilled Megatron model, every parameter set to NaN, and their mesh."""
+    mesh = make_mesh(layout)
+    section = ActorConfig(layout=layout)
+    model = ModelConfig(path="unread", dtype=dtype, attention="sdpa")  # type: ignore[arg-type]
+    seed_megatron(mesh)
+    chunks = build_model(spec, transformer_config(spec, model, section), mesh, head, attention="sdpa")
+    with torch.no_grad():
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.fill_(float("nan"))
+    return chunks, mesh
+
+
+def seed_megatron(mesh: Mesh) -> None:
+    """Megatron's initialisation wants its generators seeded."""
+    from megatron.core import tensor_parallel
+
+    tensor_parallel.model_parallel_cuda_manual_seed(
+        1, force_reset_rng=True, tp_rank=mesh.tp_rank, ep_rank=0, etp_rank=mesh.tp_rank
+    )
+
+
+@torch.no_grad()
+def forward(chunk: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Output [t, width] of a whole model (one chunk) for one sequence of token ids [t]."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    starts = torch.tensor([0, len(ids)], dtype=torch.int32)
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=len(ids), max_seqlen_kv=len(ids)
+    )
+    chunk.eval()
+    output: torch.Tensor = chunk(ids[None], torch.arange(len(ids))[None], None, packed_seq_params=packed)
+    return output[0]

@@ -1,0 +1,55 @@
+"""A Megatron model filled from a directory computes what transformers computes from it."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from hf_models import CLASSES, VOCAB, forward, megatron, write_model
+from ranks import run_ranks
+
+from vapo_megatron.config.model import LayoutConfig
+from vapo_megatron.weights.load import load_hf
+from vapo_megatron.weights.spec import read_spec
+
+IDS = torch.randint(0, VOCAB, (48,), generator=torch.Generator().manual_seed(3))
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+CASES: dict[str, dict[str, Any]] = {
+    **{family: {"family": family} for family in CLASSES},
+    "tied": {"family": "qwen3", "tie_word_embeddings": True},
+    "theta": {"family": "qwen2", "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "linear": {"family": "llama", "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}},
+    "llama3": {"family": "llama", "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3}},
+    "window": {"family": "mistral", "sliding_window": 48},
+}
+
+
+def logits(layout: LayoutConfig, sources: list[Path]) -> list[np.ndarray]:
+    """Logits [t, vocabulary] of each source, put together from the ranks' parts."""
+    results = []
+    for source in sources:
+        spec = read_spec(source)
+        (chunk,), mesh = megatron(spec, layout, "lm")
+        load_hf([chunk], spec, source, mesh, "lm")
+        part = forward(chunk, IDS).contiguous()
+        parts = [torch.empty_like(part) for _ in range(mesh.tp_size)]
+        dist.all_gather(parts, part, group=mesh.pg.tp)
+        results.append(torch.cat(parts, -1)[:, :VOCAB].numpy())
+    return results
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_logits_equal_those_of_transformers(tmp_path: Path, tp_size: int) -> None:
+    sources = [write_model(tmp_path / name, **case) for name, case in CASES.items()]
+    answers = run_ranks(tp_size, logits, LayoutConfig(tp=tp_size), sources)
+    for i, source in enumerate(sources):
+        with torch.no_grad():
+            expected = transformers.AutoModelForCausalLM.from_pretrained(source)(IDS[None]).logits[0]
+        assert expected.std() > 0.3  # the comparison would be empty for outputs near 0
+        for answer in answers:
+            torch.testing.assert_close(
+                torch.from_numpy(answer[i]), expected, rtol=1e-5, atol=1e-5, msg=lambda m, s=source: f"{s.name}: {m}"
+            )

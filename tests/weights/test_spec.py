@@ -1,0 +1,151 @@
+"""config.json as every version of transformers writes it, and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hf_models import CLASSES, write_model
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from vapo_megatron.errors import BadInput
+from vapo_megatron.weights.rope import RopeScaling, inverse_frequencies
+from vapo_megatron.weights.spec import read_spec
+
+SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "hf_configs"
+PLAIN = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 131,
+    "max_position_embeddings": 512,
+}
+LLAMA3 = {
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+
+
+def written(path: Path, **changes: Any) -> Path:
+    content = {key: value for key, value in (PLAIN | changes).items() if value is not ...}
+    (path / "config.json").write_text(json.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize("family", sorted(CLASSES))
+@pytest.mark.parametrize("tied", [False, True])
+def test_spec_and_count_are_those_of_transformers(tmp_path: Path, family: str, tied: bool) -> None:
+    write_model(tmp_path, family, tie_word_embeddings=tied, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    spec = read_spec(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert spec.parameter_count() == sum(parameter.numel() for parameter in model.parameters())
+    assert (spec.num_heads, spec.num_kv_heads, spec.ffn_size) == (8, 4, 48)
+    assert spec.head_dim == (4 if family == "qwen2" else 8)
+    assert spec.tied is tied
+    assert spec.rope_theta == 5e5
+    assert spec.dtype == "float32"
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the published config files are not beside the checkout")
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("qwen2.5-32b.json", 32_763_876_352),
+        ("qwen2.5-7b.derived.json", 7_615_616_512),
+        ("qwen3-8b.third-party-copy.json", 8_190_735_360),
+    ],
+)
+def test_published_models_have_their_published_size(tmp_path: Path, name: str, parameters: int) -> None:
+    shutil.copy(SHARED / name, tmp_path / "config.json")
+    assert read_spec(tmp_path).parameter_count() == parameters
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},  # transformers 4.43 to 4.57
+        {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **LLAMA3}},  # before
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},  # 5
+        {
+            "rope_parameters": {"full_attention": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}}
+        },  # 5, by layer type
+    ],
+)
+def test_rope_is_read_in_every_spelling(tmp_path: Path, spelling: dict[str, Any]) -> None:
+    spec = read_spec(written(tmp_path, **spelling))
+    assert spec.rope_theta == 5e5
+    assert spec.rope_scaling == RopeScaling("llama3", 32.0, 1.0, 4.0, 256)
+
+
+@pytest.mark.parametrize(("kind", "parameters"), [("linear", {"factor": 4.0}), ("llama3", LLAMA3)])
+def test_frequencies_are_those_of_transformers(kind: str, parameters: dict[str, Any]) -> None:
+    config = SimpleNamespace(
+        rope_parameters={"rope_type": kind, "rope_theta": 5e5, **parameters},
+        head_dim=64,
+        standardize_rope_params=lambda: None,
+    )
+    expected, _ = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    scaling = RopeScaling(kind, **parameters)  # type: ignore[arg-type]
+    assert torch.equal(inverse_frequencies(64, 5e5, scaling), expected)
+
+
+def test_a_sliding_window_bounds_the_context(tmp_path: Path) -> None:
+    mistral = dict(model_type="mistral", num_key_value_heads=4, sliding_window=128)
+    assert read_spec(written(tmp_path, **mistral)).max_position_embeddings == 128
+    assert read_spec(written(tmp_path, **mistral | {"sliding_window": None})).max_position_embeddings == 512
+    # Qwen's config files name a window that is off.
+    qwen = dict(model_type="qwen2", sliding_window=128, use_sliding_window=False)
+    assert read_spec(written(tmp_path, **qwen)).max_position_embeddings == 512
+
+
+def test_old_and_new_names_of_the_dtype(tmp_path: Path) -> None:
+    assert read_spec(written(tmp_path, torch_dtype="bfloat16")).torch_dtype is torch.bfloat16
+    assert read_spec(written(tmp_path, dtype="bfloat16")).torch_dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"model_type": "qwen3_moe"},
+            "'qwen3_moe', expected one of llama, mistral, qwen2, qwen3, the nearest being qwen3",
+        ),
+        ({"model_type": ...}, "model_type is None"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic'"),
+        ({"rope_scaling": {"type": "linear"}}, "factor of the rotary embedding is None"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"num_hidden_layers": ...}, "num_hidden_layers is missing"),
+        ({"hidden_size": "wide"}, "hidden_size is 'wide'"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', expected 'silu'"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'"),
+    ],
+)
+def test_what_cannot_be_represented_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(BadInput) as refusal:
+        read_spec(written(tmp_path, **changes))
+    assert told in str(refusal.value)
+    assert str(tmp_path / "config.json") in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="no such directory"):
+        read_spec(tmp_path / "nowhere")
+    with pytest.raises(BadInput, match=r"config\.json: no such file"):
+        read_spec(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(BadInput, match="cannot be read as JSON"):
+        read_spec(tmp_path)

@@ -1,0 +1,72 @@
+"""Grade predictions against gold answers: rows {gold, prediction} in, the same rows with "correct" and "reason" out."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+
+from vapo_megatron.config.explain import explain
+from vapo_megatron.config.reward import RewardConfig
+from vapo_megatron.errors import BadInput, VapoError
+from vapo_megatron.experience.jsonl import read_rows, write_rows
+from vapo_megatron.rewards.pool import VerifierPool
+
+
+def read_cases(path: Path) -> list[dict[str, Any]]:
+    """The rows of path. Raises BadInput, naming line and field, for one without the texts gold and prediction."""
+    rows = []
+    for number, row in read_rows(path):
+        for name in ("gold", "prediction"):
+            if name not in row:
+                raise BadInput(f"{path}:{number}: no field {name!r}; each row needs gold and prediction")
+            if not isinstance(row[name], str):
+                raise BadInput(f"{path}:{number}: field {name} is {type(row[name]).__name__}; expected a text")
+        rows.append(row)
+    if not rows:
+        raise BadInput(f"{path}: holds no rows; give at least one with gold and prediction")
+    return rows
+
+
+def grade_file(cases: Path, out: Path, config: RewardConfig) -> tuple[int, int]:
+    """Grade the rows of cases into out; return how many are correct and how many there are."""
+    rows = read_cases(cases)
+    with VerifierPool(config) as pool:
+        verdicts = pool.grade_batch([(row["gold"], row["prediction"]) for row in rows])
+
+    def graded() -> Iterator[dict[str, Any]]:
+        for row, verdict in zip(rows, verdicts, strict=True):
+            yield {**row, "correct": verdict.correct, "reason": verdict.reason, "extracted": verdict.extracted}
+
+    write_rows(out, graded())
+    return sum(verdict.correct for verdict in verdicts), len(verdicts)
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    cases: Annotated[Path, typer.Option(help="JSONL with the fields gold and prediction.")],
+    out: Annotated[Path, typer.Option(help="JSONL to write: the rows with correct, reason and extracted.")],
+    protocol: Annotated[str, typer.Option(help="auto, marked, boxed, answer_line, answer_tag or hash.")] = "auto",
+    workers: Annotated[int, typer.Option(help="Verifier processes.")] = 2,
+    deadline_seconds: Annotated[float, typer.Option(help="Time for one row.")] = 10.0,
+) -> None:
+    """Grade every row and write them all, or nothing."""
+    settings = {"protocol": protocol, "workers": workers, "deadline_seconds": deadline_seconds}
+    try:
+        try:
+            config = RewardConfig.model_validate(settings)
+        except ValidationError as error:
+            raise BadInput(explain(error, RewardConfig, settings, "options")) from None
+        correct, total = grade_file(cases, out, config)
+    except VapoError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(error.exit_code) from None
+    typer.echo(f"{out}: {correct} of {total} correct")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,76 @@
+"""Make a small random model directory of any supported family, with a tokenizer of one's own or a copied one."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import ValidationError
+
+from vapo_megatron.config.explain import explain
+from vapo_megatron.errors import BadInput, VapoError
+from vapo_megatron.weights.tiny import (
+    CHATML_TEMPLATE,
+    Family,
+    TinyModel,
+    save_tiny_model,
+    tokenizer_from,
+    word_tokenizer,
+)
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    out: Annotated[Path, typer.Option(help="Directory to make.")],
+    family: Annotated[Family, typer.Option(help="Architecture.")] = "qwen3",
+    tokenizer_from_dir: Annotated[
+        Path | None,
+        typer.Option("--tokenizer-from", help="Directory to copy the tokenizer from; else one of 100 number words."),
+    ] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(help="Rows of the embedding; the tokenizer's size if not given.")
+    ] = None,
+    layers: Annotated[int, typer.Option(help="Transformer layers.")] = 2,
+    hidden_size: Annotated[int, typer.Option(help="Width of the residual stream.")] = 128,
+    intermediate_size: Annotated[int, typer.Option(help="Width of the feed-forward layer.")] = 256,
+    heads: Annotated[int, typer.Option(help="Attention heads.")] = 4,
+    kv_heads: Annotated[int, typer.Option(help="Key and value heads.")] = 2,
+    head_dim: Annotated[int | None, typer.Option(help="Width of a head; hidden size / heads if not given.")] = None,
+    max_positions: Annotated[int, typer.Option(help="Longest sequence, in tokens.")] = 512,
+    tied: Annotated[bool, typer.Option(help="Share the embedding with the output layer.")] = True,
+    seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
+) -> None:
+    """Write a model directory that transformers, SGLang and this project load."""
+    try:
+        tokenizer = (
+            tokenizer_from(tokenizer_from_dir)
+            if tokenizer_from_dir is not None
+            else word_tokenizer([str(number) for number in range(100)], max_positions, CHATML_TEMPLATE)
+        )
+        sizes = {
+            "family": family,
+            "vocab_size": vocab_size if vocab_size is not None else len(tokenizer),
+            "layers": layers,
+            "hidden_size": hidden_size,
+            "intermediate_size": intermediate_size,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "head_dim": head_dim if head_dim is not None else hidden_size // max(heads, 1),
+            "max_positions": max_positions,
+            "tied": tied,
+            "seed": seed,
+        }
+        try:
+            shape = TinyModel.model_validate(sizes)
+        except ValidationError as error:
+            raise BadInput(explain(error, TinyModel, sizes, "options")) from None
+        parameters = save_tiny_model(shape, tokenizer, out)
+    except VapoError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(error.exit_code) from None
+    typer.echo(f"{out}: {family}, {parameters:,} parameters, {len(tokenizer):,} tokens")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,149 @@
+"""Advantages from one reward per response. Each says how a response compares with the others of its prompt."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.algorithms.segments import check_bounds, place_terminal, to_tokens
+from vapo_megatron.algorithms.suffix_scan import suffix_scan
+
+__all__ = [
+    "dr_grpo",
+    "group_baseline",
+    "grpo",
+    "raft",
+    "reinforce_pp",
+    "remax",
+    "returns_to_go",
+    "rloo",
+    "self_imitation",
+    "to_tokens",
+    "whiten",
+    "whitening_sums",
+]
+
+
+class _Groups(NamedTuple):
+    owner: Tensor  # int64 [S], the group of each response, numbered from 0
+    sizes: Tensor  # float64 [S], responses in the group of each response
+    means: Tensor  # float64 [S], mean reward in the group of each response
+
+
+def _groups(rewards: Tensor, group_ids: Tensor) -> _Groups:
+    if rewards.dim() != 1 or rewards.shape != group_ids.shape:
+        raise ValueError(f"rewards and group_ids must be [S], got {list(rewards.shape)} and {list(group_ids.shape)}")
+    _, index, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    # In float64 a sum of equal float32 rewards is exact, so that equal rewards give exactly 0.
+    sums = torch.zeros(counts.numel(), dtype=torch.float64, device=rewards.device).index_add_(
+        0, index, rewards.double()
+    )
+    return _Groups(index, counts[index].double(), (sums / counts)[index])
+
+
+def grpo(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
+    """(R - mean) / (std + eps) in each group, std unbiased (GRPO, arXiv 2402.03300; DAPO, arXiv 2503.14476, eq. 9).
+
+    rewards [S] floating point, group_ids int64 [S] with any numbers. A group of one has mean 0 and std 1.
+    Returns [S], dtype of rewards. Raises ValueError where the shapes differ.
+    """
+    groups = _groups(rewards, group_ids)
+    single = groups.sizes == 1
+    centred = rewards - torch.where(single, 0, groups.means)
+    squares = centred.new_zeros(centred.shape).index_add_(0, groups.owner, centred.square())[groups.owner]
+    std = torch.where(single, 1, (squares / (groups.sizes - 1).clamp(min=1)).sqrt())
+    return (centred / (std + eps)).to(rewards.dtype)
+
+
+def dr_grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """R - mean of the group (Dr. GRPO, arXiv 2503.20783, section 3.2). A group of one gets 0. [S], [S] -> [S]."""
+    return group_baseline(rewards, group_ids)
+
+
+def group_baseline(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """R - mean of the group, to be whitened over the batch (REINFORCE++-baseline, arXiv 2501.03262).
+
+    A group of one gets 0. [S], [S] -> [S].
+    """
+    return (rewards - _groups(rewards, group_ids).means).to(rewards.dtype)
+
+
+def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """R_i - mean of the other rewards of the group (RLOO, arXiv 2402.14740, eq. 8).
+
+    A group of one has no others: its baseline is 0. [S], [S] -> [S].
+    """
+    groups = _groups(rewards, group_ids)
+    others = (groups.sizes * groups.means - rewards) / (groups.sizes - 1).clamp(min=1)
+    return (rewards - torch.where(groups.sizes > 1, others, 0)).to(rewards.dtype)
+
+
+def remax(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
+    """R(y) - R(greedy answer to the same prompt) (ReMax, arXiv 2310.10505, algorithm 1). [S], [S] -> [S]."""
+    return rewards - greedy_rewards
+
+
+def raft(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """1 for the best response of each group (the first among equals), 0 for the others (RAFT, arXiv 2304.06767).
+
+    Responses with 0 are left out of the loss and of its denominators. [S], [S] -> [S].
+    """
+    index = _groups(rewards, group_ids).owner
+    best = rewards.new_full(rewards.shape, -torch.inf).scatter_reduce_(0, index, rewards, "amax")[index]
+    position = torch.arange(rewards.numel(), device=rewards.device)
+    candidate = position.masked_fill(rewards < best, rewards.numel())
+    first = candidate.new_full(rewards.shape, rewards.numel()).scatter_reduce_(0, index, candidate, "amin")[index]
+    return (position == first).to(rewards.dtype)
+
+
+@torch.no_grad()
+def returns_to_go(token_rewards: Tensor, cu_seqlens: Tensor, gamma: float = 1.0) -> Tensor:
+    """G_t = sum over i >= t of gamma^(i-t) r_i within each response: [T] -> [T].
+
+    Raises ValueError where cu_seqlens does not fit.
+    """
+    check_bounds(cu_seqlens, token_rewards.numel())
+    lengths = cu_seqlens.to(token_rewards.device, torch.int64).diff()
+    decay = torch.full(lengths.shape, gamma, dtype=torch.float64, device=token_rewards.device)
+    return suffix_scan(token_rewards, lengths, [decay])[0]
+
+
+def reinforce_pp(rewards: Tensor, kl: Tensor, cu_seqlens: Tensor, kl_coef: float, gamma: float = 1.0) -> Tensor:
+    """A_t = R - kl_coef * sum over i >= t of KL_i (REINFORCE++, arXiv 2501.03262, eq. 6), to be whitened.
+
+    rewards [S]; kl [T] is the k1 estimate of each token. Returns [T].
+    """
+    return returns_to_go(place_terminal(rewards, cu_seqlens, kl.numel()) - kl_coef * kl, cu_seqlens, gamma)
+
+
+def self_imitation(returns: Tensor, values: Tensor) -> Tensor:
+    """(R - V)+ (self-imitation learning, arXiv 1806.05635, eq. 2). Carries no gradient. [T], [T] -> [T]."""
+    return (returns - values).clamp(min=0).detach()
+
+
+def whitening_sums(x: Tensor, mask: Tensor) -> Tensor:
+    """Count, sum and sum of squares of the tokens whose mask is not 0: float64 [3], to be added up over ranks."""
+    kept = torch.where(mask != 0, x, 0).double()
+    return torch.stack([(mask != 0).sum().double(), kept.sum(), kept.square().sum()])
+
+
+def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, eps: float = 1e-8, sums: Tensor | None = None) -> Tensor:
+    """(x - mean) / sqrt(var + eps) over the tokens whose mask is not 0; var unbiased.
+
+    Args:
+        x: [T] advantages (returns are never whitened).
+        mask: [T]; tokens with 0 do not count and get 0.
+        shift_mean: False scales and puts the mean back.
+        eps: added to the variance.
+        sums: the `whitening_sums` of a larger batch that x is a part of; None: those of x.
+
+    Returns:
+        [T], dtype of x. With fewer than two tokens the variance is taken for 0.
+    """
+    count, total, squares = (whitening_sums(x, mask) if sums is None else sums).unbind()
+    mean = total / count.clamp(min=1)
+    variance = ((squares - count * mean.square()) / (count - 1).clamp(min=1)).clamp(min=0)
+    whitened = (x - mean) / (variance + eps).sqrt()
+    if not shift_mean:
+        whitened = whitened + mean
+    return torch.where(mask != 0, whitened, 0).to(x.dtype)

@@ -1,0 +1,143 @@
+"""Generalised advantage estimation over packed responses (Schulman et al. 2016, arXiv 1506.02438, eq. 16).
+
+    delta_t = r_t + gamma * V_{t+1} - V_t          A_t = sum_k (gamma * lambda)^k delta_{t+k}
+
+V_t is the value of the state before response token t. After the last token it is 0, or the bootstrap value
+given for a response that was cut off.
+"""
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.algorithms.segments import check_bounds, last_tokens
+from vapo_megatron.algorithms.suffix_scan import suffix_scan
+
+
+def length_adaptive_lambda(lengths: Tensor, alpha: float, floor: float = 0.0) -> Tensor:
+    """lambda_policy = 1 - 1 / (alpha * l), clamped to [floor, 1] (VAPO, arXiv 2504.05118, section 4.2).
+
+    Args:
+        lengths: [S] response tokens l that carry loss, the end token included.
+        alpha: positive; VAPO's is 0.05. Responses of 1 / alpha tokens or fewer are clamped.
+        floor: the least lambda.
+
+    Returns:
+        float32 [S].
+
+    Raises:
+        ValueError: alpha is not positive, or floor is outside [0, 1].
+    """
+    if alpha <= 0:
+        raise ValueError(f"alpha must be positive, got {alpha}")
+    if not 0 <= floor <= 1:
+        raise ValueError(f"floor must be in [0, 1], got {floor}")
+    return (1 - 1 / (alpha * lengths.double())).clamp(floor, 1).float()
+
+
+@torch.no_grad()
+def segmented_gae(
+    rewards: Tensor,
+    values: Tensor,
+    cu_seqlens: Tensor,
+    lam: float | Tensor,
+    gamma: float = 1.0,
+    mask: Tensor | None = None,
+    bootstrap_values: Tensor | None = None,
+) -> Tensor:
+    """Advantages of S packed responses; linear in tokens, no step over time.
+
+    Args:
+        rewards: [T] token rewards; those of masked tokens are not read.
+        values: [T] value of the state before each token.
+        cu_seqlens: [S + 1] int32 or int64.
+        lam: lambda in [0, 1], one or one for each response [S].
+        gamma: discount in [0, 1].
+        mask: [T]; tokens with 0 (observations) are stepped over: they get 0 and neither discount nor bootstrap.
+        bootstrap_values: [S] value of the state after the last token; None is 0 for every response.
+
+    Returns:
+        [T], float32 or the wider dtype of rewards and values. Carries no gradient.
+
+    Raises:
+        ValueError: shapes that do not fit each other, or lambda or gamma outside [0, 1].
+    """
+    (advantages,) = _advantages(rewards, values, cu_seqlens, (lam,), gamma, mask, bootstrap_values)
+    return advantages
+
+
+@torch.no_grad()
+def decoupled_gae(
+    rewards: Tensor,
+    values: Tensor,
+    cu_seqlens: Tensor,
+    lam_policy: float | Tensor,
+    lam_critic: float | Tensor,
+    gamma: float = 1.0,
+    mask: Tensor | None = None,
+    bootstrap_values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Advantages under lam_policy and value targets A + V under lam_critic (VC-PPO, arXiv 2503.01491, section 3.3).
+
+    Arguments and errors as in `segmented_gae`. Returns two [T]; masked tokens are 0 in both. The targets come
+    from advantages that nothing has whitened.
+    """
+    lambdas = (lam_policy, lam_critic)
+    policy, critic = _advantages(rewards, values, cu_seqlens, lambdas, gamma, mask, bootstrap_values)
+    targets = critic.add_(values)
+    return policy, targets if mask is None else targets.masked_fill_(mask == 0, 0)
+
+
+def _advantages(
+    rewards: Tensor,
+    values: Tensor,
+    cu_seqlens: Tensor,
+    lambdas: tuple[float | Tensor, ...],
+    gamma: float,
+    mask: Tensor | None,
+    bootstrap_values: Tensor | None,
+) -> list[Tensor]:
+    if rewards.dim() != 1 or rewards.shape != values.shape:
+        raise ValueError(f"rewards and values must be [T], got {list(rewards.shape)} and {list(values.shape)}")
+    if mask is not None and mask.shape != rewards.shape:
+        raise ValueError(f"mask must be [T] like rewards {list(rewards.shape)}, got {list(mask.shape)}")
+    check_bounds(cu_seqlens, rewards.numel())
+    responses = cu_seqlens.numel() - 1
+    if bootstrap_values is not None and list(bootstrap_values.shape) != [responses]:
+        raise ValueError(f"bootstrap_values must be [S] = [{responses}], got {list(bootstrap_values.shape)}")
+    decays = [_decay(lam, gamma, responses, rewards.device) for lam in lambdas]
+    cu_seqlens = cu_seqlens.to(rewards.device, torch.int64)
+
+    kept = None if mask is None else mask.nonzero().squeeze(1)
+    if kept is not None:
+        cu_seqlens = torch.searchsorted(kept, cu_seqlens)
+        rewards, values = rewards[kept], values[kept]
+    deltas = _temporal_differences(rewards, values, cu_seqlens, gamma, bootstrap_values)
+    advantages = suffix_scan(deltas, cu_seqlens.diff(), decays)
+    if mask is None or kept is None:
+        return advantages
+    return [deltas.new_zeros(mask.shape).index_copy_(0, kept, scanned) for scanned in advantages]
+
+
+def _temporal_differences(
+    rewards: Tensor, values: Tensor, cu_seqlens: Tensor, gamma: float, bootstrap_values: Tensor | None
+) -> Tensor:
+    dtype = torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)
+    deltas = rewards.to(dtype) - values
+    responses, last = last_tokens(cu_seqlens)
+    terminal = deltas[last]
+    if bootstrap_values is not None:
+        terminal += gamma * bootstrap_values[responses].to(dtype)
+    deltas[:-1].add_(values[1:], alpha=gamma)
+    # The token after a last token belongs to another response.
+    deltas[last] = terminal
+    return deltas
+
+
+def _decay(lam: float | Tensor, gamma: float, responses: int, device: torch.device) -> Tensor:
+    """gamma * lambda, float64 [S]."""
+    if not 0 <= gamma <= 1:
+        raise ValueError(f"gamma must be in [0, 1], got {gamma}")
+    per_response = torch.as_tensor(lam, dtype=torch.float64, device=device).expand(responses)
+    if not bool(((per_response >= 0) & (per_response <= 1)).all()):
+        raise ValueError("lambda must be in [0, 1] for every response")
+    return per_response * gamma

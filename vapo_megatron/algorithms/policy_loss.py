@@ -1,0 +1,125 @@
+"""Policy losses per token, un-reduced and to be minimised; `aggregation` has the weights that sum them up.
+
+All arguments are [T] unless said otherwise; log-probs are natural logarithms. Only the first argument of each
+carries a gradient.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# exp(20) = 4.9e8: what is beyond is a numerical accident, and must not become inf * 0.
+MAX_LOG_RATIO = 20.0
+
+
+def _ratio(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _check_clip(clip_low: float, clip_high: float, dual_clip: float | None = None) -> None:
+    if not 0 <= clip_low <= 1 or clip_high < 0:
+        raise ValueError(f"clip_low must be in [0, 1] and clip_high at least 0, got {clip_low} and {clip_high}")
+    if dual_clip is not None and dual_clip <= 1 + clip_high:
+        raise ValueError(f"dual_clip must be above 1 + clip_high = {1 + clip_high}, got {dual_clip}")
+
+
+def _clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+) -> Tensor:
+    advantages = advantages.detach()
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    if dual_clip is not None:
+        surrogate = torch.where(advantages < 0, torch.maximum(surrogate, dual_clip * advantages), surrogate)
+    return -surrogate
+
+
+def ppo_clip(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(logprobs - old_logprobs).
+
+    PPO (arXiv 1707.06347, eq. 7), with an upper bound of its own as in DAPO (arXiv 2503.14476, eq. 10) and VAPO.
+    dual_clip c bounds the loss of tokens with A < 0 by -c A (Ye et al., arXiv 1912.09729, eq. 5).
+
+    Raises ValueError for clip_low outside [0, 1], clip_high below 0, dual_clip not above 1 + clip_high.
+    """
+    _check_clip(clip_low, clip_high, dual_clip)
+    ratio = _ratio(logprobs - old_logprobs.detach())
+    return _clipped_surrogate(ratio, advantages, clip_low, clip_high, dual_clip)
+
+
+def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """-A log pi. Summed over a response it is the loss of RLOO and ReMax."""
+    return -logprobs * advantages.detach()
+
+
+def gspo(logprobs: Tensor, sequence_log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """Clipped surrogate of the sequence ratio (GSPO-token, arXiv 2507.18071, eq. 13 and 14).
+
+    sequence_log_ratio is the mean of log r over the response, given to each of its tokens. The ratio of a
+    token is sg(s) pi / sg(pi): its value is that of the sequence, its gradient that of the token. With one
+    advantage per response and the weights of "sequence_mean" value and gradient equal those of GSPO itself.
+    """
+    _check_clip(clip_low, clip_high)
+    ratio = _ratio(sequence_log_ratio.detach()) * (logprobs - logprobs.detach()).exp()
+    return _clipped_surrogate(ratio, advantages, clip_low, clip_high, None)
+
+
+def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_high: float) -> Tensor:
+    """-sg(min(r, 1 + clip_high)) A log pi (CISPO, arXiv 2506.13585, eq. 4 and 5, which leaves the low side open)."""
+    _check_clip(0.0, clip_high)
+    ratio = _ratio((logprobs - old_logprobs).detach())
+    return -ratio.clamp(max=1 + clip_high) * advantages.detach() * logprobs
+
+
+def sao(logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """-r A where 1 - clip_low < r < 1 + clip_high, else 0; r is taken to the rollout policy (SAO, 2607.07508)."""
+    _check_clip(clip_low, clip_high)
+    ratio = _ratio(logprobs - rollout_logprobs.detach())
+    inside = (ratio.detach() > 1 - clip_low) & (ratio.detach() < 1 + clip_high)
+    return torch.where(inside, -ratio * advantages.detach(), 0)
+
+
+def positive_nll(logprobs: Tensor, correct: Tensor) -> Tensor:
+    """-log pi on the tokens of correct responses, 0 elsewhere (VAPO, section 4.3).
+
+    correct [T] is not 0 on those tokens.
+    """
+    return torch.where(correct != 0, -logprobs, 0)
+
+
+def self_imitation(logprobs: Tensor, positive_advantages: Tensor) -> Tensor:
+    """-log pi (R - V)+ (arXiv 1806.05635, eq. 2); positive_advantages from `advantages.self_imitation`."""
+    return -logprobs * positive_advantages.detach()
+
+
+def entropy_bonus(entropy: Tensor) -> Tensor:
+    """-H of the token distribution, to be added with its coefficient."""
+    return -entropy
+
+
+class ClipIndicators(NamedTuple):
+    """1 on the tokens whose gradient a bound of the clipped surrogate cuts off, else 0."""
+
+    low: Tensor
+    high: Tensor
+    dual: Tensor
+
+
+@torch.no_grad()
+def clip_indicators(
+    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> ClipIndicators:
+    """Where the clipped surrogate is flat: A < 0 and r below 1 - clip_low, A > 0 and r above 1 + clip_high,
+    A < 0 and r above dual_clip. Three float32 [T], to be averaged with global counts."""
+    ratio = _ratio(log_ratio)
+    low = (advantages < 0) & (ratio < 1 - clip_low)
+    high = (advantages > 0) & (ratio > 1 + clip_high)
+    dual = torch.zeros_like(low) if dual_clip is None else (advantages < 0) & (ratio > dual_clip)
+    return ClipIndicators(low.float(), high.float(), dual.float())

@@ -1,0 +1,70 @@
+"""Packed responses: T tokens of S responses end to end, response s at tokens cu_seqlens[s] to cu_seqlens[s + 1]."""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+
+def check_bounds(cu_seqlens: Tensor, tokens: int) -> None:
+    """Raise ValueError unless cu_seqlens is a non-decreasing int32 or int64 vector [S + 1] from 0 to `tokens`."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"cu_seqlens must be int32 or int64 [S + 1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != tokens:
+        raise ValueError(f"cu_seqlens must run from 0 to {tokens} (the tokens), it runs {bounds[0]} to {bounds[-1]}")
+    if any(end < start for start, end in pairwise(bounds)):
+        raise ValueError("cu_seqlens must not decrease")
+
+
+def response_lengths(cu_seqlens: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Tokens of each response, int64 [S]; with a mask [T], the tokens for which it is not 0."""
+    if mask is None:
+        return cu_seqlens.long().diff()
+    return segment_sum((mask != 0).long(), cu_seqlens)
+
+
+def to_tokens(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Give every token the value of its response: [S] -> [T], dtype kept."""
+    return x.repeat_interleave(cu_seqlens.long().diff().to(x.device))
+
+
+def segment_sum(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Sum over the tokens of each response: [T] -> [S]; an empty response gives 0. Differentiable."""
+    responses = cu_seqlens.numel() - 1
+    owner = to_tokens(torch.arange(responses, device=x.device), cu_seqlens)
+    return x.new_zeros(responses).index_add(0, owner, x)
+
+
+def segment_mean(x: Tensor, cu_seqlens: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Mean over the tokens of each response whose mask is not 0: [T] -> [S]; none of them gives 0. Differentiable."""
+    if mask is not None:
+        x = torch.where(mask != 0, x, 0)
+    return segment_sum(x, cu_seqlens) / response_lengths(cu_seqlens, mask).clamp(min=1)
+
+
+def last_tokens(cu_seqlens: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Find the last token of every response that has one (whose mask is not 0, where a mask [T] is given).
+
+    Returns (responses, tokens), two int64 vectors of equal length: indices into [S] and into [T].
+    """
+    starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    if mask is None:
+        last = ends - 1
+    else:
+        position = torch.arange(1, mask.numel() + 1, device=mask.device).masked_fill(mask == 0, 0)
+        latest = torch.cat([position.new_zeros(1), position.cummax(0).values])
+        last = latest[ends] - 1
+    responses = (last >= starts).nonzero().squeeze(1)
+    return responses, last[responses]
+
+
+def place_terminal(x: Tensor, cu_seqlens: Tensor, tokens: int, mask: Tensor | None = None) -> Tensor:
+    """Token rewards [T] that are 0 but for x[s] on the last (unmasked) token of response s.
+
+    x is [S]; a response without such a token is left out.
+    """
+    placed = x.new_zeros(tokens)
+    responses, last = last_tokens(cu_seqlens, mask)
+    placed[last] = x[responses]
+    return placed

@@ -1,0 +1,49 @@
+"""Which responses are learnt from, and in which mini-batch."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Unit = Literal["samples", "groups"]
+
+
+def informative_groups(correct: Tensor, group_ids: Tensor) -> Tensor:
+    """Responses of groups with 0 < #correct < G: what dynamic sampling keeps (DAPO, arXiv 2503.14476, eq. 11).
+
+    correct [S] (0 or not), group_ids int64 [S] -> bool [S].
+    """
+    _, index, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    hits = torch.zeros_like(sizes).index_add_(0, index, (correct != 0).to(sizes.dtype))
+    return ((hits > 0) & (hits < sizes))[index]
+
+
+def split_minibatches(group_ids: Tensor, size: int, unit: Unit, seed: int) -> list[Tensor]:
+    """Cut a batch into mini-batches of `size` samples, or of `size` whole groups, in an order shuffled by `seed`.
+
+    Args:
+        group_ids: int64 [S].
+        size: at least 1; the last mini-batch holds what is left.
+        unit: what is shuffled and counted.
+        seed: the order depends on it and on the number of units alone.
+
+    Returns:
+        int64 indices into [S] on the device of group_ids; every response is in exactly one of them, and within
+        one they ascend.
+
+    Raises:
+        ValueError: size is below 1.
+    """
+    if size < 1:
+        raise ValueError(f"a mini-batch must have at least one of its {unit}, got size {size}")
+    if unit == "samples":
+        owner = torch.arange(group_ids.numel(), device=group_ids.device)
+        units = group_ids.numel()
+    else:
+        numbers, owner = torch.unique(group_ids, return_inverse=True)
+        units = numbers.numel()
+    order = torch.randperm(units, generator=torch.Generator().manual_seed(seed)).to(group_ids.device)
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(units, device=order.device)
+    batch_of = rank[owner] // size
+    return [(batch_of == batch).nonzero().squeeze(1) for batch in range(-(-units // size))]

@@ -1,0 +1,36 @@
+"""Rewards that depend on length, per response."""
+
+import torch
+from torch import Tensor
+
+
+def soft_overlong(lengths: Tensor, max_length: int, cache_length: int) -> Tensor:
+    """Punishment of long responses, to be added to the reward (DAPO, arXiv 2503.14476, eq. 13).
+
+    0 up to max_length - cache_length tokens, falling linearly to -1 at max_length, -1 beyond.
+    lengths [S] -> float32 [S]. Raises ValueError unless 0 < cache_length <= max_length.
+    """
+    if not 0 < cache_length <= max_length:
+        raise ValueError(f"cache_length must be in 1..max_length = {max_length}, got {cache_length}")
+    return ((max_length - cache_length - lengths.double()) / cache_length).clamp(-1, 0).float()
+
+
+def kimi_length_reward(lengths: Tensor, correct: Tensor, group_ids: Tensor) -> Tensor:
+    """lambda = 0.5 - (l - min) / (max - min) within the group: lambda if correct, else min(0, lambda); 0 where all
+    responses of the group are equally long (Kimi k1.5, arXiv 2501.12599, section 2.3.3).
+
+    lengths [S], correct [S] (0 or not), group_ids int64 [S] -> float32 [S].
+    """
+    _, index = torch.unique(group_ids, return_inverse=True)
+    length = lengths.double()
+    longest = length.new_zeros(length.shape).scatter_reduce_(0, index, length, "amax", include_self=False)[index]
+    shortest = length.new_zeros(length.shape).scatter_reduce_(0, index, length, "amin", include_self=False)[index]
+    spread = longest - shortest
+    reward = 0.5 - (length - shortest) / spread.clamp(min=1)
+    reward = torch.where(correct != 0, reward, reward.clamp(max=0))
+    return torch.where(spread > 0, reward, 0).float()
+
+
+def overlong_filter_mask(truncated: Tensor) -> Tensor:
+    """Responses that carry loss under overlong filtering: True unless cut off (DAPO, section 3.4). [S] -> bool [S]."""
+    return truncated == 0

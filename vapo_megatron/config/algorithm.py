@@ -1,0 +1,261 @@
+"""What is optimised: every choice that VAPO makes, or that its paper leaves open, as a switch (docs/algorithms.md).
+
+The defaults are VAPO's.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from vapo_megatron.config.base import Section
+
+Estimator = Literal["gae", "grpo", "dr_grpo", "rloo", "group_baseline", "reinforce_pp", "remax", "raft"]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Lambda = Fraction | Literal["length_adaptive"]
+
+# Those that compare a response with the others of its prompt.
+GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "group_baseline", "raft")
+
+
+class AdvantageConfig(Section):
+    """How good each token was."""
+
+    estimator: Estimator = Field("gae", description="gae has a critic, the others have none")
+    gamma: Fraction = Field(1.0, description="discount")
+    lambda_critic: Lambda = Field(1.0, description="lambda of the value targets; 1: Monte-Carlo returns")
+    lambda_policy: Lambda = Field("length_adaptive", description="lambda of the advantages")
+    length_adaptive_alpha: float = Field(0.05, gt=0, description="lambda = 1 - 1 / (alpha * response tokens)")
+    length_adaptive_floor: Fraction = Field(0.0, description="least length-adaptive lambda")
+    whiten: Literal["none", "full", "scale"] = Field(
+        "none", description="over all tokens of the batch: to mean 0 and variance 1 (full), or variance 1 alone (scale)"
+    )
+
+
+class PositiveNllConfig(Section):
+    """Language-model loss on correct responses."""
+
+    coef: float = Field(0.1, ge=0, description="0 switches it off")
+    positives: Literal["verdict", "reward"] = Field(
+        "verdict", description="who is positive: responses that verified as correct, or with a shaped reward above"
+    )
+    reward_above: float = Field(0.0, description="the bound, for positives=reward")
+
+
+class PolicyLossConfig(Section):
+    """The loss of the policy."""
+
+    kind: Literal["ppo_clip", "reinforce", "gspo", "cispo", "sao"] = "ppo_clip"
+    clip_low: Fraction = Field(0.2, description="ratios below 1 - clip_low are clipped; cispo has no low bound")
+    clip_high: float = Field(0.28, ge=0, description="ratios above 1 + clip_high are clipped")
+    dual_clip: float | None = Field(None, description="bound of the loss where A < 0, in units of -A; ppo_clip alone")
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = Field(
+        "token_mean", description="weights from the counts of the whole mini-batch"
+    )
+    constant: float | None = Field(None, gt=0, description="tokens that a response is divided by, aggregation=constant")
+    entropy_coef: float = Field(0.0, ge=0)
+    self_imitation_coef: float = Field(0.0, ge=0, description="of -log pi (R - V)+")
+    positive_nll: PositiveNllConfig = PositiveNllConfig()
+
+    @model_validator(mode="after")
+    def _switches_agree(self) -> Self:
+        if (self.aggregation == "constant") != (self.constant is not None):
+            raise ValueError(
+                f"aggregation={self.aggregation} with constant={self.constant}: set aggregation=constant and constant "
+                "together, or neither"
+            )
+        if self.dual_clip is not None and self.kind != "ppo_clip":
+            raise ValueError(f"dual_clip={self.dual_clip} with kind={self.kind}: only ppo_clip has one, remove it")
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            raise ValueError(
+                f"dual_clip={self.dual_clip} is not above 1 + clip_high = {1 + self.clip_high}: 3 is usual"
+            )
+        if self.kind == "gspo" and self.aggregation != "sequence_mean":
+            raise ValueError(f"kind=gspo with aggregation={self.aggregation}: its ratio wants sequence_mean")
+        return self
+
+
+class ValueLossConfig(Section):
+    """The loss of the critic, a mean over the tokens of the mini-batch."""
+
+    kind: Literal["mse", "clipped", "hl_gauss"] = Field("mse", description="(V - R)^2 / 2, PPO's clipped one, HL-Gauss")
+    clip: float = Field(0.2, gt=0, description="how far a value may move from the old one, kind=clipped")
+    bins: int = Field(51, ge=2, description="outputs of the value head, kind=hl_gauss")
+    low: float = Field(-1.0, description="least value of the bins, kind=hl_gauss")
+    high: float = Field(1.0, description="greatest value of the bins, kind=hl_gauss")
+    sigma_bins: float = Field(0.75, gt=0, description="width of the Gaussian in bins, kind=hl_gauss")
+    self_imitation_coef: float = Field(0.0, ge=0, description="of ((R - V)+)^2 / 2")
+
+    @model_validator(mode="after")
+    def _bins_span_a_range(self) -> Self:
+        if self.low >= self.high:
+            raise ValueError(f"low={self.low} is not below high={self.high}: give the range of the returns")
+        return self
+
+
+class KlConfig(Section):
+    """Distance kept from a reference policy."""
+
+    where: Literal["none", "reward", "loss"] = Field(
+        "none",
+        description="reward: taken from every token's reward (gae, reinforce_pp), or its sum from that of the response",
+    )
+    estimator: Literal["k1", "k2", "k3"] = Field(
+        "k1", description="k1 belongs into the reward, k2 and k3 into the loss"
+    )
+    coef: float = Field(0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _estimator_fits(self) -> Self:
+        if (self.where == "none") != (self.coef == 0):
+            raise ValueError(
+                f"where={self.where} with coef={self.coef}: set where to reward or loss and coef above 0 together, "
+                "or neither"
+            )
+        if self.where == "loss" and self.estimator == "k1":
+            raise ValueError("where=loss with estimator=k1: its gradient is 0 on average, choose k2 or k3")
+        if self.where == "reward" and self.estimator != "k1":
+            raise ValueError(
+                f"where=reward with estimator={self.estimator}: in the reward only k1 is unbiased, choose it"
+            )
+        return self
+
+
+class ImportanceSamplingConfig(Section):
+    """Correction for what the engine's policy and the trainer's differ by: a weight on the policy loss."""
+
+    kind: Literal["none", "tis", "mis"] = Field(
+        "none", description="ratios cut at cap (tis), or 0 outside low..high (mis)"
+    )
+    level: Literal["token", "sequence", "geometric"] = Field(
+        "token", description="ratio of the token, product over the response, or geometric mean over the response"
+    )
+    cap: float = Field(2.0, gt=0, description="tis")
+    low: float = Field(0.5, ge=0, description="mis")
+    high: float = Field(2.0, gt=0, description="mis")
+
+    @model_validator(mode="after")
+    def _range_holds_one(self) -> Self:
+        if not self.low <= 1 <= self.high:
+            raise ValueError(f"low={self.low}..high={self.high} does not hold 1, where both policies agree")
+        return self
+
+
+class SoftOverlongConfig(Section):
+    """Punishment that grows from 0 to -1 over the last cache_length of max_length response tokens (DAPO)."""
+
+    max_length: int = Field(ge=1)
+    cache_length: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _cache_fits(self) -> Self:
+        if self.cache_length > self.max_length:
+            raise ValueError(f"cache_length={self.cache_length} is above max_length={self.max_length}: lower it")
+        return self
+
+
+class ShapingConfig(Section):
+    """What is added to the verifier's reward, and what a truncated response is."""
+
+    truncated: Literal["terminal", "bootstrap", "mask"] = Field(
+        "terminal",
+        description="reward of an incorrect answer and value 0 after it (terminal), the critic's value of its last "
+        "state after it (bootstrap), or no loss at all (mask)",
+    )
+    soft_overlong: SoftOverlongConfig | None = None
+    length_reward_coef: float = Field(0.0, ge=0, description="of Kimi k1.5's length reward")
+
+
+class UpdateConfig(Section):
+    """How a rollout is cut into optimizer steps."""
+
+    minibatch_size: int = Field(512, ge=1)
+    minibatch_unit: Literal["samples", "groups"] = "samples"
+    epochs: int = Field(1, ge=1, description="passes over a rollout")
+    critic_updates_per_policy_update: int = Field(1, ge=1)
+
+
+class DynamicSamplingConfig(Section):
+    """Only groups with both correct and incorrect responses are learnt from (DAPO)."""
+
+    enabled: bool = False
+    oversampling: float = Field(3.0, ge=1, description="prompts sent, in units of those still wanted")
+    max_rounds: int = Field(10, ge=1)
+
+
+class AlgorithmConfig(Section):
+    """The algorithm."""
+
+    advantage: AdvantageConfig = AdvantageConfig()
+    policy_loss: PolicyLossConfig = PolicyLossConfig()
+    value_loss: ValueLossConfig = ValueLossConfig()
+    kl: KlConfig = KlConfig()
+    importance_sampling: ImportanceSamplingConfig = ImportanceSamplingConfig()
+    shaping: ShapingConfig = ShapingConfig()
+    update: UpdateConfig = UpdateConfig()
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+
+    @property
+    def uses_critic(self) -> bool:
+        """Whether a critic is built."""
+        return self.advantage.estimator == "gae"
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether a reference policy is built."""
+        return self.kl.where != "none"
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> Self:
+        estimator = self.advantage.estimator
+        for key, needs_critic in (
+            ("shaping.truncated=bootstrap", self.shaping.truncated == "bootstrap"),
+            ("policy_loss.self_imitation_coef", self.policy_loss.self_imitation_coef > 0),
+            ("value_loss.self_imitation_coef", self.value_loss.self_imitation_coef > 0),
+        ):
+            if needs_critic and not self.uses_critic:
+                raise ValueError(
+                    f"{key} needs a critic, advantage.estimator={estimator} has none: use gae, or unset it"
+                )
+        if self.value_loss.self_imitation_coef > 0 and self.value_loss.kind == "hl_gauss":
+            raise ValueError("value_loss.self_imitation_coef needs a scalar value, kind=hl_gauss has bins: use mse")
+        if self.policy_loss.kind == "sao" and self.importance_sampling.kind != "none":
+            raise ValueError(
+                f"importance_sampling.kind={self.importance_sampling.kind} with policy_loss.kind=sao: its ratio is "
+                "to the rollout policy already, set importance_sampling.kind=none"
+            )
+        return self
+
+    def check(self, samples_per_prompt: int) -> None:
+        """Raise ValueError, in one line, for switches that a group of this many samples cannot serve."""
+        if samples_per_prompt > 1:
+            return
+        if self.advantage.estimator in GROUP_ESTIMATORS:
+            raise ValueError(
+                f"algorithm.advantage.estimator={self.advantage.estimator} compares the samples of a prompt, "
+                "batch.samples_per_prompt=1 leaves none to compare with: raise it, or use gae or reinforce_pp"
+            )
+        for key, on in (
+            ("dynamic_sampling.enabled=true", self.dynamic_sampling.enabled),
+            ("shaping.length_reward_coef", self.shaping.length_reward_coef > 0),
+        ):
+            if on:
+                raise ValueError(
+                    f"algorithm.{key} compares the samples of a prompt, batch.samples_per_prompt=1 leaves none to "
+                    "compare with: raise it, or switch it off"
+                )
+
+
+class ValuePretrainingConfig(Section):
+    """The critic learns the returns of a policy that stands still, before the first policy update."""
+
+    enabled: bool = True
+    iterations: int = Field(50, ge=1, description="rollouts recorded, each of a step's size")
+    replay_epochs: int = Field(2, ge=1, description="passes over the recorded rollouts")
+    max_updates: int | None = Field(None, ge=1, description="critic updates at most; none: what the replay gives")
+    minibatch_size: int = Field(512, ge=1, description="samples")
+    stop_explained_variance: float | None = Field(
+        None, le=1, description="stop where the explained variance is at least this and the bias small enough"
+    )
+    stop_bias: float | None = Field(
+        None, gt=0, description="stop where |mean V - R| is at most this at 0, 25, 50, 75 and 95 % of the response"
+    )

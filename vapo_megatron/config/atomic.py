@@ -1,0 +1,32 @@
+"""Files that are whole or not there at all."""
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from vapo_megatron.errors import BadInput
+
+
+@contextmanager
+def atomic_write(path: Path, mode: str = "w") -> Iterator[IO]:
+    """Open a file beside `path` for writing ("w": UTF-8 text, "wb": bytes) that takes the place of `path` at the end.
+
+    Missing parent directories are made. Where the body raises, `path` is left as it was and nothing stays beside it.
+    Raises BadInput where the file system refuses the write (full disk, no permission).
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be written ({error.strerror or error}): free or name another place") from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)

@@ -1,0 +1,67 @@
+"""Which problems are trained and evaluated on, and how they become prompts."""
+
+from pathlib import Path
+
+from pydantic import Field, field_validator, model_validator
+
+from vapo_megatron.config.base import Section
+
+
+class FieldNames(Section):
+    """The names that a file's rows use."""
+
+    id: str = Field("id", description="optional in a row; file name and line stand in for it")
+    problem: str = "problem"
+    answer: str = "answer"
+
+
+class PromptTemplate(Section):
+    """How a problem becomes the text that the model reads."""
+
+    chat_template: bool = Field(
+        True, description="apply the tokenizer's chat template; false: plain text (base models)"
+    )
+    system_prompt: str | None = Field(None, description="first message; needs chat_template")
+    user_template: str = Field("{problem}", description="the text around {problem}; no other braces are special")
+
+    @field_validator("user_template")
+    @classmethod
+    def _holds_problem(cls, value: str) -> str:
+        if value.count("{problem}") != 1:
+            raise ValueError(f"has {value.count('{problem}')} times {{problem}}: write it exactly once")
+        return value
+
+    @model_validator(mode="after")
+    def _system_needs_chat(self) -> "PromptTemplate":
+        if self.system_prompt is not None and not self.chat_template:
+            raise ValueError("system_prompt needs chat_template=true; put its text into user_template instead")
+        return self
+
+
+class EvalSet(Section):
+    """Problems never trained on."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$", description="part of metric names, such as eval/aime2024/avg@32")
+    path: Path
+    samples: int = Field(8, ge=1, description="responses a problem (the k of avg@k)")
+    limit: int | None = Field(None, ge=1, description="only the first rows")
+
+
+class DataConfig(Section):
+    """The data of a run; files are .jsonl, .jsonl.gz or .parquet with a problem and an answer a row."""
+
+    train: Path
+    eval: tuple[EvalSet, ...] = ()
+    fields: FieldNames = FieldNames()
+    prompt: PromptTemplate = PromptTemplate()
+    max_prompt_tokens: int = Field(2048, ge=1, description="a longer prompt is an error, unless drop_long_prompts")
+    drop_long_prompts: bool = Field(False, description="leave training rows with too long prompts out instead")
+    shuffle: bool = Field(True, description="a new permutation every epoch; false: the order of the file")
+
+    @field_validator("eval")
+    @classmethod
+    def _names_differ(cls, value: tuple[EvalSet, ...]) -> tuple[EvalSet, ...]:
+        names = [entry.name for entry in value]
+        if len(set(names)) < len(names):
+            raise ValueError(f"names {', '.join(names)} are not all different: give each set its own")
+        return value

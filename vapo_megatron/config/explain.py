@@ -1,0 +1,86 @@
+"""One line for what is wrong with a config."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from vapo_megatron.config.suggest import known_keys, nearest
+
+LONGEST_VALUE = 60
+
+
+def explain(
+    error: ValidationError, model: type[BaseModel], values: Any, source: str, overridden: Sequence[str] = ()
+) -> str:
+    """The first of the errors that validating `values` as `model` gave, and how many more there are.
+
+    source names the file the values come from; keys in overridden (dotted) came from the command line instead.
+    """
+    # A union reports one error for each of its members: together they are one mistake of the user.
+    mistakes: dict[str, list[ErrorDetails]] = {}
+    for details in error.errors():
+        mistakes.setdefault(_dotted(details, values), []).append(details)
+    key, first = next(iter(mistakes.items()))
+    origin = "override" if any(_covers(key, given) for given in overridden) else source
+    more = f" (and {len(mistakes) - 1} more)" if len(mistakes) > 1 else ""
+    return f"{origin}: {' '.join(_sentence(key, first, model).split())}{more}"
+
+
+def _sentence(key: str, errors: Sequence[ErrorDetails], model: type[BaseModel]) -> str:
+    first = errors[0]
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {key}; {_hint(key, known_keys(model))}"
+    if first["type"] == "missing":
+        return f"missing key {key}: give it a value"
+    if first["type"] in ("value_error", "assertion_error"):
+        sentence = first["msg"].partition(", ")[2]
+        return f"{key}: {sentence}" if key else sentence
+    expected = dict.fromkeys(_expectation(details) for details in errors)
+    value = repr(first["input"])
+    value = value if len(value) <= LONGEST_VALUE else value[:LONGEST_VALUE] + "..."
+    return f"{key} is {value}; expected {' or '.join(expected)}"
+
+
+def _expectation(details: ErrorDetails) -> str:
+    if details["type"] == "path_type":
+        return "a path (quote it)"
+    if details["type"] == "model_type":
+        return "a section of keys"
+    return details["msg"].removeprefix("Input should be ").partition(", unable to parse")[0]
+
+
+def _hint(key: str, known: Sequence[str]) -> str:
+    guess = nearest(key, known)
+    if guess is not None:
+        return f"did you mean {guess}?"
+    section = key.rpartition(".")[0]
+    while section and section not in known:
+        section = section.rpartition(".")[0]
+    prefix = f"{section}." if section else ""
+    names = [name.removeprefix(prefix) for name in known if name.startswith(prefix) and "." not in name[len(prefix) :]]
+    return f"known keys {'of ' + section if section else 'at the top'}: {', '.join(names)}"
+
+
+def _dotted(details: ErrorDetails, values: Any) -> str:
+    """The user's key for pydantic's location, which also names the members of unions it tried on the way."""
+    parts: list[str] = []
+    last = len(details["loc"]) - 1
+    for depth, part in enumerate(details["loc"]):
+        is_entry = isinstance(values, list) and isinstance(part, int)
+        if is_entry or (isinstance(values, Mapping) and part in values):
+            values = values[part]
+        elif not (depth == last and details["type"] == "missing"):
+            continue
+        parts.append(str(part))
+    if details["type"] == "extra_forbidden":
+        # A mistyped section is reported as a whole: follow it down to the key, where there is just one.
+        while isinstance(values, Mapping) and len(values) == 1:
+            name, values = next(iter(values.items()))
+            parts.append(str(name))
+    return ".".join(parts)
+
+
+def _covers(key: str, given: str) -> bool:
+    return key == given or key.startswith(given + ".") or given.startswith(key + ".")

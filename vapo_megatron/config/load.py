@@ -1,0 +1,123 @@
+"""From files and overrides to a validated config, and back to a file.
+
+Layers, each over the one before: the preset (named by the key `preset`), the user's YAML, and overrides of the form
+`section.key=value`.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.config.base import Section
+from vapo_megatron.config.explain import explain
+from vapo_megatron.config.suggest import nearest
+from vapo_megatron.errors import BadInput
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+def load_config(model: type[SectionT], path: Path | None, overrides: Sequence[str], presets_dir: Path) -> SectionT:
+    """The validated config of type `model`.
+
+    path is the user's YAML (None: overrides alone), overrides are `dotted.key=value` with the value read as YAML,
+    presets_dir holds the `<name>.yaml` files that the key `preset` chooses from; where `model` has no field
+    of that name the key is dropped. OmegaConf interpolations (`${section.key}`) are resolved. Relative paths are
+    kept as they are given.
+
+    Raises BadInput, in one line, for whatever is wrong with any of these; of several wrong values it names the first.
+    """
+    given = [_parse_override(override) for override in overrides]
+    user = _read(path) if path is not None else OmegaConf.create({})
+    preset = dict(given).get("preset", user.get("preset"))
+    config = OmegaConf.merge(_read_preset(preset, presets_dir), user) if preset is not None else user
+    assert isinstance(config, DictConfig)
+    for key, value in given:
+        try:
+            OmegaConf.update(config, key, value, force_add=True)
+        except OmegaConfBaseException as error:
+            raise BadInput(f"override {key}={value}: {_one_line(error)}") from error
+    if "preset" not in model.model_fields:
+        config.pop("preset", None)
+    source = str(path) if path is not None else f"preset {preset}" if preset is not None else "config"
+    try:
+        values = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise BadInput(f"{source}: {_one_line(error)}") from error
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise BadInput(explain(error, model, values, source, [key for key, _ in given])) from error
+
+
+def dump_config(config: Section, path: Path) -> None:
+    """Write every value of `config` as YAML, atomically; load_config reads an equal config from it.
+
+    Raises BadInput where the file cannot be written.
+    """
+    plain = _escape(config.model_dump(mode="json"))
+    with atomic_write(path) as file:
+        file.write(OmegaConf.to_yaml(OmegaConf.create(plain)))
+
+
+def _read(path: Path) -> DictConfig:
+    try:
+        config = OmegaConf.create(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise BadInput(f"{path}: no such file; give the path of a YAML config") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path}: cannot be read as a YAML config: {_one_line(error)}") from error
+    except yaml.MarkedYAMLError as error:
+        line = f" at line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise BadInput(f"{path}: not valid YAML{line}: {error.problem}") from error
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise BadInput(f"{path}: not valid YAML: {_one_line(error)}") from error
+    if not isinstance(config, DictConfig):
+        raise BadInput(f"{path}: holds a list at its top; expected `key: value` sections")
+    return config
+
+
+def _read_preset(name: object, presets_dir: Path) -> DictConfig:
+    names = sorted(file.stem for file in presets_dir.glob("*.yaml"))
+    if name not in names:
+        guess = nearest(str(name), names)
+        hint = f"did you mean {guess}?" if guess else f"expected one of: {', '.join(names) or 'none there'}"
+        raise BadInput(f"unknown preset {name}; {hint}")
+    return _read(presets_dir / f"{name}.yaml")
+
+
+def _parse_override(override: str) -> tuple[str, Any]:
+    key, separator, text = override.partition("=")
+    key = key.strip()
+    if not separator or not key or not all(part for part in key.split(".")):
+        raise BadInput(f"override {override!r} is not of the form section.key=value")
+    try:
+        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
+        assert isinstance(parsed, dict)
+        return key, parsed["value"] if text else ""
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise BadInput(f"override {key}: {text!r} is not a YAML value; quote it if it is a text") from error
+
+
+def _escape(value: Any) -> Any:
+    """Keep `${` in texts from being read as an interpolation (a backslash before it; those before it are doubled)."""
+    if isinstance(value, dict):
+        return {key: _escape(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_escape(entry) for entry in value]
+    if isinstance(value, str) and "${" in value:
+        pieces = value.split("${")
+        for index, piece in enumerate(pieces[:-1]):
+            backslashes = len(piece) - len(piece.rstrip("\\"))
+            pieces[index] = piece + "\\" * (backslashes + 1)
+        return "${".join(pieces)
+    return value
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,41 @@
+"""How responses are verified."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from vapo_megatron.config.base import Section
+
+
+class RewardConfig(Section):
+    """The verifier, what its verdict is worth, and the processes that it runs in."""
+
+    verifier: Literal["math", "function"] = Field(
+        "math", description="built-in mathematics, or a function of one's own"
+    )
+    function: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
+        description="package.module:name of f(problem, answer, response, extra) -> float | bool",
+    )
+    correct_above: float = Field(0.5, description="a function's score above this counts as correct")
+    protocol: Literal["auto", "marked", "boxed", "answer_line", "answer_tag", "hash"] = Field(
+        "marked",
+        description="where the answer stands: the last of all markers (marked), the same or else the free text (auto), "
+        "or one of \\boxed{}, 'Answer:', <answer>, ####",
+    )
+    correct: float = Field(1.0, description="reward of a correct response (verifier=math)")
+    incorrect: float = Field(0.0, description="reward of any other response, and of one whose verification failed")
+    workers: int = Field(4, ge=1, description="verifier processes, started when first needed")
+    deadline_seconds: float = Field(10.0, gt=0, description="time for one response, then its worker is replaced")
+    startup_seconds: float = Field(60.0, gt=0, description="time for a worker to import the verifier")
+    memory_mib: int = Field(2048, ge=256, description="address space of a worker, MiB")
+
+    @model_validator(mode="after")
+    def _function_is_named(self) -> "RewardConfig":
+        if (self.verifier == "function") != (self.function is not None):
+            raise ValueError(
+                f"verifier={self.verifier} with function={self.function}: "
+                "set verifier=function and function=package.module:name together, or neither"
+            )
+        return self

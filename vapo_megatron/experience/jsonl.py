@@ -1,0 +1,54 @@
+"""Rows of JSON, one a line: read with the place of every error, written all or not at all."""
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.errors import BadInput
+
+
+def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line number from 1, row) of a .jsonl or .jsonl.gz file; blank lines are passed over.
+
+    Raises BadInput, naming file and line, for a missing or unreadable file and for a line that is not a JSON object.
+    """
+    line_number = 0
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
+            for line_number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield line_number, _row(path, line_number, line)
+    except FileNotFoundError:
+        raise BadInput(f"{path}: no such file; give the path of an existing .jsonl or .jsonl.gz file") from None
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path}:{line_number + 1}: not UTF-8 ({error.reason}); save the file as UTF-8") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise BadInput(f"{path}: cannot be read ({error}); give a readable .jsonl or .jsonl.gz file") from None
+
+
+def _row(path: Path, line_number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else type(error).__name__
+        raise BadInput(f"{path}:{line_number}: not JSON ({reason}); expected one JSON object a line") from None
+    if not isinstance(row, dict):
+        raise BadInput(f"{path}:{line_number}: a JSON {type(row).__name__}; expected an object such as {{...}}")
+    return row
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
+    """Write rows to path, whole or not at all (parents are made), and return their number.
+
+    Raises BadInput if the place cannot be written.
+    """
+    count = 0
+    with atomic_write(path) as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            count += 1
+    return count

@@ -1,0 +1,89 @@
+"""Problems from files: rows of .jsonl, .jsonl.gz or .parquet, checked one by one."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vapo_megatron.config.data import FieldNames
+from vapo_megatron.errors import BadInput
+from vapo_megatron.experience.jsonl import read_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A problem with its reference answer; place is "file:line" for messages."""
+
+    id: str
+    problem: str
+    answer: str
+    place: str
+
+
+def read_problems(path: Path, fields: FieldNames, limit: int | None = None) -> list[Problem]:
+    """The problems of a file in its order, the first `limit` of them if given.
+
+    Raises BadInput naming file, line and field for a missing or unreadable file, a file without rows, a row without
+    problem or answer, and an id that comes twice.
+    """
+    problems: list[Problem] = []
+    places: dict[str, str] = {}
+    for number, row in _rows(path):
+        if limit is not None and len(problems) == limit:
+            break
+        place = f"{path}:{number}"
+        name = _text(row, fields.id, place) if row.get(fields.id) is not None else f"{path.name}:{number}"
+        if name in places:
+            raise BadInput(f"{place}: field {fields.id}={name} is also that of {places[name]}; make the ids differ")
+        places[name] = place
+        problems.append(Problem(name, _text(row, fields.problem, place), _text(row, fields.answer, place), place))
+    if not problems:
+        raise BadInput(f"{path}: holds no rows; give at least one with the fields {fields.problem} and {fields.answer}")
+    return problems
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    if path.suffix == ".parquet":
+        yield from _parquet_rows(path)
+    elif path.name.endswith((".jsonl", ".jsonl.gz")):
+        yield from read_rows(path)
+    else:
+        raise BadInput(f"{path}: unknown kind of file {path.suffix!r}; give a .jsonl, .jsonl.gz or .parquet file")
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ModuleNotFoundError:
+        raise BadInput(
+            f"{path}: reading .parquet needs pyarrow, which is not installed; "
+            "run `pip install pyarrow`, or give the rows as .jsonl"
+        ) from None
+    if not path.is_file():
+        raise BadInput(f"{path}: no such file; give the path of an existing .parquet file")
+    try:
+        number = 0
+        for batch in parquet.ParquetFile(path).iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+    except (OSError, pyarrow.ArrowException) as error:
+        reason = " ".join(str(error).split())
+        raise BadInput(f"{path}: cannot be read ({reason}); give a valid .parquet file") from None
+
+
+def _text(row: dict[str, Any], name: str, place: str) -> str:
+    if name not in row:
+        raise BadInput(
+            f"{place}: no field {name!r} among {', '.join(sorted(row)) or 'none'}; add it, or name the right field "
+            "in data.fields"
+        )
+    value = row[name]
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        raise BadInput(f"{place}: field {name} is {type(value).__name__}; expected a text or a number")
+    if not value.strip():
+        raise BadInput(f"{place}: field {name} is empty; fill it or remove the row")
+    return value

@@ -1,0 +1,60 @@
+"""What a run stands on: versions, commit, machine."""
+
+import json
+import platform
+import socket
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from vapo_megatron.config.atomic import atomic_write
+
+PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "transformer-engine", "apex", "flash-attn", "triton")
+
+
+def environment_facts() -> dict[str, Any]:
+    """Versions of the packages that decide what a run computes (None: absent), the commit, the machine.
+
+    Nothing is imported for it. `commit` ends in "+" where tracked files differ from it, and is None outside a checkout.
+    """
+    return {
+        "vapo-megatron": _version("vapo-megatron"),
+        "commit": _commit(Path(__file__).parent),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "hostname": socket.gethostname(),
+        "system": platform.platform(),
+        "cpu_cores": psutil.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+    }
+
+
+def write_environment(run_dir: Path) -> Path:
+    """Write environment_facts() to run_dir/environment.json. Raises BadInput where that cannot be written."""
+    path = run_dir / "environment.json"
+    with atomic_write(path) as file:
+        json.dump(environment_facts(), file, indent=2)
+    return path
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit(folder: Path) -> str | None:
+    try:
+        described = subprocess.run(
+            ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return described.stdout.strip() if described.returncode == 0 else None

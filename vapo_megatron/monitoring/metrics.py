@@ -1,0 +1,151 @@
+"""The figures of a run, one row a step: metrics.jsonl and TensorBoard."""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.errors import BadInput
+from vapo_megatron.monitoring.names import own_counter
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter as Writer
+
+METRICS_FILE = "metrics.jsonl"
+
+
+@dataclass(slots=True)
+class Stat:
+    """Mean, minimum and maximum of a stream of numbers; NaN once any of them is NaN."""
+
+    count: float = 0.0
+    total: float = 0.0
+    minimum: float = math.inf
+    maximum: float = -math.inf
+
+    def add(self, value: float, weight: float = 1.0) -> None:
+        """Take in `value`, counted `weight` times in the mean."""
+        self.count += weight
+        self.total += weight * value
+        # min() and max() would pass over a NaN, depending on the order of their arguments.
+        self.minimum = math.nan if math.isnan(value) else min(self.minimum, value)
+        self.maximum = math.nan if math.isnan(value) else max(self.maximum, value)
+
+    def merge(self, other: "Stat") -> None:
+        """Take in all that `other` has seen."""
+        if other.count:
+            self.count += other.count
+            self.total += other.total
+            self.minimum = math.nan if math.isnan(self.minimum + other.minimum) else min(self.minimum, other.minimum)
+            self.maximum = math.nan if math.isnan(self.maximum + other.maximum) else max(self.maximum, other.maximum)
+
+    @property
+    def mean(self) -> float:
+        """NaN before the first number."""
+        return self.total / self.count if self.count else math.nan
+
+    def metrics(self, name: str) -> dict[str, float]:
+        """`name`/mean, `name`/min and `name`/max; empty before the first number."""
+        if not self.count:
+            return {}
+        return {f"{name}/mean": self.mean, f"{name}/min": self.minimum, f"{name}/max": self.maximum}
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Stat":
+        """The figures of `values`."""
+        stat = cls()
+        for value in values:
+            stat.add(value)
+        return stat
+
+
+class MetricsWriter:
+    """Appends a JSON object a step to run_dir/metrics.jsonl, and its figures to run_dir/tensorboard.
+
+    Rows of steps from start_step on, left by an earlier life of the run, are removed first: 0 starts afresh.
+    `nonfinite` counts the NaN and infinite figures written, as null, in this life.
+    """
+
+    def __init__(self, run_dir: Path, tensorboard: bool = True, start_step: int = 0) -> None:
+        """Raises BadInput where run_dir cannot be written."""
+        self.path = run_dir / METRICS_FILE
+        self.nonfinite = 0
+        kept = [row for row in read_metrics(run_dir) if row["step"] < start_step]
+        with atomic_write(self.path) as file:
+            file.writelines(json.dumps(row) + "\n" for row in kept)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        self._tensorboard: Writer | None = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # takes a second, and only rank 0 has use for it
+
+            self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step or None)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append the row of `step`; it is in the file when this returns.
+
+        In TensorBoard a figure is drawn against the step, or against `<group>/iteration` where the row has such a
+        counter for the figure's group (value_pretraining/loss against value_pretraining/iteration).
+        Raises BadInput where the row cannot be written; no part of it is left in the file then.
+        """
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        row: dict[str, Any] = {"step": step} | {name: finite.get(name) for name in metrics}
+        self.nonfinite += len(metrics) - len(finite)
+        self._append((json.dumps(row) + "\n").encode())
+        if self._tensorboard is not None:
+            for name, value in finite.items():
+                self._tensorboard.add_scalar(name, value, int(finite.get(own_counter(name), step)))
+            self._tensorboard.flush()
+
+    def close(self) -> None:
+        """End both files; a second call does nothing."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _append(self, line: bytes) -> None:
+        size = os.fstat(self._file).st_size
+        try:
+            while line:
+                line = line[os.write(self._file, line) :]
+        except OSError as error:
+            os.ftruncate(self._file, size)
+            raise BadInput(f"{self.path}: cannot be written ({error.strerror}): make room on its disk") from error
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of run_dir/metrics.jsonl in their order; none where there is no such file.
+
+    A last line cut off by a kill is passed over. Raises BadInput for any other line that is not a step's row.
+    """
+    path = run_dir / METRICS_FILE
+    if not path.exists():
+        return []
+    rows: list[dict[str, Any]] = []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        if number == len(lines) and not line.endswith("\n"):
+            break
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise BadInput(f"{path}:{number}: not JSON ({error}); mend or remove the line") from error
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise BadInput(f'{path}:{number}: expected a JSON object with a whole number "step"; mend or remove it')
+        rows.append(row)
+    return rows

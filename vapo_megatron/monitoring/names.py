@@ -1,0 +1,40 @@
+"""The names of the figures that console, alarms and report look for in a step's metrics.
+
+Lower parts of the program write any name they like; these are the ones with a meaning here. Lengths are in response
+tokens, entropies and divergences in nats a token, times in seconds, memory in GiB.
+"""
+
+ACCURACY = "accuracy/mean"
+REWARD = "reward/mean"
+EQUAL_REWARD_GROUPS = "reward/equal_groups"  # share of groups whose rewards are all equal
+
+LENGTH = "response_length/mean"
+LENGTH_MIN = "response_length/min"
+LENGTH_MAX = "response_length/max"
+TRUNCATED = "response_length/truncated"  # share of responses cut off at the token limit
+
+ENTROPY = "actor/entropy"
+CLIP_LOW = "actor/clip_fraction_low"
+CLIP_HIGH = "actor/clip_fraction_high"
+ACTOR_GRAD_NORM = "actor/grad_norm"
+ROLLOUT_KL = "actor/rollout_kl"  # k3 estimate of KL(rollout policy || trainer's policy), mean over tokens
+ROLLOUT_KL_MAX = "actor/rollout_kl_max"
+
+VALUE_LOSS = "critic/value_loss"
+EXPLAINED_VARIANCE = "critic/explained_variance"
+CRITIC_GRAD_NORM = "critic/grad_norm"
+# Mean of value minus return at these percentages of the response: critic/value_bias_25.
+BIAS_POSITIONS = (0, 25, 50, 75, 95)
+VALUE_BIAS = "critic/value_bias_"
+
+TOKENS_PER_SECOND = "throughput/tokens_per_second"
+TIME = "time/"
+STEP_TIME = "time/step"
+
+EVALUATION = "evaluation/"  # evaluation/accuracy, evaluation/aime24_avg@32, ...
+PRETRAINING = "value_pretraining/"  # value_pretraining/value_loss, .../explained_variance, .../value_bias_25
+
+
+def own_counter(name: str) -> str:
+    """The key that a figure is drawn against where its row has it, instead of the step: value_pretraining/iteration."""
+    return name.partition("/")[0] + "/iteration"

@@ -1,0 +1,88 @@
+"""One hand for everything that a run shows and keeps: console, metrics, samples, alarms, report."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.experience.sample import Sample
+from vapo_megatron.monitoring import names
+from vapo_megatron.monitoring.alarms import Alarms
+from vapo_megatron.monitoring.console import Advance, RunConsole
+from vapo_megatron.monitoring.facts import write_environment
+from vapo_megatron.monitoring.metrics import MetricsWriter, read_metrics
+from vapo_megatron.monitoring.report import write_report
+from vapo_megatron.monitoring.samples import SampleWriter
+from vapo_megatron.monitoring.timers import PhaseTimer
+
+
+class Recorder:
+    """What rank 0 says and writes. On other ranks it only keeps time, so that the loop need not ask who it is."""
+
+    def __init__(self, run_dir: Path, config: MonitoringConfig, speaks: bool, start_step: int = 0) -> None:
+        """start_step: rows of metrics from this step on are removed first (a resumed run); 0 starts afresh."""
+        self.run_dir, self.speaks = run_dir, speaks
+        self.console = RunConsole(enabled=speaks)
+        self.timer = PhaseTimer()
+        self._row: dict[str, float] = {}
+        self._metrics = MetricsWriter(run_dir, config.tensorboard, start_step) if speaks else None
+        self._samples = SampleWriter(run_dir, config.sample_groups_per_step) if speaks else None
+        self._alarms = Alarms(config.alarms, read_metrics(run_dir) if start_step and speaks else ())
+        if speaks:
+            write_environment(run_dir)
+
+    @contextmanager
+    def phase(self, name: str, total: int | None = None, title: str | None = None) -> Iterator[Advance]:
+        """A timed phase with progress; its seconds go into the step's row as time/<name>."""
+        with self.timer(name), self.console.phase(title or name.replace("_", " "), total) as advance:
+            yield advance
+
+    def add(self, figures: Mapping[str, float]) -> None:
+        """Put figures into the row that the next write ends."""
+        self._row.update(figures)
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Keep some of a step's responses for people to read."""
+        if self._samples is not None:
+            self._samples.write(step, samples)
+
+    def write(self, step: int) -> dict[str, float]:
+        """End the row of a step: it goes into the files, and trouble that it gives away onto the console."""
+        row, self._row = self._row | self.timer.take(), {}
+        if self._metrics is not None:
+            self._metrics.write(step, row)
+            for line in self._alarms.check(row):
+                self.console.alarm(line)
+        return row
+
+    def write_pretraining(self, iteration: int, samples: int) -> None:
+        """End a row of value pretraining: the critic's figures so far, under names of their own."""
+        row = {
+            f"{names.PRETRAINING}{name.partition('/')[2]}": value
+            for name, value in self._row.items()
+            if name.startswith("critic/")
+        }
+        self._row = {}
+        row |= {f"{names.PRETRAINING}step": float(iteration), f"{names.PRETRAINING}samples": float(samples)}
+        if self._metrics is not None:
+            self._metrics.write(0, row)
+
+    def step_line(self, step: int, steps: int, row: Mapping[str, float]) -> None:
+        """The console's line of a step."""
+        self.console.step(step, steps, row)
+
+    def report(self) -> None:
+        """Draw the curves and write the report."""
+        if self.speaks:
+            write_report(self.run_dir)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._metrics is not None:
+            self._metrics.close()

@@ -1,0 +1,99 @@
+"""How long the phases of a step take and how much memory they reach."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class MemoryGauge:
+    """Two calls that measure a high-water mark: `reset` starts anew, `peak` gives the bytes reached since.
+
+    For a CUDA device: MemoryGauge(torch.cuda.reset_peak_memory_stats, torch.cuda.max_memory_allocated).
+    """
+
+    reset: Callable[[], object]
+    peak: Callable[[], int]
+
+
+def host_gauge() -> MemoryGauge:
+    """The resident memory of this process.
+
+    Linux keeps the mark (VmHWM) and lets a process reset its own; where it does not (a sealed /proc), the memory
+    resident at the end of a phase is taken for its peak.
+    """
+    process = psutil.Process()
+    clear, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+
+    def reset() -> None:
+        clear.write_text("5")
+
+    def peak() -> int:
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+
+    try:
+        reset()
+        peak()
+    except (OSError, StopIteration):
+        return MemoryGauge(lambda: None, lambda: process.memory_info().rss)
+    return MemoryGauge(reset, peak)
+
+
+class PhaseTimer:
+    """Sums seconds and keeps the highest memory of named phases until they are taken.
+
+    with timer("rollout"): ...
+    timer.take()  ->  {"time/rollout": 12.3, "memory/rollout_gib": 1.2, ...}
+    A phase within a phase counts for both.
+    """
+
+    def __init__(
+        self, gauges: dict[str, MemoryGauge] | None = None, synchronize: Callable[[], object] = lambda: None
+    ) -> None:
+        """gauges by the name their figures get (default: {"memory": host_gauge()}); synchronize waits for the device,
+        so that a phase is charged with what it launched."""
+        self._gauges = {"memory": host_gauge()} if gauges is None else gauges
+        self._synchronize = synchronize
+        self._open: list[str] = []
+        self._seconds: dict[str, float] = {}
+        self._peaks: dict[tuple[str, str], int] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        self._charge_peaks()
+        self._open.append(phase)
+        self._synchronize()
+        start = time.perf_counter()
+        try:
+            yield
+            self._synchronize()
+        finally:
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
+            self._charge_peaks()
+            self._open.pop()
+
+    def seconds(self, phase: str) -> float:
+        """What the phase took since the last take; 0 if it did not run."""
+        return self._seconds.get(phase, 0.0)
+
+    def take(self) -> dict[str, float]:
+        """The figures since the last take, which then start anew."""
+        figures = {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
+        figures |= {f"{gauge}/{phase}_gib": peak / GIB for (gauge, phase), peak in self._peaks.items()}
+        self._seconds, self._peaks = {}, {}
+        return figures
+
+    def _charge_peaks(self) -> None:
+        """Charge the open phases with the memory reached since the last phase began or ended."""
+        for name, gauge in self._gauges.items():
+            peak = gauge.peak()
+            for phase in self._open:
+                self._peaks[name, phase] = max(peak, self._peaks.get((name, phase), 0))
+            gauge.reset()

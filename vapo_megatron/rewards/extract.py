@@ -1,0 +1,211 @@
+r"""Where the answer stands in a response: \boxed{}, an "Answer:" line, <answer> tags, or ####.
+
+Plain string handling, linear in the length of the response; nothing here parses mathematics.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+# auto: the marker that stands last, and the free text where there is none; marked: the same without free text;
+# the others: that marker alone.
+Protocol = Literal["auto", "marked", "boxed", "answer_line", "answer_tag", "hash"]
+Marker = Literal["boxed", "answer_line", "answer_tag", "hash", "bare", "free_text", "none"]
+
+FREE_TEXT_TAIL = 2_000  # characters at the end of an unmarked response that are searched for an answer
+
+_BOX = re.compile(r"(?:boxed|fbox)\b\s*")  # behind a backslash; begins with letters so that the search is fast
+_ANSWER_LINE = re.compile(r"(?:\banswer\b[ \t*_`]{0,8}[:\uff1a]|^A:)(?P<body>[^\n]*)", re.IGNORECASE | re.MULTILINE)
+_TAG_OPENS = re.compile(r"<answer>", re.IGNORECASE)
+_TAG_CLOSES = re.compile(r"</answer>", re.IGNORECASE)
+_HASH = re.compile(r"(?<!#)####(?!#)(?P<body>[^\n]*)")
+_NEXT_TURN = re.compile(r"<\|im_start\|>\s*user\b|<\|im_end\|>\s*$|<\|endoftext\|>\s*$|</s>\s*$")
+_PERCENT_AFTER = re.compile(r"\s*\$?\s*(?:\\?%|percent\b|pct\b)", re.IGNORECASE)
+# Boxes that belong to one answer: nothing but a few words with "and", "or" or a comma lies between them.
+_JOINED = re.compile(r"[^.\n]{0,40}(?:\band\b|\bor\b|,|\\quad)[^.\n]{0,40}|[\s$]{0,4}", re.IGNORECASE)
+_SECOND_THOUGHT = re.compile(r"\b(?:wait|actually|no|not|instead|sorry|rather|correction|but)\b", re.IGNORECASE)
+_COMMAND = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox|operatorname)\s*\{|\\[a-zA-Z]+")
+_WORD = re.compile(r"[A-Za-z]{2,}")
+_LONGEST_BARE = 300
+_MOST_BARE_WORDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Extraction:
+    """The answer's text, "" if there is none, and the marker that it was found by."""
+
+    text: str
+    marker: Marker
+
+
+NOTHING = Extraction("", "none")
+
+
+def extract_answer(response: str, protocol: Protocol = "auto") -> Extraction:
+    """Find the answer of a response.
+
+    What counts is the text after the last </think>; a <think> that is not closed holds no answer. Of several markers
+    the last one counts; boxes joined by "and", "or" or a comma are one answer. A box cut off by the end of the
+    response is no answer.
+    """
+    text = final_part(response)
+    tagged = _last_tag(text) if protocol in ("auto", "marked", "answer_tag") else None
+    if protocol == "answer_tag":
+        return _inside(tagged, "answer_tag") if tagged is not None else NOTHING
+    found = _last_marker(text if tagged is None else tagged, protocol)
+    if found.text:
+        return found
+    if tagged is not None:
+        return _inside(tagged, "answer_tag")
+    if protocol != "auto" or found.marker != "none":
+        return NOTHING
+    text = text.strip()
+    return Extraction(text, "bare") if is_bare(text) else Extraction(text[-FREE_TEXT_TAIL:], "free_text")
+
+
+def final_part(response: str) -> str:
+    """The response after its last closed thought and before any next turn; "" inside a thought that never closes."""
+    text = response.rpartition("</think>")[2]
+    if "<think>" in text:
+        return ""
+    end = _NEXT_TURN.search(text) if "<|" in text or "</s>" in text else None
+    return text[: end.start()] if end else text
+
+
+def boxed(text: str) -> str:
+    """All boxes of text joined by commas, each content once; "" without a box. For reference solutions."""
+    return ", ".join(dict.fromkeys(content for _, _, content in _boxes(text) if content))
+
+
+def is_bare(text: str) -> bool:
+    """Whether text is an answer by itself (a number, a formula, a few words) and not a sentence."""
+    if len(text) > _LONGEST_BARE or not text.strip() or "\n" in text.strip():
+        return False
+    return count_words(text) <= _MOST_BARE_WORDS
+
+
+def count_words(text: str) -> int:
+    """How many words of two or more letters stand in text, LaTeX commands aside."""
+    return len(_WORD.findall(_COMMAND.sub(" ", text)))
+
+
+def _last_tag(text: str) -> str | None:
+    """What the last <answer> that is closed encloses, or None."""
+    closings = list(_TAG_CLOSES.finditer(text)) if "</" in text else []
+    if not closings:
+        return None
+    openings = list(_TAG_OPENS.finditer(text, 0, closings[-1].start()))
+    return text[openings[-1].end() : closings[-1].start()] if openings else None
+
+
+def _last_marker(text: str, protocol: Protocol) -> Extraction:
+    """The last marker of text; one that was begun and holds nothing has its marker and no text."""
+    candidates: list[tuple[int, Extraction]] = []
+    anything = protocol in ("auto", "marked")
+    if anything or protocol == "boxed":
+        start, content = _last_box(text)
+        if start >= 0:
+            candidates.append((start, Extraction(content, "boxed")))
+    if anything or protocol == "answer_line":
+        line = _last_answer_line(text)
+        if line is not None:
+            body = line["body"]
+            if not body.strip(" *_`$"):
+                body = text[line.end() :].strip().partition("\n")[0]
+            answer = _inside(body, "answer_line")
+            # Prose after a box ("The answer is \boxed{5}. Check the answer: it fits.") does not take the box back.
+            if not candidates or is_bare(answer.text):
+                candidates.append((line.start(), answer))
+    if anything or protocol == "hash":
+        matches = _HASH.finditer(text) if "####" in text else iter(())
+        hashes = [match for match in matches if is_bare(match["body"]) or protocol == "hash"]
+        if hashes:
+            candidates.append((hashes[-1].start(), _inside(hashes[-1]["body"], "hash")))
+    return max(candidates, key=lambda candidate: candidate[0])[1] if candidates else NOTHING
+
+
+def _last_answer_line(text: str) -> re.Match[str] | None:
+    lowered = text.lower()
+    if len(lowered) != len(text):  # a letter whose small form is longer: positions would not agree
+        return next(reversed(list(_ANSWER_LINE.finditer(text))), None)
+    # From the end, and by plain search: the pattern over a whole long response takes ten times as long.
+    matches = (_last_match(text, lowered, "answer"), _last_match(text, text, "A:"))
+    return max((match for match in matches if match), key=re.Match.start, default=None)
+
+
+def _last_match(text: str, searched: str, beginning: str) -> re.Match[str] | None:
+    end = len(text)
+    while (position := searched.rfind(beginning, 0, end)) >= 0:
+        if match := _ANSWER_LINE.match(text, position):
+            return match
+        end = position + len(beginning) - 1
+    return None
+
+
+def _inside(body: str, marker: Marker) -> Extraction:
+    """The answer within what a marker encloses: a box if there is one, else all of it without its Markdown."""
+    start, content = _last_box(body)
+    text = content if start >= 0 else body.strip().strip("*_`").strip()
+    return Extraction(text, marker)
+
+
+def _last_box(text: str) -> tuple[int, str]:
+    """(start, content) of the last box with those it is joined to; start -1: there is none; "": it is cut off."""
+    boxes = list(_boxes(text))
+    if not boxes:
+        return -1, ""
+    start, end, content = boxes[-1]
+    if not content:
+        return start, ""
+    contents = [content + ("%" if _PERCENT_AFTER.match(text, end) else "")]
+    for earlier in reversed(boxes[:-1]):
+        between = text[earlier[1] : start]
+        if not earlier[2] or not _JOINED.fullmatch(between) or _SECOND_THOUGHT.search(between):
+            break
+        start = earlier[0]
+        contents.insert(0, earlier[2])
+    return start, ", ".join(dict.fromkeys(contents))
+
+
+def _boxes(text: str) -> Iterator[tuple[int, int, str]]:
+    """(start, end, content) of every box, outermost first; the content of one that never closes is ""."""
+    position = 0
+    if "box" not in text:
+        return
+    while match := _BOX.search(text, position):
+        start, brace = match.start(), match.end()
+        if not text.endswith("\\", 0, start):
+            position = brace
+            continue
+        while text.endswith("\\", 0, start):
+            start -= 1
+        if brace >= len(text):
+            yield start, brace, ""
+            return
+        if text[brace] != "{":
+            content = re.match(r"[^\s$.,;\\]*", text[brace:])
+            assert content is not None
+            position = brace + content.end()
+            if content[0]:
+                yield start, position, content[0]
+            continue
+        end = _closing_brace(text, brace)
+        if end < 0:
+            yield start, len(text), ""
+            return
+        yield start, end + 1, text[brace + 1 : end].strip()
+        position = end + 1
+
+
+def _closing_brace(text: str, opening: int) -> int:
+    r"""The position of the brace that closes the one at opening, or -1; \{ and \} are not counted."""
+    depth = 0
+    for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, opening):
+        if match[0] == "{":
+            depth += 1
+        elif match[0] == "}":
+            depth -= 1
+            if depth == 0:
+                return match.start()
+    return -1

@@ -1,0 +1,165 @@
+r"""One spelling for answers that differ in typesetting only, and plain numbers read without sympy."""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+_CHARACTERS = str.maketrans(
+    {
+        "\u2212": "-",  # minus sign
+        "\u2013": "-",  # en dash
+        "\u2010": "-",  # hyphen
+        "\u2011": "-",  # non-breaking hyphen
+        "\ufe63": "-",  # small hyphen-minus
+        "\uff0d": "-",  # full-width hyphen-minus
+        "\u00a0": " ",
+        "\u202f": " ",
+        "\u2009": " ",
+        "\u00d7": r"\times ",
+        "\u00b7": r"\cdot ",
+        "\u00f7": r"\div ",
+        "\u03c0": r"\pi ",
+        "\u221e": r"\infty ",
+        "\u2264": r"\le ",
+        "\u2265": r"\ge ",
+        "\u2260": r"\ne ",
+        "\u2208": r"\in ",
+        "\u222a": r"\cup ",
+        "\u2229": r"\cap ",
+        "\u00b0": r"^\circ ",
+        "\u00b2": "^2",
+        "\u00b3": "^3",
+        "\u00bd": r"\frac{1}{2}",
+        "\u00bc": r"\frac{1}{4}",
+        "\u00be": r"\frac{3}{4}",
+        "\uff0c": ",",
+        "\uff08": "(",
+        "\uff09": ")",
+        **{chr(0xFF10 + digit): str(digit) for digit in range(10)},
+    }
+)
+_SUBSTITUTIONS = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+        (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
+        (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
+        (r"\\frac\s*\{", r"\\frac{"),
+        (r"\\sqrt\s*([0-9a-zA-Z])(?![a-zA-Z])", r"\\sqrt{\1}"),
+        # thousands: 1\,000 1{,}000 1~000 1\!000 and so on, before thin spaces go
+        (r"(?<=\d)(?:\\[,;:! ]|~|\{,\}|\{\\,\}|,\\!)+(?=\d{3}(?!\d))", ""),
+        (r"(?<=\d)\{,\}(?=\d)", "."),
+        (r"\\(?:left|right|bigg?[lr]?|Bigg?[lr]?)(?![a-zA-Z])\.?", ""),
+        (r"(?<!\\)\\[,;:! ]|~|\\q?quad(?![a-zA-Z])|\\displaystyle(?![a-zA-Z])", " "),
+        (r"\\\$|^\$(?=\d)", ""),
+        (r"\s+", " "),
+        (r"\s*([-+*/=()\[\]{}<>^_|&])\s*", r"\1"),
+    )
+)
+# commands whose backslash came doubled from JSON or a program text; a matrix has true double ones
+_DOUBLED = re.compile(
+    r"\\\\(?=(?:[dtc]?frac|sqrt|left|right|text|pi|infty|cup|cap|times|cdot|pm|le|ge|in)(?![a-zA-Z]))"
+)
+_ENCLOSURES = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"))
+_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname)\s*\{([^{}]*)\}")
+
+_UNSIGNED = r"(?:\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
+_NUMBER = re.compile(
+    rf"""(?P<sign>[-+]?)[$€£¥]?(?:
+      (?P<whole>\d+)?\\frac\{{(?P<num>-?\d+)\}}\{{(?P<den>\d+)\}}
+    | (?P<top>{_UNSIGNED})/(?P<bottom>{_UNSIGNED})
+    | (?P<comma>\d+,\d+)
+    | (?P<plain>{_UNSIGNED})
+    )\s*(?:_\{{?(?P<base>\d{{1,2}})\}}?)?
+    (?P<suffix>\s*(?:\\?%|percent|percentage|pct|\^\{{?\\circ\s?\}}?|degrees?))?""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_LONGEST_NUMBER = 1_000  # characters; longer ones are text, so that no quadratic big-number conversion is reached
+
+
+@dataclass(frozen=True, slots=True)
+class PlainNumber:
+    """A number written out. digits and base are kept where a base is written (1101_2); percent is within value.
+
+    decimal_comma marks 1,22 read as 1.22, which might also be a pair.
+    """
+
+    value: Fraction
+    exact: bool
+    base: int | None
+    digits: str
+    decimal_comma: bool
+
+
+def normal_form(text: str) -> str:
+    """One spelling of text: ASCII signs, \\frac and \\sqrt with braces, no sizing, thin spaces or enclosing $."""
+    text = text.translate(_CHARACTERS).strip()
+    text = _without_enclosure(text)
+    if "\\begin" not in text:
+        text = _DOUBLED.sub(lambda _: "\\", text)
+    for pattern, replacement in _SUBSTITUTIONS:
+        text = pattern.sub(replacement, text)
+    text = text.strip()
+    while text and text[-1] in ".,;:" and not text.endswith("\\" + text[-1]):
+        text = text[:-1].rstrip()
+    return _without_enclosure(text)
+
+
+def compact(text: str) -> str:
+    """text without the spaces that do not part two numbers, for comparison as a string."""
+    return re.sub(r"(?<!\d) +| +(?!\d)", "", text)
+
+
+def words(text: str) -> str:
+    """text in small letters with \\text{} and the like unwrapped and without its spaces at the ends."""
+    return " ".join(_TEXT.sub(r" \1 ", text).casefold().split())
+
+
+def plain_number(text: str) -> PlainNumber | None:
+    """The number that a text in normal form spells, or None: integers, decimals, fractions, mixed numbers, percent."""
+    if len(text) > _LONGEST_NUMBER or not (match := _NUMBER.fullmatch(text)):
+        return None
+    suffix = (match["suffix"] or "").strip().casefold()
+    exact, decimal_comma = True, False
+    if match["num"] is not None:
+        if int(match["den"]) == 0 or (match["whole"] and match["num"].startswith("-")):
+            return None
+        value = Fraction(int(match["num"]), int(match["den"])) + int(match["whole"] or 0)
+    elif match["top"] is not None:
+        bottom = _decimal(match["bottom"])
+        if bottom == 0:
+            return None
+        value = _decimal(match["top"]) / bottom
+    elif match["comma"] is not None and not re.fullmatch(r"[1-9]\d{0,2},\d{3}", match["comma"]):
+        value, exact, decimal_comma = _decimal(match["comma"].replace(",", ".")), False, True
+    else:
+        digits = match["plain"] or match["comma"]
+        value, exact = _decimal(digits), "." not in digits
+    if match["base"] and (match["plain"] is None or not match["plain"].isdigit()):
+        return None
+    if match["sign"] == "-":
+        value = -value
+    if suffix.endswith(("%", "percent", "percentage", "pct")):
+        value /= 100
+    base = int(match["base"]) if match["base"] and int(match["base"]) != 10 else None
+    digits = match["sign"].strip("+") + (match["plain"] or "").lstrip("0")
+    return PlainNumber(value, exact, base, digits, decimal_comma)
+
+
+def _decimal(text: str) -> Fraction:
+    return Fraction(text.replace(",", "").replace(" ", ""))
+
+
+def _without_enclosure(text: str) -> str:
+    for opening, closing in _ENCLOSURES:
+        inner = text[len(opening) : -len(closing)]
+        if (
+            len(text) > len(opening) + len(closing)
+            and text.startswith(opening)
+            and text.endswith(closing)
+            and opening not in inner
+            and closing not in inner
+        ):
+            return inner.strip()
+    return text

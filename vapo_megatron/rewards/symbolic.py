@@ -1,0 +1,99 @@
+"""Comparison by math-verify (sympy). Importing this takes half a second and running it may take for ever.
+
+It has no time limit of its own (math-verify's needs signal.alarm, hence the main thread): the worker processes of
+rewards.pool run it under a deadline and a memory limit. too_costly refuses the plainest bombs before that.
+"""
+
+import logging
+import re
+from itertools import accumulate
+
+from math_verify import parse, verify
+from sympy import Set, Union
+from sympy.core.relational import Equality, Relational
+
+from vapo_megatron.rewards.equivalence import quick_comparison
+from vapo_megatron.rewards.matrices import paired_entries
+from vapo_megatron.rewards.normal_form import normal_form
+
+# It warns that its own time limit is off, once in every process.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+_LARGEST_EXPONENT = 10_000
+_LARGEST_FACTORIAL = 2_000
+_EXPONENT = re.compile(r"(?:\^|\*\*)\s*\{?\s*\(?-?(\d+)")
+_FACTORIAL = re.compile(r"(\d+)\s*\)?\s*!")
+_TOWER = re.compile(r"(?:(?:\^|\*\*)\s*[{(]*\s*-?\w+\s*){2}")
+_DEEPEST_NESTING = 40
+_OR = re.compile(r"\s*(?:\\text\{\s*or\s*\}|\\lor\b|\\vee\b|(?<![a-zA-Z\\])or(?![a-zA-Z]))\s*")
+_ENVIRONMENT = re.compile(r"\$|\\\(|\\\[")
+
+
+def too_costly(text: str) -> bool:
+    """Whether text holds a power tower, a huge exponent or factorial, or is nested deeper than any answer."""
+    if _TOWER.search(text) or "!!" in text:
+        return True
+    if max(accumulate((c in "([{") - (c in ")]}") for c in text), default=0) > _DEEPEST_NESTING:
+        return True
+    exponents = (int(digits[:9]) for digits in _EXPONENT.findall(text))
+    factorials = (int(digits[:9]) for digits in _FACTORIAL.findall(text))
+    return any(e > _LARGEST_EXPONENT for e in exponents) or any(f > _LARGEST_FACTORIAL for f in factorials)
+
+
+def equivalent(gold: str, answer: str, answer_is_formula: bool) -> bool:
+    """Whether math-verify, given both texts in normal form, finds them equal.
+
+    answer_is_formula: the answer is a formula alone; else one is looked for in it, by math-verify's own rules.
+    MemoryError passes through; whatever else goes wrong within the libraries means "not equal".
+    """
+    if answer_is_formula and (pairs := paired_entries(_rows_kept(gold), _rows_kept(answer))) is not None:
+        return bool(pairs) and all(_same_entry(one, other) for one, other in pairs)
+    gold_forms = _parsed(gold, True)
+    answer_forms = _parsed(answer, answer_is_formula)
+    return any(_verify(one, other) for one in gold_forms for other in answer_forms)
+
+
+def _rows_kept(text: str) -> str:
+    """text in normal form, unless it holds an environment, whose row ends the normal form might take for spaces."""
+    return text.strip().strip("$").strip() if r"\begin" in text else normal_form(text)
+
+
+def _same_entry(gold: str, answer: str) -> bool:
+    same = quick_comparison(gold, answer)
+    return same if same is not None else equivalent(gold, answer, True)
+
+
+def _parsed(text: str, is_formula: bool) -> list[object]:
+    if is_formula and not _ENVIRONMENT.search(normal := normal_form(text)):
+        if (union := _union_of_relations(normal)) is not None:
+            return [union]
+        forms = parse(f"${normal}$".replace("\n", " "), parsing_timeout=None)
+        if any(not isinstance(form, str) for form in forms):
+            return forms
+    return parse(text, parsing_timeout=None)
+
+
+def _union_of_relations(text: str) -> Set | None:
+    """The set that "x < -1 or x > 2" describes: math-verify reads only one of the two."""
+    pieces = _OR.split(text)
+    if len(pieces) < 2:
+        return None
+    relations: list[Relational] = []
+    for piece in pieces:
+        relation = next(iter(parse(f"${piece}$", parsing_timeout=None)), None)
+        if not isinstance(relation, Relational) or isinstance(relation, Equality):
+            return None
+        relations.append(relation)
+    try:
+        return Union(*(relation.as_set() for relation in relations))
+    except (NotImplementedError, AttributeError, ValueError, TypeError):  # more than one unknown, or not solvable
+        return None
+
+
+def _verify(gold: object, answer: object) -> bool:
+    try:
+        return verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
+    except MemoryError:
+        raise
+    except Exception:  # untrusted text may raise anything inside sympy, and none of it is an error of ours
+        return False

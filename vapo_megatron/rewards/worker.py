@@ -1,0 +1,125 @@
+"""A verifier process: `python -m vapo_megatron.rewards.worker`, started and fed by rewards.pool alone.
+
+It reads messages on stdin and answers each on stdout. The first names what to load; "ready" or "failed" answers it.
+A worker may be killed at any moment and holds nothing that matters. It ends when stdin closes, hence with the trainer
+however that dies: a watching thread sees the closed pipe, and a kernel timer ends computations that do not let a
+thread run.
+"""
+
+import importlib
+import os
+import resource
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from vapo_megatron.rewards.framing import Decoder, encode
+
+_MIB = 1 << 20
+# The pool kills a worker at its deadline; the worker's own timer is for a pool that is no longer there.
+_GRACE_SECONDS = 5.0
+
+Handler = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def main() -> None:
+    """Serve until stdin closes."""
+    requests, replies = _private_pipes()
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)  # sent to whole process groups; the trainer decides when we end
+    threading.Thread(target=_end_with_trainer, args=(requests,), daemon=True).start()
+    decoder = Decoder()
+    handler: Handler | None = None
+    deadline = 0.0
+    while piece := os.read(requests, 1 << 16):
+        for message in decoder.feed(piece):
+            if handler is None:
+                _limit_memory(message["memory_mib"])
+                deadline = message["deadline_seconds"]
+                try:
+                    handler = _load(message)
+                    reply: dict[str, Any] = {"status": "ready"}
+                except Exception as error:  # whatever a user's module raises on import is told to the trainer
+                    reply = {"status": "failed", "detail": _one_line(error)}
+            else:
+                signal.setitimer(signal.ITIMER_REAL, deadline + _GRACE_SECONDS)
+                reply = _handle(handler, message)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            _write(replies, encode(reply))
+
+
+def _private_pipes() -> tuple[int, int]:
+    """Our two pipes under numbers of their own; what a verifier prints goes nowhere and it can read nothing."""
+    requests, replies = os.dup(0), os.dup(1)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)
+    os.dup2(nowhere, 1)
+    return requests, replies
+
+
+def _end_with_trainer(requests: int) -> None:
+    hangup = select.poll()
+    hangup.register(requests, 0)  # no events asked for: only the hang-up is reported
+    hangup.poll()
+    os._exit(0)
+
+
+def _limit_memory(mebibytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (mebibytes * _MIB, mebibytes * _MIB))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _load(message: dict[str, Any]) -> Handler:
+    if message["function"] is None:
+        from vapo_megatron.rewards.math import Comparison, settle
+
+        importlib.import_module("vapo_megatron.rewards.symbolic")  # the slow import, before the first deadline runs
+
+        def compare(case: dict[str, Any]) -> dict[str, Any]:
+            verdict = settle(Comparison(case["gold"], case["answer"], case["answer_is_formula"]))
+            return {"correct": verdict.correct, "reason": verdict.reason}
+
+        return compare
+
+    module, _, name = message["function"].partition(":")
+    function = getattr(importlib.import_module(module), name)
+    if not callable(function):
+        raise TypeError(f"{name} is not callable")
+    correct_above = message["correct_above"]
+
+    def score(case: dict[str, Any]) -> dict[str, Any]:
+        result = function(case["problem"], case["gold"], case["response"], case["extra"])
+        value = float(result)
+        if value != value or value in (float("inf"), float("-inf")):
+            raise ValueError(f"score {value} is not finite")
+        return {"correct": value > correct_above, "reason": "scored", "score": value}
+
+    return score
+
+
+def _handle(handler: Handler, case: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return handler(case)
+    except MemoryError:
+        return {"correct": False, "reason": "memory"}
+    except Exception as error:  # a user's function, or sympy on hostile text, may raise anything
+        return {"correct": False, "reason": "error", "detail": _one_line(error)}
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
+
+
+def _write(replies: int, data: bytes) -> None:
+    try:
+        while data:
+            data = data[os.write(replies, data) :]
+    except BrokenPipeError:
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The pool's end of one verifier process."""
+
+import os
+import subprocess
+import sys
+import time
+from collections import deque
+from typing import Any
+
+from vapo_megatron.rewards.framing import Decoder, encode
+
+
+class WorkerProcess:
+    """A verifier process and what it is doing.
+
+    It is started with nothing of the trainer but two pipes. case is the index of the case that it works on, None while
+    it starts or waits; due is when it must have answered (time.monotonic seconds).
+    """
+
+    def __init__(self, greeting: dict[str, Any], startup_seconds: float) -> None:
+        # The child must find what we find (a user's function, an uninstalled checkout), whatever way we found it.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "vapo_megatron.rewards.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            bufsize=0,
+        )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.input = self.process.stdin.fileno()
+        self.output = self.process.stdout.fileno()
+        os.set_blocking(self.input, False)
+        os.set_blocking(self.output, False)
+        self._outgoing: deque[bytes] = deque()
+        self._decoder = Decoder()
+        self.ready = False
+        self.case: int | None = None
+        self.due = time.monotonic() + startup_seconds
+        self._outgoing.append(encode(greeting))
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has started and waits for a case."""
+        return self.ready and self.case is None
+
+    @property
+    def has_output(self) -> bool:
+        """Whether a part of what it was sent has not gone into its pipe yet."""
+        return bool(self._outgoing)
+
+    def send(self, case: int, message: dict[str, Any], deadline_seconds: float) -> None:
+        """Give it a case; the deadline counts from now."""
+        self.case = case
+        self.due = time.monotonic() + deadline_seconds
+        self._outgoing.append(encode(message))
+
+    def write(self) -> None:
+        """Push what is waiting into the pipe as far as it goes. A dead worker is noticed by read."""
+        try:
+            while self._outgoing:
+                written = os.write(self.input, self._outgoing[0])
+                if written < len(self._outgoing[0]):
+                    self._outgoing[0] = self._outgoing[0][written:]
+                    return
+                self._outgoing.popleft()
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self._outgoing.clear()
+
+    def read(self) -> list[dict[str, Any]] | None:
+        """The messages that have arrived, or None if it has ended or talks nonsense."""
+        try:
+            piece = os.read(self.output, 1 << 16)
+        except BlockingIOError:
+            return []
+        if not piece:
+            return None
+        try:
+            return self._decoder.feed(piece)
+        except ValueError:
+            return None
+
+    def kill(self) -> None:
+        """End it now and wait for it."""
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()

@@ -1,0 +1,281 @@
+"""What SGLang 0.5.23 lacks on a machine without a GPU, all in one file.
+
+SGLang's scheduler, radix cache, sampler, log-probs, weight updates and HTTP server run on CPU as they are; its
+kernels have torch forms. Missing are a few names and operators of compiled packages that are published for GPUs (or
+for AVX-512 builds) alone, and speed: its torch attention loops over the requests of a batch in Python.
+
+install() is called in every process of a server before SGLang is used. With CUDA it does nothing. Whether there is
+CUDA is asked of the machine, not of the torch build: the registry's CUDA build of torch also runs on CPU machines.
+Each part is applied only where the real thing is missing.
+"""
+
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from vapo_megatron.experience.torchvision_ops import make_torchvision_importable
+
+_UINT32 = 0xFFFFFFFF
+# Named by `from sgl_kernel import ...` on the CPU path of modules that every server imports; speculative decoding and
+# hierarchical caches alone call them.
+_UNUSED_KERNELS = (
+    "assign_draft_cache_locs_contiguous_cpu",
+    "assign_extend_cache_locs_cpu",
+    "assign_req_to_token_pool_cpu",
+    "build_tree_kernel_efficient_cpu",
+    "copy_all_layer_kv_cache_cpu",
+    "fill_accept_out_cache_loc_cpu",
+    "fill_bonus_tokens_cpu",
+    "verify_tree_greedy_cpu",
+)
+# Above this many (query, key) pairs of a padded prefill the mask itself costs memory: take SGLang's loop instead.
+_MAX_PADDED_PAIRS = 1 << 24
+
+_libraries: list[torch.library.Library] = []  # operators live as long as these objects
+_installed = False
+
+
+def install() -> bool:
+    """Make SGLang run here. Returns whether this is a CPU machine, hence whether anything was done."""
+    global _installed
+    if torch.cuda.is_available():
+        return False
+    if not _installed:
+        make_torchvision_importable()
+        if importlib.util.find_spec("sgl_kernel") is None:
+            _install_kernel_names()
+        _patch_sglang()
+        _installed = True
+    return True
+
+
+def _install_kernel_names() -> None:
+    """A module `sgl_kernel` whose kernels raise when called, and the one operator that a server does call."""
+    module = types.ModuleType("sgl_kernel")
+    module.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None)
+    module.__dict__["__version__"] = "0+cpu.stub"
+    for name in _UNUSED_KERNELS:
+        setattr(module, name, _refuse(name))
+    sys.modules["sgl_kernel"] = module
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
+    library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+    _libraries.append(library)
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    def kernel(*args: object, **kwargs: object) -> None:
+        raise RuntimeError(f"sgl_kernel.{name} has no CPU form here: the feature that calls it needs a GPU")
+
+    return kernel
+
+
+def _patch_sglang() -> None:
+    import sglang.srt.batch_invariant_ops as batch_invariant_ops
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.mem_cache.pool_host import common as host_pool
+
+    # The default allocator registers host memory with CUDA.
+    host_pool.ALLOC_MEMORY_FUNCS["cpu"] = _allocate_host
+    # Seeded sampling comes with deterministic inference, which names the attention backends it trusts and swaps in
+    # batch-invariant Triton kernels. Torch attention below gives each request its own rows, so it may be trusted as far
+    # as rounding goes; there is no Triton here.
+    if "torch_native" not in choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES:
+        choices.add_deterministic_attention_backend_choices(["torch_native"])
+    batch_invariant_ops.enable_batch_invariant_mode = _do_nothing
+    backend = TorchNativeAttnBackend
+    backend._run_sdpa_forward_decode = _batched_decode(backend._run_sdpa_forward_decode)
+    backend._run_sdpa_forward_extend = _batched_extend(backend._run_sdpa_forward_extend)
+
+
+def _allocate_host(dims: Any, dtype: torch.dtype, device: str = "cpu", **_: object) -> torch.Tensor:
+    return torch.empty(dims, dtype=dtype)
+
+
+def _do_nothing(*args: object, **kwargs: object) -> None:
+    return None
+
+
+# --- seeded sampling -------------------------------------------------------------------------------------------------
+
+
+def _rotate_left(x: torch.Tensor, bits: int) -> torch.Tensor:
+    return ((x << bits) | (x >> (32 - bits))) & _UINT32
+
+
+def _multiply(x: torch.Tensor, constant: int) -> torch.Tensor:
+    """Low 32 bits of x * constant; by halves, since the whole product would overflow int64."""
+    return (x * (constant & 0xFFFF) + (((x * (constant >> 16)) & 0xFFFF) << 16)) & _UINT32
+
+
+def _mix(state: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    block = _multiply(_rotate_left(_multiply(block, 0xCC9E2D51), 15), 0x1B873593)
+    return (_multiply(_rotate_left(state ^ block, 13), 5) + 0xE6546B64) & _UINT32
+
+
+def _finalize(state: torch.Tensor, length: int) -> torch.Tensor:
+    state = state ^ length
+    state = _multiply(state ^ (state >> 16), 0x85EBCA6B)
+    state = _multiply(state ^ (state >> 13), 0xC2B2AE35)
+    return state ^ (state >> 16)
+
+
+def murmur_hash32_blocks(blocks: list[torch.Tensor]) -> torch.Tensor:
+    """MurmurHash3_x86_32 with seed 0 of messages given as 32-bit little-endian blocks (A. Appleby, public domain).
+
+    blocks are int64 tensors that broadcast against each other, values in [0, 2^32). Returns int64 in [0, 2^32).
+    """
+    state = torch.zeros_like(blocks[0])
+    for block in blocks:
+        state = _mix(state, block)
+    return _finalize(state, 4 * len(blocks))
+
+
+def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
+    """Hash of (seed [n] 64 bits, position [n], column [m]) -> uint32 [n, m].
+
+    As in sglang/kernels/ops/sampling/murmur_hash.py: the noise of the Gumbel-max sampler depends on a request's own
+    seed and position and on nothing in its batch.
+    """
+    words = seed.view(torch.int64) if seed.dtype == torch.uint64 else seed.to(torch.int64)
+    rows = [words & _UINT32, (words >> 32) & _UINT32, positions.to(torch.int64) & _UINT32]
+    columns = col_indices.to(torch.int64) & _UINT32
+    return murmur_hash32_blocks([*(row[:, None] for row in rows), columns[None, :]]).to(torch.uint32)
+
+
+# --- attention over all requests of a batch at once ------------------------------------------------------------------
+
+
+def _padded_slots(
+    req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cache slots [B, longest] of every request, and which of them are real (bool, same shape); the rest are slot 0."""
+    longest = int(seq_lens.max())
+    slots = req_to_token[req_pool_indices.long(), :longest].long()
+    real = torch.arange(longest, device=slots.device)[None, :] < seq_lens[:, None]
+    return slots.masked_fill(~real, 0), real
+
+
+def decode_attention(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scaling: float | None,
+) -> torch.Tensor:
+    """One new token of every request against that request's cache.
+
+    query [B, heads, d]; k_cache, v_cache [slots, kv_heads, d]; req_to_token [pool, longest context] holds the slots;
+    req_pool_indices, seq_lens [B], the new token included. Returns [B, heads, d_v].
+    """
+    slots, real = _padded_slots(req_to_token, req_pool_indices, seq_lens)
+    keys = k_cache[slots].transpose(1, 2).to(query.dtype)  # [B, kv_heads, longest, d]
+    values = v_cache[slots].transpose(1, 2).to(query.dtype)
+    batch, heads, dim = query.shape
+    # The query heads that share a key head stand as rows of one small attention: no copy of keys per query head.
+    rows = query.view(batch, keys.shape[1], heads // keys.shape[1], dim)
+    attended = F.scaled_dot_product_attention(rows, keys, values, attn_mask=real[:, None, None, :], scale=scaling)
+    return attended.reshape(batch, heads, -1)
+
+
+def extend_attention(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    extend_prefix_lens: torch.Tensor,
+    extend_seq_lens: torch.Tensor,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Causal attention of the new tokens of every request (prefill), prefixes from the cache.
+
+    query [T, heads, d], the requests' new tokens one after another, extend_seq_lens [B] of each; seq_lens [B] =
+    extend_prefix_lens + extend_seq_lens; the rest as in decode_attention. Returns [T, heads, d_v].
+    """
+    slots, real = _padded_slots(req_to_token, req_pool_indices, seq_lens)
+    keys = k_cache[slots].transpose(1, 2).to(query.dtype)  # [B, kv_heads, longest, d]
+    values = v_cache[slots].transpose(1, 2).to(query.dtype)
+    batch, kv_heads, longest, _ = keys.shape
+    group = query.shape[1] // kv_heads
+
+    new = torch.arange(int(extend_seq_lens.max()), device=query.device)
+    is_new = new[None, :] < extend_seq_lens[:, None]  # [B, most new]
+    padded = query.new_zeros(batch, len(new), *query.shape[1:])
+    padded[is_new] = query
+    # [B, most new, heads, d] -> [B, kv_heads, group * most new, d]: rows as in decode_attention
+    rows = padded.unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    positions = extend_prefix_lens[:, None] + new[None, :]
+    visible = torch.arange(longest, device=query.device)[None, None, :] <= positions[:, :, None]
+    mask = (visible & real[:, None, :])[:, None].expand(-1, group, -1, -1).flatten(1, 2)[:, None]
+    attended = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling)
+    return attended.unflatten(2, (group, len(new))).permute(0, 3, 1, 2, 4).flatten(2, 3)[is_new]
+
+
+def _batched_decode(per_request: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """SGLang's per-request method, kept for encoders and sliding windows alone."""
+
+    def run(
+        self: object,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        encoder_lens: torch.Tensor | None = None,
+        *,
+        scaling: float | None = None,
+        sliding_window_size: int | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        cache = (k_cache, v_cache, req_to_token, req_pool_indices, seq_lens)
+        if encoder_lens is None and sliding_window_size is None:
+            return output.copy_(decode_attention(query, *cache, scaling))
+        options.update(scaling=scaling, sliding_window_size=sliding_window_size)
+        return per_request(self, query, output, *cache, encoder_lens, **options)
+
+    return run
+
+
+def _batched_extend(per_request: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """SGLang's per-request method, kept for encoders, sliding windows and prompts too long or uneven to be padded."""
+
+    def run(
+        self: object,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        extend_prefix_lens: torch.Tensor,
+        extend_seq_lens: torch.Tensor,
+        encoder_lens: torch.Tensor | None = None,
+        *,
+        scaling: float | None = None,
+        causal: bool = False,
+        sliding_window_size: int | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        cache = (k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens)
+        padded_pairs = len(seq_lens) * int(seq_lens.max()) * int(extend_seq_lens.max())
+        plain = causal and encoder_lens is None and sliding_window_size is None
+        if plain and padded_pairs <= _MAX_PADDED_PAIRS:
+            return output.copy_(extend_attention(query, *cache, scaling))
+        options.update(scaling=scaling, causal=causal, sliding_window_size=sliding_window_size)
+        return per_request(self, query, output, *cache, encoder_lens, **options)
+
+    return run

@@ -1,0 +1,199 @@
+"""Spreads prompts over all servers and brings the responses back in order."""
+
+import asyncio
+import hashlib
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
+from vapo_megatron.errors import RunFailed, TryAgain
+from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.rollout.client import Completion, EngineClient
+from vapo_megatron.rollout.server import EngineAddress
+
+# Groups waiting in a server keep its batch full while finished ones are on their way back.
+_QUEUED_PER_RUNNING = 2
+
+
+def response_seed(seed: int, cursor: int, index: int) -> int:
+    """Seed of response `index` to prompt `cursor` of a run, in [0, 2^63): the same on every machine and version."""
+    message = struct.pack("<qqq", seed, cursor, index)
+    return int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little") >> 1
+
+
+@dataclass
+class _Engine:
+    """A server and what it has been given that is not back yet."""
+
+    client: EngineClient
+    requests: int = 0
+    tokens: int = 0
+
+
+class Dispatcher:
+    """Rank 0's way to all servers. Its methods block; inside, one event loop talks to every server at once.
+
+    Args:
+        engines: all servers of the job.
+        config: the rollout section.
+        stop_token_ids: tokens that end a response; they belong to it.
+    """
+
+    def __init__(self, engines: Sequence[EngineAddress], config: RolloutConfig, stop_token_ids: Sequence[int]) -> None:
+        self._config = config
+        self._stop_token_ids = list(stop_token_ids)
+        self._engines = [_Engine(EngineClient(address, config.collect_deadline)) for address in engines]
+        self._runner = asyncio.Runner()
+
+    def collect(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: SamplingConfig,
+        seed: int,
+        weight_version: int,
+        on_done: Callable[[int], None] | None = None,
+    ) -> list[Sample]:
+        """n responses to each prompt, ordered by (group, index); group is the prompt's place in prompts.
+
+        Every group goes to the server with the fewest tokens outstanding. With rollout.seeded_sampling a response
+        depends on (seed, prompt.cursor, index) and the weights alone.
+
+        Args:
+            weight_version: what all servers must have.
+            on_done: called with the number of responses finished so far.
+
+        Raises:
+            RunFailed: a response came from weights of another version, or a server refused a request.
+            TryAgain: a server is gone, or rollout.collect_deadline passed.
+        """
+        return self._runner.run(self._collect(prompts, n, sampling, seed, weight_version, on_done))
+
+    def close(self) -> None:
+        """Close all connections. The servers live on."""
+        self._runner.run(self._close_clients())
+        self._runner.close()
+
+    def __enter__(self) -> "Dispatcher":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def _close_clients(self) -> None:
+        for engine in self._engines:
+            await engine.client.close()
+
+    async def _collect(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: SamplingConfig,
+        seed: int,
+        weight_version: int,
+        on_done: Callable[[int], None] | None,
+    ) -> list[Sample]:
+        for engine in self._engines:
+            engine.requests = engine.tokens = 0
+        finished = 0
+        freed = asyncio.Condition()
+
+        async def sample_group(engine: _Engine, group: int, prompt: Prompt) -> list[Sample]:
+            nonlocal finished
+            seeds = [response_seed(seed, prompt.cursor, index) for index in range(n)]
+            params = [self._sampling_params(sampling, request_seed) for request_seed in seeds]
+            completions = await engine.client.generate([prompt.token_ids] * n, params)
+            async with freed:
+                engine.requests -= n
+                engine.tokens -= _tokens(prompt, n, sampling)
+                freed.notify_all()
+            finished += n
+            if on_done is not None:
+                on_done(finished)
+            return [
+                self._sample(engine, prompt, group, index, seeds[index], completion, weight_version)
+                for index, completion in enumerate(completions)
+            ]
+
+        try:
+            async with asyncio.timeout(self._config.collect_deadline), asyncio.TaskGroup() as tasks:
+                groups = []
+                for group, prompt in enumerate(prompts):
+                    async with freed:
+                        await freed.wait_for(lambda: any(self._has_room(engine, n) for engine in self._engines))
+                    engine = min((e for e in self._engines if self._has_room(e, n)), key=lambda e: e.tokens)
+                    engine.requests += n
+                    engine.tokens += _tokens(prompt, n, sampling)
+                    groups.append(tasks.create_task(sample_group(engine, group, prompt)))
+        except TimeoutError:
+            raise TryAgain(
+                f"{finished} of {n * len(prompts)} responses came within rollout.collect_deadline="
+                f"{self._config.collect_deadline:g} s: raise it, or look into the servers' logs, the first of them "
+                f"{self._engines[0].client.address.log_file}"
+            ) from None
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from None
+        return [sample for task in groups for sample in task.result()]
+
+    def _has_room(self, engine: _Engine, n: int) -> bool:
+        limit = _QUEUED_PER_RUNNING * self._config.max_running_requests
+        return engine.requests == 0 or engine.requests + n <= limit
+
+    def _sampling_params(self, sampling: SamplingConfig, seed: int) -> dict[str, Any]:
+        params: dict[str, Any] = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_new_tokens": sampling.max_new_tokens,
+            "stop_token_ids": self._stop_token_ids,
+        }
+        if self._config.seeded_sampling:
+            params["sampling_seed"] = seed
+        return params
+
+    def _sample(
+        self,
+        engine: _Engine,
+        prompt: Prompt,
+        group: int,
+        index: int,
+        seed: int,
+        completion: Completion,
+        weight_version: int,
+    ) -> Sample:
+        if not completion.weight_version_oldest == completion.weight_version == weight_version:
+            address = engine.client.address
+            raise RunFailed(
+                f"{address.url} (log {address.log_file}): a response was made by weights of version "
+                f"{completion.weight_version_oldest} to {completion.weight_version}, expected {weight_version}: "
+                "a hand-over of weights was missed"
+            )
+        return Sample(
+            prompt=prompt,
+            group=group,
+            index=index,
+            seed=seed,
+            response_ids=completion.token_ids,
+            rollout_logprobs=completion.logprobs,
+            finish_reason=completion.finish_reason,
+            weight_version=completion.weight_version,
+            weight_version_oldest=completion.weight_version_oldest,
+        )
+
+
+def _tokens(prompt: Prompt, n: int, sampling: SamplingConfig) -> int:
+    """What a group may come to: the length of a response is not known beforehand."""
+    return n * (len(prompt.token_ids) + sampling.max_new_tokens)
+
+
+def _first(errors: BaseExceptionGroup) -> BaseException:
+    """One of the errors of several tasks: the one to tell of."""
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

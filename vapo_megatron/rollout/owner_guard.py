@@ -1,0 +1,32 @@
+"""A server must not outlive its trainer, however that one ended: kill -9 and the out-of-memory killer included."""
+
+import os
+import select
+import shutil
+import signal
+import threading
+
+_POLL_SECONDS = 1.0
+
+
+def kill_group_with_owner(lifeline: int, owner_pid: int, scratch: str) -> threading.Thread:
+    """Start a thread that kills this process's whole group (SIGKILL) as soon as the owner is gone.
+
+    It removes the directory scratch first, which nobody else is left to do.
+
+    lifeline is the read end of a pipe whose write end the owner holds: its end of file tells of the owner's death at
+    once. A process that the owner forked may have inherited the write end and keep it open, so this process's parent
+    is asked for as well, once a second. The caller leads a process group of its own, which its children share.
+    """
+    thread = threading.Thread(target=_watch, args=(lifeline, owner_pid, scratch), name="owner-guard", daemon=True)
+    thread.start()
+    return thread
+
+
+def _watch(lifeline: int, owner_pid: int, scratch: str) -> None:
+    while os.getppid() == owner_pid:
+        readable, _, _ = select.select([lifeline], [], [], _POLL_SECONDS)
+        if readable and not os.read(lifeline, 4096):
+            break
+    shutil.rmtree(scratch, ignore_errors=True)
+    os.killpg(os.getpgrp(), signal.SIGKILL)

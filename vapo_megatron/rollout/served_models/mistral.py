@@ -1,0 +1,3 @@
+from sglang.srt.models.mistral import EntryClass
+
+__all__ = ["EntryClass"]

@@ -1,0 +1,3 @@
+from sglang.srt.models.qwen3 import EntryClass
+
+__all__ = ["EntryClass"]

@@ -1,0 +1,275 @@
+"""An SGLang server as a subprocess of the rank that owns it."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import vapo_megatron
+from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.errors import RunFailed
+
+_CPU_TOTAL_TOKENS = 65536
+_POLL_SECONDS = 0.1
+# What a trainer rank's environment says of its own process group and allocator; a server has its own.
+_NOT_INHERITED = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"),
+}
+
+
+@dataclass(frozen=True)
+class EngineAddress:
+    """Where a server answers and where it writes its log; small enough to be sent to other ranks."""
+
+    url: str
+    log_file: str
+
+    def cause(self) -> str:
+        """The line of the log that most likely says why the server failed."""
+        return cause_in_log(Path(self.log_file))
+
+
+def cause_in_log(log_file: Path) -> str:
+    """The last exception that a log tells of, else its last line."""
+    try:
+        lines = log_file.read_text(errors="replace").splitlines()[-400:]
+    except OSError as error:
+        return f"its log cannot be read: {error.strerror}"
+    lines = [line.strip() for line in lines if line.strip()]
+    exceptions = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Killed)\b", line)]
+    last = (exceptions or lines or ["its log is empty"])[-1]
+    return last[:400]
+
+
+class EngineServer:
+    """One SGLang server, from start to end.
+
+    The subprocess leads a process group of its own and holds one end of a pipe; when the other end closes, be it by
+    stop() or by the death of this process, it kills that group (owner_guard).
+
+    Args:
+        model_path: Hugging Face directory.
+        config: the rollout section.
+        dtype: torch dtype the engine computes in; what config.dtype "auto" means for this model.
+        log_file: gets the server's output.
+        devices: indices of the GPUs it uses, as this process counts them; None without GPUs.
+        weight_version: what the samples from the weights in model_path are marked with.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        config: RolloutConfig,
+        dtype: str,
+        log_file: Path,
+        devices: Sequence[int] | None = None,
+        weight_version: int = 0,
+    ) -> None:
+        self._model_path = Path(model_path)
+        self._config = config
+        self._dtype = dtype if config.dtype == "auto" else config.dtype
+        self._log_file = log_file
+        self._devices = devices
+        self._weight_version = weight_version
+        self._scratch: Path | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._port = 0
+        self._started_at = 0.0
+
+    @property
+    def address(self) -> EngineAddress:
+        """Valid once started."""
+        return EngineAddress(f"http://127.0.0.1:{self._port}", str(self._log_file))
+
+    @property
+    def pid(self) -> int:
+        """Process and process-group id of the running server."""
+        if self._process is None:
+            raise RunFailed(f"{self._log_file}: the server was not started")
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start the subprocess and return at once; wait_until_ready() follows."""
+        self._log_file.parent.mkdir(parents=True, exist_ok=True)
+        # Holds the server's sockets and rendezvous, hence a short path: socket names end at 107 bytes.
+        self._scratch = Path(tempfile.mkdtemp(prefix="vapo-engine-"))
+        self._started_at = time.monotonic()
+        with socket.socket() as listener, self._log_file.open("wb") as log:
+            # Bound here and inherited: nobody else can get the port. Not listening yet: early calls are refused.
+            listener.bind(("127.0.0.1", 0))
+            self._port = listener.getsockname()[1]
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "vapo_megatron.rollout.server_main"),
+                    *(str(listener.fileno()), str(os.getpid()), str(self._scratch)),
+                    *self._engine_args(),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment(self._scratch),
+                pass_fds=[listener.fileno()],
+                start_new_session=True,
+            )
+
+    def wait_until_ready(self) -> None:
+        """Return when the server answers.
+
+        Raises:
+            RunFailed: it ended, or did not answer within config.start_deadline; the cause is taken from its log.
+        """
+        if self._process is None:
+            self.start()
+        assert self._process is not None
+        deadline = self._started_at + self._config.start_deadline
+        while not self._is_healthy():
+            code = self._process.poll()
+            if code is not None:
+                self.stop()
+                raise RunFailed(
+                    f"{self._log_file}: the server ended while starting ({_describe(code)}): {self._cause()}"
+                )
+            if time.monotonic() > deadline:
+                self.stop()
+                raise RunFailed(
+                    f"{self._log_file}: the server did not answer within rollout.start_deadline="
+                    f"{self._config.start_deadline:g} s (raise it for a large model): {self._cause()}"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def stop(self) -> None:
+        """End the server and all its processes. May be called at any time, any number of times."""
+        process, self._process = self._process, None
+        if process is not None:
+            if process.stdin is not None:
+                process.stdin.close()
+            # Its guard does the same on end of file; by hand as well, should the server be stopped or not yet guarded.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch = None
+
+    def __enter__(self) -> "EngineServer":
+        self.start()
+        try:
+            self.wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _is_healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.address.url}/health", timeout=10) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, TimeoutError, ConnectionError):
+            return False
+
+    def _cause(self) -> str:
+        return cause_in_log(self._log_file)
+
+    def _environment(self, scratch: Path) -> dict[str, str]:
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in _NOT_INHERITED and not name.startswith("TORCHELASTIC_")
+        }
+        # The package may run from a checkout that is not installed.
+        paths = [str(Path(vapo_megatron.__file__).parents[1]), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        environment["TMPDIR"] = str(scratch)
+        environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "vapo_megatron.rollout.served_models"
+        # A file instead of a TCP port for the rendezvous of its ranks: two servers cannot clash.
+        environment["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/rendezvous"
+        if self._devices is None:
+            environment["SGLANG_USE_CPU_ENGINE"] = "1"
+            # More threads than free cores make a small model dozens of times slower.
+            environment["OMP_NUM_THREADS"] = "1"
+            # SGLang's seeded sampler would be compiled at the first batch, by a C++ compiler, for most of a minute.
+            environment["TORCH_COMPILE_DISABLE"] = "1"
+            if self._config.tp > 1:
+                environment["SGLANG_CPU_OMP_THREADS_BIND"] = _cpu_binding(self._config.tp)
+        else:
+            environment["CUDA_VISIBLE_DEVICES"] = _visible(self._devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return environment
+
+    def _engine_args(self) -> list[str]:
+        config = self._config
+        args: dict[str, object] = {
+            "model_path": self._model_path,
+            "host": "127.0.0.1",
+            "port": self._port,
+            "dtype": self._dtype,
+            "load_format": config.load_format,
+            "tp_size": config.tp,
+            "context_length": config.context_length,
+            "max_running_requests": config.max_running_requests,
+            "mem_fraction_static": config.mem_fraction_static,
+            "weight_version": self._weight_version,
+            "enable_deterministic_inference": config.seeded_sampling,
+            # Token ids in, token ids out: no tokenizer, no chat templates, no grammars, no defaults of the model's own.
+            "skip_tokenizer_init": True,
+            "sampling_defaults": "openai",
+            "grammar_backend": "none",
+            "skip_server_warmup": True,
+            "log_level_http": "warning",
+            # An idle server otherwise spins on a core that the trainer needs.
+            "sleep_on_idle": True,
+        }
+        if self._devices is None:
+            args |= {
+                "device": "cpu",
+                "attention_backend": "torch_native",
+                "max_total_tokens": config.max_total_tokens or _CPU_TOTAL_TOKENS,
+            }
+        else:
+            args |= {
+                "device": "cuda",
+                "max_total_tokens": config.max_total_tokens,
+                "enable_memory_saver": config.memory_saver,
+            }
+        args |= config.server_args
+        return [text for name, value in args.items() for text in _option(name, value)]
+
+
+def _describe(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _option(name: str, value: object) -> list[str]:
+    flag = "--" + name.replace("_", "-")
+    if value is None or value is False:
+        return []
+    return [flag] if value is True else [flag, str(value)]
+
+
+def _visible(devices: Sequence[int], visible: str | None) -> str:
+    """CUDA_VISIBLE_DEVICES of the server, where this process's own may already hide or reorder devices."""
+    names = visible.split(",") if visible else None
+    return ",".join(names[index] if names else str(index) for index in devices)
+
+
+def _cpu_binding(tp: int) -> str:
+    """One core for each tensor-parallel rank, round the cores this process may use."""
+    cores = sorted(os.sched_getaffinity(0))
+    return "|".join(str(cores[rank % len(cores)]) for rank in range(tp))

@@ -1,0 +1,54 @@
+"""Entry of a server subprocess: python -m vapo_megatron.rollout.server_main LISTEN_FD OWNER_PID SCRATCH [SGLang args].
+
+LISTEN_FD is a bound TCP socket, inherited from the owner, so that no other process can take the port between its
+choice and its use. Standard input is the lifeline of owner_guard.
+"""
+
+import functools
+import socket
+import sys
+from collections.abc import Callable
+from multiprocessing import set_start_method
+
+from vapo_megatron.rollout.owner_guard import kill_group_with_owner
+
+
+def main(argv: list[str]) -> None:
+    listen_fd, owner_pid, scratch, *engine_args = argv
+    kill_group_with_owner(sys.stdin.fileno(), int(owner_pid), scratch)
+    listener = socket.socket(fileno=int(listen_fd))
+
+    # After the guard: importing SGLang takes seconds, in which the owner may die.
+    from vapo_megatron.rollout import cpu_shim
+
+    on_cpu = cpu_shim.install()
+
+    import uvicorn
+    from sglang.srt.entrypoints import engine
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.server_args import prepare_server_args
+
+    from vapo_megatron.rollout import engine_processes
+
+    uvicorn.Server.run = functools.partialmethod(uvicorn.Server.run, sockets=[listener])  # type: ignore[method-assign,assignment]
+    if on_cpu:
+        engine._set_envs_and_config = _then_fork(engine._set_envs_and_config)
+    launch_server(
+        prepare_server_args(engine_args),
+        run_scheduler_process_func=engine_processes.run_scheduler,
+        run_detokenizer_process_func=engine_processes.run_idle_detokenizer,
+    )
+
+
+def _then_fork(set_envs_and_config: Callable[[object], None]) -> Callable[[object], None]:
+    """SGLang spawns its children for the sake of CUDA; without CUDA a fork saves a second import of everything."""
+
+    def run(server_args: object) -> None:
+        set_envs_and_config(server_args)
+        set_start_method("fork", force=True)
+
+    return run
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,110 @@
+"""From rewards and values to advantages and value targets: the algorithms of vapo_megatron.algorithms, by config."""
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.algorithms import advantages, shaping
+from vapo_megatron.algorithms.gae import decoupled_gae, length_adaptive_lambda
+from vapo_megatron.algorithms.segments import last_tokens, place_terminal, to_tokens
+from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig, Lambda, ShapingConfig
+from vapo_megatron.experience.batch import ExperienceBatch
+from vapo_megatron.training.run import Run
+from vapo_megatron.training.score import record_values
+
+
+def estimate_advantages(run: Run, batch: ExperienceBatch) -> None:
+    """Fill advantages and, where there is a critic, returns [T] of a scored batch. No communication."""
+    config = run.config.algorithm
+    with run.recorder.timer("advantages"):
+        rewards = shaped_rewards(batch, config.shaping)
+        batch.token_fields["shaped_rewards"] = to_tokens(rewards, batch.response_cu_seqlens)
+        if config.uses_critic:
+            gae(batch, rewards, config)
+            lam = policy_lambda(batch, config.advantage)
+            run.recorder.add({"advantage/lambda_mean": float(lam.mean()), "advantage/lambda_clamped": clamped(batch, lam)})
+        else:
+            batch.token_fields["advantages"] = without_critic(batch, rewards, config.advantage)
+        whiten(batch, config.advantage)
+    found = batch.token_fields["advantages"]
+    run.recorder.add({"advantage/mean": float(found.mean()), "advantage/std": float(found.std(correction=0))})
+    run.recorder.add({"reward/shaped_mean": float(rewards.mean())})
+    record_values(run, batch)
+
+
+def shaped_rewards(batch: ExperienceBatch, config: ShapingConfig) -> Tensor:
+    """The verifier's rewards and what shaping adds to them. float32 [S]."""
+    rewards = batch.rewards.clone()
+    if config.soft_overlong is not None:
+        limits = config.soft_overlong
+        rewards += shaping.soft_overlong(batch.response_lengths, limits.max_length, limits.cache_length)
+    if config.length_reward_coef:
+        rewards += config.length_reward_coef * shaping.kimi_length_reward(
+            batch.response_lengths, batch.correct, batch.group_ids
+        )
+    return rewards
+
+
+def gae(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig) -> None:
+    """Decoupled, length-adaptive GAE over the batch (VAPO, sections 3.1 and 3.2)."""
+    values, bounds = batch.token_fields["values"], batch.response_cu_seqlens
+    bootstrap = None
+    if config.shaping.truncated == "bootstrap":
+        responses, last = last_tokens(bounds)
+        bootstrap = torch.zeros(batch.samples)
+        bootstrap[responses] = values[last] * batch.truncated[responses]
+    found, targets = decoupled_gae(
+        place_terminal(rewards, bounds, batch.response_tokens),
+        values,
+        bounds,
+        lam_policy=policy_lambda(batch, config.advantage),
+        lam_critic=lambda_of(config.advantage.lambda_critic, batch, config.advantage),
+        gamma=config.advantage.gamma,
+        bootstrap_values=bootstrap,
+    )
+    batch.token_fields["advantages"], batch.token_fields["returns"] = found, targets
+
+
+def lambda_of(choice: Lambda, batch: ExperienceBatch, config: AdvantageConfig) -> Tensor:
+    """The lambda of each response, float32 [S]."""
+    if choice == "length_adaptive":
+        return length_adaptive_lambda(
+            batch.response_lengths, config.length_adaptive_alpha, config.length_adaptive_floor
+        )
+    return torch.full((batch.samples,), float(choice))
+
+
+def policy_lambda(batch: ExperienceBatch, config: AdvantageConfig) -> Tensor:
+    """The lambda of the advantages of each response, float32 [S]."""
+    return lambda_of(config.lambda_policy, batch, config)
+
+
+def clamped(batch: ExperienceBatch, lam: Tensor) -> float:
+    """Share of responses so short that their length-adaptive lambda stands at its lower bound."""
+    return float((lam <= lam.new_zeros(())).float().mean())
+
+
+def without_critic(batch: ExperienceBatch, rewards: Tensor, config: AdvantageConfig) -> Tensor:
+    """Advantages from the rewards alone, the same for all tokens of a response. float32 [T]."""
+    groups, bounds = batch.group_ids, batch.response_cu_seqlens
+    if config.estimator == "reinforce_pp":
+        no_kl = torch.zeros(batch.response_tokens)
+        return advantages.reinforce_pp(rewards, no_kl, bounds, 0.0, config.gamma)
+    estimators = {
+        "grpo": advantages.grpo,
+        "dr_grpo": advantages.dr_grpo,
+        "rloo": advantages.rloo,
+        "group_baseline": advantages.group_baseline,
+        "reinforce_pp_baseline": advantages.group_baseline,
+        "raft": advantages.raft,
+    }
+    return to_tokens(estimators[config.estimator](rewards, groups), bounds)
+
+
+def whiten(batch: ExperienceBatch, config: AdvantageConfig) -> None:
+    """Whiten the advantages over all tokens of the batch; value targets never are."""
+    if config.whiten == "none":
+        return
+    found = batch.token_fields["advantages"]
+    batch.token_fields["advantages"] = advantages.whiten(
+        found, torch.ones_like(found), shift_mean=config.whiten == "full"
+    )

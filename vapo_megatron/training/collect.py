@@ -1,0 +1,72 @@
+"""Collecting a rollout: prompts out, responses back, verdicts on them, the same batch on every rank."""
+
+import torch.distributed as dist
+
+from vapo_megatron.config.algorithm import DynamicSamplingConfig
+from vapo_megatron.experience.batch import ExperienceBatch, from_samples
+from vapo_megatron.experience.sample import Sample
+from vapo_megatron.rewards.grading import grade_samples
+from vapo_megatron.training.broadcast import broadcast_batch
+from vapo_megatron.training.figures import rollout_figures
+from vapo_megatron.training.run import Run
+
+
+def collect(run: Run) -> ExperienceBatch:
+    """Collective: batch.prompts_per_step groups of batch.samples_per_prompt graded responses (group sampling)."""
+    batch = None
+    if dist.get_rank() == 0:
+        dynamic = run.config.algorithm.dynamic_sampling
+        samples = collect_informative(run, dynamic) if dynamic.enabled else collect_groups(
+            run, run.config.batch.prompts_per_step
+        )
+        run.recorder.samples(run.step, samples)
+        batch = from_samples(samples)
+    with run.recorder.timer("broadcast"):
+        batch = broadcast_batch(batch)
+    run.remember_probe(batch)
+    run.recorder.add(rollout_figures(batch))
+    run.recorder.add({"rollout/tokens": float(batch.response_tokens), "rollout/weight_version": float(run.engines.version)})
+    return batch
+
+
+def collect_groups(run: Run, prompts: int) -> list[Sample]:
+    """On rank 0: graded responses to the next prompts, in the order of group and index."""
+    n = run.config.batch.samples_per_prompt
+    assert run.source is not None and run.verifier is not None
+    drawn = run.source.take(prompts)
+    with run.recorder.phase("rollout", total=prompts * n) as advance:
+        samples = run.engines.collect(drawn, n, run.config.sampling, run.config.run.seed, advance)
+    with run.recorder.phase("verify", total=len(samples)) as advance:
+        grade_samples(samples, run.verifier, run.tokenizer.decode, run.config.reward.incorrect, advance)
+    return samples
+
+
+def collect_informative(run: Run, config: DynamicSamplingConfig) -> list[Sample]:
+    """On rank 0: groups with both correct and incorrect responses alone (DAPO's dynamic sampling).
+
+    After max_rounds what was found is filled up with other groups, so that a step always has its size.
+    """
+    wanted, n = run.config.batch.prompts_per_step, run.config.batch.samples_per_prompt
+    kept: list[list[Sample]] = []
+    spare: list[list[Sample]] = []
+    rounds = drawn = 0
+    while len(kept) < wanted and rounds < config.max_rounds:
+        count = max(1, round((wanted - len(kept)) * config.oversampling))
+        samples = collect_groups(run, count)
+        rounds, drawn = rounds + 1, drawn + count
+        for start in range(0, len(samples), n):
+            group = samples[start : start + n]
+            informative = 0 < sum(bool(s.correct) for s in group) < len(group)
+            (kept if informative else spare).append(group)
+    run.recorder.add(
+        {
+            "dynamic_sampling/rounds": float(rounds),
+            "dynamic_sampling/prompts": float(drawn),
+            "dynamic_sampling/kept": float(min(len(kept), wanted)),
+        }
+    )
+    groups = (kept + spare)[:wanted]
+    for number, group in enumerate(groups):
+        for sample in group:
+            sample.group = number
+    return [sample for group in groups for sample in group]

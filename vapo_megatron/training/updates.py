@@ -1,0 +1,124 @@
+"""The optimizer steps of one iteration: mini-batches of a scored rollout, critic first."""
+
+import zlib
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.algorithms import advantages, importance
+from vapo_megatron.algorithms.aggregation import nll_weights, token_weights
+from vapo_megatron.algorithms.segments import to_tokens
+from vapo_megatron.algorithms.selection import split_minibatches
+from vapo_megatron.algorithms.shaping import overlong_filter_mask
+from vapo_megatron.config.algorithm import AlgorithmConfig
+from vapo_megatron.experience.batch import ExperienceBatch
+from vapo_megatron.mcore.trainable import StepResult, Trainable
+from vapo_megatron.training.figures import mean_of
+from vapo_megatron.training.losses import PolicyLoss, ValueLoss
+from vapo_megatron.training.run import Run
+
+
+def update_critic(run: Run, batch: ExperienceBatch) -> None:
+    """Collective: the critic's optimizer steps on a batch; nothing without a critic."""
+    if run.critic is None:
+        return
+    update = run.config.algorithm.update
+    rounds = update.epochs * update.critic_updates_per_policy_update
+    results = []
+    with run.recorder.phase("update_critic", total=batch.samples * rounds) as advance:
+        for minibatch in minibatches(run, batch, rounds, salt=1):
+            results.append(critic_step(run.critic, batch, minibatch, run.config.algorithm))
+            advance(len(minibatch))
+    run.recorder.add(update_figures("critic", results, ()))
+
+
+def critic_step(critic: Trainable, batch: ExperienceBatch, samples: list[int], config: AlgorithmConfig) -> StepResult:
+    """Collective: one optimizer step of the critic on some samples of a batch with values and returns."""
+    fields = batch.token_fields
+    weights = token_weights(batch.response_lengths, "token_mean", selected=selection(batch, samples, config))
+    loss = ValueLoss(config.value_loss, fields["returns"], fields["values"], to_tokens(weights, batch.response_cu_seqlens))
+    return critic.train_step(batch, samples, loss)
+
+
+def update_policy(run: Run, batch: ExperienceBatch) -> None:
+    """Collective: the policy's optimizer steps on a batch."""
+    results = []
+    rounds = run.config.algorithm.update.epochs
+    with run.recorder.phase("update_policy", total=batch.samples * rounds) as advance:
+        for minibatch in minibatches(run, batch, rounds, salt=2):
+            results.append(run.actor.train_step(batch, minibatch, policy_loss(batch, minibatch, run.config.algorithm)))
+            advance(len(minibatch))
+    run.recorder.add(update_figures("actor", results, PolicyLoss.maxima))
+
+
+def policy_loss(batch: ExperienceBatch, samples: list[int], config: AlgorithmConfig) -> PolicyLoss:
+    """The policy's loss on some samples; every denominator counts the whole mini-batch."""
+    fields, bounds, settings = batch.token_fields, batch.response_cu_seqlens, config.policy_loss
+    lengths, chosen = batch.response_lengths, selection(batch, samples, config)
+    weights = to_tokens(token_weights(lengths, settings.aggregation, settings.constant, chosen), bounds)
+    if settings.self_imitation_coef:
+        positive_advantages = advantages.self_imitation(fields["returns"], fields["values"])
+    else:
+        positive_advantages = torch.zeros_like(fields["advantages"])
+    return PolicyLoss(
+        config=settings,
+        old_logprobs=fields["old_logprobs"],
+        rollout_logprobs=batch.rollout_logprobs,
+        advantages=fields["advantages"],
+        positive_advantages=positive_advantages,
+        weights=weights * importance_weights(batch, config),
+        nll_weights=to_tokens(nll_weights(lengths, positives(batch, config) & chosen), bounds),
+        mean_weights=to_tokens(token_weights(lengths, "token_mean", selected=chosen), bounds),
+    )
+
+
+def importance_weights(batch: ExperienceBatch, config: AlgorithmConfig) -> Tensor:
+    """Correction for the engine's policy not being the trainer's, of every response token. float32 [T]."""
+    settings = config.importance_sampling
+    if settings.kind == "none":
+        return torch.ones(batch.response_tokens)
+    log_ratio = importance.log_ratio_at(
+        settings.level, batch.token_fields["old_logprobs"], batch.rollout_logprobs, batch.response_cu_seqlens
+    )
+    if settings.kind == "tis":
+        return importance.tis(log_ratio, settings.cap)
+    return importance.mis(log_ratio, settings.low, settings.high)
+
+
+def positives(batch: ExperienceBatch, config: AlgorithmConfig) -> Tensor:
+    """Responses that the language-model loss imitates; a truncated one never is. bool [S]."""
+    settings = config.policy_loss.positive_nll
+    if settings.positives == "verdict":
+        return batch.correct & ~batch.truncated
+    first = batch.response_cu_seqlens[:-1]
+    return (batch.token_fields["shaped_rewards"][first] > settings.reward_above) & ~batch.truncated
+
+
+def selection(batch: ExperienceBatch, samples: list[int], config: AlgorithmConfig) -> Tensor:
+    """The samples of a mini-batch that carry loss. bool [S]."""
+    chosen = torch.zeros(batch.samples, dtype=torch.bool)
+    chosen[samples] = True
+    if config.advantage.estimator == "raft":
+        chosen &= batch.token_fields["advantages"][batch.response_cu_seqlens[:-1]] > 0
+    return chosen & overlong_filter_mask(batch.truncated) if config.shaping.truncated == "mask" else chosen
+
+
+def minibatches(run: Run, batch: ExperienceBatch, rounds: int, salt: int) -> list[list[int]]:
+    """Samples of each optimizer step, in an order that depends on the run's seed and the step alone."""
+    update = run.config.algorithm.update
+    steps: list[list[int]] = []
+    for epoch in range(rounds):
+        seed = zlib.crc32(f"{run.config.run.seed}/{run.step}/{salt}/{epoch}".encode())
+        for part in split_minibatches(batch.group_ids, update.minibatch_size, update.minibatch_unit, seed):
+            steps.append(part.tolist())
+    return steps
+
+
+def update_figures(name: str, results: list[StepResult], maxima: tuple[str, ...]) -> dict[str, float]:
+    """The row of several optimizer steps of one model."""
+    figures = {f"{name}/{key}": value for key, value in mean_of([r.figures for r in results], maxima).items()}
+    figures[f"{name}/grad_norm"] = sum(r.grad_norm for r in results) / len(results)
+    figures[f"{name}/grad_norm_max"] = max(r.grad_norm for r in results)
+    figures[f"{name}/lr"] = results[-1].lr
+    figures[f"{name}/updates"] = float(len(results))
+    return figures

@@ -1,0 +1,110 @@
+"""Value pretraining (VAPO, section 3.1; VC-PPO): the critic learns the returns of a policy that stands still.
+
+Rollouts are recorded once and replayed. Targets are Monte-Carlo returns (lambda = 1), so they do not depend on the
+critic. Part of the record is held out; on it explained variance and the bias along the response are measured, since a
+critic can explain no variance and still be free of bias, or the other way round.
+"""
+
+import random
+
+import torch
+
+from vapo_megatron.algorithms.gae import decoupled_gae
+from vapo_megatron.algorithms.segments import place_terminal
+from vapo_megatron.config.algorithm import AlgorithmConfig, ValuePretrainingConfig
+from vapo_megatron.experience.batch import ExperienceBatch, concatenate
+from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.monitoring import names
+from vapo_megatron.training.advantages import shaped_rewards
+from vapo_megatron.training.collect import collect
+from vapo_megatron.training.figures import mean_of, value_figures
+from vapo_megatron.training.run import Run
+from vapo_megatron.training.updates import critic_step
+
+_HELD_OUT_SHARE = 1 / 8
+
+
+def pretrain_value(run: Run) -> None:
+    """Collective: record, replay until the critic is good or the replay ends, save the value checkpoint."""
+    config, critic = run.config.value_pretraining, run.critic
+    assert critic is not None
+    record = concatenate([collect(run) for _ in range(config.iterations)])
+    run.sleep_engines()
+    set_monte_carlo_returns(record, run.config.algorithm)
+    train, held_out = split_groups(record, run.config.batch.prompts_per_step, run.config.run.seed)
+    updates = replay_order(train, config, run.config.run.seed)
+    # A check for every update that one recorded rollout gives.
+    check_every = max(1, len(train) // config.iterations // config.minibatch_size)
+    run.recorder.add(measure(critic, record, held_out))
+    run.recorder.write_pretraining(0, 0)
+    results: list[dict[str, float]] = []
+    with run.recorder.phase("value_pretraining", total=len(updates)) as advance:
+        for number, samples in enumerate(updates, 1):
+            result = critic_step(critic, record, samples, run.config.algorithm)
+            results.append({"value_loss": result.figures["value_loss"], "grad_norm": result.grad_norm, "lr": result.lr})
+            advance(1)
+            if number % check_every and number < len(updates):
+                continue
+            figures = measure(critic, record, held_out)
+            run.recorder.add(figures | {f"critic/{key}": value for key, value in mean_of(results).items()})
+            run.recorder.write_pretraining(number, number * config.minibatch_size)
+            results = []
+            if good_enough(figures, config):
+                break
+    run.recorder.console.note(
+        f"value pretraining: {number} updates, explained variance {figures[names.EXPLAINED_VARIANCE]:.3f}, "
+        f"largest bias {largest_bias(figures):.3f} on held-out responses"
+    )
+    run.save("value_pretrained", critic_only=True)
+    run.hand_over()
+
+
+def set_monte_carlo_returns(record: ExperienceBatch, config: AlgorithmConfig) -> None:
+    """Fill returns [T] with lambda = 1 targets, and values with zeros (plain squared error does not read them)."""
+    zeros, bounds = torch.zeros(record.response_tokens), record.response_cu_seqlens
+    rewards = place_terminal(shaped_rewards(record, config.shaping), bounds, record.response_tokens)
+    _, returns = decoupled_gae(rewards, zeros, bounds, 1.0, 1.0, config.advantage.gamma)
+    record.token_fields |= {"values": zeros, "returns": returns}
+
+
+def split_groups(record: ExperienceBatch, most_groups: int, seed: int) -> tuple[list[int], list[int]]:
+    """Samples to train on and to measure on, cut between groups."""
+    groups = sorted(set(record.group_ids.tolist()))
+    random.Random(seed).shuffle(groups)
+    held = set(groups[: max(1, min(round(len(groups) * _HELD_OUT_SHARE), most_groups))])
+    members = record.group_ids.tolist()
+    if len(held) == len(groups):
+        return list(range(record.samples)), list(range(record.samples))
+    return [s for s, g in enumerate(members) if g not in held], [s for s, g in enumerate(members) if g in held]
+
+
+def replay_order(samples: list[int], config: ValuePretrainingConfig, seed: int) -> list[list[int]]:
+    """Mini-batches over all epochs, each epoch in an order of its own."""
+    steps = []
+    for epoch in range(config.replay_epochs):
+        order = list(samples)
+        random.Random(f"{seed}/{epoch}").shuffle(order)
+        steps += [order[i : i + config.minibatch_size] for i in range(0, len(order), config.minibatch_size)]
+    return steps[: config.max_updates]
+
+
+def measure(critic: Trainable, record: ExperienceBatch, held_out: list[int]) -> dict[str, float]:
+    """Collective: quality of the critic on held-out samples."""
+    part = record.select(held_out)
+    values = critic.score(part)[:, 0]
+    return value_figures(values, part.token_fields["returns"], part.response_cu_seqlens)
+
+
+def largest_bias(figures: dict[str, float]) -> float:
+    """The largest |mean V - R| over the positions that are measured."""
+    return max(abs(figures[f"{names.VALUE_BIAS}{position}"]) for position in names.BIAS_POSITIONS)
+
+
+def good_enough(figures: dict[str, float], config: ValuePretrainingConfig) -> bool:
+    """Whether every stop that is set is reached; never without one."""
+    reached = []
+    if config.stop_explained_variance is not None:
+        reached.append(figures[names.EXPLAINED_VARIANCE] >= config.stop_explained_variance)
+    if config.stop_bias is not None:
+        reached.append(largest_bias(figures) <= config.stop_bias)
+    return bool(reached) and all(reached)
