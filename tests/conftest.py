@@ -9,6 +9,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from vapo_megatron.experience.torchvision_ops import make_torchvision_importable  # noqa: E402
+from vapo_megatron.experience.torchvision_ops import make_torchvision_importable
 
 make_torchvision_importable()

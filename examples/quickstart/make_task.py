@@ -22,8 +22,8 @@ STATES = 64
 FEWEST_STEPS = 10
 MOST_STEPS = 24
 EVAL_PROBLEMS_A_DIGIT = 16
-DIRECT_SHARE = 0.20
-SLIP_SHARE = 0.03
+DIRECT_SHARE = 0.22
+SLIP_SHARE = 0.035
 LONGEST_SEQUENCE = 128  # 3 prompt tokens, 2 a step, 2 for the answer, the end token: 54 at most
 
 # The prompt is <bos>, the state and the count; the solution follows at once, without roles.

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 import transformers
 from ranks import run_ranks
-from vapo_megatron.weights.load import load_hf
 
 from vapo_megatron.config.model import ActorConfig, CriticConfig, LayoutConfig, ModelConfig, OptimizerSettings
 from vapo_megatron.experience.batch import ExperienceBatch, from_samples
@@ -16,6 +15,7 @@ from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.mcore.mesh import make_mesh
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.training.losses import PolicyLoss, ValueLoss
+from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.spec import read_spec
 
 VOCAB = 131

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms.segments import check_bounds, place_terminal, to_tokens
-from vapo_megatron.algorithms.suffix_scan import suffix_scan
+from vapo_megatron.algorithms.suffix_scan import suffix_scan_
 
 __all__ = [
     "dr_grpo",
@@ -105,7 +105,7 @@ def returns_to_go(token_rewards: Tensor, cu_seqlens: Tensor, gamma: float = 1.0)
     check_bounds(cu_seqlens, token_rewards.numel())
     lengths = cu_seqlens.to(token_rewards.device, torch.int64).diff()
     decay = torch.full(lengths.shape, gamma, dtype=torch.float64, device=token_rewards.device)
-    return suffix_scan(token_rewards, lengths, [decay])[0]
+    return suffix_scan_(token_rewards.clone(), lengths, [decay])[0]
 
 
 def reinforce_pp(rewards: Tensor, kl: Tensor, cu_seqlens: Tensor, kl_coef: float, gamma: float = 1.0) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms.segments import check_bounds, last_tokens
-from vapo_megatron.algorithms.suffix_scan import suffix_scan
+from vapo_megatron.algorithms.suffix_scan import suffix_scan_
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float, floor: float = 0.0) -> Tensor:
@@ -112,7 +112,7 @@ def _advantages(
         cu_seqlens = torch.searchsorted(kept, cu_seqlens)
         rewards, values = rewards[kept], values[kept]
     deltas = _temporal_differences(rewards, values, cu_seqlens, gamma, bootstrap_values)
-    advantages = suffix_scan(deltas, cu_seqlens.diff(), decays)
+    advantages = suffix_scan_(deltas, cu_seqlens.diff(), decays)
     if mask is None or kept is None:
         return advantages
     return [deltas.new_zeros(mask.shape).index_copy_(0, kept, scanned) for scanned in advantages]
@@ -122,7 +122,7 @@ def _temporal_differences(
     rewards: Tensor, values: Tensor, cu_seqlens: Tensor, gamma: float, bootstrap_values: Tensor | None
 ) -> Tensor:
     dtype = torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)
-    deltas = rewards.to(dtype) - values
+    deltas = torch.sub(rewards.to(dtype), values)
     responses, last = last_tokens(cu_seqlens)
     terminal = deltas[last]
     if bootstrap_values is not None:

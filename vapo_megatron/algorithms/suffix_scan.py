@@ -3,9 +3,9 @@
 The recurrence is cut into chunks of K tokens. Inside a chunk it is a product with the triangular matrix
 a^(j - i), all powers of which are at most 1, so that nothing overflows and a = 0 is exact. The first sums
 of the chunks form a sequence K times shorter that obeys the same recurrence with decay a^K: it is scanned
-by the same function, and what it says of the next chunk is carried into this one. Work and memory are
-linear in tokens, the depth is log_K of the longest response, and sums are built as a tree, so that
-rounding grows with that depth and not with the length.
+in the same way, and what it says of the next chunk is carried into this one. Work and memory are linear in
+tokens, the depth is log_K of the longest response, and sums are built as a tree, so that rounding grows
+with that depth and not with the length.
 """
 
 from collections.abc import Sequence
@@ -14,54 +14,111 @@ import torch
 from torch import Tensor
 
 CHUNK = 16
-MAX_CHUNKS_PER_TILE = 64
+LONGEST_TILE = 1024
 COPY_FROM_LENGTH = 1024
+# Tokens in work at once: they stay in the processor's cache, in memory that is asked for only once, because
+# on a CPU the first touch of fresh memory costs more than all of the arithmetic.
+SLAB_TOKENS = 1 << 19
 
 
-def suffix_scan(x: Tensor, lengths: Tensor, decays: Sequence[Tensor]) -> list[Tensor]:
+def suffix_scan_(x: Tensor, lengths: Tensor, decays: Sequence[Tensor]) -> list[Tensor]:
     """Scan each response from its last token to its first, once for every decay.
 
     Args:
-        x: [T] floating point, S responses end to end.
+        x: contiguous [T] floating point, S responses end to end; overwritten with the last result.
         lengths: int64 [S], which sum to T.
-        decays: vectors float64 [S] with entries in [0, 1].
+        decays: one or more vectors float64 [S] with entries in [0, 1].
 
     Returns:
         For each decay, y [T] with y_t = x_t + decay[s] * y_{t+1} in response s and y_{t+1} = 0 after its end.
         dtype that of x.
     """
-    mean_length = x.numel() // max(1, lengths.numel())
-    # A tile is a row of chunks that share one response and so one matrix. Long tiles save matrices, short
-    # ones save padding, which is an eighth of the mean length or half a chunk.
-    chunks = min(MAX_CHUNKS_PER_TILE, max(1, mean_length // (4 * CHUNK)))
-    tiles = (lengths + (chunks * CHUNK - 1)) // (chunks * CHUNK)
-    padding = tiles * (chunks * CHUNK) - lengths
-    # Few long runs are quicker to copy, many short ones to index.
-    layout = _Copied(lengths, padding) if mean_length >= COPY_FROM_LENGTH else _Indexed(lengths, padding)
-    filled = layout.pad(x.to(_matmul_dtype(x.dtype))).view(-1, chunks, CHUNK)
-    return [layout.unpad(_scan_tiles(filled, tiles, decay).view(-1)).to(x.dtype) for decay in decays]
+    starts = lengths.cumsum(0) - lengths
+    responses = (starts // SLAB_TOKENS).unique_consecutive(return_counts=True)[1].tolist()
+    slabs = [_Slab(part) for part in lengths.split(responses)]
+    tokens = [slab.tokens for slab in slabs]
+    room = max((slab.padded_tokens for slab in slabs), default=0)
+    padded, work = x.new_empty((2, room), dtype=_matmul_dtype(x.dtype))
+    scans = [torch.empty_like(x) for _ in decays[1:]] + [x]
+    for slab, unscanned, slab_decays, slab_scans in zip(
+        slabs,
+        x.split(tokens),
+        zip(*(decay.split(responses) for decay in decays), strict=True),
+        zip(*(scan.split(tokens) for scan in scans), strict=True),
+        strict=True,
+    ):
+        slab.scan(unscanned, slab_decays, slab_scans, padded, work)
+    return scans
 
 
-def _scan_tiles(x: Tensor, tiles: Tensor, decay: Tensor) -> Tensor:
-    """Scan responses that are padded to whole tiles: x [N, chunks, K], response s in tiles[s] of the N rows."""
-    rows, chunks, _ = x.shape
-    # Powers come from float64: in float32 the rounding of the decay would be raised to the power as well.
-    falling = decay[:, None] ** torch.arange(CHUNK, -1, -1, device=x.device, dtype=torch.float64)
-    falling = falling.to(x.dtype)
-    owner = torch.arange(tiles.numel(), device=x.device).repeat_interleave(tiles, output_size=rows)
-    y = torch.bmm(x, _triangular(falling[:, 1:])[owner])
-    if rows * chunks > int(tiles.count_nonzero()):
-        (scanned,) = suffix_scan(y[:, :, 0].flatten(), tiles * chunks, [decay**CHUNK])
-        carry = torch.cat([scanned[1:], scanned.new_zeros(1)])
-        carry[tiles[tiles > 0].cumsum(0) * chunks - 1] = 0
-        y.addcmul_(carry.view(rows, chunks, 1), falling[owner, None, :-1])
-    return y
+class _Slab:
+    """Some of the responses, and how they are padded to whole tiles.
+
+    A tile is a row of tokens that share one response and so one matrix. Long tiles save matrices, short ones
+    save padding: an eighth of the mean length, or half a chunk.
+    """
+
+    def __init__(self, lengths: Tensor) -> None:
+        self.tokens = int(lengths.sum())
+        mean_length = self.tokens // lengths.numel()
+        self.tile = CHUNK
+        while self.tile < LONGEST_TILE and 8 * self.tile <= mean_length:
+            self.tile *= 2
+        tiles = (lengths + (self.tile - 1)) // self.tile
+        padding = tiles * self.tile - lengths
+        # Few long runs are quicker to copy, many short ones to index.
+        self.layout = _Copied(lengths, padding) if mean_length >= COPY_FROM_LENGTH else _Indexed(lengths, padding)
+        self.padded_tokens = self.tokens + int(padding.sum())
+        self.rows = _Rows(tiles, self.padded_tokens // self.tile)
+
+    def scan(self, x: Tensor, decays: Sequence[Tensor], scans: Sequence[Tensor], padded: Tensor, work: Tensor) -> None:
+        """Write the scan of x for each decay into `scans`; padded and work are room for padded_tokens or more."""
+        padded, work = padded[: self.padded_tokens], work[: self.padded_tokens]
+        self.layout.pad(x.to(padded.dtype), padded)
+        for decay, scan in zip(decays, scans, strict=True):
+            self.rows.scan(padded.view(-1, self.tile), decay, work.view(-1, self.tile))
+            self.layout.unpad(work, scan)
+
+
+class _Rows:
+    """Responses padded to whole rows: response s has counts[s] of the N rows, one after another."""
+
+    def __init__(self, counts: Tensor, rows: int) -> None:
+        self.counts = counts
+        self.owner = torch.arange(counts.numel(), device=counts.device).repeat_interleave(counts, output_size=rows)
+        self.last = counts[counts > 0].cumsum(0) - 1
+
+    def scan(self, x: Tensor, decay: Tensor, out: Tensor) -> Tensor:
+        """Scan x [N, width], width a power of two, with a decay for each response [S], into out [N, width]."""
+        rows, width = x.shape
+        if width == 1:
+            out.copy_(x)
+            if rows > self.last.numel():
+                suffix_scan_(out.view(-1), self.counts, [decay])
+            return out
+        size = min(width, CHUNK)
+        # Powers come from float64: in float32 the rounding of the decay would be raised to the power as well.
+        falling = decay[:, None] ** torch.arange(size, -1, -1, device=x.device, dtype=torch.float64)
+        falling = falling.to(x.dtype)
+        chunks = x.view(rows, width // size, size), out.view(rows, width // size, size)
+        torch.bmm(chunks[0], _triangular(falling[:, 1:])[self.owner], out=chunks[1])
+        heads = chunks[1][:, :, 0].contiguous()
+        carry = self._following(self.scan(heads, decay**size, torch.empty_like(heads)))
+        chunks[1].addcmul_(carry.unsqueeze(2), falling[self.owner, None, :-1])
+        return out
+
+    def _following(self, x: Tensor) -> Tensor:
+        """What stands after each entry of x [N, chunks], 0 at the end of a response."""
+        following = x.flatten().roll(-1).view(x.shape)
+        following[self.last, -1] = 0
+        return following
 
 
 def _triangular(falling: Tensor) -> Tensor:
     """Powers a^(K-1) .. a^0 [S, K] -> matrices M [S, K, K] with M[j, i] = a^(j - i) where j >= i, else 0."""
-    padded = torch.nn.functional.pad(falling, (0, CHUNK - 1))
-    return padded.unfold(1, CHUNK, 1).flip(1)
+    size = falling.shape[1]
+    padded = torch.nn.functional.pad(falling, (0, size - 1))
+    return padded.unfold(1, size, 1).flip(1)
 
 
 class _Copied:
@@ -70,32 +127,30 @@ class _Copied:
     def __init__(self, lengths: Tensor, padding: Tensor) -> None:
         self.sizes = torch.stack([lengths, padding], dim=1).flatten().tolist()
 
-    def pad(self, x: Tensor) -> Tensor:
-        zeros = x.new_zeros(max(self.sizes[1::2]))
+    def pad(self, x: Tensor, out: Tensor) -> None:
+        zeros = out.new_zeros(max(self.sizes[1::2]))
         pieces: list[Tensor] = []
         for response, padding in zip(x.split(self.sizes[::2]), self.sizes[1::2], strict=True):
             pieces += (response, zeros[:padding])
-        return torch.cat(pieces)
+        torch.cat(pieces, out=out)
 
-    def unpad(self, y: Tensor) -> Tensor:
-        return torch.cat(y.split(self.sizes)[::2])
+    def unpad(self, x: Tensor, out: Tensor) -> None:
+        torch.cat(x.to(out.dtype).split(self.sizes)[::2], out=out)
 
 
 class _Indexed:
     """Room for padding after each response, by the place of every token."""
 
     def __init__(self, lengths: Tensor, padding: Tensor) -> None:
-        ends = lengths.cumsum(0)
-        tokens = int(ends[-1]) if ends.numel() else 0
+        tokens = int(lengths.sum())
         self.slots = (padding.cumsum(0) - padding).repeat_interleave(lengths, output_size=tokens)
         self.slots += torch.arange(tokens, device=lengths.device)
-        self.total = tokens + int(padding.sum())
 
-    def pad(self, x: Tensor) -> Tensor:
-        return x.new_zeros(self.total).index_copy_(0, self.slots, x)
+    def pad(self, x: Tensor, out: Tensor) -> None:
+        out.zero_().index_copy_(0, self.slots, x)
 
-    def unpad(self, y: Tensor) -> Tensor:
-        return y.index_select(0, self.slots)
+    def unpad(self, x: Tensor, out: Tensor) -> None:
+        torch.index_select(x.to(out.dtype), 0, self.slots, out=out)
 
 
 def _matmul_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -134,7 +134,7 @@ def _wait(ranks: list[Any], failures: Any) -> None:
     running = {rank.sentinel: rank for rank in ranks}
     while running:
         for sentinel in multiprocessing.connection.wait(list(running)):
-            rank = running.pop(sentinel)  # type: ignore[index]
+            rank = running.pop(sentinel)
             rank.join()
             if rank.exitcode == 0:
                 continue

@@ -47,16 +47,13 @@ class EvalSet(Section):
     limit: int | None = Field(None, ge=1, description="only the first rows")
 
 
-class DataConfig(Section):
-    """The data of a run; files are .jsonl, .jsonl.gz or .parquet with a problem and an answer a row."""
+class ProblemsConfig(Section):
+    """Problems and how they are put; files are .jsonl, .jsonl.gz or .parquet with a problem and an answer a row."""
 
-    train: Path
-    eval: tuple[EvalSet, ...] = ()
+    eval: tuple[EvalSet, ...] = Field((), description="sets that evaluations answer")
     fields: FieldNames = FieldNames()
     prompt: PromptTemplate = PromptTemplate()
-    max_prompt_tokens: int = Field(2048, ge=1, description="a longer prompt is an error, unless drop_long_prompts")
-    drop_long_prompts: bool = Field(False, description="leave training rows with too long prompts out instead")
-    shuffle: bool = Field(True, description="a new permutation every epoch; false: the order of the file")
+    max_prompt_tokens: int = Field(2048, ge=1, description="tokens of a prompt; a longer one is an error")
 
     @field_validator("eval")
     @classmethod
@@ -65,3 +62,17 @@ class DataConfig(Section):
         if len(set(names)) < len(names):
             raise ValueError(f"names {', '.join(names)} are not all different: give each set its own")
         return value
+
+
+class DataConfig(ProblemsConfig):
+    """The data of a training run; files are .jsonl, .jsonl.gz or .parquet with a problem and an answer a row."""
+
+    train: Path = Field(description="problems to train on")
+    drop_long_prompts: bool = Field(False, description="leave training rows with too long prompts out instead")
+    shuffle: bool = Field(True, description="a new permutation every epoch; false: the order of the file")
+
+
+class EvaluationDataConfig(ProblemsConfig):
+    """The data of an evaluation; files are .jsonl, .jsonl.gz or .parquet with a problem and an answer a row."""
+
+    eval: tuple[EvalSet, ...] = Field(min_length=1, description="sets to answer")

@@ -59,7 +59,7 @@ class OptimizerSettings(Section):
     beta2: float = Field(0.95, ge=0, lt=1)
     eps: float = Field(1e-8, gt=0)
     clip_grad: float = Field(1.0, ge=0, description="global gradient-norm limit; 0 switches it off")
-    distributed: bool = Field(True, description="Megatron's distributed optimizer (states cut over data parallel ranks)")
+    distributed: bool = Field(True, description="Megatron's distributed optimizer: states cut over data-parallel ranks")
 
     @model_validator(mode="after")
     def _decay_has_length(self) -> "OptimizerSettings":

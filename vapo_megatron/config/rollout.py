@@ -79,7 +79,7 @@ class RolloutConfig(Section):
 
 
 _SET_BY_US = {
-    "host": "servers listen on 127.0.0.1",
+    "host": "127.0.0.1, or the node's own address where ranks are on several nodes",
     "port": "a free one is taken",
     "nnodes": "one server lives on one node",
     "model_path": "use model.path",

@@ -3,6 +3,7 @@
 from pydantic import Field, model_validator
 
 from vapo_megatron.config.base import Section
+from vapo_megatron.config.data import PromptTemplate
 
 
 class RunConfig(Section):
@@ -61,6 +62,7 @@ class SftDataConfig(Section):
     steps: int | None = Field(None, ge=1, description="optimizer steps; default: epochs over the file")
     epochs: int = Field(1, ge=1)
     max_tokens: int = Field(4096, ge=2, description="prompt and response together")
+    prompt: PromptTemplate = PromptTemplate()
 
     @model_validator(mode="after")
     def _one_length(self) -> "SftDataConfig":

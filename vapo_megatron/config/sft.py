@@ -1,7 +1,6 @@
 """The config of `vapo-megatron sft`."""
 
 from vapo_megatron.config.base import Section
-from vapo_megatron.config.data import PromptTemplate
 from vapo_megatron.config.model import ActorConfig, ModelConfig
 from vapo_megatron.config.monitoring import MonitoringConfig
 from vapo_megatron.config.run import ClusterConfig, RunConfig, SftDataConfig
@@ -15,5 +14,4 @@ class SftConfig(Section):
     model: ModelConfig
     actor: ActorConfig = ActorConfig()
     data: SftDataConfig
-    prompt: PromptTemplate = PromptTemplate()
     monitoring: MonitoringConfig = MonitoringConfig()

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from vapo_megatron.config.algorithm import AlgorithmConfig, ValuePretrainingConfig
 from vapo_megatron.config.base import Section
-from vapo_megatron.config.data import DataConfig, EvalSet, FieldNames, PromptTemplate
+from vapo_megatron.config.data import DataConfig, EvaluationDataConfig
 from vapo_megatron.config.model import ActorConfig, CriticConfig, ModelConfig
 from vapo_megatron.config.monitoring import MonitoringConfig
 from vapo_megatron.config.reward import RewardConfig
@@ -53,11 +53,13 @@ class EvaluateConfig(Section):
 
     run: RunConfig = RunConfig(name="evaluation")
     model: ModelConfig
-    sets: tuple[EvalSet, ...] = Field(min_length=1, description="problems to answer")
-    fields: FieldNames = FieldNames()
-    prompt: PromptTemplate = PromptTemplate()
-    max_prompt_tokens: int = Field(2048, ge=1)
+    data: EvaluationDataConfig
     sampling: SamplingConfig
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
-    monitoring: MonitoringConfig = MonitoringConfig()
+
+    @model_validator(mode="after")
+    def _engines_read_the_checkpoint(self) -> Self:
+        if self.rollout.load_format == "dummy":
+            raise ValueError("rollout.load_format=dummy leaves the engines without the checkpoint's weights: set auto")
+        return self

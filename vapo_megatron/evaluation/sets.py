@@ -43,7 +43,8 @@ class SetResult:
         """For people."""
         return (
             f"{when}: {self.name} avg@{self.samples} {self.avg_at_k:.3f} [{self.low:.3f}, {self.high:.3f}], "
-            f"pass@{self.samples} {self.pass_at_k:.3f}, maj@{self.samples} {self.maj_at_k:.3f} on {self.problems} problems"
+            f"pass@{self.samples} {self.pass_at_k:.3f}, maj@{self.samples} {self.maj_at_k:.3f} "
+            f"on {self.problems} problems"
         )
 
     def as_dict(self) -> dict[str, Any]:

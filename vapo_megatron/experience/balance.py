@@ -74,8 +74,8 @@ def plan_microbatches(
     longest = max((tokens for _, tokens, _ in items), default=0)
     if longest > budget:
         raise BadInput(
-            f"max_tokens_per_microbatch={max_tokens} is below the {longest + total_alignment - alignment} tokens of the "
-            "longest sample of this rollout: raise it, or lower sampling.max_new_tokens"
+            f"max_tokens_per_microbatch={max_tokens} is below the {longest + total_alignment - alignment} tokens of "
+            "the longest sample of this rollout: raise it, or lower sampling.max_new_tokens"
         )
     by_sample = {item[2]: item for item in items}
     ranks = _spread(items, dp_size, None)

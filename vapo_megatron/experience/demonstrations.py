@@ -22,7 +22,7 @@ def read_demonstrations(
     """
     if not path.is_file():
         raise BadInput(f"data.path: there is no file {path}: give a jsonl with the fields problem and response")
-    samples = []
+    samples: list[Sample] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
@@ -37,8 +37,8 @@ def read_demonstrations(
         response_ids = [*encode_response(row["response"]), eos_token_id]
         if len(prompt_ids) + len(response_ids) > max_tokens:
             raise BadInput(
-                f"{path}:{number}: {len(prompt_ids) + len(response_ids)} tokens are above data.max_tokens={max_tokens}: "
-                "raise it or drop the row"
+                f"{path}:{number}: {len(prompt_ids) + len(response_ids)} tokens are above "
+                f"data.max_tokens={max_tokens}: raise it or drop the row"
             )
         prompt = Prompt(str(row.get("id", number)), row["problem"], "", prompt_ids, cursor=len(samples))
         samples.append(

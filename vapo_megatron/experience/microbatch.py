@@ -47,7 +47,7 @@ def _round_up(n: int, multiple: int) -> int:
 
 
 def padded_lengths(lengths: Sequence[int], alignment: int, total_alignment: int) -> list[int]:
-    """Positions of each sequence once padded: each to `alignment`, the last one so that the sum fits `total_alignment`."""
+    """Positions of each sequence once padded: to `alignment`, the last one so that the sum fits `total_alignment`."""
     padded = [_round_up(max(n, 1), alignment) for n in lengths] or [alignment]
     padded[-1] += -sum(padded) % total_alignment
     return padded

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vapo_megatron.config.data import DataConfig, EvalSet
+from vapo_megatron.config.data import DataConfig, EvalSet, ProblemsConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.rows import Problem, read_problems
 from vapo_megatron.experience.sample import Prompt
@@ -30,18 +30,18 @@ def train_prompts(config: DataConfig, tokenizer: TextTokenizer) -> list[Prompt]:
                 "raise it"
             )
         return short
-    _refuse_long(prompts, problems, config)
+    _refuse_long(prompts, problems, config, "set data.drop_long_prompts=true")
     return prompts
 
 
-def eval_prompts(evaluation: EvalSet, config: DataConfig, tokenizer: TextTokenizer) -> list[Prompt]:
+def eval_prompts(evaluation: EvalSet, config: ProblemsConfig, tokenizer: TextTokenizer) -> list[Prompt]:
     """The prompts of one evaluation set in the order of its file, their cursors 0.
 
     Raises BadInput as train_prompts does; evaluation problems are never left out.
     """
     problems = read_problems(evaluation.path, config.fields, evaluation.limit)
     prompts = [_prompt(problem, tokenizer, evaluation.name) for problem in problems]
-    _refuse_long(prompts, problems, config)
+    _refuse_long(prompts, problems, config, "remove the row")
     return prompts
 
 
@@ -50,12 +50,12 @@ def _prompt(problem: Problem, tokenizer: TextTokenizer, source: str) -> Prompt:
     return Prompt(id=problem.id, problem=problem.problem, answer=problem.answer, token_ids=ids, source=source)
 
 
-def _refuse_long(prompts: Sequence[Prompt], problems: Sequence[Problem], config: DataConfig) -> None:
+def _refuse_long(prompts: Sequence[Prompt], problems: Sequence[Problem], config: ProblemsConfig, instead: str) -> None:
     for prompt, problem in zip(prompts, problems, strict=True):
         if len(prompt.token_ids) > config.max_prompt_tokens:
             raise BadInput(
                 f"{problem.place}: the prompt of row {prompt.id} has {len(prompt.token_ids)} tokens, more than "
-                f"data.max_prompt_tokens={config.max_prompt_tokens}; raise it, or set data.drop_long_prompts=true"
+                f"data.max_prompt_tokens={config.max_prompt_tokens}; raise it, or {instead}"
             )
 
 

@@ -22,6 +22,6 @@ def local_positions(lengths: list[int], cp: int, rank: int) -> Tensor:
 
 
 def natural_order(lengths: list[int], cp: int) -> Tensor:
-    """Index i such that gathered[i] is in natural packed order, gathered being all ranks' tokens rank by rank. int64 [T]."""
+    """Index i such that gathered[i] is in natural packed order; gathered is the ranks' tokens, rank by rank. [T]."""
     held = torch.cat([local_positions(lengths, cp, rank) for rank in range(cp)])
     return held.argsort()

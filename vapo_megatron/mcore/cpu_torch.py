@@ -220,7 +220,7 @@ def _patch_once() -> None:
         importlib.import_module("megatron.core." + name)
     # On a machine without CUDA these two can do nothing but raise.
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
-    torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
+    torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     import megatron.core.tensor_parallel.random as random
 
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()

@@ -131,7 +131,7 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
 
 
 class ValueHead(torch.nn.Module):
-    """A scalar for each position, in fp32. Weight [1, hidden] and bias [1] are whole on every rank of the last stage."""
+    """A scalar for each position, in fp32; weight [1, hidden] and bias [1] are whole on every last-stage rank."""
 
     def __init__(self, config: Any, tp_group: Any) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ Head = Literal["lm", "value"]
 
 
 def check_model_layout(spec: ModelSpec, layout: LayoutConfig, name: str) -> None:
-    """Raises BadInput where a model cannot be cut as the layout asks. name is the config section, 'actor' or 'critic'."""
+    """Raises BadInput where a model cannot be cut as the layout asks; name is the config section."""
     for what, count in (
         ("attention heads", spec.num_heads),
         ("key-value heads", spec.num_kv_heads),

@@ -7,7 +7,7 @@ function of local tensors; everything about layout stays in here.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,8 @@ class TokenLoss(Protocol):
     sums and maxima name the figures it returns: sums are added up over all ranks and micro-batches, maxima compared.
     """
 
-    sums: Sequence[str]
-    maxima: Sequence[str]
+    sums: ClassVar[Sequence[str]]
+    maxima: ClassVar[Sequence[str]]
 
     def __call__(self, outputs: Tensor, take: Callable[[Tensor], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """outputs: [t, 2] log-probs and entropies, or [t, 1] values, float32, of the local positions; take brings a
@@ -196,7 +196,7 @@ class Trainable:
         # Before the update, so that the first of n warm-up steps is made with lr / n and not with 0.
         self.scheduler.step(1)
         _, grad_norm, _ = self.optimizer.step()
-        figures = {}
+        figures: dict[str, float] = {}
         if loss.sums:
             summed = _sum_over_ranks(torch.stack([totals[name].cpu() for name in loss.sums]))
             figures |= dict(zip(loss.sums, summed.tolist(), strict=True))

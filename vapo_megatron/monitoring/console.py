@@ -6,12 +6,14 @@ and progress as a line from time to time.
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from rich.text import Text
 
 from vapo_megatron.monitoring import names
@@ -65,6 +67,16 @@ class RunConsole:
     def note(self, text: str) -> None:
         """A remark between the lines of the table."""
         self._print(text, "dim")
+
+    def table(self, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """A table with its first column to the left and figures to the right."""
+        table = Table(box=box.SIMPLE_HEAD)
+        for column, title in enumerate(titles):
+            table.add_column(title, justify="right" if column else "left", no_wrap=True)
+        for row in rows:
+            table.add_row(*map(Text, row))
+        self._console.print(table)
+        self._console.file.flush()
 
     def alarm(self, text: str) -> None:
         """A line that must not be overlooked."""

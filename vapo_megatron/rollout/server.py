@@ -67,6 +67,8 @@ class EngineServer:
         log_file: gets the server's output.
         devices: indices of the GPUs it uses, as this process counts them; None without GPUs.
         weight_version: what the samples from the weights in model_path are marked with.
+        host: address of this machine on which the server listens; another than the default where ranks of other
+            machines are to reach it.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class EngineServer:
         log_file: Path,
         devices: Sequence[int] | None = None,
         weight_version: int = 0,
+        host: str = "127.0.0.1",
     ) -> None:
         self._model_path = Path(model_path)
         self._config = config
@@ -84,6 +87,7 @@ class EngineServer:
         self._log_file = log_file
         self._devices = devices
         self._weight_version = weight_version
+        self._host = host
         self._scratch: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._port = 0
@@ -92,7 +96,7 @@ class EngineServer:
     @property
     def address(self) -> EngineAddress:
         """Valid once started."""
-        return EngineAddress(f"http://127.0.0.1:{self._port}", str(self._log_file))
+        return EngineAddress(f"http://{self._host}:{self._port}", str(self._log_file))
 
     @property
     def pid(self) -> int:
@@ -109,7 +113,7 @@ class EngineServer:
         self._started_at = time.monotonic()
         with socket.socket() as listener, self._log_file.open("wb") as log:
             # Bound here and inherited: nobody else can get the port. Not listening yet: early calls are refused.
-            listener.bind(("127.0.0.1", 0))
+            listener.bind((self._host, 0))
             self._port = listener.getsockname()[1]
             self._process = subprocess.Popen(
                 [
@@ -217,7 +221,7 @@ class EngineServer:
         config = self._config
         args: dict[str, object] = {
             "model_path": self._model_path,
-            "host": "127.0.0.1",
+            "host": self._host,
             "port": self._port,
             "dtype": self._dtype,
             "load_format": config.load_format,

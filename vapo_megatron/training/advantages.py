@@ -21,7 +21,9 @@ def estimate_advantages(run: Run, batch: ExperienceBatch) -> None:
         if config.uses_critic:
             gae(batch, rewards, config)
             lam = policy_lambda(batch, config.advantage)
-            run.recorder.add({"advantage/lambda_mean": float(lam.mean()), "advantage/lambda_clamped": clamped(batch, lam)})
+            run.recorder.add(
+                {"advantage/lambda_mean": float(lam.mean()), "advantage/lambda_clamped": clamped(batch, lam)}
+            )
         else:
             batch.token_fields["advantages"] = without_critic(batch, rewards, config.advantage)
         whiten(batch, config.advantage)

@@ -15,7 +15,8 @@ def broadcast_batch(batch: ExperienceBatch | None) -> ExperienceBatch:
     if batch is not None:
         shapes = [[(name, tensor.shape, tensor.dtype) for name, tensor in batch.tensors().items()]]
     dist.broadcast_object_list(shapes, src=0)
-    device, received = current_platform().device, {}
+    device = current_platform().device
+    received: dict[str, Any] = {}
     for name, shape, dtype in shapes[0]:
         # bool has no collective of its own in every backend.
         wire = torch.uint8 if dtype == torch.bool else dtype

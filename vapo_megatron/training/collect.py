@@ -16,8 +16,10 @@ def collect(run: Run) -> ExperienceBatch:
     batch = None
     if dist.get_rank() == 0:
         dynamic = run.config.algorithm.dynamic_sampling
-        samples = collect_informative(run, dynamic) if dynamic.enabled else collect_groups(
-            run, run.config.batch.prompts_per_step
+        samples = (
+            collect_informative(run, dynamic)
+            if dynamic.enabled
+            else collect_groups(run, run.config.batch.prompts_per_step)
         )
         run.recorder.samples(run.step, samples)
         batch = from_samples(samples)
@@ -25,7 +27,9 @@ def collect(run: Run) -> ExperienceBatch:
         batch = broadcast_batch(batch)
     run.remember_probe(batch)
     run.recorder.add(rollout_figures(batch))
-    run.recorder.add({"rollout/tokens": float(batch.response_tokens), "rollout/weight_version": float(run.engines.version)})
+    run.recorder.add(
+        {"rollout/tokens": float(batch.response_tokens), "rollout/weight_version": float(run.engines.version)}
+    )
     return batch
 
 

@@ -1,11 +1,12 @@
 """The engines of a run: started by the ranks that own them, asked for responses by rank 0, fed with weights by all.
 
-With GPUs, `rollout.tp` consecutive ranks share their GPUs with one engine, which the first of them owns. Without, engine
-e belongs to rank e.
+With GPUs, `rollout.tp` consecutive ranks share their GPUs with one engine, which the first of them owns. Without, each
+of the first ranks owns one.
 """
 
 import asyncio
 import itertools
+import socket
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,7 @@ class Engines:
         self._dispatcher: Dispatcher | None = None
         self.version = 0
         rank, platform = dist.get_rank(), current_platform()
+        host = _reachable_host()
         self._group = _engine_group(config.tp) if platform.is_cuda else None
         index = rank // config.tp if platform.is_cuda else rank
         owns = rank % config.tp == 0 if platform.is_cuda else rank < config.engines
@@ -51,7 +53,7 @@ class Engines:
             if platform.is_cuda:
                 first = torch.cuda.current_device()
                 devices = range(first, first + config.tp)
-            self._server = EngineServer(model_dir, config, dtype, log_dir / f"engine_{index}.log", devices)
+            self._server = EngineServer(model_dir, config, dtype, log_dir / f"engine_{index}.log", devices, host=host)
             self._server.start()
 
     def wait_until_ready(self) -> None:
@@ -184,6 +186,13 @@ class Engines:
             f"log-probs of engine and trainer differ by {largest:.3g} after the hand-over of version {self.version} "
             f"(rollout.sync.tolerance {tolerance:g}): {what}{more}"
         )
+
+
+def _reachable_host() -> str:
+    """Collective: the address under which rank 0 reaches a server of this rank."""
+    names: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(names, socket.gethostname())
+    return "127.0.0.1" if len(set(names)) == 1 else socket.gethostbyname(socket.gethostname())
 
 
 def _engine_group(tp: int) -> Any:

@@ -1,12 +1,13 @@
 """Evaluation inside a run: the sets of data.eval on the engines and weights of training."""
 
+import json
+from typing import TYPE_CHECKING
+
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.rollout import SamplingConfig
 from vapo_megatron.evaluation.sets import SetResult, answer_set
 from vapo_megatron.experience.prompts import eval_prompts
 from vapo_megatron.rewards.grading import grade_samples
-from typing import TYPE_CHECKING
-import json
 
 if TYPE_CHECKING:
     from vapo_megatron.training.run import Run

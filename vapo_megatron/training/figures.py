@@ -58,9 +58,13 @@ def value_figures(values: Tensor, returns: Tensor, cu_seqlens: Tensor) -> dict[s
         cu_seqlens: int64 [S + 1].
     """
     biases = bias_by_position(values, returns, cu_seqlens, tuple(p / 100 for p in names.BIAS_POSITIONS))
-    figures = {names.EXPLAINED_VARIANCE: float(explained_variance(values, returns, torch.ones_like(values))), "critic/value_mean": float(values.mean())}
+    figures = {
+        names.EXPLAINED_VARIANCE: float(explained_variance(values, returns)),
+        "critic/value_mean": float(values.mean()),
+    }
     return figures | {
-        f"{names.VALUE_BIAS}{position}": float(bias) for position, bias in zip(names.BIAS_POSITIONS, biases, strict=True)
+        f"{names.VALUE_BIAS}{position}": float(bias)
+        for position, bias in zip(names.BIAS_POSITIONS, biases, strict=True)
     }
 
 

@@ -4,7 +4,7 @@ Each holds tensors over the whole batch's response tokens [T]; what lies outside
 formulas are those of vapo_megatron.algorithms; here they only meet the layout through `take`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -34,7 +34,7 @@ class PolicyLoss:
     nll_weights: Tensor
     mean_weights: Tensor
 
-    sums: ClassVar = (
+    sums: ClassVar[Sequence[str]] = (
         "policy_loss",
         "nll_loss",
         "update_entropy",
@@ -43,7 +43,7 @@ class PolicyLoss:
         "ratio_mean",
         "approx_kl",
     )
-    maxima: ClassVar = ("ratio_max",)
+    maxima: ClassVar[Sequence[str]] = ("ratio_max",)
 
     def __call__(self, outputs: Tensor, take: Take) -> tuple[Tensor, dict[str, Tensor]]:
         """outputs [t, 2]: log-probs and entropies."""
@@ -96,8 +96,8 @@ class ValueLoss:
     old_values: Tensor
     weights: Tensor
 
-    sums: ClassVar = ("value_loss",)
-    maxima: ClassVar = ()
+    sums: ClassVar[Sequence[str]] = ("value_loss",)
+    maxima: ClassVar[Sequence[str]] = ()
 
     def __call__(self, outputs: Tensor, take: Take) -> tuple[Tensor, dict[str, Tensor]]:
         """outputs [t, 1]: values."""
@@ -120,8 +120,8 @@ class NegativeLogLikelihood:
 
     weights: Tensor
 
-    sums: ClassVar = ("nll_loss", "entropy")
-    maxima: ClassVar = ()
+    sums: ClassVar[Sequence[str]] = ("nll_loss", "entropy")
+    maxima: ClassVar[Sequence[str]] = ()
 
     def __call__(self, outputs: Tensor, take: Take) -> tuple[Tensor, dict[str, Tensor]]:
         """outputs [t, 2]: log-probs and entropies."""

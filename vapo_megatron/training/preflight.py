@@ -1,9 +1,8 @@
 """What can be known to fail before anything is started is found here."""
 
-import os
-import shutil
 from pathlib import Path
 
+from vapo_megatron.config.run_directory import check_room
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
@@ -13,30 +12,47 @@ from vapo_megatron.mcore.layer_spec import uses_transformer_engine
 from vapo_megatron.mcore.mesh import check_layout
 from vapo_megatron.mcore.model import check_model_layout
 from vapo_megatron.mcore.platform import current_platform
+from vapo_megatron.rewards.pool import VerifierPool
+from vapo_megatron.rollout.context import check_context
 from vapo_megatron.training.sft import load_demonstrations
+from vapo_megatron.weights.load import check_weights
 from vapo_megatron.weights.spec import ModelSpec, read_spec
-
-# Metrics, samples, logs and a report; checkpoints come on top.
-_ROOM_BYTES = 64 << 20
 
 
 def check_train(config: TrainConfig, world_size: int) -> None:
     """Raises BadInput for anything in a training config that cannot work with these files on this many ranks."""
     spec = read_spec(Path(config.model.path))
-    for name, section in (("actor", config.actor), ("critic", config.critic)):
-        if name == "actor" or config.algorithm.uses_critic:
-            check_layout(section.layout, world_size, name)
-            check_model_layout(spec, section.layout, name)
+    check_layout(config.actor.layout, world_size, "actor")
+    check_model_layout(spec, config.actor.layout, "actor")
+    if config.algorithm.uses_critic:
+        critic_spec = check_critic_source(config, spec)
+        check_layout(config.critic.layout, world_size, "critic")
+        check_model_layout(critic_spec, config.critic.layout, "critic")
     uses_transformer_engine(config.model.attention, current_platform())
     check_rollout_groups(config, world_size)
     check_lengths(config, spec)
+    check_weights(Path(config.model.path), spec, "lm")
     if config.algorithm.uses_critic and config.critic.init_path:
-        read_spec(Path(config.critic.init_path))
+        check_weights(Path(config.critic.init_path), critic_spec, "value", value_head="saved")
     tokenizer = TextTokenizer(Path(config.model.path), config.data.prompt)
     train_prompts(config.data, tokenizer)
     for evaluation in config.data.eval:
         eval_prompts(evaluation, config.data, tokenizer)
+    VerifierPool(config.reward).close()  # a function of the user's must be importable
     check_room(Path(config.run.directory), checkpoint_bytes(config, spec))
+
+
+def check_critic_source(config: TrainConfig, policy: ModelSpec) -> ModelSpec:
+    """The critic's spec. Raises BadInput where critic.init_path cannot value the policy's tokens."""
+    if not config.critic.init_path:
+        return policy
+    spec = read_spec(Path(config.critic.init_path))
+    if spec.vocab_size != policy.vocab_size:
+        raise BadInput(
+            f"critic.init_path={config.critic.init_path}: it has {spec.vocab_size} words and model.path has "
+            f"{policy.vocab_size}: give a critic with the policy's tokenizer"
+        )
+    return spec
 
 
 def check_sft(config: SftConfig, world_size: int) -> None:
@@ -45,20 +61,24 @@ def check_sft(config: SftConfig, world_size: int) -> None:
     check_layout(config.actor.layout, world_size, "actor")
     check_model_layout(spec, config.actor.layout, "actor")
     uses_transformer_engine(config.model.attention, current_platform())
+    check_weights(Path(config.model.path), spec, "lm")
     load_demonstrations(config)
     check_room(Path(config.run.directory), spec.parameter_count() * bytes_per_weight(config.model.dtype))
 
 
 def check_lengths(config: TrainConfig, spec: ModelSpec) -> None:
     """Raises BadInput where prompt and response cannot fit the model's context or a micro-batch."""
-    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
-    if longest > spec.max_position_embeddings:
-        raise BadInput(
-            f"data.max_prompt_tokens {config.data.max_prompt_tokens} + sampling.max_new_tokens "
-            f"{config.sampling.max_new_tokens} = {longest} is above the model's context of "
-            f"{spec.max_position_embeddings} tokens: lower one of them"
-        )
+    prompt = config.data.max_prompt_tokens
+    for key, new_tokens in (
+        ("sampling.max_new_tokens", config.sampling.max_new_tokens),
+        ("evaluation.max_new_tokens", config.evaluation.max_new_tokens),
+    ):
+        if new_tokens is not None:
+            check_context(prompt, key, new_tokens, config.rollout, spec.max_position_embeddings)
+    longest = prompt + config.sampling.max_new_tokens
     for name, section in (("actor", config.actor), ("critic", config.critic)):
+        if name == "critic" and not config.algorithm.uses_critic:
+            continue
         room = section.max_tokens_per_microbatch * section.layout.cp
         if longest > room:
             raise BadInput(
@@ -85,18 +105,3 @@ def checkpoint_bytes(config: TrainConfig, spec: ModelSpec) -> int:
     """Bytes that the last export takes at least."""
     models = 2 if config.algorithm.uses_critic and config.export.critic else 1
     return models * spec.parameter_count() * bytes_per_weight(config.model.dtype)
-
-
-def check_room(run_dir: Path, wanted: int) -> None:
-    """Raises BadInput where the run directory cannot be written or its disk has too little room for the results."""
-    parent = run_dir
-    while not parent.exists():
-        parent = parent.parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise BadInput(f"run.root: {parent} cannot be written: choose a folder that this user may write")
-    free = shutil.disk_usage(parent).free
-    if free < wanted + _ROOM_BYTES:
-        raise BadInput(
-            f"run.root: {parent} has {free / 2**30:.2f} GiB free, the run needs at least "
-            f"{(wanted + _ROOM_BYTES) / 2**30:.2f} GiB: make room, or set run.root to another disk"
-        )

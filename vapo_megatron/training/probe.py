@@ -14,7 +14,16 @@ def probe_batch(sequences: Sequence[Sequence[int]]) -> ExperienceBatch:
     return from_samples(
         [
             Sample(
-                Prompt(str(i), "", "", (ids[0],)), i, 0, 0, list(ids[1:]), [0.0] * (len(ids) - 1), "stop", 0, 0, reward=0.0
+                Prompt(str(i), "", "", (ids[0],)),
+                i,
+                0,
+                0,
+                list(ids[1:]),
+                [0.0] * (len(ids) - 1),
+                "stop",
+                0,
+                0,
+                reward=0.0,
             )
             for i, ids in enumerate(sequences)
         ]

@@ -136,11 +136,15 @@ class Run:
 
     def save(self, name: str, critic_only: bool = False) -> None:
         """Collective: checkpoints/<name>/actor and critic."""
-        folder = self.run_dir / "checkpoints" / name
-        if not critic_only:
-            save_hf(self.actor.chunks, self.spec, self.actor.mesh, "lm", self.model_dir, folder / "actor")
-        if self.critic is not None and self.config.export.critic:
-            save_hf(self.critic.chunks, self.spec, self.critic.mesh, "value", self.model_dir, folder / "critic")
+        for model in self.models():
+            if (model.name == "actor" and critic_only) or (model.name == "critic" and not self.config.export.critic):
+                continue
+            folder = self.run_dir / "checkpoints" / name / model.name
+            save_hf(model.chunks, model.spec, model.mesh, model.head, self.source_dir(model.name), folder)
+
+    def source_dir(self, name: str) -> Path:
+        """The Hugging Face directory that a model started from."""
+        return Path(self.config.critic.init_path or self.model_dir) if name == "critic" else self.model_dir
 
     def models(self) -> list[Trainable]:
         """Actor, and critic where there is one."""
@@ -165,7 +169,7 @@ class Run:
         """Draw the report and say where everything lies."""
         self.recorder.report()
         rows = read_metrics(self.run_dir) if self.recorder.speaks else []
-        reached = {
+        reached: dict[str, object] = {
             name: f"{found[0]:.3f} -> {found[-1]:.3f}"
             for name in sorted({name for row in rows for name in row if "/avg@" in name})
             if (found := [row[name] for row in rows if name in row])
@@ -201,19 +205,26 @@ class Run:
     def _load(self, name: str, meshes: dict[str, Mesh]) -> Trainable:
         config = self.config
         section = config.actor if name == "actor" else config.critic
+        source = self.source_dir(name)
+        spec = read_spec(source)
         key = section.layout.model_dump_json()
         if key not in meshes:
             meshes[key] = make_mesh(section.layout, name)
         head: Head = "lm" if name == "actor" else "value"
+        mesh, seed = meshes[key], config.run.seed
         model = Trainable(
-            self.spec, config.model, section, meshes[key], head, name=name, seed=config.run.seed,
-            temperature=config.sampling.temperature,
+            spec, config.model, section, mesh, head, name=name, seed=seed, temperature=config.sampling.temperature
         )
-        if name == "critic" and config.critic.init_path:
-            load_hf(model.chunks, self.spec, Path(config.critic.init_path), meshes[key], head, value_head="saved")
-        else:
-            std = config.critic.head_init_std
-            load_hf(model.chunks, self.spec, self.model_dir, meshes[key], head, head_init_std=std, seed=config.run.seed)
+        load_hf(
+            model.chunks,
+            spec,
+            source,
+            mesh,
+            head,
+            value_head="saved" if name == "critic" and config.critic.init_path else "new",
+            head_init_std=config.critic.head_init_std,
+            seed=seed,
+        )
         model.prepare()
         model.sleep()
         return model

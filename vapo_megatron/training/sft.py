@@ -26,7 +26,7 @@ def load_demonstrations(config: SftConfig) -> ExperienceBatch:
     Raises:
         BadInput: the file or a row of it cannot be used.
     """
-    tokenizer = TextTokenizer(Path(config.model.path), config.prompt)
+    tokenizer = TextTokenizer(Path(config.model.path), config.data.prompt)
     return from_samples(
         read_demonstrations(
             Path(config.data.path),

@@ -1,6 +1,7 @@
 """The optimizer steps of one iteration: mini-batches of a scored rollout, critic first."""
 
 import zlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -36,7 +37,9 @@ def critic_step(critic: Trainable, batch: ExperienceBatch, samples: list[int], c
     """Collective: one optimizer step of the critic on some samples of a batch with values and returns."""
     fields = batch.token_fields
     weights = token_weights(batch.response_lengths, "token_mean", selected=selection(batch, samples, config))
-    loss = ValueLoss(config.value_loss, fields["returns"], fields["values"], to_tokens(weights, batch.response_cu_seqlens))
+    loss = ValueLoss(
+        config.value_loss, fields["returns"], fields["values"], to_tokens(weights, batch.response_cu_seqlens)
+    )
     return critic.train_step(batch, samples, loss)
 
 
@@ -114,7 +117,7 @@ def minibatches(run: Run, batch: ExperienceBatch, rounds: int, salt: int) -> lis
     return steps
 
 
-def update_figures(name: str, results: list[StepResult], maxima: tuple[str, ...]) -> dict[str, float]:
+def update_figures(name: str, results: list[StepResult], maxima: Sequence[str]) -> dict[str, float]:
     """The row of several optimizer steps of one model."""
     figures = {f"{name}/{key}": value for key, value in mean_of([r.figures for r in results], maxima).items()}
     figures[f"{name}/grad_norm"] = sum(r.grad_norm for r in results) / len(results)

@@ -22,6 +22,7 @@ from vapo_megatron.training.run import Run
 from vapo_megatron.training.updates import critic_step
 
 _HELD_OUT_SHARE = 1 / 8
+_CHECKS = 50
 
 
 def pretrain_value(run: Run) -> None:
@@ -33,8 +34,7 @@ def pretrain_value(run: Run) -> None:
     set_monte_carlo_returns(record, run.config.algorithm)
     train, held_out = split_groups(record, run.config.batch.prompts_per_step, run.config.run.seed)
     updates = replay_order(train, config, run.config.run.seed)
-    # A check for every update that one recorded rollout gives.
-    check_every = max(1, len(train) // config.iterations // config.minibatch_size)
+    check_every = max(1, len(updates) // _CHECKS)
     run.recorder.add(measure(critic, record, held_out))
     run.recorder.write_pretraining(0, 0)
     results: list[dict[str, float]] = []

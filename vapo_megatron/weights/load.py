@@ -61,6 +61,11 @@ def load_hf(
         parameter.copy_(entry.rule.to_shard(sources, spec, mesh.tp_rank, mesh.tp_size))
 
 
+def check_weights(hf_dir: Path, spec: ModelSpec, head: Head, *, value_head: Literal["new", "saved"] = "new") -> None:
+    """Raises BadInput for all that load_hf would; reads the headers of the files alone."""
+    _checked_names(HFTensors(hf_dir), spec, head, value_head)
+
+
 def _checked_names(
     tensors: HFTensors, spec: ModelSpec, head: Head, value_head: Literal["new", "saved"]
 ) -> dict[str, str]:

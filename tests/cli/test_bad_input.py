@@ -1,0 +1,369 @@
+"""Bad input: one line on standard error that names it, exit code 2, no stack trace, nothing written.
+
+In this process, since imports take longer than all cases together; no case gets as far as starting a rank.
+"""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import evaluate_config, make_model, problems, sft_config, train_config, write_config, write_rows
+
+from vapo_megatron import cli
+from vapo_megatron.training import launch
+
+CONFIGS = {"train": train_config, "sft": sft_config, "evaluate": evaluate_config}
+USAGE = namedtuple("USAGE", "total used free")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*_: object) -> None:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(launch, "start_ranks", started)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+class Command:
+    """One of the three commands with a config that works, until a case spoils it."""
+
+    def __init__(self, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.model, self._monkeypatch = folder, model, monkeypatch
+        self.run_dir = folder / "runs" / "tiny"
+
+    def exit_code(self, command: str, *overrides: str, config: Mapping[str, Any] | Path | None = None) -> int:
+        if not isinstance(config, Path):
+            content = config or CONFIGS[command](self.folder, self.model)
+            config = write_config(self.folder / f"{command}.yaml", content)
+        self._monkeypatch.setattr(sys, "argv", ["vapo-megatron", command, str(config), *overrides])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return int(end.value.code or 0)
+
+
+@pytest.fixture
+def command(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    return Command(tmp_path, model, monkeypatch)
+
+
+def assert_refused(command: Command, code: int, error: str, *named: str) -> None:
+    """Exit code 2 and one line that holds every text of `named`; no run directory, whole or in part."""
+    assert code == 2, error
+    lines = error.splitlines()
+    assert len(lines) == 1, error
+    assert lines[0].startswith("vapo-megatron: ") and "Traceback" not in error
+    for text in named:
+        assert text in lines[0]
+    assert not command.run_dir.exists()
+    root = command.folder / "runs"
+    assert not root.exists() or not root.is_dir() or not list(root.iterdir())
+
+
+def test_the_configs_that_the_cases_spoil_are_good(
+    command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    counts: list[int] = []
+    monkeypatch.setattr(launch, "start_ranks", lambda count, *_: counts.append(count))
+    for name, ranks in (("train", 2), ("sft", 1)):
+        assert command.exit_code(name) == 0, capfd.readouterr().err
+        assert counts.pop() == ranks
+        assert [entry.name for entry in command.run_dir.iterdir()] == ["config.yaml"]
+        shutil.rmtree(command.run_dir)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "named"),
+    [
+        ("train", "actor.optimizer.learning_rate=1e-6", ["actor.optimizer.learning_rate", "actor.optimizer.lr"]),
+        ("train", "algorithm.advantage.lambda_polcy=1", ["lambda_polcy", "algorithm.advantage.lambda_policy"]),
+        ("train", "value_pretrainin.iterations=3", ["value_pretrainin", "value_pretraining.iterations"]),
+        ("sft", "data.batchsize=3", ["data.batchsize", "data.batch_size"]),
+        ("evaluate", "data.evals=[]", ["data.evals", "data.eval"]),
+        ("train", "run.steps", ["run.steps", "section.key=value"]),
+        ("train", "run.steps=many", ["run.steps", "'many'", "integer"]),
+        ("train", "run.steps=0", ["run.steps is 0", "greater than or equal to 1"]),
+        ("train", "algorithm.policy_loss.kind=ppo", ["algorithm.policy_loss.kind", "'ppo'", "ppo_clip"]),
+        ("train", "preset=vap", ["preset vap", "vapo"]),
+        ("train", "sampling=[", ["sampling"]),
+        ("train", "algorithm.policy_loss.kind=gspo", ["algorithm.policy_loss", "sequence_mean"]),
+        ("train", "actor.layout.sequence_parallel=true actor.layout.tp=1", ["actor.layout", "sequence_parallel"]),
+        ("evaluate", "rollout.load_format=dummy", ["rollout.load_format=dummy", "auto"]),
+        ("evaluate", "data.eval=[]", ["data.eval", "at least 1"]),
+    ],
+)
+def test_keys_and_values(
+    command: Command, capfd: pytest.CaptureFixture[str], name: str, override: str, named: list[str]
+) -> None:
+    code = command.exit_code(name, *override.split())
+    assert_refused(command, code, capfd.readouterr().err, *named)
+
+
+def test_an_unknown_key_in_the_file_names_file_and_nearest(
+    command: Command, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = train_config(command.folder, command.model)
+    config["batch"]["prompt_per_step"] = config["batch"].pop("prompts_per_step")
+    code = command.exit_code("train", config=config)
+    named = ["train.yaml", "batch.prompt_per_step", "did you mean batch.prompts_per_step"]
+    assert_refused(command, code, capfd.readouterr().err, *named)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_that_is_not_there(command: Command, capfd: pytest.CaptureFixture[str], name: str) -> None:
+    code = command.exit_code(name, config=command.folder / "absent.yaml")
+    assert_refused(command, code, capfd.readouterr().err, "absent.yaml", "no such file")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["cluster.ranks=3", "actor.layout.tp=3"], ["actor.layout.tp=3", "4 attention heads"]),
+        (["cluster.ranks=4", "critic.layout.tp=4"], ["critic.layout.tp=4", "2 key-value heads"]),
+        (["cluster.ranks=3"], ["actor.layout", "3 ranks", "cluster.ranks"]),
+        (["cluster.ranks=6", "critic.layout.pp=3"], ["critic.layout", "2 layers"]),
+        (["actor.max_tokens_per_microbatch=20"], ["actor.max_tokens_per_microbatch", "20", "24"]),
+        (["data.max_prompt_tokens=120"], ["data.max_prompt_tokens=120", "130", "context is 128"]),
+        (["evaluation.max_new_tokens=112"], ["evaluation.max_new_tokens=112", "context is 128"]),
+        (["rollout.context_length=20"], ["rollout.context_length is 20", "26"]),
+        (["rollout.context_length=200"], ["rollout.context_length=200", "128"]),
+        (["reward.verifier=function", "reward.function=absent_module:score"], ["absent_module:score"]),
+    ],
+)
+def test_sizes_that_do_not_fit(
+    command: Command, capfd: pytest.CaptureFixture[str], overrides: list[str], named: list[str]
+) -> None:
+    code = command.exit_code("train", *overrides)
+    assert_refused(command, code, capfd.readouterr().err, *named)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_that_is_not_there(command: Command, capfd: pytest.CaptureFixture[str], name: str) -> None:
+    code = command.exit_code(name, f"model.path={command.folder / 'absent'}")
+    assert_refused(command, code, capfd.readouterr().err, str(command.folder / "absent"), "no such directory")
+
+
+def _without_weights(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+
+
+def _truncated(directory: Path) -> None:
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+
+def _without_config(directory: Path) -> None:
+    (directory / "config.json").unlink()
+
+
+def _other_family(directory: Path) -> None:
+    _edit(directory / "config.json", model_type="qwen33")
+
+
+def _without_eos(directory: Path) -> None:
+    _edit(directory / "tokenizer_config.json", eos_token=None)
+
+
+def _without_tokenizer(directory: Path) -> None:
+    for path in directory.glob("tokenizer*"):
+        path.unlink()
+
+
+def _without_chat_template(directory: Path) -> None:
+    (directory / "chat_template.jinja").unlink()
+
+
+def _edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (_without_weights, ["model.safetensors"]),
+        (_truncated, ["model.safetensors", "truncated"]),
+        (_without_config, ["config.json", "no such file"]),
+        (_other_family, ["config.json", "'qwen33'", "qwen3"]),
+        (_without_tokenizer, ["tokenizer"]),
+        (_without_eos, ["end token", "eos_token"]),
+        (_without_chat_template, ["chat template", "data.prompt.chat_template=false"]),
+    ],
+)
+def test_a_model_directory_that_lacks_something(
+    command: Command,
+    capfd: pytest.CaptureFixture[str],
+    name: str,
+    spoil: Callable[[Path], None],
+    named: list[str],
+) -> None:
+    directory = shutil.copytree(command.model, command.folder / "spoilt")
+    spoil(directory)
+    code = command.exit_code(name, f"model.path={directory}")
+    assert_refused(command, code, capfd.readouterr().err, str(directory), *named)
+
+
+LONG = {"id": "long", "problem": " plus ".join("12345678901234567890"), "answer": 1}
+ROWS = {
+    "empty": ([], ["holds no rows"]),
+    "blank": (["", ""], ["holds no rows"]),
+    "unanswered": ([*problems(2), {"id": "x", "problem": "1 plus 1"}], [":3:", "'answer'"]),
+    "null": ([*problems(2), {"id": "x", "problem": "1 plus 1", "answer": None}], [":3:", "answer"]),
+    "hollow": ([*problems(2), {"id": "x", "problem": "1 plus 1", "answer": " "}], [":3:", "answer is empty"]),
+    "textless": ([{"answer": 1}], [":1:", "'problem'"]),
+    "broken": ([*problems(1), '{"id": '], [":2:", "not JSON"]),
+    "long": ([*problems(2), LONG], [":3:", "row long", "data.max_prompt_tokens=16"]),
+}
+
+
+@pytest.mark.parametrize(("name", "key"), [("train", "train"), ("train", "eval.0.path"), ("evaluate", "eval.0.path")])
+@pytest.mark.parametrize("case", ROWS)
+def test_data_that_cannot_be_used(
+    command: Command, capfd: pytest.CaptureFixture[str], name: str, key: str, case: str
+) -> None:
+    rows, named = ROWS[case]
+    path = write_rows(command.folder / f"{case}.jsonl", rows)
+    code = command.exit_code(name, config=_with_data(command, name, key, path))
+    assert_refused(command, code, capfd.readouterr().err, f"{case}.jsonl", *named)
+
+
+def _with_data(command: Command, name: str, key: str, path: Path) -> dict[str, Any]:
+    config = CONFIGS[name](command.folder, command.model)
+    if key == "train":
+        config["data"]["train"] = str(path)
+    else:
+        config["data"]["eval"][0]["path"] = str(path)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("train", "train"), ("train", "eval.0.path"), ("evaluate", "eval.0.path"), ("sft", "path")]
+)
+def test_a_data_file_that_is_not_there(
+    command: Command, capfd: pytest.CaptureFixture[str], name: str, key: str
+) -> None:
+    path = command.folder / "absent.jsonl"
+    if name == "sft":
+        code = command.exit_code(name, f"data.path={path}")
+    else:
+        code = command.exit_code(name, config=_with_data(command, name, key, path))
+    assert_refused(command, code, capfd.readouterr().err, str(path), "no such file")
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        ([], ["holds no"]),
+        ([{"problem": "1 plus 1"}], [":1", "response"]),
+        ([{"problem": "1 plus 1", "response": "2 " * 100}], [":1", "data.max_tokens=64"]),
+    ],
+)
+def test_demonstrations_that_cannot_be_used(
+    command: Command, capfd: pytest.CaptureFixture[str], rows: list[dict[str, str]], named: list[str]
+) -> None:
+    path = write_rows(command.folder / "bad.jsonl", rows)
+    code = command.exit_code("sft", f"data.path={path}", "data.max_tokens=64")
+    assert_refused(command, code, capfd.readouterr().err, "bad.jsonl", *named)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_full_disk_is_seen_beforehand(
+    command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: USAGE(2**40, 2**40 - 2**20, 2**20))
+    code = command.exit_code(name)
+    assert_refused(command, code, capfd.readouterr().err, "run.root", "0.00 GiB free", "make room")
+
+
+@pytest.fixture
+def file_size_limit() -> Any:
+    """Makes every file system refuse to take another byte, as a full one does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# capsys: standard error must not be a file here, or it would be refused as well.
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_write_that_the_file_system_refuses(
+    command: Command, capsys: pytest.CaptureFixture[str], file_size_limit: Callable[[], None], name: str
+) -> None:
+    config = write_config(command.folder / "config.yaml", CONFIGS[name](command.folder, command.model))
+    file_size_limit()
+    code = command.exit_code(name, config=config)
+    assert_refused(command, code, capsys.readouterr().err, str(command.run_dir), "cannot be made", "make room")
+
+
+def test_a_run_is_replaced_only_once_its_successor_is_written(
+    command: Command, capsys: pytest.CaptureFixture[str], file_size_limit: Callable[[], None]
+) -> None:
+    config = write_config(command.folder / "config.yaml", train_config(command.folder, command.model))
+    earlier = command.run_dir / "checkpoints" / "weights"
+    earlier.parent.mkdir(parents=True)
+    earlier.write_text("worth keeping")
+    (command.run_dir / "config.yaml").write_text("run: {}\n")
+    file_size_limit()
+    assert command.exit_code("train", "run.overwrite=true", config=config) == 2
+    assert str(command.run_dir) in capsys.readouterr().err
+    assert earlier.read_text() == "worth keeping"
+    assert [entry.name for entry in command.run_dir.parent.iterdir()] == ["tiny"]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("overwrite", "named"),
+    [("false", ["run.name=tiny", "exists", "run.overwrite=true"]), ("true", ["no run directory", "remove it yourself"])],
+)
+def test_what_is_there_already_stays(
+    command: Command, capfd: pytest.CaptureFixture[str], name: str, overwrite: str, named: list[str]
+) -> None:
+    thesis = command.run_dir / "thesis.txt"
+    thesis.parent.mkdir(parents=True)
+    thesis.write_text("mine")
+    code = command.exit_code(name, f"run.overwrite={overwrite}")
+    error = capfd.readouterr().err
+    assert code == 2 and error.count("\n") == 1, error
+    for text in [str(command.run_dir), *named]:
+        assert text in error
+    assert [entry.name for entry in command.run_dir.iterdir()] == ["thesis.txt"] and thesis.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_root_that_is_a_file(command: Command, capfd: pytest.CaptureFixture[str], name: str) -> None:
+    (command.folder / "runs").write_text("a file")
+    code = command.exit_code(name)
+    assert_refused(command, code, capfd.readouterr().err, "run.root", str(command.folder / "runs"), "is no folder")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_root_that_this_user_may_not_write(
+    command: Command, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    root = command.folder / "runs"
+    root.mkdir(mode=0o500)
+    code = command.exit_code(name)
+    assert_refused(command, code, capfd.readouterr().err, "run.root", str(root), "cannot be written")
+
+
+def test_the_program_itself_ends_so(command: Command) -> None:
+    config = write_config(command.folder / "config.yaml", train_config(command.folder, command.model))
+    program = [sys.executable, "-m", "vapo_megatron.cli", "train", str(config), "actor.layuot.tp=2"]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2])
+    assert_refused(command, ended.returncode, ended.stderr, "actor.layuot", "did you mean actor.layout")
+    assert ended.stdout == ""

@@ -1,0 +1,178 @@
+"""The program as a user starts it: cold start, value pretraining, VAPO, evaluation, export, on 2 and on 4 ranks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "examples" / "quickstart"
+DEADLINE = 240
+
+
+def vapo(*arguments: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "vapo_megatron.cli", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+    assert done.returncode == expect, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's task and a policy that has seen a little of it."""
+    folder = tmp_path_factory.mktemp("task")
+    subprocess.run(
+        [sys.executable, str(QUICKSTART / "make_task.py"), "--out", str(folder), "--seed", "3", "--sft-rows", "6400"],
+        check=True,
+        timeout=DEADLINE,
+        capture_output=True,
+    )
+    vapo(
+        "sft",
+        str(QUICKSTART / "sft.yaml"),
+        f"model.path={folder / 'model'}",
+        f"data.path={folder / 'sft.jsonl'}",
+        "data.steps=90",
+        "actor.optimizer.decay=constant",
+        "actor.optimizer.min_lr=0",
+        f"run.root={folder}",
+    )
+    return folder
+
+
+def train_arguments(task: Path, name: str, *more: str) -> list[str]:
+    return [
+        "train",
+        str(QUICKSTART / "vapo.yaml"),
+        f"model.path={task / 'sft/checkpoints/final/actor'}",
+        f"data.train={task / 'train.jsonl'}",
+        f"data.eval=[{{name: unseen, path: {task / 'eval.jsonl'}, samples: 2, limit: 16}}]",
+        f"run.root={task}",
+        f"run.name={name}",
+        "run.steps=2",
+        "batch.prompts_per_step=8",
+        "value_pretraining.iterations=2",
+        "value_pretraining.replay_epochs=2",
+        "value_pretraining.minibatch_size=32",
+        "algorithm.update.minibatch_size=32",
+        *more,
+    ]
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(task: Path) -> Path:
+    """A finished run: actor and critic at TP2."""
+    vapo(*train_arguments(task, "two"))
+    return task / "two"
+
+
+def test_a_run_leaves_what_it_promises(two_ranks: Path) -> None:
+    steps = {row["step"]: row for row in rows(two_ranks)}
+    assert sorted(steps) == [0, 1, 2]
+    assert steps[2]["rollout/weight_version"] == steps[1]["rollout/weight_version"] + 1
+    for step in (1, 2):
+        row = steps[step]
+        assert row["rollout/sync_logprob_difference"] < 1e-4
+        assert row["actor/rollout_logprob_difference_max"] < 1e-4, "engine and trainer disagree on sampled tokens"
+        assert row["actor/updates"] == row["critic/updates"] == 2
+        assert 0 < row["actor/grad_norm"] and 0 < row["critic/grad_norm"]
+        assert row["response_length/min"] <= row["response_length/mean"] <= row["response_length/max"] <= 64
+        assert {f"critic/value_bias_{p}" for p in (0, 25, 50, 75, 95)} < row.keys()
+    assert "evaluation/unseen_avg@2" in steps[2]
+    assert json.loads((two_ranks / "evaluation.json").read_text())["sets"][0]["problems"] == 16
+    for name in ("config.yaml", "curves.png", "report.html", "samples/step_000001.jsonl", "tensorboard"):
+        assert (two_ranks / name).exists(), name
+    samples = [json.loads(line) for line in (two_ranks / "samples/step_000002.jsonl").read_text().splitlines()]
+    assert all(sample["weight_version"] == steps[2]["rollout/weight_version"] for sample in samples)
+
+
+def test_actor_and_critic_are_ordinary_hugging_face_directories(two_ranks: Path) -> None:
+    final = two_ranks / "checkpoints" / "final"
+    actor = AutoModelForCausalLM.from_pretrained(final / "actor")
+    tokenizer = AutoTokenizer.from_pretrained(final / "actor")
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "s1 c10"}], return_tensors="pt", return_dict=True)
+    with torch.no_grad():
+        assert actor(**prompt).logits.shape[-1] == len(tokenizer)
+    critic, report = AutoModelForTokenClassification.from_pretrained(final / "critic", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert critic.config.num_labels == 1
+
+
+def test_another_layout_trains_alike_and_starts_from_a_value_checkpoint(task: Path, two_ranks: Path) -> None:
+    """The critic of four ranks begins where the other run's value pretraining ended: rollouts, losses and gradient
+    norms of the first step are then those of two ranks."""
+    # The same prompts: the other run drew two rollouts for its value pretraining first.
+    layouts = [
+        "cluster.ranks=4",
+        "actor.layout={tp: 2, pp: 2, sequence_parallel: true}",
+        "critic.layout={cp: 2}",
+        "actor.max_tokens_per_microbatch=400",
+    ]
+    shared = ["value_pretraining.enabled=false", f"critic.init_path={two_ranks / 'checkpoints/value_pretrained/critic'}"]
+    shared += ["critic.init=value_checkpoint", "run.steps=1", "evaluation.before_training=false", "data.eval=[]"]
+    vapo(*train_arguments(task, "four", *layouts, *shared))
+    vapo(*train_arguments(task, "two_again", *shared))
+    four, two = rows(task / "four")[-1], rows(task / "two_again")[-1]
+    for name in (
+        "reward/mean",
+        "response_length/mean",
+        "critic/explained_variance",
+        "critic/value_bias_0",
+        "critic/value_loss",
+        "critic/grad_norm",
+        "actor/policy_loss",
+        "actor/nll_loss",
+        "actor/entropy",
+        "actor/grad_norm",
+        "advantage/lambda_mean",
+    ):
+        assert four[name] == pytest.approx(two[name], rel=1e-3, abs=1e-5), name
+
+
+def test_a_second_run_does_not_overwrite_the_first(task: Path, two_ranks: Path) -> None:
+    before = (two_ranks / "metrics.jsonl").read_bytes()
+    done = vapo(*train_arguments(task, "two"), expect=2)
+    assert done.stderr.count("\n") == 1 and "run.overwrite=true" in done.stderr
+    assert (two_ranks / "metrics.jsonl").read_bytes() == before
+
+
+def test_kill_minus_nine_leaves_no_process(task: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vapo_megatron.cli", *train_arguments(task, "killed", "run.steps=500")],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        metrics, end = task / "killed" / "metrics.jsonl", time.monotonic() + DEADLINE
+        while not metrics.exists() or '"step": 1' not in metrics.read_text():
+            assert process.poll() is None and time.monotonic() < end, "the run did not get to its first step"
+            time.sleep(0.2)
+        family = psutil.Process(process.pid).children(recursive=True)
+        ranks = [child for child in family if child.ppid() == process.pid]
+        assert len(family) > len(ranks) >= 2
+        os.kill(ranks[0].pid, signal.SIGKILL)
+        assert process.wait(timeout=60) == 1
+        _, alive = psutil.wait_procs(family, timeout=20)
+        assert not alive
+    finally:
+        if process.poll() is None:
+            process.kill()

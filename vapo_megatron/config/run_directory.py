@@ -1,0 +1,70 @@
+"""The directory of a run: whether there is room for it, and how it is made."""
+
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+from vapo_megatron.config.base import Section
+from vapo_megatron.config.load import dump_config
+from vapo_megatron.config.run import RunConfig
+from vapo_megatron.errors import BadInput
+
+# Metrics, samples, logs and a report; checkpoints come on top.
+_ROOM_BYTES = 64 << 20
+
+
+def check_room(run_dir: Path, checkpoint_bytes: int = 0) -> None:
+    """Raises BadInput where the run directory cannot be made, or its disk has too little room for the results."""
+    parent = run_dir
+    # Not Path.exists(), which raises where a folder on the way cannot be entered.
+    while not os.path.exists(parent):
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        what = "cannot be written" if parent.is_dir() else "is no folder"
+        raise BadInput(f"run.root: {parent} {what}, {run_dir} was to be made: choose a folder that this user may write")
+    free, wanted = shutil.disk_usage(parent).free, checkpoint_bytes + _ROOM_BYTES
+    if free < wanted:
+        raise BadInput(
+            f"run.root: {parent} has {free / 2**30:.2f} GiB free, the run needs at least {wanted / 2**30:.2f} GiB: "
+            "make room, or set run.root to another disk"
+        )
+
+
+def make_run_dir(config: Section, run: RunConfig) -> Path:
+    """Make run.directory with config.yaml, all of `config`, in it. A run that it replaces goes once that is written.
+
+    Raises:
+        BadInput: there is a run of this name already and run.overwrite is not set, or nothing can be written there.
+    """
+    run_dir = Path(run.directory)
+    _check_place(run, run_dir)
+    fresh = run_dir.with_name(f".{run_dir.name}.{secrets.token_hex(4)}")
+    try:
+        dump_config(config, fresh / "config.yaml")
+        if run_dir.exists():
+            shutil.rmtree(run_dir)
+        fresh.rename(run_dir)
+    except (BadInput, OSError) as error:
+        # dump_config tells of a file that nobody asked for: what stopped it is the cause.
+        cause = error.__cause__ if isinstance(error, BadInput) else error
+        reason = cause.strerror if isinstance(cause, OSError) else error
+        raise BadInput(
+            f"run.root: {run_dir} cannot be made ({reason}): make room, or set run.root to another disk"
+        ) from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return run_dir
+
+
+def _check_place(run: RunConfig, run_dir: Path) -> None:
+    if not run_dir.exists():
+        return
+    if not run_dir.is_dir():
+        raise BadInput(f"run.name={run.name}: {run_dir} is a file: choose another name")
+    if not any(run_dir.iterdir()):
+        return
+    if not run.overwrite:
+        raise BadInput(f"run.name={run.name}: {run_dir} exists: choose another name, or set run.overwrite=true")
+    if not (run_dir / "config.yaml").is_file():
+        raise BadInput(f"run.overwrite: {run_dir} is no run directory (it has no config.yaml): remove it yourself")
