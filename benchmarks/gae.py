@@ -9,6 +9,7 @@ difference relative to the largest advantage. Then time and tokens for batches o
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from rich.console import Console
@@ -79,13 +80,12 @@ def compare(arguments: argparse.Namespace, device: torch.device) -> Table:
         padded = [torch.zeros(inside.shape, device=device).masked_scatter_(inside, x) for x in (rewards, values)]
         one = torch.ones_like(lam)
 
-        def loop(lam: Tensor, padded: list[Tensor] = padded, mask: Tensor = inside.float()) -> Tensor:
-            return padded_loop(*padded, mask, lam, 1.0)
+        loop = partial(padded_loop, *padded, inside.float())
 
-        expected = loop(lam)[inside]
+        expected = loop(lam, 1.0)[inside]
         error = (segmented_gae(rewards, values, cu_seqlens, lam) - expected).abs().max() / expected.abs().max()
-        loop_time = best_seconds(lambda: loop(lam), device, 2)  # noqa: B023
-        both_time = best_seconds(lambda: (loop(lam), loop(one) + padded[1]), device, 2)  # noqa: B023
+        loop_time = best_seconds(lambda: loop(lam, 1.0), device, 2)  # noqa: B023
+        both_time = best_seconds(lambda: (loop(lam, 1.0), loop(one, 1.0) + padded[1]), device, 2)  # noqa: B023
         packed = best_seconds(lambda: segmented_gae(rewards, values, cu_seqlens, lam), device, 15)  # noqa: B023
         both = best_seconds(lambda: decoupled_gae(rewards, values, cu_seqlens, lam, 1.0), device, 15)  # noqa: B023
         table.add_row(
@@ -125,7 +125,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
-    console = Console()
+    console = Console(width=120)
     console.print(f"torch {torch.__version__}, {arguments.threads} threads")
     console.print(compare(arguments, device))
     console.print(scaling(arguments, device))

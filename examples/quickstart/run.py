@@ -31,7 +31,7 @@ def command(*arguments: str) -> None:
 def main(
     seed: Annotated[int, typer.Option(help="of the task, the models and the runs")] = 1,
     out: Annotated[Path, typer.Option(help="folder for data, model and run directories")] = Path("runs/quickstart"),
-    steps: Annotated[int, typer.Option(help="VAPO iterations")] = 60,
+    steps: Annotated[int, typer.Option(help="VAPO iterations")] = 40,
 ) -> None:
     """Train a tiny reasoning model end to end."""
     started = time.monotonic()
@@ -60,13 +60,13 @@ def main(
         str(HERE / "vapo.yaml"),
         f"model.path={out / 'sft' / 'checkpoints' / 'final' / 'actor'}",
         f"data.train={task / 'train.jsonl'}",
-        f"data.eval={task / 'eval.jsonl'}",
+        f"data.eval=[{{name: unseen, path: {task / 'eval.jsonl'}, samples: 4}}]",
         f"run.steps={steps}",
         *shared,
     )
 
     rows = [json.loads(line) for line in (out / "vapo" / "metrics.jsonl").read_text().splitlines()]
-    accuracy = [row["evaluation/accuracy"] for row in rows if "evaluation/accuracy" in row]
+    accuracy = [row["evaluation/unseen_avg@4"] for row in rows if "evaluation/unseen_avg@4" in row]
     minutes = (time.monotonic() - started) / 60
     console.print(
         f"\n[bold green]Accuracy on unseen problems: {accuracy[0]:.3f} after the cold start, {accuracy[-1]:.3f} after "

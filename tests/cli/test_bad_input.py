@@ -15,10 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import evaluate_config, make_model, problems, sft_config, train_config, write_config, write_rows
+from tiny_runs import (
+    CONTEXT,
+    WORDS,
+    evaluate_config,
+    make_model,
+    problems,
+    sft_config,
+    train_config,
+    write_config,
+    write_rows,
+)
 
 from vapo_megatron import cli
 from vapo_megatron.training import launch
+from vapo_megatron.weights.tiny import CHATML_TEMPLATE, word_tokenizer
 
 CONFIGS = {"train": train_config, "sft": sft_config, "evaluate": evaluate_config}
 USAGE = namedtuple("USAGE", "total used free")
@@ -114,9 +125,7 @@ def test_keys_and_values(
     assert_refused(command, code, capfd.readouterr().err, *named)
 
 
-def test_an_unknown_key_in_the_file_names_file_and_nearest(
-    command: Command, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_key_in_the_file_names_file_and_nearest(command: Command, capfd: pytest.CaptureFixture[str]) -> None:
     config = train_config(command.folder, command.model)
     config["batch"]["prompt_per_step"] = config["batch"].pop("prompts_per_step")
     code = command.exit_code("train", config=config)
@@ -175,6 +184,11 @@ def _other_family(directory: Path) -> None:
     _edit(directory / "config.json", model_type="qwen33")
 
 
+def _larger_tokenizer(directory: Path) -> None:
+    tokenizer = word_tokenizer([*WORDS, "another"], CONTEXT, CHATML_TEMPLATE)
+    tokenizer.save_pretrained(directory)
+
+
 def _without_eos(directory: Path) -> None:
     _edit(directory / "tokenizer_config.json", eos_token=None)
 
@@ -201,6 +215,7 @@ def _edit(path: Path, **changes: object) -> None:
         (_without_config, ["config.json", "no such file"]),
         (_other_family, ["config.json", "'qwen33'", "qwen3"]),
         (_without_tokenizer, ["tokenizer"]),
+        (_larger_tokenizer, ["19 tokens", "vocabulary of 18"]),
         (_without_eos, ["end token", "eos_token"]),
         (_without_chat_template, ["chat template", "data.prompt.chat_template=false"]),
     ],
@@ -262,7 +277,7 @@ def test_a_data_file_that_is_not_there(
         code = command.exit_code(name, f"data.path={path}")
     else:
         code = command.exit_code(name, config=_with_data(command, name, key, path))
-    assert_refused(command, code, capfd.readouterr().err, str(path), "no such file")
+    assert_refused(command, code, capfd.readouterr().err, str(path), "file")
 
 
 @pytest.mark.parametrize(
@@ -327,7 +342,10 @@ def test_a_run_is_replaced_only_once_its_successor_is_written(
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(
     ("overwrite", "named"),
-    [("false", ["run.name=tiny", "exists", "run.overwrite=true"]), ("true", ["no run directory", "remove it yourself"])],
+    [
+        ("false", ["run.name=tiny", "exists", "run.overwrite=true"]),
+        ("true", ["no run directory", "remove it yourself"]),
+    ],
 )
 def test_what_is_there_already_stays(
     command: Command, capfd: pytest.CaptureFixture[str], name: str, overwrite: str, named: list[str]
@@ -352,9 +370,7 @@ def test_a_root_that_is_a_file(command: Command, capfd: pytest.CaptureFixture[st
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_root_that_this_user_may_not_write(
-    command: Command, capfd: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_a_root_that_this_user_may_not_write(command: Command, capfd: pytest.CaptureFixture[str], name: str) -> None:
     root = command.folder / "runs"
     root.mkdir(mode=0o500)
     code = command.exit_code(name)

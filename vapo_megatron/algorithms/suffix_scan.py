@@ -18,7 +18,7 @@ LONGEST_TILE = 1024
 COPY_FROM_LENGTH = 1024
 # Tokens in work at once: they stay in the processor's cache, in memory that is asked for only once, because
 # on a CPU the first touch of fresh memory costs more than all of the arithmetic.
-SLAB_TOKENS = 1 << 19
+SLAB_TOKENS = 1 << 20
 
 
 def suffix_scan_(x: Tensor, lengths: Tensor, decays: Sequence[Tensor]) -> list[Tensor]:
@@ -101,10 +101,10 @@ class _Rows:
         falling = decay[:, None] ** torch.arange(size, -1, -1, device=x.device, dtype=torch.float64)
         falling = falling.to(x.dtype)
         chunks = x.view(rows, width // size, size), out.view(rows, width // size, size)
-        torch.bmm(chunks[0], _triangular(falling[:, 1:])[self.owner], out=chunks[1])
+        torch.bmm(chunks[0], _triangular(falling[:, 1:]).index_select(0, self.owner), out=chunks[1])
         heads = chunks[1][:, :, 0].contiguous()
         carry = self._following(self.scan(heads, decay**size, torch.empty_like(heads)))
-        chunks[1].addcmul_(carry.unsqueeze(2), falling[self.owner, None, :-1])
+        chunks[1].addcmul_(carry.unsqueeze(2), falling.index_select(0, self.owner)[:, None, :-1])
         return out
 
     def _following(self, x: Tensor) -> Tensor:

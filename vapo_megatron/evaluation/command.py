@@ -97,6 +97,7 @@ def check_evaluation(settings: EvaluateConfig, platform: Platform) -> Evaluation
     )
     engines = engine_count(settings.rollout, platform)
     tokenizer = TextTokenizer(model_dir, data.prompt)
+    tokenizer.check_vocabulary(spec.vocab_size)
     prompts = {entry.name: eval_prompts(entry, data, tokenizer) for entry in data.eval}
     check_room(Path(settings.run.directory))
     return Evaluation(settings, spec, tokenizer, prompts, engines)

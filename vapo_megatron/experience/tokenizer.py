@@ -12,6 +12,9 @@ make_torchvision_importable()
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase  # noqa: E402
 
+# One of them holds the vocabulary. Where none does, transformers makes an empty tokenizer of the model's kind.
+_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
 
 class TextTokenizer:
     """Encodes problems as prompts and responses as targets, and decodes responses.
@@ -22,7 +25,7 @@ class TextTokenizer:
 
     def __init__(self, directory: Path, template: PromptTemplate) -> None:
         self._tokenizer = load_tokenizer(directory)
-        self._template = template
+        self._directory, self._template = directory, template
         if template.chat_template and not self._tokenizer.chat_template:
             raise BadInput(
                 f"{directory}: its tokenizer has no chat template and data.prompt.chat_template=true; "
@@ -33,6 +36,14 @@ class TextTokenizer:
         pad = self._tokenizer.pad_token_id
         self.pad_id: int = pad if pad is not None else self.eos_id
         self.size = len(self._tokenizer)
+
+    def check_vocabulary(self, rows: int) -> None:
+        """Raises BadInput where a token has no place among the rows of a model's embedding."""
+        if self.size > rows:
+            raise BadInput(
+                f"{self._directory}: its tokenizer has {self.size} tokens and the model of config.json a vocabulary of "
+                f"{rows}: the two do not belong together, fetch the model's own tokenizer"
+            )
 
     def prompt_text(self, problem: str) -> str:
         """The prompt that the model reads, as text; with a chat template it ends where the assistant begins."""
@@ -69,6 +80,8 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """
     if not directory.is_dir():
         raise BadInput(f"{directory}: no such directory; give a Hugging Face model directory with its tokenizer")
+    if not any((directory / name).is_file() for name in _VOCABULARY_FILES):
+        raise BadInput(f"{directory}: holds no tokenizer ({', '.join(_VOCABULARY_FILES)}); put the model's there")
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds on malformed files, none of them documented

@@ -57,15 +57,16 @@ class Recorder:
                 self.console.alarm(line)
         return row
 
-    def write_pretraining(self, iteration: int, samples: int) -> None:
-        """End a row of value pretraining: the critic's figures so far, under names of their own."""
+    def write_pretraining(self, updates: int, samples: int) -> None:
+        """End a row of value pretraining: the critic's figures so far, under names of their own and by updates."""
         row = {
             f"{names.PRETRAINING}{name.partition('/')[2]}": value
             for name, value in self._row.items()
             if name.startswith("critic/")
         }
         self._row = {}
-        row |= {f"{names.PRETRAINING}step": float(iteration), f"{names.PRETRAINING}samples": float(samples)}
+        row |= {names.own_counter(names.PRETRAINING): float(updates), f"{names.PRETRAINING}samples": float(samples)}
+        row |= {f"{names.PRETRAINING}{name}": value for name, value in self.timer.take().items()}
         if self._metrics is not None:
             self._metrics.write(0, row)
 

@@ -35,6 +35,7 @@ def check_train(config: TrainConfig, world_size: int) -> None:
     if config.algorithm.uses_critic and config.critic.init_path:
         check_weights(Path(config.critic.init_path), critic_spec, "value", value_head="saved")
     tokenizer = TextTokenizer(Path(config.model.path), config.data.prompt)
+    tokenizer.check_vocabulary(spec.vocab_size)
     train_prompts(config.data, tokenizer)
     for evaluation in config.data.eval:
         eval_prompts(evaluation, config.data, tokenizer)
@@ -62,6 +63,7 @@ def check_sft(config: SftConfig, world_size: int) -> None:
     check_model_layout(spec, config.actor.layout, "actor")
     uses_transformer_engine(config.model.attention, current_platform())
     check_weights(Path(config.model.path), spec, "lm")
+    TextTokenizer(Path(config.model.path), config.data.prompt).check_vocabulary(spec.vocab_size)
     load_demonstrations(config)
     check_room(Path(config.run.directory), spec.parameter_count() * bytes_per_weight(config.model.dtype))
 

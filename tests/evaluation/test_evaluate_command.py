@@ -1,0 +1,136 @@
+"""`vapo-megatron evaluate` for real: a tiny model on an SGLang server of its own."""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tiny_runs import evaluate_config, make_model, problems, write_config, write_rows
+
+from vapo_megatron import cli
+from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.errors import BadInput
+from vapo_megatron.evaluation.command import engine_count
+from vapo_megatron.evaluation.metrics import maj_at_k
+from vapo_megatron.mcore.platform import Platform
+
+SAMPLES = 24
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """The run directory of an evaluation and what it printed: one file as two sets, and a part of it as a third."""
+    folder = tmp_path_factory.mktemp("evaluation")
+    config = evaluate_config(folder, make_model(folder / "model"))
+    path = str(write_rows(folder / "eval.jsonl", problems(12)))
+    config["data"]["eval"] = [
+        {"name": "first", "path": path, "samples": SAMPLES},
+        {"name": "again", "path": path, "samples": SAMPLES},
+        {"name": "part", "path": path, "samples": 2, "limit": 3},
+    ]
+    config["sampling"]["max_new_tokens"] = 24
+    config |= {"reward": {"protocol": "hash", "workers": 1}, "rollout": {"max_total_tokens": 16384}}
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
+        output = _Output()
+        patch.setattr(sys, "stdout", output)
+        patch.setattr(sys, "argv", ["vapo-megatron", "evaluate", str(write_config(folder / "e.yaml", config))])
+        cli.main()
+    assert not end.value.code
+    yield folder / "runs" / "tiny", "".join(output.lines)
+
+
+class _Output:
+    """Standard output that is no terminal."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.lines.append(text)
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+    def isatty(self) -> bool:
+        return False
+
+
+def _responses(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "evaluation" / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_the_figures_are_those_of_the_responses(finished: tuple[Path, str]) -> None:
+    run_dir, _ = finished
+    figures = json.loads((run_dir / "evaluation.json").read_text())
+    assert [entry["name"] for entry in figures["sets"]] == ["first", "again", "part"]
+    first, rows = figures["sets"][0], _responses(run_dir, "first")
+    assert len(rows) == 12 * SAMPLES and (first["problems"], first["samples"]) == (12, SAMPLES)
+    groups = [rows[start : start + SAMPLES] for start in range(0, len(rows), SAMPLES)]
+    assert [{row["id"] for row in group} for group in groups] == [{f"p{n}"} for n in range(12)]
+    # A random model says the right digit now and then: neither never nor always.
+    assert 0 < sum(row["correct"] for row in rows) < len(rows)
+    assert first["avg_at_k"] == pytest.approx(sum(row["correct"] for row in rows) / len(rows))
+    assert first["low"] <= first["avg_at_k"] <= first["high"]
+    assert first["pass_at_k"] == pytest.approx(sum(any(row["correct"] for row in group) for group in groups) / 12)
+    votes = [maj_at_k([row["extracted"] or None for row in g], [row["correct"] for row in g]) for g in groups]
+    assert first["maj_at_k"] == pytest.approx(sum(votes) / 12)
+    assert first["response_length"] == pytest.approx(sum(row["tokens"] for row in rows) / len(rows))
+    assert first["truncated"] == pytest.approx(sum(row["finish_reason"] == "length" for row in rows) / len(rows))
+
+
+def test_a_verdict_follows_from_what_the_response_says(finished: tuple[Path, str]) -> None:
+    for row in _responses(finished[0], "first"):
+        said = re.findall(r"#### (\d)(?= |$)", row["response"])
+        if row["correct"]:
+            assert row["finish_reason"] == "stop" and said[-1] == str(row["answer"])
+        assert row["tokens"] <= 24 and row["weight_version"] == 0
+
+
+def test_a_set_depends_on_its_problems_and_the_seed_alone(finished: tuple[Path, str]) -> None:
+    run_dir, _ = finished
+    first = _responses(run_dir, "first")
+    assert first == _responses(run_dir, "again")
+    assert len({row["response"] for row in first}) > len(first) / 4
+    part = _responses(run_dir, "part")
+    assert part == [row for row in first if row["index"] < 2][: len(part)] and len(part) == 3 * 2
+
+
+def test_the_table_tells_of_every_set_and_of_where_everything_lies(finished: tuple[Path, str]) -> None:
+    run_dir, output = finished
+    figures = json.loads((run_dir / "evaluation.json").read_text())
+    for title in ("avg@k", "95 % interval", "pass@k", "maj@k", "tokens", "truncated"):
+        assert title in output
+    for entry in figures["sets"]:
+        line = next(line for line in output.splitlines() if line.strip().startswith(entry["name"] + " "))
+        for name in ("avg_at_k", "low", "high", "pass_at_k", "maj_at_k"):
+            assert f"{entry[name]:.3f}" in line
+    for name in ("evaluation.json", "evaluation", "logs"):
+        assert str(run_dir / name) in output and (run_dir / name).exists()
+
+
+def test_nothing_runs_on(finished: tuple[Path, str]) -> None:
+    commands = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+    assert not [command for command in commands if "server_main" in command or "rewards.worker" in command]
+
+
+CPU = Platform("cpu", "gloo", "fork")
+
+
+@pytest.mark.parametrize(("tp", "engines"), [(1, 8), (2, 4), (8, 1)])
+def test_engines_take_all_gpus_of_a_machine(monkeypatch: pytest.MonkeyPatch, tp: int, engines: int) -> None:
+    monkeypatch.setattr(Platform, "device_count", lambda self: 8 if self.is_cuda else 0)
+    config = RolloutConfig(tp=tp, engines=3)
+    assert engine_count(config, replace(CPU, device_type="cuda")) == engines
+    assert engine_count(config, CPU) == 3
+
+
+def test_engines_that_would_leave_gpus_idle_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Platform, "device_count", lambda self: 8)
+    with pytest.raises(BadInput, match=r"rollout\.tp=3 does not divide the 8 GPUs"):
+        engine_count(RolloutConfig(tp=3), replace(CPU, device_type="cuda"))

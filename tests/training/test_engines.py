@@ -1,0 +1,94 @@
+"""The engine runs the weights that the trainer has: re-sharded, checked after every hand-over, and named if not."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from ranks import run_ranks
+
+from vapo_megatron.config.model import ActorConfig, LayoutConfig, ModelConfig
+from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
+from vapo_megatron.errors import RunFailed
+from vapo_megatron.experience.sample import Prompt
+from vapo_megatron.mcore.mesh import make_mesh
+from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.training.engines import Engines
+from vapo_megatron.training.probe import probe_batch, random_sequences
+from vapo_megatron.weights.load import load_hf
+from vapo_megatron.weights.spec import read_spec
+
+VOCAB = 96
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen2")
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        vocab_size=VOCAB,
+        max_position_embeddings=256,
+        eos_token_id=VOCAB - 1,
+    )
+    transformers.Qwen2ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def hand_over_three_times_and_break(model_dir: Path, log_dir: Path) -> tuple[list[float], float, str]:
+    spec, layout = read_spec(model_dir), LayoutConfig(tp=2, pp=2, sequence_parallel=True)
+    mesh = make_mesh(layout)
+    model = ModelConfig(path=str(model_dir), dtype="float32")
+    actor = Trainable(spec, model, ActorConfig(layout=layout), mesh, "lm", name="actor", seed=1)
+    load_hf(actor.chunks, spec, model_dir, mesh, "lm")
+    actor.prepare()
+    sequences = random_sequences(3, 20, VOCAB, seed=1)
+    with Engines(RolloutConfig(context_length=128), model_dir, "float32", log_dir, [VOCAB - 1]) as engines:
+        engines.wait_until_ready()
+        differences = [engines.check(actor, sequences)]
+        for _ in range(3):
+            with torch.no_grad():
+                for name, parameter in actor.chunks[0].named_parameters():
+                    noise = torch.Generator().manual_seed(dist.get_rank() + len(name))
+                    if parameter.ndim == 2:  # norms are the same on every tensor-parallel rank
+                        parameter.add_(torch.randn(parameter.shape, generator=noise) * 0.05)
+            engines.hand_over(actor)
+            differences.append(engines.check(actor, sequences))
+        responses = []
+        if dist.get_rank() == 0:
+            prompts = [Prompt(str(i), "", "", tuple(ids[:5]), cursor=i) for i, ids in enumerate(sequences)]
+            responses = engines.collect(prompts, 2, SamplingConfig(max_new_tokens=12), 7, lambda _: None)
+            assert {s.weight_version for s in responses} == {3}
+        box = [[(list(s.prompt.token_ids) + s.response_ids, s.rollout_logprobs) for s in responses]]
+        dist.broadcast_object_list(box, src=0)
+        batch = probe_batch([ids for ids, _ in box[0]])
+        ours = actor.score(batch)[:, 0].split(batch.response_lengths.tolist())
+        sampled = max(
+            float((row[4:] - torch.tensor(logprobs)).abs().max()) for row, (_, logprobs) in zip(ours, box[0], strict=True)
+        )
+        # A trainer that goes on without a hand-over: the check must say so, and which tensor it is.
+        with torch.no_grad():
+            for name, parameter in actor.chunks[0].named_parameters():
+                if name == "decoder.layers.1.mlp.linear_fc2.weight" and mesh.pp_rank == 0:
+                    parameter.mul_(1.5)
+        try:
+            engines.check(actor, sequences)
+            message = "nothing was noticed"
+        except RunFailed as error:
+            message = str(error)
+    return differences, sampled, message
+
+
+def test_resharded_weights_arrive_and_a_stale_engine_is_named(model_dir: Path, tmp_path: Path) -> None:
+    """Training TP2 PP2 with sequence parallel, engine TP1."""
+    for differences, sampled, message in run_ranks(4, hand_over_three_times_and_break, model_dir, tmp_path, deadline=150):
+        assert len(differences) == 4 and max(differences) < 1e-4
+        assert sampled < 1e-4, "log-probs of sampled tokens differ from the trainer's"
+        assert "after the hand-over of version 3" in message
+        assert "model.layers.1.mlp.down_proj.weight differs" in message
+        assert message.count("differs") == 1
