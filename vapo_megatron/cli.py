@@ -39,7 +39,7 @@ def train(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
 
     settings = load_config(TrainConfig, config, overrides or [], PRESETS)
     from vapo_megatron.training import launch, preflight
-    from vapo_megatron.training.run import train_rank
+    from vapo_megatron.training.rank import train_rank
 
     launch.launch(settings, partial(train_rank, settings), preflight.check_train)
 

@@ -87,7 +87,7 @@ def test_the_figures_are_those_of_the_responses(finished: tuple[Path, str]) -> N
 def test_a_verdict_follows_from_what_the_response_says(finished: tuple[Path, str]) -> None:
     for row in _responses(finished[0], "first"):
         if row["correct"]:
-            assert row["finish_reason"] == "stop" and re.findall(r"\d", row["response"])[-1] == row["answer"]
+            assert row["finish_reason"] == "stop" and re.findall(r"\d", row["extracted"])[-1] == row["answer"]
         assert row["tokens"] <= 24 and row["weight_version"] == 0
 
 

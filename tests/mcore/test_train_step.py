@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import transformers
 from ranks import run_ranks
 
+from vapo_megatron.config.algorithm import KlConfig, PolicyLossConfig, ValueLossConfig
 from vapo_megatron.config.model import ActorConfig, CriticConfig, LayoutConfig, ModelConfig, OptimizerSettings
 from vapo_megatron.experience.batch import ExperienceBatch, from_samples
 from vapo_megatron.experience.sample import Prompt, Sample
@@ -76,17 +77,19 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def policy_loss(batch: ExperienceBatch) -> PolicyLoss:
     t = token_tensors(batch)
+    zeros = torch.zeros_like(t["advantages"])
     return PolicyLoss(
-        batch.rollout_logprobs,
-        t["advantages"],
-        t["weights"],
-        t["nll_weights"],
-        t["weights"],
-        0.2,
-        0.28,
-        None,
-        0.1,
-        0.01,
+        config=PolicyLossConfig(entropy_coef=0.01),
+        kl=KlConfig(),
+        old_logprobs=batch.rollout_logprobs,
+        rollout_logprobs=batch.rollout_logprobs,
+        ref_logprobs=zeros,
+        advantages=t["advantages"],
+        positive_advantages=zeros,
+        importance=torch.ones_like(zeros),
+        weights=t["weights"],
+        nll_weights=t["nll_weights"],
+        mean_weights=t["weights"],
     )
 
 
@@ -106,10 +109,10 @@ def train(model_dir: Path, layout: LayoutConfig, max_tokens: int, head: str) -> 
     for _ in range(STEPS):
         if head == "lm":
             result = trainable.train_step(batch, range(batch.samples), policy_loss(batch))
-            loss = result.figures["policy_loss"] + 0.1 * result.figures["nll_loss"] - 0.01 * result.figures["entropy"]
+            loss = result.figures["policy_loss"] + 0.1 * result.figures["nll_loss"] - 0.01 * result.figures["update_entropy"]
         else:
             t = token_tensors(batch)
-            value = ValueLoss(t["targets"], t["targets"], t["weights"])
+            value = ValueLoss(ValueLossConfig(), t["targets"], t["targets"], t["weights"])
             result = trainable.train_step(batch, range(batch.samples), value)
             loss = result.figures["value_loss"]
         steps.append((loss, result.grad_norm))

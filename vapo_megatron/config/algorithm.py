@@ -44,7 +44,11 @@ class PositiveNllConfig(Section):
 class PolicyLossConfig(Section):
     """The loss of the policy."""
 
-    kind: Literal["ppo_clip", "reinforce", "gspo", "cispo", "sao"] = "ppo_clip"
+    kind: Literal["ppo_clip", "reinforce", "gspo", "cispo", "sao"] = Field(
+        "ppo_clip",
+        description="clipped surrogate, plain policy gradient, ratio of the sequence (gspo), clipped weight (cispo) or "
+        "ratio to the rollout policy (sao)",
+    )
     clip_low: Fraction = Field(0.2, description="ratios below 1 - clip_low are clipped; cispo has no low bound")
     clip_high: float = Field(0.28, ge=0, description="ratios above 1 + clip_high are clipped")
     dual_clip: float | None = Field(None, description="bound of the loss where A < 0, in units of -A; ppo_clip alone")
@@ -52,7 +56,7 @@ class PolicyLossConfig(Section):
         "token_mean", description="weights from the counts of the whole mini-batch"
     )
     constant: float | None = Field(None, gt=0, description="tokens that a response is divided by, aggregation=constant")
-    entropy_coef: float = Field(0.0, ge=0)
+    entropy_coef: float = Field(0.0, ge=0, description="of the entropy, which is raised")
     self_imitation_coef: float = Field(0.0, ge=0, description="of -log pi (R - V)+")
     positive_nll: PositiveNllConfig = PositiveNllConfig()
 
@@ -85,6 +89,11 @@ class ValueLossConfig(Section):
     sigma_bins: float = Field(0.75, gt=0, description="width of the Gaussian in bins, kind=hl_gauss")
     self_imitation_coef: float = Field(0.0, ge=0, description="of ((R - V)+)^2 / 2")
 
+    @property
+    def outputs(self) -> int:
+        """Outputs of the value head."""
+        return self.bins if self.kind == "hl_gauss" else 1
+
     @model_validator(mode="after")
     def _bins_span_a_range(self) -> Self:
         if self.low >= self.high:
@@ -102,10 +111,18 @@ class KlConfig(Section):
     estimator: Literal["k1", "k2", "k3"] = Field(
         "k1", description="k1 belongs into the reward, k2 and k3 into the loss"
     )
-    coef: float = Field(0.0, ge=0)
+    coef: float = Field(0.0, ge=0, description="weight of the distance")
+    replace_reference_every: int | None = Field(
+        None, ge=1, description="steps after which the policy becomes the reference; none: model.path stays it"
+    )
 
     @model_validator(mode="after")
     def _estimator_fits(self) -> Self:
+        if self.where == "none" and self.replace_reference_every is not None:
+            raise ValueError(
+                f"replace_reference_every={self.replace_reference_every} with where=none: there is no reference, set "
+                "where to reward or loss, or remove it"
+            )
         if (self.where == "none") != (self.coef == 0):
             raise ValueError(
                 f"where={self.where} with coef={self.coef}: set where to reward or loss and coef above 0 together, "
@@ -143,8 +160,8 @@ class ImportanceSamplingConfig(Section):
 class SoftOverlongConfig(Section):
     """Punishment that grows from 0 to -1 over the last cache_length of max_length response tokens (DAPO)."""
 
-    max_length: int = Field(ge=1)
-    cache_length: int = Field(ge=1)
+    max_length: int = Field(ge=1, description="response tokens where it is -1")
+    cache_length: int = Field(ge=1, description="response tokens over which it grows")
 
     @model_validator(mode="after")
     def _cache_fits(self) -> Self:
@@ -161,25 +178,25 @@ class ShapingConfig(Section):
         description="reward of an incorrect answer and value 0 after it (terminal), the critic's value of its last "
         "state after it (bootstrap), or no loss at all (mask)",
     )
-    soft_overlong: SoftOverlongConfig | None = None
+    soft_overlong: SoftOverlongConfig | None = Field(None, description="punishment of long responses; none: off")
     length_reward_coef: float = Field(0.0, ge=0, description="of Kimi k1.5's length reward")
 
 
 class UpdateConfig(Section):
     """How a rollout is cut into optimizer steps."""
 
-    minibatch_size: int = Field(512, ge=1)
-    minibatch_unit: Literal["samples", "groups"] = "samples"
+    minibatch_size: int = Field(512, ge=1, description="of one optimizer step, in minibatch_unit")
+    minibatch_unit: Literal["samples", "groups"] = Field("samples", description="responses, or prompts with all theirs")
     epochs: int = Field(1, ge=1, description="passes over a rollout")
-    critic_updates_per_policy_update: int = Field(1, ge=1)
+    critic_updates_per_policy_update: int = Field(1, ge=1, description="passes of the critic for one of the policy")
 
 
 class DynamicSamplingConfig(Section):
     """Only groups with both correct and incorrect responses are learnt from (DAPO)."""
 
-    enabled: bool = False
+    enabled: bool = Field(False, description="draw prompts until enough groups are informative")
     oversampling: float = Field(3.0, ge=1, description="prompts sent, in units of those still wanted")
-    max_rounds: int = Field(10, ge=1)
+    max_rounds: int = Field(10, ge=1, description="then other groups fill the batch up")
 
 
 class AlgorithmConfig(Section):
@@ -248,7 +265,7 @@ class AlgorithmConfig(Section):
 class ValuePretrainingConfig(Section):
     """The critic learns the returns of a policy that stands still, before the first policy update."""
 
-    enabled: bool = True
+    enabled: bool = Field(True, description="false: the critic starts as it is")
     iterations: int = Field(50, ge=1, description="rollouts recorded, each of a step's size")
     replay_epochs: int = Field(2, ge=1, description="passes over the recorded rollouts")
     max_updates: int | None = Field(None, ge=1, description="critic updates at most; none: what the replay gives")

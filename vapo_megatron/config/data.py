@@ -11,8 +11,8 @@ class FieldNames(Section):
     """The names that a file's rows use."""
 
     id: str = Field("id", description="optional in a row; file name and line stand in for it")
-    problem: str = "problem"
-    answer: str = "answer"
+    problem: str = Field("problem", description="the text that is put to the model")
+    answer: str = Field("answer", description="what the verifier compares with: a text or a number")
 
 
 class PromptTemplate(Section):
@@ -41,8 +41,8 @@ class PromptTemplate(Section):
 class EvalSet(Section):
     """Problems never trained on."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$", description="part of metric names, such as eval/aime2024/avg@32")
-    path: Path
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$", description="part of metric names: evaluation/<name>_avg@<samples>")
+    path: Path = Field(description="file of problems")
     samples: int = Field(8, ge=1, description="responses a problem (the k of avg@k)")
     limit: int | None = Field(None, ge=1, description="only the first rows")
 

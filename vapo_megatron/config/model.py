@@ -51,13 +51,13 @@ class OptimizerSettings(Section):
 
     lr: float = Field(1e-6, gt=0, description="peak learning rate")
     warmup_steps: int = Field(10, ge=0, description="optimizer steps from 0 to lr, linear")
-    decay: Literal["constant", "cosine", "linear"] = "constant"
+    decay: Literal["constant", "cosine", "linear"] = Field("constant", description="of the learning rate after warm-up")
     decay_steps: int | None = Field(None, ge=1, description="optimizer steps until min_lr; needed unless constant")
-    min_lr: float = Field(0.0, ge=0)
-    weight_decay: float = Field(0.1, ge=0)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
+    min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled, as in AdamW")
+    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
+    beta2: float = Field(0.95, ge=0, lt=1, description="decay of the second moment")
+    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
     clip_grad: float = Field(1.0, ge=0, description="global gradient-norm limit; 0 switches it off")
     distributed: bool = Field(True, description="Megatron's distributed optimizer: states cut over data-parallel ranks")
 
@@ -73,7 +73,9 @@ class OptimizerSettings(Section):
 class RecomputeConfig(Section):
     """Activations that are computed again in the backward pass rather than kept."""
 
-    granularity: Literal["none", "selective", "full"] = "none"
+    granularity: Literal["none", "selective", "full"] = Field(
+        "none", description="selective: core attention alone; full: whole blocks of layers"
+    )
     layers: int = Field(1, ge=1, description="full: layers in one recomputed block")
 
 
@@ -95,7 +97,9 @@ class CriticConfig(TrainableConfig):
     """The value model: the policy's backbone and a scalar head, with a layout and an optimizer of its own."""
 
     optimizer: OptimizerSettings = OptimizerSettings(lr=2e-6)
-    init: Literal["policy", "reward_model", "value_checkpoint"] = "policy"
+    init: Literal["policy", "reward_model", "value_checkpoint"] = Field(
+        "policy", description="policy: its backbone and a new head; else backbone and head of init_path"
+    )
     init_path: str | None = Field(None, description="Hugging Face directory for reward_model and value_checkpoint")
     head_init_std: float = Field(0.0, ge=0, description="init=policy: standard deviation of the new head; 0 is zeros")
 
@@ -113,4 +117,6 @@ class ModelConfig(Section):
 
     path: str = Field(description="Hugging Face directory of the policy: config.json, safetensors, tokenizer")
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="compute type of actor and critic")
-    attention: Literal["auto", "sdpa", "transformer_engine"] = "auto"
+    attention: Literal["auto", "sdpa", "transformer_engine"] = Field(
+        "auto", description="auto: Transformer Engine wherever it can be used, else PyTorch's"
+    )

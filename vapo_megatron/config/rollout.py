@@ -13,7 +13,7 @@ class SamplingConfig(Section):
     """How the tokens of a response are drawn."""
 
     temperature: float = Field(1.0, ge=0, le=10, description="0 is greedy")
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling: least probability kept")
     top_k: int = Field(-1, ge=-1, description="-1: the whole vocabulary")
     max_new_tokens: int = Field(ge=1, description="response tokens, EOS included, after which a response is cut")
 

@@ -9,7 +9,7 @@ from vapo_megatron.config.data import PromptTemplate
 class RunConfig(Section):
     """Name, place and length of a run."""
 
-    name: str = Field("run", min_length=1, pattern=r"^[A-Za-z0-9._-]+$")
+    name: str = Field("run", min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="folder of the run below root")
     root: str = Field("runs", description="folder that holds run directories")
     seed: int = Field(1, ge=0, description="every random choice of the run derives from it")
     steps: int = Field(100, ge=1, description="iterations: one rollout and its updates each")
@@ -33,7 +33,7 @@ class ClusterConfig(Section):
 class BatchConfig(Section):
     """How many responses an iteration collects."""
 
-    prompts_per_step: int = Field(512, ge=1)
+    prompts_per_step: int = Field(512, ge=1, description="prompts of an iteration")
     samples_per_prompt: int = Field(16, ge=1, description="the group size G")
 
 
@@ -48,10 +48,10 @@ class EvaluationConfig(Section):
     """When and how the sets of data.eval are answered; avg@k with k = samples of the set."""
 
     every: int | None = Field(None, ge=1, description="steps between evaluations; after the last one always")
-    before_training: bool = True
-    temperature: float = Field(1.0, ge=0)
-    top_p: float = Field(0.7, gt=0, le=1)
-    max_new_tokens: int | None = Field(None, ge=1, description="default: as in training")
+    before_training: bool = Field(True, description="also before the first step: where the run starts from")
+    temperature: float = Field(1.0, ge=0, description="0 is greedy")
+    top_p: float = Field(0.7, gt=0, le=1, description="nucleus sampling: least probability kept")
+    max_new_tokens: int | None = Field(None, ge=1, description="none: as in training")
 
 
 class SftDataConfig(Section):
@@ -60,7 +60,7 @@ class SftDataConfig(Section):
     path: str = Field(description="jsonl with the fields problem and response")
     batch_size: int = Field(64, ge=1, description="demonstrations of one optimizer step")
     steps: int | None = Field(None, ge=1, description="optimizer steps; default: epochs over the file")
-    epochs: int = Field(1, ge=1)
+    epochs: int = Field(1, ge=1, description="passes over the file")
     max_tokens: int = Field(4096, ge=2, description="prompt and response together")
     prompt: PromptTemplate = PromptTemplate()
 

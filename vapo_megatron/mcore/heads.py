@@ -1,4 +1,4 @@
-"""The two heads: log-probs and entropy without ever holding the logits, and a scalar value."""
+"""The two heads: log-probs and entropy without ever holding the logits, and values."""
 
 from typing import Any
 
@@ -131,19 +131,22 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
 
 
 class ValueHead(torch.nn.Module):
-    """A scalar for each position, in fp32; weight [1, hidden] and bias [1] are whole on every last-stage rank."""
+    """n numbers for each position, in fp32: its value (n = 1), or logits of a histogram over values.
 
-    def __init__(self, config: Any, tp_group: Any) -> None:
+    weight [n, hidden] and bias [n] are whole on every last-stage rank.
+    """
+
+    def __init__(self, config: Any, outputs: int, tp_group: Any) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
-        self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
+        self.weight = torch.nn.Parameter(torch.zeros(outputs, config.hidden_size, dtype=config.params_dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(outputs, dtype=config.params_dtype))
         self.tp_group, self.sequence_cut = tp_group, config.sequence_parallel
         # Under sequence parallel each TP rank sees part of the tokens: Megatron sums gradients of marked parameters.
         for parameter in (self.weight, self.bias):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
-        """input_ [s, b, hidden] -> [s, b, 1]."""
+        """input_ [s, b, hidden] -> [s, b, n]."""
         value = torch.nn.functional.linear(input_.float(), self.weight.float(), self.bias.float())
         if self.sequence_cut:
             value = tensor_parallel.gather_from_sequence_parallel_region(

@@ -109,7 +109,8 @@ def build_model(
         spec: the model's shape.
         config: from transformer_config.
         mesh: the layout's process groups.
-        head: "lm" yields [1, t, 2] log-probs and entropies once labels are set (logits before), "value" [1, t, 1].
+        head: "lm" yields [1, t, 2] log-probs and entropies once labels are set (logits before), "value" [1, t, n]
+            with n = spec.value_outputs.
         attention: which layers to use, see ModelConfig.attention.
         logprob_chunk: rows of logits held at once.
     """
@@ -139,7 +140,7 @@ def build_model(
         # Every scaling that only changes the frequencies (linear, llama3) comes from the one formula of transformers.
         model.rotary_pos_emb.inv_freq = spec.rope_inv_freq().to(model.rotary_pos_emb.inv_freq.device)
         if last and head == "value":
-            model.output_layer = ValueHead(config, mesh.pg.tp).to(current_platform().device)
+            model.output_layer = ValueHead(config, spec.value_outputs, mesh.pg.tp).to(current_platform().device)
         elif last:
             LogProbHead.adopt(model.output_layer, spec.vocab_size, logprob_chunk)
         chunks.append(model.to(current_platform().device))

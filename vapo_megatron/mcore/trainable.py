@@ -7,7 +7,7 @@ function of local tensors; everything about layout stays in here.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from vapo_megatron.config.model import ModelConfig, TrainableConfig
 from vapo_megatron.experience.balance import Cost, plan_microbatches
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.experience.microbatch import MicroBatch, pack
+from vapo_megatron.experience.zigzag import local_positions
 from vapo_megatron.mcore.mesh import Mesh
 from vapo_megatron.mcore.model import Head, build_model, check_model_layout, transformer_config
 from vapo_megatron.mcore.optimizer import make_optimizer
@@ -35,14 +36,53 @@ class TokenLoss(Protocol):
     sums and maxima name the figures it returns: sums are added up over all ranks and micro-batches, maxima compared.
     """
 
-    sums: ClassVar[Sequence[str]]
-    maxima: ClassVar[Sequence[str]]
+    @property
+    def sums(self) -> Sequence[str]: ...
+    @property
+    def maxima(self) -> Sequence[str]: ...
 
-    def __call__(self, outputs: Tensor, take: Callable[[Tensor], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """outputs: [t, 2] log-probs and entropies, or [t, 1] values, float32, of the local positions; take brings a
-        tensor over response tokens [T] to them, 0 where no response token is. The loss must give such positions
-        weight 0. Returns the local sum (denominators are already in its weights) and the figures, detached scalars.
+    def __call__(self, outputs: Tensor, local: "LocalTokens") -> tuple[Tensor, dict[str, Tensor]]:
+        """outputs: [t, 2] log-probs and entropies, or [t, n] of the value head, float32, of the local positions; where
+        no response token is, the loss must have weight 0. Returns the local sum (denominators are already in its
+        weights) and the figures, detached scalars.
         """
+
+
+class LocalTokens(Protocol):
+    """The t positions of a model's outputs, as a loss sees them; it need not know how sequences are cut."""
+
+    def take(self, values: Tensor) -> Tensor:
+        """A tensor over response tokens [T] at these positions [t]; 0 where no response token is."""
+
+    def sequence_mean(self, x: Tensor) -> Tensor:
+        """The mean of x [t] over the whole response that each position belongs to [t]; 0 where no response token is.
+
+        Carries no gradient. Collective: to be called on all ranks or on none.
+        """
+
+
+@dataclass(frozen=True)
+class _Local:
+    """LocalTokens of a micro-batch, of which each rank of a context-parallel group holds a part."""
+
+    microbatch: MicroBatch
+    mesh: Mesh
+    device: torch.device
+
+    def take(self, values: Tensor) -> Tensor:
+        return self.microbatch.take(values).to(self.device)
+
+    @torch.no_grad()
+    def sequence_mean(self, x: Tensor) -> Tensor:
+        lengths = list(self.microbatch.lengths)
+        owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        owner = owner[local_positions(lengths, self.mesh.cp_size, self.mesh.cp_rank)].to(self.device)
+        found = (self.microbatch.response_index >= 0).to(self.device)
+        sums = torch.zeros(2, len(lengths), dtype=torch.float64, device=self.device)
+        sums.index_add_(1, owner, torch.stack((torch.where(found, x, 0), found)).double())
+        if self.mesh.cp_size > 1:
+            dist.all_reduce(sums, group=self.mesh.pg.cp)
+        return torch.where(found, (sums[0] / sums[1].clamp(min=1))[owner], 0).to(x.dtype)
 
 
 @dataclass
@@ -55,7 +95,7 @@ class StepResult:
 
 
 class Trainable:
-    """One sharded model with its optimizer."""
+    """One sharded model; with its optimizer, unless it is frozen (a reference policy)."""
 
     def __init__(
         self,
@@ -69,7 +109,7 @@ class Trainable:
         seed: int,
         temperature: float = 1.0,
     ) -> None:
-        """Build the shards, uninitialised; load weights and then call prepare().
+        """Build the shards, uninitialised; load weights and then call prepare(), or freeze().
 
         Args:
             name: the config section, "actor" or "critic".
@@ -110,9 +150,24 @@ class Trainable:
         self.transformer.grad_scale_func = self.optimizer.scale_loss
         self.transformer.finalize_model_grads_func = _sum_model_grads
 
+    def freeze(self) -> None:
+        """Never train this model: no gradients, no optimizer. Asleep it is held on the host."""
+        for chunk in self.chunks:
+            chunk.requires_grad_(False)
+
+    @torch.no_grad()
+    def copy_from(self, other: "Trainable") -> None:
+        """Take the weights of a model of the same spec, head and layout, shard by shard. No communication."""
+        for mine, theirs in zip(self.chunks, other.chunks, strict=True):
+            for parameter, source in zip(mine.parameters(), theirs.parameters(), strict=True):
+                parameter.copy_(source)
+
     def sleep(self) -> None:
         """GPU: gradients are dropped and optimizer states leave the device, to make room for the engines."""
-        if current_platform().is_cuda:
+        if self.optimizer is None:
+            for chunk in self.chunks:
+                chunk.to("cpu")
+        elif current_platform().is_cuda:
             self.optimizer.offload_to_cpu()
             for chunk in self.wrapped:
                 chunk.offload_grad_buffers()
@@ -120,7 +175,10 @@ class Trainable:
 
     def wake(self) -> None:
         """GPU: what sleep() moved comes back."""
-        if current_platform().is_cuda:
+        if self.optimizer is None:
+            for chunk in self.chunks:
+                chunk.to(current_platform().device)
+        elif current_platform().is_cuda:
             self.optimizer.restore_from_cpu()
             for chunk in self.wrapped:
                 chunk.restore_grad_buffers()
@@ -153,20 +211,32 @@ class Trainable:
 
     @torch.no_grad()
     def score(
-        self, batch: ExperienceBatch, on_done: Callable[[int], None] | None = None, temperature: float | None = None
+        self,
+        batch: ExperienceBatch,
+        on_done: Callable[[int], None] | None = None,
+        temperature: float | None = None,
+        read: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Collective: outputs for every response token of a batch; temperature stands in for the model's own.
+        """Collective: outputs for every response token of a batch.
+
+        Args:
+            batch: what to score.
+            on_done: is told how many sequences each micro-batch has finished.
+            temperature: stands in for the model's own.
+            read: from a value head's outputs [t, n] to values [t]; None takes the first.
 
         Returns:
             float32 [T, 2] log-probs and entropies, or [T, 1] values; the same on every rank.
         """
-        width = 2 if self.head == "lm" else 1
-        result = torch.zeros(batch.response_tokens, width)
+        result = torch.zeros(batch.response_tokens, 2 if self.head == "lm" else 1)
         microbatches = self.microbatches(batch, range(batch.samples))
 
         def collect(microbatch: MicroBatch, output: Tensor, non_loss_data: bool = True) -> None:
             if self.mesh.speaks:
-                microbatch.put(result, output[0].float().cpu())
+                found = output[0].float()
+                if self.head == "value":
+                    found = (found[:, 0] if read is None else read(found))[:, None]
+                microbatch.put(result, found.cpu())
             if on_done is not None:
                 on_done(len(microbatch.lengths))
 
@@ -183,8 +253,7 @@ class Trainable:
         totals |= {name: torch.full((), float("-inf"), device=device) for name in loss.maxima}
 
         def local_loss(microbatch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            take: Callable[[Tensor], Tensor] = lambda values: microbatch.take(values).to(device)  # noqa: E731
-            total, figures = loss(output[0].float(), take)
+            total, figures = loss(output[0].float(), _Local(microbatch, self.mesh, device))
             if self.mesh.speaks:
                 for name in loss.sums:
                     totals[name] += figures[name]

@@ -19,6 +19,8 @@ CLIP_HIGH = "actor/clip_fraction_high"
 ACTOR_GRAD_NORM = "actor/grad_norm"
 ROLLOUT_KL = "actor/rollout_kl"  # k3 estimate of KL(rollout policy || trainer's policy), mean over tokens
 ROLLOUT_KL_MAX = "actor/rollout_kl_max"
+REFERENCE_KL = "actor/ref_kl"  # k3 estimate of KL(policy || reference policy), mean over tokens
+REFERENCE_KL_MAX = "actor/ref_kl_max"
 
 VALUE_LOSS = "critic/value_loss"
 EXPLAINED_VARIANCE = "critic/explained_variance"

@@ -5,8 +5,9 @@ from torch import Tensor
 
 from vapo_megatron.algorithms import advantages, shaping
 from vapo_megatron.algorithms.gae import decoupled_gae, length_adaptive_lambda
-from vapo_megatron.algorithms.segments import last_tokens, place_terminal, to_tokens
-from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig, Lambda, ShapingConfig
+from vapo_megatron.algorithms.kl import k1
+from vapo_megatron.algorithms.segments import last_tokens, place_terminal, segment_sum, to_tokens
+from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig, KlConfig, Lambda, ShapingConfig
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.training.run import Run
 from vapo_megatron.training.score import record_values
@@ -19,13 +20,13 @@ def estimate_advantages(run: Run, batch: ExperienceBatch) -> None:
         rewards = shaped_rewards(batch, config.shaping)
         batch.token_fields["shaped_rewards"] = to_tokens(rewards, batch.response_cu_seqlens)
         if config.uses_critic:
-            gae(batch, rewards, config)
+            gae(batch, token_rewards(batch, rewards, config.kl), config)
             lam = policy_lambda(batch, config.advantage)
             run.recorder.add(
                 {"advantage/lambda_mean": float(lam.mean()), "advantage/lambda_clamped": clamped(batch, lam)}
             )
         else:
-            batch.token_fields["advantages"] = without_critic(batch, rewards, config.advantage)
+            batch.token_fields["advantages"] = without_critic(batch, rewards, config)
         whiten(batch, config.advantage)
     found = batch.token_fields["advantages"]
     run.recorder.add({"advantage/mean": float(found.mean()), "advantage/std": float(found.std(correction=0))})
@@ -46,8 +47,20 @@ def shaped_rewards(batch: ExperienceBatch, config: ShapingConfig) -> Tensor:
     return rewards
 
 
+def kl_penalty(batch: ExperienceBatch, config: KlConfig) -> Tensor:
+    """What the KL to the reference takes from the reward of every token, float32 [T]."""
+    if config.where != "reward":
+        return torch.zeros(batch.response_tokens)
+    return config.coef * k1(batch.token_fields["old_logprobs"], batch.token_fields["ref_logprobs"])
+
+
+def token_rewards(batch: ExperienceBatch, rewards: Tensor, config: KlConfig) -> Tensor:
+    """The reward [S] on the last token of each response, less the KL penalty of every token. float32 [T]."""
+    return place_terminal(rewards, batch.response_cu_seqlens, batch.response_tokens) - kl_penalty(batch, config)
+
+
 def gae(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig) -> None:
-    """Decoupled, length-adaptive GAE over the batch (VAPO, sections 3.1 and 3.2)."""
+    """Decoupled, length-adaptive GAE over token rewards [T] (VAPO, sections 3.1 and 3.2)."""
     values, bounds = batch.token_fields["values"], batch.response_cu_seqlens
     bootstrap = None
     if config.shaping.truncated == "bootstrap":
@@ -55,7 +68,7 @@ def gae(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig) -> Non
         bootstrap = torch.zeros(batch.samples)
         bootstrap[responses] = values[last] * batch.truncated[responses]
     found, targets = decoupled_gae(
-        place_terminal(rewards, bounds, batch.response_tokens),
+        rewards,
         values,
         bounds,
         lam_policy=policy_lambda(batch, config.advantage),
@@ -85,21 +98,24 @@ def clamped(batch: ExperienceBatch, lam: Tensor) -> float:
     return float((lam <= lam.new_zeros(())).float().mean())
 
 
-def without_critic(batch: ExperienceBatch, rewards: Tensor, config: AdvantageConfig) -> Tensor:
-    """Advantages from the rewards alone, the same for all tokens of a response. float32 [T]."""
-    groups, bounds = batch.group_ids, batch.response_cu_seqlens
-    if config.estimator == "reinforce_pp":
-        no_kl = torch.zeros(batch.response_tokens)
-        return advantages.reinforce_pp(rewards, no_kl, bounds, 0.0, config.gamma)
+def without_critic(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig) -> Tensor:
+    """Advantages from rewards [S] alone: of each token for reinforce_pp, else the same for a whole response.
+
+    A KL penalty in the reward is then that of the response, the sum over its tokens. float32 [T].
+    """
+    groups, bounds, estimator = batch.group_ids, batch.response_cu_seqlens, config.advantage.estimator
+    penalty = kl_penalty(batch, config.kl)
+    if estimator == "reinforce_pp":
+        return advantages.reinforce_pp(rewards, penalty, bounds, 1.0, config.advantage.gamma)
+    rewards = rewards - segment_sum(penalty, bounds)
     estimators = {
         "grpo": advantages.grpo,
         "dr_grpo": advantages.dr_grpo,
         "rloo": advantages.rloo,
         "group_baseline": advantages.group_baseline,
-        "reinforce_pp_baseline": advantages.group_baseline,
         "raft": advantages.raft,
     }
-    return to_tokens(estimators[config.estimator](rewards, groups), bounds)
+    return to_tokens(estimators[estimator](rewards, groups), bounds)
 
 
 def whiten(batch: ExperienceBatch, config: AdvantageConfig) -> None:

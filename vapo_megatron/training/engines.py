@@ -42,7 +42,7 @@ class Engines:
         self._server: EngineServer | None = None
         self._sync: WeightSync | None = None
         self._dispatcher: Dispatcher | None = None
-        self.version = 0
+        self.version = self.count = 0
         rank, platform = dist.get_rank(), current_platform()
         host = _reachable_host()
         self._group = _engine_group(config.tp) if platform.is_cuda else None
@@ -68,8 +68,10 @@ class Engines:
             address = self._server.address
         addresses: list[EngineAddress | None] = [None] * dist.get_world_size()
         dist.all_gather_object(addresses, address)
+        servers = [found for found in addresses if found is not None]
+        self.count = len(servers)
         if dist.get_rank() == 0:
-            self._dispatcher = Dispatcher([a for a in addresses if a is not None], self._config, self._stop_token_ids)
+            self._dispatcher = Dispatcher(servers, self._config, self._stop_token_ids)
         if current_platform().is_cuda:
             gather = partial(_gather_payloads, group=self._group) if self._config.tp > 1 else None
             barrier = partial(dist.barrier, group=self._group) if self._config.tp > 1 else None

@@ -50,6 +50,22 @@ def policy_figures(batch: ExperienceBatch) -> dict[str, float]:
     }
 
 
+def reference_figures(batch: ExperienceBatch) -> dict[str, float]:
+    """k3 of KL(policy || reference) a token, and its largest."""
+    divergence = k3(batch.token_fields["old_logprobs"], batch.token_fields["ref_logprobs"])
+    return {names.REFERENCE_KL: float(divergence.mean()), names.REFERENCE_KL_MAX: float(divergence.max())}
+
+
+def importance_figures(weights: Tensor, log_ratio: Tensor) -> dict[str, float]:
+    """Of importance weights [T] and the log ratios that they were cut from: mean, least, share that was cut."""
+    return {
+        "importance/weight_mean": float(weights.mean()),
+        "importance/weight_min": float(weights.min()),
+        "importance/ratio_max": float(log_ratio.exp().max()),
+        "importance/cut_share": float((weights != log_ratio.exp()).float().mean()),
+    }
+
+
 def value_figures(values: Tensor, returns: Tensor, cu_seqlens: Tensor) -> dict[str, float]:
     """Explained variance, and the bias of the values along the response, of S packed responses.
 

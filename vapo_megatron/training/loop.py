@@ -2,6 +2,7 @@
 
 from vapo_megatron.training.advantages import estimate_advantages
 from vapo_megatron.training.collect import collect
+from vapo_megatron.training.reference import replace_reference
 from vapo_megatron.training.run import Run
 from vapo_megatron.training.score import score
 from vapo_megatron.training.updates import update_critic, update_policy
@@ -27,6 +28,7 @@ def train(run: Run) -> None:
         estimate_advantages(run, batch)
         update_critic(run, batch)
         update_policy(run, batch)
+        replace_reference(run)
         run.hand_over()
         run.evaluate()
         run.export()

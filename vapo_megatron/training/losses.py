@@ -1,90 +1,129 @@
 """The losses of one optimizer step, as Megatron's schedule wants them: sums over local positions, denominators inside.
 
 Each holds tensors over the whole batch's response tokens [T]; what lies outside the mini-batch has weight 0. The
-formulas are those of vapo_megatron.algorithms; here they only meet the layout through `take`.
+formulas are those of vapo_megatron.algorithms; here they only meet the layout, through LocalTokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithms import policy_loss, value_loss
-from vapo_megatron.config.algorithm import PolicyLossConfig, ValueLossConfig
-
-Take = Callable[[Tensor], Tensor]
+from vapo_megatron.algorithms import kl, policy_loss, value_loss
+from vapo_megatron.config.algorithm import KlConfig, PolicyLossConfig, ValueLossConfig
+from vapo_megatron.mcore.trainable import LocalTokens
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """L = L_policy + mu L_NLL - c H + self-imitation (VAPO, sections 3.3 and 3.4).
+    """L = L_policy + mu L_NLL + beta KL - c H + self-imitation (VAPO, sections 3.3 and 3.4; GRPO, eq. 3).
 
     weights and nll_weights hold the aggregation and its global denominators; mean_weights is 1 / N on the N tokens of
-    the mini-batch, for the figures.
+    the mini-batch, for the figures. importance corrects the policy loss alone for the engine's policy.
     """
 
     config: PolicyLossConfig
+    kl: KlConfig
     old_logprobs: Tensor
     rollout_logprobs: Tensor
+    ref_logprobs: Tensor
     advantages: Tensor
     positive_advantages: Tensor
+    importance: Tensor
     weights: Tensor
     nll_weights: Tensor
     mean_weights: Tensor
 
-    sums: ClassVar[Sequence[str]] = (
-        "policy_loss",
-        "nll_loss",
-        "update_entropy",
-        "clip_fraction_low",
-        "clip_fraction_high",
-        "ratio_mean",
-        "approx_kl",
-    )
     maxima: ClassVar[Sequence[str]] = ("ratio_max",)
 
-    def __call__(self, outputs: Tensor, take: Take) -> tuple[Tensor, dict[str, Tensor]]:
+    @property
+    def sums(self) -> Sequence[str]:
+        """Figures that are added up; those of a part of the loss only where it is on."""
+        always = ("policy_loss", "nll_loss", "update_entropy", "clip_fraction_low", "clip_fraction_high")
+        return (
+            *(*always, "ratio_mean", "approx_kl"),
+            *(("clip_fraction_dual",) if self.config.dual_clip is not None else ()),
+            *(("kl_loss",) if self.kl.where == "loss" else ()),
+            *(("self_imitation_loss",) if self.config.self_imitation_coef else ()),
+        )
+
+    def __call__(self, outputs: Tensor, local: LocalTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """outputs [t, 2]: log-probs and entropies."""
-        config = self.config
+        config, take = self.config, local.take
         logprobs, entropies = outputs.unbind(-1)
-        old, advantages, weights = take(self.old_logprobs), take(self.advantages), take(self.weights)
-        mean = take(self.mean_weights)
-        policy = (weights * self._surrogate(logprobs, old, advantages, take)).sum()
-        nll = -(take(self.nll_weights) * logprobs).sum()
-        loss = policy + config.positive_nll.coef * nll
+        weights = take(self.weights)
+        parts = {
+            "policy_loss": (weights * take(self.importance) * self._surrogate(logprobs, local)).sum(),
+            "nll_loss": -(take(self.nll_weights) * logprobs).sum(),
+        }
+        loss = parts["policy_loss"] + config.positive_nll.coef * parts["nll_loss"]
+        if self.kl.where == "loss":
+            estimate = {"k2": kl.k2, "k3": kl.k3}[self.kl.estimator]
+            parts["kl_loss"] = (weights * estimate(logprobs, take(self.ref_logprobs))).sum()
+            loss = loss + self.kl.coef * parts["kl_loss"]
         if config.entropy_coef:
             loss = loss + config.entropy_coef * (weights * policy_loss.entropy_bonus(entropies)).sum()
         if config.self_imitation_coef:
             imitation = policy_loss.self_imitation(logprobs, take(self.positive_advantages))
-            loss = loss + config.self_imitation_coef * (weights * imitation).sum()
-        with torch.no_grad():
-            log_ratio = torch.where(mean > 0, logprobs - old, torch.zeros_like(old))
-            ratio = log_ratio.exp()
-            low, high, _ = policy_loss.clip_indicators(log_ratio, advantages, config.clip_low, config.clip_high)
-            figures = {
-                "policy_loss": policy.detach(),
-                "nll_loss": nll.detach(),
-                "update_entropy": (mean * entropies).sum(),
-                "clip_fraction_low": (mean * low).sum(),
-                "clip_fraction_high": (mean * high).sum(),
-                "ratio_mean": (mean * ratio).sum(),
-                "approx_kl": (mean * (ratio - 1 - log_ratio)).sum(),
-                "ratio_max": ratio.max(),
-            }
-        return loss, figures
+            parts["self_imitation_loss"] = (weights * imitation).sum()
+            loss = loss + config.self_imitation_coef * parts["self_imitation_loss"]
+        figures = {name: part.detach() for name, part in parts.items()}
+        return loss, figures | self._figures(logprobs.detach(), entropies.detach(), local)
 
-    def _surrogate(self, logprobs: Tensor, old: Tensor, advantages: Tensor, take: Take) -> Tensor:
-        config = self.config
+    def _surrogate(self, logprobs: Tensor, local: LocalTokens) -> Tensor:
+        config, old, advantages = self.config, local.take(self.old_logprobs), local.take(self.advantages)
         if config.kind == "reinforce":
             return policy_loss.reinforce(logprobs, advantages)
         if config.kind == "cispo":
             return policy_loss.cispo(logprobs, old, advantages, config.clip_high)
         if config.kind == "sao":
-            rollout = take(self.rollout_logprobs)
+            rollout = local.take(self.rollout_logprobs)
             return policy_loss.sao(logprobs, rollout, advantages, config.clip_low, config.clip_high)
+        if config.kind == "gspo":
+            sequence = local.sequence_mean(logprobs - old)
+            return policy_loss.gspo(logprobs, sequence, advantages, config.clip_low, config.clip_high)
         return policy_loss.ppo_clip(logprobs, old, advantages, config.clip_low, config.clip_high, config.dual_clip)
+
+    @torch.no_grad()
+    def _figures(self, logprobs: Tensor, entropies: Tensor, local: LocalTokens) -> dict[str, Tensor]:
+        mean, old = local.take(self.mean_weights), local.take(self.old_logprobs)
+        log_ratio = torch.where(mean > 0, logprobs - old, 0)
+        ratio = log_ratio.exp()
+        low, high, dual = self._bounded(log_ratio, logprobs, local)
+        figures = {
+            "update_entropy": (mean * entropies).sum(),
+            "clip_fraction_low": (mean * low).sum(),
+            "clip_fraction_high": (mean * high).sum(),
+            "clip_fraction_dual": (mean * dual).sum(),
+            "ratio_mean": (mean * ratio).sum(),
+            "approx_kl": (mean * (ratio - 1 - log_ratio)).sum(),
+            "ratio_max": ratio.max(),
+        }
+        return {name: value for name, value in figures.items() if name in (*self.sums, *self.maxima)}
+
+    def _bounded(self, log_ratio: Tensor, logprobs: Tensor, local: LocalTokens) -> tuple[Tensor, Tensor, Tensor]:
+        """1 on the tokens that a low, high or dual bound of this kind of loss acts on, else 0."""
+        config, none = self.config, torch.zeros_like(log_ratio)
+        if config.kind == "reinforce":
+            return none, none, none
+        if config.kind == "cispo":
+            return none, (log_ratio.exp() > 1 + config.clip_high).float(), none
+        if config.kind == "sao":
+            ratio = (logprobs - local.take(self.rollout_logprobs)).exp()
+            return (ratio <= 1 - config.clip_low).float(), (ratio >= 1 + config.clip_high).float(), none
+        if config.kind == "gspo":
+            log_ratio = local.sequence_mean(log_ratio)
+        advantages = local.take(self.advantages)
+        return policy_loss.clip_indicators(log_ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
+
+
+def values_of(outputs: Tensor, config: ValueLossConfig) -> Tensor:
+    """Values [t] of a value head's outputs [t, n]: the one of them, or the mean of the histogram that they predict."""
+    if config.kind == "hl_gauss":
+        return value_loss.hl_gauss_value(outputs, config.low, config.high)
+    return outputs[:, 0]
 
 
 @dataclass(frozen=True)
@@ -99,18 +138,21 @@ class ValueLoss:
     sums: ClassVar[Sequence[str]] = ("value_loss",)
     maxima: ClassVar[Sequence[str]] = ()
 
-    def __call__(self, outputs: Tensor, take: Take) -> tuple[Tensor, dict[str, Tensor]]:
-        """outputs [t, 1]: values."""
-        values, targets, weights = outputs[:, 0], take(self.targets), take(self.weights)
-        if self.config.kind == "clipped":
-            per_token = value_loss.clipped_value_loss(values, take(self.old_values), targets, self.config.clip)
+    def __call__(self, outputs: Tensor, local: LocalTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """outputs [t, n]: values (n = 1), or logits of the bins (hl_gauss)."""
+        config, targets, weights = self.config, local.take(self.targets), local.take(self.weights)
+        if config.kind == "hl_gauss":
+            per_token = value_loss.hl_gauss(outputs, targets, config.low, config.high, config.sigma_bins)
+        elif config.kind == "clipped":
+            old = local.take(self.old_values)
+            per_token = value_loss.clipped_value_loss(outputs[:, 0], old, targets, config.clip)
         else:
-            per_token = value_loss.value_mse(values, targets)
+            per_token = value_loss.value_mse(outputs[:, 0], targets)
         loss = (weights * per_token).sum()
         figures = {"value_loss": loss.detach()}
-        if self.config.self_imitation_coef:
-            imitation = value_loss.self_imitation_value_loss(values, targets)
-            loss = loss + self.config.self_imitation_coef * (weights * imitation).sum()
+        if config.self_imitation_coef:
+            imitation = value_loss.self_imitation_value_loss(outputs[:, 0], targets)
+            loss = loss + config.self_imitation_coef * (weights * imitation).sum()
         return loss, figures
 
 
@@ -123,8 +165,8 @@ class NegativeLogLikelihood:
     sums: ClassVar[Sequence[str]] = ("nll_loss", "entropy")
     maxima: ClassVar[Sequence[str]] = ()
 
-    def __call__(self, outputs: Tensor, take: Take) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, outputs: Tensor, local: LocalTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """outputs [t, 2]: log-probs and entropies."""
-        weights = take(self.weights)
+        weights = local.take(self.weights)
         loss = -(weights * outputs[:, 0]).sum()
         return loss, {"nll_loss": loss.detach(), "entropy": (weights * outputs[:, 1]).sum().detach()}

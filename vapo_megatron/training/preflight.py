@@ -45,9 +45,8 @@ def check_train(config: TrainConfig, world_size: int) -> None:
 
 def check_critic_source(config: TrainConfig, policy: ModelSpec) -> ModelSpec:
     """The critic's spec. Raises BadInput where critic.init_path cannot value the policy's tokens."""
-    if not config.critic.init_path:
-        return policy
-    spec = read_spec(Path(config.critic.init_path))
+    source = Path(config.critic.init_path or config.model.path)
+    spec = read_spec(source, value_outputs=config.algorithm.value_loss.outputs)
     if spec.vocab_size != policy.vocab_size:
         raise BadInput(
             f"critic.init_path={config.critic.init_path}: it has {spec.vocab_size} words and model.path has "

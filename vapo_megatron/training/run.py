@@ -25,27 +25,6 @@ from vapo_megatron.weights.save import save_hf
 from vapo_megatron.weights.spec import Head, read_spec
 
 
-def train_rank(config: TrainConfig, run_dir: Path) -> None:
-    """Collective: the whole training of one rank."""
-    from vapo_megatron.training.loop import train
-
-    speaks = dist.get_rank() == 0
-    tokenizer = TextTokenizer(Path(config.model.path), config.data.prompt)
-    log_dir = run_dir / "logs"
-    with (
-        Recorder(run_dir, config.monitoring, speaks) as recorder,
-        Engines(
-            config.rollout, Path(config.model.path), config.model.dtype, log_dir, tokenizer.eos_token_ids
-        ) as engines,
-    ):
-        verifier = VerifierPool(config.reward) if speaks else None
-        try:
-            train(Run(config, run_dir, recorder, engines, tokenizer, verifier))
-        finally:
-            if verifier is not None:
-                verifier.close()
-
-
 class Run:
     """Everything the loop works with. source and verifier are rank 0's."""
 
@@ -69,6 +48,7 @@ class Run:
             meshes: dict[str, Mesh] = {}
             self.actor = self._load("actor", meshes)
             self.critic = self._load("critic", meshes) if config.algorithm.uses_critic else None
+            self.reference = self._load("reference", meshes) if config.algorithm.uses_reference else None
         self.source = None
         if dist.get_rank() == 0:
             self.source = PromptSource(train_prompts(config.data, tokenizer), config.run.seed, config.data.shuffle)
@@ -190,7 +170,7 @@ class Run:
             "preset": config.preset or "none",
             "actor": config.actor.layout.describe(world),
             "critic": config.critic.layout.describe(world) if self.critic is not None else "none",
-            "engines": f"{config.rollout.engines} x TP{config.rollout.tp}",
+            "engines": f"{self.engines.count} x TP{config.rollout.tp}",
             "step": f"{config.batch.prompts_per_step} prompts x {config.batch.samples_per_prompt} responses",
             "seed": config.run.seed,
             "run": self.run_dir,
@@ -204,13 +184,13 @@ class Run:
 
     def _load(self, name: str, meshes: dict[str, Mesh]) -> Trainable:
         config = self.config
-        section = config.actor if name == "actor" else config.critic
+        section = config.critic if name == "critic" else config.actor
         source = self.source_dir(name)
-        spec = read_spec(source)
+        spec = read_spec(source, value_outputs=config.algorithm.value_loss.outputs)
         key = section.layout.model_dump_json()
         if key not in meshes:
             meshes[key] = make_mesh(section.layout, name)
-        head: Head = "lm" if name == "actor" else "value"
+        head: Head = "value" if name == "critic" else "lm"
         mesh, seed = meshes[key], config.run.seed
         model = Trainable(
             spec, config.model, section, mesh, head, name=name, seed=seed, temperature=config.sampling.temperature
@@ -225,6 +205,9 @@ class Run:
             head_init_std=config.critic.head_init_std,
             seed=seed,
         )
-        model.prepare()
+        if name == "reference":
+            model.freeze()
+        else:
+            model.prepare()
         model.sleep()
         return model

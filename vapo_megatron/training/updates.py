@@ -14,7 +14,7 @@ from vapo_megatron.algorithms.shaping import overlong_filter_mask
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore.trainable import StepResult, Trainable
-from vapo_megatron.training.figures import mean_of
+from vapo_megatron.training.figures import importance_figures, mean_of
 from vapo_megatron.training.losses import PolicyLoss, ValueLoss
 from vapo_megatron.training.run import Run
 
@@ -47,6 +47,7 @@ def update_policy(run: Run, batch: ExperienceBatch) -> None:
     """Collective: the policy's optimizer steps on a batch."""
     results = []
     rounds = run.config.algorithm.update.epochs
+    correct_for_rollout(run, batch)
     with run.recorder.phase("update_policy", total=batch.samples * rounds) as advance:
         for minibatch in minibatches(run, batch, rounds, salt=2):
             results.append(run.actor.train_step(batch, minibatch, policy_loss(batch, minibatch, run.config.algorithm)))
@@ -65,27 +66,34 @@ def policy_loss(batch: ExperienceBatch, samples: list[int], config: AlgorithmCon
         positive_advantages = torch.zeros_like(fields["advantages"])
     return PolicyLoss(
         config=settings,
+        kl=config.kl,
         old_logprobs=fields["old_logprobs"],
         rollout_logprobs=batch.rollout_logprobs,
+        ref_logprobs=fields.get("ref_logprobs", fields["old_logprobs"]),
         advantages=fields["advantages"],
         positive_advantages=positive_advantages,
-        weights=weights * importance_weights(batch, config),
+        importance=fields["importance"],
+        weights=weights,
         nll_weights=to_tokens(nll_weights(lengths, positives(batch, config) & chosen), bounds),
         mean_weights=to_tokens(token_weights(lengths, "token_mean", selected=chosen), bounds),
     )
 
 
-def importance_weights(batch: ExperienceBatch, config: AlgorithmConfig) -> Tensor:
-    """Correction for the engine's policy not being the trainer's, of every response token. float32 [T]."""
-    settings = config.importance_sampling
+def correct_for_rollout(run: Run, batch: ExperienceBatch) -> None:
+    """Fill importance [T]: what corrects the policy loss for the engine's policy not being the trainer's."""
+    settings = run.config.algorithm.importance_sampling
     if settings.kind == "none":
-        return torch.ones(batch.response_tokens)
+        batch.token_fields["importance"] = torch.ones(batch.response_tokens)
+        return
     log_ratio = importance.log_ratio_at(
         settings.level, batch.token_fields["old_logprobs"], batch.rollout_logprobs, batch.response_cu_seqlens
     )
     if settings.kind == "tis":
-        return importance.tis(log_ratio, settings.cap)
-    return importance.mis(log_ratio, settings.low, settings.high)
+        found = importance.tis(log_ratio, settings.cap)
+    else:
+        found = importance.mis(log_ratio, settings.low, settings.high)
+    batch.token_fields["importance"] = found
+    run.recorder.add(importance_figures(found, log_ratio))
 
 
 def positives(batch: ExperienceBatch, config: AlgorithmConfig) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from vapo_megatron.algorithms.gae import decoupled_gae
 from vapo_megatron.algorithms.segments import place_terminal
-from vapo_megatron.config.algorithm import AlgorithmConfig, ValuePretrainingConfig
+from vapo_megatron.config.algorithm import AlgorithmConfig, ValueLossConfig, ValuePretrainingConfig
 from vapo_megatron.experience.batch import ExperienceBatch, concatenate
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.monitoring import names
@@ -19,6 +19,7 @@ from vapo_megatron.training.advantages import shaped_rewards
 from vapo_megatron.training.collect import collect
 from vapo_megatron.training.figures import mean_of, value_figures
 from vapo_megatron.training.run import Run
+from vapo_megatron.training.score import values
 from vapo_megatron.training.updates import critic_step
 
 _HELD_OUT_SHARE = 1 / 8
@@ -35,7 +36,7 @@ def pretrain_value(run: Run) -> None:
     train, held_out = split_groups(record, run.config.batch.prompts_per_step, run.config.run.seed)
     updates = replay_order(train, config, run.config.run.seed)
     check_every = max(1, len(updates) // _CHECKS)
-    run.recorder.add(measure(critic, record, held_out))
+    run.recorder.add(measure(critic, record, held_out, run.config.algorithm.value_loss))
     run.recorder.write_pretraining(0, 0)
     results: list[dict[str, float]] = []
     with run.recorder.phase("value_pretraining", total=len(updates)) as advance:
@@ -45,7 +46,7 @@ def pretrain_value(run: Run) -> None:
             advance(1)
             if number % check_every and number < len(updates):
                 continue
-            figures = measure(critic, record, held_out)
+            figures = measure(critic, record, held_out, run.config.algorithm.value_loss)
             run.recorder.add(figures | {f"critic/{key}": value for key, value in mean_of(results).items()})
             run.recorder.write_pretraining(number, number * config.minibatch_size)
             results = []
@@ -88,11 +89,13 @@ def replay_order(samples: list[int], config: ValuePretrainingConfig, seed: int) 
     return steps[: config.max_updates]
 
 
-def measure(critic: Trainable, record: ExperienceBatch, held_out: list[int]) -> dict[str, float]:
+def measure(
+    critic: Trainable, record: ExperienceBatch, held_out: list[int], config: ValueLossConfig
+) -> dict[str, float]:
     """Collective: quality of the critic on held-out samples."""
     part = record.select(held_out)
-    values = critic.score(part)[:, 0]
-    return value_figures(values, part.token_fields["returns"], part.response_cu_seqlens)
+    found = values(critic, part, config)
+    return value_figures(found, part.token_fields["returns"], part.response_cu_seqlens)
 
 
 def largest_bias(figures: dict[str, float]) -> float:

@@ -32,9 +32,9 @@ def load_hf(
 ) -> None:
     """Fill every parameter of this rank's chunks once, in place and in their own dtype. No communication.
 
-    A value model's backbone comes from the directory whatever its head; its scalar head is either new, or the
-    `score` of a reward model (...ForSequenceClassification, one label) or of a saved value model
-    (...ForTokenClassification, one label); a reward model without bias gives a bias of zero.
+    A value model's backbone comes from the directory whatever its head; its head is either new, or the `score` of a
+    reward model (...ForSequenceClassification) or of a saved value model (...ForTokenClassification), which has
+    spec.value_outputs labels; a reward model without bias gives a bias of zero.
 
     Args:
         chunks: from build_model, also wrapped in DistributedDataParallel.
@@ -48,7 +48,7 @@ def load_hf(
 
     Raises:
         BadInput: a tensor is missing, unknown, of another shape or not of floating point; a file is missing or
-            truncated; a saved head has other than one label. Every rank checks every tensor's header, so all of them
+            truncated; a saved head has other labels than spec.value_outputs. Every rank checks every tensor's header, so all of them
             raise the same.
     """
     tensors = HFTensors(hf_dir)
@@ -81,7 +81,7 @@ def _checked_names(
         for name in (SCORE_WEIGHT, SCORE_BIAS):
             del names[name]
         if value_head == "saved":
-            names |= _saved_head(tensors)
+            names |= _saved_head(tensors, spec.value_outputs)
     missing = [name for name, actual in names.items() if actual not in present]
     if missing:
         raise BadInput(
@@ -107,8 +107,8 @@ def _described(head: Head, value_head: str) -> str:
     return "score" if value_head == "saved" else "language-model"
 
 
-def _saved_head(tensors: HFTensors) -> dict[str, str]:
-    """Names of the scalar head, which may carry a prefix; checked to have one label."""
+def _saved_head(tensors: HFTensors, outputs: int) -> dict[str, str]:
+    """Names of the value head, which may carry a prefix; checked to have a label for each output."""
     found = [name for name in tensors.names if name == SCORE_WEIGHT or name.endswith("." + SCORE_WEIGHT)]
     if len(found) != 1:
         raise BadInput(
@@ -117,17 +117,18 @@ def _saved_head(tensors: HFTensors) -> dict[str, str]:
         )
     labels = tensors[found[0]].shape[0]
     listed = read_config(tensors.directory).get("id2label")
-    if labels != 1 or (isinstance(listed, dict) and len(listed) != 1):
+    if labels != outputs or (isinstance(listed, dict) and len(listed) != outputs):
+        why = "a value is one number" if outputs == 1 else "as many as algorithm.value_loss.bins"
         raise BadInput(
             f"{tensors.directory}: {found[0]} has {labels} rows and config.json "
-            f"{len(listed) if isinstance(listed, dict) else 'no'} labels, expected 1 of each: a value is one number"
+            f"{len(listed) if isinstance(listed, dict) else 'no'} labels, expected {outputs} of each: {why}"
         )
     bias = found[0].removesuffix(SCORE_WEIGHT) + SCORE_BIAS
     return {SCORE_WEIGHT: found[0]} | ({SCORE_BIAS: bias} if bias in tensors.names else {})
 
 
 def _new_head(entry: Entry, spec: ModelSpec, std: float, seed: int) -> Tensor:
-    """A fresh scalar head's weight or bias, in float32 on the CPU."""
+    """A fresh value head's weight or bias, in float32 on the CPU."""
     shape = entry.rule.hf_shapes(spec)[0]
     if entry.rule is VALUE_HEAD_BIAS or std == 0.0:
         return torch.zeros(shape)

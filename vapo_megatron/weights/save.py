@@ -28,8 +28,8 @@ def save_hf(
 ) -> None:
     """Write a model; collective over all ranks. Global rank 0 writes, its tp x pp block streams, the others wait.
 
-    A language model becomes ...ForCausalLM, a value model ...ForTokenClassification with one label (score.weight
-    [1, hidden], score.bias [1]). config.json, tokenizer, chat template and (of a language model) generation config
+    A language model becomes ...ForCausalLM, a value model ...ForTokenClassification with a label for each output of
+    its head (score.weight [labels, hidden], score.bias [labels]). config.json, tokenizer, chat template and (of a language model) generation config
     are those of source_dir. The directory appears whole, or not at all.
 
     Args:
@@ -77,5 +77,8 @@ def _config(source: dict[str, Any], spec: ModelSpec, head: Head, dtype: torch.dt
     for key in ("id2label", "label2id", "num_labels", "problem_type"):
         config.pop(key, None)
     if head == "value":
-        config.update(id2label={"0": "value"}, label2id={"value": 0}, classifier_dropout=0.0)
+        labels = ["value"] if spec.value_outputs == 1 else [f"bin_{i}" for i in range(spec.value_outputs)]
+        config["id2label"] = {str(i): label for i, label in enumerate(labels)}
+        config["label2id"] = {label: i for i, label in enumerate(labels)}
+        config["classifier_dropout"] = 0.0
     return config

@@ -34,6 +34,7 @@ class ModelSpec:
         dtype: of the checkpoint, a torch dtype's name.
         vocab_divisible_by: Megatron's make_vocab_size_divisible_by: its tables are padded to a multiple of this times
             the tensor-parallel size.
+        value_outputs: of a value model's head: 1, or the bins of a histogram over values.
     """
 
     family: str
@@ -53,6 +54,7 @@ class ModelSpec:
     max_position_embeddings: int
     dtype: str
     vocab_divisible_by: int = 1
+    value_outputs: int = 1
 
     @property
     def table(self) -> Family:
@@ -141,8 +143,10 @@ def read_config(hf_dir: Path) -> dict[str, Any]:
     return config
 
 
-def read_spec(hf_dir: Path, *, vocab_divisible_by: int = 1) -> ModelSpec:
+def read_spec(hf_dir: Path, *, vocab_divisible_by: int = 1, value_outputs: int = 1) -> ModelSpec:
     """The spec of a Hugging Face model directory (causal LM, sequence or token classification alike).
+
+    vocab_divisible_by and value_outputs are what is asked for, see ModelSpec; the directory does not say.
 
     Raises:
         BadInput: the directory or its config.json is missing, a value is missing or of the wrong kind, the family is
@@ -187,6 +191,7 @@ def read_spec(hf_dir: Path, *, vocab_divisible_by: int = 1) -> ModelSpec:
         max_position_embeddings=longest,
         dtype=_dtype(read, path),
         vocab_divisible_by=vocab_divisible_by,
+        value_outputs=value_outputs,
     )
 
 

@@ -14,9 +14,9 @@ EMBEDDING: Rule = Vocabulary(
 FINAL_NORM: Rule = Replicated("decoder.final_layernorm.weight", ("model.norm.weight",), ("hidden_size",))
 LM_HEAD: Rule = Vocabulary("output_layer.weight", ("lm_head.weight",), ("vocab_size", "hidden_size"))
 
-# The scalar head of a value model, and of a reward model, under transformers' name for it.
-VALUE_HEAD_WEIGHT: Rule = Replicated("output_layer.weight", ("score.weight",), (1, "hidden_size"))
-VALUE_HEAD_BIAS: Rule = Replicated("output_layer.bias", ("score.bias",), (1,))
+# The head of a value model, and of a reward model, under transformers' name for it.
+VALUE_HEAD_WEIGHT: Rule = Replicated("output_layer.weight", ("score.weight",), ("value_outputs", "hidden_size"))
+VALUE_HEAD_BIAS: Rule = Replicated("output_layer.bias", ("score.bias",), ("value_outputs",))
 
 # What the families' layers are made of.
 INPUT_NORM: Rule = Replicated("input_layernorm.weight", (LAYER + "input_layernorm.weight",), ("hidden_size",))
@@ -75,5 +75,5 @@ class Family:
 
     @property
     def token_classification(self) -> str:
-        """transformers' class in whose form a value model is saved: one label a token."""
+        """transformers' class in whose form a value model is saved: a label for each output of its head."""
         return self.classes + "ForTokenClassification"

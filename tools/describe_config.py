@@ -1,0 +1,273 @@
+"""Write docs/configuration.md from the config's own models and presets."""
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+import typer
+import yaml
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from vapo_megatron.cli import PRESETS
+from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.config.base import Section
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.config.train import EvaluateConfig, TrainConfig
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+COMMANDS: dict[str, type[Section]] = {"train": TrainConfig, "sft": SftConfig, "evaluate": EvaluateConfig}
+
+INTRODUCTION = """\
+# Configuration
+
+<!-- Written by tools/describe_config.py from the models in vapo_megatron/config; do not edit. -->
+
+`vapo-megatron train CONFIG [SECTION.KEY=VALUE]...`, and `sft` and `evaluate` alike, take one YAML file. Values come in
+layers, each over the one before:
+
+1. the defaults below;
+2. the preset that the file's key `preset` names (`train` alone): the published settings of an algorithm;
+3. the file;
+4. overrides on the command line, `section.key=value`, the value read as YAML.
+
+```
+vapo-megatron train examples/gsm8k/vapo.yaml model.path=models/Qwen3-8B actor.layout.tp=4 run.name=qwen3 \\
+    'actor.optimizer={lr: 1e-6, warmup_steps: 20}' data.eval.0.limit=64
+```
+
+- An override of a whole section is merged into it; an entry of a list is named by its number, from 0.
+- `${section.key}` in a value stands for another value of the file.
+- A key that does not exist is an error that names the nearest one; so is a value of the wrong type or out of range.
+  Everything is checked, files, tokenizer and layouts included, before any process starts and before anything is
+  written: one line, exit code 2.
+- Relative paths are taken from the working directory.
+- What came of all layers is written to `config.yaml` in the run directory; it can be given as CONFIG again.
+"""
+
+
+@dataclass
+class Place:
+    """Where a section stands: command and dotted key, and the value that it has if nothing is given."""
+
+    command: str
+    key: str
+    default: Section | None
+
+
+@dataclass
+class Described:
+    """A section's class and all its places."""
+
+    model: type[Section]
+    places: list[Place] = field(default_factory=list)
+
+    def keys(self) -> list[str]:
+        """Dotted keys, each once."""
+        return list(dict.fromkeys(place.key for place in self.places))
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="file to write")] = PAGE,
+) -> None:
+    """Write the page."""
+    with atomic_write(out) as file:
+        file.write(page())
+    typer.echo(out)
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [INTRODUCTION, _commands(), _presets(), "## Sections\n"]
+    parts += [_section(described) for described in sections().values()]
+    return "\n".join(parts)
+
+
+def sections() -> dict[type[Section], Described]:
+    """Every section of every command, in the order in which a reader of a file would meet them."""
+    found: dict[type[Section], Described] = {}
+
+    def visit(command: str, key: str, model: type[Section], default: Section | None) -> None:
+        found.setdefault(model, Described(model)).places.append(Place(command, key, default))
+        for name, info in model.model_fields.items():
+            for inner in _inner_sections(info.annotation):
+                value = getattr(default, name) if default is not None else _default(info)
+                inner_key = f"{key}.{name}" if key else name
+                if get_origin(info.annotation) in (tuple, list):
+                    inner_key += ".<number>"
+                visit(command, inner_key, inner, value if isinstance(value, inner) else None)
+
+    for command, root in COMMANDS.items():
+        visit(command, "", root, None)
+    for root in COMMANDS.values():
+        del found[root]
+    return found
+
+
+def _commands() -> str:
+    lines = ["## Commands\n", "| | " + " | ".join(f"`{name}`" for name in COMMANDS) + " | |"]
+    lines.append("|---|" + "---|" * len(COMMANDS) + "---|")
+    for name in dict.fromkeys(name for root in COMMANDS.values() for name in root.model_fields):
+        cells, texts = [], []
+        for command, root in COMMANDS.items():
+            info = root.model_fields.get(name)
+            if info is None:
+                cells.append("")
+                continue
+            inner = next(_inner_sections(info.annotation), None)
+            word = "required" if info.is_required() else "optional"
+            cells.append(f"[{word}](#{_anchor(inner, name, command)})" if inner is not None else word)
+            texts.append(_text(info))
+        lines.append(f"| `{name}` | " + " | ".join(cells) + f" | {texts[0]} |")
+    return "\n".join(lines) + "\n"
+
+
+def _presets() -> str:
+    lines = ["## Presets\n", "| `preset` | |", "|---|---|"]
+    for path in sorted(PRESETS.glob("*.yaml")):
+        comment = " ".join(line[1:].strip() for line in _leading_comment(path))
+        lines.append(f"| [`{path.stem}`](../vapo_megatron/config/presets/{path.name}) | {_cell(comment)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _leading_comment(path: Path) -> Iterator[str]:
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            return
+        yield line
+
+
+def _section(described: Described) -> str:
+    places = {_anchor(described.model, place.key, place.command): place.key for place in described.places}
+    title = ", ".join(f"`{key}`" for key in described.keys())
+    anchors = "".join(f'<a id="{anchor}"></a>' for anchor in places)
+    users = list(dict.fromkeys(place.command for place in described.places))
+    only = "" if len(users) == len(COMMANDS) else f" ({', '.join(f'`{user}`' for user in users)})"
+    lines = [f"### {anchors}{title}\n", f"{_first_line(described.model)}{only}\n"]
+    lines += ["| key | type | default | |", "|---|---|---|---|"]
+    for name in sorted(described.model.model_fields, key=lambda name: _is_inner(described.model.model_fields[name])):
+        info = described.model.model_fields[name]
+        lines.append(
+            f"| {_key(described, name, info)} | {_type(info)} | {_defaults(described, name)} | {_text(info)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _key(described: Described, name: str, info: FieldInfo) -> str:
+    if any(_inner_sections(info.annotation)):
+        place = described.keys()[0]
+        suffix = ".<number>" if get_origin(info.annotation) in (tuple, list) else ""
+        return f"[`{name}`](#{_anchor(f'{place}.{name}{suffix}')})"
+    return f"`{name}`"
+
+
+def _text(info: FieldInfo) -> str:
+    inner = next(_inner_sections(info.annotation), None)
+    return _cell(info.description or "" if info.description or inner is None else _first_line(inner))
+
+
+def _defaults(described: Described, name: str) -> str:
+    """The default, or each with its places where they differ."""
+    info = described.model.model_fields[name]
+    if any(_inner_sections(info.annotation)):
+        return "**required**" if info.is_required() else _code(None) if _default(info) is None else ""
+    by_value: dict[str, list[str]] = {}
+    for place in described.places:
+        given = place.default is not None
+        value = getattr(place.default, name) if given else _default(info)
+        text = "**required**" if value is PydanticUndefined else _code(value)
+        by_value.setdefault(text, []).append(place.key)
+    if len(by_value) == 1:
+        return next(iter(by_value))
+    labels = described.keys() if len(described.keys()) > 1 else None
+    if labels is None:
+        by_value = {}
+        for place in described.places:
+            by_value.setdefault(_code(getattr(place.default, name)), []).append(place.command)
+    return ", ".join(f"{text} ({', '.join(dict.fromkeys(where))})" for text, where in by_value.items())
+
+
+def _type(info: FieldInfo) -> str:
+    limits = [text for text in map(_limit, info.metadata) if text]
+    return _cell(", ".join([_annotation(info.annotation), *limits]))
+
+
+def _annotation(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        limits = [text for text in (_limit(entry) for entry in _metadata(arguments[1:])) if text]
+        return ", ".join([_annotation(arguments[0]), *limits])
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join("none" if part is types.NoneType else _annotation(part) for part in arguments)
+    if origin in (tuple, list):
+        return f"list of {_annotation(arguments[0])}"
+    if origin is dict:
+        return "mapping"
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "section"
+    names = {str: "text", Path: "path", bool: "true, false", int: "integer", float: "number"}
+    return names[annotation]
+
+
+def _metadata(entries: tuple[Any, ...]) -> Iterator[Any]:
+    for entry in entries:
+        yield from entry.metadata if isinstance(entry, FieldInfo) else [entry]
+
+
+def _limit(entry: Any) -> str:
+    match entry:
+        case annotated_types.Ge():
+            return f"≥ {entry.ge:g}"  # type: ignore[str-format]
+        case annotated_types.Gt():
+            return f"> {entry.gt:g}"  # type: ignore[str-format]
+        case annotated_types.Le():
+            return f"≤ {entry.le:g}"  # type: ignore[str-format]
+        case annotated_types.Lt():
+            return f"< {entry.lt:g}"  # type: ignore[str-format]
+        case annotated_types.MinLen():
+            return "not empty"
+    pattern = getattr(entry, "pattern", None)
+    return f"matching `{pattern}`" if pattern else ""
+
+
+def _inner_sections(annotation: Any) -> Iterator[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation
+    elif get_origin(annotation) is not Literal:
+        for argument in get_args(annotation):
+            yield from _inner_sections(argument)
+
+
+def _default(info: FieldInfo) -> Any:
+    return info.get_default(call_default_factory=True)
+
+
+def _code(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, float):
+        return f"`{value:g}`"
+    plain = list(value) if isinstance(value, tuple) else value
+    text = plain if isinstance(plain, str) else yaml.safe_dump(plain, default_flow_style=True).split("\n")[0]
+    return f"`{text}`"
+
+
+def _first_line(model: type[Section]) -> str:
+    return (model.__doc__ or "").partition("\n\n")[0].replace("\n", " ").strip()
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _anchor(key: str) -> str:
+    return key.replace(".<number>", "").replace(".", "-")
+
+
+if __name__ == "__main__":
+    typer.run(main)
