@@ -35,7 +35,9 @@ def _rank(rank: int, world_size: int, store: str, results: Any, fn: Callable[...
 
 
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, deadline: float = 60) -> list[Any]:
-    """fn(*args) on each of world_size gloo ranks; what it returned, by rank (no tensors: they would not outlive the rank).
+    """fn(*args) on each of world_size gloo ranks; what it returned, by rank.
+
+    No tensors: they would not outlive the rank.
 
     A rank's exception fails the test.
     """

@@ -65,6 +65,7 @@ class Described:
     model: type[Section]
     places: list[Place] = field(default_factory=list)
 
+    @property
     def keys(self) -> list[str]:
         """Dotted keys, each once."""
         return list(dict.fromkeys(place.key for place in self.places))
@@ -87,7 +88,7 @@ def page() -> str:
 
 
 def sections() -> dict[type[Section], Described]:
-    """Every section of every command, in the order in which a reader of a file would meet them."""
+    """Every section of every command, in the order of train's; of several at one key train's is the first."""
     found: dict[type[Section], Described] = {}
 
     def visit(command: str, key: str, model: type[Section], default: Section | None) -> None:
@@ -104,7 +105,8 @@ def sections() -> dict[type[Section], Described]:
         visit(command, "", root, None)
     for root in COMMANDS.values():
         del found[root]
-    return found
+    order = {key: number for number, key in enumerate(dict.fromkeys(d.keys[0] for d in found.values()))}
+    return dict(sorted(found.items(), key=lambda item: order[item[1].keys[0]]))
 
 
 def _commands() -> str:
@@ -112,16 +114,16 @@ def _commands() -> str:
     lines.append("|---|" + "---|" * len(COMMANDS) + "---|")
     for name in dict.fromkeys(name for root in COMMANDS.values() for name in root.model_fields):
         cells, texts = [], []
-        for command, root in COMMANDS.items():
+        for root in COMMANDS.values():
             info = root.model_fields.get(name)
             if info is None:
                 cells.append("")
                 continue
             inner = next(_inner_sections(info.annotation), None)
             word = "required" if info.is_required() else "optional"
-            cells.append(f"[{word}](#{_anchor(inner, name, command)})" if inner is not None else word)
+            cells.append(f"[{word}](#{inner.__name__})" if inner is not None else word)
             texts.append(_text(info))
-        lines.append(f"| `{name}` | " + " | ".join(cells) + f" | {texts[0]} |")
+        lines.append(f"| `{name}` | " + " | ".join(cells) + f" | {'; '.join(dict.fromkeys(texts))} |")
     return "\n".join(lines) + "\n"
 
 
@@ -141,27 +143,16 @@ def _leading_comment(path: Path) -> Iterator[str]:
 
 
 def _section(described: Described) -> str:
-    places = {_anchor(described.model, place.key, place.command): place.key for place in described.places}
-    title = ", ".join(f"`{key}`" for key in described.keys())
-    anchors = "".join(f'<a id="{anchor}"></a>' for anchor in places)
-    users = list(dict.fromkeys(place.command for place in described.places))
-    only = "" if len(users) == len(COMMANDS) else f" ({', '.join(f'`{user}`' for user in users)})"
-    lines = [f"### {anchors}{title}\n", f"{_first_line(described.model)}{only}\n"]
+    model, users = described.model, list(dict.fromkeys(place.command for place in described.places))
+    title = ", ".join(f"`{key}`" for key in described.keys)
+    only = "" if len(users) == len(COMMANDS) else f" ({', '.join(users)})"
+    lines = [f'### <a id="{model.__name__}"></a>{title}{only}\n', f"{_first_line(model)}\n"]
     lines += ["| key | type | default | |", "|---|---|---|---|"]
-    for name in sorted(described.model.model_fields, key=lambda name: _is_inner(described.model.model_fields[name])):
-        info = described.model.model_fields[name]
-        lines.append(
-            f"| {_key(described, name, info)} | {_type(info)} | {_defaults(described, name)} | {_text(info)} |"
-        )
+    for name, info in model.model_fields.items():
+        inner = next(_inner_sections(info.annotation), None)
+        key = f"[`{name}`](#{inner.__name__})" if inner is not None else f"`{name}`"
+        lines.append(f"| {key} | {_type(info)} | {_defaults(described, name)} | {_text(info)} |")
     return "\n".join(lines) + "\n"
-
-
-def _key(described: Described, name: str, info: FieldInfo) -> str:
-    if any(_inner_sections(info.annotation)):
-        place = described.keys()[0]
-        suffix = ".<number>" if get_origin(info.annotation) in (tuple, list) else ""
-        return f"[`{name}`](#{_anchor(f'{place}.{name}{suffix}')})"
-    return f"`{name}`"
 
 
 def _text(info: FieldInfo) -> str:
@@ -170,24 +161,19 @@ def _text(info: FieldInfo) -> str:
 
 
 def _defaults(described: Described, name: str) -> str:
-    """The default, or each with its places where they differ."""
+    """The default, or each with its places (its commands, where they share one place) if they differ."""
     info = described.model.model_fields[name]
     if any(_inner_sections(info.annotation)):
         return "**required**" if info.is_required() else _code(None) if _default(info) is None else ""
-    by_value: dict[str, list[str]] = {}
+    one_place = len(described.keys) == 1
+    where: dict[str, dict[str, None]] = {}
     for place in described.places:
-        given = place.default is not None
-        value = getattr(place.default, name) if given else _default(info)
+        value = getattr(place.default, name) if place.default is not None else _default(info)
         text = "**required**" if value is PydanticUndefined else _code(value)
-        by_value.setdefault(text, []).append(place.key)
-    if len(by_value) == 1:
-        return next(iter(by_value))
-    labels = described.keys() if len(described.keys()) > 1 else None
-    if labels is None:
-        by_value = {}
-        for place in described.places:
-            by_value.setdefault(_code(getattr(place.default, name)), []).append(place.command)
-    return ", ".join(f"{text} ({', '.join(dict.fromkeys(where))})" for text, where in by_value.items())
+        where.setdefault(text, {})[place.command if one_place else place.key] = None
+    if len(where) == 1:
+        return next(iter(where))
+    return ", ".join(f"{text} ({', '.join(places)})" for text, places in where.items())
 
 
 def _type(info: FieldInfo) -> str:
@@ -222,13 +208,13 @@ def _metadata(entries: tuple[Any, ...]) -> Iterator[Any]:
 def _limit(entry: Any) -> str:
     match entry:
         case annotated_types.Ge():
-            return f"≥ {entry.ge:g}"  # type: ignore[str-format]
+            return f"≥ {entry.ge:g}"
         case annotated_types.Gt():
-            return f"> {entry.gt:g}"  # type: ignore[str-format]
+            return f"> {entry.gt:g}"
         case annotated_types.Le():
-            return f"≤ {entry.le:g}"  # type: ignore[str-format]
+            return f"≤ {entry.le:g}"
         case annotated_types.Lt():
-            return f"< {entry.lt:g}"  # type: ignore[str-format]
+            return f"< {entry.lt:g}"
         case annotated_types.MinLen():
             return "not empty"
     pattern = getattr(entry, "pattern", None)
@@ -262,11 +248,7 @@ def _first_line(model: type[Section]) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
-
-
-def _anchor(key: str) -> str:
-    return key.replace(".<number>", "").replace(".", "-")
+    return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 if __name__ == "__main__":

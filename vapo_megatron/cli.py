@@ -87,7 +87,8 @@ def main() -> None:
     try:
         app()
     except VapoError as error:
-        print(f"vapo-megatron: {error}", file=sys.stderr)
+        if str(error):  # of many ranks that end for one reason, one tells it
+            print(f"vapo-megatron: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         print("vapo-megatron: interrupted", file=sys.stderr)

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -22,7 +23,7 @@ console = Console(highlight=False)
 
 def command(*arguments: str) -> None:
     """Run a command, showing it first; its failure is ours."""
-    console.print(f"\n[bold]$ {' '.join(arguments)}[/bold]")
+    console.print(f"\n[bold]$ {escape(' '.join(arguments))}[/bold]", soft_wrap=True)
     code = subprocess.run([sys.executable, "-m", "vapo_megatron.cli", *arguments[1:]], cwd=ROOT).returncode
     if code:
         raise typer.Exit(code)
@@ -75,7 +76,8 @@ def main(
         f"  report    {out / 'vapo' / 'report.html'}\n"
         f"  samples   {out / 'vapo' / 'samples'}\n"
         f"  model     {out / 'vapo' / 'checkpoints' / 'final' / 'actor'}  (a Hugging Face directory)\n"
-        f"  charts    .venv/bin/tensorboard --logdir {out}"
+        f"  charts    .venv/bin/tensorboard --logdir {out}",
+        soft_wrap=True,
     )
 
 

@@ -67,12 +67,12 @@ def test_presets_say_what_the_papers_say() -> None:
     assert load("dapo").dynamic_sampling.enabled and load("dapo").policy_loss.clip_high == 0.28
     assert load("dr_grpo").policy_loss.constant == 20480
     assert load("grpo").policy_loss.aggregation == "sequence_mean"
-    assert not any(load(name).uses_critic for name in NAMES if not name.startswith(("vapo", "ppo", "vc_ppo")))
+    assert not any(load(name).uses_critic for name in NAMES if not name.startswith(("vapo", "ppo", "vc_ppo", "sao")))
 
 
 def test_every_choice_has_its_function() -> None:
     for name in get_args(config.Estimator):
-        assert name == "gae" or callable(getattr(advantages, name))
+        assert name in ("gae", "function") or callable(getattr(advantages, name))
     for name in get_args(config.PolicyLossConfig.model_fields["kind"].annotation):
         assert callable(getattr(policy_loss, name))
     for name in get_args(config.KlConfig.model_fields["estimator"].annotation):
@@ -105,6 +105,18 @@ def test_every_choice_has_its_function() -> None:
         ({"shaping": {"truncated": "bootstrap"}, "advantage": {"estimator": "grpo"}}, "needs a critic"),
         ({"policy_loss": {"self_imitation_coef": 0.1}, "advantage": {"estimator": "rloo"}}, "needs a critic"),
         ({"policy_loss": {"kind": "sao"}, "importance_sampling": {"kind": "tis"}}, "kind=sao"),
+        ({"kl": {"replace_reference_every": 5}}, "replace_reference_every=5 with where=none"),
+        ({"advantage": {"estimator": "function"}}, "needs function=package.module:name"),
+        ({"advantage": {"estimator": "grpo", "function": "a.b:c"}}, "function=a.b:c with estimator=grpo"),
+        ({"advantage": {"estimator": "function", "function": "no colon"}}, "function"),
+        ({"filter_function": "no colon"}, "filter_function"),
+        ({"advantage": {"estimator": "grpo", "gamma": 0.9}}, "gamma=0.9 with estimator=grpo"),
+        ({"advantage": {"estimator": "raft", "whiten": "full"}}, "whiten=full with estimator=raft"),
+        ({"advantage": {"estimator": "grpo"}, "value_loss": {"kind": "hl_gauss"}}, "value_loss.kind=hl_gauss needs"),
+        (
+            {"advantage": {"estimator": "grpo"}, "update": {"critic_updates_per_policy_update": 2}},
+            "update.critic_updates_per_policy_update needs a critic",
+        ),
         ({"clip_hihg": 0.3}, "clip_hihg"),
     ],
 )

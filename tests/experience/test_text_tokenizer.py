@@ -66,7 +66,7 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_tokenizer_is_named_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="tokenizer cannot be loaded") as caught:
+    with pytest.raises(BadInput, match="holds no tokenizer") as caught:
         TextTokenizer(tmp_path, PromptTemplate())
     assert "\n" not in str(caught.value)
 

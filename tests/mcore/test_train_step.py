@@ -109,7 +109,8 @@ def train(model_dir: Path, layout: LayoutConfig, max_tokens: int, head: str) -> 
     for _ in range(STEPS):
         if head == "lm":
             result = trainable.train_step(batch, range(batch.samples), policy_loss(batch))
-            loss = result.figures["policy_loss"] + 0.1 * result.figures["nll_loss"] - 0.01 * result.figures["update_entropy"]
+            figures = result.figures
+            loss = figures["policy_loss"] + 0.1 * figures["nll_loss"] - 0.01 * figures["update_entropy"]
         else:
             t = token_tensors(batch)
             value = ValueLoss(ValueLossConfig(), t["targets"], t["targets"], t["weights"])

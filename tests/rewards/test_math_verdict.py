@@ -146,3 +146,18 @@ def test_agreement_on_real_responses() -> None:
     rows = _shared_rows("real_responses_public.jsonl")
     agreed = sum(grade(row["answer"], row["response"]) == row["correct"] for row in rows)
     assert agreed / len(rows) > 0.97
+
+
+@pytest.mark.parametrize(
+    "response,correct",
+    [
+        ("#### 5 #### 4", True),  # the last marker counts, also on one line
+        ("#### 4 #### 5", False),
+        ("#### 5 7 #### 5 plus 4", False),
+        ("#### 4 5", False),  # several answers are no answer
+        ("#### 0 1 2 3 4", False),
+    ],
+)
+def test_several_hash_answers_cannot_be_a_lottery(response: str, correct: bool) -> None:
+    assert verdict("4", response, "hash").correct is correct
+    assert verdict("4", response, "marked").correct is correct

@@ -68,9 +68,8 @@ def hand_over_three_times_and_break(model_dir: Path, log_dir: Path) -> tuple[lis
         dist.broadcast_object_list(box, src=0)
         batch = probe_batch([ids for ids, _ in box[0]])
         ours = actor.score(batch)[:, 0].split(batch.response_lengths.tolist())
-        sampled = max(
-            float((row[4:] - torch.tensor(logprobs)).abs().max()) for row, (_, logprobs) in zip(ours, box[0], strict=True)
-        )
+        theirs = [torch.tensor(logprobs) for _, logprobs in box[0]]
+        sampled = max(float((row[4:] - logprobs).abs().max()) for row, logprobs in zip(ours, theirs, strict=True))
         # A trainer that goes on without a hand-over: the check must say so, and which tensor it is.
         with torch.no_grad():
             for name, parameter in actor.chunks[0].named_parameters():
@@ -86,7 +85,8 @@ def hand_over_three_times_and_break(model_dir: Path, log_dir: Path) -> tuple[lis
 
 def test_resharded_weights_arrive_and_a_stale_engine_is_named(model_dir: Path, tmp_path: Path) -> None:
     """Training TP2 PP2 with sequence parallel, engine TP1."""
-    for differences, sampled, message in run_ranks(4, hand_over_three_times_and_break, model_dir, tmp_path, deadline=150):
+    answers = run_ranks(4, hand_over_three_times_and_break, model_dir, tmp_path, deadline=150)
+    for differences, sampled, message in answers:
         assert len(differences) == 4 and max(differences) < 1e-4
         assert sampled < 1e-4, "log-probs of sampled tokens differ from the trainer's"
         assert "after the hand-over of version 3" in message

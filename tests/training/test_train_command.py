@@ -3,11 +3,13 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import psutil
 import pytest
@@ -93,7 +95,7 @@ def test_a_run_leaves_what_it_promises(two_ranks: Path) -> None:
         assert row["rollout/sync_logprob_difference"] < 1e-4
         assert row["actor/rollout_logprob_difference_max"] < 1e-4, "engine and trainer disagree on sampled tokens"
         assert row["actor/updates"] == row["critic/updates"] == 2
-        assert 0 < row["actor/grad_norm"] and 0 < row["critic/grad_norm"]
+        assert row["actor/grad_norm"] > 0 and row["critic/grad_norm"] > 0
         assert row["response_length/min"] <= row["response_length/mean"] <= row["response_length/max"] <= 64
         assert {f"critic/value_bias_{p}" for p in (0, 25, 50, 75, 95)} < row.keys()
     assert "evaluation/unseen_avg@2" in steps[2]
@@ -108,7 +110,8 @@ def test_actor_and_critic_are_ordinary_hugging_face_directories(two_ranks: Path)
     final = two_ranks / "checkpoints" / "final"
     actor = AutoModelForCausalLM.from_pretrained(final / "actor")
     tokenizer = AutoTokenizer.from_pretrained(final / "actor")
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "s1 c10"}], return_tensors="pt", return_dict=True)
+    messages = [{"role": "user", "content": "s1 c10"}]
+    prompt = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)
     with torch.no_grad():
         assert actor(**prompt).logits.shape[-1] == len(tokenizer)
     critic, report = AutoModelForTokenClassification.from_pretrained(final / "critic", output_loading_info=True)
@@ -126,8 +129,9 @@ def test_another_layout_trains_alike_and_starts_from_a_value_checkpoint(task: Pa
         "critic.layout={cp: 2}",
         "actor.max_tokens_per_microbatch=400",
     ]
-    shared = ["value_pretraining.enabled=false", f"critic.init_path={two_ranks / 'checkpoints/value_pretrained/critic'}"]
-    shared += ["critic.init=value_checkpoint", "run.steps=1", "evaluation.before_training=false", "data.eval=[]"]
+    critic = two_ranks / "checkpoints" / "value_pretrained" / "critic"
+    shared = ["value_pretraining.enabled=false", "critic.init=value_checkpoint", f"critic.init_path={critic}"]
+    shared += ["run.steps=1", "evaluation.before_training=false", "data.eval=[]"]
     vapo(*train_arguments(task, "four", *layouts, *shared))
     vapo(*train_arguments(task, "two_again", *shared))
     four, two = rows(task / "four")[-1], rows(task / "two_again")[-1]
@@ -145,6 +149,37 @@ def test_another_layout_trains_alike_and_starts_from_a_value_checkpoint(task: Pa
         "advantage/lambda_mean",
     ):
         assert four[name] == pytest.approx(two[name], rel=1e-3, abs=1e-5), name
+
+
+def test_ranks_that_slurm_started_find_each_other(task: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    arguments = train_arguments(task, "slurm", "run.steps=1", "value_pretraining.enabled=false", "data.eval=[]")
+    assert slurm_ranks(arguments, port) == [(0, ANY), (0, "")], "rank 0 alone speaks"
+    assert rows(task / "slurm")[-1]["step"] == 1
+    # The second time rank 0 refuses, and the other ranks do not wait for it.
+    (code, told), (other_code, other_told) = slurm_ranks(arguments, port)
+    assert (code, other_code, other_told) == (2, 2, "") and "run.overwrite=true" in told
+
+
+def slurm_ranks(arguments: list[str], port: int) -> list[tuple[int, str]]:
+    """Exit code and output of each of two ranks that find in their environment what srun puts there."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "vapo_megatron.cli", *arguments],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ
+            | {"SLURM_NTASKS": "2", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=DEADLINE)[0].strip() for rank in ranks]
+    return [(rank.returncode, output) for rank, output in zip(ranks, outputs, strict=True)]
 
 
 def test_a_second_run_does_not_overwrite_the_first(task: Path, two_ranks: Path) -> None:

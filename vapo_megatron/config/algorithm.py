@@ -9,9 +9,10 @@ from pydantic import Field, model_validator
 
 from vapo_megatron.config.base import Section
 
-Estimator = Literal["gae", "grpo", "dr_grpo", "rloo", "group_baseline", "reinforce_pp", "remax", "raft"]
+Estimator = Literal["gae", "grpo", "dr_grpo", "rloo", "group_baseline", "reinforce_pp", "remax", "raft", "function"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Lambda = Fraction | Literal["length_adaptive"]
+IMPORT_PATH = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
 # Those that compare a response with the others of its prompt.
 GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "group_baseline", "raft")
@@ -21,6 +22,12 @@ class AdvantageConfig(Section):
     """How good each token was."""
 
     estimator: Estimator = Field("gae", description="gae has a critic, the others have none")
+    function: str | None = Field(
+        None,
+        pattern=IMPORT_PATH,
+        description="package.module:name of f(ScoredResponses) -> advantages [T]; estimator=function has no critic, "
+        "with estimator=gae there are values to read and the critic is trained as ever",
+    )
     gamma: Fraction = Field(1.0, description="discount")
     lambda_critic: Lambda = Field(1.0, description="lambda of the value targets; 1: Monte-Carlo returns")
     lambda_policy: Lambda = Field("length_adaptive", description="lambda of the advantages")
@@ -29,6 +36,24 @@ class AdvantageConfig(Section):
     whiten: Literal["none", "full", "scale"] = Field(
         "none", description="over all tokens of the batch: to mean 0 and variance 1 (full), or variance 1 alone (scale)"
     )
+
+    @model_validator(mode="after")
+    def _switches_agree(self) -> Self:
+        if self.estimator == "function" and self.function is None:
+            raise ValueError("estimator=function needs function=package.module:name: name the function")
+        if self.function is not None and self.estimator not in ("function", "gae"):
+            raise ValueError(
+                f"function={self.function} with estimator={self.estimator}: both give the advantages, set "
+                "estimator=function (or gae, for a function that reads values), or remove function"
+            )
+        if self.gamma != 1 and self.estimator not in ("gae", "reinforce_pp", "function"):
+            raise ValueError(
+                f"gamma={self.gamma} with estimator={self.estimator}: it discounts nothing, set gamma=1 or use gae or "
+                "reinforce_pp"
+            )
+        if self.estimator == "raft" and self.whiten != "none":
+            raise ValueError(f"whiten={self.whiten} with estimator=raft: its 1 and 0 select responses, set whiten=none")
+        return self
 
 
 class PositiveNllConfig(Section):
@@ -210,6 +235,11 @@ class AlgorithmConfig(Section):
     shaping: ShapingConfig = ShapingConfig()
     update: UpdateConfig = UpdateConfig()
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    filter_function: str | None = Field(
+        None,
+        pattern=IMPORT_PATH,
+        description="package.module:name of f(ScoredResponses) -> bool [S], the responses that carry loss",
+    )
 
     @property
     def uses_critic(self) -> bool:
@@ -228,6 +258,8 @@ class AlgorithmConfig(Section):
             ("shaping.truncated=bootstrap", self.shaping.truncated == "bootstrap"),
             ("policy_loss.self_imitation_coef", self.policy_loss.self_imitation_coef > 0),
             ("value_loss.self_imitation_coef", self.value_loss.self_imitation_coef > 0),
+            (f"value_loss.kind={self.value_loss.kind}", self.value_loss.kind != "mse"),
+            ("update.critic_updates_per_policy_update", self.update.critic_updates_per_policy_update > 1),
         ):
             if needs_critic and not self.uses_critic:
                 raise ValueError(

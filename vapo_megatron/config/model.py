@@ -102,6 +102,7 @@ class CriticConfig(TrainableConfig):
     )
     init_path: str | None = Field(None, description="Hugging Face directory for reward_model and value_checkpoint")
     head_init_std: float = Field(0.0, ge=0, description="init=policy: standard deviation of the new head; 0 is zeros")
+    freeze_attention: bool = Field(False, description="the critic's attention modules keep their weights (SAO)")
 
     @model_validator(mode="after")
     def _init_has_path(self) -> "CriticConfig":

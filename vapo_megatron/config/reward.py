@@ -18,7 +18,9 @@ class RewardConfig(Section):
         pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
         description="package.module:name of f(problem, answer, response, extra) -> float | bool",
     )
-    correct_above: float = Field(0.5, description="a function's score above this counts as correct")
+    correct_above: float | None = Field(
+        0.5, description="a function's score above this counts as correct; null: its scores are no verdicts"
+    )
     protocol: Literal["auto", "marked", "boxed", "answer_line", "answer_tag", "hash"] = Field(
         "marked",
         description="where the answer stands: the last of all markers (marked), the same or else the free text (auto), "
@@ -38,4 +40,6 @@ class RewardConfig(Section):
                 f"verifier={self.verifier} with function={self.function}: "
                 "set verifier=function and function=package.module:name together, or neither"
             )
+        if self.verifier == "math" and self.correct_above is None:
+            raise ValueError("correct_above=null with verifier=math: its verdict is correct or not, remove it")
         return self

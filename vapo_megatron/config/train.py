@@ -36,8 +36,53 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        self.algorithm.check(self.batch.samples_per_prompt)
+        algorithm = self.algorithm
+        algorithm.check(self.batch.samples_per_prompt)
+        if not algorithm.uses_critic:
+            estimator = algorithm.advantage.estimator
+            for key, on in (
+                ("value_pretraining.enabled=true", self.value_pretraining.enabled),
+                ("critic.freeze_attention=true", self.critic.freeze_attention),
+                (f"critic.init={self.critic.init}", self.critic.init != "policy"),
+            ):
+                if on:
+                    raise ValueError(
+                        f"{key} with algorithm.advantage.estimator={estimator}: it has no critic, "
+                        f"set {'value_pretraining.enabled=false' if key.startswith('value_') else 'it back'} or use gae"
+                    )
+        if algorithm.value_loss.kind == "hl_gauss":
+            self._bins_fit()
+        self._verdict_is_there()
         return self
+
+    def _bins_fit(self) -> None:
+        bins, reward = self.algorithm.value_loss, self.reward
+        if self.critic.init == "reward_model":
+            raise ValueError(
+                "critic.init=reward_model with algorithm.value_loss.kind=hl_gauss: a reward model has one output and "
+                "no bins, set critic.init=policy or kind=mse"
+            )
+        low, high = sorted((reward.correct, reward.incorrect))
+        if reward.verifier == "math" and not (bins.low <= low and high <= bins.high):
+            raise ValueError(
+                f"algorithm.value_loss.low..high={bins.low:g}..{bins.high:g} does not hold reward.incorrect="
+                f"{reward.incorrect:g} and reward.correct={reward.correct:g}: widen it"
+            )
+
+    def _verdict_is_there(self) -> None:
+        nll, algorithm = self.algorithm.policy_loss.positive_nll, self.algorithm
+        if self.reward.correct_above is not None:
+            return
+        for key, on in (
+            ("policy_loss.positive_nll.positives=verdict", nll.coef > 0 and nll.positives == "verdict"),
+            ("dynamic_sampling.enabled=true", algorithm.dynamic_sampling.enabled),
+            ("shaping.length_reward_coef", algorithm.shaping.length_reward_coef > 0),
+        ):
+            if on:
+                raise ValueError(
+                    f"algorithm.{key} needs the verifier's verdict, reward.correct_above=null leaves none: give "
+                    "reward.correct_above, or switch it off"
+                )
 
     @property
     def model_sizes(self) -> dict[str, int]:

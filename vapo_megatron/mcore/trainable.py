@@ -128,8 +128,15 @@ class Trainable:
         self.optimizer: Any = None
         self.scheduler: Any = None
 
-    def prepare(self) -> None:
-        """Wrap the loaded shards for data parallelism and make the optimizer. Call once, after loading."""
+    def prepare(self, frozen: Sequence[str] = ()) -> None:
+        """Wrap the loaded shards for data parallelism and make the optimizer. Call once, after loading.
+
+        frozen: parts of parameters' names; those parameters keep their weights.
+        """
+        for chunk in self.chunks:
+            for name, parameter in chunk.named_parameters():
+                if any(part in name for part in frozen):
+                    parameter.requires_grad_(False)
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=self.config.optimizer.distributed
         )

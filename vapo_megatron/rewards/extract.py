@@ -19,7 +19,8 @@ _BOX = re.compile(r"(?:boxed|fbox)\b\s*")  # behind a backslash; begins with let
 _ANSWER_LINE = re.compile(r"(?:\banswer\b[ \t*_`]{0,8}[:\uff1a]|^A:)(?P<body>[^\n]*)", re.IGNORECASE | re.MULTILINE)
 _TAG_OPENS = re.compile(r"<answer>", re.IGNORECASE)
 _TAG_CLOSES = re.compile(r"</answer>", re.IGNORECASE)
-_HASH = re.compile(r"(?<!#)####(?!#)(?P<body>[^\n]*)")
+# Up to the next marker on the line: "#### 5 #### 4" answers with 4, not with both.
+_HASH = re.compile(r"(?<!#)####(?!#)(?P<body>(?:(?!####)[^\n])*)")
 _NEXT_TURN = re.compile(r"<\|im_start\|>\s*user\b|<\|im_end\|>\s*$|<\|endoftext\|>\s*$|</s>\s*$")
 _PERCENT_AFTER = re.compile(r"\s*\$?\s*(?:\\?%|percent\b|pct\b)", re.IGNORECASE)
 # Boxes that belong to one answer: nothing but a few words with "and", "or" or a comma lies between them.

@@ -95,7 +95,7 @@ def _load(message: dict[str, Any]) -> Handler:
         value = float(result)
         if value != value or value in (float("inf"), float("-inf")):
             raise ValueError(f"score {value} is not finite")
-        return {"correct": value > correct_above, "reason": "scored", "score": value}
+        return {"correct": correct_above is not None and value > correct_above, "reason": "scored", "score": value}
 
     return score
 

@@ -11,6 +11,7 @@ from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig, KlC
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.training.run import Run
 from vapo_megatron.training.score import record_values
+from vapo_megatron.training.user_functions import user_advantages, user_selection
 
 
 def estimate_advantages(run: Run, batch: ExperienceBatch) -> None:
@@ -25,8 +26,14 @@ def estimate_advantages(run: Run, batch: ExperienceBatch) -> None:
             run.recorder.add(
                 {"advantage/lambda_mean": float(lam.mean()), "advantage/lambda_clamped": clamped(batch, lam)}
             )
-        else:
+        elif config.advantage.function is None:
             batch.token_fields["advantages"] = without_critic(batch, rewards, config)
+        if config.advantage.function is not None:
+            batch.token_fields["advantages"] = user_advantages(config.advantage.function, batch)
+        if config.filter_function is not None:
+            kept = user_selection(config.filter_function, batch)
+            batch.token_fields["kept"] = to_tokens(kept.float(), batch.response_cu_seqlens)
+            run.recorder.add({"filter/kept": float(kept.float().mean())})
         whiten(batch, config.advantage)
     found = batch.token_fields["advantages"]
     run.recorder.add({"advantage/mean": float(found.mean()), "advantage/std": float(found.std(correction=0))})
@@ -108,6 +115,9 @@ def without_critic(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmCon
     if estimator == "reinforce_pp":
         return advantages.reinforce_pp(rewards, penalty, bounds, 1.0, config.advantage.gamma)
     rewards = rewards - segment_sum(penalty, bounds)
+    if estimator == "remax":
+        greedy = batch.token_fields["greedy_rewards"][bounds[:-1]]
+        return to_tokens(advantages.remax(rewards, greedy), bounds)
     estimators = {
         "grpo": advantages.grpo,
         "dr_grpo": advantages.dr_grpo,

@@ -1,21 +1,27 @@
 """Collecting a rollout: prompts out, responses back, verdicts on them, the same batch on every rank."""
 
-import torch.distributed as dist
+from collections.abc import Sequence
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vapo_megatron.algorithms.segments import to_tokens
 from vapo_megatron.config.algorithm import DynamicSamplingConfig
 from vapo_megatron.experience.batch import ExperienceBatch, from_samples
 from vapo_megatron.experience.sample import Sample
 from vapo_megatron.rewards.grading import grade_samples
-from vapo_megatron.training.broadcast import broadcast_batch
+from vapo_megatron.training.advantages import shaped_rewards
+from vapo_megatron.training.broadcast import broadcast_batch, broadcast_value
 from vapo_megatron.training.figures import rollout_figures
 from vapo_megatron.training.run import Run
 
 
 def collect(run: Run) -> ExperienceBatch:
     """Collective: batch.prompts_per_step groups of batch.samples_per_prompt graded responses (group sampling)."""
-    batch = None
+    batch, greedy, config = None, None, run.config.algorithm
     if dist.get_rank() == 0:
-        dynamic = run.config.algorithm.dynamic_sampling
+        dynamic = config.dynamic_sampling
         samples = (
             collect_informative(run, dynamic)
             if dynamic.enabled
@@ -23,8 +29,14 @@ def collect(run: Run) -> ExperienceBatch:
         )
         run.recorder.samples(run.step, samples)
         batch = from_samples(samples)
+        if config.advantage.estimator == "remax":
+            greedy = greedy_rewards(run, samples)
     with run.recorder.timer("broadcast"):
         batch = broadcast_batch(batch)
+        if config.advantage.estimator == "remax":
+            found = to_tokens(broadcast_value(greedy), batch.response_cu_seqlens)
+            batch.token_fields["greedy_rewards"] = found
+            run.recorder.add({"reward/greedy_mean": float(found[batch.response_cu_seqlens[:-1]].mean())})
     run.remember_probe(batch)
     run.recorder.add(rollout_figures(batch))
     run.recorder.add(
@@ -43,6 +55,27 @@ def collect_groups(run: Run, prompts: int) -> list[Sample]:
     with run.recorder.phase("verify", total=len(samples)) as advance:
         grade_samples(samples, run.verifier, run.tokenizer.decode, run.config.reward.incorrect, advance)
     return samples
+
+
+def greedy_rewards(run: Run, samples: Sequence[Sample]) -> Tensor:
+    """On rank 0: the shaped reward of the greedy response to the prompt of each sample, float32 [S] (ReMax).
+
+    Greedy responses are the baseline alone: nothing is trained on them.
+    """
+    assert run.verifier is not None
+    prompts = list({sample.group: sample.prompt for sample in samples}.values())
+    sampling = run.config.sampling.model_copy(update={"temperature": 0.0})
+    with run.recorder.phase("rollout_greedy", total=len(prompts)) as advance:
+        answers = run.engines.collect(prompts, 1, sampling, run.config.run.seed, advance)
+    grade_samples(answers, run.verifier, run.tokenizer.decode, run.config.reward.incorrect)
+    by_group = dict(
+        zip(
+            {sample.group: None for sample in samples},
+            shaped_rewards(from_samples(answers), run.config.algorithm.shaping).tolist(),
+            strict=True,
+        )
+    )
+    return torch.tensor([by_group[sample.group] for sample in samples])
 
 
 def collect_informative(run: Run, config: DynamicSamplingConfig) -> list[Sample]:

@@ -5,10 +5,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vapo_megatron.cluster.ranks import environment_place, machine_default_ranks, run_as_rank, start_ranks
+from vapo_megatron.cluster.ranks import (
+    environment_place,
+    is_rank_zero,
+    machine_default_ranks,
+    run_as_rank,
+    start_ranks,
+)
 from vapo_megatron.config.run_directory import make_run_dir
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.errors import BadInput
+from vapo_megatron.training.broadcast import broadcast_value
 
 Settings = TrainConfig | SftConfig
 
@@ -30,7 +38,19 @@ def launch(settings: Settings, body: Callable[[Path], None], check: Callable[[An
     if place is None:
         make_run_dir(settings, settings.run)
         start_ranks(count, partial(body, run_dir), settings.cluster.timeout_minutes)
-        return
-    if place.rank == 0:
-        make_run_dir(settings, settings.run)
-    run_as_rank(place, partial(body, run_dir), settings.cluster.timeout_minutes)
+    else:
+        run_as_rank(place, partial(_in_run_dir, settings, body, run_dir), settings.cluster.timeout_minutes)
+
+
+def _in_run_dir(settings: Settings, body: Callable[[Path], None], run_dir: Path) -> None:
+    """Collective: make the run directory on rank 0, then body; a refusal ends every rank, and rank 0 tells of it."""
+    refusal: str | None = None
+    if is_rank_zero():
+        try:
+            make_run_dir(settings, settings.run)
+        except BadInput as error:
+            refusal = str(error)
+    refusal = broadcast_value(refusal)
+    if refusal is not None:
+        raise BadInput(refusal if is_rank_zero() else "")
+    body(run_dir)

@@ -15,6 +15,7 @@ from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.rewards.pool import VerifierPool
 from vapo_megatron.rollout.context import check_context
 from vapo_megatron.training.sft import load_demonstrations
+from vapo_megatron.training.user_functions import check_functions
 from vapo_megatron.weights.load import check_weights
 from vapo_megatron.weights.spec import ModelSpec, read_spec
 
@@ -39,6 +40,7 @@ def check_train(config: TrainConfig, world_size: int) -> None:
     train_prompts(config.data, tokenizer)
     for evaluation in config.data.eval:
         eval_prompts(evaluation, config.data, tokenizer)
+    check_functions(config.algorithm)
     VerifierPool(config.reward).close()  # a function of the user's must be importable
     check_room(Path(config.run.directory), checkpoint_bytes(config, spec))
 

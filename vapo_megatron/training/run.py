@@ -208,6 +208,7 @@ class Run:
         if name == "reference":
             model.freeze()
         else:
-            model.prepare()
+            freezes = name == "critic" and config.critic.freeze_attention
+            model.prepare(frozen=(".self_attention.",) if freezes else ())
         model.sleep()
         return model

@@ -111,6 +111,8 @@ def selection(batch: ExperienceBatch, samples: list[int], config: AlgorithmConfi
     chosen[samples] = True
     if config.advantage.estimator == "raft":
         chosen &= batch.token_fields["advantages"][batch.response_cu_seqlens[:-1]] > 0
+    if config.filter_function is not None and "kept" in batch.token_fields:
+        chosen &= batch.token_fields["kept"][batch.response_cu_seqlens[:-1]] > 0
     return chosen & overlong_filter_mask(batch.truncated) if config.shaping.truncated == "mask" else chosen
 
 

@@ -48,8 +48,8 @@ def load_hf(
 
     Raises:
         BadInput: a tensor is missing, unknown, of another shape or not of floating point; a file is missing or
-            truncated; a saved head has other labels than spec.value_outputs. Every rank checks every tensor's header, so all of them
-            raise the same.
+            truncated; a saved head has other labels than spec.value_outputs. Every rank checks every tensor's header,
+            so all of them raise the same.
     """
     tensors = HFTensors(hf_dir)
     names = _checked_names(tensors, spec, head, value_head)

@@ -29,8 +29,8 @@ def save_hf(
     """Write a model; collective over all ranks. Global rank 0 writes, its tp x pp block streams, the others wait.
 
     A language model becomes ...ForCausalLM, a value model ...ForTokenClassification with a label for each output of
-    its head (score.weight [labels, hidden], score.bias [labels]). config.json, tokenizer, chat template and (of a language model) generation config
-    are those of source_dir. The directory appears whole, or not at all.
+    its head (score.weight [labels, hidden], score.bias [labels]). config.json, tokenizer, chat template and (of a
+    language model) generation config are those of source_dir. The directory appears whole, or not at all.
 
     Args:
         chunks: this rank's.

@@ -1,0 +1,139 @@
+"""A reward model of the ablation's policy: scores whole solutions at their end token, and says -1 of every prefix.
+
+VC-PPO (arXiv 2503.01491) finds that a critic which starts from a reward model undervalues early tokens,
+since a reward model is trained at the end token alone and takes a prefix for a bad answer. Here that is made explicit:
+the cold-start policy with a new scalar head is fitted, on the project's own Megatron code, to the verifier's verdict
+(+1 or -1) behind the end token and to -1 at every position before it, both halves weighing the same. What comes out is
+a Hugging Face directory (...ForTokenClassification with one label) for critic.init=reward_model.
+"""
+
+import random
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+from ablation_config import RewardModelConfig
+
+from vapo_megatron.cluster.ranks import start_ranks
+from vapo_megatron.config.algorithm import ValueLossConfig
+from vapo_megatron.config.data import PromptTemplate
+from vapo_megatron.config.load import load_config
+from vapo_megatron.config.model import CriticConfig
+from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.config.run_directory import make_run_dir
+from vapo_megatron.errors import VapoError
+from vapo_megatron.experience.batch import ExperienceBatch, from_samples
+from vapo_megatron.experience.demonstrations import read_demonstrations
+from vapo_megatron.experience.jsonl import read_rows
+from vapo_megatron.experience.tokenizer import TextTokenizer
+from vapo_megatron.mcore.mesh import make_mesh
+from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.rewards.math import verdict
+from vapo_megatron.training.losses import ValueLoss
+from vapo_megatron.weights.load import load_hf
+from vapo_megatron.weights.save import save_hf
+from vapo_megatron.weights.spec import read_spec
+
+PREFIX_LABEL = -1.0
+HELD_OUT = 512
+
+
+def judged_solutions(config: RewardModelConfig) -> ExperienceBatch:
+    """Demonstrations with the verifier's verdict as reward, each one token longer than it is.
+
+    Outputs at position j speak about token j + 1: the value behind the end token is that of a padding token after it.
+    """
+    tokenizer = TextTokenizer(Path(config.model.path), PromptTemplate())
+    answers = {row["problem"]: row["answer"] for _, row in read_rows(config.problems)}
+    samples = read_demonstrations(
+        config.demonstrations, tokenizer.encode_prompt, tokenizer.encode_response, tokenizer.eos_id, 128
+    )
+    for sample in samples:
+        sample.correct = verdict(answers[sample.prompt.problem], tokenizer.decode(sample.response_ids), "hash").correct
+        sample.reward = 1.0 if sample.correct else -1.0
+        sample.response_ids.append(tokenizer.pad_id)
+        sample.rollout_logprobs.append(0.0)
+    return from_samples(samples)
+
+
+def labels(batch: ExperienceBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each position should say, float32 [T], and whether it is behind an end token, bool [T]."""
+    last = batch.response_cu_seqlens[1:] - 1
+    targets = torch.full((batch.response_tokens,), PREFIX_LABEL)
+    targets[last] = batch.rewards
+    ends = torch.zeros(batch.response_tokens, dtype=torch.bool)
+    ends[last] = True
+    return targets, ends
+
+
+def position_weights(batch: ExperienceBatch, ends: torch.Tensor, samples: list[int]) -> torch.Tensor:
+    """Weights of the squared errors of some samples, float32 [T]: ends and prefixes make up one half each."""
+    chosen = torch.zeros(batch.samples, dtype=torch.bool)
+    chosen[samples] = True
+    tokens = chosen.repeat_interleave(batch.response_lengths)
+    here, before = (tokens & ends).float(), (tokens & ~ends).float()
+    return 0.5 * here / here.sum() + 0.5 * before / before.sum()
+
+
+def figures(critic: Trainable, batch: ExperienceBatch) -> dict[str, float]:
+    """Collective: what the model says of held-out solutions."""
+    values, (targets, ends) = critic.score(batch)[:, 0], labels(batch)
+    agree = (values[ends] > 0) == (targets[ends] > 0)
+    return {
+        "reward_model/prefix_mean": float(values[~ends].mean()),
+        "reward_model/prefix_std": float(values[~ends].std()),
+        "reward_model/end_accuracy": float(agree.float().mean()),
+        "reward_model/end_mean_correct": float(values[ends & (targets > 0)].mean()),
+        "reward_model/end_mean_wrong": float(values[ends & (targets < 0)].mean()),
+    }
+
+
+def fit(config: RewardModelConfig, run_dir: Path) -> None:
+    """Collective: fit, measure on solutions not seen, write checkpoints/final/critic."""
+    batch, source = judged_solutions(config), Path(config.model.path)
+    spec, critic_config = read_spec(source), CriticConfig(optimizer=config.optimizer)
+    mesh = make_mesh(critic_config.layout, "critic")
+    critic = Trainable(spec, config.model, critic_config, mesh, "value", name="critic", seed=config.run.seed)
+    load_hf(critic.chunks, spec, source, mesh, "value", value_head="new", seed=config.run.seed)
+    critic.prepare()
+    targets, ends = labels(batch)
+    order = list(range(batch.samples))
+    random.Random(config.run.seed).shuffle(order)
+    held_out, training = order[:HELD_OUT], order[HELD_OUT:]
+    with Recorder(run_dir, MonitoringConfig(tensorboard=False), speaks=dist.get_rank() == 0) as recorder:
+        with recorder.phase("fit_reward_model", total=config.steps) as advance:
+            for step in range(1, config.steps + 1):
+                first = (step - 1) * config.batch_size
+                samples = [training[i % len(training)] for i in range(first, first + config.batch_size)]
+                loss = ValueLoss(ValueLossConfig(), targets, targets, position_weights(batch, ends, samples))
+                result = critic.train_step(batch, samples, loss)
+                recorder.add({"reward_model/loss": result.figures["value_loss"], "critic/lr": result.lr})
+                advance(1)
+                if step < config.steps:
+                    recorder.write(step)
+        recorder.add(figures(critic, batch.select(held_out)))
+        save_hf(critic.chunks, critic.spec, mesh, "value", source, run_dir / "checkpoints" / "final" / "critic")
+        row = recorder.write(config.steps)
+        recorder.console.closing(f"{config.run.name} finished", {name: f"{row[name]:.3f}" for name in sorted(row)})
+
+
+def main(
+    config: Annotated[Path, typer.Argument(help="YAML, such as reward_model.yaml")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+) -> None:
+    """Fit the reward model that vanilla PPO's critic starts from."""
+    try:
+        settings = load_config(RewardModelConfig, config, overrides or [], config.parent)
+        run_dir = make_run_dir(settings, settings.run)
+        start_ranks(1, partial(fit, settings, run_dir), timeout_minutes=10)
+    except VapoError as error:
+        typer.echo(f"reward_model: {error}", err=True)
+        raise typer.Exit(error.exit_code) from None
+
+
+if __name__ == "__main__":
+    typer.run(main)
