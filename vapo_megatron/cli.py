@@ -87,8 +87,7 @@ def main() -> None:
     try:
         app()
     except VapoError as error:
-        if str(error):  # of many ranks that end for one reason, one tells it
-            print(f"vapo-megatron: {error}", file=sys.stderr)
+        print(f"vapo-megatron: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         print("vapo-megatron: interrupted", file=sys.stderr)

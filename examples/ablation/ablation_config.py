@@ -55,7 +55,8 @@ class Row(Section):
     critic: Literal["pretrained", "reward_model", "fresh", "none"]
     overrides: tuple[str, ...] = ()
     paper: float | None = Field(None, description="AIME 2024 avg@32 in percent (arXiv 2504.05118, table 1)")
-    note: str = ""
+    note: str = Field("", description="what else the row does differently")
+    reason: str = Field("", description="why its effect may not show at this scale")
 
 
 class AblationConfig(Section):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from plan import ROOT, Job
+from plan import Job
 
 from vapo_megatron.config.atomic import atomic_write
 
@@ -86,7 +86,6 @@ def _start(job: Job, out: Path) -> _Running:
     with log.open("w") as file:
         process = subprocess.Popen(
             [*job.argv, *overwrite],
-            cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             stdout=file,

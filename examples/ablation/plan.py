@@ -23,7 +23,7 @@ EVALUATION_SAMPLES = 4
 
 # Seconds of a job where nobody else uses the machine and two jobs share its two cores: a first guess for the time
 # left, which what the first jobs really take then corrects.
-START, STEP, COLD_START_STEP = 25.0, 2.1, 0.13
+START, STEP, COLD_START_STEP = 30.0, 2.1, 0.13
 SECONDS = {"task": 12.0, "value_critic": 75.0, "reward_model": 40.0}
 
 
@@ -130,7 +130,9 @@ def _cli(command: str, config: Path, overrides: list[str]) -> tuple[str, ...]:
 
 
 def is_finished(run_dir: Path, wanted: Section, steps: int) -> bool:
-    """Whether a run of just this config has its last step in metrics.jsonl, with all of it written."""
+    """Whether a run of just this config has its last step in metrics.jsonl, and its models beside it."""
+    if not (run_dir / "checkpoints" / "final").is_dir():
+        return False
     try:
         found = load_config(type(wanted), run_dir / "config.yaml", [], PRESETS)
         rows = read_metrics(run_dir)

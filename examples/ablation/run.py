@@ -3,6 +3,7 @@
 `python examples/ablation/run.py` runs what is missing and presents what is there; run it again after an interruption.
 """
 
+import signal
 import time
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +16,7 @@ from rich.console import Console
 
 from vapo_megatron.errors import RunFailed, VapoError
 
-console = Console(highlight=False)
+console = Console(highlight=False, soft_wrap=True)
 
 
 def show_plan(config: AblationConfig, jobs: list[Job], missing: list[Job]) -> None:
@@ -47,6 +48,7 @@ def main(
 ) -> None:
     """Run VAPO's ablation table and the family of algorithms with several seeds; resumes where it was stopped."""
     started = time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the runs as Ctrl-C does
     try:
         config = read_ablation(HERE / "ablation.yaml", overrides or [], only or [])
         jobs = plan_jobs(config, out)
@@ -71,7 +73,10 @@ def present(config: AblationConfig, out: Path, jobs: list[Job], outcome: Outcome
     from reward_decay import measure_decay
     from table import make_table, markdown, write_table
 
+    failures = "; ".join(f"{name}: {why}" for name, why in outcome.failed.items())
     table = make_table(config, out, {job.name for job in jobs} - set(outcome.failed))
+    if not table.rows:
+        raise RunFailed(f"no row is finished: {failures}")
     decay = measure_decay()
     write_table(table, decay, out)
     console.print(f"\n{markdown(table)}")
@@ -83,7 +88,7 @@ def present(config: AblationConfig, out: Path, jobs: list[Job], outcome: Outcome
         f"  figures  {out / 'ablation.png'}, {out / 'reward_decay.png'}"
     )
     if outcome.failed:
-        raise RunFailed("failed: " + "; ".join(f"{name}: {why}" for name, why in outcome.failed.items()))
+        raise RunFailed(f"failed: {failures}")
     if docs:
         console.print(f"  page     {write_page(config, table, decay, out, ROOT / 'docs')}")
 

@@ -36,7 +36,12 @@ def main(
 ) -> None:
     """Train a tiny reasoning model end to end."""
     started = time.monotonic()
-    shutil.rmtree(out, ignore_errors=True)
+    out = out.resolve()
+    if out.exists() and any(out.iterdir()):
+        if not (out / "task" / "model" / "config.json").is_file():
+            console.print(f"{out} is not empty and no quickstart's folder: give another one with --out", soft_wrap=True)
+            raise typer.Exit(2)
+        shutil.rmtree(out)
     task = out / "task"
     console.print("[bold]1. A problem that has to be thought through, a tokenizer and a random model[/bold]")
     subprocess.run(

@@ -278,7 +278,10 @@ class Iteration:
 def weights_after(
     model_dir: Path, name: str, begin: Iteration, epochs: int, lr: float, eps: float
 ) -> tuple[State, State | None]:
-    """The weights of actor and critic after `epochs` passes over the rollout as one mini-batch."""
+    """The weights of actor and critic after `epochs` passes over the rollout as one mini-batch.
+
+    The value targets that the program recorded are compared on the way.
+    """
     formula, rollout = FORMULAS[name], responses_of(begin.batch)
     policy = Policy(model_dir, begin.actor)
     with torch.no_grad():
@@ -291,6 +294,7 @@ def weights_after(
         with torch.no_grad():
             values = [critic.values(r) for r in rollout]
         targets = [gae(r, v, formula.lambda_critic) + v for r, v in zip(rewards, values, strict=True)]
+        torch.testing.assert_close(begin.batch["returns"].double(), torch.cat(targets), rtol=1e-5, atol=1e-5)
         critic_state = critic_after(critic, rollout, targets, formula, epochs, lr, eps)
     advantages = advantages_of(rollout, formula, rewards, values)
     optimizer = AdamW(list(policy.model.parameters()), lr, eps)

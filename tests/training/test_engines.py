@@ -49,6 +49,7 @@ def hand_over_three_times_and_break(model_dir: Path, log_dir: Path) -> tuple[lis
     actor.prepare()
     sequences = random_sequences(3, 20, VOCAB, seed=1)
     with Engines(RolloutConfig(context_length=128), model_dir, "float32", log_dir, [VOCAB - 1]) as engines:
+        engines.start()
         engines.wait_until_ready()
         differences = [engines.check(actor, sequences)]
         for _ in range(3):

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from step_formulas import CACHE, FORMULAS, LONGEST, Iteration, State, weights_after
+from step_formulas import CACHE, FORMULAS, LONGEST, Iteration, Policy, State, responses_of, weights_after
 from tiny_runs import make_model, problems, write_config, write_rows
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import vapo_megatron.training.engines
 import vapo_megatron.training.loop
@@ -104,13 +104,26 @@ def state_of(model: Trainable | None) -> State | None:
     return {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
 
 
-def watched_run(config: TrainConfig, run_dir: Path, address: EngineAddress) -> None:
+def move_away(reference: Trainable) -> None:
+    """A reference that is the policy would hide the KL penalty of the first step. On one rank: weights are whole."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in reference.chunks[0].parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+
+
+def watched_run(config: TrainConfig, run_dir: Path, address: EngineAddress, other_reference: bool) -> None:
     """A whole run in a forked rank; what went into and came out of its first step lies in run_dir/first_step.pt."""
     SharedServer.address = address
     vapo_megatron.training.engines.EngineServer = SharedServer  # type: ignore[assignment,misc]
     loop: Any = vapo_megatron.training.loop
-    critic_update, policy_update = loop.update_critic, loop.update_policy
+    score, critic_update, policy_update = loop.score, loop.update_critic, loop.update_policy
     seen: dict[str, Any] = {}
+
+    def score_first(run: Run, batch: Any) -> None:
+        if run.step == 1 and run.reference is not None and other_reference:
+            move_away(run.reference)
+        score(run, batch)
 
     def update_critic(run: Run, batch: Any) -> None:
         if run.step == 1:
@@ -125,19 +138,23 @@ def watched_run(config: TrainConfig, run_dir: Path, address: EngineAddress) -> N
     def update_policy(run: Run, batch: Any) -> None:
         policy_update(run, batch)
         if run.step == 1:
-            torch.save(seen | {"end": (state_of(run.actor), state_of(run.critic))}, run_dir / "first_step.pt")
+            seen["end"] = state_of(run.actor), state_of(run.critic)
+            if run.recorder.speaks:
+                torch.save(seen, run_dir / "first_step.pt")
 
-    loop.update_critic, loop.update_policy = update_critic, update_policy
+    loop.score, loop.update_critic, loop.update_policy = score_first, update_critic, update_policy
     Run.finish = lambda run: None  # type: ignore[method-assign]
     Run.export = lambda run: None  # type: ignore[method-assign]
     vapo_megatron.training.rank.train_rank(config, run_dir)
 
 
-def run_preset(world: World, name: str, **overrides: Any) -> tuple[list[dict[str, float]], dict[str, Any]]:
+def run_preset(
+    world: World, name: str, ranks: int = 1, other_reference: bool = False, **overrides: Any
+) -> tuple[list[dict[str, float]], dict[str, Any]]:
     config = config_of(world, name, overrides)
     run_dir = Path(config.run.directory)
     run_dir.mkdir(parents=True)
-    run_ranks(1, watched_run, config, run_dir, world.address)
+    run_ranks(ranks, watched_run, config, run_dir, world.address, other_reference)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return rows, torch.load(run_dir / "first_step.pt")
 
@@ -153,19 +170,24 @@ def test_every_preset_has_its_formula() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_two_steps_and_the_formula_of_the_first(world: World, name: str) -> None:
     # The optimizer of a pretrained critic has a past that the formula of one step does not know.
-    rows, step = run_preset(world, name, **({"value_pretraining.enabled": "false"} if name == "sao" else {}))
+    overrides = {"value_pretraining.enabled": "false"} if name == "sao" else {}
+    rows, step = run_preset(world, name, other_reference=True, **overrides)
     pretrained = [row for row in rows if "value_pretraining/iteration" in row]
     rows = [row for row in rows if row["step"] > 0]
     assert [row["step"] for row in rows] == [1, 2]
+    assert bool(pretrained) == ("without_value_pretraining" not in name and name.startswith(("vapo", "vc_ppo")))
     formula, begin = FORMULAS[name], Iteration(**step["begin"])
     assert rows[0]["actor/updates"] == EPOCHS
     assert all(row["rollout/sync_logprob_difference"] < 1e-4 for row in rows)
     assert (begin.critic is not None) == (formula.advantage == "gae")
     assert (begin.reference is not None) == (formula.kl is not None) == ("actor/ref_kl" in rows[0])
-    if formula.kl is not None:
-        assert rows[0]["actor/ref_kl"] < 1e-9 < rows[1]["actor/ref_kl"], "the policy starts from the reference"
     assert 0 < rows[0]["accuracy/mean"] < 1, "the rollout has to have something to learn from"
 
+    check_first_step(world, name, step, bool(pretrained))
+
+
+def check_first_step(world: World, name: str, step: dict[str, Any], pretrained: bool) -> None:
+    begin = Iteration(**step["begin"])
     actor, critic = weights_after(world.model, name, begin, EPOCHS, LR, EPS)
     compared = [(begin.actor, step["end"][0], actor)]
     if begin.critic is not None and not pretrained:
@@ -173,4 +195,61 @@ def test_two_steps_and_the_formula_of_the_first(world: World, name: str) -> None
     for before, ours, expected in compared:
         got, wanted = change(ours, before), change(expected, before)
         assert wanted.norm() > 0
-        assert (got - wanted).norm() < 1e-3 * wanted.norm(), asdict(formula)
+        assert (got - wanted).norm() < 1e-4 * wanted.norm(), asdict(FORMULAS[name])
+
+
+@pytest.mark.parametrize(
+    "name,layouts",
+    [
+        ("gspo", {"actor.layout.cp": 2}),
+        ("remax", {"actor.layout.tp": 2}),
+        ("grpo", {}),
+        ("sao", {"actor.layout.cp": 2, "critic.layout.tp": 2, "value_pretraining.enabled": "false"}),
+    ],
+)
+def test_two_ranks_do_the_same(world: World, name: str, layouts: dict[str, Any]) -> None:
+    _, step = run_preset(world, name, 2, **{"run.name": f"{name}_two_ranks", "run.steps": 1}, **layouts)
+    check_first_step(world, name, step, pretrained=False)
+
+
+def test_remax_compares_with_the_greedy_answer(world: World) -> None:
+    """Decoded by hand and judged as parity_verdict does."""
+    _, step = run_preset(world, "remax", **{"run.name": "remax_greedy", "run.steps": 1})
+    batch = step["begin"]["batch"]
+    policy, tokenizer = Policy(world.model, step["begin"]["actor"]), AutoTokenizer.from_pretrained(world.model)
+    for response in responses_of(batch):
+        ids, first = response.ids[: response.prompt], response.prompt
+        with torch.no_grad():
+            while len(ids) - first < LONGEST and (len(ids) == first or ids[-1] != tokenizer.eos_token_id):
+                ids = torch.cat((ids, policy.model(ids[None]).logits[0, -1:].argmax(-1)))
+        words = tokenizer.decode(ids[first:], skip_special_tokens=True).split()
+        finished = ids[-1] == tokenizer.eos_token_id
+        assert response.greedy == float(finished and len(words) % 2 == 0)
+
+
+def test_the_reference_is_replaced_when_asked(world: World) -> None:
+    rows, _ = run_preset(world, "grpo", **{"run.name": "replaced", "algorithm.kl.replace_reference_every": 1})
+    assert [row["actor/ref_kl"] < 1e-9 for row in rows if row["step"] > 0] == [True, True]
+
+
+def test_bins_functions_and_corrections_in_a_whole_run(world: World) -> None:
+    """What no preset switches on: a critic of bins, importance weights, a user's advantage and filter."""
+    functions = "examples.custom_functions.functions"
+    rows, step = run_preset(
+        world,
+        "vapo",
+        **{
+            "run.name": "switches",
+            "algorithm.value_loss.kind": "hl_gauss",
+            "algorithm.importance_sampling.kind": "tis",
+            "algorithm.advantage.function": f"{functions}:reward_times_surprise",
+            "algorithm.filter_function": f"{functions}:finished_and_not_too_short",
+        },
+    )
+    batch, row = step["begin"]["batch"], next(row for row in rows if row["step"] == 1)
+    assert step["begin"]["critic"]["score.weight"].shape[0] == 51
+    assert batch["values"].abs().max() < 1
+    lengths = batch["response_cu_seqlens"].diff()
+    assert row["filter/kept"] == pytest.approx(float((~batch["truncated"] & (lengths >= 2)).float().mean()))
+    assert row["importance/weight_mean"] == pytest.approx(1, abs=1e-3)
+    assert float(batch["advantages"].std()) > 0 and row["critic/updates"] == EPOCHS

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vapo_megatron.errors import BadInput, RunFailed, VapoError
+from vapo_megatron.errors import BadInput, RunFailed, TryAgain, VapoError
 from vapo_megatron.mcore.platform import current_platform
 
 _PR_SET_PDEATHSIG = 1
@@ -48,7 +48,7 @@ def place_from_environment(environment: Mapping[str, str]) -> RankPlace | None:
         if not address or not port:
             raise BadInput(
                 "MASTER_ADDR and MASTER_PORT are not set: Slurm started several tasks and they need a place to meet; "
-                "export both in the batch script, as slurm/train.sbatch does"
+                "export both in the batch script"
             )
         return RankPlace(
             int(environment["SLURM_PROCID"]),
@@ -64,7 +64,7 @@ def run_as_rank(place: RankPlace, body: Callable[[], None], timeout_minutes: flo
     platform = current_platform()
     platform.bind(place.local_rank)
     dist.init_process_group(
-        platform.backend,
+        platform.world_backend,
         init_method=place.init_method,
         rank=place.rank,
         world_size=place.world_size,
@@ -73,6 +73,41 @@ def run_as_rank(place: RankPlace, body: Callable[[], None], timeout_minutes: flo
     body()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def run_as_foreign_rank(place: RankPlace, body: Callable[[], None], timeout_minutes: float) -> None:
+    """run_as_rank where torchrun or Slurm started the ranks: a failure is told at once and ends this process at once.
+
+    The others hear of it through their broken connections, or from whoever started them (`srun --kill-on-bad-exit`,
+    torchrun), and not only when a collective times out.
+    """
+    try:
+        run_as_rank(place, body, timeout_minutes)
+    except VapoError as error:
+        if str(error):  # of many ranks that end for one reason, one tells it
+            print(f"vapo-megatron: rank {place.rank}: {error}", file=sys.stderr, flush=True)
+        _leave(error.exit_code)
+    except Exception as error:
+        if _lost_a_peer(error):
+            print(f"vapo-megatron: rank {place.rank}: lost another rank, whose output says why", file=sys.stderr)
+            _leave(TryAgain.exit_code)
+        traceback.print_exc()
+        _leave(1)
+
+
+def _lost_a_peer(error: Exception) -> bool:
+    """Whether a collective failed because another rank is gone."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(
+        words in text for words in ("connection closed by peer", "connection reset by peer", "remote process exited")
+    )
+
+
+def _leave(code: int) -> None:
+    """End without Python's exit handlers, which would wait for other ranks; open files and streams are flushed."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _die_with_parent() -> None:

@@ -39,6 +39,11 @@ class LayoutConfig(Section):
         """A packed micro-batch as a whole is padded to a multiple of this many tokens."""
         return self.alignment * (self.tp if self.sequence_parallel else 1)
 
+    def longest_sample(self, max_tokens_per_microbatch: int) -> int:
+        """Tokens of the longest sample that fits a micro-batch on its own, padding included."""
+        room = max_tokens_per_microbatch * self.cp - (self.total_alignment - self.alignment)
+        return room // self.alignment * self.alignment
+
     def describe(self, world_size: int) -> str:
         """A short name such as 'TP2 PP1 CP1 DP1 SP'."""
         dp = world_size // self.model_size
@@ -65,6 +70,8 @@ class OptimizerSettings(Section):
     def _decay_has_length(self) -> "OptimizerSettings":
         if self.decay != "constant" and self.decay_steps is None:
             raise ValueError(f"decay={self.decay} needs decay_steps: give the number of optimizer steps")
+        if self.decay_steps is not None and self.warmup_steps >= self.decay_steps:
+            raise ValueError(f"warmup_steps={self.warmup_steps} is not below decay_steps={self.decay_steps}: lower it")
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr={self.min_lr} is above lr={self.lr}")
         return self

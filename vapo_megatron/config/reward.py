@@ -19,7 +19,9 @@ class RewardConfig(Section):
         description="package.module:name of f(problem, answer, response, extra) -> float | bool",
     )
     correct_above: float | None = Field(
-        0.5, description="a function's score above this counts as correct; null: its scores are no verdicts"
+        0.5,
+        description="a function's score above this counts as correct; null: its scores are no verdicts, and no "
+        "response counts as correct",
     )
     protocol: Literal["auto", "marked", "boxed", "answer_line", "answer_tag", "hash"] = Field(
         "marked",

@@ -6,13 +6,12 @@ from vapo_megatron.config.base import Section
 from vapo_megatron.config.data import PromptTemplate
 
 
-class RunConfig(Section):
-    """Name, place and length of a run."""
+class RunPlace(Section):
+    """Name and place of a run."""
 
     name: str = Field("run", min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="folder of the run below root")
     root: str = Field("runs", description="folder that holds run directories")
     seed: int = Field(1, ge=0, description="every random choice of the run derives from it")
-    steps: int = Field(100, ge=1, description="iterations: one rollout and its updates each")
     overwrite: bool = Field(False, description="replace an existing run directory of this name")
 
     @property
@@ -21,13 +20,19 @@ class RunConfig(Section):
         return f"{self.root}/{self.name}"
 
 
+class RunConfig(RunPlace):
+    """Name, place and length of a training run."""
+
+    steps: int = Field(100, ge=1, description="iterations: one rollout and its updates each")
+
+
 class ClusterConfig(Section):
     """Ranks and how long they wait for each other."""
 
     ranks: int | None = Field(
         None, ge=1, description="ranks started by hand; default: one an accelerator, on the CPU what a replica takes"
     )
-    timeout_minutes: float = Field(60.0, gt=0, description="longest wait of one rank for another")
+    timeout_minutes: float = Field(180.0, gt=0, description="longest wait for another rank, a whole rollout included")
 
 
 class BatchConfig(Section):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.load import dump_config
-from vapo_megatron.config.run import RunConfig
+from vapo_megatron.config.run import RunPlace
 from vapo_megatron.errors import BadInput
 
 # Metrics, samples, logs and a report; checkpoints come on top.
@@ -31,7 +31,7 @@ def check_room(run_dir: Path, checkpoint_bytes: int = 0) -> None:
         )
 
 
-def make_run_dir(config: Section, run: RunConfig) -> Path:
+def make_run_dir(config: Section, run: RunPlace) -> Path:
     """Make run.directory with config.yaml, all of `config`, in it. A run that it replaces goes once that is written.
 
     Raises:
@@ -57,7 +57,7 @@ def make_run_dir(config: Section, run: RunConfig) -> Path:
     return run_dir
 
 
-def _check_place(run: RunConfig, run_dir: Path) -> None:
+def _check_place(run: RunPlace, run_dir: Path) -> None:
     if not run_dir.exists():
         return
     if not run_dir.is_dir():

@@ -3,13 +3,13 @@
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.model import ActorConfig, ModelConfig
 from vapo_megatron.config.monitoring import MonitoringConfig
-from vapo_megatron.config.run import ClusterConfig, RunConfig, SftDataConfig
+from vapo_megatron.config.run import ClusterConfig, RunPlace, SftDataConfig
 
 
 class SftConfig(Section):
-    """Supervised fine-tuning. run.steps is not read: data.steps or data.epochs say how long."""
+    """Supervised fine-tuning; data.steps or data.epochs say how long."""
 
-    run: RunConfig = RunConfig(name="sft")
+    run: RunPlace = RunPlace(name="sft")
     cluster: ClusterConfig = ClusterConfig()
     model: ModelConfig
     actor: ActorConfig = ActorConfig()

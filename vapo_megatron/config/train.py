@@ -11,7 +11,7 @@ from vapo_megatron.config.model import ActorConfig, CriticConfig, ModelConfig
 from vapo_megatron.config.monitoring import MonitoringConfig
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
-from vapo_megatron.config.run import BatchConfig, ClusterConfig, EvaluationConfig, ExportConfig, RunConfig
+from vapo_megatron.config.run import BatchConfig, ClusterConfig, EvaluationConfig, ExportConfig, RunConfig, RunPlace
 
 
 class TrainConfig(Section):
@@ -53,6 +53,7 @@ class TrainConfig(Section):
         if algorithm.value_loss.kind == "hl_gauss":
             self._bins_fit()
         self._verdict_is_there()
+        self._rollouts_fit()
         return self
 
     def _bins_fit(self) -> None:
@@ -67,6 +68,19 @@ class TrainConfig(Section):
             raise ValueError(
                 f"algorithm.value_loss.low..high={bins.low:g}..{bins.high:g} does not hold reward.incorrect="
                 f"{reward.incorrect:g} and reward.correct={reward.correct:g}: widen it"
+            )
+
+    def _rollouts_fit(self) -> None:
+        if self.sampling.temperature == 0:
+            raise ValueError(
+                "sampling.temperature=0 is greedy: policy gradients need sampled responses, 1.0 is usual "
+                "(evaluation.temperature may be 0)"
+            )
+        if self.rollout.collect_deadline >= self.cluster.timeout_minutes * 60:
+            raise ValueError(
+                f"rollout.collect_deadline={self.rollout.collect_deadline:g} s is not below cluster.timeout_minutes="
+                f"{self.cluster.timeout_minutes:g}: ranks would give up on a rollout that is still allowed, raise the "
+                "latter"
             )
 
     def _verdict_is_there(self) -> None:
@@ -96,7 +110,7 @@ class TrainConfig(Section):
 class EvaluateConfig(Section):
     """Evaluation of a checkpoint on engines of its own."""
 
-    run: RunConfig = RunConfig(name="evaluation")
+    run: RunPlace = RunPlace(name="evaluation")
     model: ModelConfig
     data: EvaluationDataConfig
     sampling: SamplingConfig

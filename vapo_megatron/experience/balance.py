@@ -1,5 +1,6 @@
 """Which data-parallel rank computes which samples, in which micro-batch."""
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,16 +24,21 @@ def _spread(items: Sequence[tuple[float, int, int]], bins: int, budget: int | No
 
     None where some item found no room.
     """
-    work, room = [0.0] * bins, [budget if budget is not None else 0] * bins
+    room = [budget if budget is not None else 0] * bins
     members: list[list[int]] = [[] for _ in range(bins)]
+    by_work = [(0.0, b) for b in range(bins)]
     for cost, tokens, sample in items:
-        open_bins = [b for b in range(bins) if budget is None or room[b] >= tokens]
-        if not open_bins:
+        full = []
+        while by_work and budget is not None and room[by_work[0][1]] < tokens:
+            full.append(heapq.heappop(by_work))
+        if not by_work:
             return None
-        best = min(open_bins, key=lambda b: (work[b], b))
-        work[best] += cost
+        work, best = by_work[0]
+        heapq.heapreplace(by_work, (work + cost, best))
         room[best] -= tokens
         members[best].append(sample)
+        for entry in full:
+            heapq.heappush(by_work, entry)
     return members
 
 
@@ -75,7 +81,7 @@ def plan_microbatches(
     if longest > budget:
         raise BadInput(
             f"max_tokens_per_microbatch={max_tokens} is below the {longest + total_alignment - alignment} tokens of "
-            "the longest sample of this rollout: raise it, or lower sampling.max_new_tokens"
+            "the longest sample, padding included: raise it, or shorten the samples"
         )
     by_sample = {item[2]: item for item in items}
     ranks = _spread(items, dp_size, None)
@@ -83,9 +89,13 @@ def plan_microbatches(
     held = [[by_sample[s] for s in members] for members in ranks]
     count = max(1, max(-(-sum(tokens for _, tokens, _ in rank) // budget) for rank in held))
     count = -(-count // multiple_of) * multiple_of
-    while True:
-        plans = [_spread(rank, count, budget) for rank in held]
-        full = [plan for plan in plans if plan is not None]
-        if len(full) == len(plans):
-            return [[sorted(members) for members in plan] for plan in full]
+    plans = [_spread(rank, count, budget) for rank in held]
+    while any(plan is None for plan in plans):
+        # Bins have to be equally many on all ranks; a plan that held in fewer is made anew once, at the end.
         count += multiple_of
+        plans = [_spread(rank, count, budget) if plan is None else plan for rank, plan in zip(held, plans, strict=True)]
+    final = [
+        plan if plan is not None and len(plan) == count else _spread(rank, count, budget)
+        for rank, plan in zip(held, plans, strict=True)
+    ]
+    return [[sorted(members) for members in plan] for plan in final if plan is not None]

@@ -1,10 +1,10 @@
 """Rows for supervised fine-tuning, packed like rollouts: a prompt and the response to be imitated."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 from vapo_megatron.errors import BadInput
+from vapo_megatron.experience.jsonl import read_rows
 from vapo_megatron.experience.sample import Prompt, Sample
 
 
@@ -20,18 +20,10 @@ def read_demonstrations(
     Raises:
         BadInput: no such file, a row that is not JSON or lacks a field, a row that is too long, no row at all.
     """
-    if not path.is_file():
-        raise BadInput(f"data.path: there is no file {path}: give a jsonl with the fields problem and response")
     samples: list[Sample] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise BadInput(f"{path}:{number}: not JSON ({error.msg}): every line is one object") from None
+    for number, row in read_rows(path):
         for name in ("problem", "response"):
-            if not isinstance(row, dict) or not isinstance(row.get(name), str) or not row[name]:
+            if not isinstance(row.get(name), str) or not row[name]:
                 raise BadInput(f"{path}:{number}: field {name!r} is missing or empty: every row needs text there")
         prompt_ids = tuple(encode_prompt(row["problem"]))
         response_ids = [*encode_response(row["response"]), eos_token_id]

@@ -2,6 +2,7 @@
 
 import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +22,17 @@ class Platform:
     def is_cuda(self) -> bool:
         """Whether tensors live on a GPU."""
         return self.device_type == "cuda"
+
+    @property
+    def engines_share_device(self) -> bool:
+        """Whether engines live in the trainer's memory, and so have to take turns with it."""
+        return self.is_cuda
+
+    @property
+    def world_backend(self) -> str:
+        """Backends of the world: words between ranks go over the CPU, so that a rank that waits for another one keeps
+        no kernel spinning on a GPU on which an engine generates."""
+        return "cpu:gloo,cuda:nccl" if self.is_cuda else "gloo"
 
     @property
     def device(self) -> torch.device:
@@ -65,9 +77,11 @@ class Platform:
             return int(torch.cuda.memory_allocated())
         return int(psutil.Process().memory_info().rss)
 
-    def seed_all(self, seed: int) -> None:
-        """Seed torch's generators of this process."""
-        torch.manual_seed(seed)
+    def memory_gauges(self) -> dict[str, tuple[Callable[[], object], Callable[[], int]]]:
+        """High-water marks beside the host's, by name: how to reset one, and the bytes reached since."""
+        if not self.is_cuda:
+            return {}
+        return {"device_memory": (torch.cuda.reset_peak_memory_stats, torch.cuda.max_memory_allocated)}
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """One hand for everything that a run shows and keeps: console, metrics, samples, alarms, report."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -15,17 +15,28 @@ from vapo_megatron.monitoring.facts import write_environment
 from vapo_megatron.monitoring.metrics import MetricsWriter, read_metrics
 from vapo_megatron.monitoring.report import write_report
 from vapo_megatron.monitoring.samples import SampleWriter
-from vapo_megatron.monitoring.timers import PhaseTimer
+from vapo_megatron.monitoring.timers import MemoryGauge, PhaseTimer, host_gauge
 
 
 class Recorder:
     """What rank 0 says and writes. On other ranks it only keeps time, so that the loop need not ask who it is."""
 
-    def __init__(self, run_dir: Path, config: MonitoringConfig, speaks: bool, start_step: int = 0) -> None:
-        """start_step: rows of metrics from this step on are removed first (a resumed run); 0 starts afresh."""
+    def __init__(
+        self,
+        run_dir: Path,
+        config: MonitoringConfig,
+        speaks: bool,
+        start_step: int = 0,
+        device_gauges: Mapping[str, tuple[Callable[[], object], Callable[[], int]]] | None = None,
+        synchronize: Callable[[], object] = lambda: None,
+    ) -> None:
+        """start_step: rows of metrics from this step on are removed first (a resumed run); 0 starts afresh.
+        device_gauges: high-water marks beside the host's, as (reset, peak) by name; synchronize waits for the device.
+        """
         self.run_dir, self.speaks = run_dir, speaks
         self.console = RunConsole(enabled=speaks)
-        self.timer = PhaseTimer()
+        gauges = {name: MemoryGauge(*calls) for name, calls in (device_gauges or {}).items()}
+        self.timer = PhaseTimer({"memory": host_gauge()} | gauges, synchronize)
         self._row: dict[str, float] = {}
         self._metrics = MetricsWriter(run_dir, config.tensorboard, start_step) if speaks else None
         self._samples = SampleWriter(run_dir, config.sample_groups_per_step) if speaks else None

@@ -23,6 +23,8 @@ from vapo_megatron.errors import RunFailed
 
 _CPU_TOTAL_TOKENS = 65536
 _POLL_SECONDS = 0.1
+# Servers are never behind a proxy, whatever http_proxy says.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 # What a trainer rank's environment says of its own process group and allocator; a server has its own.
 _NOT_INHERITED = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT"),
@@ -184,7 +186,7 @@ class EngineServer:
 
     def _is_healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.address.url}/health", timeout=10) as answer:
+            with _DIRECT.open(f"{self.address.url}/health", timeout=10) as answer:
                 return bool(answer.status == 200)
         except (urllib.error.URLError, TimeoutError, ConnectionError):
             return False

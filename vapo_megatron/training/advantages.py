@@ -67,7 +67,7 @@ def token_rewards(batch: ExperienceBatch, rewards: Tensor, config: KlConfig) -> 
 
 
 def gae(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig) -> None:
-    """Decoupled, length-adaptive GAE over token rewards [T] (VAPO, sections 3.1 and 3.2)."""
+    """Decoupled, length-adaptive GAE over token rewards [T] (VAPO, sections 4.1 and 4.2)."""
     values, bounds = batch.token_fields["values"], batch.response_cu_seqlens
     bootstrap = None
     if config.shaping.truncated == "bootstrap":

@@ -6,6 +6,7 @@ of the first ranks owns one.
 
 import asyncio
 import itertools
+import os
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -36,13 +37,14 @@ class Engines:
     def __init__(
         self, config: RolloutConfig, model_dir: Path, dtype: str, log_dir: Path, stop_token_ids: Sequence[int]
     ) -> None:
-        """Collective: begin to start the servers; wait_until_ready follows once there is nothing better to do."""
+        """Collective: decide who owns what; start() follows."""
         self._config, self._dtype = config, dtype
         self._stop_token_ids = stop_token_ids
         self._server: EngineServer | None = None
         self._sync: WeightSync | None = None
         self._dispatcher: Dispatcher | None = None
         self.version = self.count = 0
+        self._asleep: set[str] = set()
         rank, platform = dist.get_rank(), current_platform()
         host = _reachable_host()
         self._group = _engine_group(config.tp) if platform.is_cuda else None
@@ -54,6 +56,10 @@ class Engines:
                 first = torch.cuda.current_device()
                 devices = range(first, first + config.tp)
             self._server = EngineServer(model_dir, config, dtype, log_dir / f"engine_{index}.log", devices, host=host)
+
+    def start(self) -> None:
+        """Begin to start this rank's server; wait_until_ready follows once there is nothing better to do."""
+        if self._server is not None:
             self._server.start()
 
     def wait_until_ready(self) -> None:
@@ -135,11 +141,13 @@ class Engines:
         """Collective: the engines give their GPU memory to the trainer."""
         if current_platform().is_cuda and self._config.memory_saver:
             self._memory("release_memory", ("kv_cache", "weights"))
+            self._asleep = {"kv_cache", "weights"}
 
     def wake(self, tag: str) -> None:
         """Collective: the engines take memory again; "weights" before a hand-over, "kv_cache" after it."""
-        if current_platform().is_cuda and self._config.memory_saver:
+        if tag in self._asleep:
             self._memory("resume_memory", (tag,))
+            self._asleep.discard(tag)
 
     def close(self) -> None:
         """End this rank's server and connections."""
@@ -194,7 +202,12 @@ def _reachable_host() -> str:
     """Collective: the address under which rank 0 reaches a server of this rank."""
     names: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(names, socket.gethostname())
-    return "127.0.0.1" if len(set(names)) == 1 else socket.gethostbyname(socket.gethostname())
+    if len(set(names)) == 1:
+        return "127.0.0.1"
+    # The address that faces the place where ranks meet; a host's own name may stand for 127.0.1.1. Nothing is sent.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+        route.connect((os.environ["MASTER_ADDR"], 9))
+        return str(route.getsockname()[0])
 
 
 def _engine_group(tp: int) -> Any:

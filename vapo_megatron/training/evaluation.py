@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.rollout import SamplingConfig
 from vapo_megatron.evaluation.sets import SetResult, answer_set
-from vapo_megatron.experience.prompts import eval_prompts
 from vapo_megatron.rewards.grading import grade_samples
 
 if TYPE_CHECKING:
@@ -29,13 +28,13 @@ def evaluate_sets(run: "Run") -> list[SetResult]:
     results = [
         answer_set(
             entry.name,
-            eval_prompts(entry, config.data, run.tokenizer),
+            prompts,
             entry.samples,
             collect=lambda prompts, k: run.engines.collect(prompts, k, sampling, seed, lambda _: None),
             grade=lambda samples: grade_samples(samples, verifier, run.tokenizer.decode, config.reward.incorrect),
             outputs=folder / f"step_{run.step:06d}_{entry.name}.jsonl",
         )
-        for entry in config.data.eval
+        for entry, prompts in zip(config.data.eval, run.evaluation_prompts, strict=True)
     ]
     with atomic_write(run.run_dir / "evaluation.json") as file:
         json.dump({"step": run.step, "sets": [result.as_dict() for result in results]}, file, indent=2)

@@ -9,7 +9,7 @@ from vapo_megatron.cluster.ranks import (
     environment_place,
     is_rank_zero,
     machine_default_ranks,
-    run_as_rank,
+    run_as_foreign_rank,
     start_ranks,
 )
 from vapo_megatron.config.run_directory import make_run_dir
@@ -33,20 +33,21 @@ def launch(settings: Settings, body: Callable[[Path], None], check: Callable[[An
     place = environment_place()
     sizes = [settings.actor.layout.model_size] if isinstance(settings, SftConfig) else settings.model_sizes.values()
     count = place.world_size if place else settings.cluster.ranks or machine_default_ranks(list(sizes))
-    check(settings, count)
-    run_dir = Path(settings.run.directory)
+    run_dir, timeout = Path(settings.run.directory), settings.cluster.timeout_minutes
     if place is None:
+        check(settings, count)
         make_run_dir(settings, settings.run)
-        start_ranks(count, partial(body, run_dir), settings.cluster.timeout_minutes)
+        start_ranks(count, partial(body, run_dir), timeout)
     else:
-        run_as_rank(place, partial(_in_run_dir, settings, body, run_dir), settings.cluster.timeout_minutes)
+        run_as_foreign_rank(place, partial(_checked, settings, body, partial(check, settings, count), run_dir), timeout)
 
 
-def _in_run_dir(settings: Settings, body: Callable[[Path], None], run_dir: Path) -> None:
-    """Collective: make the run directory on rank 0, then body; a refusal ends every rank, and rank 0 tells of it."""
+def _checked(settings: Settings, body: Callable[[Path], None], check: Callable[[], None], run_dir: Path) -> None:
+    """Collective: check and make the run directory on rank 0, then body; a refusal ends all, and rank 0 tells of it."""
     refusal: str | None = None
     if is_rank_zero():
         try:
+            check()
             make_run_dir(settings, settings.run)
         except BadInput as error:
             refusal = str(error)

@@ -12,10 +12,10 @@ from vapo_megatron.training.value_pretraining import pretrain_value
 def train(run: Run) -> None:
     """Collective: the whole training of one rank.
 
-    The critic first learns the returns of a policy that stands still (value pretraining, section 3.1). Then each step
+    The critic first learns the returns of a policy that stands still (value pretraining, section 4.1). Then each step
     collects a group of responses a prompt, scores them with both models, estimates advantages with a lambda of its own
-    for policy and critic (decoupled and length-adaptive GAE, sections 3.1 and 3.2), updates critic and policy
-    (clip-higher, token-level loss, positive-example NLL, sections 3.3 and 3.4) and hands the weights to the engines.
+    for policy and critic (decoupled and length-adaptive GAE, sections 4.1 and 4.2), updates critic and policy
+    (clip-higher, token-level loss, positive-example NLL, sections 4.2 and 4.3) and hands the weights to the engines.
     """
     run.evaluate()
     if run.critic is not None and run.config.value_pretraining.enabled:

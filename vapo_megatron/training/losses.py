@@ -18,7 +18,7 @@ from vapo_megatron.mcore.trainable import LocalTokens
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """L = L_policy + mu L_NLL + beta KL - c H + self-imitation (VAPO, sections 3.3 and 3.4; GRPO, eq. 3).
+    """L = L_policy + mu L_NLL + beta KL - c H + self-imitation (VAPO, sections 4.2 and 4.3; GRPO, eq. 3).
 
     weights and nll_weights hold the aggregation and its global denominators; mean_weights is 1 / N on the N tokens of
     the mini-batch, for the figures. importance corrects the policy loss alone for the engine's policy.

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from vapo_megatron.config.model import TrainableConfig
 from vapo_megatron.config.run_directory import check_room
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import TrainConfig
@@ -65,7 +66,8 @@ def check_sft(config: SftConfig, world_size: int) -> None:
     uses_transformer_engine(config.model.attention, current_platform())
     check_weights(Path(config.model.path), spec, "lm")
     TextTokenizer(Path(config.model.path), config.data.prompt).check_vocabulary(spec.vocab_size)
-    load_demonstrations(config)
+    longest = int(load_demonstrations(config).lengths.max())
+    check_capacity(config.actor, "actor", longest, "the longest demonstration of data.path")
     check_room(Path(config.run.directory), spec.parameter_count() * bytes_per_weight(config.model.dtype))
 
 
@@ -82,21 +84,38 @@ def check_lengths(config: TrainConfig, spec: ModelSpec) -> None:
     for name, section in (("actor", config.actor), ("critic", config.critic)):
         if name == "critic" and not config.algorithm.uses_critic:
             continue
-        room = section.max_tokens_per_microbatch * section.layout.cp
-        if longest > room:
-            raise BadInput(
-                f"{name}.max_tokens_per_microbatch {section.max_tokens_per_microbatch} x cp {section.layout.cp} = "
-                f"{room} is below the longest sample, data.max_prompt_tokens + sampling.max_new_tokens = {longest}: "
-                f"raise it, or {name}.layout.cp"
-            )
+        check_capacity(section, name, longest, "data.max_prompt_tokens + sampling.max_new_tokens")
+
+
+def check_capacity(section: TrainableConfig, name: str, longest: int, what: str) -> None:
+    """Raises BadInput where the longest sample does not fit a micro-batch."""
+    room = section.layout.longest_sample(section.max_tokens_per_microbatch)
+    if longest > room:
+        raise BadInput(
+            f"{name}.max_tokens_per_microbatch={section.max_tokens_per_microbatch} with cp={section.layout.cp} holds "
+            f"samples of at most {room} tokens, padding included, and {what} = {longest}: raise it, or {name}.layout.cp"
+        )
 
 
 def check_rollout_groups(config: TrainConfig, world_size: int) -> None:
     """Raises BadInput where engines cannot share the accelerators of the ranks."""
-    if current_platform().is_cuda and world_size % config.rollout.tp:
-        raise BadInput(
-            f"rollout.tp={config.rollout.tp} does not divide the {world_size} ranks of the run: choose a divisor"
-        )
+    platform, rollout = current_platform(), config.rollout
+    if not platform.is_cuda:
+        if rollout.engines > world_size:
+            raise BadInput(
+                f"rollout.engines={rollout.engines} is above the {world_size} ranks of the run: a rank owns one engine "
+                "at most, lower it"
+            )
+        return
+    local = min(world_size, platform.device_count())
+    if local % rollout.tp:
+        raise BadInput(f"rollout.tp={rollout.tp} does not divide the {local} GPUs of a node: choose a divisor")
+    for name, section in (("actor", config.actor), ("critic", config.critic)):
+        if config.model.dtype == "float32" and not section.optimizer.distributed:
+            raise BadInput(
+                f"{name}.optimizer.distributed=false with model.dtype=float32: the optimizer then owns the model's own "
+                "weights and cannot leave the GPU without them, set it to true"
+            )
 
 
 def bytes_per_weight(dtype: str) -> int:

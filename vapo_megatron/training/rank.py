@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.experience.tokenizer import TextTokenizer
+from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rewards.pool import VerifierPool
 from vapo_megatron.training.engines import Engines
@@ -16,10 +17,18 @@ from vapo_megatron.training.run import Run
 
 def train_rank(config: TrainConfig, run_dir: Path) -> None:
     """Collective: the whole training of one rank. Engines and verifiers end with it, however it ends."""
-    speaks, model_dir = dist.get_rank() == 0, Path(config.model.path)
+    speaks, model_dir, platform = dist.get_rank() == 0, Path(config.model.path), current_platform()
     tokenizer = TextTokenizer(model_dir, config.data.prompt)
     with ExitStack() as stack:
-        recorder = stack.enter_context(Recorder(run_dir, config.monitoring, speaks))
+        recorder = stack.enter_context(
+            Recorder(
+                run_dir,
+                config.monitoring,
+                speaks,
+                device_gauges=platform.memory_gauges(),
+                synchronize=platform.synchronize,
+            )
+        )
         engines = stack.enter_context(
             Engines(config.rollout, model_dir, config.model.dtype, run_dir / "logs", tokenizer.eos_token_ids)
         )

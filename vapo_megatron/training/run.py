@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.experience.batch import ExperienceBatch
-from vapo_megatron.experience.prompts import PromptSource, train_prompts
+from vapo_megatron.experience.prompts import PromptSource, eval_prompts, train_prompts
 from vapo_megatron.experience.tokenizer import TextTokenizer
 from vapo_megatron.mcore.mesh import Mesh, make_mesh
 from vapo_megatron.mcore.platform import current_platform
@@ -17,6 +17,7 @@ from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.metrics import read_metrics
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rewards.pool import VerifierPool
+from vapo_megatron.training.broadcast import broadcast_value
 from vapo_megatron.training.engines import Engines
 from vapo_megatron.training.evaluation import evaluate_sets
 from vapo_megatron.training.probe import random_sequences, sequences_of
@@ -44,15 +45,23 @@ class Run:
         self._step_started = time.perf_counter()
         self.model_dir = Path(config.model.path)
         self.spec = read_spec(self.model_dir)
+        platform = current_platform()
+        if not platform.engines_share_device:
+            engines.start()  # while the models load
         with recorder.phase("load_models"):
             meshes: dict[str, Mesh] = {}
             self.actor = self._load("actor", meshes)
             self.critic = self._load("critic", meshes) if config.algorithm.uses_critic else None
             self.reference = self._load("reference", meshes) if config.algorithm.uses_reference else None
-        self.source = None
+        self.source, self.evaluation_prompts = None, []
         if dist.get_rank() == 0:
+            self.evaluation_prompts = [eval_prompts(entry, config.data, tokenizer) for entry in config.data.eval]
             self.source = PromptSource(train_prompts(config.data, tokenizer), config.run.seed, config.data.shuffle)
         with recorder.phase("start_engines"):
+            if platform.engines_share_device:
+                # They size their caches by what is free: not before all ranks have put their optimizers to sleep.
+                broadcast_value(None)
+                engines.start()
             engines.wait_until_ready()
         self._header()
         sync = config.rollout.sync
@@ -100,7 +109,7 @@ class Run:
                 for result in evaluate_sets(self):
                     self.recorder.add(result.figures())
                     self.recorder.console.note(result.line(f"step {self.step}"))
-        dist.barrier()
+        broadcast_value(None)  # the others wait, on the CPU
         if self.step == 0:
             self.recorder.write(0)
 
@@ -201,7 +210,7 @@ class Run:
             source,
             mesh,
             head,
-            value_head="saved" if name == "critic" and config.critic.init_path else "new",
+            value_head="saved" if name == "critic" and config.critic.init != "policy" else "new",
             head_init_std=config.critic.head_init_std,
             seed=seed,
         )

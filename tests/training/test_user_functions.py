@@ -1,0 +1,121 @@
+"""A user's own advantage and filter: what they are given, what they may return, what a wrong path says."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from vapo_megatron.config.algorithm import AlgorithmConfig
+from vapo_megatron.errors import BadInput
+from vapo_megatron.experience.batch import ExperienceBatch, from_samples
+from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.training.updates import selection
+from vapo_megatron.training.user_functions import (
+    ScoredResponses,
+    check_functions,
+    scored_responses,
+    user_advantages,
+    user_selection,
+)
+
+HERE = "test_user_functions"
+EXAMPLE = "examples.custom_functions.functions"
+
+
+def scored_batch() -> ExperienceBatch:
+    """Two prompts with two responses each, of 1, 3, 2 and 4 tokens; the last one was cut off."""
+    prompt = Prompt("p", "", "", (1, 2))
+    lengths, rewards = (1, 3, 2, 4), (0.0, 1.0, 1.0, 0.0)
+    samples = [
+        Sample(
+            prompt, i // 2, i % 2, 0, [5] * n, [-1.0] * n, "length" if i == 3 else "stop", 0, 0, reward=r, correct=r > 0
+        )
+        for i, (n, r) in enumerate(zip(lengths, rewards, strict=True))
+    ]
+    batch = from_samples(samples)
+    total = batch.response_tokens
+    batch.token_fields |= {
+        "shaped_rewards": batch.rewards.repeat_interleave(batch.response_lengths) - 0.25,
+        "old_logprobs": torch.full((total,), -1.5),
+        "entropies": torch.arange(1.0, total + 1),
+    }
+    return batch
+
+
+def wrong_shape(scored: ScoredResponses) -> torch.Tensor:
+    return scored.rewards
+
+
+def not_finite(scored: ScoredResponses) -> torch.Tensor:
+    return scored.old_logprobs / 0
+
+
+def no_tensor(scored: ScoredResponses) -> list[float]:
+    return scored.rewards.tolist()
+
+
+NOT_A_FUNCTION = 3
+
+
+def test_what_a_function_is_given() -> None:
+    scored = scored_responses(scored_batch())
+    assert scored.cu_seqlens.tolist() == [0, 1, 4, 6, 10]
+    assert scored.rewards.tolist() == [-0.25, 0.75, 0.75, -0.25]
+    assert scored.group_ids.tolist() == [0, 0, 1, 1]
+    assert scored.truncated.tolist() == [False, False, False, True]
+    assert scored.values is None and scored.ref_logprobs is None
+    assert scored.old_logprobs.shape == scored.entropies.shape == scored.rollout_logprobs.shape == (10,)
+
+
+def test_the_example_spreads_the_centred_reward_by_entropy() -> None:
+    found = user_advantages(f"{EXAMPLE}:reward_times_surprise", scored_batch())
+    torch.testing.assert_close(found[:4], torch.tensor([-0.5, 0.5 * 2 / 3, 0.5, 0.5 * 4 / 3]))
+    assert float(found[4:6].mean()) == pytest.approx(0.5) and float(found[6:].mean()) == pytest.approx(-0.5)
+
+
+def test_the_filter_takes_responses_out_of_the_loss() -> None:
+    batch, path = scored_batch(), f"{EXAMPLE}:finished_and_not_too_short"
+    kept = user_selection(path, batch)
+    assert kept.tolist() == [False, True, True, False]
+    batch.token_fields["kept"] = kept.float().repeat_interleave(batch.response_lengths)
+    config = AlgorithmConfig.model_validate({"filter_function": path})
+    assert selection(batch, [0, 1, 3], config).tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("wrong_shape", "returned torch.float32 [4], expected a finite float tensor [T] = [10]"),
+        ("not_finite", "expected a finite float tensor [T] = [10]"),
+        ("no_tensor", "returned list, expected a finite float tensor [T] = [10]"),
+    ],
+)
+def test_a_wrong_answer_is_bad_input(name: str, told: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        user_advantages(f"{HERE}:{name}", scored_batch())
+    assert told in str(refused.value) and "algorithm.advantage.function" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("no_such_module_at_all:f", "ModuleNotFoundError"),
+        (f"{HERE}:no_such_function", "AttributeError"),
+        (f"{HERE}:NOT_A_FUNCTION", "a int, expected a function"),
+    ],
+)
+def test_a_wrong_path_is_bad_input_before_anything_starts(path: str, told: str) -> None:
+    for section, key in (
+        ({"advantage": {"estimator": "function", "function": path}}, "algorithm.advantage.function"),
+        ({"filter_function": path}, "algorithm.filter_function"),
+    ):
+        with pytest.raises(BadInput) as refused:
+            check_functions(AlgorithmConfig.model_validate(section))
+        message = str(refused.value)
+        assert message.startswith(f"{key}={path}: ") and told in message and "\n" not in message
+
+
+def test_modules_of_the_working_directory_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine_alone.py").write_text("def keep(scored):\n    return scored.correct\n")
+    monkeypatch.chdir(tmp_path)
+    check_functions(AlgorithmConfig.model_validate({"filter_function": "mine_alone:keep"}))
