@@ -97,9 +97,8 @@ def train(model_dir: Path, layout: LayoutConfig, max_tokens: int, head: str) -> 
     """(loss, gradient norm) of each step, and the sum of squares of the outputs after the last."""
     spec = read_spec(model_dir)
     batch = make_batch()
-    section = (ActorConfig if head == "lm" else CriticConfig)(
-        layout=layout, optimizer=OPTIMIZER, max_tokens_per_microbatch=max_tokens, logprob_chunk=7
-    )
+    shared = {"layout": layout, "optimizer": OPTIMIZER, "max_tokens_per_microbatch": max_tokens}
+    section = ActorConfig(**shared, logprob_chunk=7) if head == "lm" else CriticConfig(**shared)
     mesh = make_mesh(layout)
     model = ModelConfig(path=str(model_dir), dtype="float32")
     trainable = Trainable(spec, model, section, mesh, head, name="actor", seed=1, temperature=0.9)  # type: ignore[arg-type]

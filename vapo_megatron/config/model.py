@@ -93,11 +93,12 @@ class TrainableConfig(Section):
     optimizer: OptimizerSettings = OptimizerSettings()
     recompute: RecomputeConfig = RecomputeConfig()
     max_tokens_per_microbatch: int = Field(16384, ge=1, description="padded tokens of one packed micro-batch")
-    logprob_chunk: int = Field(1024, ge=1, description="rows of logits held at once, in fp32, on a rank")
 
 
 class ActorConfig(TrainableConfig):
     """The policy."""
+
+    logprob_chunk: int = Field(1024, ge=1, description="rows of logits held at once, in fp32, on a rank")
 
 
 class CriticConfig(TrainableConfig):

@@ -29,6 +29,13 @@ class MicroBatch:
     response_index: Tensor
     lengths: tuple[int, ...]
 
+    @property
+    def response_rows(self) -> Tensor:
+        """The positions that speak about response tokens, int64; the first one where there is none, so that a loss over
+        them still has a gradient to pass on."""
+        rows = (self.response_index >= 0).nonzero()[:, 0]
+        return rows if len(rows) else torch.zeros(1, dtype=torch.int64)
+
     def take(self, values: Tensor) -> Tensor:
         """A tensor over response tokens [T] at this micro-batch's positions [t]; 0 where no response token is."""
         found = self.response_index >= 0

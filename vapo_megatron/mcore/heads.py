@@ -66,6 +66,8 @@ class _LogProbs(torch.autograd.Function):
         grad_logprob, grad_entropy = grads
         h, weight, labels, entropy = ctx.saved_tensors
         vocab, temperature, group, chunk = ctx.rest
+        # Most losses have no entropy term, whose gradient would cost as much again.
+        through_entropy = bool(grad_entropy.count_nonzero())
         grad_h = torch.empty_like(h)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for i in range(0, len(h), chunk):
@@ -76,7 +78,7 @@ class _LogProbs(torch.autograd.Function):
             p = exp / z[:, None]
             grad = p * -grad_logprob[part, None]
             grad.scatter_add_(1, index[:, None], (grad_logprob[part] * mine)[:, None])
-            if grad_entropy is not None:
+            if through_entropy:
                 # d entropy / d logit = -p (log p + entropy)
                 grad -= grad_entropy[part, None] * p * (logits - z.log()[:, None] + entropy[part, None])
             if temperature != 1.0:
@@ -95,6 +97,7 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
     """
 
     labels: Tensor | None
+    rows: Tensor | None
     temperature: float
     chunk: int
     vocab_size: int
@@ -103,10 +106,15 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
     def adopt(cls, layer: Any, vocab_size: int, chunk: int) -> None:
         """Turn a Megatron output layer into this one. vocab_size: real words, padding rows aside."""
         layer.__class__ = cls
-        layer.labels, layer.temperature, layer.chunk, layer.vocab_size = None, 1.0, chunk, vocab_size
+        layer.labels = layer.rows = None
+        layer.temperature, layer.chunk, layer.vocab_size = 1.0, chunk, vocab_size
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
-        """input_ [s, b, hidden] (its sequence cut over TP under sequence parallel); labels [b, s]."""
+        """input_ [s, b, hidden] (its sequence cut over TP under sequence parallel); labels [b, s].
+
+        rows, indices into the s * b positions, are those that matter (the responses); all others yield 0 and cost no
+        logits. The same on all ranks of the tensor-parallel group.
+        """
         if self.labels is None:
             return super().forward(input_, weight=weight, runtime_gather_output=runtime_gather_output)
         weight = self.weight if weight is None else weight
@@ -118,16 +126,22 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
         else:
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(input_, group=group)
         s, b, width = hidden.shape
+        flat, labels = hidden.reshape(s * b, width), self.labels.transpose(0, 1).reshape(-1)
+        if self.rows is not None:
+            flat, labels = flat[self.rows], labels[self.rows]
         logprob, entropy = _LogProbs.apply(
-            hidden.reshape(s * b, width),
+            flat,
             weight,
-            self.labels.transpose(0, 1).reshape(-1),
+            labels,
             (group.rank() * weight.shape[0], self.vocab_size),
             self.temperature,
             group,
             self.chunk,
         )
-        return torch.stack((logprob, entropy), -1).view(s, b, 2), None
+        found = torch.stack((logprob, entropy), -1)
+        if self.rows is not None:
+            found = found.new_zeros(s * b, 2).index_copy(0, self.rows, found)
+        return found.view(s, b, 2), None
 
 
 class ValueHead(torch.nn.Module):

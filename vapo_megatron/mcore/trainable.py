@@ -4,6 +4,7 @@ Actor and critic are two of these, each with a mesh of its own. What is to be mi
 function of local tensors; everything about layout stays in here.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
-from vapo_megatron.config.model import ModelConfig, TrainableConfig
+from vapo_megatron.config.model import ActorConfig, ModelConfig, TrainableConfig
 from vapo_megatron.experience.balance import Cost, plan_microbatches
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.experience.microbatch import MicroBatch, pack
@@ -122,7 +123,12 @@ class Trainable:
         _seed_megatron(seed, mesh)
         self.transformer = transformer_config(spec, model, config)
         self.chunks = build_model(
-            spec, self.transformer, mesh, head, attention=model.attention, logprob_chunk=config.logprob_chunk
+            spec,
+            self.transformer,
+            mesh,
+            head,
+            attention=model.attention,
+            logprob_chunk=config.logprob_chunk if isinstance(config, ActorConfig) else 1,
         )
         self.wrapped: list[Any] = []
         self.optimizer: Any = None
@@ -228,7 +234,7 @@ class Trainable:
 
         Args:
             batch: what to score.
-            on_done: is told how many sequences each micro-batch has finished.
+            on_done: is told of samples as they are done, going by this rank's share of the work.
             temperature: stands in for the model's own.
             read: from a value head's outputs [t, n] to values [t]; None takes the first.
 
@@ -244,10 +250,8 @@ class Trainable:
                 if self.head == "value":
                     found = (found[:, 0] if read is None else read(found))[:, None]
                 microbatch.put(result, found.cpu())
-            if on_done is not None:
-                on_done(len(microbatch.lengths))
 
-        self._run(microbatches, collect, forward_only=True, temperature=temperature)
+        self._run(microbatches, collect, forward_only=True, temperature=temperature, on_forward=_shares(batch, on_done))
         return _sum_over_ranks(result)
 
     def train_step(self, batch: ExperienceBatch, samples: Sequence[int], loss: TokenLoss) -> StepResult:
@@ -287,14 +291,18 @@ class Trainable:
         consume: Callable[..., Any],
         forward_only: bool,
         temperature: float | None = None,
+        on_forward: Callable[[float], None] = lambda _: None,
     ) -> None:
-        """Megatron's schedule over this rank's micro-batches; consume gets (micro-batch, last stage's output)."""
+        """Megatron's schedule over this rank's micro-batches; consume gets (micro-batch, last stage's output), and
+        on_forward the part of all forward passes that is done."""
         models = self.wrapped or self.chunks
+        passes = itertools.count(1)
         for model in models:
             model.train(not forward_only)
 
         def forward_step(data: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             microbatch = next(data)
+            on_forward(next(passes) / (len(microbatches) * len(models)))
             return self._forward(model, microbatch, temperature or self.temperature), partial(consume, microbatch)
 
         extra: dict[str, Any] = {}
@@ -319,6 +327,7 @@ class Trainable:
         core = model.module if isinstance(model, DistributedDataParallel) else model
         if self.head == "lm" and core.post_process:
             core.output_layer.labels = microbatch.labels[None].to(device)
+            core.output_layer.rows = microbatch.response_rows.to(device)
             core.output_layer.temperature = temperature
         starts = torch.tensor((0, *microbatch.lengths), dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
         packed = PackedSeqParams(
@@ -332,6 +341,20 @@ class Trainable:
             microbatch.ids[None].to(device), microbatch.positions[None].to(device), None, packed_seq_params=packed
         )
         return output
+
+
+def _shares(batch: ExperienceBatch, on_done: Callable[[int], None] | None) -> Callable[[float], None]:
+    """From the part of the work that is done to numbers of samples that were not told of yet."""
+    told = 0
+
+    def on_forward(part: float) -> None:
+        nonlocal told
+        if on_done is not None:
+            done = round(part * batch.samples)
+            on_done(done - told)
+            told = done
+
+    return on_forward
 
 
 def _seed_megatron(seed: int, mesh: Mesh) -> None:

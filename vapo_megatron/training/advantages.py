@@ -24,7 +24,7 @@ def estimate_advantages(run: Run, batch: ExperienceBatch) -> None:
             gae(batch, token_rewards(batch, rewards, config.kl), config)
             lam = policy_lambda(batch, config.advantage)
             run.recorder.add(
-                {"advantage/lambda_mean": float(lam.mean()), "advantage/lambda_clamped": clamped(batch, lam)}
+                {"advantage/lambda_mean": float(lam.mean()), "advantage/lambda_clamped": clamped(lam, config.advantage)}
             )
         elif config.advantage.function is None:
             batch.token_fields["advantages"] = without_critic(batch, rewards, config)
@@ -100,9 +100,11 @@ def policy_lambda(batch: ExperienceBatch, config: AdvantageConfig) -> Tensor:
     return lambda_of(config.lambda_policy, batch, config)
 
 
-def clamped(batch: ExperienceBatch, lam: Tensor) -> float:
+def clamped(lam: Tensor, config: AdvantageConfig) -> float:
     """Share of responses so short that their length-adaptive lambda stands at its lower bound."""
-    return float((lam <= lam.new_zeros(())).float().mean())
+    if config.lambda_policy != "length_adaptive":
+        return 0.0
+    return float((lam <= config.length_adaptive_floor).float().mean())
 
 
 def without_critic(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig) -> Tensor:

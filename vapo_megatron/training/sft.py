@@ -49,14 +49,6 @@ def batch_order(rows: int, batch_size: int, steps: int, seed: int) -> list[list[
     return [stream[i * batch_size : (i + 1) * batch_size] for i in range(steps)]
 
 
-def token_mean_weights(batch: ExperienceBatch, samples: list[int]) -> torch.Tensor:
-    """1 / N on the N response tokens of some samples, 0 on all others. float32 [T]."""
-    chosen = torch.zeros(batch.samples)
-    chosen[samples] = 1.0
-    weights = chosen.repeat_interleave(batch.response_lengths)
-    return weights / weights.sum()
-
-
 def sft_rank(config: SftConfig, run_dir: Path) -> None:
     """Collective: the whole fine-tuning of one rank; ends with a Hugging Face directory."""
     batch = load_demonstrations(config)
@@ -82,14 +74,15 @@ def sft_rank(config: SftConfig, run_dir: Path) -> None:
         with recorder.console.phase("fine-tuning", total=steps) as advance:
             for step, samples in enumerate(order, 1):
                 with recorder.timer("step"):
-                    loss = NegativeLogLikelihood(token_mean_weights(batch, samples))
-                    result = actor.train_step(batch, samples, loss)
+                    part = batch.select(samples)
+                    weights = torch.full((part.response_tokens,), 1 / part.response_tokens)
+                    result = actor.train_step(part, range(part.samples), NegativeLogLikelihood(weights))
                 losses.append(result.figures["nll_loss"])
                 recorder.add(
                     {
                         "sft/nll_loss": losses[-1],
                         "sft/entropy": result.figures["entropy"],
-                        "sft/tokens": float(batch.lengths[samples].sum()),
+                        "sft/tokens": float(part.lengths.sum()),
                         "actor/grad_norm": result.grad_norm,
                         "actor/lr": result.lr,
                     }

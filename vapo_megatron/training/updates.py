@@ -1,7 +1,7 @@
 """The optimizer steps of one iteration: mini-batches of a scored rollout, critic first."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -28,19 +28,19 @@ def update_critic(run: Run, batch: ExperienceBatch) -> None:
     results = []
     with run.recorder.phase("update_critic", total=batch.samples * rounds) as advance:
         for minibatch in minibatches(run, batch, rounds, salt=1):
-            results.append(critic_step(run.critic, batch, minibatch, run.config.algorithm))
-            advance(len(minibatch))
+            results.append(critic_step(run.critic, minibatch, run.config.algorithm))
+            advance(minibatch.samples)
     run.recorder.add(update_figures("critic", results, ()))
 
 
-def critic_step(critic: Trainable, batch: ExperienceBatch, samples: list[int], config: AlgorithmConfig) -> StepResult:
-    """Collective: one optimizer step of the critic on some samples of a batch with values and returns."""
-    fields = batch.token_fields
-    weights = token_weights(batch.response_lengths, "token_mean", selected=selection(batch, samples, config))
+def critic_step(critic: Trainable, minibatch: ExperienceBatch, config: AlgorithmConfig) -> StepResult:
+    """Collective: one optimizer step of the critic on a mini-batch with values and returns."""
+    fields = minibatch.token_fields
+    weights = token_weights(minibatch.response_lengths, "token_mean", selected=selection(minibatch, config))
     loss = ValueLoss(
-        config.value_loss, fields["returns"], fields["values"], to_tokens(weights, batch.response_cu_seqlens)
+        config.value_loss, fields["returns"], fields["values"], to_tokens(weights, minibatch.response_cu_seqlens)
     )
-    return critic.train_step(batch, samples, loss)
+    return critic.train_step(minibatch, range(minibatch.samples), loss)
 
 
 def update_policy(run: Run, batch: ExperienceBatch) -> None:
@@ -50,15 +50,16 @@ def update_policy(run: Run, batch: ExperienceBatch) -> None:
     correct_for_rollout(run, batch)
     with run.recorder.phase("update_policy", total=batch.samples * rounds) as advance:
         for minibatch in minibatches(run, batch, rounds, salt=2):
-            results.append(run.actor.train_step(batch, minibatch, policy_loss(batch, minibatch, run.config.algorithm)))
-            advance(len(minibatch))
+            loss = policy_loss(minibatch, run.config.algorithm)
+            results.append(run.actor.train_step(minibatch, range(minibatch.samples), loss))
+            advance(minibatch.samples)
     run.recorder.add(update_figures("actor", results, PolicyLoss.maxima))
 
 
-def policy_loss(batch: ExperienceBatch, samples: list[int], config: AlgorithmConfig) -> PolicyLoss:
-    """The policy's loss on some samples; every denominator counts the whole mini-batch."""
+def policy_loss(batch: ExperienceBatch, config: AlgorithmConfig) -> PolicyLoss:
+    """The policy's loss on a mini-batch; every denominator counts all of it."""
     fields, bounds, settings = batch.token_fields, batch.response_cu_seqlens, config.policy_loss
-    lengths, chosen = batch.response_lengths, selection(batch, samples, config)
+    lengths, chosen = batch.response_lengths, selection(batch, config)
     weights = to_tokens(token_weights(lengths, settings.aggregation, settings.constant, chosen), bounds)
     if settings.self_imitation_coef:
         positive_advantages = advantages.self_imitation(fields["returns"], fields["values"])
@@ -105,10 +106,9 @@ def positives(batch: ExperienceBatch, config: AlgorithmConfig) -> Tensor:
     return (batch.token_fields["shaped_rewards"][first] > settings.reward_above) & ~batch.truncated
 
 
-def selection(batch: ExperienceBatch, samples: list[int], config: AlgorithmConfig) -> Tensor:
+def selection(batch: ExperienceBatch, config: AlgorithmConfig) -> Tensor:
     """The samples of a mini-batch that carry loss. bool [S]."""
-    chosen = torch.zeros(batch.samples, dtype=torch.bool)
-    chosen[samples] = True
+    chosen = torch.ones(batch.samples, dtype=torch.bool)
     if config.advantage.estimator == "raft":
         chosen &= batch.token_fields["advantages"][batch.response_cu_seqlens[:-1]] > 0
     if config.filter_function is not None and "kept" in batch.token_fields:
@@ -116,15 +116,13 @@ def selection(batch: ExperienceBatch, samples: list[int], config: AlgorithmConfi
     return chosen & overlong_filter_mask(batch.truncated) if config.shaping.truncated == "mask" else chosen
 
 
-def minibatches(run: Run, batch: ExperienceBatch, rounds: int, salt: int) -> list[list[int]]:
-    """Samples of each optimizer step, in an order that depends on the run's seed and the step alone."""
+def minibatches(run: Run, batch: ExperienceBatch, rounds: int, salt: int) -> Iterator[ExperienceBatch]:
+    """The mini-batch of each optimizer step, in an order that depends on the run's seed and the step alone."""
     update = run.config.algorithm.update
-    steps: list[list[int]] = []
     for epoch in range(rounds):
         seed = zlib.crc32(f"{run.config.run.seed}/{run.step}/{salt}/{epoch}".encode())
         for part in split_minibatches(batch.group_ids, update.minibatch_size, update.minibatch_unit, seed):
-            steps.append(part.tolist())
-    return steps
+            yield batch.select(part.tolist())
 
 
 def update_figures(name: str, results: list[StepResult], maxima: Sequence[str]) -> dict[str, float]:

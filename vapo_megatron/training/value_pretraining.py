@@ -30,6 +30,7 @@ def pretrain_value(run: Run) -> None:
     """Collective: record, replay until the critic is good or the replay ends, save the value checkpoint."""
     config, critic = run.config.value_pretraining, run.critic
     assert critic is not None
+    algorithm = for_pretraining(run.config.algorithm)
     record = concatenate([collect(run) for _ in range(config.iterations)])
     run.sleep_engines()
     set_monte_carlo_returns(record, run.config.algorithm)
@@ -41,7 +42,7 @@ def pretrain_value(run: Run) -> None:
     results: list[dict[str, float]] = []
     with run.recorder.phase("value_pretraining", total=len(updates)) as advance:
         for number, samples in enumerate(updates, 1):
-            result = critic_step(critic, record, samples, run.config.algorithm)
+            result = critic_step(critic, record.select(samples), algorithm)
             results.append({"value_loss": result.figures["value_loss"], "grad_norm": result.grad_norm, "lr": result.lr})
             advance(1)
             if number % check_every and number < len(updates):
@@ -58,6 +59,13 @@ def pretrain_value(run: Run) -> None:
     )
     run.save("value_pretrained", critic_only=True)
     run.hand_over()
+
+
+def for_pretraining(config: AlgorithmConfig) -> AlgorithmConfig:
+    """Without the clip of the value loss: it holds values near old ones, and there are none worth staying near yet."""
+    if config.value_loss.kind != "clipped":
+        return config
+    return config.model_copy(update={"value_loss": config.value_loss.model_copy(update={"kind": "mse"})})
 
 
 def set_monte_carlo_returns(record: ExperienceBatch, config: AlgorithmConfig) -> None:
