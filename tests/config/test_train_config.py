@@ -1,0 +1,82 @@
+"""What holds between sections is checked before anything starts."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from vapo_megatron.config.model import LayoutConfig, OptimizerSettings
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.errors import BadInput
+from vapo_megatron.experience.balance import Cost, plan_microbatches
+
+MINIMAL: dict[str, Any] = {
+    "model": {"path": "somewhere"},
+    "data": {"train": "train.jsonl"},
+    "sampling": {"max_new_tokens": 16},
+}
+
+
+def test_the_defaults_are_vapo() -> None:
+    config = TrainConfig.model_validate(MINIMAL)
+    advantage, loss = config.algorithm.advantage, config.algorithm.policy_loss
+    assert (advantage.estimator, advantage.lambda_critic, advantage.lambda_policy) == ("gae", 1.0, "length_adaptive")
+    assert (advantage.length_adaptive_alpha, loss.clip_low, loss.clip_high) == (0.05, 0.2, 0.28)
+    assert (loss.aggregation, loss.positive_nll.coef) == ("token_mean", 0.1)
+    assert (config.batch.prompts_per_step, config.batch.samples_per_prompt) == (512, 16)
+    assert (config.actor.optimizer.lr, config.critic.optimizer.lr) == (1e-6, 2e-6)
+    assert config.value_pretraining.enabled and config.value_pretraining.iterations == 50
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"sampling": {"max_new_tokens": 16, "temperature": 0}}, "sampling.temperature=0 is greedy"),
+        ({"cluster": {"timeout_minutes": 60}}, "rollout.collect_deadline=7200 s is not below"),
+    ],
+)
+def test_sections_that_disagree_are_refused_by_name(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        TrainConfig.model_validate(MINIMAL | change)
+
+
+@pytest.mark.parametrize(
+    "settings,message",
+    [
+        ({"warmup_steps": 10, "decay": "linear", "decay_steps": 10}, "warmup_steps=10 is not below decay_steps=10"),
+        ({"decay": "cosine"}, "decay=cosine needs decay_steps"),
+        ({"lr": 1e-6, "min_lr": 1e-5}, "min_lr=1e-05 is above lr"),
+    ],
+)
+def test_schedules_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        OptimizerSettings(**settings)
+
+
+@pytest.mark.parametrize(
+    "layout,max_tokens,longest",
+    [
+        (LayoutConfig(), 100, 100),
+        (LayoutConfig(tp=8, sequence_parallel=True), 100, 93),  # the micro-batch as a whole is padded to 8
+        (LayoutConfig(cp=4), 100, 400),
+        (LayoutConfig(cp=4), 101, 400),  # sequences are padded to 8
+    ],
+)
+def test_the_longest_sample_of_a_layout_just_fits(layout: LayoutConfig, max_tokens: int, longest: int) -> None:
+
+    assert layout.longest_sample(max_tokens) == longest
+
+    def plan(tokens: int) -> None:
+        plan_microbatches(
+            [0],
+            [tokens],
+            dp_size=1,
+            max_tokens=max_tokens * layout.cp,
+            cost=Cost(1, 0),
+            alignment=layout.alignment,
+            total_alignment=layout.total_alignment,
+        )
+
+    plan(longest + 1)  # a sample of n tokens has n - 1 positions
+    with pytest.raises(BadInput):
+        plan(longest + 2)

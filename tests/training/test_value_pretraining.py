@@ -1,0 +1,83 @@
+"""Value pretraining learns Monte-Carlo returns of recorded responses and is judged on others."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from vapo_megatron.config.algorithm import AlgorithmConfig, ValueLossConfig, ValuePretrainingConfig
+from vapo_megatron.experience.batch import ExperienceBatch, from_samples
+from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.monitoring import names
+from vapo_megatron.training.value_pretraining import (
+    for_pretraining,
+    good_enough,
+    largest_bias,
+    replay_order,
+    set_monte_carlo_returns,
+    split_groups,
+)
+
+
+def record(groups: int = 16, size: int = 4) -> ExperienceBatch:
+    samples = []
+    for group in range(groups):
+        for index in range(size):
+            length = 1 + (group * size + index) % 7
+            reward = float((group + index) % 2)
+            prompt = Prompt(str(group), "", "", (1, 2))
+            samples.append(Sample(prompt, group, index, 0, [3] * length, [0.0] * length, "stop", 0, 0, reward=reward))
+    return from_samples(samples)
+
+
+def test_targets_are_the_terminal_reward_at_every_token_whatever_the_lambdas_of_training() -> None:
+    batch = record()
+    set_monte_carlo_returns(batch, AlgorithmConfig())
+    expected = batch.rewards.repeat_interleave(batch.response_lengths)
+    torch.testing.assert_close(batch.token_fields["returns"], expected)
+
+
+def test_groups_are_never_cut_between_training_and_measuring() -> None:
+    batch = record()
+    train, held_out = split_groups(batch, most_groups=100, seed=1)
+    assert sorted(train + held_out) == list(range(batch.samples))
+    members = batch.group_ids.tolist()
+    assert {members[s] for s in train}.isdisjoint({members[s] for s in held_out})
+    assert len(held_out) == batch.samples // 8
+    assert len(split_groups(batch, most_groups=1, seed=1)[1]) == 4
+    assert split_groups(batch, 100, seed=1) == (train, held_out) != split_groups(batch, 100, seed=2)
+
+
+def test_every_epoch_replays_every_sample_once_in_an_order_of_its_own() -> None:
+    config = ValuePretrainingConfig(replay_epochs=3, minibatch_size=10)
+    steps = replay_order(list(range(25)), config, seed=1)
+    assert [len(step) for step in steps] == [10, 10, 5] * 3
+    assert Counter(s for step in steps for s in step) == dict.fromkeys(range(25), 3)
+    assert steps[:3] != steps[3:6]
+    assert len(replay_order(list(range(25)), config.model_copy(update={"max_updates": 4}), seed=1)) == 4
+
+
+@pytest.mark.parametrize(
+    "stop,explained,bias,expected",
+    [
+        ({}, 0.99, 0.0, False),  # nothing is set: the replay goes to its end
+        ({"stop_explained_variance": 0.3}, 0.31, 0.5, True),
+        ({"stop_explained_variance": 0.3, "stop_bias": 0.1}, 0.31, 0.5, False),
+        ({"stop_explained_variance": 0.3, "stop_bias": 0.1}, 0.31, -0.09, True),
+        ({"stop_bias": 0.1}, -1.0, -0.2, False),
+    ],
+)
+def test_it_stops_where_every_stop_that_is_set_is_reached(
+    stop: dict[str, float], explained: float, bias: float, expected: bool
+) -> None:
+    figures = {names.EXPLAINED_VARIANCE: explained} | {f"{names.VALUE_BIAS}{p}": 0.0 for p in names.BIAS_POSITIONS}
+    figures[f"{names.VALUE_BIAS}{names.BIAS_POSITIONS[-1]}"] = bias
+    assert largest_bias(figures) == abs(bias)
+    assert good_enough(figures, ValuePretrainingConfig(**stop)) is expected
+
+
+def test_values_are_not_held_near_old_ones_that_do_not_exist_yet() -> None:
+    clipped = AlgorithmConfig(value_loss=ValueLossConfig(kind="clipped"))
+    assert for_pretraining(clipped).value_loss.kind == "mse"
+    assert clipped.value_loss.kind == "clipped", "training itself clips"
+    assert for_pretraining(AlgorithmConfig()) == AlgorithmConfig()
