@@ -17,16 +17,18 @@ from vapo_megatron.training.figures import rollout_figures
 from vapo_megatron.training.run import Run
 
 
-def collect(run: Run) -> ExperienceBatch:
-    """Collective: batch.prompts_per_step groups of batch.samples_per_prompt graded responses (group sampling)."""
+def collect(run: Run, every_group: bool = False) -> ExperienceBatch:
+    """Collective: batch.prompts_per_step groups of batch.samples_per_prompt graded responses (group sampling).
+
+    every_group: also those that dynamic sampling would drop, for what is to see the policy as it is.
+    """
     batch, greedy, config = None, None, run.config.algorithm
     if dist.get_rank() == 0:
         dynamic = config.dynamic_sampling
-        samples = (
-            collect_informative(run, dynamic)
-            if dynamic.enabled
-            else collect_groups(run, run.config.batch.prompts_per_step)
-        )
+        if dynamic.enabled and not every_group:
+            samples = collect_informative(run, dynamic)
+        else:
+            samples = collect_groups(run, run.config.batch.prompts_per_step)
         run.recorder.samples(run.step, samples)
         batch = from_samples(samples)
         if config.advantage.estimator == "remax":

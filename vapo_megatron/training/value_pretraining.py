@@ -31,7 +31,7 @@ def pretrain_value(run: Run) -> None:
     config, critic = run.config.value_pretraining, run.critic
     assert critic is not None
     algorithm = for_pretraining(run.config.algorithm)
-    record = concatenate([collect(run) for _ in range(config.iterations)])
+    record = concatenate([collect(run, every_group=True) for _ in range(config.iterations)])
     run.sleep_engines()
     set_monte_carlo_returns(record, run.config.algorithm)
     train, held_out = split_groups(record, run.config.batch.prompts_per_step, run.config.run.seed)
