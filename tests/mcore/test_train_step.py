@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from hf_models import VOCAB, write_model
 from ranks import run_ranks
 
 from vapo_megatron.config.algorithm import KlConfig, PolicyLossConfig, ValueLossConfig
@@ -19,7 +20,6 @@ from vapo_megatron.training.losses import PolicyLoss, ValueLoss
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.spec import read_spec
 
-VOCAB = 131
 LENGTHS = [(3, 1), (5, 9), (1, 30), (7, 2), (2, 17), (4, 4)]  # prompt and response tokens
 OPTIMIZER = OptimizerSettings(lr=1e-2, warmup_steps=0)
 STEPS = 3
@@ -54,25 +54,7 @@ def token_tensors(batch: ExperienceBatch) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3")
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        hidden_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=48,
-        vocab_size=VOCAB,
-        tie_word_embeddings=True,
-        max_position_embeddings=256,
-    )
-    model = transformers.Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(path)
-    return path
+    return write_model(tmp_path_factory.mktemp("qwen3"), "qwen3", tie_word_embeddings=True)
 
 
 def policy_loss(batch: ExperienceBatch) -> PolicyLoss:

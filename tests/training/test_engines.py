@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
+from hf_models import write_model
 from ranks import run_ranks
 
 from vapo_megatron.config.model import ActorConfig, LayoutConfig, ModelConfig
@@ -25,19 +25,7 @@ VOCAB = 96
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("qwen2")
-    torch.manual_seed(0)
-    config = transformers.Qwen2Config(
-        hidden_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        vocab_size=VOCAB,
-        max_position_embeddings=256,
-        eos_token_id=VOCAB - 1,
-    )
-    transformers.Qwen2ForCausalLM(config).save_pretrained(path)
-    return path
+    return write_model(path, "qwen2", vocab_size=VOCAB, max_position_embeddings=256, eos_token_id=VOCAB - 1)
 
 
 def hand_over_three_times_and_break(model_dir: Path, log_dir: Path) -> tuple[list[float], float, str]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hf_models import write_model
 from ranks import run_ranks
 from transformers import AutoModelForTokenClassification
 
@@ -31,23 +32,7 @@ HL_GAUSS = ValueLossConfig(kind="hl_gauss", bins=BINS, low=-1.5, high=1.5)
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen2")
-    torch.manual_seed(0)
-    config = transformers.Qwen2Config(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        vocab_size=VOCAB,
-        max_position_embeddings=128,
-    )
-    model = transformers.Qwen2ForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(path)
-    return path
+    return write_model(tmp_path_factory.mktemp("qwen2"), "qwen2", vocab_size=VOCAB, num_hidden_layers=2)
 
 
 def make_batch() -> ExperienceBatch:

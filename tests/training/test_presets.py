@@ -156,7 +156,7 @@ def run_preset(
     run_dir.mkdir(parents=True)
     run_ranks(ranks, watched_run, config, run_dir, world.address, other_reference)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return rows, torch.load(run_dir / "first_step.pt")
+    return rows, torch.load(run_dir / "first_step.pt", weights_only=True)
 
 
 def change(after: State, before: State) -> torch.Tensor:
