@@ -10,7 +10,8 @@ import shutil
 import subprocess
 import sys
 from collections import namedtuple
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -305,35 +306,38 @@ def test_a_full_disk_is_seen_beforehand(
     assert_refused(command, code, capfd.readouterr().err, "run.root", "0.00 GiB free", "make room")
 
 
-@pytest.fixture
-def file_size_limit() -> Any:
-    """Makes every file system refuse to take another byte, as a full one does."""
+@contextmanager
+def refusing_file_system() -> Iterator[None]:
+    """Every file system refuses to take another byte, as a full one does; only for as long as the command runs, since
+    pytest's own output may go to a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 # capsys: standard error must not be a file here, or it would be refused as well.
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_write_that_the_file_system_refuses(
-    command: Command, capsys: pytest.CaptureFixture[str], file_size_limit: Callable[[], None], name: str
-) -> None:
+def test_a_write_that_the_file_system_refuses(command: Command, capsys: pytest.CaptureFixture[str], name: str) -> None:
     config = write_config(command.folder / "config.yaml", CONFIGS[name](command.folder, command.model))
-    file_size_limit()
-    code = command.exit_code(name, config=config)
+    with refusing_file_system():
+        code = command.exit_code(name, config=config)
     assert_refused(command, code, capsys.readouterr().err, str(command.run_dir), "cannot be made", "make room")
 
 
 def test_a_run_is_replaced_only_once_its_successor_is_written(
-    command: Command, capsys: pytest.CaptureFixture[str], file_size_limit: Callable[[], None]
+    command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_config(command.folder / "config.yaml", train_config(command.folder, command.model))
     earlier = command.run_dir / "checkpoints" / "weights"
     earlier.parent.mkdir(parents=True)
     earlier.write_text("worth keeping")
     (command.run_dir / "config.yaml").write_text("run: {}\n")
-    file_size_limit()
-    assert command.exit_code("train", "run.overwrite=true", config=config) == 2
+    with refusing_file_system():
+        code = command.exit_code("train", "run.overwrite=true", config=config)
+    assert code == 2
     assert str(command.run_dir) in capsys.readouterr().err
     assert earlier.read_text() == "worth keeping"
     assert [entry.name for entry in command.run_dir.parent.iterdir()] == ["tiny"]
