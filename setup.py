@@ -18,6 +18,7 @@ setup(
     entry_points={"console_scripts": ["vapo-megatron = vapo_megatron.cli:main"]},
     install_requires=[
         "aiohttp>=3.9",
+        "huggingface-hub>=1.0",
         "jinja2>=3.1",
         "math-verify==0.9.0",
         "matplotlib>=3.8",
@@ -26,6 +27,7 @@ setup(
         "omegaconf>=2.3",
         "packaging>=24.2",
         "psutil>=5.9",
+        "pyarrow>=17",
         "pydantic>=2.7,<3",
         "pyyaml>=6.0",
         "rich>=13.7",

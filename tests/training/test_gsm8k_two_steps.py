@@ -20,6 +20,7 @@ from vapo_megatron.experience.tokenizer import TextTokenizer
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "gsm8k"
+TOOLS = EXAMPLE.parents[1] / "tools"
 DATA = ROOT.parent / "shared" / "data"
 QWEN = DATA / "tokenizers" / "qwen2.5"
 VOCABULARY = 151_936
@@ -40,8 +41,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gsm8k")
     for name, source in (("train", DATA / "train" / "gsm8k_train.jsonl"), ("test", DATA / "eval" / "gsm8k_test.jsonl")):
         (folder / f"{name}.jsonl").write_text("\n".join(source.read_text().splitlines()[:16]) + "\n")
-    files = ["--train", folder / "train.jsonl", "--test", folder / "test.jsonl", "--out", folder / "data"]
-    _python(EXAMPLE / "prepare.py", *files)
+    for source, out in (("train", "train"), ("test", "eval")):
+        _python(
+            TOOLS / "prepare_data.py", "--source", folder / f"{source}.jsonl", "--out", folder / "data" / f"{out}.jsonl"
+        )
     shape = ["--family", "qwen2", "--vocab-size", VOCABULARY, "--hidden-size", 64, "--max-positions", 2048]
     made = CliRunner().invoke(app, [*map(str, ["--out", folder / "model", "--tokenizer-from", QWEN, *shape])])
     assert made.exit_code == 0, made.output

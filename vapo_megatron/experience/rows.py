@@ -28,7 +28,7 @@ def read_problems(path: Path, fields: FieldNames, limit: int | None = None) -> l
     """
     problems: list[Problem] = []
     places: dict[str, str] = {}
-    for number, row in _rows(path):
+    for number, row in read_file(path):
         if limit is not None and len(problems) == limit:
             break
         place = f"{path}:{number}"
@@ -42,7 +42,11 @@ def read_problems(path: Path, fields: FieldNames, limit: int | None = None) -> l
     return problems
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_file(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line or row number from 1, row) of a .jsonl, .jsonl.gz or .parquet file.
+
+    Raises BadInput, naming the file and where it can the line, for one that is missing, unreadable or of another kind.
+    """
     if path.suffix == ".parquet":
         yield from _parquet_rows(path)
     elif path.name.endswith((".jsonl", ".jsonl.gz")):

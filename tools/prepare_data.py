@@ -1,0 +1,96 @@
+"""Turn published sets of problems into the rows that training and evaluation read: {id, problem, answer}.
+
+    tools/prepare_data.py --source hub:BytedTsinghua-SIA/DAPO-Math-17k --out data/dapo17k.jsonl \
+        --against data/aime2024.jsonl --against data/aime2025.jsonl
+
+Repeated problems and those of the evaluation sets are left out, every answer is read once by the verifier, and
+<out>.report.json names each row that is missing and why.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from vapo_megatron.config.reward import RewardConfig
+from vapo_megatron.errors import BadInput, VapoError
+from vapo_megatron.preparation.layouts import LAYOUTS
+from vapo_megatron.preparation.prepare import OVERLAP_LIMIT, prepare
+
+PROMPTS = {
+    "chat": (
+        "chat_template: true",
+        r'user_template: "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{}."',
+    ),
+    "base": (
+        "chat_template: false",
+        r'user_template: "Solve the following math problem step by step. The last line of your response should be of '
+        r"the form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n{problem}\n\n"
+        r'Remember to put your answer on its own line after \"Answer:\"."',
+    ),
+}
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command(help=__doc__.partition("\n\n")[0])
+def main(
+    source: Annotated[
+        list[str],
+        typer.Option(help="A .jsonl, .jsonl.gz or .parquet file, or hub:ORG/NAME[@REVISION][:SPLIT]. Repeatable."),
+    ],
+    out: Annotated[Path, typer.Option(help="The .jsonl file to write.")],
+    against: Annotated[
+        list[Path] | None, typer.Option(help="Evaluation problems that must not be trained on. Repeatable.")
+    ] = None,
+    layout: Annotated[
+        str, typer.Option(help=f"auto, or the form of the rows: {', '.join(one.name for one in LAYOUTS)}.")
+    ] = "auto",
+    overlap: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of common 8-grams from which on a row counts as known.")
+    ] = OVERLAP_LIMIT,
+    integers: Annotated[bool, typer.Option("--integers", help="Keep rows whose answer is an integer.")] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Write only the first rows that are left.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that read the answers.")] = 4,
+    prompt: Annotated[
+        str | None, typer.Option(help="chat or base: print a data.prompt section for such a model.")
+    ] = None,
+) -> None:
+    """Prepare, and say what came of it."""
+    console = Console(stderr=True)
+    try:
+        if prompt is not None and prompt not in PROMPTS:
+            raise BadInput(f"--prompt {prompt}: no such prompt; give one of {', '.join(PROMPTS)}")
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as bars:
+
+            def progress(stage: str, total: int) -> Callable[[int], None]:
+                task = bars.add_task(stage, total=total or None)
+                return lambda count: bars.advance(task, count)
+
+            outcome = prepare(
+                source,
+                out,
+                against or (),
+                layout=layout,
+                overlap_limit=overlap,
+                integers_only=integers,
+                limit=limit,
+                verifier=RewardConfig(workers=workers),
+                progress=progress,
+            )
+    except VapoError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(error.exit_code) from None
+    for reason, count in outcome.counts().items():
+        typer.echo(f"left out: {count} {reason}")
+    if prompt is not None:
+        typer.echo("data:\n  prompt:\n    " + "\n    ".join(PROMPTS[prompt]))
+    typer.echo(f"{out}: {outcome.kept} of {outcome.rows} rows; {out}.report.json names the others")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,144 @@
+"""The forms in which published sets of problems come, and one row of each read as a problem with its answer."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vapo_megatron.errors import BadInput
+from vapo_megatron.rewards.extract import boxed
+
+Row = Mapping[str, Any]
+
+# What DAPO-Math-17k writes around each problem; here the config's template does that.
+_DAPO_BEFORE = "Solve the following math problem step by step."
+_DAPO_AFTER = "Remember to put your answer on its own line after"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the rows of a published set are read.
+
+    Attributes:
+        name: on the command line.
+        fields: a row has this layout if it has all of them.
+        problem, answer: read their text from a row; None where the row has none.
+        ids: fields that may hold the row's id, the first that does is taken.
+    """
+
+    name: str
+    fields: tuple[str, ...]
+    problem: Callable[[Row], Any]
+    answer: Callable[[Row], Any]
+    ids: tuple[str, ...] = ("id", "unique_id", "ID")
+
+
+def _field(name: str) -> Callable[[Row], Any]:
+    return lambda row: row.get(name)
+
+
+def _last_user_message(row: Row) -> Any:
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        return prompt
+    texts = [message.get("content") for message in prompt if message.get("role") == "user"]
+    return texts[-1] if texts else None
+
+
+def _without_instructions(row: Row) -> Any:
+    text = _last_user_message(row)
+    if not isinstance(text, str):
+        return text
+    if text.startswith(_DAPO_BEFORE):
+        text = text.partition("\n\n")[2]
+    return text.partition(_DAPO_AFTER)[0]
+
+
+def _ground_truth(row: Row) -> Any:
+    model = row["reward_model"]
+    return model.get("ground_truth") if isinstance(model, Mapping) else None
+
+
+def _boxed_answer(row: Row) -> Any:
+    solution = row["solution"]
+    return (boxed(solution) or None) if isinstance(solution, str) else None
+
+
+def _after_hashes(row: Row) -> Any:
+    answer = row["answer"]
+    if not isinstance(answer, str) or "####" not in answer:
+        return answer
+    return answer.rpartition("####")[2].strip().replace(",", "")
+
+
+# The more demanding first: with --layout auto the first that fits the first row is taken.
+LAYOUTS = (
+    # BytedTsinghua-SIA/DAPO-Math-17k, and whatever else is in verl's form.
+    Layout("verl", ("prompt", "reward_model"), _without_instructions, _ground_truth, ("id",)),
+    # HuggingFaceH4/MATH-500, HuggingFaceH4/aime_2024, agentica-org/DeepScaleR-Preview-Dataset, math-ai/aime25,
+    # and the form that training reads.
+    Layout("answer", ("problem", "answer"), _field("problem"), _field("answer")),
+    # EleutherAI/hendrycks_math, DigitalLearningGmbH/MATH-lighteval: the answer stands in a box of the solution.
+    Layout("math", ("problem", "solution"), _field("problem"), _boxed_answer),
+    # Maxwell-Jia/AIME_2024.
+    Layout("aime", ("Problem", "Answer"), _field("Problem"), _field("Answer")),
+    # openai/gsm8k ("... #### 72"), opencompass/AIME2025.
+    Layout("question", ("question", "answer"), _field("question"), _after_hashes),
+    # open-r1/DAPO-Math-17k-Processed: the solution is the bare answer.
+    Layout("prompt", ("prompt", "solution"), _without_instructions, _field("solution")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RawProblem:
+    """A problem as a file gives it; place is "file:row" for messages."""
+
+    id: str
+    problem: str
+    answer: str
+    place: str
+
+
+def find_layout(row: Row, place: str, name: str = "auto") -> Layout:
+    """The layout of a row: the one that is named, or the first that fits.
+
+    Raises:
+        BadInput: no such layout, or the row is not of it.
+    """
+    known = {layout.name: layout for layout in LAYOUTS}
+    if name != "auto" and name not in known:
+        raise BadInput(f"--layout {name}: no such layout; give auto or one of {', '.join(known)}")
+    fitting = [layout for layout in LAYOUTS if all(field in row for field in layout.fields)]
+    if name != "auto":
+        fitting = [layout for layout in fitting if layout.name == name]
+    if not fitting:
+        wanted = known[name].fields if name != "auto" else [" + ".join(layout.fields) for layout in LAYOUTS]
+        raise BadInput(
+            f"{place}: has the fields {', '.join(sorted(row)) or 'none'}; expected {', or '.join(wanted)}: "
+            "rename them in the file"
+        )
+    return fitting[0]
+
+
+def _bare(answer: str) -> str:
+    """An answer on one line without the display mathematics or box that stands around all of it."""
+    answer = " ".join(answer.split())
+    for opening, closing in ((r"\[", r"\]"), ("$$", "$$"), (r"\(", r"\)")):
+        if answer.startswith(opening) and answer.endswith(closing) and answer.count(closing) <= 2:
+            answer = answer[len(opening) : -len(closing)].strip()
+    return boxed(answer) if answer.startswith(r"\boxed{") and answer.endswith("}") else answer
+
+
+def read_row(row: Row, layout: Layout, stem: str, number: int, place: str) -> RawProblem | None:
+    """The problem of a row; None where it has no problem or no answer. stem and number make an id where it has none."""
+    problem, answer = layout.problem(row), layout.answer(row)
+    if isinstance(answer, (int, float)) and not isinstance(answer, bool):
+        answer = str(answer)
+    if not isinstance(problem, str) or not isinstance(answer, str) or not problem.strip() or not answer.strip():
+        return None
+    found = next((row[name] for name in layout.ids if isinstance(row.get(name), (str, int))), None)
+    extra = row.get("extra_info")
+    if found is None and isinstance(extra, Mapping) and isinstance(extra.get("index"), str):
+        found = extra["index"]
+    return RawProblem(
+        str(found) if found is not None else f"{stem}-{number:06d}", problem.strip(), _bare(answer), place
+    )
