@@ -226,3 +226,30 @@ def test_dump_into_an_impossible_place_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="cannot be written"):
         dump_config(Rootless(), tmp_path / "file" / "config.yaml")
+
+
+def test_a_file_lies_over_the_one_it_extends(tmp_path: Path, presets: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "base.yaml").write_text("preset: vapo\ndata: base.jsonl\ntemplate: base\n")
+    (tmp_path / "deep" / "middle.yaml").write_text("extends: ../base.yaml\ntemplate: middle\n")
+    path = tmp_path / "top.yaml"
+    path.write_text("extends: deep/middle.yaml\ndata: top.jsonl\n")
+    whole = tmp_path / "whole.yaml"
+    whole.write_text("preset: vapo\ndata: top.jsonl\ntemplate: middle\n")
+    assert load_config(Root, path, [], presets) == load_config(Root, whole, [], presets)
+    path.write_text("extends: deep/middle.yaml\npreset: dapo\ndata: top.jsonl\n")
+    assert load_config(Root, path, [], presets) == load_config(Root, whole, ["preset=dapo"], presets)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("extends: top.yaml\n", r"top\.yaml: extends itself"),
+        ("extends: none.yaml\n", r"none\.yaml: no such file"),
+        ("extends: [a, b]\n", r"top\.yaml: extends=\['a', 'b'\]; expected the path"),
+    ],
+)
+def test_what_cannot_be_extended_is_named(tmp_path: Path, presets: Path, text: str, message: str) -> None:
+    (tmp_path / "top.yaml").write_text(text)
+    with pytest.raises(BadInput, match=message):
+        load_config(Root, tmp_path / "top.yaml", [], presets)

@@ -15,7 +15,7 @@ from tiny_runs import evaluate_config, make_model, problems, write_config, write
 from vapo_megatron import cli
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.errors import BadInput
-from vapo_megatron.evaluation.command import engine_count
+from vapo_megatron.evaluation.check import engine_count
 from vapo_megatron.evaluation.metrics import maj_at_k
 from vapo_megatron.mcore.platform import Platform
 

@@ -1,7 +1,7 @@
 """From files and overrides to a validated config, and back to a file.
 
-Layers, each over the one before: the preset (named by the key `preset`), the user's YAML, and overrides of the form
-`section.key=value`.
+Layers, each over the one before: the preset (named by the key `preset`), the YAML that the user's own names by the key
+`extends`, if it does, the user's YAML, and overrides of the form `section.key=value`.
 """
 
 from collections.abc import Sequence
@@ -27,13 +27,14 @@ def load_config(model: type[SectionT], path: Path | None, overrides: Sequence[st
 
     path is the user's YAML (None: overrides alone), overrides are `dotted.key=value` with the value read as YAML,
     presets_dir holds the `<name>.yaml` files that the key `preset` chooses from; where `model` has no field
-    of that name the key is dropped. OmegaConf interpolations (`${section.key}`) are resolved. Relative paths are
-    kept as they are given.
+    of that name the key is dropped. `extends` is a path beside the file that has it; of several files in a row the
+    user's own `preset` counts, or else the nearest. OmegaConf interpolations (`${section.key}`) are resolved. Other
+    relative paths are kept as they are given.
 
     Raises BadInput, in one line, for whatever is wrong with any of these; of several wrong values it names the first.
     """
     given = [_parse_override(override) for override in overrides]
-    user = _read(path) if path is not None else OmegaConf.create({})
+    user = _read_extended(path) if path is not None else OmegaConf.create({})
     preset = dict(given).get("preset", user.get("preset"))
     config = OmegaConf.merge(_read_preset(preset, presets_dir), user) if preset is not None else user
     assert isinstance(config, DictConfig)
@@ -63,6 +64,20 @@ def dump_config(config: Section, path: Path) -> None:
     plain = _escape(config.model_dump(mode="json"))
     with atomic_write(path) as file:
         file.write(OmegaConf.to_yaml(OmegaConf.create(plain)))
+
+
+def _read_extended(path: Path, before: tuple[Path, ...] = ()) -> DictConfig:
+    """The file over the one that it extends, over the one that this extends, and so on."""
+    config, here = _read(path), path.resolve()
+    if here in before:
+        raise BadInput(f"{path}: extends itself, by way of {before[-1].name}: take one `extends` out")
+    if (base := config.pop("extends", None)) is None:
+        return config
+    if not isinstance(base, str):
+        raise BadInput(f"{path}: extends={base!r}; expected the path of one YAML config beside it")
+    merged = OmegaConf.merge(_read_extended(path.parent / base, (*before, here)), config)
+    assert isinstance(merged, DictConfig)
+    return merged
 
 
 def _read(path: Path) -> DictConfig:

@@ -1,56 +1,44 @@
-"""Evaluation of a checkpoint, apart from any training: engines of its own, every set, one table."""
+"""Evaluation of a checkpoint or of a foreign server, apart from any training: every set, one table."""
 
 import json
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vapo_megatron.config.atomic import atomic_write
-from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.config.run_directory import check_room, make_run_dir
+from vapo_megatron.config.data import EvalSet
+from vapo_megatron.config.run_directory import make_run_dir
 from vapo_megatron.config.train import EvaluateConfig
 from vapo_megatron.errors import BadInput
-from vapo_megatron.evaluation.sets import SetResult, answer_set
-from vapo_megatron.experience.prompts import eval_prompts
-from vapo_megatron.experience.sample import Prompt, Sample
-from vapo_megatron.experience.tokenizer import TextTokenizer
-from vapo_megatron.mcore.platform import Platform, current_platform
+from vapo_megatron.evaluation.check import Evaluation, check_evaluation, facts, unanswered
+from vapo_megatron.evaluation.compare import PROBLEMS
+from vapo_megatron.evaluation.engines import Answerer, own_engines
+from vapo_megatron.evaluation.openai_client import OpenAIClient
+from vapo_megatron.evaluation.responses import Response, ResponseLog, in_order
+from vapo_megatron.evaluation.sets import ProblemResult, SetResult, problem_results, summarise, write_outputs
+from vapo_megatron.experience.jsonl import read_rows, write_rows
+from vapo_megatron.experience.sample import Prompt
+from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.monitoring.console import RunConsole
-from vapo_megatron.rewards.grading import grade_samples
-from vapo_megatron.rewards.pool import VerifierPool
-from vapo_megatron.rollout.context import check_context
-from vapo_megatron.rollout.dispatcher import Dispatcher
-from vapo_megatron.rollout.server import EngineServer
-from vapo_megatron.weights.load import check_weights
-from vapo_megatron.weights.spec import ModelSpec, read_spec
+from vapo_megatron.rewards.grading import TRUNCATED, verdicts_on
+from vapo_megatron.rewards.pool import Case, VerifierPool
 
-# Engines that read a checkpoint and are never handed weights stay at the version they start with.
-_WEIGHT_VERSION = 0
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What a checked config comes to. prompts: of every set, by its name; engines: servers to start."""
-
-    settings: EvaluateConfig
-    spec: ModelSpec
-    tokenizer: TextTokenizer
-    prompts: dict[str, list[Prompt]]
-    engines: int
+_PARTIAL = ".partial.jsonl"
 
 
 def evaluate_checkpoint(settings: EvaluateConfig) -> None:
-    """Answer every set of data.eval with the checkpoint and print what it reached.
+    """Answer every set of data.eval and print what was reached.
 
-    The run directory gets evaluation.json (rewritten after each set), evaluation/<set>.jsonl with every response, and
-    the engines' logs.
+    The run directory gets evaluation.json (rewritten after each set), evaluation/<set>.jsonl with every response,
+    evaluation/<set>_problems.jsonl with the figures of every problem, and the engines' logs. Responses are kept as they
+    come: with run.resume=auto the same command goes on where it stopped.
 
     Raises:
         BadInput: something in the config cannot work; nothing was written.
-        RunFailed, TryAgain: an engine did not start, refused, or went away.
+        RunFailed, TryAgain: an engine or server did not start, refused, or went away.
     """
     plan = check_evaluation(settings, current_platform())
     with ExitStack() as stack:
@@ -58,23 +46,21 @@ def evaluate_checkpoint(settings: EvaluateConfig) -> None:
         previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         stack.callback(signal.signal, signal.SIGTERM, previous)
         verifier = stack.enter_context(VerifierPool(settings.reward))
-        run_dir = make_run_dir(settings, settings.run)
+        run_dir = _run_dir(settings)
         console = RunConsole()
-        console.header(f"vapo-megatron evaluate: {settings.run.name}", _facts(plan, run_dir))
-        servers = _servers(plan, run_dir / "logs", current_platform())
-        with console.phase("starting engines", total=len(servers)) as advance:
-            for server in servers:
-                stack.callback(server.stop)
-                server.start()
-            for server in servers:
-                server.wait_until_ready()
-                advance(1)
-        addresses = [server.address for server in servers]
-        dispatcher = stack.enter_context(Dispatcher(addresses, settings.rollout, plan.tokenizer.eos_token_ids))
-        results: list[SetResult] = []
-        for entry in settings.data.eval:
-            results.append(_answer(plan, entry.name, entry.samples, dispatcher, verifier, console, run_dir))
-            _write(results, settings, run_dir)
+        console.header(f"vapo-megatron evaluate: {settings.run.name}", facts(plan, run_dir))
+        work = _Work(plan, run_dir, verifier, console)
+        done = {entry.name: result for entry in settings.data.eval if (result := work.finished(entry)) is not None}
+        if done:
+            console.note(f"answered before: {', '.join(done)}")
+        if len(done) < len(settings.data.eval):
+            answerer = _answerer(plan, run_dir, console, stack)
+            for entry in settings.data.eval:
+                if entry.name not in done:
+                    done[entry.name] = work.answer(entry, answerer)
+                    _write(plan, [done[e.name] for e in settings.data.eval if e.name in done], run_dir)
+                    work.forget_partial(entry.name)
+        results = [done[entry.name] for entry in settings.data.eval]
         console.table(*_table(results))
         console.closing(
             f"{settings.run.name} finished",
@@ -82,116 +68,104 @@ def evaluate_checkpoint(settings: EvaluateConfig) -> None:
         )
 
 
-def check_evaluation(settings: EvaluateConfig, platform: Platform) -> Evaluation:
-    """Read everything but the weights, and plan.
+@dataclass(frozen=True)
+class _Work:
+    """Answering one set after the other into a run directory."""
 
-    Raises:
-        BadInput: for anything that cannot work.
-    """
-    model_dir, data = Path(settings.model.path), settings.data
-    spec = read_spec(model_dir)
-    check_weights(model_dir, spec, "lm")
-    new_tokens = settings.sampling.max_new_tokens
-    check_context(
-        data.max_prompt_tokens, "sampling.max_new_tokens", new_tokens, settings.rollout, spec.max_position_embeddings
-    )
-    engines = engine_count(settings.rollout, platform)
-    tokenizer = TextTokenizer(model_dir, data.prompt)
-    tokenizer.check_vocabulary(spec.vocab_size)
-    prompts = {entry.name: eval_prompts(entry, data, tokenizer) for entry in data.eval}
-    check_room(Path(settings.run.directory))
-    return Evaluation(settings, spec, tokenizer, prompts, engines)
+    plan: Evaluation
+    run_dir: Path
+    verifier: VerifierPool
+    console: RunConsole
 
+    def finished(self, entry: EvalSet) -> SetResult | None:
+        """The result of a set that an earlier start of this evaluation has finished."""
+        report = self.run_dir / "evaluation.json"
+        if not report.is_file():
+            return None
+        try:
+            known = {one["name"]: one for one in json.loads(report.read_text(encoding="utf-8"))["sets"]}
+            origin = known[entry.name]["origin"] if entry.name in known else None
+        except (ValueError, KeyError, TypeError):
+            raise BadInput(f"{report}: not an evaluation report: remove it to evaluate again") from None
+        if origin is None:
+            return None
+        if origin != self.plan.origin(entry.name):
+            raise BadInput(
+                f"{report}: set {entry.name} was answered by another model, with other problems or other sampling: "
+                "give the config it was made with, another run.name, or run.overwrite=true"
+            )
+        rows = [ProblemResult(**row) for _, row in read_rows(self._file(entry.name, PROBLEMS))]
+        return summarise(entry.name, rows, entry.samples) if rows[0].samples == entry.samples else None
 
-def engine_count(config: RolloutConfig, platform: Platform) -> int:
-    """Servers to start: with GPUs as many as tp lets share this machine, else config.engines.
+    def answer(self, entry: EvalSet, answerer: Answerer) -> SetResult:
+        """Answer what is not answered yet, grade all of it, write it down."""
+        name, k, prompts = entry.name, entry.samples, self.plan.prompts[entry.name]
+        with ResponseLog(self._file(name, _PARTIAL), self.plan.origin(name)) as log:
+            groups = log.complete_groups(k)
 
-    Raises:
-        BadInput: tp does not divide this machine's GPUs.
-    """
-    if not platform.is_cuda:
-        return config.engines
-    devices = platform.device_count()
-    if devices % config.tp:
-        raise BadInput(f"rollout.tp={config.tp} does not divide the {devices} GPUs of this machine: choose a divisor")
-    return devices // config.tp
+            def keep(responses: list[Response]) -> None:
+                log.append(responses)
+                groups[responses[0].id] = responses
 
+            missing = unanswered(prompts, set(groups))
+            with self.console.phase(f"{name}: responses", total=len(prompts) * k) as advance:
+                advance((len(prompts) - len(missing)) * k)
+                if missing:
+                    answerer.collect(missing, k, keep, advance)
+            responses = in_order(groups, prompts)
+            self._grade(name, prompts, responses)
+            write_outputs(self._file(name, ".jsonl"), prompts, responses)
+            problems = problem_results(prompts, responses)
+            write_rows(self._file(name, PROBLEMS), map(asdict, problems))
+        return summarise(name, problems, k)
 
-def _servers(plan: Evaluation, log_dir: Path, platform: Platform) -> list[EngineServer]:
-    # There is no trainer to give memory to.
-    config, model = plan.settings.rollout.model_copy(update={"memory_saver": False}), plan.settings.model
-    return [
-        EngineServer(
-            model.path,
-            config,
-            model.dtype,
-            log_dir / f"engine_{index}.log",
-            range(index * config.tp, (index + 1) * config.tp) if platform.is_cuda else None,
-            _WEIGHT_VERSION,
-        )
-        for index in range(plan.engines)
-    ]
+    def forget_partial(self, name: str) -> None:
+        """The set is in evaluation.json: what was kept on the way is no longer needed."""
+        self._file(name, _PARTIAL).unlink(missing_ok=True)
 
+    def _grade(self, name: str, prompts: Sequence[Prompt], responses: Sequence[Response]) -> None:
+        by_id = {prompt.id: prompt for prompt in prompts}
+        cases = [
+            None if one.truncated else Case(by_id[one.id].answer, one.text, problem=by_id[one.id].problem)
+            for one in responses
+        ]
+        with self.console.phase(f"{name}: verdicts", total=len(cases)) as advance:
+            verdicts = verdicts_on(cases, self.verifier, advance)
+        for response, verdict in zip(responses, verdicts, strict=True):
+            if verdict is None:
+                response.correct, response.verdict, response.extracted = False, TRUNCATED, ""
+            else:
+                response.correct, response.verdict = verdict.correct, verdict.reason
+                response.extracted = verdict.extracted
 
-def _answer(
-    plan: Evaluation,
-    name: str,
-    k: int,
-    dispatcher: Dispatcher,
-    verifier: VerifierPool,
-    console: RunConsole,
-    run_dir: Path,
-) -> SetResult:
-    settings, prompts = plan.settings, plan.prompts[name]
-
-    def collect(numbered: Sequence[Prompt], k: int) -> list[Sample]:
-        with console.phase(f"{name}: responses", total=len(numbered) * k) as advance:
-            on_done = _difference(advance)
-            return dispatcher.collect(numbered, k, settings.sampling, settings.run.seed, _WEIGHT_VERSION, on_done)
-
-    def grade(samples: Sequence[Sample]) -> None:
-        with console.phase(f"{name}: verdicts", total=len(samples)) as advance:
-            grade_samples(samples, verifier, plan.tokenizer.decode, settings.reward.incorrect, advance)
-
-    return answer_set(name, prompts, k, collect, grade, run_dir / "evaluation" / f"{name}.jsonl")
-
-
-def _difference(advance: Callable[[int], None]) -> Callable[[int], None]:
-    """From what is done so far, as a dispatcher tells it, to what is newly done."""
-    seen = 0
-
-    def on_done(finished: int) -> None:
-        nonlocal seen
-        advance(finished - seen)
-        seen = finished
-
-    return on_done
+    def _file(self, name: str, ending: str) -> Path:
+        return self.run_dir / "evaluation" / f"{name}{ending}"
 
 
-def _write(results: Sequence[SetResult], settings: EvaluateConfig, run_dir: Path) -> None:
+def _run_dir(settings: EvaluateConfig) -> Path:
+    run_dir = Path(settings.run.directory)
+    if settings.run.resume == "auto" and (run_dir / "config.yaml").is_file():
+        return run_dir
+    return make_run_dir(settings, settings.run)
+
+
+def _answerer(plan: Evaluation, run_dir: Path, console: RunConsole, stack: ExitStack) -> Answerer:
+    settings = plan.settings
+    if plan.checkpoint is not None:
+        return stack.enter_context(own_engines(plan, plan.checkpoint, run_dir / "logs", current_platform(), console))
+    assert settings.server is not None
+    return OpenAIClient(settings.server, settings.data.prompt, settings.sampling, settings.run.seed)
+
+
+def _write(plan: Evaluation, results: Sequence[SetResult], run_dir: Path) -> None:
     with atomic_write(run_dir / "evaluation.json") as file:
         content = {
-            "model": settings.model.path,
-            "seed": settings.run.seed,
-            "sampling": settings.sampling.model_dump(mode="json"),
-            "sets": [result.as_dict() for result in results],
+            "model": plan.model_name,
+            "seed": plan.settings.run.seed,
+            "sampling": plan.settings.sampling.model_dump(mode="json"),
+            "sets": [result.as_dict() | {"origin": plan.origin(result.name)} for result in results],
         }
         json.dump(content, file, indent=2)
-
-
-def _facts(plan: Evaluation, run_dir: Path) -> dict[str, object]:
-    settings, sampling = plan.settings, plan.settings.sampling
-    return {
-        "model": f"{settings.model.path} ({plan.spec.family}, {plan.spec.parameter_count():,} parameters)",
-        "sets": ", ".join(
-            f"{entry.name} ({len(plan.prompts[entry.name])} problems x {entry.samples})" for entry in settings.data.eval
-        ),
-        "sampling": f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, at most "
-        f"{sampling.max_new_tokens} tokens",
-        "engines": f"{plan.engines} x TP{settings.rollout.tp}",
-        "seed": settings.run.seed,
-        "run": run_dir,
-    }
 
 
 def _table(results: Sequence[SetResult]) -> tuple[list[str], list[list[str]]]:

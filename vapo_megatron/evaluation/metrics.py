@@ -46,6 +46,9 @@ def maj_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool]) -> flo
     return hits / (most * len(winners))
 
 
+_BLOCK = 1 << 20  # counts held at once
+
+
 class Interval(NamedTuple):
     """A confidence interval."""
 
@@ -66,7 +69,11 @@ def bootstrap_interval(
         raise ValueError(f"confidence must be in (0, 1), got {confidence}")
     scores = np.asarray(per_problem, dtype=np.float64)
     random = np.random.default_rng(seed)
-    means = [random.choice(scores, size=len(scores)).mean() for _ in range(resamples)]
+    # How often each problem is drawn, a block of resamples at a time.
+    chances, block = np.full(len(scores), 1 / len(scores)), max(1, _BLOCK // len(scores))
+    sizes = [min(block, resamples - start) for start in range(0, resamples, block)]
+    means = np.concatenate([random.multinomial(len(scores), chances, size=size) @ scores for size in sizes])
+    means /= len(scores)
     tail = (1 - confidence) / 2
     low, high = np.quantile(means, (tail, 1 - tail))
     return Interval(float(low), float(high))

@@ -1,11 +1,13 @@
-"""Answering one evaluation set: k responses to each problem, and what they say of the model."""
+"""What k responses to each problem of a set say of a model."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vapo_megatron.evaluation.metrics import avg_at_k, bootstrap_interval, maj_at_k, pass_at_k
+from vapo_megatron.evaluation.metrics import Interval, avg_at_k, bootstrap_interval, maj_at_k, pass_at_k
+from vapo_megatron.evaluation.responses import Response, response_of
 from vapo_megatron.experience.jsonl import write_rows
 from vapo_megatron.experience.sample import Prompt, Sample
 
@@ -14,8 +16,26 @@ Grade = Callable[[Sequence[Sample]], None]
 
 
 @dataclass(frozen=True)
+class ProblemResult:
+    """The figures of one problem. majority is the answer with the most votes, the first of several with as many."""
+
+    id: str
+    answer: str
+    samples: int
+    correct: int
+    majority: str | None
+    maj_at_k: float
+    response_length: float
+    truncated: int
+
+
+@dataclass(frozen=True)
 class SetResult:
-    """The figures of one set; shares in [0, 1], lengths in tokens. low and high bound avg@k with 95 % confidence."""
+    """The figures of one set; shares in [0, 1], lengths in tokens.
+
+    low and high bound avg@k with 95 % confidence (bootstrap over problems), the intervals of pass@k and maj@k theirs.
+    pass_at holds pass@j, without bias, for j = 1, 2, 4, ... and k.
+    """
 
     name: str
     problems: int
@@ -24,7 +44,10 @@ class SetResult:
     low: float
     high: float
     pass_at_k: float
+    pass_at_k_interval: Interval
+    pass_at: dict[int, float]
     maj_at_k: float
+    maj_at_k_interval: Interval
     response_length: float
     truncated: float
 
@@ -52,6 +75,11 @@ class SetResult:
         return asdict(self)
 
 
+def numbered(name: str, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts of a set as engines take them: each with its place as cursor, from which seeds follow."""
+    return [Prompt(p.id, p.problem, p.answer, p.token_ids, cursor=i, source=name) for i, p in enumerate(prompts)]
+
+
 def answer_set(
     name: str, prompts: Sequence[Prompt], k: int, collect: Collect, grade: Grade, outputs: Path | None = None
 ) -> SetResult:
@@ -65,49 +93,62 @@ def answer_set(
         grade: fills text, correct and verdict of samples.
         outputs: where every raw response goes, as jsonl; None keeps none.
     """
-    numbered = [Prompt(p.id, p.problem, p.answer, p.token_ids, cursor=i, source=name) for i, p in enumerate(prompts)]
-    samples = collect(numbered, k)
+    samples = collect(numbered(name, prompts), k)
     grade(samples)
+    responses = [response_of(sample, sample.text) for sample in samples]
     if outputs is not None:
-        write_rows(outputs, map(_row, samples))
-    groups = [samples[i : i + k] for i in range(0, len(samples), k)]
-    correct = [[bool(s.correct) for s in group] for group in groups]
-    shares = [sum(row) / len(row) for row in correct]
-    interval = bootstrap_interval(shares)
-    lengths = [len(s.response_ids) for s in samples]
+        write_outputs(outputs, prompts, responses)
+    return summarise(name, problem_results(prompts, responses), k)
+
+
+def write_outputs(path: Path, prompts: Sequence[Prompt], responses: Sequence[Response]) -> None:
+    """Every raw response with its verdict, as jsonl."""
+    by_id = {prompt.id: prompt for prompt in prompts}
+    write_rows(path, (response.row(by_id[response.id]) for response in responses))
+
+
+def problem_results(prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[ProblemResult]:
+    """The figures of each problem, from responses in the order of prompts, as many to each."""
+    k = len(responses) // len(prompts)
+    groups = [responses[i : i + k] for i in range(0, len(responses), k)]
+    return [_problem(prompt, group) for prompt, group in zip(prompts, groups, strict=True)]
+
+
+def summarise(name: str, problems: Sequence[ProblemResult], k: int) -> SetResult:
+    """The figures of a set, from those of its problems."""
+    shares = [one.correct / k for one in problems]
+    solved = [pass_at_k(k, one.correct, k) for one in problems]
+    votes = [one.maj_at_k for one in problems]
+    sizes = sorted({2**power for power in range(k.bit_length()) if 2**power <= k} | {k})
+    interval, count = bootstrap_interval(shares), len(problems)
     return SetResult(
         name=name,
-        problems=len(groups),
+        problems=count,
         samples=k,
-        avg_at_k=avg_at_k(correct),
+        avg_at_k=avg_at_k([[True] * one.correct + [False] * (k - one.correct) for one in problems]),
         low=interval.low,
         high=interval.high,
-        pass_at_k=sum(pass_at_k(k, sum(row), k) for row in correct) / len(correct),
-        maj_at_k=sum(maj_at_k([_answer(s) for s in g], row) for g, row in zip(groups, correct, strict=True))
-        / len(groups),
-        response_length=sum(lengths) / len(lengths),
-        truncated=sum(s.truncated for s in samples) / len(samples),
+        pass_at_k=sum(solved) / count,
+        pass_at_k_interval=bootstrap_interval(solved),
+        pass_at={j: sum(pass_at_k(k, one.correct, j) for one in problems) / count for j in sizes},
+        maj_at_k=sum(votes) / count,
+        maj_at_k_interval=bootstrap_interval(votes),
+        response_length=sum(one.response_length for one in problems) / count,
+        truncated=sum(one.truncated for one in problems) / (count * k),
     )
 
 
-def _answer(sample: Sample) -> str | None:
-    """What a sample votes for: all correct answers are one, others count by what was read out of them."""
-    if sample.correct:
-        return sample.prompt.answer
-    return sample.extracted or None
-
-
-def _row(sample: Sample) -> dict[str, Any]:
-    return {
-        "id": sample.prompt.id,
-        "index": sample.index,
-        "problem": sample.prompt.problem,
-        "answer": sample.prompt.answer,
-        "response": sample.text,
-        "extracted": sample.extracted,
-        "correct": sample.correct,
-        "verdict": sample.verdict,
-        "tokens": len(sample.response_ids),
-        "finish_reason": sample.finish_reason,
-        "weight_version": sample.weight_version,
-    }
+def _problem(prompt: Prompt, group: Sequence[Response]) -> ProblemResult:
+    # All correct answers are one vote's worth, others count by what was read out of them.
+    answers = [prompt.answer if one.correct else one.extracted or None for one in group]
+    counted = Counter(answer for answer in answers if answer is not None)
+    return ProblemResult(
+        id=prompt.id,
+        answer=prompt.answer,
+        samples=len(group),
+        correct=sum(one.correct for one in group),
+        majority=counted.most_common(1)[0][0] if counted else None,
+        maj_at_k=maj_at_k(answers, [one.correct for one in group]),
+        response_length=sum(one.tokens for one in group) / len(group),
+        truncated=sum(one.truncated for one in group),
+    )

@@ -3,7 +3,11 @@
 from collections.abc import Callable, Sequence
 
 from vapo_megatron.experience.sample import Sample
+from vapo_megatron.rewards.math import Verdict
 from vapo_megatron.rewards.pool import Case, VerifierPool
+
+# The verdict on a response that was cut: nothing was verified.
+TRUNCATED = "truncated"
 
 
 def grade_samples(
@@ -26,11 +30,22 @@ def grade_samples(
     """
     for sample in samples:
         sample.text = decode(sample.response_ids)
-        sample.reward, sample.correct, sample.verdict = incorrect, False, "truncated"
-    finished = [sample for sample in samples if not sample.truncated]
-    advance(len(samples) - len(finished))
-    cases = [Case(s.prompt.answer, s.text, problem=s.prompt.problem) for s in finished]
-    verdicts = verifier.grade_batch(cases, on_done=lambda *_: advance(1))
-    for sample, verdict in zip(finished, verdicts, strict=True):
+    cases = [None if s.truncated else Case(s.prompt.answer, s.text, problem=s.prompt.problem) for s in samples]
+    for sample, verdict in zip(samples, verdicts_on(cases, verifier, advance), strict=True):
+        if verdict is None:
+            sample.reward, sample.correct, sample.verdict = incorrect, False, TRUNCATED
+            continue
         sample.reward, sample.correct, sample.verdict = verdict.score, verdict.correct, verdict.reason
         sample.extracted = verdict.extracted
+
+
+def verdicts_on(
+    cases: Sequence[Case | None], verifier: VerifierPool, advance: Callable[[int], None] = lambda _: None
+) -> list[Verdict | None]:
+    """The verdict on each case; None stands for a truncated response, here as there.
+
+    advance is told of each case that is done.
+    """
+    found = iter(verifier.grade_batch([case for case in cases if case is not None], on_done=lambda *_: advance(1)))
+    advance(sum(case is None for case in cases))
+    return [None if case is None else next(found) for case in cases]

@@ -1,0 +1,40 @@
+"""A server that is not ours, for evaluation: anything that speaks OpenAI's protocol."""
+
+import os
+from typing import Literal
+
+from pydantic import Field, JsonValue
+
+from vapo_megatron.config.base import Section
+from vapo_megatron.errors import BadInput
+
+
+class ServerConfig(Section):
+    """An OpenAI-compatible server: SGLang, vLLM, a hosted model."""
+
+    url: str = Field(pattern=r"^https?://", description="base address, such as http://host:30000/v1")
+    model: str = Field(min_length=1, description="the name that the server knows the model by")
+    api: Literal["chat", "completions"] = Field(
+        "chat", description="chat: the server applies the chat template; completions: plain text (base models)"
+    )
+    api_key_variable: str | None = Field(None, description="environment variable that holds the key; none: no key")
+    concurrency: int = Field(64, ge=1, description="requests on their way at once")
+    deadline: float = Field(3600.0, gt=0, description="seconds for one response")
+    attempts: int = Field(6, ge=1, description="tries of a request that fails for want of capacity or connection")
+    extra: dict[str, JsonValue] = Field(default_factory=dict, description="further fields of every request, e.g. top_k")
+
+    def api_key(self) -> str | None:
+        """The key.
+
+        Raises:
+            BadInput: the variable is not set.
+        """
+        if self.api_key_variable is None:
+            return None
+        key = os.environ.get(self.api_key_variable)
+        if not key:
+            raise BadInput(
+                f"server.api_key_variable={self.api_key_variable}: the environment has no such variable: export it, or "
+                "leave the key out for a server that wants none"
+            )
+        return key

@@ -1,0 +1,138 @@
+"""What an evaluation will need, found out before anything starts."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.config.run_directory import check_room
+from vapo_megatron.config.train import EvaluateConfig
+from vapo_megatron.errors import BadInput
+from vapo_megatron.evaluation.sets import numbered
+from vapo_megatron.experience.prompts import eval_prompts
+from vapo_megatron.experience.rows import read_problems
+from vapo_megatron.experience.sample import Prompt
+from vapo_megatron.experience.tokenizer import TextTokenizer
+from vapo_megatron.mcore.platform import Platform
+from vapo_megatron.rollout.context import check_context
+from vapo_megatron.weights.load import check_weights
+from vapo_megatron.weights.spec import ModelSpec, read_spec
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint of ours: engines is the number of servers to start."""
+
+    spec: ModelSpec
+    tokenizer: TextTokenizer
+    engines: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a checked config comes to. prompts: of every set, by its name; checkpoint: None with a foreign server."""
+
+    settings: EvaluateConfig
+    prompts: dict[str, list[Prompt]]
+    checkpoint: Checkpoint | None
+
+    @property
+    def model_name(self) -> str:
+        """For people and files."""
+        settings = self.settings
+        if settings.server is not None:
+            return f"{settings.server.model} at {settings.server.url}"
+        assert settings.model is not None
+        return settings.model.path
+
+    def origin(self, name: str) -> str:
+        """Fingerprint of all that the responses of a set depend on, but for their number."""
+        settings = self.settings
+        depends_on = {
+            "seed": settings.run.seed,
+            "sampling": settings.sampling.model_dump(mode="json"),
+            "prompt": settings.data.prompt.model_dump(mode="json"),
+            "problems": [[p.id, p.problem, list(p.token_ids)] for p in self.prompts[name]],
+        }
+        if settings.server is not None:
+            depends_on["server"] = [settings.server.model, settings.server.api, settings.server.extra]
+        else:
+            assert settings.model is not None
+            files = sorted(Path(settings.model.path).glob("*.safetensors"))
+            depends_on["model"] = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+            depends_on["dtype"] = [settings.model.dtype, settings.rollout.dtype]
+        return hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()
+
+
+def check_evaluation(settings: EvaluateConfig, platform: Platform) -> Evaluation:
+    """Read everything but the weights, and plan.
+
+    Raises:
+        BadInput: for anything that cannot work.
+    """
+    data = settings.data
+    if settings.server is not None:
+        settings.server.api_key()
+        problems = {entry.name: read_problems(entry.path, data.fields, entry.limit) for entry in data.eval}
+        prompts = {
+            name: numbered(name, [Prompt(one.id, one.problem, one.answer, ()) for one in rows])
+            for name, rows in problems.items()
+        }
+        check_room(Path(settings.run.directory))
+        return Evaluation(settings, prompts, None)
+    assert settings.model is not None
+    model_dir = Path(settings.model.path)
+    spec = read_spec(model_dir)
+    check_weights(model_dir, spec, "lm")
+    new_tokens = settings.sampling.max_new_tokens
+    check_context(
+        data.max_prompt_tokens, "sampling.max_new_tokens", new_tokens, settings.rollout, spec.max_position_embeddings
+    )
+    engines = engine_count(settings.rollout, platform)
+    tokenizer = TextTokenizer(model_dir, data.prompt)
+    tokenizer.check_vocabulary(spec.vocab_size)
+    prompts = {entry.name: numbered(entry.name, eval_prompts(entry, data, tokenizer)) for entry in data.eval}
+    check_room(Path(settings.run.directory))
+    return Evaluation(settings, prompts, Checkpoint(spec, tokenizer, engines))
+
+
+def engine_count(config: RolloutConfig, platform: Platform) -> int:
+    """Servers to start: with GPUs as many as tp lets share this machine, else config.engines.
+
+    Raises:
+        BadInput: tp does not divide this machine's GPUs.
+    """
+    if not platform.is_cuda:
+        return config.engines
+    devices = platform.device_count()
+    if devices % config.tp:
+        raise BadInput(f"rollout.tp={config.tp} does not divide the {devices} GPUs of this machine: choose a divisor")
+    return devices // config.tp
+
+
+def facts(plan: Evaluation, run_dir: Path) -> dict[str, object]:
+    """For the head of the output."""
+    settings, sampling = plan.settings, plan.settings.sampling
+    model, engines = plan.model_name, "none of our own"
+    if plan.checkpoint is not None:
+        spec = plan.checkpoint.spec
+        model = f"{model} ({spec.family}, {spec.parameter_count():,} parameters)"
+        engines = f"{plan.checkpoint.engines} x TP{settings.rollout.tp}"
+    return {
+        "model": model,
+        "sets": ", ".join(
+            f"{entry.name} ({len(plan.prompts[entry.name])} problems x {entry.samples})" for entry in settings.data.eval
+        ),
+        "sampling": f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, at most "
+        f"{sampling.max_new_tokens} tokens",
+        "engines": engines,
+        "seed": settings.run.seed,
+        "run": run_dir,
+    }
+
+
+def unanswered(prompts: Sequence[Prompt], answered: set[str]) -> list[Prompt]:
+    """Those whose responses are not there yet."""
+    return [prompt for prompt in prompts if prompt.id not in answered]

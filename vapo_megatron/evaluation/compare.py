@@ -1,0 +1,129 @@
+"""Two evaluations of the same problems against each other: a paired test."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vapo_megatron.errors import BadInput
+from vapo_megatron.evaluation.metrics import Interval, bootstrap_interval
+from vapo_megatron.experience.jsonl import read_rows
+
+PROBLEMS = "_problems.jsonl"
+"""Ends the names of the files that evaluations compare by: evaluation/<set>_problems.jsonl."""
+
+_EXACT_UP_TO = 20
+_RESAMPLES = 100_000
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """b against a on one set.
+
+    difference is avg@k of b less that of a over the same problems, low and high its 95 % bootstrap interval; p_value
+    that of the two-sided sign-flip permutation test of "no difference" (Fisher); better and worse count problems.
+    """
+
+    name: str
+    problems: int
+    a: float
+    b: float
+    difference: float
+    low: float
+    high: float
+    p_value: float
+    better: int
+    worse: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def compare_runs(a: Path, b: Path) -> list[Comparison]:
+    """Every set that both evaluations answered, by name.
+
+    Raises:
+        BadInput: a directory is no finished evaluation, both have no set in common, or a set's problems differ.
+    """
+    sets_a, sets_b = _sets(a), _sets(b)
+    common = sorted(set(sets_a) & set(sets_b))
+    if not common:
+        raise BadInput(
+            f"{a} and {b}: have no set in common ({', '.join(sorted(sets_a))} and {', '.join(sorted(sets_b))}): "
+            "evaluate both on the same sets"
+        )
+    return [compare_set(name, _shares(sets_a[name]), _shares(sets_b[name])) for name in common]
+
+
+def compare_set(name: str, a: Mapping[str, float], b: Mapping[str, float]) -> Comparison:
+    """b against a, each the share of correct samples by problem.
+
+    Raises:
+        BadInput: they are not of the same problems.
+    """
+    if set(a) != set(b):
+        odd = sorted(set(a) ^ set(b))[0]
+        raise BadInput(
+            f"set {name}: problem {odd} was answered in one evaluation alone: evaluate both on the same file"
+        )
+    differences = np.array([b[key] - a[key] for key in sorted(a)])
+    interval: Interval = bootstrap_interval(differences.tolist())
+    return Comparison(
+        name=name,
+        problems=len(differences),
+        a=sum(a.values()) / len(a),
+        b=sum(b.values()) / len(b),
+        difference=float(differences.mean()),
+        low=interval.low,
+        high=interval.high,
+        p_value=sign_flip_p_value(differences.tolist()),
+        better=int((differences > 0).sum()),
+        worse=int((differences < 0).sum()),
+    )
+
+
+def sign_flip_p_value(differences: Sequence[float], seed: int = 0) -> float:
+    """Two-sided p-value of "the difference of every pair might as well have the other sign" for the mean.
+
+    Exact up to 20 pairs that differ, else by 100,000 random flips, the observed one counted (Phipson and Smyth,
+    arXiv 1603.05766).
+    """
+    moved = np.array([one for one in differences if one != 0.0])
+    if not len(moved):
+        return 1.0
+    # A hair less, so that flips which give the observed sum again are not lost to rounding.
+    observed = abs(moved.sum()) - 1e-9
+    if len(moved) <= _EXACT_UP_TO:
+        sums = np.zeros(1)
+        for one in moved:
+            sums = np.concatenate((sums + one, sums - one))
+        return float((np.abs(sums) >= observed).mean())
+    random, hits, left = np.random.default_rng(seed), 0, _RESAMPLES
+    while left:
+        size = min(left, 4096)
+        signs = random.integers(0, 2, (size, len(moved)), dtype=np.int8) * 2 - 1
+        hits += int((np.abs(signs @ moved) >= observed).sum())
+        left -= size
+    return (hits + 1) / (_RESAMPLES + 1)
+
+
+def _sets(run_dir: Path) -> dict[str, Path]:
+    found = {path.name.removesuffix(PROBLEMS): path for path in (run_dir / "evaluation").glob(f"*{PROBLEMS}")}
+    if not found:
+        raise BadInput(f"{run_dir}: holds no evaluation/*{PROBLEMS}: give the directory of a finished evaluation")
+    return found
+
+
+def _shares(path: Path) -> dict[str, float]:
+    shares: dict[str, float] = {}
+    for number, row in read_rows(path):
+        try:
+            shares[str(row["id"])] = int(row["correct"]) / int(row["samples"])
+        except (KeyError, TypeError, ValueError, ZeroDivisionError):
+            raise BadInput(f"{path}:{number}: expected id, samples and correct; evaluate again") from None
+    if not shares:
+        raise BadInput(f"{path}: holds no rows; evaluate again")
+    return shares

@@ -1,0 +1,147 @@
+"""One answer of a model under evaluation, wherever it came from, and the file that keeps all of them as they come."""
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from vapo_megatron.errors import BadInput
+from vapo_megatron.experience.sample import Prompt, Sample
+
+
+@dataclass(slots=True)
+class Response:
+    """A response to the problem of this id. tokens: its length; weight_version: None where a foreign server made it."""
+
+    id: str
+    index: int
+    text: str
+    tokens: int
+    finish_reason: str
+    weight_version: int | None = None
+    correct: bool = False
+    verdict: str = ""
+    extracted: str = ""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether it ended for want of room rather than by its own end token."""
+        return self.finish_reason == "length"
+
+    def row(self, prompt: Prompt) -> dict[str, Any]:
+        """For the file of raw outputs."""
+        return {
+            "id": self.id,
+            "index": self.index,
+            "problem": prompt.problem,
+            "answer": prompt.answer,
+            "response": self.text,
+            "extracted": self.extracted,
+            "correct": self.correct,
+            "verdict": self.verdict,
+            "tokens": self.tokens,
+            "finish_reason": self.finish_reason,
+            "weight_version": self.weight_version,
+        }
+
+
+def response_of(sample: Sample, text: str) -> Response:
+    """A sample of our own engines."""
+    return Response(
+        id=sample.prompt.id,
+        index=sample.index,
+        text=text,
+        tokens=len(sample.response_ids),
+        finish_reason=sample.finish_reason,
+        weight_version=sample.weight_version,
+        correct=bool(sample.correct),
+        verdict=sample.verdict,
+        extracted=sample.extracted,
+    )
+
+
+class ResponseLog:
+    """Responses on their way: appended as they come, found again by an evaluation that goes on.
+
+    The first line says what the responses belong to. A last line that was cut short is left out, and so is whatever a
+    group lacks to k responses; both are answered again.
+    """
+
+    def __init__(self, path: Path, origin: str) -> None:
+        """origin: of the responses, a fingerprint of model, problems and sampling.
+
+        Raises:
+            BadInput: the file exists and its responses are of another origin.
+        """
+        self._path = path
+        self._found: list[Response] = []
+        if path.exists():
+            self._found = self._read(origin)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Rewritten, so that nothing is ever appended to a broken line.
+        fresh = path.with_name(path.name + ".tmp")
+        with fresh.open("w", encoding="utf-8") as file:
+            file.write(json.dumps({"origin": origin}) + "\n")
+            file.writelines(_line(response) for response in self._found)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+        self._file: IO[str] = path.open("a", encoding="utf-8")
+
+    def complete_groups(self, k: int) -> dict[str, list[Response]]:
+        """Problems with k responses from an earlier time, these in the order of their index."""
+        groups: dict[str, dict[int, Response]] = {}
+        for response in self._found:
+            groups.setdefault(response.id, {})[response.index] = response
+        return {
+            name: [group[index] for index in range(k)] for name, group in groups.items() if set(range(k)) <= set(group)
+        }
+
+    def append(self, responses: Iterable[Response]) -> None:
+        """Keep some more."""
+        self._file.writelines(_line(response) for response in responses)
+        self._file.flush()
+
+    def __enter__(self) -> "ResponseLog":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def _read(self, origin: str) -> list[Response]:
+        found: list[Response] = []
+        lines = self._path.read_text(encoding="utf-8", errors="replace").split("\n")
+        head = _decoded(lines[0])
+        if head is not None and head.get("origin") != origin:
+            raise BadInput(
+                f"{self._path}: its responses come from another model, other problems or other sampling: give the "
+                "config that they were made with, another run.name, or run.overwrite=true"
+            )
+        for line in lines[1:] if head is not None else ():
+            row = _decoded(line)
+            if row is None:
+                break
+            found.append(Response(**row))
+        return found
+
+
+def _line(response: Response) -> str:
+    return json.dumps(asdict(response), ensure_ascii=False) + "\n"
+
+
+def _decoded(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def in_order(groups: dict[str, list[Response]], prompts: Sequence[Prompt]) -> list[Response]:
+    """All responses, problem by problem as in prompts."""
+    return [response for prompt in prompts for response in groups[prompt.id]]
