@@ -10,16 +10,22 @@ SHELL := /bin/bash
 PYTHON ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
+# The newest Megatron-Core that the tests of layouts and weights are run with, beside the one of the lock.
+MCORE_NEXT := 0.19.2
 TORCH := $(shell grep '^torch==' requirements/cpu.lock)
 # pip compiles modules on one core; compileall afterwards uses all of them. It has to be done: where
 # PYTHONDONTWRITEBYTECODE is set nothing would ever be compiled, and every import of sglang takes 12 s more.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 
-.PHONY: help install quickstart test lint format
+.PHONY: help install quickstart test test-full test-mcore019 test-py312 bench lint format
 
 help:
 	@echo "make quickstart   train a small reasoning model with VAPO on this machine, from nothing"
 	@echo "make test         every check: ruff, mypy, pytest"
+	@echo "make test-full    the larger matrix of parallel layouts, about ten minutes on two cores"
+	@echo "make test-mcore019  tests of layouts and weights with Megatron-Core 0.19 on Python 3.11, in .venv-mcore019"
+	@echo "make test-py312   the same on Python 3.12, in .venv-py312"
+	@echo "make bench        every benchmark at sizes of a CPU; tables go to runs/benchmarks/"
 	@echo "make lint         ruff and mypy alone"
 	@echo "make format       let ruff format and mend"
 	@echo "make install      only set up .venv"
@@ -31,6 +37,45 @@ quickstart: $(STAMP)
 
 test: lint
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+
+test-full: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m full tests/mcore
+
+# Megatron-Core 0.17 and later asks for Python 3.12, for its compiled data loader alone, which nothing here imports. Its
+# wheel is unpacked in front of the packages of .venv.
+test-mcore019: .venv-mcore019/.installed
+	@OMP_NUM_THREADS=1 .venv-mcore019/bin/python -m pytest -q tests/mcore tests/weights
+
+.venv-mcore019/.installed: $(STAMP)
+	@$(BIN)/python -m venv --clear --without-pip .venv-mcore019
+	site=$$(.venv-mcore019/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+	$(BIN)/python -m pip --disable-pip-version-check install --no-compile --no-deps --ignore-requires-python \
+	  --python-version 3.12 --only-binary=:all: --target "$$site" "megatron-core==$(MCORE_NEXT)"
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$site/packages_of_venv.pth"
+	touch $@
+
+test-py312: .venv-py312/.installed
+	@OMP_NUM_THREADS=1 .venv-py312/bin/python -m pytest -q tests/mcore tests/weights
+
+.venv-py312/.installed: requirements/cpu.lock setup.py
+	@python3.12 -m venv --clear .venv-py312
+	# PyTorch first, with its dependencies: from the public registry it is the CUDA build, which runs on a CPU too.
+	.venv-py312/bin/python -m pip --disable-pip-version-check install "$(TORCH)"
+	.venv-py312/bin/python -m pip --disable-pip-version-check install --no-deps \
+	  -r <(sed 's/^megatron-core==.*/megatron-core==$(MCORE_NEXT)/' requirements/cpu.lock)
+	.venv-py312/bin/python -m pip --disable-pip-version-check install --no-deps --no-build-isolation --editable .
+	touch $@
+
+bench: $(STAMP)
+	@export OMP_NUM_THREADS=1
+	for name in balance throughput packing scaling gae; do
+	  echo "== $$name"; $(BIN)/python -W ignore -m benchmarks.$$name $$([ $$name = gae ] || echo --json runs/benchmarks/$$name.json)
+	done
+	echo "== logprob_head"
+	$(BIN)/python -W ignore -m benchmarks.logprob_head --tokens 2048 --hidden 512 --json runs/benchmarks/logprob_head.json
+	echo "== gpu"
+	$(BIN)/python -W ignore -m benchmarks.gpu $$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "--tiny")') \
+	  --json runs/benchmarks/gpu.json
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

@@ -16,7 +16,7 @@ from vapo_megatron.weights.spec import Head, ModelSpec
 
 make_torchvision_importable()
 
-CLASSES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral"}
+CLASSES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "llama": "Llama", "mistral": "Mistral"}
 VOCAB = 131
 SIZES = dict(
     hidden_size=32,
@@ -28,6 +28,7 @@ SIZES = dict(
     max_position_embeddings=64,
     tie_word_embeddings=False,
 )
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)
 
 
 def write_model(
@@ -41,7 +42,8 @@ def write_model(
 ) -> Path:
     """Save a model of a family and a task (CausalLM, SequenceClassification, TokenClassification) to path."""
     head_dim = {} if family == "qwen2" else {"head_dim": 8}
-    config = getattr(transformers, CLASSES[family] + "Config")(**(SIZES | head_dim | overrides))
+    experts = EXPERTS if family == "qwen3_moe" else {}
+    config = getattr(transformers, CLASSES[family] + "Config")(**(SIZES | head_dim | experts | overrides))
     torch.manual_seed(seed)
     model = getattr(transformers, CLASSES[family] + "For" + task)(config)
     with torch.no_grad():  # biases and norms start at 0 and 1, where mistakes do not show

@@ -1,8 +1,11 @@
 """One batch gives one loss, one gradient norm and one set of weights, whatever the layout; the reference is
 transformers with torch's AdamW, written out sample by sample."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +14,14 @@ from hf_models import VOCAB, write_model
 from ranks import run_ranks
 
 from vapo_megatron.config.algorithm import KlConfig, PolicyLossConfig, ValueLossConfig
-from vapo_megatron.config.model import ActorConfig, CriticConfig, LayoutConfig, ModelConfig, OptimizerSettings
+from vapo_megatron.config.model import (
+    ActorConfig,
+    CriticConfig,
+    LayoutConfig,
+    ModelConfig,
+    OptimizerSettings,
+    RecomputeConfig,
+)
 from vapo_megatron.experience.batch import ExperienceBatch, from_samples
 from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.mcore.mesh import make_mesh
@@ -22,6 +32,7 @@ from vapo_megatron.weights.spec import read_spec
 
 LENGTHS = [(3, 1), (5, 9), (1, 30), (7, 2), (2, 17), (4, 4)]  # prompt and response tokens
 OPTIMIZER = OptimizerSettings(lr=1e-2, warmup_steps=0)
+NO_RECOMPUTE = RecomputeConfig()
 STEPS = 3
 
 
@@ -75,11 +86,25 @@ def policy_loss(batch: ExperienceBatch) -> PolicyLoss:
     )
 
 
-def train(model_dir: Path, layout: LayoutConfig, max_tokens: int, head: str) -> tuple[list[tuple[float, float]], float]:
+def train(
+    model_dir: Path,
+    layout: LayoutConfig,
+    max_tokens: int,
+    head: str,
+    optimizer: OptimizerSettings = OPTIMIZER,
+    recompute: RecomputeConfig = NO_RECOMPUTE,
+    routed_experts: np.ndarray | None = None,
+) -> tuple[list[tuple[float, float]], float]:
     """(loss, gradient norm) of each step, and the sum of squares of the outputs after the last."""
     spec = read_spec(model_dir)
     batch = make_batch()
-    shared = {"layout": layout, "optimizer": OPTIMIZER, "max_tokens_per_microbatch": max_tokens}
+    batch.routed_experts = None if routed_experts is None else torch.from_numpy(routed_experts)
+    shared = {
+        "layout": layout,
+        "optimizer": optimizer,
+        "recompute": recompute,
+        "max_tokens_per_microbatch": max_tokens,
+    }
     section = ActorConfig(**shared, logprob_chunk=7) if head == "lm" else CriticConfig(**shared)
     mesh = make_mesh(layout)
     model = ModelConfig(path=str(model_dir), dtype="float32")
@@ -101,8 +126,12 @@ def train(model_dir: Path, layout: LayoutConfig, max_tokens: int, head: str) -> 
     return steps, float(trainable.score(batch).double().square().sum())
 
 
-def reference(model_dir: Path, head: str) -> tuple[list[tuple[float, float]], float]:
-    model = transformers.Qwen3ForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+def reference(
+    model_dir: Path, head: str, prepare: Callable[[Any], None] = lambda model: None
+) -> tuple[list[tuple[float, float]], float]:
+    """The same of transformers and torch; prepare may change the model first."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    prepare(model)
     batch = make_batch()
     t = token_tensors(batch)
     value_weight = torch.nn.Parameter(torch.zeros(1, 32))

@@ -115,8 +115,8 @@ def test_old_and_new_names_of_the_dtype(tmp_path: Path) -> None:
     ("changes", "told"),
     [
         (
-            {"model_type": "qwen3_moe"},
-            "'qwen3_moe', expected one of llama, mistral, qwen2, qwen3, the nearest being qwen3",
+            {"model_type": "qwen3_next"},
+            "'qwen3_next', expected one of llama, mistral, qwen2, qwen3, qwen3_moe, the nearest being qwen3",
         ),
         ({"model_type": ...}, "model_type is None"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn'"),

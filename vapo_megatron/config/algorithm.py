@@ -214,6 +214,11 @@ class UpdateConfig(Section):
     minibatch_unit: Literal["samples", "groups"] = Field("samples", description="responses, or prompts with all theirs")
     epochs: int = Field(1, ge=1, description="passes over a rollout")
     critic_updates_per_policy_update: int = Field(1, ge=1, description="passes of the critic for one of the policy")
+    old_logprobs: Literal["auto", "score"] = Field(
+        "auto",
+        description="auto: from the update's own forward pass where a rollout is one mini-batch, read once, and "
+        "nothing before needs them; score: always from a pass before the updates",
+    )
 
 
 class DynamicSamplingConfig(Section):

@@ -1,5 +1,6 @@
 """The models of a run: where they come from, how they are laid out over ranks, how they are optimised."""
 
+import math
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -14,6 +15,7 @@ class LayoutConfig(Section):
     pp: int = Field(1, ge=1, description="pipeline-parallel size")
     vpp: int | None = Field(None, ge=2, description="model chunks a pipeline rank holds (interleaved schedule)")
     cp: int = Field(1, ge=1, description="context-parallel size (zig-zag)")
+    ep: int = Field(1, ge=1, description="expert-parallel size: consecutive ranks of a stage, whichever of tp, cp, dp")
     sequence_parallel: bool = Field(False, description="norms and dropout along the sequence; needs tp > 1")
 
     @model_validator(mode="after")
@@ -22,6 +24,8 @@ class LayoutConfig(Section):
             raise ValueError(f"vpp={self.vpp} needs pp > 1: set layout.pp or leave vpp out")
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("sequence_parallel needs tp > 1: set layout.tp or leave sequence_parallel out")
+        if self.ep % self.tp and self.tp % self.ep:
+            raise ValueError(f"ep={self.ep} and tp={self.tp}: one must divide the other")
         return self
 
     @property
@@ -39,16 +43,19 @@ class LayoutConfig(Section):
         """A packed micro-batch as a whole is padded to a multiple of this many tokens."""
         return self.alignment * (self.tp if self.sequence_parallel else 1)
 
-    def longest_sample(self, max_tokens_per_microbatch: int) -> int:
-        """Tokens of the longest sample that fits a micro-batch on its own, padding included."""
-        room = max_tokens_per_microbatch * self.cp - (self.total_alignment - self.alignment)
-        return room // self.alignment * self.alignment
+    def aligned_to(self, rows: int) -> int:
+        """total_alignment where every rank's share of a micro-batch is a multiple of `rows` tokens as well."""
+        return math.lcm(self.total_alignment, rows * self.cp * (self.tp if self.sequence_parallel else 1))
+
+    def longest_sample(self, max_tokens_per_microbatch: int, rows: int = 1) -> int:
+        """Tokens of the longest sample that fits a micro-batch on its own, padding included; rows as in aligned_to."""
+        return max_tokens_per_microbatch * self.cp // self.aligned_to(rows) * self.aligned_to(rows)
 
     def describe(self, world_size: int) -> str:
-        """A short name such as 'TP2 PP1 CP1 DP1 SP'."""
+        """A short name such as 'TP2 PP1 CP1 DP1 SP'; of expert parallelism only where there is some."""
         dp = world_size // self.model_size
-        vpp = f" VPP{self.vpp}" if self.vpp else ""
-        return f"TP{self.tp} PP{self.pp}{vpp} CP{self.cp} DP{dp}" + (" SP" if self.sequence_parallel else "")
+        vpp, ep = f" VPP{self.vpp}" if self.vpp else "", f" EP{self.ep}" if self.ep > 1 else ""
+        return f"TP{self.tp} PP{self.pp}{vpp} CP{self.cp} DP{dp}{ep}" + (" SP" if self.sequence_parallel else "")
 
 
 class OptimizerSettings(Section):
@@ -65,6 +72,17 @@ class OptimizerSettings(Section):
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
     clip_grad: float = Field(1.0, ge=0, description="global gradient-norm limit; 0 switches it off")
     distributed: bool = Field(True, description="Megatron's distributed optimizer: states cut over data-parallel ranks")
+    overlap_grad_reduce: bool | Literal["auto"] = Field(
+        "auto", description="gradients are summed over ranks while the backward pass goes on; auto: on GPUs"
+    )
+    overlap_param_gather: bool | Literal["auto"] = Field(
+        "auto",
+        description="updated weights are gathered while the next forward pass goes on; auto: on GPUs where "
+        "overlap_grad_reduce and distributed are on",
+    )
+    bucket_elements: int | None = Field(
+        None, ge=1, description="gradients summed together with overlap_grad_reduce; none: Megatron's 40 million and up"
+    )
 
     @model_validator(mode="after")
     def _decay_has_length(self) -> "OptimizerSettings":
@@ -76,14 +94,89 @@ class OptimizerSettings(Section):
             raise ValueError(f"min_lr={self.min_lr} is above lr={self.lr}")
         return self
 
+    @model_validator(mode="after")
+    def _overlap_has_what_it_needs(self) -> "OptimizerSettings":
+        if self.overlap_param_gather is True and (not self.distributed or self.overlap_grad_reduce is False):
+            raise ValueError(
+                "overlap_param_gather=true needs distributed=true and overlap_grad_reduce not false: set them, or "
+                "leave overlap_param_gather out"
+            )
+        return self
+
+
+RecomputeModule = Literal["core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts"]
+
 
 class RecomputeConfig(Section):
     """Activations that are computed again in the backward pass rather than kept."""
 
     granularity: Literal["none", "selective", "full"] = Field(
-        "none", description="selective: core attention alone; full: whole blocks of layers"
+        "none", description="selective: the parts of a layer named in modules; full: blocks of whole layers"
     )
-    layers: int = Field(1, ge=1, description="full: layers in one recomputed block")
+    modules: tuple[RecomputeModule, ...] = Field(
+        ("core_attn",),
+        min_length=1,
+        description="selective: core_attn, mlp, moe, shared_experts; layernorm and moe_act with Transformer Engine",
+    )
+    method: Literal["uniform", "block"] = Field(
+        "uniform", description="full: all layers in blocks of `layers` (uniform), or a stage's first `layers` (block)"
+    )
+    layers: int = Field(1, ge=1, description="full: layers of a block (uniform), or recomputed layers (block)")
+
+
+Fp8Recipe = Literal["none", "tensorwise", "delayed", "blockwise", "mxfp8"]
+
+# Rows of a matrix product that FP8 kernels take at a time: 16 for cuBLAS; as many as share a scale where they do.
+_FP8_ROWS = {"none": 1, "tensorwise": 16, "delayed": 16, "blockwise": 128, "mxfp8": 32}
+
+
+class PrecisionConfig(Section):
+    """In what a model computes. Heads, loss, gradients' sums and optimizer states are in float32 always."""
+
+    dtype: Literal["float32", "bfloat16"] | None = Field(None, description="the critic's own; none: model.dtype")
+    fp8: Fp8Recipe = Field(
+        "none",
+        description="scales of FP8 matrix products: of a tensor as it is (tensorwise), of earlier steps (delayed), of "
+        "blocks (blockwise: Hopper; mxfp8: Blackwell)",
+    )
+    fp8_format: Literal["auto", "hybrid", "e4m3"] = Field(
+        "auto", description="hybrid: gradients in e5m2; auto: e4m3 for blockwise and mxfp8, else hybrid"
+    )
+    first_layers_bf16: int = Field(0, ge=0, description="layers at the start that stay in bfloat16")
+    last_layers_bf16: int = Field(0, ge=0, description="layers at the end that stay in bfloat16")
+    fp8_param_gather: bool = Field(
+        False, description="weights are kept and gathered in FP8; the optimizer keeps them in float32"
+    )
+    amax_history: int = Field(1024, ge=1, description="delayed: steps whose largest values give the scale")
+
+    @model_validator(mode="after")
+    def _switches_agree(self) -> "PrecisionConfig":
+        if self.fp8 == "none":
+            for key in ("first_layers_bf16", "last_layers_bf16", "fp8_param_gather"):
+                if getattr(self, key):
+                    raise ValueError(f"{key}={getattr(self, key)} with fp8=none: choose a recipe, or leave {key} out")
+        if self.fp8 == "delayed" and (self.first_layers_bf16 or self.last_layers_bf16):
+            raise ValueError(
+                "first_layers_bf16 and last_layers_bf16 with fp8=delayed: it takes all layers, choose tensorwise, or "
+                "set both to 0"
+            )
+        if self.fp8 == "mxfp8" and self.fp8_param_gather:
+            raise ValueError("fp8_param_gather with fp8=mxfp8: its scales do not fit Megatron's buffers, leave it out")
+        if self.fp8 != "none" and self.dtype == "float32":
+            raise ValueError(f"fp8={self.fp8} with dtype=float32: FP8 wants bfloat16 beside it, set dtype=bfloat16")
+        return self
+
+    @property
+    def format(self) -> Literal["hybrid", "e4m3"]:
+        """fp8_format with auto resolved."""
+        if self.fp8_format == "auto":
+            return "e4m3" if self.fp8 in ("blockwise", "mxfp8") else "hybrid"
+        return self.fp8_format
+
+    @property
+    def rows(self) -> int:
+        """A rank's tokens of a micro-batch are a multiple of this."""
+        return _FP8_ROWS[self.fp8]
 
 
 class TrainableConfig(Section):
@@ -92,7 +185,32 @@ class TrainableConfig(Section):
     layout: LayoutConfig = LayoutConfig()
     optimizer: OptimizerSettings = OptimizerSettings()
     recompute: RecomputeConfig = RecomputeConfig()
+    precision: PrecisionConfig = PrecisionConfig()
     max_tokens_per_microbatch: int = Field(16384, ge=1, description="padded tokens of one packed micro-batch")
+    sleep: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="what a phase does not need of the model goes to host memory; auto: where engines share the GPU",
+    )
+
+    @property
+    def total_alignment(self) -> int:
+        """A packed micro-batch as a whole is padded to a multiple of this many tokens."""
+        return self.layout.aligned_to(self.precision.rows)
+
+    @property
+    def longest_sample(self) -> int:
+        """Tokens of the longest sample that fits a micro-batch on its own, padding included."""
+        return self.layout.longest_sample(self.max_tokens_per_microbatch, self.precision.rows)
+
+    def dtype(self, model: "ModelConfig") -> Literal["float32", "bfloat16"]:
+        """What this model computes in, FP8 products aside."""
+        return self.precision.dtype or model.dtype
+
+    @model_validator(mode="after")
+    def _fp8_parameters_are_cut(self) -> "TrainableConfig":
+        if self.precision.fp8_param_gather and not self.optimizer.distributed:
+            raise ValueError("precision.fp8_param_gather needs optimizer.distributed=true: set it, or leave it out")
+        return self
 
 
 class ActorConfig(TrainableConfig):
@@ -128,4 +246,7 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="compute type of actor and critic")
     attention: Literal["auto", "sdpa", "transformer_engine"] = Field(
         "auto", description="auto: Transformer Engine wherever it can be used, else PyTorch's"
+    )
+    attention_kernel: Literal["auto", "flash", "fused", "unfused"] = Field(
+        "auto", description="Transformer Engine's: flash-attn, cuDNN's, PyTorch's; auto: its own choice"
     )

@@ -28,6 +28,8 @@ class ExperienceBatch:
         correct: bool [S], the verifier's verdict.
         truncated: bool [S], ended for want of room.
         group_ids: int64 [S], samples of one prompt share one.
+        routed_experts: the experts that the engine chose, uint8 or int16 [N - S, layers * experts a token], a row for
+            each token but a sample's last; None where they were not asked for.
         token_fields: float32 [T] tensors by name, added as phases compute them: old_logprobs, entropies, values,
             advantages, returns.
     """
@@ -41,6 +43,7 @@ class ExperienceBatch:
     correct: Tensor
     truncated: Tensor
     group_ids: Tensor
+    routed_experts: Tensor | None = None
     token_fields: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -77,12 +80,27 @@ class ExperienceBatch:
             correct=self.correct[chosen],
             truncated=self.truncated[chosen],
             group_ids=self.group_ids[chosen],
+            routed_experts=self._experts_of(samples),
             token_fields={name: values[responses] for name, values in self.token_fields.items()},
         )
 
+    def sample_experts(self, sample: int) -> Tensor | None:
+        """The rows of a sample in routed_experts."""
+        if self.routed_experts is None:
+            return None
+        return self.routed_experts[
+            int(self.cu_seqlens[sample]) - sample : int(self.cu_seqlens[sample + 1]) - sample - 1
+        ]
+
+    def _experts_of(self, samples: Sequence[int]) -> Tensor | None:
+        if self.routed_experts is None:
+            return None
+        return _joined([self.routed_experts[:0], *(self.sample_experts(s) for s in samples)])
+
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that make up the batch, by name, without token_fields."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "token_fields"}
+        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "token_fields"}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 def _offsets(lengths: Tensor) -> Tensor:
@@ -110,7 +128,14 @@ def from_samples(samples: Sequence[Sample]) -> ExperienceBatch:
         correct=torch.tensor([bool(s.correct) for s in samples]),
         truncated=torch.tensor([s.truncated for s in samples]),
         group_ids=torch.tensor([s.group for s in samples], dtype=torch.int64),
+        routed_experts=_compact([s.routed_experts for s in samples]),
     )
+
+
+def _compact(experts: Sequence[Tensor | None]) -> Tensor | None:
+    """The rows of all samples in the smallest type that holds them; None unless every sample has some."""
+    rows = _joined(experts)
+    return rows if rows is None or int(rows.max()) > 255 else rows.to(torch.uint8)
 
 
 def concatenate(batches: Sequence[ExperienceBatch]) -> ExperienceBatch:
@@ -130,5 +155,12 @@ def concatenate(batches: Sequence[ExperienceBatch]) -> ExperienceBatch:
         correct=torch.cat([b.correct for b in batches]),
         truncated=torch.cat([b.truncated for b in batches]),
         group_ids=torch.cat(groups),
+        routed_experts=_joined([b.routed_experts for b in batches]),
         token_fields={name: torch.cat([b.token_fields[name] for b in batches]) for name in sorted(shared)},
     )
+
+
+def _joined(experts: Sequence[Tensor | None]) -> Tensor | None:
+    """Rows of several samples or batches as one tensor; None unless every one has some."""
+    found = [rows for rows in experts if rows is not None]
+    return torch.cat(found) if found and len(found) == len(experts) else None

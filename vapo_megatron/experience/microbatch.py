@@ -21,6 +21,8 @@ class MicroBatch:
         ids, labels, positions: int64 [t].
         response_index: int64 [t], index of the position's label among the batch's response tokens; -1 elsewhere.
         lengths: positions of each packed sequence over all CP ranks, padding included.
+        experts: uint8 or int16 [t, layers * experts a token], the experts that each position is to go through; None
+            lets the model choose.
     """
 
     ids: Tensor
@@ -28,6 +30,7 @@ class MicroBatch:
     positions: Tensor
     response_index: Tensor
     lengths: tuple[int, ...]
+    experts: Tensor | None = None
 
     @property
     def response_rows(self) -> Tensor:
@@ -69,6 +72,10 @@ def pack(
     total = sum(lengths)
     ids, labels, positions = (torch.zeros(total, dtype=torch.int64) for _ in range(3))
     response_index = torch.full((total,), -1, dtype=torch.int64)
+    experts = None
+    if batch.routed_experts is not None:
+        # Padding has to go somewhere, through as many experts as any token.
+        experts = batch.routed_experts[:1].repeat(total, 1)
     start = 0
     for sample, n, padded in zip(samples, positions_of, lengths, strict=False):
         tokens = batch.tokens[int(batch.cu_seqlens[sample]) : int(batch.cu_seqlens[sample + 1])].long()
@@ -78,6 +85,16 @@ def pack(
         response = torch.arange(int(batch.response_cu_seqlens[sample]), int(batch.response_cu_seqlens[sample + 1]))
         response_index[first : first + len(response)] = response
         positions[start : start + padded] = torch.arange(padded)
+        chosen = batch.sample_experts(sample)
+        if experts is not None and chosen is not None:
+            experts[start : start + n] = chosen
         start += padded
     local = local_positions(lengths, cp_size, cp_rank)
-    return MicroBatch(ids[local], labels[local], positions[local], response_index[local], tuple(lengths))
+    return MicroBatch(
+        ids[local],
+        labels[local],
+        positions[local],
+        response_index[local],
+        tuple(lengths),
+        None if experts is None else experts[local],
+    )

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from torch import Tensor
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -30,7 +32,8 @@ class Sample:
     engine reported it. weight_version is the version of the weights that made the last token (the oldest
     one that took part is weight_version_oldest). reward is what the algorithm is given before shaping;
     correct is the verifier's verdict and stays apart from every shaping;
-    extracted is the answer that it read out of the text.
+    extracted is the answer that it read out of the text. routed_experts, where they were asked for, are the experts
+    that the engine chose for each token but the last: int16 [prompt + response - 1, layers * experts a token].
     """
 
     prompt: Prompt
@@ -48,6 +51,7 @@ class Sample:
     verdict: str = ""
     extracted: str = ""
     extra: dict[str, float] = field(default_factory=dict)
+    routed_experts: Tensor | None = None
 
     @property
     def truncated(self) -> bool:

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from vapo_megatron.experience.zigzag import natural_order
 
+# Mean tokens of packed sequences from which each is attended to on its own rather than in a padded batch.
+_LONG = 64
+
 
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm whose weight gradient Megatron sums over tensor-parallel ranks under sequence parallel."""
@@ -89,6 +92,13 @@ def _batches(segments: list[Segment]) -> list[list[int]]:
     return batches
 
 
+def _attend_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention of sequences of one length: q [b, t, heads, d], k and v [b, t, kv_heads, d] -> like q."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)
+
+
 def _attend_batch(q: Tensor, k: Tensor, v: Tensor, segments: list[Segment], scale: float) -> tuple[Tensor, Tensor]:
     """Attention of several segments as one padded batch.
 
@@ -129,10 +139,19 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, segments: list[Segment], scal
     Returns:
         [t, heads, d].
     """
-    rows, places = zip(
+    if all((s.q_start, s.q_length) == (s.k_start, s.k_length) for s in segments):
+        lengths = [s.q_length for s in segments]
+        if len(set(lengths)) == 1:
+            rows = (-1, lengths[0])
+            return _attend_rows(q.unflatten(0, rows), k.unflatten(0, rows), v.unflatten(0, rows), scale).flatten(0, 1)
+        if len(q) >= _LONG * len(segments):
+            # Cutting and joining are cheap, in backward too; indices that pick rows out of a pack are not.
+            whole = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+            return torch.cat([_attend_rows(a[None], b[None], c[None], scale)[0] for a, b, c in whole])
+    found, places = zip(
         *(_attend_batch(q, k, v, [segments[i] for i in batch], scale) for batch in _batches(segments)), strict=True
     )
-    return torch.cat(rows)[torch.cat(places).argsort()]
+    return torch.cat(found)[torch.cat(places).argsort()]
 
 
 class SDPACoreAttention(MegatronModule):

@@ -11,34 +11,35 @@ from torch import Tensor
 class _LogProbs(torch.autograd.Function):
     """log p(label) and entropy of softmax(h W^T / temperature), W cut along the vocabulary over a group.
 
-    Forward and backward hold `chunk` rows of logits at a time, in fp32; logits are computed again in backward.
+    Forward and backward hold logits, in fp32, of at most `chunk` rows at a time; backward computes them again from the
+    log-partition of each row, which forward keeps, and so needs no collective.
     """
 
     @staticmethod
+    def _logits(h: Tensor, words: Tensor, temperature: float) -> Tensor:
+        logits = torch.matmul(h, words.t()).float()
+        return logits if temperature == 1.0 else logits.div_(temperature)
+
+    @staticmethod
     def _rows(
-        h: Tensor, weight: Tensor, labels: Tensor, vocab: tuple[int, int], temperature: float, group: Any
-    ) -> tuple[Tensor, ...]:
-        """Statistics of some rows. vocab: first word of this rank, number of real words over all ranks."""
-        first, real = vocab
-        logits = torch.matmul(h, weight.t()).float()
-        if temperature != 1.0:
-            logits /= temperature
-        if first + weight.shape[0] > real:
-            logits[:, max(real - first, 0) :] = float("-inf")
-        top = logits.amax(-1)
+        h: Tensor, words: Tensor, labels: Tensor, first: int, temperature: float, group: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """log p(label), entropy and log-partition of some rows. first: number of this rank's first word."""
+        logits = _LogProbs._logits(h, words, temperature)
+        # A rank of padding alone has no word: it adds nothing to any sum.
+        top = logits.amax(-1) if len(words) else logits.new_full((len(h),), float("-inf"))
         if group.size() > 1:
             dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-        logits -= top[:, None]
-        mine = (labels >= first) & (labels < first + weight.shape[0])
-        index = (labels - first).clamp(0, weight.shape[0] - 1)
+        logits.sub_(top[:, None])
+        index, mine = _local_words(labels, first, len(words))
+        label_logit = logits.gather(1, index[:, None])[:, 0] * mine if len(words) else torch.zeros_like(top)
         exp = logits.exp()
-        logits = logits.masked_fill(exp == 0, 0.0)
-        label_logit = logits.gather(1, index[:, None])[:, 0] * mine
-        sums = torch.stack((exp.sum(-1), label_logit, (exp * logits).sum(-1)))
+        partition = exp.sum(-1)
+        sums = torch.stack((partition, label_logit, logits.mul_(exp).sum(-1)))
         if group.size() > 1:
             dist.all_reduce(sums, group=group)
         log_z = sums[0].log()
-        return logits, exp, mine, index, sums[0], sums[1] - log_z, log_z - sums[2] / sums[0]
+        return sums[1] - log_z, log_z - sums[2] / sums[0], log_z + top
 
     @staticmethod
     def forward(
@@ -51,42 +52,89 @@ class _LogProbs(torch.autograd.Function):
         group: Any,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        logprobs, entropies = [], []
-        for i in range(0, len(h), chunk):
-            rows = _LogProbs._rows(h[i : i + chunk], weight, labels[i : i + chunk], vocab, temperature, group)
-            logprobs.append(rows[5])
-            entropies.append(rows[6])
-        logprob, entropy = torch.cat(logprobs), torch.cat(entropies)
-        ctx.save_for_backward(h, weight, labels, entropy)
-        ctx.rest = vocab, temperature, group, chunk
+        """vocab: first word of this rank, number of real words over all ranks."""
+        first, real = vocab
+        words = weight[: max(real - first, 0)]
+        found = [
+            _LogProbs._rows(h[i : i + chunk], words, labels[i : i + chunk], first, temperature, group)
+            for i in range(0, len(h), chunk)
+        ]
+        logprob, entropy, partition = (torch.cat(parts) for parts in zip(*found, strict=True))
+        ctx.save_for_backward(h, weight, labels, entropy, partition)
+        ctx.rest = first, len(words), temperature, chunk
         return logprob, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_logprob, grad_entropy = grads
-        h, weight, labels, entropy = ctx.saved_tensors
-        vocab, temperature, group, chunk = ctx.rest
+        h, weight, labels, entropy, partition = ctx.saved_tensors
+        first, real, temperature, chunk = ctx.rest
+        words = weight[:real]
         # Most losses have no entropy term, whose gradient would cost as much again.
         through_entropy = bool(grad_entropy.count_nonzero())
-        grad_h = torch.empty_like(h)
+        grad_h = torch.zeros_like(h)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for i in range(0, len(h), chunk):
+        for i in range(0, len(h) if real else 0, chunk):
             part = slice(i, i + chunk)
-            logits, exp, mine, index, z, _, _ = _LogProbs._rows(
-                h[part], weight, labels[part], vocab, temperature, group
-            )
-            p = exp / z[:, None]
-            grad = p * -grad_logprob[part, None]
-            grad.scatter_add_(1, index[:, None], (grad_logprob[part] * mine)[:, None])
+            of_label, of_entropy = grad_logprob[part, None] / temperature, grad_entropy[part, None] / temperature
+            index, mine = _local_words(labels[part], first, real)
+            log_p = _LogProbs._logits(h[part], words, temperature).sub_(partition[part, None])
+            p = log_p.exp()
             if through_entropy:
-                # d entropy / d logit = -p (log p + entropy)
-                grad -= grad_entropy[part, None] * p * (logits - z.log()[:, None] + entropy[part, None])
-            if temperature != 1.0:
-                grad /= temperature
+                # d entropy / d logit = -p (log p + entropy); d log p(label) / d logit = [label] - p
+                grad = log_p.add_(entropy[part, None]).mul_(-of_entropy).sub_(of_label).mul_(p)
+            else:
+                grad = p.mul_(-of_label)
+            grad.scatter_add_(1, index[:, None], of_label * mine[:, None])
             grad = grad.to(h.dtype)
-            grad_h[part] = grad @ weight
-            grad_weight += (grad.t() @ h[part]).float()
+            grad_h[part] = grad @ words
+            _add_product(grad_weight[:real], grad.t(), h[part])
+            del log_p, p, grad  # else they live on beside the next chunk's
         return grad_h, grad_weight.to(weight.dtype), None, None, None, None, None
+
+
+def logprobs_and_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    group: Any,
+    chunk: int,
+    words: int | None = None,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each label and entropy of softmax(hidden weight^T / temperature), without holding the logits.
+
+    Collective over the group. hidden's gradient is this rank's part, to be summed over the group.
+
+    Args:
+        hidden: [t, width], the same on all ranks of the group.
+        weight: [w, width], this rank's rows of the output layer, equally many on all ranks.
+        labels: int64 [t].
+        group: the ranks over which the vocabulary is cut, in order.
+        chunk: rows of logits held at once, in fp32.
+        words: real words over all ranks; rows beyond are padding. None: all.
+
+    Returns:
+        Both float32 [t], the same on all ranks.
+    """
+    first = group.rank() * weight.shape[0]
+    real = group.size() * weight.shape[0] if words is None else words
+    found: tuple[Tensor, Tensor] = _LogProbs.apply(hidden, weight, labels, (first, real), temperature, group, chunk)
+    return found
+
+
+def _local_words(labels: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Index of each label among the `count` words of this rank from `first`, and whether it is one of them."""
+    return (labels - first).clamp(0, max(count - 1, 0)), (labels >= first) & (labels < first + count)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, summed in fp32; where a and b are fp32 too, without a copy of the product."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
 
 
 class LogProbHead(tensor_parallel.ColumnParallelLinear):
@@ -129,14 +177,14 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
         flat, labels = hidden.reshape(s * b, width), self.labels.transpose(0, 1).reshape(-1)
         if self.rows is not None:
             flat, labels = flat[self.rows], labels[self.rows]
-        logprob, entropy = _LogProbs.apply(
+        logprob, entropy = logprobs_and_entropy(
             flat,
             weight,
             labels,
-            (group.rank() * weight.shape[0], self.vocab_size),
-            self.temperature,
-            group,
-            self.chunk,
+            group=group,
+            chunk=self.chunk,
+            words=self.vocab_size,
+            temperature=self.temperature,
         )
         found = torch.stack((logprob, entropy), -1)
         if self.rows is not None:

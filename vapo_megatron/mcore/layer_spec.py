@@ -26,8 +26,8 @@ def uses_transformer_engine(attention: str, platform: Platform) -> bool:
     return attention != "sdpa" and platform.has_transformer_engine
 
 
-def layer_spec(qk_norm: bool, transformer_engine: bool) -> tuple[Any, Any]:
-    """Megatron's own layer spec, and the class of the final norm.
+def layer_spec(qk_norm: bool, transformer_engine: bool, num_experts: int = 0) -> tuple[Any, Any]:
+    """Megatron's own layer spec, and the class of the final norm. num_experts: of a layer, 0 for a dense model.
 
     Without Transformer Engine it is the local spec with norms and core attention exchanged; specs built by hand do not
     survive Megatron's releases, these exchanges did from 0.16 to 0.19.
@@ -35,9 +35,13 @@ def layer_spec(qk_norm: bool, transformer_engine: bool) -> tuple[Any, Any]:
     if transformer_engine:
         from megatron.core.extensions.transformer_engine import TENorm
 
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm), TENorm
-    spec = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
+        experts = {"num_experts": num_experts, "moe_grouped_gemm": True} if num_experts else {}
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm, **experts), TENorm
+    spec = get_gpt_layer_local_spec(num_experts=num_experts or None, qk_layernorm=qk_norm, normalization="RMSNorm")
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
+    if num_experts:
+        # As under Transformer Engine, which has nothing to fuse this norm with: saved keys are those of either layers.
+        spec.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = SDPACoreAttention
     if qk_norm:

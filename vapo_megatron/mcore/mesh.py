@@ -11,7 +11,11 @@ from vapo_megatron.mcore import cpu_torch
 from vapo_megatron.mcore.platform import current_platform
 
 # From the fastest links outwards, as in Megatron's own order "tp-cp-ep-dp-pp".
-_DIMENSIONS = ["tp", "cp", "ep", "dp", "pp"]
+_DIMENSIONS = ["tp", "cp", "dp", "pp"]
+# The same ranks as experts see them: ep consecutive ranks of a stage share out the experts, whatever attention does
+# with these ranks. Experts are not cut ("tp" of their own is 1): those of fine-grained models are narrow already, and
+# whole ones keep their matrix products large (Megatron-Core's own advice, its MoE README, "Expert tensor parallelism").
+_EXPERT_DIMENSIONS = ["tp", "ep", "dp", "pp"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,14 @@ class Mesh:
     cp_rank: int
     dp_size: int
     dp_rank: int
+    ep_size: int
+    ep_rank: int
+
+    @property
+    def in_first_block(self) -> bool:
+        """Whether this rank is one of the first that together hold the whole model (stream_hf's block)."""
+        rank = (self.dp_rank * self.cp_size + self.cp_rank) * self.tp_size + self.tp_rank
+        return rank < max(self.tp_size, self.ep_size)
 
     @property
     def is_last_stage(self) -> bool:
@@ -41,11 +53,16 @@ class Mesh:
 
 
 def check_layout(layout: LayoutConfig, world_size: int, name: str) -> None:
-    """Raises BadInput where the world is no multiple of the ranks that one replica takes."""
+    """Raises BadInput where the world is no multiple of the ranks that one replica takes, or of its experts' ranks."""
     if world_size % layout.model_size:
         raise BadInput(
             f"{name}.layout: tp {layout.tp} x pp {layout.pp} x cp {layout.cp} = {layout.model_size} ranks a replica do "
             f"not divide the {world_size} ranks of the run: change {name}.layout or cluster.ranks"
+        )
+    if world_size // layout.pp % layout.ep:
+        raise BadInput(
+            f"{name}.layout.ep={layout.ep} does not divide the {world_size // layout.pp} ranks of a pipeline stage "
+            f"({world_size} ranks, pp {layout.pp}): change {name}.layout or cluster.ranks"
         )
 
 
@@ -53,7 +70,7 @@ def make_mesh(layout: LayoutConfig, name: str = "model") -> Mesh:
     """Collective over all ranks: make the groups of a layout.
 
     Raises:
-        BadInput: the world size is no multiple of tp x pp x cp.
+        BadInput: the world size is no multiple of tp x pp x cp, or a stage's ranks none of ep.
     """
     from megatron.core import parallel_state
     from megatron.core.hyper_comm_grid import HyperCommGrid
@@ -65,17 +82,24 @@ def make_mesh(layout: LayoutConfig, name: str = "model") -> Mesh:
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         # All that sequence parallelism still takes from Megatron's global state: a scratch buffer without a layout.
         parallel_state._set_global_memory_buffer()
-    sizes = {"tp": layout.tp, "cp": layout.cp, "ep": 1, "dp": world_size // layout.model_size, "pp": layout.pp}
-    grid = HyperCommGrid(shape=[sizes[d] for d in _DIMENSIONS], dim_names=_DIMENSIONS, backend=backend)
+    sizes = [layout.tp, layout.cp, world_size // layout.model_size, layout.pp]
+    expert_sizes = [1, layout.ep, world_size // (layout.ep * layout.pp), layout.pp]
+    grid = HyperCommGrid(shape=sizes, dim_names=_DIMENSIONS, backend=backend)
+    expert_grid = HyperCommGrid(shape=expert_sizes, dim_names=_EXPERT_DIMENSIONS, backend=backend)
 
-    def group(*dimensions: str) -> Any:
-        return grid.create_pg(list(dimensions) if len(dimensions) > 1 else dimensions[0])
+    def group(*dimensions: str, of: Any = grid) -> Any:
+        return of.create_pg(list(dimensions) if len(dimensions) > 1 else dimensions[0])
 
     pg = ProcessGroupCollection()
-    pg.tp, pg.cp, pg.ep, pg.dp, pg.pp = (group(d) for d in _DIMENSIONS)
-    pg.mp, pg.tp_cp, pg.dp_cp = group("tp", "pp"), group("tp", "cp"), group("cp", "dp")
-    pg.tp_ep, pg.tp_ep_pp, pg.tp_dp_cp = group("tp", "ep"), group("tp", "ep", "pp"), group("tp", "cp", "dp")
-    pg.expt_tp, pg.expt_dp = pg.tp, pg.dp
+    pg.tp, pg.cp, pg.dp, pg.pp = (group(d) for d in _DIMENSIONS)
+    pg.mp, pg.tp_cp, pg.dp_cp, pg.tp_dp_cp = (
+        group("tp", "pp"),
+        group("tp", "cp"),
+        group("cp", "dp"),
+        group("tp", "cp", "dp"),
+    )
+    pg.expt_tp, pg.ep, pg.expt_dp = (group(d, of=expert_grid) for d in ("tp", "ep", "dp"))
+    pg.tp_ep, pg.tp_ep_pp = group("tp", "ep", of=expert_grid), group("tp", "ep", "pp", of=expert_grid)
     pg.intra_dp_cp, pg.intra_expt_dp = pg.dp_cp, pg.expt_dp
     pg.inter_dist_opt, pg.intra_dist_opt, pg.hcp = None, dist.group.WORLD, None
     pg.embd, pg.pos_embd = _embedding_groups(grid.get_rank_enum("pp"), backend)
@@ -90,6 +114,8 @@ def make_mesh(layout: LayoutConfig, name: str = "model") -> Mesh:
         cp_rank=pg.cp.rank(),
         dp_size=pg.dp.size(),
         dp_rank=pg.dp.rank(),
+        ep_size=pg.ep.size(),
+        ep_rank=pg.ep.rank(),
     )
 
 

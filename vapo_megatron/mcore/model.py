@@ -11,6 +11,7 @@ from megatron.core.pipeline_parallel.utils import (
     is_vp_first_stage,
     is_vp_last_stage,
 )
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -20,7 +21,10 @@ from vapo_megatron.mcore import cpu_torch
 from vapo_megatron.mcore.heads import LogProbHead, ValueHead
 from vapo_megatron.mcore.layer_spec import layer_spec, uses_transformer_engine
 from vapo_megatron.mcore.mesh import Mesh
+from vapo_megatron.mcore.moe import complete_megatron, mark_experts, moe_settings
 from vapo_megatron.mcore.platform import current_platform
+from vapo_megatron.mcore.precision import fp8_settings
+from vapo_megatron.mcore.router_replay import install_router_replay
 from vapo_megatron.weights.spec import ModelSpec
 
 Head = Literal["lm", "value"]
@@ -28,10 +32,12 @@ Head = Literal["lm", "value"]
 
 def check_model_layout(spec: ModelSpec, layout: LayoutConfig, name: str) -> None:
     """Raises BadInput where a model cannot be cut as the layout asks; name is the config section."""
+    # Experts are whole on their ranks; only a dense MLP is cut.
+    columns = 0 if spec.num_experts else spec.ffn_size
     for what, count in (
         ("attention heads", spec.num_heads),
         ("key-value heads", spec.num_kv_heads),
-        ("MLP columns", spec.ffn_size),
+        ("MLP columns", columns),
     ):
         if count % layout.tp:
             raise BadInput(f"{name}.layout.tp={layout.tp} does not divide the model's {count} {what}: choose a divisor")
@@ -41,12 +47,23 @@ def check_model_layout(spec: ModelSpec, layout: LayoutConfig, name: str) -> None
             f"{name}.layout: pp {layout.pp} x vpp {layout.vpp or 1} = {stages} stages do not divide the model's "
             f"{spec.num_layers} layers: choose a divisor"
         )
+    if layout.ep > 1 and not spec.num_experts:
+        raise BadInput(f"{name}.layout.ep={layout.ep}: a {spec.family} model has no experts, leave ep out")
+    if spec.num_experts % layout.ep:
+        raise BadInput(
+            f"{name}.layout.ep={layout.ep} does not divide the model's {spec.num_experts} experts: choose a divisor"
+        )
+    if spec.num_experts and layout.tp > 1 and not layout.sequence_parallel:
+        raise BadInput(
+            f"{name}.layout.sequence_parallel=false with tp={layout.tp}: each token would go through its experts once "
+            "for every tensor-parallel rank, set it to true"
+        )
 
 
 def transformer_config(spec: ModelSpec, model: ModelConfig, trainable: TrainableConfig) -> TransformerConfig:
     """Megatron's config of a model. Fusions that need a GPU's kernels are off where there is none."""
     layout, recompute = trainable.layout, trainable.recompute
-    dtype = getattr(torch, model.dtype)
+    dtype = getattr(torch, trainable.dtype(model))
     fused = uses_transformer_engine(model.attention, current_platform())
     settings: dict[str, Any] = dict(
         num_layers=spec.num_layers,
@@ -82,15 +99,22 @@ def transformer_config(spec: ModelSpec, model: ModelConfig, trainable: Trainable
         bias_dropout_fusion=fused,
         apply_rope_fusion=fused,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=fused and current_platform().has_fused_weight_gradients,
+        **fp8_settings(trainable.precision),
         use_cpu_initialization=False,
     )
+    if spec.num_experts:
+        settings.update(moe_settings(spec, layout, fused))
     if layout.vpp:
         settings.update(overlap_p2p_comm=True, batch_p2p_comm=False)
     if recompute.granularity == "full":
-        settings.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=recompute.layers)
+        settings.update(
+            recompute_granularity="full", recompute_method=recompute.method, recompute_num_layers=recompute.layers
+        )
     elif recompute.granularity == "selective":
-        settings.update(recompute_granularity="selective", recompute_modules=["core_attn"])
+        settings.update(recompute_granularity="selective", recompute_modules=list(recompute.modules))
+    if fused:
+        settings.update(attention_backend=AttnBackend[model.attention_kernel])
     return TransformerConfig(**settings)
 
 
@@ -115,7 +139,8 @@ def build_model(
         logprob_chunk: rows of logits held at once.
     """
     cpu_torch.install()
-    layer, norm = layer_spec(spec.qk_norm, uses_transformer_engine(attention, current_platform()))
+    complete_megatron()
+    layer, norm = layer_spec(spec.qk_norm, uses_transformer_engine(attention, current_platform()), spec.num_experts)
     vpp = config.virtual_pipeline_model_parallel_size
     chunks = []
     for index in range(vpp or 1):
@@ -143,5 +168,7 @@ def build_model(
             model.output_layer = ValueHead(config, spec.value_outputs, mesh.pg.tp).to(current_platform().device)
         elif last:
             LogProbHead.adopt(model.output_layer, spec.vocab_size, logprob_chunk)
+        mark_experts(model)
+        install_router_replay(model)
         chunks.append(model.to(current_platform().device))
     return chunks

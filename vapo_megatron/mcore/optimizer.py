@@ -1,23 +1,28 @@
 """AdamW on Megatron's (distributed) optimizer, and its learning-rate schedule."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
-from vapo_megatron.config.model import OptimizerSettings
+from vapo_megatron.config.model import TrainableConfig
 from vapo_megatron.mcore.mesh import Mesh
 
+# Of a parameter, saved: the main weight and both moments in fp32.
+OPTIMIZER_BYTES = 12
 # "Constant" still wants a length; longer than any run.
 _ENDLESS = 1 << 40
 
 
 def make_optimizer(
-    settings: OptimizerSettings, chunks: list[DistributedDataParallel], mesh: Mesh, dtype: torch.dtype
+    section: TrainableConfig, chunks: list[DistributedDataParallel], mesh: Mesh, dtype: torch.dtype
 ) -> tuple[Any, OptimizerParamScheduler]:
     """The optimizer over a model's wrapped chunks, and its scheduler (one step an optimizer step)."""
+    settings, fp8 = section.optimizer, section.precision.fp8
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -29,6 +34,8 @@ def make_optimizer(
             adam_eps=settings.eps,
             clip_grad=settings.clip_grad,
             use_distributed_optimizer=settings.distributed,
+            overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
+            fp8_recipe=None if fp8 == "none" else fp8,
             params_dtype=dtype,
             bf16=dtype == torch.bfloat16,
         ),
@@ -50,3 +57,15 @@ def make_optimizer(
         wd_incr_style="constant",
     )
     return optimizer, scheduler
+
+
+def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
+    """Main weights and moments of Megatron's optimizer, those of every optimizer in a chain."""
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(one, "optimizer", None)  # none where this rank has nothing to optimise
+        if inner is None:
+            continue
+        for group in inner.param_groups:
+            yield from group["params"]
+        for state in inner.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))

@@ -1,9 +1,12 @@
 """The one object that knows what kind of machine this is. Nothing else asks."""
 
+import contextlib
 import functools
+import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 import psutil
@@ -50,6 +53,35 @@ class Platform:
 
         return bool(HAVE_TE)
 
+    @property
+    def has_fused_weight_gradients(self) -> bool:
+        """Whether apex's kernel is there that adds a layer's weight gradient to the sum in place."""
+        return self.is_cuda and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+
+    @property
+    def compute_capability(self) -> tuple[int, int]:
+        """Of this rank's GPU, such as (9, 0) for an H100; (0, 0) on the CPU."""
+        return torch.cuda.get_device_capability() if self.is_cuda else (0, 0)
+
+    def capabilities(self) -> str:
+        """For the head of a run: the chip, and which optional kernels are there, with what their absence means."""
+        if not self.is_cuda:
+            return "CPU"
+        major, minor = self.compute_capability
+        parts = [f"{torch.cuda.get_device_name()} (sm_{major}{minor})"]
+        for package, module, without in (
+            ("transformer-engine", "transformer_engine", "layers are PyTorch's, no FP8"),
+            ("flash-attn", "flash_attn", "attention is cuDNN's or PyTorch's"),
+            ("apex", "fused_weight_gradient_mlp_cuda", "weight gradients are added in a kernel of their own"),
+        ):
+            found = _version(package) if importlib.util.find_spec(module) is not None else None
+            parts.append(f"{package} {found}" if found else f"no {package} ({without})")
+        return ", ".join(parts)
+
+    def copy_queue(self) -> "CopyQueue":
+        """A queue for copies that go on beside the computation."""
+        return CopyQueue(torch.cuda.Stream() if self.is_cuda else None)
+
     def device_count(self) -> int:
         """Accelerators of this machine; 0 where ranks run on the CPU."""
         return torch.cuda.device_count() if self.is_cuda else 0
@@ -82,6 +114,44 @@ class Platform:
         if not self.is_cuda:
             return {}
         return {"device_memory": (torch.cuda.reset_peak_memory_stats, torch.cuda.max_memory_allocated)}
+
+
+class CopyQueue:
+    """Copies beside the computation, on a stream of their own; where there are no streams, all is done at once."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._stream = stream
+
+    @contextlib.contextmanager
+    def behind_computation(self) -> Iterator[None]:
+        """What is told the device in here goes to this queue, behind all that the computation was told so far."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def mark(self) -> torch.cuda.Event | None:
+        """The end of what is in the queue now."""
+        return self._stream.record_event() if self._stream is not None else None
+
+    def hold_computation_until(self, mark: torch.cuda.Event | None) -> None:
+        """What the computation is told from now on waits for a mark; this process does not."""
+        if mark is not None:
+            torch.cuda.current_stream().wait_event(mark)
+
+    def finish(self) -> None:
+        """Wait, in this process, for all that is in the queue."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "of unknown version"
 
 
 @functools.cache

@@ -8,12 +8,12 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -23,67 +23,16 @@ from vapo_megatron.config.model import ActorConfig, ModelConfig, TrainableConfig
 from vapo_megatron.experience.balance import Cost, plan_microbatches
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.experience.microbatch import MicroBatch, pack
-from vapo_megatron.experience.zigzag import local_positions
+from vapo_megatron.mcore.data_parallel import wrap
 from vapo_megatron.mcore.mesh import Mesh
 from vapo_megatron.mcore.model import Head, build_model, check_model_layout, transformer_config
-from vapo_megatron.mcore.optimizer import make_optimizer
+from vapo_megatron.mcore.optimizer import make_optimizer, optimizer_tensors
 from vapo_megatron.mcore.platform import current_platform
+from vapo_megatron.mcore.precision import check_trainable, drop_fp8_copies, keeps_fp8, set_amax_group
+from vapo_megatron.mcore.router_replay import replay_experts
+from vapo_megatron.mcore.sleep import PARTS, Footprint, Part, Sleeper
+from vapo_megatron.mcore.token_loss import PackedTokens, TokenLoss
 from vapo_megatron.weights.spec import ModelSpec
-
-
-class TokenLoss(Protocol):
-    """What one optimizer step minimises, as a sum over local positions.
-
-    sums and maxima name the figures it returns: sums are added up over all ranks and micro-batches, maxima compared.
-    """
-
-    @property
-    def sums(self) -> Sequence[str]: ...
-    @property
-    def maxima(self) -> Sequence[str]: ...
-
-    def __call__(self, outputs: Tensor, local: "LocalTokens") -> tuple[Tensor, dict[str, Tensor]]:
-        """outputs: [t, 2] log-probs and entropies, or [t, n] of the value head, float32, of the local positions; where
-        no response token is, the loss must have weight 0. Returns the local sum (denominators are already in its
-        weights) and the figures, detached scalars.
-        """
-
-
-class LocalTokens(Protocol):
-    """The t positions of a model's outputs, as a loss sees them; it need not know how sequences are cut."""
-
-    def take(self, values: Tensor) -> Tensor:
-        """A tensor over response tokens [T] at these positions [t]; 0 where no response token is."""
-
-    def sequence_mean(self, x: Tensor) -> Tensor:
-        """The mean of x [t] over the whole response that each position belongs to [t]; 0 where no response token is.
-
-        Carries no gradient. Collective: to be called on all ranks or on none.
-        """
-
-
-@dataclass(frozen=True)
-class _Local:
-    """LocalTokens of a micro-batch, of which each rank of a context-parallel group holds a part."""
-
-    microbatch: MicroBatch
-    mesh: Mesh
-    device: torch.device
-
-    def take(self, values: Tensor) -> Tensor:
-        return self.microbatch.take(values).to(self.device)
-
-    @torch.no_grad()
-    def sequence_mean(self, x: Tensor) -> Tensor:
-        lengths = list(self.microbatch.lengths)
-        owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-        owner = owner[local_positions(lengths, self.mesh.cp_size, self.mesh.cp_rank)].to(self.device)
-        found = (self.microbatch.response_index >= 0).to(self.device)
-        sums = torch.zeros(2, len(lengths), dtype=torch.float64, device=self.device)
-        sums.index_add_(1, owner, torch.stack((torch.where(found, x, 0), found)).double())
-        if self.mesh.cp_size > 1:
-            dist.all_reduce(sums, group=self.mesh.pg.cp)
-        return torch.where(found, (sums[0] / sums[1].clamp(min=1))[owner], 0).to(x.dtype)
 
 
 @dataclass
@@ -93,6 +42,7 @@ class StepResult:
     grad_norm: float
     lr: float
     figures: dict[str, float] = field(default_factory=dict)
+    outputs: Tensor | None = None
 
 
 class Trainable:
@@ -113,16 +63,18 @@ class Trainable:
         """Build the shards, uninitialised; load weights and then call prepare(), or freeze().
 
         Args:
-            name: the config section, "actor" or "critic".
+            name: "actor", "critic" or "reference".
             seed: of Megatron's generators (weights come from files; dropout is 0).
             temperature: what log-probs are computed at, as in sampling.
         """
         check_model_layout(spec, config.layout, name)
+        check_trainable(spec, model, config, name, current_platform())
         self.spec, self.config, self.mesh, self.head, self.name = spec, config, mesh, head, name
-        self.temperature, self.dtype = temperature, getattr(torch, model.dtype)
+        self.temperature, self.dtype = temperature, getattr(torch, config.dtype(model))
         _seed_megatron(seed, mesh)
         self.transformer = transformer_config(spec, model, config)
-        self.chunks = build_model(
+        set_amax_group(self.transformer, config.precision, mesh.pg.tp_cp)
+        self._chunks = build_model(
             spec,
             self.transformer,
             mesh,
@@ -131,76 +83,105 @@ class Trainable:
             logprob_chunk=config.logprob_chunk if isinstance(config, ActorConfig) else 1,
         )
         self.wrapped: list[Any] = []
-        self.optimizer: Any = None
+        self._optimizer: Any = None
         self.scheduler: Any = None
+        self._gathering = False
+        platform = current_platform()
+        # A reference works once a step: it always makes room where room is short.
+        asked = "auto" if name == "reference" and config.sleep == "never" else config.sleep
+        sleeps = asked == "always" or (asked == "auto" and platform.engines_share_device)
+        self._sleeper = Sleeper(self._tensors, platform, sleeps, self._before_sleep)
 
     def prepare(self, frozen: Sequence[str] = ()) -> None:
         """Wrap the loaded shards for data parallelism and make the optimizer. Call once, after loading.
 
         frozen: parts of parameters' names; those parameters keep their weights.
         """
-        for chunk in self.chunks:
+        for chunk in self._chunks:
             for name, parameter in chunk.named_parameters():
                 if any(part in name for part in frozen):
                     parameter.requires_grad_(False)
-        ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=self.config.optimizer.distributed
-        )
-        self.wrapped = [
-            DistributedDataParallel(
-                config=self.transformer,
-                ddp_config=ddp,
-                module=chunk,
-                disable_bucketing=index > 0,
-                pg_collection=self.mesh.pg,
-            )
-            for index, chunk in enumerate(self.chunks)
-        ]
-        for chunk in self.wrapped:
-            chunk.broadcast_params()
-        self.optimizer, self.scheduler = make_optimizer(self.config.optimizer, self.wrapped, self.mesh, self.dtype)
+        self.wrapped = wrap(self._chunks, self.config, self.transformer, self.mesh)
+        self._optimizer, self.scheduler = make_optimizer(self.config, self.wrapped, self.mesh, self.dtype)
         self.scheduler.step(0)
-        self.transformer.grad_scale_func = self.optimizer.scale_loss
+        self.transformer.grad_scale_func = self._optimizer.scale_loss
         self.transformer.finalize_model_grads_func = _sum_model_grads
 
     def freeze(self) -> None:
-        """Never train this model: no gradients, no optimizer. Asleep it is held on the host."""
-        for chunk in self.chunks:
+        """Never train this model: no gradients, no optimizer."""
+        for chunk in self._chunks:
             chunk.requires_grad_(False)
+
+    @property
+    def chunks(self) -> list[Any]:
+        """This rank's shards, one a virtual pipeline stage, their weights awake and complete. Collective after a
+        train_step whose gather of updated weights is still to come (optimizer.overlap_param_gather)."""
+        self._finish_gathering()
+        self._sleeper.need("weights")
+        return self._chunks
+
+    @property
+    def optimizer(self) -> Any:
+        """Megatron's optimizer with its states awake; None for a model that is not trained."""
+        if self._optimizer is not None:
+            self._sleeper.need("optimizer")
+        return self._optimizer
+
+    @property
+    def awake(self) -> frozenset[Part]:
+        """The parts that are on the device."""
+        return self._sleeper.awake
 
     @torch.no_grad()
     def copy_from(self, other: "Trainable") -> None:
-        """Take the weights of a model of the same spec, head and layout, shard by shard. No communication."""
+        """Take the weights of a model of the same spec, head and layout, shard by shard."""
         for mine, theirs in zip(self.chunks, other.chunks, strict=True):
             for parameter, source in zip(mine.parameters(), theirs.parameters(), strict=True):
                 parameter.copy_(source)
 
+    def hold(self, *parts: Part) -> None:
+        """Have exactly these parts on the device; the rest sleeps in host memory (see TrainableConfig.sleep)."""
+        self._sleeper.hold(parts)
+
     def sleep(self) -> None:
-        """GPU: gradients are dropped and optimizer states leave the device, to make room for the engines."""
-        if self.optimizer is None:
-            for chunk in self.chunks:
-                chunk.to("cpu")
-        elif current_platform().is_cuda:
-            self.optimizer.offload_to_cpu()
-            for chunk in self.wrapped:
-                chunk.offload_grad_buffers()
-            current_platform().empty_cache()
+        """Nothing of the model stays on the device."""
+        self.hold()
 
     def wake(self) -> None:
-        """GPU: what sleep() moved comes back."""
-        if self.optimizer is None:
-            for chunk in self.chunks:
-                chunk.to(current_platform().device)
-        elif current_platform().is_cuda:
-            self.optimizer.restore_from_cpu()
+        """All parts of the model return to the device."""
+        self.hold(*PARTS)
+
+    def footprint(self) -> dict[Part, Footprint]:
+        """Bytes of each part now, by place."""
+        return {part: self._sleeper.footprint(part) for part in PARTS}
+
+    def _tensors(self, part: Part) -> Iterator[Tensor]:
+        """The tensors of a part; what is kept in FP8 lies in Megatron's buffers, its transposes stay where they are."""
+        buffers = [b for chunk in self.wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        if part == "weights":
+            yield from (b.param_data for b in buffers if b.param_data is not None)
+            for chunk in self._chunks:
+                yield from (p.data for p in chunk.parameters() if not keeps_fp8(p))
+        elif part == "gradients":
+            yield from (b.grad_data for b in buffers)
+        elif self._optimizer is not None:
+            yield from optimizer_tensors(self._optimizer)
+
+    def _before_sleep(self) -> None:
+        self._finish_gathering()
+        drop_fp8_copies(self._chunks)
+
+    def _finish_gathering(self) -> None:
+        if self._gathering:
+            self._gathering = False
             for chunk in self.wrapped:
-                chunk.restore_grad_buffers()
+                chunk.start_param_sync(force_sync=True)
 
     @property
     def cost(self) -> Cost:
         """Work of a sequence: weights times tokens, and causal attention."""
         return Cost(
-            float(self.spec.parameter_count()),
+            float(self.spec.active_parameter_count()),
             float(self.spec.num_layers * self.spec.num_heads * self.spec.head_dim),
         )
 
@@ -214,11 +195,11 @@ class Trainable:
             max_tokens=self.config.max_tokens_per_microbatch * layout.cp,
             cost=self.cost,
             alignment=layout.alignment,
-            total_alignment=layout.total_alignment,
+            total_alignment=self.config.total_alignment,
             multiple_of=layout.pp if layout.vpp else 1,
         )
         return [
-            pack(batch, members, layout.alignment, layout.total_alignment, layout.cp, mesh.cp_rank)
+            pack(batch, members, layout.alignment, self.config.total_alignment, layout.cp, mesh.cp_rank)
             for members in plan[mesh.dp_rank]
         ]
 
@@ -241,6 +222,7 @@ class Trainable:
         Returns:
             float32 [T, 2] log-probs and entropies, or [T, 1] values; the same on every rank.
         """
+        self._sleeper.need("weights")
         result = torch.zeros(batch.response_tokens, 2 if self.head == "lm" else 1)
         microbatches = self.microbatches(batch, range(batch.samples))
 
@@ -254,17 +236,27 @@ class Trainable:
         self._run(microbatches, collect, forward_only=True, temperature=temperature, on_forward=_shares(batch, on_done))
         return _sum_over_ranks(result)
 
-    def train_step(self, batch: ExperienceBatch, samples: Sequence[int], loss: TokenLoss) -> StepResult:
-        """Collective: one optimizer step on some samples of a batch."""
+    def train_step(
+        self, batch: ExperienceBatch, samples: Sequence[int], loss: TokenLoss, keep_outputs: bool = False
+    ) -> StepResult:
+        """Collective: one optimizer step on some samples of a batch.
+
+        keep_outputs: also return what score() would have returned before the step, for these samples; 0 elsewhere.
+        """
+        self._sleeper.need("weights", "gradients")
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        self._optimizer.zero_grad()
         device = current_platform().device
         totals = {name: torch.zeros((), device=device) for name in loss.sums}
         totals |= {name: torch.full((), float("-inf"), device=device) for name in loss.maxima}
 
+        kept: list[tuple[MicroBatch, Tensor]] = []
+
         def local_loss(microbatch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            total, figures = loss(output[0].float(), _Local(microbatch, self.mesh, device))
+            if keep_outputs and self.mesh.speaks:
+                kept.append((microbatch, output[0].detach().float()))
+            total, figures = loss(output[0].float(), PackedTokens(microbatch, self.mesh, device))
             if self.mesh.speaks:
                 for name in loss.sums:
                     totals[name] += figures[name]
@@ -275,7 +267,9 @@ class Trainable:
         self._run(self.microbatches(batch, samples), local_loss, forward_only=False)
         # Before the update, so that the first of n warm-up steps is made with lr / n and not with 0.
         self.scheduler.step(1)
-        _, grad_norm, _ = self.optimizer.step()
+        self._sleeper.need("optimizer")
+        _, grad_norm, _ = self._optimizer.step()
+        self._gathering = self.wrapped[0].ddp_config.overlap_param_gather
         figures: dict[str, float] = {}
         if loss.sums:
             summed = _sum_over_ranks(torch.stack([totals[name].cpu() for name in loss.sums]))
@@ -283,7 +277,13 @@ class Trainable:
         if loss.maxima:
             largest = _over_ranks(torch.stack([totals[name].cpu() for name in loss.maxima]), dist.ReduceOp.MAX)
             figures |= dict(zip(loss.maxima, largest.tolist(), strict=True))
-        return StepResult(float(grad_norm), float(self.optimizer.param_groups[0]["lr"]), figures)
+        outputs = None
+        if keep_outputs:
+            outputs = torch.zeros(batch.response_tokens, 2 if self.head == "lm" else self.spec.value_outputs)
+            for microbatch, found in kept:
+                microbatch.put(outputs, found.cpu())
+            outputs = _sum_over_ranks(outputs)
+        return StepResult(float(grad_norm), float(self._optimizer.param_groups[0]["lr"]), figures, outputs)
 
     def _run(
         self,
@@ -295,7 +295,7 @@ class Trainable:
     ) -> None:
         """Megatron's schedule over this rank's micro-batches; consume gets (micro-batch, last stage's output), and
         on_forward the part of all forward passes that is done."""
-        models = self.wrapped or self.chunks
+        models = self.wrapped or self._chunks
         passes = itertools.count(1)
         for model in models:
             model.train(not forward_only)
@@ -329,6 +329,8 @@ class Trainable:
             core.output_layer.labels = microbatch.labels[None].to(device)
             core.output_layer.rows = microbatch.response_rows.to(device)
             core.output_layer.temperature = temperature
+        if self.spec.num_experts:
+            self._route(core, microbatch)
         starts = torch.tensor((0, *microbatch.lengths), dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
         packed = PackedSeqParams(
             qkv_format="thd",
@@ -341,6 +343,17 @@ class Trainable:
             microbatch.ids[None].to(device), microbatch.positions[None].to(device), None, packed_seq_params=packed
         )
         return output
+
+    def _route(self, core: Any, microbatch: MicroBatch) -> None:
+        """The policy's tokens go through the engine's experts, where these are known. A critic's experts and those of a
+        reference policy have other weights: they choose for themselves."""
+        experts = microbatch.experts
+        if experts is None or self.head != "lm" or self._optimizer is None:
+            replay_experts(core, None)
+        else:
+            layers = experts.unflatten(1, (self.spec.num_layers, self.spec.experts_per_token))
+            parts = self.mesh.tp_size if self.config.layout.sequence_parallel else 1
+            replay_experts(core, layers, self.mesh.tp_rank % parts, parts)
 
 
 def _shares(batch: ExperienceBatch, on_done: Callable[[int], None] | None) -> Callable[[float], None]:
@@ -359,7 +372,7 @@ def _shares(batch: ExperienceBatch, on_done: Callable[[int], None] | None) -> Ca
 
 def _seed_megatron(seed: int, mesh: Mesh) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(
-        seed, force_reset_rng=True, tp_rank=mesh.tp_rank, ep_rank=0, etp_rank=mesh.tp_rank
+        seed, force_reset_rng=True, tp_rank=mesh.tp_rank, ep_rank=mesh.ep_rank, etp_rank=0
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vapo_megatron.algorithms import kl, policy_loss, value_loss
 from vapo_megatron.config.algorithm import KlConfig, PolicyLossConfig, ValueLossConfig
-from vapo_megatron.mcore.trainable import LocalTokens
+from vapo_megatron.mcore.token_loss import LocalTokens
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,14 @@ class PolicyLoss:
     """L = L_policy + mu L_NLL + beta KL - c H + self-imitation (VAPO, sections 4.2 and 4.3; GRPO, eq. 3).
 
     weights and nll_weights hold the aggregation and its global denominators; mean_weights is 1 / N on the N tokens of
-    the mini-batch, for the figures. importance corrects the policy loss alone for the engine's policy.
+    the mini-batch, for the figures. old_logprobs are those of the policy that optimisation starts from; None where this
+    very forward pass computes them: every ratio is then 1 and its gradient that of the log-prob. importance corrects
+    the policy loss alone for the engine's policy.
     """
 
     config: PolicyLossConfig
     kl: KlConfig
-    old_logprobs: Tensor
+    old_logprobs: Tensor | None
     rollout_logprobs: Tensor
     ref_logprobs: Tensor
     advantages: Tensor
@@ -73,7 +75,7 @@ class PolicyLoss:
         return loss, figures | self._figures(logprobs.detach(), entropies.detach(), local)
 
     def _surrogate(self, logprobs: Tensor, local: LocalTokens) -> Tensor:
-        config, old, advantages = self.config, local.take(self.old_logprobs), local.take(self.advantages)
+        config, old, advantages = self.config, self._old(logprobs, local), local.take(self.advantages)
         if config.kind == "reinforce":
             return policy_loss.reinforce(logprobs, advantages)
         if config.kind == "cispo":
@@ -86,9 +88,12 @@ class PolicyLoss:
             return policy_loss.gspo(logprobs, sequence, advantages, config.clip_low, config.clip_high)
         return policy_loss.ppo_clip(logprobs, old, advantages, config.clip_low, config.clip_high, config.dual_clip)
 
+    def _old(self, logprobs: Tensor, local: LocalTokens) -> Tensor:
+        return logprobs.detach() if self.old_logprobs is None else local.take(self.old_logprobs)
+
     @torch.no_grad()
     def _figures(self, logprobs: Tensor, entropies: Tensor, local: LocalTokens) -> dict[str, Tensor]:
-        mean, old = local.take(self.mean_weights), local.take(self.old_logprobs)
+        mean, old = local.take(self.mean_weights), self._old(logprobs, local)
         log_ratio = torch.where(mean > 0, logprobs - old, 0)
         ratio = log_ratio.exp()
         low, high, dual = self._bounded(log_ratio, logprobs, local)

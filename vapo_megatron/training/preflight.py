@@ -12,7 +12,9 @@ from vapo_megatron.experience.tokenizer import TextTokenizer
 from vapo_megatron.mcore.layer_spec import uses_transformer_engine
 from vapo_megatron.mcore.mesh import check_layout
 from vapo_megatron.mcore.model import check_model_layout
+from vapo_megatron.mcore.optimizer import OPTIMIZER_BYTES
 from vapo_megatron.mcore.platform import current_platform
+from vapo_megatron.mcore.precision import check_delayed_scaling, check_trainable
 from vapo_megatron.rewards.pool import VerifierPool
 from vapo_megatron.rollout.context import check_context
 from vapo_megatron.training.sft import load_demonstrations
@@ -31,6 +33,14 @@ def check_train(config: TrainConfig, world_size: int) -> None:
         check_layout(config.critic.layout, world_size, "critic")
         check_model_layout(critic_spec, config.critic.layout, "critic")
     uses_transformer_engine(config.model.attention, current_platform())
+    sections: dict[str, TrainableConfig] = {"actor": config.actor}
+    check_trainable(spec, config.model, config.actor, "actor", current_platform())
+    if config.algorithm.uses_critic:
+        sections["critic"] = config.critic
+        check_trainable(critic_spec, config.model, config.critic, "critic", current_platform())
+    check_delayed_scaling(sections)
+    if config.rollout.router_replay and not spec.num_experts:
+        raise BadInput(f"rollout.router_replay: model.path is a {spec.family} model without experts, set it to false")
     check_rollout_groups(config, world_size)
     check_lengths(config, spec)
     check_weights(Path(config.model.path), spec, "lm")
@@ -64,6 +74,7 @@ def check_sft(config: SftConfig, world_size: int) -> None:
     check_layout(config.actor.layout, world_size, "actor")
     check_model_layout(spec, config.actor.layout, "actor")
     uses_transformer_engine(config.model.attention, current_platform())
+    check_trainable(spec, config.model, config.actor, "actor", current_platform())
     check_weights(Path(config.model.path), spec, "lm")
     TextTokenizer(Path(config.model.path), config.data.prompt).check_vocabulary(spec.vocab_size)
     longest = int(load_demonstrations(config).lengths.max())
@@ -89,7 +100,7 @@ def check_lengths(config: TrainConfig, spec: ModelSpec) -> None:
 
 def check_capacity(section: TrainableConfig, name: str, longest: int, what: str) -> None:
     """Raises BadInput where the longest sample does not fit a micro-batch."""
-    room = section.layout.longest_sample(section.max_tokens_per_microbatch)
+    room = section.longest_sample
     if longest > room:
         raise BadInput(
             f"{name}.max_tokens_per_microbatch={section.max_tokens_per_microbatch} with cp={section.layout.cp} holds "
@@ -110,12 +121,6 @@ def check_rollout_groups(config: TrainConfig, world_size: int) -> None:
     local = min(world_size, platform.device_count())
     if local % rollout.tp:
         raise BadInput(f"rollout.tp={rollout.tp} does not divide the {local} GPUs of a node: choose a divisor")
-    for name, section in (("actor", config.actor), ("critic", config.critic)):
-        if config.model.dtype == "float32" and not section.optimizer.distributed:
-            raise BadInput(
-                f"{name}.optimizer.distributed=false with model.dtype=float32: the optimizer then owns the model's own "
-                "weights and cannot leave the GPU without them, set it to true"
-            )
 
 
 def bytes_per_weight(dtype: str) -> int:
@@ -124,6 +129,9 @@ def bytes_per_weight(dtype: str) -> int:
 
 
 def checkpoint_bytes(config: TrainConfig, spec: ModelSpec) -> int:
-    """Bytes that the last export takes at least."""
-    models = 2 if config.algorithm.uses_critic and config.export.critic else 1
-    return models * spec.parameter_count() * bytes_per_weight(config.model.dtype)
+    """Bytes that the last export and the saved units take at least: those that stay, and the one being written."""
+    weight, saves = bytes_per_weight(config.model.dtype), config.checkpoint
+    exported = 2 if config.algorithm.uses_critic and config.export.critic else 1
+    units = saves.keep.last + 1 if saves.every is not None or saves.every_minutes is not None else int(saves.at_end)
+    trained = len(config.model_sizes)
+    return spec.parameter_count() * (exported * weight + units * trained * (weight + OPTIMIZER_BYTES))

@@ -5,26 +5,54 @@ from functools import partial
 
 from torch import Tensor
 
-from vapo_megatron.config.algorithm import ValueLossConfig
+from vapo_megatron.config.algorithm import AlgorithmConfig, ValueLossConfig
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore.trainable import Trainable
-from vapo_megatron.training.figures import policy_figures, value_figures
+from vapo_megatron.training.figures import policy_figures, reference_figures, value_figures
 from vapo_megatron.training.losses import values_of
 from vapo_megatron.training.reference import score_reference
 from vapo_megatron.training.run import Run
 
 
 def score(run: Run, batch: ExperienceBatch) -> None:
-    """Collective: fill old_logprobs, entropies and, where there is such a model, ref_logprobs and values [T]."""
-    with run.recorder.phase("score_policy", total=batch.samples) as advance:
-        outputs = run.actor.score(batch, on_done=advance)
+    """Collective: fill old_logprobs, entropies and, where there is such a model, ref_logprobs and values [T].
+
+    Where the policy's only update gives them (update_gives_logprobs), the first two wait for it.
+    """
+    score_reference(run, batch)
+    if not update_gives_logprobs(run.config.algorithm, batch):
+        run.memory.enter("score_policy")
+        with run.recorder.phase("score_policy", total=batch.samples) as advance:
+            outputs = run.actor.score(batch, on_done=advance)
+        record_policy(run, batch, outputs)
+    if run.critic is not None:
+        run.memory.enter("score_values")
+        with run.recorder.phase("score_values", total=batch.samples) as advance:
+            batch.token_fields["values"] = values(run.critic, batch, run.config.algorithm.value_loss, advance)
+
+
+def update_gives_logprobs(config: AlgorithmConfig, batch: ExperienceBatch) -> bool:
+    """Whether the policy's update reads each response once and all of them before its only optimizer step: its forward
+    pass then computes the old log-probs, exactly, and nothing before it needs them."""
+    update = config.update
+    units = batch.samples if update.minibatch_unit == "samples" else len(batch.group_ids.unique())
+    needed_before = (
+        config.kl.where == "reward",
+        config.importance_sampling.kind != "none",
+        config.advantage.function is not None,
+        config.filter_function is not None,
+    )
+    single = update.epochs == 1 and units <= update.minibatch_size
+    return update.old_logprobs == "auto" and single and not any(needed_before)
+
+
+def record_policy(run: Run, batch: ExperienceBatch, outputs: Tensor) -> None:
+    """Fill old_logprobs and entropies [T] from the policy's outputs [T, 2], and put what they tell into the row."""
     batch.token_fields["old_logprobs"] = outputs[:, 0].contiguous()
     batch.token_fields["entropies"] = outputs[:, 1].contiguous()
     run.recorder.add(policy_figures(batch))
-    score_reference(run, batch)
-    if run.critic is not None:
-        with run.recorder.phase("score_values", total=batch.samples) as advance:
-            batch.token_fields["values"] = values(run.critic, batch, run.config.algorithm.value_loss, advance)
+    if "ref_logprobs" in batch.token_fields:
+        run.recorder.add(reference_figures(batch))
 
 
 def values(

@@ -17,6 +17,7 @@ from vapo_megatron.mcore.trainable import StepResult, Trainable
 from vapo_megatron.training.figures import importance_figures, mean_of
 from vapo_megatron.training.losses import PolicyLoss, ValueLoss
 from vapo_megatron.training.run import Run
+from vapo_megatron.training.score import record_policy, update_gives_logprobs
 
 
 def update_critic(run: Run, batch: ExperienceBatch) -> None:
@@ -26,6 +27,7 @@ def update_critic(run: Run, batch: ExperienceBatch) -> None:
     update = run.config.algorithm.update
     rounds = update.epochs * update.critic_updates_per_policy_update
     results = []
+    run.memory.enter("update_critic")
     with run.recorder.phase("update_critic", total=batch.samples * rounds) as advance:
         for minibatch in minibatches(run, batch, rounds, salt=1):
             results.append(critic_step(run.critic, minibatch, run.config.algorithm))
@@ -48,10 +50,15 @@ def update_policy(run: Run, batch: ExperienceBatch) -> None:
     results = []
     rounds = run.config.algorithm.update.epochs
     correct_for_rollout(run, batch)
+    one_pass = update_gives_logprobs(run.config.algorithm, batch)
+    run.memory.enter("update_policy")
     with run.recorder.phase("update_policy", total=batch.samples * rounds) as advance:
         for minibatch in minibatches(run, batch, rounds, salt=2):
             loss = policy_loss(minibatch, run.config.algorithm)
-            results.append(run.actor.train_step(minibatch, range(minibatch.samples), loss))
+            result = run.actor.train_step(minibatch, range(minibatch.samples), loss, keep_outputs=one_pass)
+            if result.outputs is not None:
+                record_policy(run, minibatch, result.outputs)
+            results.append(result)
             advance(minibatch.samples)
     run.recorder.add(update_figures("actor", results, PolicyLoss.maxima))
 
@@ -68,9 +75,9 @@ def policy_loss(batch: ExperienceBatch, config: AlgorithmConfig) -> PolicyLoss:
     return PolicyLoss(
         config=settings,
         kl=config.kl,
-        old_logprobs=fields["old_logprobs"],
+        old_logprobs=fields.get("old_logprobs"),
         rollout_logprobs=batch.rollout_logprobs,
-        ref_logprobs=fields.get("ref_logprobs", fields["old_logprobs"]),
+        ref_logprobs=fields.get("ref_logprobs", torch.zeros_like(fields["advantages"])),
         advantages=fields["advantages"],
         positive_advantages=positive_advantages,
         importance=fields["importance"],

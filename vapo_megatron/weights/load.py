@@ -52,21 +52,29 @@ def load_hf(
             so all of them raise the same.
     """
     tensors = HFTensors(hf_dir)
-    names = _checked_names(tensors, spec, head, value_head)
+    names = checked_names(tensors, spec, head, value_head)
     for entry, parameter in local_parameters(chunks, spec, head, mesh.tp_size):
         if entry.hf[0] not in names:
-            parameter.copy_(_new_head(entry, spec, head_init_std, seed))
+            _fill(parameter, new_head(entry, spec, head_init_std, seed))
             continue
         sources = [tensors[names[name]] for name in entry.hf]
-        parameter.copy_(entry.rule.to_shard(sources, spec, mesh.tp_rank, mesh.tp_size))
+        _fill(parameter, entry.rule.to_shard(sources, spec, mesh.tp_rank, mesh.tp_size))
+
+
+def _fill(parameter: Tensor, value: Tensor) -> None:
+    """Put values into a parameter. To one that is kept in FP8 Transformer Engine attaches the exact values that it was
+    made with, and Megatron's optimizer starts from those: they have to become the loaded ones."""
+    parameter.copy_(value)
+    if hasattr(parameter, "_high_precision_init_val"):
+        parameter._high_precision_init_val = value.to("cpu", parameter.dtype)
 
 
 def check_weights(hf_dir: Path, spec: ModelSpec, head: Head, *, value_head: Literal["new", "saved"] = "new") -> None:
     """Raises BadInput for all that load_hf would; reads the headers of the files alone."""
-    _checked_names(HFTensors(hf_dir), spec, head, value_head)
+    checked_names(HFTensors(hf_dir), spec, head, value_head)
 
 
-def _checked_names(
+def checked_names(
     tensors: HFTensors, spec: ModelSpec, head: Head, value_head: Literal["new", "saved"]
 ) -> dict[str, str]:
     """For each Hugging Face name that is read, its name in the directory. A new head's are not among them."""
@@ -127,7 +135,7 @@ def _saved_head(tensors: HFTensors, outputs: int) -> dict[str, str]:
     return {SCORE_WEIGHT: found[0]} | ({SCORE_BIAS: bias} if bias in tensors.names else {})
 
 
-def _new_head(entry: Entry, spec: ModelSpec, std: float, seed: int) -> Tensor:
+def new_head(entry: Entry, spec: ModelSpec, std: float, seed: int) -> Tensor:
     """A fresh value head's weight or bias, in float32 on the CPU."""
     shape = entry.rule.hf_shapes(spec)[0]
     if entry.rule is VALUE_HEAD_BIAS or std == 0.0:

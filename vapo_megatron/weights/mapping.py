@@ -1,5 +1,6 @@
 """The whole correspondence of a model: every rule with its layer, and the Megatron parameters that it governs here."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,6 +17,12 @@ FUSED_NAMES = {
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 LAYERS = "decoder.layers."
+# An expert's parameter in its layer: under local layers a module of its own, under Transformer Engine's grouped ones a
+# numbered parameter. Either way the number counts the experts of this rank.
+_EXPERT_NAMES = (
+    re.compile(r"mlp\.experts\.local_experts\.(?P<index>\d+)\.(?P<name>.+)"),
+    re.compile(r"mlp\.experts\.(?P<name>linear_fc[12]\.weight)(?P<index>\d+)"),
+)
 
 
 class MeshView(Protocol):
@@ -35,26 +42,43 @@ class MeshView(Protocol):
     def dp_rank(self) -> int: ...
     @property
     def cp_rank(self) -> int: ...
+    @property
+    def ep_size(self) -> int: ...
+    @property
+    def ep_rank(self) -> int: ...
+    @property
+    def in_first_block(self) -> bool: ...
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A rule at its place: in a layer (counted over the whole model), or outside the layers (None)."""
+    """A rule at its place: in a layer (counted over the whole model), or outside the layers (None); in an expert
+    (counted over the whole layer), or outside the experts."""
 
     rule: Rule
     layer: int | None = None
+    expert: int | None = None
 
     @property
     def hf(self) -> tuple[str, ...]:
         """Full names of the Hugging Face tensors."""
-        return tuple(name.format(layer=self.layer) for name in self.rule.hf)
+        return tuple(name.format(layer=self.layer, expert=self.expert) for name in self.rule.hf)
+
+    def owner(self, spec: ModelSpec, ep_size: int) -> int | None:
+        """The expert-parallel rank that holds an expert's parameter; None where all ranks do."""
+        return None if self.expert is None else self.expert // (spec.num_experts // ep_size)
 
 
 def entries(spec: ModelSpec, head: Head) -> list[Entry]:
     """Every entry of a model from input to output: an order that no layout changes. Tied weights come once."""
     table = spec.table
-    layers = [Entry(rule, layer) for layer in range(spec.num_layers) for rule in table.layer]
+    layers = [entry for layer in range(spec.num_layers) for entry in _layer_entries(spec, layer)]
     return [Entry(table.embedding), *layers, Entry(table.final_norm), *map(Entry, spec.head_rules(head))]
+
+
+def _layer_entries(spec: ModelSpec, layer: int) -> list[Entry]:
+    experts = [Entry(rule, layer, expert) for expert in range(spec.num_experts) for rule in spec.table.expert]
+    return [*(Entry(rule, layer) for rule in spec.table.layer), *experts]
 
 
 def local_parameters(
@@ -65,16 +89,16 @@ def local_parameters(
     A stage that keeps a copy of tied word embeddings yields it with the embedding's entry.
 
     Raises:
-        RunFailed: a parameter that no rule knows, one of another shape than the rule's, or a layer without a parameter
-            that it should have: the model was not built from this spec.
+        RunFailed: a parameter that no rule knows, one of another shape than the rule's, or a layer or expert without a
+            parameter that it should have: the model was not built from this spec.
     """
-    known = {(entry.rule.megatron, entry.layer): entry for entry in entries(spec, head)}
+    known = {(entry.rule.megatron, entry.layer, entry.expert): entry for entry in entries(spec, head)}
     if spec.tied and head == "lm":
-        known[spec.table.lm_head.megatron, None] = Entry(spec.table.embedding)
+        known[spec.table.lm_head.megatron, None, None] = Entry(spec.table.embedding)
     found = []
     for chunk in chunks:
-        for name, local_name, layer, parameter in _named(chunk):
-            entry = known.get((local_name, layer))
+        for name, place, parameter in _named(chunk):
+            entry = known.get(place)
             if entry is None:
                 raise RunFailed(f"Megatron parameter {name}: no rule of family {spec.family} (head {head}) knows it")
             expected = entry.rule.shard_shape(spec, tp_size)
@@ -82,21 +106,27 @@ def local_parameters(
                 raise RunFailed(f"Megatron parameter {name}: shape {list(parameter.shape)}, expected {list(expected)}")
             found.append((entry, parameter))
     there = {entry for entry, _ in found}
-    for layer in {entry.layer for entry in there} - {None}:
-        for rule in spec.table.layer:
-            if Entry(rule, layer) not in there:
-                raise RunFailed(f"layer {layer}: Megatron parameter {rule.megatron} is not there, expected by the spec")
+    for layer, expert in {(entry.layer, entry.expert) for entry in there} - {(None, None)}:
+        for rule in spec.table.layer if expert is None else spec.table.expert:
+            if Entry(rule, layer, expert) not in there:
+                where = f"layer {layer}" if expert is None else f"layer {layer}, expert {expert}"
+                raise RunFailed(f"{where}: Megatron parameter {rule.megatron} is not there, expected by the spec")
     return found
 
 
-def _named(chunk: Any) -> Iterator[tuple[str, str, int | None, Parameter]]:
-    """(full name, name under local layers and within its layer, index of the layer in the model, parameter)."""
+def _named(chunk: Any) -> Iterator[tuple[str, tuple[str, int | None, int | None], Parameter]]:
+    """(full name, place, parameter); a place is the rule's name of it, and layer and expert in the whole model."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     for name, parameter in chunk.named_parameters():
         if not name.startswith(LAYERS):
-            yield name, name, None, parameter
+            yield name, (name, None, None), parameter
             continue
         index, _, rest = name.removeprefix(LAYERS).partition(".")
-        layer = chunk.decoder.layers[int(index)].layer_number - 1
-        yield name, FUSED_NAMES.get(rest, rest), layer, parameter
+        layer = chunk.decoder.layers[int(index)]
+        expert = None
+        for pattern in _EXPERT_NAMES:
+            if match := pattern.fullmatch(rest):
+                expert = layer.mlp.local_expert_indices[int(match["index"])]
+                rest = f"mlp.experts.{match['name']}"
+        yield name, (FUSED_NAMES.get(rest, rest), layer.layer_number - 1, expert), parameter

@@ -32,7 +32,7 @@ class Rule(ABC):
 
     Attributes:
         megatron: the parameter's name under local (not fused) layers, within its layer for a rule of a layer.
-        hf: names of the Hugging Face tensors; "{layer}" stands for the layer's index.
+        hf: names of the Hugging Face tensors; "{layer}" and "{expert}" stand for the indices of layer and expert.
         shape: of each of them, dimension by dimension (of QKV: without the first).
     """
 
@@ -59,6 +59,13 @@ class Rule(ABC):
         With one shard they may share its storage.
         """
 
+    @abstractmethod
+    def place(self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> None:
+        """Copy a rank's shard to where it belongs in the Hugging Face tensors, which are contiguous.
+
+        The shards of all ranks, each placed once and in any order, fill them; of a Replicated rule rank 0's does.
+        """
+
     def count(self, spec: "ModelSpec") -> int:
         """Parameters of the Hugging Face tensors."""
         return sum(math.prod(shape) for shape in self.hf_shapes(spec))
@@ -66,7 +73,7 @@ class Rule(ABC):
 
 @dataclass(frozen=True)
 class Replicated(Rule):
-    """Whole on every tensor-parallel rank: norms, the value head."""
+    """Whole on every tensor-parallel rank: norms, the router, the value head."""
 
     def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
         """See Rule."""
@@ -79,6 +86,11 @@ class Replicated(Rule):
     def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
         """See Rule."""
         return [shards[0].contiguous()]
+
+    def place(self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> None:
+        """See Rule."""
+        if tp_rank == 0:
+            wholes[0].copy_(shard)
 
 
 @dataclass(frozen=True)
@@ -99,6 +111,10 @@ class Column(Rule):
         """See Rule."""
         return [_joined(shards)]
 
+    def place(self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> None:
+        """See Rule."""
+        wholes[0].chunk(tp_size)[tp_rank].copy_(shard)
+
 
 @dataclass(frozen=True)
 class Row(Rule):
@@ -117,6 +133,10 @@ class Row(Rule):
     def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
         """See Rule."""
         return [_joined(shards, dim=1)]
+
+    def place(self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> None:
+        """See Rule."""
+        wholes[0].chunk(tp_size, dim=1)[tp_rank].copy_(shard)
 
 
 @dataclass(frozen=True)
@@ -148,6 +168,11 @@ class Vocabulary(Rule):
                 left -= shard.shape[0]
         return [_joined(parts)]
 
+    def place(self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> None:
+        """See Rule."""
+        mine = wholes[0][tp_rank * shard.shape[0] : (tp_rank + 1) * shard.shape[0]]
+        mine.copy_(shard[: mine.shape[0]])
+
 
 @dataclass(frozen=True)
 class GateUp(Rule):
@@ -168,6 +193,37 @@ class GateUp(Rule):
         """See Rule."""
         halves = [shard.chunk(2) for shard in shards]
         return [_joined([half[i] for half in halves]) for i in range(2)]
+
+    def place(self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> None:
+        """See Rule."""
+        for whole, half in zip(wholes, shard.chunk(2), strict=True):
+            whole.chunk(tp_size)[tp_rank].copy_(half)
+
+
+@dataclass(frozen=True)
+class ExpertGateUp(GateUp):
+    """The two halves of an expert's gated MLP: whole, since experts are not cut over tensor-parallel ranks."""
+
+    def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
+        """See Rule."""
+        return super().shard_shape(spec, 1)
+
+    def to_shard(self, sources: Sequence[Source], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
+        """See Rule."""
+        return super().to_shard(sources, spec, 0, 1)
+
+    def place(self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> None:
+        """See Rule."""
+        super().place(shard, wholes, spec, 0, 1)
+
+
+@dataclass(frozen=True)
+class ExpertDown(Replicated):
+    """The way back out of an expert's MLP: whole likewise, and placed by whichever rank holds the expert."""
+
+    def place(self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> None:
+        """See Rule."""
+        super().place(shard, wholes, spec, 0, 1)
 
 
 @dataclass(frozen=True)
@@ -204,6 +260,15 @@ class QKV(Rule):
         rows = [heads * spec.head_dim, spec.head_dim, spec.head_dim]
         split = [shard.unflatten(0, (groups, sum(rows))).split(rows, dim=1) for shard in shards]
         return [torch.cat([parts[i] for parts in split]).flatten(0, 1).contiguous() for i in range(3)]
+
+    def place(self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> None:
+        """See Rule."""
+        groups = spec.num_kv_heads // tp_size
+        heads = spec.num_heads // spec.num_kv_heads
+        rows = [heads * spec.head_dim, spec.head_dim, spec.head_dim]
+        parts = shard.unflatten(0, (groups, sum(rows))).split(rows, dim=1)
+        for whole, part in zip(wholes, parts, strict=True):
+            whole.chunk(tp_size)[tp_rank].unflatten(0, (groups, -1)).copy_(part)
 
 
 def _sizes(shape: tuple[Dimension, ...], spec: "ModelSpec") -> tuple[int, ...]:

@@ -21,12 +21,12 @@ Head = Literal["lm", "value"]
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A dense decoder-only transformer.
+    """A decoder-only transformer, dense or with a mixture of experts in every layer.
 
     Attributes:
         family: config.json's model_type, a key of FAMILIES.
         num_kv_heads: key-value heads (query groups).
-        ffn_size: width of the gated MLP.
+        ffn_size: width of the gated MLP of a dense model; unused where there are experts.
         vocab_size: words, padding rows aside.
         tied: whether the language-model head is the word embedding.
         max_position_embeddings: longest input, in tokens, for which full attention is what the model computes; where
@@ -35,6 +35,10 @@ class ModelSpec:
         vocab_divisible_by: Megatron's make_vocab_size_divisible_by: its tables are padded to a multiple of this times
             the tensor-parallel size.
         value_outputs: of a value model's head: 1, or the bins of a histogram over values.
+        num_experts: experts of a layer; 0 for a dense model.
+        experts_per_token: how many of them a token goes through.
+        expert_ffn_size: width of an expert's gated MLP.
+        norm_topk_prob: whether the weights of a token's experts are scaled to sum up to 1.
     """
 
     family: str
@@ -55,6 +59,10 @@ class ModelSpec:
     dtype: str
     vocab_divisible_by: int = 1
     value_outputs: int = 1
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn_size: int = 0
+    norm_topk_prob: bool = False
 
     @property
     def table(self) -> Family:
@@ -93,9 +101,17 @@ class ModelSpec:
 
     def parameter_count(self, head: Head = "lm") -> int:
         """Parameters of the whole model, padding rows and tied copies not counted."""
+        return self._parameter_count(head, self.num_experts)
+
+    def active_parameter_count(self, head: Head = "lm") -> int:
+        """Parameters that a token goes through: of the experts, those it is routed to."""
+        return self._parameter_count(head, self.experts_per_token)
+
+    def _parameter_count(self, head: Head, experts: int) -> int:
         table = self.table
-        once = (table.embedding, table.final_norm, *self.head_rules(head))
-        return self.num_layers * sum(rule.count(self) for rule in table.layer) + sum(rule.count(self) for rule in once)
+        once = sum(rule.count(self) for rule in (table.embedding, table.final_norm, *self.head_rules(head)))
+        expert = sum(rule.count(self) for rule in table.expert)
+        return self.num_layers * (sum(rule.count(self) for rule in table.layer) + experts * expert) + once
 
 
 class _HFConfig(BaseModel):
@@ -118,6 +134,13 @@ class _HFConfig(BaseModel):
     mlp_bias: bool = False
     use_sliding_window: bool = False
     sliding_window: PositiveInt | None = None
+    num_experts: PositiveInt | None = None
+    num_local_experts: PositiveInt | None = None
+    num_experts_per_tok: PositiveInt = 1
+    moe_intermediate_size: PositiveInt | None = None
+    norm_topk_prob: bool = False
+    decoder_sparse_step: PositiveInt = 1
+    mlp_only_layers: list[int] | None = None
     quantization_config: dict[str, Any] | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
@@ -192,6 +215,7 @@ def read_spec(hf_dir: Path, *, vocab_divisible_by: int = 1, value_outputs: int =
         dtype=_dtype(read, path),
         vocab_divisible_by=vocab_divisible_by,
         value_outputs=value_outputs,
+        **(_experts(read, path) if family.expert else {}),
     )
 
 
@@ -218,6 +242,36 @@ def _check_representable(read: _HFConfig, family: Family, path: Path) -> None:
         raise BadInput(
             f"{path}: quantization_config is set: quantised weights cannot be trained; give the bf16 or fp32 original"
         )
+
+
+def _experts(read: _HFConfig, path: Path) -> dict[str, Any]:
+    """The spec's fields of a mixture of experts. transformers 5 calls their number num_local_experts."""
+    count, chosen = read.num_experts or read.num_local_experts, read.num_experts_per_tok
+    if count is None or read.moe_intermediate_size is None:
+        key = "num_experts" if count is None else "moe_intermediate_size"
+        raise BadInput(f"{path}: {key} is missing, expected a positive number for a model with experts")
+    for key, found, expected in (
+        ("decoder_sparse_step", read.decoder_sparse_step, 1),
+        ("mlp_only_layers", read.mlp_only_layers or [], []),
+    ):
+        if found != expected:
+            raise BadInput(
+                f"{path}: {key} is {found}, expected {expected}: every layer must have experts; choose another "
+                "checkpoint"
+            )
+    if chosen > count:
+        raise BadInput(f"{path}: num_experts_per_tok is {chosen}, expected at most the {count} experts")
+    if chosen == 1 and read.norm_topk_prob:
+        raise BadInput(
+            f"{path}: norm_topk_prob is true with num_experts_per_tok 1: every chosen expert has weight 1 then and the "
+            "router no gradient, expected 2 or more experts a token"
+        )
+    return {
+        "num_experts": count,
+        "experts_per_token": chosen,
+        "expert_ffn_size": read.moe_intermediate_size,
+        "norm_topk_prob": read.norm_topk_prob,
+    }
 
 
 def _dtype(read: _HFConfig, path: Path) -> str:

@@ -25,10 +25,11 @@ from transformers import (  # noqa: E402
     Qwen2Config,
     Qwen2Tokenizer,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 from transformers.utils import logging  # noqa: E402
 
-Family = Literal["qwen2", "qwen3", "llama"]
+Family = Literal["qwen2", "qwen3", "qwen3_moe", "llama"]
 
 # The tokens that Qwen2.5 adds to its byte-pair tokens, in the order of their ids 151643 to 151664.
 QWEN_SPECIAL_TOKENS = (
@@ -55,10 +56,12 @@ class TinyModel(Section):
     vocab_size: int = Field(default=128, gt=0)
     layers: int = Field(default=2, gt=0)
     hidden_size: int = Field(default=128, gt=0)
-    intermediate_size: int = Field(default=256, gt=0)
+    intermediate_size: int = Field(default=256, gt=0, description="of an expert, for a model with experts")
     heads: int = Field(default=4, gt=0)
     kv_heads: int = Field(default=2, gt=0)
     head_dim: int = Field(default=32, gt=0, multiple_of=2)
+    experts: int = Field(default=8, gt=0, description="of a layer; unread without experts")
+    experts_per_token: int = Field(default=2, gt=1, description="likewise")
     max_positions: int = Field(default=512, gt=0)
     tied: bool = True
     rope_theta: float = Field(default=10_000.0, gt=0)
@@ -74,13 +77,23 @@ class TinyModel(Section):
                 f"a qwen2 model has head_dim = hidden_size / heads, not {self.head_dim} for "
                 f"{self.hidden_size} / {self.heads}"
             )
+        if self.experts_per_token > self.experts:
+            raise ValueError(f"experts_per_token {self.experts_per_token} is above the {self.experts} experts")
         return self
 
     def hf_config(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
         """The transformers config of this shape with the tokenizer's special tokens."""
-        kind = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}[self.family]
-        sizes = {} if self.family == "qwen2" else {"head_dim": self.head_dim}
-        return kind(
+        kind = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig, "llama": LlamaConfig}
+        sizes: dict[str, int] = {} if self.family == "qwen2" else {"head_dim": self.head_dim}
+        if self.family == "qwen3_moe":
+            sizes |= {
+                "num_experts": self.experts,
+                "num_experts_per_tok": self.experts_per_token,
+                "moe_intermediate_size": self.intermediate_size,
+                # As the published models have it; transformers' default is false.
+                "norm_topk_prob": True,
+            }
+        return kind[self.family](
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,

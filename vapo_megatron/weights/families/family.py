@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vapo_megatron.weights.rules import QKV, GateUp, Replicated, Row, Rule, Vocabulary
+from vapo_megatron.weights.rules import QKV, ExpertDown, ExpertGateUp, GateUp, Replicated, Row, Rule, Vocabulary
 
 LAYER = "model.layers.{layer}."
 
@@ -38,6 +38,16 @@ GATED_MLP: tuple[Rule, ...] = (
     ),
     Row("mlp.linear_fc2.weight", (LAYER + "mlp.down_proj.weight",), ("hidden_size", "ffn_size")),
 )
+ROUTER: Rule = Replicated("mlp.router.weight", (LAYER + "mlp.gate.weight",), ("num_experts", "hidden_size"))
+EXPERT = LAYER + "mlp.experts.{expert}."
+GATED_EXPERT: tuple[Rule, ...] = (
+    ExpertGateUp(
+        "mlp.experts.linear_fc1.weight",
+        (EXPERT + "gate_proj.weight", EXPERT + "up_proj.weight"),
+        ("expert_ffn_size", "hidden_size"),
+    ),
+    ExpertDown("mlp.experts.linear_fc2.weight", (EXPERT + "down_proj.weight",), ("hidden_size", "expert_ffn_size")),
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,8 @@ class Family:
         model_type: as config.json names it.
         classes: what transformers' class names of the family begin with.
         layer: rules of a transformer layer, their `megatron` names relative to it.
+        expert: rules of each expert of a layer, where the MLP is a mixture of experts; their `megatron` names do not
+            say which expert.
         qkv_bias: whether query, key and value projections have biases.
         qk_norm: whether queries and keys are normalised by head.
         defaults: what transformers assumes where config.json lacks a key.
@@ -62,6 +74,7 @@ class Family:
     layer: tuple[Rule, ...]
     qkv_bias: bool = False
     qk_norm: bool = False
+    expert: tuple[Rule, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     embedding: Rule = EMBEDDING
     final_norm: Rule = FINAL_NORM

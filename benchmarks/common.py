@@ -1,0 +1,254 @@
+"""What the benchmarks share: timing, tables that can be kept as JSON, lengths, model shapes, batches, ranks."""
+
+import argparse
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from rich.console import Console
+from rich.table import Table
+
+from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.config.model import ActorConfig, ModelConfig
+from vapo_megatron.experience.batch import ExperienceBatch, from_samples
+from vapo_megatron.experience.microbatch import MicroBatch
+from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.experience.torchvision_ops import make_torchvision_importable
+from vapo_megatron.mcore.mesh import make_mesh
+from vapo_megatron.mcore.platform import current_platform
+from vapo_megatron.mcore.token_loss import PackedTokens
+from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.training.losses import NegativeLogLikelihood
+from vapo_megatron.weights.spec import ModelSpec, read_spec
+
+make_torchvision_importable()
+import transformers  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Qwen2.5-shaped model."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    tied: bool = False
+
+    def hf_config(self) -> Any:
+        """Its config as transformers has it."""
+        return transformers.Qwen2Config(
+            hidden_size=self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            intermediate_size=self.ffn,
+            vocab_size=self.vocab,
+            max_position_embeddings=32768,
+            tie_word_embeddings=self.tied,
+        )
+
+    def spec(self) -> ModelSpec:
+        """What Megatron's model is built from."""
+        with tempfile.TemporaryDirectory() as directory:
+            self.hf_config().save_pretrained(directory)
+            return read_spec(Path(directory))
+
+
+SHAPES = {
+    "tiny": Shape(64, 2, 4, 2, 128, 512, tied=True),
+    "10m": Shape(256, 8, 8, 4, 768, 4096, tied=True),
+    "50m": Shape(512, 12, 8, 4, 1536, 8192, tied=True),
+    "1.5b": Shape(1536, 28, 12, 2, 8960, 151936, tied=True),
+    "7b": Shape(3584, 28, 28, 4, 18944, 152064),
+    # As wide as Qwen2.5-32B with 6 of its 64 layers: what a rank of a PP=8 job about holds.
+    "32b-slice": Shape(5120, 6, 40, 8, 27648, 152064),
+}
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """An argument parser that every benchmark adds its own arguments to."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--json", type=Path, help="file to write the results to, with date and hardware")
+    return made
+
+
+def publish(title: str, rows: Sequence[dict[str, Any]], file: Path | None) -> None:
+    """Print rows of equal keys as a table, and write them with date and hardware where a file is named."""
+    table = Table(title=title)
+    for index, heading in enumerate(rows[0]):
+        table.add_column(heading, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*(f"{value:,.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+    facts = machine()
+    console = Console(width=150)
+    console.print("   ".join(f"{name}: {value}" for name, value in facts.items()))
+    console.print(table)
+    if file is not None:
+        with atomic_write(file) as out:
+            json.dump({"title": title, "machine": facts, "rows": list(rows)}, out, indent=1)
+
+
+def machine() -> dict[str, str]:
+    """Date, accelerator or processor, and versions."""
+    import megatron.core
+
+    cuda = current_platform().is_cuda
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "hardware": torch.cuda.get_device_name() if cuda else f"{_cpu_name()}, {os.cpu_count()} cores",
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "megatron-core": megatron.core.__version__,
+    }
+
+
+def _cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def best_seconds(function: Callable[[], object], repeats: int) -> float:
+    """Least wall-clock seconds of `repeats` calls, after one that does not count."""
+    best = float("inf")
+    for repeat in range(repeats + 1):
+        current_platform().synchronize()
+        start = time.perf_counter()
+        function()
+        current_platform().synchronize()
+        if repeat:
+            best = min(best, time.perf_counter() - start)
+    return best
+
+
+def heavy_tailed_lengths(count: int, mean: float, longest: int, seed: int = 0, sigma: float = 0.8) -> list[int]:
+    """Lengths of reasoning responses, as they are drawn: log-normal, cut at `longest`, with the mean asked for."""
+    draws = np.exp(np.random.default_rng(seed).normal(0.0, sigma, count))
+    low, high = 0.0, float(longest) / float(draws.min())
+    for _ in range(60):
+        middle = (low + high) / 2
+        if np.minimum(draws * middle, longest).mean() < mean:
+            low = middle
+        else:
+            high = middle
+    return [max(2, int(n)) for n in np.minimum(draws * low, longest)]
+
+
+def sample_batch(lengths: Sequence[int], vocab: int, seed: int = 0) -> ExperienceBatch:
+    """Samples of random tokens, a prompt of one token and responses for the rest: every position has a loss."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for index, length in enumerate(lengths):
+        ids = torch.randint(0, vocab, (length,), generator=generator).tolist()
+        prompt = Prompt(str(index), "", "", (ids[0],))
+        zeros = [0.0] * (length - 1)
+        samples.append(Sample(prompt, index, 0, 0, ids[1:], zeros, "stop", 0, 0, reward=1.0, correct=True))
+    return from_samples(samples)
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """A world of this process alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        _join(0, 1, folder)
+        yield
+        dist.destroy_process_group()
+
+
+def over_ranks(world_size: int, function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """function(*args) on world_size ranks of this machine; what rank 0 returned."""
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.start_processes(
+            _rank, (world_size, folder, function, args), nprocs=world_size, start_method="spawn"
+        )
+        return dict(json.loads((Path(folder) / "answer.json").read_text()))
+
+
+def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    _join(rank, world_size, folder)
+    answer = function(*args)
+    if rank == 0:
+        (Path(folder) / "answer.json").write_text(json.dumps(answer))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _join(rank: int, world_size: int, folder: str) -> None:
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's schedules count on it
+    current_platform().bind(rank)
+    store = f"file://{Path(folder) / 'store'}"
+    dist.init_process_group(current_platform().world_backend, init_method=store, rank=rank, world_size=world_size)
+
+
+def sft_loss(batch: ExperienceBatch) -> Any:
+    """The plainest loss there is: the mean negative log-likelihood of all response tokens."""
+    return NegativeLogLikelihood(torch.full((batch.response_tokens,), 1 / batch.response_tokens))
+
+
+def random_model(shape: Shape, config: ActorConfig, dtype: str, optimizer: bool = True) -> Trainable:
+    """Collective: a policy with Megatron's own random weights; with its optimizer, ready to be trained."""
+    mesh = make_mesh(config.layout)
+    model = ModelConfig(path="none", dtype=dtype)  # type: ignore[arg-type]
+    trainable = Trainable(shape.spec(), model, config, mesh, "lm", name="actor", seed=1)
+    if optimizer:
+        trainable.prepare()
+    return trainable
+
+
+def step_seconds(trainable: Trainable, batch: ExperienceBatch, repeats: int) -> tuple[float, float]:
+    """Least seconds of a training step without, and with, the optimizer's update."""
+    loss, update = sft_loss(batch), trainable.optimizer.step
+    inside: list[float] = []
+    whole: list[float] = []
+
+    def timed_update() -> Any:
+        current_platform().synchronize()
+        start = time.perf_counter()
+        result = update()
+        current_platform().synchronize()
+        inside.append(time.perf_counter() - start)
+        return result
+
+    trainable.optimizer.step = timed_update
+    for _ in range(repeats + 1):
+        current_platform().synchronize()
+        dist.barrier()
+        start = time.perf_counter()
+        trainable.train_step(batch, range(batch.samples), loss)
+        current_platform().synchronize()
+        whole.append(time.perf_counter() - start)
+    trainable.optimizer.step = update
+    without = [all_ - part for all_, part in zip(whole[1:], inside[1:], strict=True)]
+    return min(without), min(whole[1:])
+
+
+def gradient_seconds(trainable: Trainable, batch: ExperienceBatch, repeats: int) -> float:
+    """Least seconds of forward and backward of a model without optimizer, of which more fits a single GPU."""
+    loss, device = sft_loss(batch), current_platform().device
+    microbatches = trainable.microbatches(batch, range(batch.samples))
+
+    def consume(microbatch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        total, _ = loss(output[0].float(), PackedTokens(microbatch, trainable.mesh, device))
+        return total, torch.ones((), dtype=torch.int, device=device), {}
+
+    def step() -> None:
+        for chunk in trainable.chunks:
+            chunk.zero_grad(set_to_none=True)
+        trainable._run(microbatches, consume, forward_only=False)
+
+    return best_seconds(step, repeats)

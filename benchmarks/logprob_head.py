@@ -1,0 +1,108 @@
+"""Log-probs and entropy from chunks of logits against whole logits: time, and the most memory beyond the inputs.
+
+    python -m benchmarks.logprob_head [--words 151936] [--tokens 8192] [--hidden 1536] [--chunk 1024] [--json FILE]
+
+Forward and backward of both; "plain" is log_softmax over fp32 logits, then gather and entropy, as trainers without a
+fused head do it. On a CPU memory is what the process holds resident at most, beyond what it held before, measured in a
+process of its own; the plain way holds several times tokens x words x 4 bytes (5 GB with the defaults), fewer --tokens
+take in proportion. On a GPU it is what the allocator gave at most.
+"""
+
+import argparse
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.common import best_seconds, one_rank, parser, publish
+from vapo_megatron.mcore.heads import logprobs_and_entropy
+from vapo_megatron.mcore.platform import current_platform
+
+Head = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies [t] from whole logits."""
+    log_p = (hidden @ weight.t()).float().log_softmax(-1)
+    return log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def measure(name: str, given: argparse.Namespace, entropy: bool) -> dict[str, float]:
+    """Seconds of forward and backward, and MiB at most beyond the inputs."""
+    device, dtype = current_platform().device, getattr(torch, given.dtype)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(given.tokens, given.hidden, generator=generator).to(device, dtype).requires_grad_()
+    weight = torch.randn(given.words, given.hidden, generator=generator).to(device, dtype).mul_(0.02).requires_grad_()
+    labels = torch.randint(0, given.words, (given.tokens,), generator=generator).to(device)
+
+    def chunked(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return logprobs_and_entropy(hidden, weight, labels, group=dist.group.WORLD, chunk=given.chunk)
+
+    head: Head = {"plain": plain, "chunked": chunked}[name]
+
+    def step() -> None:
+        hidden.grad = weight.grad = None
+        logprob, spread = head(hidden, weight, labels)
+        (-logprob.mean() - (0.01 * spread.mean() if entropy else 0)).backward()
+
+    watch = _Peak()
+    step()
+    peak = watch.mebibytes()
+    return {"seconds": best_seconds(step, given.repeats), "peak MiB": peak}
+
+
+class _Peak:
+    """The most memory since it was made."""
+
+    def __init__(self) -> None:
+        if current_platform().is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            Path("/proc/self/clear_refs").write_text("5")  # proc(5): sets VmHWM to what is resident now
+        self.before = current_platform().memory_bytes()
+
+    def mebibytes(self) -> float:
+        if current_platform().is_cuda:
+            return (torch.cuda.max_memory_allocated() - self.before) / 2**20
+        lines = Path("/proc/self/status").read_text().splitlines()
+        peak = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+        return peak / 2**10 - self.before / 2**20
+
+
+def _measure_alone(answers: Any, *args: Any) -> None:
+    with one_rank():
+        answers.put(measure(*args))
+
+
+def main() -> None:
+    """Print a row for each way, with and without an entropy term in the loss."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--words", type=int, default=151936)
+    arguments.add_argument("--tokens", type=int, default=8192)
+    arguments.add_argument("--hidden", type=int, default=1536)
+    arguments.add_argument("--chunk", type=int, default=1024)
+    arguments.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    arguments.add_argument("--repeats", type=int, default=3)
+    arguments.add_argument("--only", choices=("plain", "chunked"), help="where the plain way does not fit")
+    given = arguments.parse_args()
+    rows = []
+    context = multiprocessing.get_context("spawn")
+    for entropy in (False, True):
+        for name in ("plain", "chunked") if given.only is None else (given.only,):
+            answers = context.Queue()
+            worker = context.Process(target=_measure_alone, args=(answers, name, given, entropy))
+            worker.start()
+            worker.join()
+            if worker.exitcode:
+                raise SystemExit(f"{name}: ended with code {worker.exitcode}; it may not have fit, try fewer --tokens")
+            rows.append({"head": name, "entropy in the loss": "yes" if entropy else "no", **answers.get()})
+    title = f"{given.tokens} tokens, {given.words} words, hidden {given.hidden}, {given.dtype}, chunk {given.chunk}"
+    publish(title, rows, given.json)
+
+
+if __name__ == "__main__":
+    main()

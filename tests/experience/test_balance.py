@@ -1,0 +1,96 @@
+"""Plans for a batch of real size: level over ranks, tight, and never worse than the largest-differencing method."""
+
+import itertools
+import random
+
+import pytest
+
+from benchmarks.balance import Plan, peer_plan, quality
+from benchmarks.common import heavy_tailed_lengths
+from vapo_megatron.experience.balance import Cost, plan_microbatches
+
+SAMPLES, RANKS, BUDGET, ALIGNMENT = 8192, 64, 32768, 16
+# In units of a multiply-add: a model of 7.6e9 parameters, 28 layers and 28 heads of 128.
+COST = Cost(7.6e9, 28 * 28 * 128)
+
+
+@pytest.fixture(scope="module")
+def lengths() -> list[int]:
+    return heavy_tailed_lengths(SAMPLES, mean=6000, longest=20000)
+
+
+def plan_of(lengths: list[int], **changes: int) -> Plan:
+    settings = {"dp_size": RANKS, "max_tokens": BUDGET, "alignment": ALIGNMENT} | changes
+    return plan_microbatches(range(len(lengths)), lengths, cost=COST, **settings)
+
+
+@pytest.fixture(scope="module")
+def plan(lengths: list[int]) -> Plan:
+    return plan_of(lengths)
+
+
+def test_the_batch_is_the_one_the_bounds_are_stated_for(lengths: list[int]) -> None:
+    assert sum(lengths) / SAMPLES == pytest.approx(6000, rel=1e-3)
+    assert max(lengths) == 20000
+
+
+def test_work_is_level_and_padding_small(lengths: list[int], plan: Plan) -> None:
+    found = quality(plan, lengths, COST, BUDGET, ALIGNMENT)
+    assert found["worst rank"] <= 1e-4
+    assert found["padding"] <= 0.02
+    assert found["fullest"] <= BUDGET
+    assert found["unfilled"] <= 0.05
+
+
+def test_every_sample_is_in_one_micro_batch_and_ranks_have_equally_many(plan: Plan) -> None:
+    assert sorted(s for rank in plan for micro in rank for s in micro) == list(range(SAMPLES))
+    assert {len(rank) for rank in plan} == {len(plan[0])}
+
+
+def test_micro_batches_come_by_falling_work(lengths: list[int], plan: Plan) -> None:
+    for rank in plan:
+        work = [sum(COST(lengths[s]) for s in micro) for micro in rank]
+        assert all(first >= second * (1 - 1e-12) for first, second in itertools.pairwise(work))
+
+
+def test_the_largest_differencing_method_is_not_better(lengths: list[int], plan: Plan) -> None:
+    ours = quality(plan, lengths, COST, BUDGET, ALIGNMENT)
+    peer = quality(peer_plan(lengths, RANKS, BUDGET, COST, within_budget=True), lengths, COST, BUDGET)
+    careless = quality(peer_plan(lengths, RANKS, BUDGET, COST, within_budget=False), lengths, COST, BUDGET)
+    assert ours["worst rank"] < peer["worst rank"]
+    assert ours["micro-batches"] <= peer["micro-batches"]
+    assert ours["unfilled"] < peer["unfilled"]
+    assert ours["uneven"] < peer["uneven"]
+    assert careless["fullest"] > BUDGET, "else the peer's plan without a budget would be the one to compare with"
+
+
+def test_the_same_arguments_give_the_same_plan(lengths: list[int], plan: Plan) -> None:
+    assert plan_of(lengths) == plan
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tight_budgets_are_kept_with_few_micro_batches(seed: int) -> None:
+    rng = random.Random(seed)
+    budget = rng.choice([40, 100, 1000])
+    lengths = [rng.randint(1, rng.choice([4, budget // 2, budget]) + 1) for _ in range(rng.randint(0, 60))]
+    ranks, alignment, multiple = rng.randint(1, 5), rng.choice([1, 4]), rng.choice([1, 2, 4])
+    total_alignment = alignment * rng.choice([1, 2])
+    lengths = [min(n, (budget - total_alignment) // alignment * alignment + 1) for n in lengths]
+    plan = plan_of(
+        lengths,
+        dp_size=ranks,
+        max_tokens=budget,
+        alignment=alignment,
+        total_alignment=total_alignment,
+        multiple_of=multiple,
+    )
+    assert len(plan) == ranks and {len(rank) for rank in plan} == {len(plan[0])}
+    assert len(plan[0]) % multiple == 0
+    assert sorted(s for rank in plan for micro in rank for s in micro) == list(range(len(lengths)))
+    padded = [-(-max(n - 1, 1) // alignment) * alignment for n in lengths]
+    room = budget - (total_alignment - alignment)
+    used = [[sum(padded[s] for s in micro) for micro in rank] for rank in plan]
+    assert max((tokens for rank in used for tokens in rank), default=0) <= room
+    # Two half-empty bins could be one: no packing by best fit leaves them.
+    least = -(-max(sum(rank) for rank in used) // room)
+    assert len(plan[0]) <= -(-max(2 * least, 1) // multiple) * multiple

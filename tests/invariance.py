@@ -1,0 +1,275 @@
+"""One batch trained for three steps, cut as a split says: what has to be the same for all, and the comparison."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from hf_models import VOCAB, write_model
+from ranks import run_ranks
+from torch import Tensor
+
+from vapo_megatron.algorithms.aggregation import nll_weights, token_weights
+from vapo_megatron.algorithms.gae import decoupled_gae, length_adaptive_lambda
+from vapo_megatron.algorithms.segments import place_terminal, to_tokens
+from vapo_megatron.config.algorithm import KlConfig, PolicyLossConfig, ValueLossConfig
+from vapo_megatron.config.model import (
+    ActorConfig,
+    CriticConfig,
+    LayoutConfig,
+    ModelConfig,
+    OptimizerSettings,
+    RecomputeConfig,
+)
+from vapo_megatron.experience.batch import ExperienceBatch, from_samples
+from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.mcore.mesh import Mesh, make_mesh
+from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.training.losses import NegativeLogLikelihood, PolicyLoss, ValueLoss
+from vapo_megatron.weights.export import stream_hf
+from vapo_megatron.weights.load import load_hf
+from vapo_megatron.weights.spec import read_spec
+
+# Prompt and response tokens. Every second sample is rewarded: those with responses of one or two tokens, fewer than the
+# context-parallel ranks that share them.
+LENGTHS = [(5, 9), (3, 1), (1, 30), (7, 2), (2, 17), (1, 1), (4, 4)]
+STEPS = 3
+# Where a gradient is near 0, AdamW divides rounding errors by eps: a small one would magnify them.
+OPTIMIZER = OptimizerSettings(lr=1e-2, warmup_steps=0, eps=1e-3)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and what it is trained with."""
+
+    name: str
+    loss: str
+    family: str = "qwen3"
+    tied: bool = False
+
+    @property
+    def head(self) -> str:
+        return "value" if self.loss.startswith("value") else "lm"
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("policy", "policy", tied=True),
+        Case("value", "value"),
+        Case("nll", "nll", family="qwen2"),
+        Case("gspo", "gspo", family="llama"),
+        Case("value-clipped", "value_clipped", tied=True),
+        Case("nll-tied", "nll", tied=True),
+        Case("terminal", "terminal"),
+        Case("moe", "policy", family="qwen3_moe"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a batch and a model are cut."""
+
+    world: int = 1
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    max_tokens: int = 1000
+    optimizer: OptimizerSettings = OPTIMIZER
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    sleep: str = "auto"
+    dtype: str = "float32"
+
+    def __str__(self) -> str:
+        extras = [self.layout.describe(self.world).replace(" ", "-"), f"{self.max_tokens}tok"]
+        extras += [self.recompute.granularity] * (self.recompute.granularity != "none")
+        extras += ["whole-optimizer"] * (not self.optimizer.distributed)
+        extras += ["overlap"] * (self.optimizer.overlap_grad_reduce is True)
+        extras += ["sleep"] * (self.sleep == "always")
+        extras += ["bf16"] * (self.dtype == "bfloat16")
+        return "-".join(extras)
+
+
+def make_batch() -> ExperienceBatch:
+    """Seven samples, three of them correct, with the log-probs, values and advantages that a rollout has."""
+    generator = torch.Generator().manual_seed(5)
+    samples = []
+    for group, (p, r) in enumerate(LENGTHS):
+        ids = torch.randint(0, VOCAB, (p + r,), generator=generator).tolist()
+        logprobs = (-torch.rand(r, generator=generator) * 6 - 2).tolist()
+        correct = group % 2 == 1
+        prompt = Prompt(str(group), "", "", tuple(ids[:p]))
+        samples.append(
+            Sample(prompt, group, 0, 0, ids[p:], logprobs, "stop", 0, 0, reward=float(correct), correct=correct)
+        )
+    batch = from_samples(samples)
+    bounds, total = batch.response_cu_seqlens, batch.response_tokens
+    values = torch.rand(total, generator=generator) * 0.5
+    # The reward is on the last token alone: a layout that loses that token loses the reward.
+    advantages, returns = decoupled_gae(
+        place_terminal(batch.rewards, bounds, total),
+        values,
+        bounds,
+        lam_policy=length_adaptive_lambda(batch.response_lengths, 0.5),
+        lam_critic=1.0,
+    )
+    batch.token_fields |= {"values": values, "advantages": advantages, "returns": returns}
+    batch.token_fields["ref_logprobs"] = batch.rollout_logprobs + torch.randn(total, generator=generator) * 0.3
+    return batch
+
+
+def make_loss(name: str, batch: ExperienceBatch) -> Any:
+    """A loss with every term that can be on at once."""
+    fields, bounds, lengths = batch.token_fields, batch.response_cu_seqlens, batch.response_lengths
+    mean = to_tokens(token_weights(lengths, "token_mean"), bounds)
+    if name == "nll":
+        return NegativeLogLikelihood(mean)
+    if name == "terminal":  # nothing but the tokens on which the rewards are
+        return NegativeLogLikelihood(place_terminal(batch.rewards, bounds, batch.response_tokens))
+    if name.startswith("value"):
+        config = ValueLossConfig(kind="clipped" if name == "value_clipped" else "mse", self_imitation_coef=0.3)
+        return ValueLoss(config, fields["returns"], fields["values"], mean)
+    shared: dict[str, Any] = {"entropy_coef": 0.01, "self_imitation_coef": 0.2}
+    if name == "gspo":
+        config = PolicyLossConfig(kind="gspo", aggregation="sequence_mean", **shared)
+    else:
+        config = PolicyLossConfig(dual_clip=3.0, **shared)
+    return PolicyLoss(
+        config=config,
+        kl=KlConfig(where="loss", estimator="k3", coef=0.05),
+        old_logprobs=batch.rollout_logprobs,
+        rollout_logprobs=batch.rollout_logprobs,
+        ref_logprobs=fields["ref_logprobs"],
+        advantages=fields["advantages"],
+        positive_advantages=(fields["returns"] - fields["values"]).clamp(min=0),
+        importance=torch.linspace(0.5, 1.5, batch.response_tokens),
+        weights=to_tokens(token_weights(lengths, config.aggregation), bounds),
+        nll_weights=to_tokens(nll_weights(lengths, batch.correct), bounds),
+        mean_weights=mean,
+    )
+
+
+def make_models(folder: Path) -> dict[tuple[str, bool], Path]:
+    """A directory for each family, tied or not, that a case asks for."""
+    wanted = {(case.family, case.tied) for case in CASES.values()}
+    return {
+        (family, tied): write_model(folder / f"{family}-{tied}", family, tie_word_embeddings=tied)
+        for family, tied in sorted(wanted)
+    }
+
+
+def train(
+    models: dict[tuple[str, bool], Path],
+    names: Sequence[str],
+    split: Split,
+    mutate: Callable[[str, Any, Split], Any] | None = None,
+) -> dict[str, Any]:
+    """On every rank: each case's figures and gradient norm of each step, gradients of the last, weights after it.
+
+    mutate may exchange a loss for a wrong one.
+    """
+    mesh = make_mesh(split.layout)
+    return {name: _train_case(models, CASES[name], split, mesh, mutate) for name in names}
+
+
+def _train_case(
+    models: dict[tuple[str, bool], Path],
+    case: Case,
+    split: Split,
+    mesh: Mesh,
+    mutate: Callable[[str, Any, Split], Any] | None,
+) -> dict[str, Any]:
+    model_dir, batch = models[case.family, case.tied], make_batch()
+    spec = read_spec(model_dir)
+    shared: dict[str, Any] = {
+        "layout": split.layout,
+        "optimizer": split.optimizer,
+        "recompute": split.recompute,
+        "max_tokens_per_microbatch": split.max_tokens,
+        "sleep": split.sleep,
+    }
+    section = ActorConfig(**shared, logprob_chunk=7) if case.head == "lm" else CriticConfig(**shared)
+    model = ModelConfig(path=str(model_dir), dtype=split.dtype)  # type: ignore[arg-type]
+    trainable = Trainable(spec, model, section, mesh, case.head, name="actor", seed=1, temperature=0.9)  # type: ignore[arg-type]
+    load_hf(trainable.chunks, spec, model_dir, mesh, case.head)
+    trainable.prepare()
+    loss = make_loss(case.loss, batch)
+    if mutate is not None:
+        loss = mutate(case.name, loss, split)
+    steps = []
+    for _ in range(STEPS):
+        result = trainable.train_step(batch, range(batch.samples), loss)
+        steps.append(result.figures | {"grad_norm": result.grad_norm})
+        gradients = _gradients(trainable)
+        if split.sleep == "always":
+            trainable.sleep()
+    scores = trainable.score(batch).numpy()
+    weights = _tensors(trainable)
+    if dist.get_rank() != 0:
+        gradients = weights = {}
+    return {"steps": steps, "gradients": gradients, "weights": weights, "scores": scores}
+
+
+def _tensors(trainable: Trainable) -> dict[str, np.ndarray]:
+    stream = stream_hf(trainable.chunks, trainable.spec, trainable.mesh, trainable.head)
+    return {name: tensor.detach().float().numpy().copy() for bucket in stream for name, tensor in bucket}
+
+
+@torch.no_grad()
+def _gradients(trainable: Trainable) -> dict[str, np.ndarray]:
+    """Gradients of the last step by the names of the weights: they stand in for the weights in an export."""
+    chunks = trainable.chunks
+    if trainable.config.optimizer.distributed:
+        for wrapped in trainable.wrapped:
+            for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
+                for bucket in buffer.buckets:
+                    _gather_shards(bucket.grad_data, buffer.data_parallel_group)
+    kept: list[tuple[Tensor, Tensor]] = []
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            kept.append((parameter, parameter.detach().clone()))
+            parameter.copy_(parameter.main_grad)
+    found = _tensors(trainable)
+    for parameter, value in kept:
+        parameter.copy_(value)
+    return found
+
+
+def _gather_shards(data: Tensor, group: Any) -> None:
+    """Each rank of the group has reduced its own part of a bucket: give all of it to all."""
+    mine = data.view(group.size(), -1)[group.rank()].clone()
+    dist.all_gather_into_tensor(data, mine, group=group)
+
+
+def run_split(
+    models: dict[tuple[str, bool], Path],
+    names: Sequence[str],
+    split: Split,
+    mutate: Callable[[str, Any, Split], Any] | None = None,
+) -> list[dict[str, Any]]:
+    """What train() returned on every rank of a split."""
+    return run_ranks(split.world, train, models, names, split, mutate, deadline=280)
+
+
+def assert_same(found: list[dict[str, Any]], expected: dict[str, Any], rel: float = 1e-5) -> None:
+    """Every rank's report equals the reference: figures, norms and scores; gradients and weights, which rank 0 has."""
+    for name, reference in expected.items():
+        for rank, report in enumerate(found):
+            for step, (figures, wanted) in enumerate(zip(report[name]["steps"], reference["steps"], strict=True)):
+                for key, value in wanted.items():
+                    error = abs(figures[key] - value)
+                    # A sum of parts that cancel has the rounding of the parts, not of the sum.
+                    assert error <= rel * abs(value) + 0.1 * rel, f"{name}, rank {rank}, step {step}, {key}: {error}"
+            _assert_close(report[name]["scores"], reference["scores"], rel, f"{name}, rank {rank}, scores")
+        for kind in ("gradients", "weights"):
+            tensors = found[0][name][kind]
+            assert tensors.keys() == reference[kind].keys()
+            for key, tensor in tensors.items():
+                _assert_close(tensor, reference[kind][key], rel, f"{name}, {kind} of {key}")
+
+
+def _assert_close(found: np.ndarray, expected: np.ndarray, rel: float, what: str) -> None:
+    error, size = np.abs(found - expected).max(), np.abs(expected).max()
+    assert error <= rel * size + 1e-8, f"{what}: {error:.2e} of {size:.2e}"

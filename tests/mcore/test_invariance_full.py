@@ -1,0 +1,114 @@
+"""The larger matrix (make test-full): every split of up to eight ranks, with every kind of loss and model.
+
+The switches that must not matter either (recompute, optimizer, overlap, sleep, micro-batches) take turns over them.
+"""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from invariance import CASES, OPTIMIZER, Split, assert_same, make_models, run_split
+
+from vapo_megatron.config.model import LayoutConfig, OptimizerSettings, RecomputeConfig
+
+pytestmark = pytest.mark.full
+
+DENSE = tuple(name for name in CASES if name != "moe")
+OPTIMIZERS: tuple[OptimizerSettings, ...] = (
+    OPTIMIZER,
+    OPTIMIZER.model_copy(update={"distributed": False}),
+    OPTIMIZER.model_copy(update={"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_elements": 4000}),
+)
+RECOMPUTES = (
+    RecomputeConfig(),
+    RecomputeConfig(granularity="selective"),
+    RecomputeConfig(granularity="selective", modules=("mlp",)),
+    RecomputeConfig(granularity="full"),
+    RecomputeConfig(granularity="full", method="block", layers=1),
+)
+
+
+def layouts() -> list[tuple[int, LayoutConfig]]:
+    """Ranks and layout of every way to cut a model of four layers over at most eight ranks."""
+    found = []
+    for tp, pp, cp, dp in itertools.product((1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8), (1, 2, 4, 8)):
+        # Four key-value heads are cut over at most four ranks.
+        if tp * pp * cp * dp > 8 or tp > 4:
+            continue
+        for sequence_parallel in (False, True) if tp > 1 else (False,):
+            for vpp in (None, 2) if pp == 2 else (None,):
+                layout = LayoutConfig(tp=tp, pp=pp, vpp=vpp, cp=cp, sequence_parallel=sequence_parallel)
+                found.append((tp * pp * cp * dp, layout))
+    return found
+
+
+def splits() -> list[Split]:
+    """Every layout, in turn with one of the switches' settings."""
+    turns = zip(
+        layouts(), itertools.cycle(OPTIMIZERS), itertools.cycle(RECOMPUTES), itertools.cycle((40, 1000)), strict=False
+    )
+    return [
+        Split(
+            world,
+            layout,
+            # A micro-batch holds the longest sample and as much as sequence parallelism may add.
+            tokens if layout.cp == 1 else max(tokens // layout.cp, 16),
+            optimizer,
+            recompute,
+            sleep="always" if index % 4 == 0 else "auto",
+        )
+        for index, ((world, layout), optimizer, recompute, tokens) in enumerate(turns)
+    ]
+
+
+EXPERT_SPLITS = [
+    Split(2, LayoutConfig(ep=2)),
+    Split(4, LayoutConfig(ep=4), 40),
+    Split(4, LayoutConfig(tp=2, ep=2, sequence_parallel=True), 60),
+    Split(4, LayoutConfig(pp=2, ep=2), 40, recompute=RECOMPUTES[3]),
+    Split(4, LayoutConfig(cp=2, ep=2), 40, optimizer=OPTIMIZERS[2]),
+    Split(8, LayoutConfig(tp=2, pp=2, ep=2, sequence_parallel=True), 60, optimizer=OPTIMIZERS[1]),
+]
+BF16_SPLITS = [
+    Split(4, LayoutConfig(tp=2, cp=2, sequence_parallel=True), 40, dtype="bfloat16"),
+    Split(4, LayoutConfig(pp=2), 40, OPTIMIZERS[2], dtype="bfloat16"),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Path]:
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def reference(models: dict[tuple[str, bool], Path]) -> dict[str, Any]:
+    return run_split(models, tuple(CASES), Split())[0]
+
+
+@pytest.mark.parametrize("split", splits(), ids=str)
+def test_every_split_equals_one_rank(
+    models: dict[tuple[str, bool], Path], reference: dict[str, Any], split: Split
+) -> None:
+    assert_same(run_split(models, DENSE, split), {name: reference[name] for name in DENSE})
+
+
+@pytest.mark.parametrize("split", EXPERT_SPLITS, ids=str)
+def test_experts_cut_over_ranks_equal_one_rank(
+    models: dict[tuple[str, bool], Path], reference: dict[str, Any], split: Split
+) -> None:
+    assert_same(run_split(models, ("moe",), split), {"moe": reference["moe"]})
+
+
+@pytest.mark.parametrize("split", BF16_SPLITS, ids=str)
+def test_bf16_splits_are_as_near_to_fp32_as_one_rank_in_bf16(
+    models: dict[tuple[str, bool], Path], reference: dict[str, Any], split: Split
+) -> None:
+    names = ("policy", "value", "nll")
+    found, single = run_split(models, names, split)[0], run_split(models, names, Split(dtype="bfloat16"))[0]
+    for name in names:
+        for kind in ("gradients", "weights"):
+            for key, exact in reference[name][kind].items():
+                rounding = np.linalg.norm(single[name][kind][key] - exact)
+                assert np.linalg.norm(found[name][kind][key] - exact) <= 2 * rounding + 1e-6, f"{name}, {kind} of {key}"

@@ -1,0 +1,273 @@
+"""What a model computes in: refusals by name, Megatron's settings, alignment of packed tokens, bfloat16 against
+float32, and recomputation. What needs a GPU is in test_gpu_precision.py."""
+
+import contextlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hf_models import write_model
+from megatron.core.fp8_utils import is_first_last_bf16_layer
+from megatron.core.transformer import transformer_block
+from megatron.core.transformer.transformer_config import TransformerConfig
+from pydantic import ValidationError
+from ranks import run_ranks
+from trainables import loss_of, make_batch, make_trainable
+
+from vapo_megatron.config.model import (
+    ActorConfig,
+    CriticConfig,
+    LayoutConfig,
+    ModelConfig,
+    PrecisionConfig,
+    TrainableConfig,
+)
+from vapo_megatron.errors import BadInput
+from vapo_megatron.mcore.model import transformer_config
+from vapo_megatron.mcore.platform import Platform, current_platform
+from vapo_megatron.mcore.precision import (
+    CAPABILITY,
+    check_delayed_scaling,
+    check_trainable,
+    fp8_settings,
+    set_amax_group,
+)
+from vapo_megatron.weights.spec import ModelSpec, read_spec
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("qwen3"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def spec(model_dir: Path) -> ModelSpec:
+    return read_spec(model_dir)
+
+
+@dataclass(frozen=True)
+class Chip(Platform):
+    """A GPU machine that is not there."""
+
+    has_te: bool = True
+    capability: tuple[int, int] = (9, 0)
+
+    @property
+    def has_transformer_engine(self) -> bool:
+        return self.has_te
+
+    @property
+    def compute_capability(self) -> tuple[int, int]:
+        return self.capability
+
+
+H100 = Chip("cuda", "nccl", "spawn")
+A100 = Chip("cuda", "nccl", "spawn", capability=(8, 0))
+B200 = Chip("cuda", "nccl", "spawn", capability=(10, 0))
+BARE = Chip("cuda", "nccl", "spawn", has_te=False)
+
+
+@pytest.mark.parametrize(
+    "platform,section,model,words",
+    [
+        (current_platform(), {"precision": {"fp8": "tensorwise"}}, {}, "needs a CUDA GPU"),
+        (BARE, {"precision": {"fp8": "tensorwise"}}, {}, "Transformer Engine, which is not usable"),
+        (H100, {"precision": {"fp8": "tensorwise"}}, {"attention": "sdpa"}, "model.attention=sdpa"),
+        (A100, {"precision": {"fp8": "delayed"}}, {}, "compute capability 8.9, this one has 8.0: choose none"),
+        (
+            H100,
+            {"precision": {"fp8": "mxfp8"}},
+            {},
+            "10.0, this one has 9.0: choose tensorwise or delayed or blockwise",
+        ),
+        (H100, {"precision": {"fp8": "tensorwise"}}, {"dtype": "float32"}, "set model.dtype=bfloat16"),
+        (H100, {"precision": {"fp8": "tensorwise", "first_layers_bf16": 5}}, {}, "first_layers_bf16=5"),
+        (H100, {"precision": {"fp8": "tensorwise"}, "layout": {"tp": 2}}, {}, "MLP columns a rank, 24"),
+        (B200, {"precision": {"fp8": "mxfp8"}}, {}, "MLP columns a rank, 48, are no multiple of 32"),
+        (current_platform(), {"precision": {"dtype": "bfloat16"}}, {"dtype": "float32"}, "actor.precision.dtype"),
+        (BARE, {"recompute": {"granularity": "selective", "modules": ["layernorm"]}}, {}, "needs Transformer Engine"),
+        (H100, {"recompute": {"granularity": "selective", "modules": ["mlp", "moe"]}}, {}, "has no experts"),
+        (H100, {"recompute": {"granularity": "full", "layers": 5}}, {}, "recompute.layers=5"),
+        (BARE, {}, {"attention_kernel": "flash"}, "model.attention_kernel=flash"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(
+    spec: ModelSpec, platform: Platform, section: dict[str, Any], model: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(BadInput) as refusal:
+        check_trainable(spec, ModelConfig(path="m", **model), ActorConfig.model_validate(section), "actor", platform)
+    assert words in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("recipe", CAPABILITY)
+def test_what_can_work_is_not_refused(spec: ModelSpec, recipe: str) -> None:
+    chip = B200 if recipe == "mxfp8" else H100
+    wide = spec if recipe != "mxfp8" else spec.__class__(**{**spec.__dict__, "ffn_size": 64})
+    section = CriticConfig.model_validate({"precision": {"fp8": recipe}})
+    check_trainable(wide, ModelConfig(path="m"), section, "critic", chip)
+
+
+def test_delayed_scales_of_two_layouts_are_refused() -> None:
+    delayed = {"fp8": "delayed"}
+    actor = ActorConfig.model_validate({"precision": delayed, "layout": {"tp": 2}})
+    check_delayed_scaling({"actor": actor, "critic": CriticConfig()})
+    check_delayed_scaling({"actor": actor, "critic": CriticConfig(precision=actor.precision, layout=actor.layout)})
+    with pytest.raises(BadInput, match="actor and critic with different layouts"):
+        check_delayed_scaling({"actor": actor, "critic": CriticConfig(precision=actor.precision)})
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"fp8_param_gather": True},
+        {"fp8": "delayed", "last_layers_bf16": 1},
+        {"fp8": "tensorwise", "dtype": "float32"},
+        {"fp8": "mxfp8", "fp8_param_gather": True},
+    ],
+)
+def test_switches_that_exclude_each_other(section: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        PrecisionConfig.model_validate(section)
+
+
+@pytest.mark.parametrize("recipe", CAPABILITY)
+def test_megatron_takes_the_settings(recipe: str) -> None:
+    layers = {} if recipe == "delayed" else {"first_layers_bf16": 1, "last_layers_bf16": 2}
+    precision = PrecisionConfig.model_validate({"fp8": recipe, **layers})
+    config = TransformerConfig(
+        num_layers=4, hidden_size=64, num_attention_heads=4, bf16=True, **fp8_settings(precision)
+    )
+    assert config.fp8_recipe == recipe
+    assert config.fp8 == ("e4m3" if recipe in ("blockwise", "mxfp8") else "hybrid")
+    kept = [layer for layer in range(4) if is_first_last_bf16_layer(config, layer)]
+    assert kept == ([] if recipe == "delayed" else [0, 2, 3])
+
+
+def test_delayed_maxima_are_taken_over_the_models_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    engine, pytorch = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
+
+    def fp8_autocast(**given: Any) -> Any:
+        asked.append(given["fp8_group"])
+        return contextlib.nullcontext()
+
+    pytorch.fp8_autocast = fp8_autocast  # type: ignore[attr-defined]
+    engine.pytorch = pytorch  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformer_engine", engine)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", pytorch)
+    monkeypatch.setattr(transformer_block, "get_fp8_context", transformer_block.get_fp8_context)
+    shape: dict[str, Any] = dict(num_layers=2, hidden_size=64, num_attention_heads=4)
+    one, other, none = TransformerConfig(**shape), TransformerConfig(**shape), TransformerConfig(**shape)
+    set_amax_group(one, PrecisionConfig(fp8="delayed"), "group of one")
+    set_amax_group(other, PrecisionConfig(fp8="delayed"), "group of the other")
+    set_amax_group(none, PrecisionConfig(fp8="tensorwise"), "unread")
+    for config in (one, other, none):
+        with transformer_block.get_fp8_context(config):
+            pass
+    assert asked == ["group of one", "group of the other"]
+
+
+@pytest.mark.parametrize(
+    "fp8,rows", [("none", 1), ("tensorwise", 16), ("delayed", 16), ("mxfp8", 32), ("blockwise", 128)]
+)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        LayoutConfig(),
+        LayoutConfig(tp=2),
+        LayoutConfig(tp=2, cp=3, sequence_parallel=True),
+        LayoutConfig(tp=4, cp=2, sequence_parallel=True),
+    ],
+)
+def test_every_ranks_tokens_fit_the_recipe(layout: LayoutConfig, fp8: Any, rows: int) -> None:
+    section = TrainableConfig(layout=layout, precision=PrecisionConfig(fp8=fp8), max_tokens_per_microbatch=2048)
+    share = layout.cp * (layout.tp if layout.sequence_parallel else 1)
+    assert section.total_alignment % (rows * share) == 0 and section.total_alignment % layout.total_alignment == 0
+    longest = section.longest_sample
+    assert longest % layout.alignment == 0
+    assert longest <= 2048 * layout.cp < longest + section.total_alignment
+
+
+class PaddedActor(ActorConfig):
+    """An actor whose micro-batches are as long as blockwise FP8 wants them."""
+
+    @property
+    def total_alignment(self) -> int:
+        return self.layout.aligned_to(128)
+
+
+def norms(model_dir: Path, head: Any, fields: dict[str, Any], padded: bool = False, dtype: str = "float32") -> Any:
+    """Gradient norm and loss figures of three steps, and the rank's dtype of weights."""
+    trainable = make_trainable(model_dir, head, dtype=dtype, max_tokens_per_microbatch=512 if padded else 40, **fields)
+    if padded:
+        trainable.config = PaddedActor.model_validate(trainable.config.model_dump())
+    batch = make_batch()
+    sizes = {len(m.ids) for m in trainable.microbatches(batch, range(batch.samples))}
+    loss, results = loss_of(trainable, batch), []
+    for _ in range(3):
+        result = trainable.train_step(batch, range(batch.samples), loss)
+        results.append((result.grad_norm, result.figures))
+    return results, sizes, str(next(trainable.chunks[0].parameters()).dtype)
+
+
+def test_padding_for_a_recipe_weighs_nothing(model_dir: Path) -> None:
+    layout = LayoutConfig(tp=2, cp=2, sequence_parallel=True)
+    plain = run_ranks(1, norms, model_dir, "lm", {})[0][0]
+    for results, sizes, _ in run_ranks(4, norms, model_dir, "lm", {"layout": layout}, True):
+        assert all(size % 256 == 0 for size in sizes)
+        for (norm, figures), (expected_norm, expected) in zip(results, plain, strict=True):
+            assert norm == pytest.approx(expected_norm, rel=2e-5)
+            assert figures["policy_loss"] == pytest.approx(expected["policy_loss"], rel=2e-5, abs=2e-6)
+
+
+def test_bfloat16_is_float32_to_its_rounding(model_dir: Path) -> None:
+    """One unit of bfloat16 is 2^-8; the norm of a gradient sums many independent roundings."""
+    exact = run_ranks(1, norms, model_dir, "lm", {})[0][0]
+    layout = LayoutConfig(tp=2, cp=2, pp=2, sequence_parallel=True)
+    rounded = run_ranks(8, norms, model_dir, "lm", {"layout": layout}, False, "bfloat16")
+    for results, _, dtype in rounded:
+        assert dtype == "torch.bfloat16"
+        assert results == rounded[0][0]  # whatever the rounding, it is the same on all ranks
+        for (norm, figures), (expected_norm, expected) in list(zip(results, exact, strict=True))[:2]:
+            assert norm == pytest.approx(expected_norm, rel=4 * 2**-8)
+            assert norm != expected_norm
+            assert figures["update_entropy"] == pytest.approx(expected["update_entropy"], rel=2**-8)
+
+
+def test_a_critic_has_a_precision_of_its_own(model_dir: Path) -> None:
+    fields = {"precision": {"dtype": "float32"}}
+    (own, _, dtype), (plain, _, _) = (
+        run_ranks(1, norms, model_dir, "value", f, False, d)[0] for f, d in ((fields, "bfloat16"), ({}, "float32"))
+    )
+    assert dtype == "torch.float32" and own == plain
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"granularity": "selective", "modules": ["core_attn", "mlp"]},
+        {"granularity": "full", "method": "uniform", "layers": 2},
+        {"granularity": "full", "method": "block", "layers": 1},
+    ],
+)
+def test_recomputation_changes_nothing(model_dir: Path, recompute: dict[str, Any]) -> None:
+    layout = LayoutConfig(tp=2, sequence_parallel=True)
+    plain = run_ranks(2, norms, model_dir, "lm", {"layout": layout})
+    again = run_ranks(2, norms, model_dir, "lm", {"layout": layout, "recompute": recompute})
+    for (found, _, _), (expected, _, _) in zip(again, plain, strict=True):
+        for (norm, _), (expected_norm, _) in zip(found, expected, strict=True):
+            assert norm == pytest.approx(expected_norm, rel=1e-6)
+
+
+def test_recomputation_reaches_megatron(spec: ModelSpec) -> None:
+    def config(**recompute: Any) -> Any:
+        section = ActorConfig.model_validate({"recompute": recompute})
+        return transformer_config(spec, ModelConfig(path="m"), section)
+
+    selective = config(granularity="selective", modules=("mlp",))
+    assert (selective.recompute_granularity, selective.recompute_modules) == ("selective", ["mlp"])
+    block = config(granularity="full", method="block", layers=3)
+    assert (block.recompute_method, block.recompute_num_layers) == ("block", 3)

@@ -1,0 +1,98 @@
+"""A tiny policy or critic as a Trainable, a batch for it and losses on that batch, for tests on forked ranks."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from hf_models import VOCAB
+
+from vapo_megatron.config.algorithm import KlConfig, PolicyLossConfig, ValueLossConfig
+from vapo_megatron.config.model import ActorConfig, CriticConfig, ModelConfig, OptimizerSettings
+from vapo_megatron.experience.batch import ExperienceBatch, from_samples
+from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.mcore.mesh import make_mesh
+from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.training.losses import PolicyLoss, ValueLoss
+from vapo_megatron.weights.load import load_hf
+from vapo_megatron.weights.spec import Head, read_spec
+
+LENGTHS = [(3, 1), (5, 9), (1, 30), (7, 2), (2, 17), (4, 4)]  # prompt and response tokens
+
+
+def make_batch(lengths: list[tuple[int, int]] = LENGTHS) -> ExperienceBatch:
+    """Random responses, every second one correct."""
+    generator = torch.Generator().manual_seed(5)
+    samples = []
+    for group, (p, r) in enumerate(lengths):
+        ids = torch.randint(0, VOCAB, (p + r,), generator=generator).tolist()
+        prompt = Prompt(str(group), "", "", tuple(ids[:p]))
+        correct = group % 2 == 1
+        samples.append(
+            Sample(prompt, group, 0, 0, ids[p:], [-4.0] * r, "stop", 0, 0, reward=float(correct), correct=correct)
+        )
+    return from_samples(samples)
+
+
+def policy_loss(
+    batch: ExperienceBatch, old_logprobs: torch.Tensor | None, kind: str = "ppo_clip", **switches: Any
+) -> PolicyLoss:
+    """A clipped loss with positive NLL and entropy on random advantages."""
+    total = batch.response_tokens
+    zeros, mean = torch.zeros(total), torch.full((total,), 1 / total)
+    correct = batch.correct.repeat_interleave(batch.response_lengths)
+    return PolicyLoss(
+        config=PolicyLossConfig.model_validate({"kind": kind, "entropy_coef": 0.01, **switches}),
+        kl=KlConfig(),
+        old_logprobs=old_logprobs,
+        rollout_logprobs=batch.rollout_logprobs,
+        ref_logprobs=zeros,
+        advantages=torch.randn(total, generator=torch.Generator().manual_seed(6)),
+        positive_advantages=zeros,
+        importance=torch.ones(total),
+        weights=mean,
+        nll_weights=correct / correct.sum(),
+        mean_weights=mean,
+    )
+
+
+def value_loss(batch: ExperienceBatch) -> ValueLoss:
+    """Squared error to random targets."""
+    targets = torch.randn(batch.response_tokens, generator=torch.Generator().manual_seed(7))
+    return ValueLoss(ValueLossConfig(), targets, targets, torch.full_like(targets, 1 / len(targets)))
+
+
+def loss_of(trainable: Trainable, batch: ExperienceBatch) -> Any:
+    """The loss that fits its head."""
+    return policy_loss(batch, batch.rollout_logprobs) if trainable.head == "lm" else value_loss(batch)
+
+
+def make_trainable(
+    model_dir: Path,
+    head: Head,
+    *,
+    dtype: str = "float32",
+    optimizer: dict[str, Any] | None = None,
+    temperature: float = 0.9,
+    attention: str = "sdpa",
+    **section: Any,
+) -> Trainable:
+    """Collective: a loaded and prepared model. section: fields of ActorConfig or CriticConfig."""
+    settings = OptimizerSettings.model_validate({"lr": 1e-2, "warmup_steps": 0, **(optimizer or {})})
+    config = (ActorConfig if head == "lm" else CriticConfig).model_validate({"optimizer": settings, **section})
+    spec, mesh = read_spec(model_dir), make_mesh(config.layout)
+    model = ModelConfig.model_validate({"path": str(model_dir), "dtype": dtype, "attention": attention})
+    name = "actor" if head == "lm" else "critic"
+    trainable = Trainable(spec, model, config, mesh, head, name=name, seed=1, temperature=temperature)
+    load_hf(trainable.chunks, spec, model_dir, mesh, head, head_init_std=0.05, seed=3)
+    trainable.prepare()
+    return trainable
+
+
+def weights_digest(trainable: Trainable) -> str:
+    """Of every bit of this rank's weights."""
+    digest = hashlib.sha256()
+    for chunk in trainable.chunks:
+        for parameter in chunk.parameters():
+            digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

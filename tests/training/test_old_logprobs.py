@@ -1,0 +1,129 @@
+"""Old log-probs from the update's own forward pass: used where that is exact, and then the same as scored ones."""
+
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from hf_models import write_model
+from ranks import run_ranks
+from trainables import make_batch, make_trainable, policy_loss
+
+from vapo_megatron.config.algorithm import AlgorithmConfig
+from vapo_megatron.config.model import LayoutConfig
+from vapo_megatron.training.run import Run
+from vapo_megatron.training.score import score, update_gives_logprobs
+from vapo_megatron.training.updates import update_policy
+
+FUNCTION = "examples.custom_functions.functions:reward_times_surprise"
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("qwen3"), "qwen3", num_hidden_layers=2)
+
+
+class Recorder:
+    """Keeps figures and the names of phases."""
+
+    def __init__(self) -> None:
+        self.row: dict[str, float] = {}
+        self.phases: list[str] = []
+
+    def add(self, figures: dict[str, float]) -> None:
+        self.row |= figures
+
+    @contextmanager
+    def phase(self, name: str, total: int) -> Any:
+        self.phases.append(name)
+        yield lambda amount: None
+
+
+def one_step(model_dir: Path, layout: LayoutConfig, how: str, algorithm: dict[str, Any]) -> Any:
+    """Score and policy update of an iteration; the row, the phases and a sum over the weights after it."""
+    update = {"minibatch_size": 6, "old_logprobs": how}
+    config = AlgorithmConfig.model_validate({**algorithm, "update": update})
+    actor = make_trainable(model_dir, "lm", layout=layout, max_tokens_per_microbatch=40, temperature=0.7)
+    run = SimpleNamespace(
+        config=SimpleNamespace(algorithm=config, run=SimpleNamespace(seed=1)),
+        actor=actor,
+        critic=None,
+        reference=None,
+        step=1,
+        recorder=Recorder(),
+        memory=SimpleNamespace(enter=lambda phase: None),
+    )
+    batch = make_batch()
+    score(cast(Run, run), batch)
+    fields = batch.token_fields
+    fields["advantages"] = torch.randn(batch.response_tokens, generator=torch.Generator().manual_seed(3))
+    update_policy(cast(Run, run), batch)
+    return run.recorder.row, run.recorder.phases, float(actor.score(batch).double().square().sum())
+
+
+@pytest.mark.parametrize(
+    "world_size,layout,algorithm",
+    [
+        (1, LayoutConfig(), {}),
+        (4, LayoutConfig(tp=2, cp=2, sequence_parallel=True), {}),
+        (4, LayoutConfig(pp=2), {"policy_loss": {"kind": "gspo", "aggregation": "sequence_mean"}}),
+        (2, LayoutConfig(), {"policy_loss": {"kind": "cispo"}}),
+    ],
+)
+def test_one_pass_gives_what_two_give(
+    model_dir: Path, world_size: int, layout: LayoutConfig, algorithm: dict[str, Any]
+) -> None:
+    one = run_ranks(world_size, one_step, model_dir, layout, "auto", algorithm)
+    two = run_ranks(world_size, one_step, model_dir, layout, "score", algorithm)
+    for (row, phases, total), (expected, expected_phases, expected_total) in zip(one, two, strict=True):
+        assert phases == ["update_policy"] and expected_phases == ["score_policy", "update_policy"]
+        assert total == pytest.approx(expected_total, rel=1e-6)
+        assert set(row) == set(expected) and row["actor/ratio_max"] == 1
+        for name, value in expected.items():
+            assert row[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
+def outputs(model_dir: Path, layout: LayoutConfig) -> tuple[float, float]:
+    """Largest difference of outputs kept by a step on some samples to a scoring pass, and to one at temperature 1."""
+    actor = make_trainable(model_dir, "lm", layout=layout, max_tokens_per_microbatch=40, temperature=0.7)
+    batch = make_batch()
+    scored, untempered = actor.score(batch), actor.score(batch, temperature=1.0)
+    result = actor.train_step(batch, [0, 2, 4], policy_loss(batch, None), keep_outputs=True)
+    owner = torch.arange(batch.samples).repeat_interleave(batch.response_lengths)
+    inside = torch.isin(owner, torch.tensor([0, 2, 4]))
+    assert result.outputs is not None and not result.outputs[~inside].any()
+    found = result.outputs[inside]
+    return float((found - scored[inside]).abs().max()), float((found - untempered[inside]).abs().max())
+
+
+@pytest.mark.parametrize("world_size,layout", [(4, LayoutConfig(pp=2, cp=2)), (2, LayoutConfig(tp=2))])
+def test_kept_outputs_are_those_before_the_step_at_the_sampling_temperature(
+    model_dir: Path, world_size: int, layout: LayoutConfig
+) -> None:
+    for difference, to_untempered in run_ranks(world_size, outputs, model_dir, layout):
+        assert difference < 1e-5 and to_untempered > 0.05
+
+
+@pytest.mark.parametrize(
+    "algorithm,fires",
+    [
+        ({}, True),
+        ({"update": {"minibatch_size": 5}}, False),
+        ({"update": {"minibatch_size": 3, "minibatch_unit": "groups"}}, False),
+        ({"update": {"minibatch_size": 6, "minibatch_unit": "groups"}}, True),
+        ({"update": {"epochs": 2}}, False),
+        ({"update": {"critic_updates_per_policy_update": 2}}, True),
+        ({"update": {"old_logprobs": "score"}}, False),
+        ({"importance_sampling": {"kind": "tis"}}, False),
+        ({"kl": {"where": "reward", "coef": 0.1}}, False),
+        ({"kl": {"where": "loss", "estimator": "k3", "coef": 0.1}}, True),
+        ({"advantage": {"function": FUNCTION}}, False),
+        ({"filter_function": FUNCTION}, False),
+    ],
+)
+def test_it_fires_only_where_it_is_exact(algorithm: dict[str, Any], fires: bool) -> None:
+    update = {"minibatch_size": 6} | algorithm.get("update", {})
+    config = AlgorithmConfig.model_validate({**algorithm, "update": update})
+    assert update_gives_logprobs(config, make_batch()) is fires

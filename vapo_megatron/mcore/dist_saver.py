@@ -1,0 +1,142 @@
+"""Writing and reading torch_dist checkpoints in parts: planned together, written by each rank alone, closed by rank 0.
+
+Megatron's asynchronous save forks processes out of a process that has threads, CUDA and open collectives, keeps a
+manager process that outlives a killed rank, and needs collectives of the training's own group to end a save. Here a
+rank's part is written by whatever thread calls write(), and nothing but plan_save() is collective.
+"""
+
+import copy
+import queue
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+from vapo_megatron.checkpoint.units import sync
+from vapo_megatron.errors import BadInput
+from vapo_megatron.mcore.dist_optimizer import put_training_state, training_state
+from vapo_megatron.mcore.trainable import Trainable
+
+_BACKEND, _VERSION, _FILES_PER_RANK = "torch_dist", 1, 2
+_COMMON_FILE = "common.pt"
+
+
+@dataclass
+class PlannedSave:
+    """This rank's part of a model's checkpoint, its tensors copied to host memory."""
+
+    folder: Path
+    writer: Any
+    metadata: Any
+    common: dict[str, Any]
+
+    def write(self) -> list[Any]:
+        """Write this rank's tensors; no communication. What rank 0 needs to close the checkpoint.
+
+        Raises:
+            OSError: the file system refuses.
+        """
+        results: list[Any] = []
+        for index, bucket in enumerate(self.writer.write_buckets or ()):
+            answers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+            pending: queue.Queue[int] = queue.Queue()
+            pending.put(index)
+            transforms = [self.writer.transforms] if hasattr(self.writer, "transforms") else []
+            self.writer.write_preloaded_data(transforms, index, bucket, answers, pending, True)
+            _, found = answers.get()
+            if isinstance(found, Exception):
+                raise found
+            results += found
+        self.writer.write_buckets = None  # the copies may go
+        return results
+
+    def files(self) -> list[Path]:
+        """The files that write() makes on this rank."""
+        return [Path(name) for name, _, _ in self.writer.write_buckets or ()]
+
+    def close(self, results: Sequence[list[Any]]) -> list[Path]:
+        """On rank 0, once every rank has written: the files that make a checkpoint of it. Raises OSError."""
+        common = self.folder / _COMMON_FILE
+        torch.save(self.common, common)
+        sync(common)
+        self.writer.finish(self.metadata, list(results))
+        save_config(CheckpointingConfig(_BACKEND, _VERSION), str(self.folder))
+        return [common, *(path for path in self.folder.iterdir() if path.name in (".metadata", "metadata.json"))]
+
+
+class _PlanningStrategy(TorchDistSaveShardedStrategy):
+    """Megatron's strategy up to the point where bytes would go to the disk."""
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> Any:
+        return writer, save_state_dict_ret[1]
+
+
+def plan_save(trainable: Trainable, folder: Path) -> PlannedSave:
+    """Collective: agree on who writes what of a model's training state, and copy this rank's part to the host.
+
+    Data-parallel copies share the writing. Training may go on when this returns.
+    """
+    # Megatron would start a manager process for results; here they stay in this process.
+    filesystem_async._results_queue = queue.SimpleQueue()
+    sharded, common = save_preprocess(training_state(trainable))
+    planner = _PlanningStrategy(_BACKEND, _VERSION, thread_count=_FILES_PER_RANK)
+    writer, metadata = FullyParallelSaveStrategyWrapper(planner, trainable.mesh.pg.dp_cp).async_save(sharded, folder)
+    live = {tensor.untyped_storage().data_ptr() for tensor in _live_tensors(trainable)}
+    writer.write_buckets = [
+        (path, name, (data, [(item, _copied(tensor, live)) for item, tensor in tensors]))
+        for path, name, (data, tensors) in writer.write_buckets or ()
+    ]
+    # Even a count of steps may be a tensor of the optimizer's.
+    return PlannedSave(folder, writer, metadata, copy.deepcopy(common))
+
+
+def load_training_state(trainable: Trainable, folder: Path) -> None:
+    """Collective: fill a prepared model, its optimizer and its schedule from a checkpoint, saved at whatever layout.
+
+    Raises:
+        BadInput: the checkpoint does not fit the model.
+    """
+    with torch.no_grad():
+        for chunk in trainable.chunks:
+            for parameter in chunk.parameters():
+                parameter.zero_()  # rows of a vocabulary's padding are in no checkpoint of another layout
+    strategy = dist_checkpointing.serialization.get_default_load_sharded_strategy(str(folder))
+    if trainable.mesh.pg.dp_cp.size() > 1 and trainable.optimizer is not None:
+        strategy = FullyParallelLoadStrategyWrapper(strategy, trainable.mesh.pg.dp_cp)
+    try:
+        state = dist_checkpointing.load(training_state(trainable, loading=True), str(folder), strategy)
+    except CheckpointingException as error:
+        reason = " ".join(str(error).split())[:300]
+        raise BadInput(
+            f"{folder}: does not fit this model ({reason}): resume with the config it was saved with"
+        ) from None
+    put_training_state(trainable, state)
+    dist.barrier()
+
+
+def _live_tensors(trainable: Trainable) -> list[torch.Tensor]:
+    """Tensors that training changes in place."""
+    found = [parameter for chunk in trainable.chunks for parameter in (*chunk.parameters(), *chunk.buffers())]
+    if trainable.optimizer is not None:
+        for part in getattr(trainable.optimizer, "chained_optimizers", None) or [trainable.optimizer]:
+            for parameter, values in part.optimizer.state.items():
+                found += [parameter, *(value for value in values.values() if isinstance(value, torch.Tensor))]
+    return found
+
+
+def _copied(tensor: torch.Tensor, live: set[int]) -> torch.Tensor:
+    """The tensor in host memory, where training does not change it."""
+    on_host = tensor.detach().to("cpu")
+    return on_host.clone() if on_host.untyped_storage().data_ptr() in live else on_host

@@ -1,0 +1,176 @@
+"""FP8 through Transformer Engine: what may be asked for here, and how Megatron is told."""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from megatron.core.fp8_utils import is_float8tensor
+
+from vapo_megatron.config.model import LayoutConfig, ModelConfig, PrecisionConfig, TrainableConfig
+from vapo_megatron.errors import BadInput
+from vapo_megatron.mcore.layer_spec import uses_transformer_engine
+from vapo_megatron.mcore.platform import Platform
+from vapo_megatron.weights.spec import ModelSpec
+
+# Least compute capability of a GPU whose matrix units take a recipe's operands.
+CAPABILITY = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+
+
+def check_trainable(
+    spec: ModelSpec, model: ModelConfig, section: TrainableConfig, name: str, platform: Platform
+) -> None:
+    """Raises BadInput where kernels, recomputation or precision of a section need what this machine has not."""
+    fused = uses_transformer_engine(model.attention, platform)
+    if model.attention_kernel != "auto" and not fused:
+        raise BadInput(
+            f"model.attention_kernel={model.attention_kernel}: Transformer Engine's layers alone have a choice, and "
+            "are not used here: set it to auto"
+        )
+    if section.recompute.granularity == "selective":
+        for module in section.recompute.modules:
+            key = f"{name}.recompute.modules={module}"
+            if module in ("layernorm", "moe_act") and not fused:
+                raise BadInput(f"{key} needs Transformer Engine's layers, which are not used here: leave it out")
+            if module in ("moe", "moe_act", "shared_experts") and not spec.num_experts:
+                raise BadInput(f"{key}: a {spec.family} model has no experts, leave it out")
+    if section.recompute.granularity == "full" and section.recompute.layers > spec.num_layers // section.layout.pp:
+        raise BadInput(
+            f"{name}.recompute.layers={section.recompute.layers} is above the {spec.num_layers // section.layout.pp} "
+            "layers of a pipeline stage: lower it"
+        )
+    check_precision(spec, model, section, name, platform)
+
+
+def check_precision(
+    spec: ModelSpec, model: ModelConfig, section: TrainableConfig, name: str, platform: Platform
+) -> None:
+    """Raises BadInput where a model cannot compute as its section asks; name is the config section."""
+    precision, dtype = section.precision, section.dtype(model)
+    key = f"{name}.precision.fp8={precision.fp8}"
+    if name == "actor" and dtype != model.dtype:
+        raise BadInput(
+            f"actor.precision.dtype={dtype} is not model.dtype={model.dtype}, which its engines compute in: leave it "
+            "out, or set model.dtype"
+        )
+    if precision.fp8 == "none":
+        return
+    if not platform.is_cuda:
+        raise BadInput(f"{key}: FP8 needs a CUDA GPU, this machine has none: set {name}.precision.fp8=none")
+    if not platform.has_transformer_engine:
+        raise BadInput(
+            f"{key}: FP8 needs Transformer Engine, which is not usable here: install it (requirements/h100.txt), or "
+            f"set {name}.precision.fp8=none"
+        )
+    if not uses_transformer_engine(model.attention, platform):
+        raise BadInput(f"{key} with model.attention={model.attention}: FP8 needs Transformer Engine's layers, set auto")
+    least, found = CAPABILITY[precision.fp8], platform.compute_capability
+    if found < least:
+        possible = [recipe for recipe, needed in CAPABILITY.items() if needed <= found] or ["none"]
+        raise BadInput(
+            f"{key} needs a GPU of compute capability {least[0]}.{least[1]}, this one has {found[0]}.{found[1]}: "
+            f"choose {' or '.join(possible)}"
+        )
+    if dtype != "bfloat16":
+        raise BadInput(f"{key} with dtype {dtype}: FP8 wants bfloat16 beside it, set model.dtype=bfloat16")
+    _check_layers(spec.num_layers // section.layout.pp, precision, name)
+    _check_shapes(spec, section.layout, precision, key)
+
+
+def check_delayed_scaling(sections: dict[str, TrainableConfig]) -> None:
+    """Raises BadInput for delayed scaling of several models with different layouts.
+
+    Transformer Engine reduces the maxima of all models at the end of any forward pass, so the ranks that meet there
+    have to be the same for all.
+    """
+    delayed = {name: section for name, section in sections.items() if section.precision.fp8 == "delayed"}
+    layouts = {section.layout.model_dump_json() for section in delayed.values()}
+    if len(layouts) > 1:
+        raise BadInput(
+            f"precision.fp8=delayed in {' and '.join(delayed)} with different layouts: their scales are reduced "
+            "together, choose tensorwise for one of them, or one layout"
+        )
+
+
+def _check_layers(layers: int, precision: PrecisionConfig, name: str) -> None:
+    for key in ("first_layers_bf16", "last_layers_bf16"):
+        if getattr(precision, key) > layers:
+            raise BadInput(
+                f"{name}.precision.{key}={getattr(precision, key)} is above the {layers} layers of a pipeline stage: "
+                "lower it"
+            )
+
+
+def _check_shapes(spec: ModelSpec, layout: LayoutConfig, precision: PrecisionConfig, key: str) -> None:
+    multiple = 32 if precision.fp8 == "mxfp8" else 16
+    for what, size in (
+        ("hidden size", spec.hidden_size),
+        ("attention columns a rank", spec.num_heads * spec.head_dim // layout.tp),
+        ("key and value columns a rank", 2 * spec.num_kv_heads * spec.head_dim // layout.tp),
+        ("MLP columns a rank", spec.expert_ffn_size if spec.num_experts else spec.ffn_size // layout.tp),
+    ):
+        if size % multiple:
+            raise BadInput(
+                f"{key}: the model's {what}, {size}, are no multiple of {multiple}: set fp8=none, or lower tp"
+            )
+
+
+def fp8_settings(precision: PrecisionConfig) -> dict[str, Any]:
+    """Fields of Megatron's TransformerConfig."""
+    if precision.fp8 == "none":
+        return {}
+    return dict(
+        fp8=precision.format,
+        fp8_recipe=precision.fp8,
+        fp8_param=precision.fp8_param_gather,
+        fp8_amax_history_len=precision.amax_history,
+        fp8_amax_compute_algo="max",
+        first_last_layers_bf16=bool(precision.first_layers_bf16 or precision.last_layers_bf16),
+        num_layers_at_start_in_bf16=precision.first_layers_bf16,
+        num_layers_at_end_in_bf16=precision.last_layers_bf16,
+    )
+
+
+@functools.cache
+def _reduce_amax_over_meshes() -> None:
+    """Megatron takes the group for delayed scaling's maxima from its global state, of which there is none here, and
+    then from the whole world: from now on it takes config.amax_group."""
+    from megatron.core.transformer import transformer_block
+
+    transformer_block.get_fp8_context = _with_amax_group(transformer_block.get_fp8_context)
+
+
+def _with_amax_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> Any:
+        group = getattr(config, "amax_group", None)
+        if group is None or is_init:
+            return original(config, layer_no, is_init)
+        import transformer_engine.pytorch as te
+        from megatron.core.fp8_utils import get_fp8_recipe
+
+        return te.fp8_autocast(enabled=True, fp8_recipe=get_fp8_recipe(config), fp8_group=group)
+
+    return get_fp8_context
+
+
+def set_amax_group(config: Any, precision: PrecisionConfig, group: Any) -> None:
+    """Have delayed scaling's maxima taken over the ranks of `group`, those that share a tensor's shards and tokens."""
+    if precision.fp8 == "delayed":
+        _reduce_amax_over_meshes()
+        config.amax_group = group
+
+
+def keeps_fp8(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is kept in FP8 (precision.fp8_param_gather)."""
+    return bool(is_float8tensor(parameter))
+
+
+def drop_fp8_copies(chunks: Iterable[torch.nn.Module]) -> None:
+    """Free the FP8 copies of weights that Transformer Engine's layers keep between micro-batches of a step; the first
+    micro-batch of the next one makes them again."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            copies = getattr(module, "_fp8_workspaces", None)
+            if isinstance(copies, dict):
+                copies.clear()
