@@ -1,4 +1,4 @@
-"""The command line: vapo-megatron train | sft | evaluate | report."""
+"""The command line: vapo-megatron train | sft | evaluate | compare | report."""
 
 import os
 import sys
@@ -67,6 +67,60 @@ def evaluate(config: ConfigArgument, overrides: OverridesArgument = None) -> Non
     from vapo_megatron.evaluation.command import evaluate_checkpoint
 
     evaluate_checkpoint(settings)
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(help="run directory of an evaluation", show_default=False)],
+    second: Annotated[Path, typer.Argument(help="run directory of another one", show_default=False)],
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
+) -> None:
+    """Compare two evaluations of the same problems: difference of avg@k, its interval, a paired test."""
+    from vapo_megatron.evaluation.compare import compare_runs
+    from vapo_megatron.evaluation.compare_table import comparison_json, comparison_table
+
+    comparisons = compare_runs(first, second)
+    if as_json:
+        typer.echo(comparison_json(first, second, comparisons))
+    else:
+        comparison_table(first, second, comparisons)
+
+
+@app.command()
+def plan(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of the run; default: the config's")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="likewise, in nodes of hardware.gpus_per_node")] = None,
+    json: Annotated[bool, typer.Option("--json", help="JSON in place of tables")] = False,
+) -> None:
+    """Say what a run needs and takes before any GPU is held: memory and time by phase, layouts that fit."""
+    from vapo_megatron.config.load import load_config
+    from vapo_megatron.config.train import TrainConfig
+
+    settings = load_config(TrainConfig, config, overrides or [], PRESETS)
+    from vapo_megatron.cluster.plan.command import plan_run
+
+    plan_run(settings, gpus, nodes, json)
+
+
+@app.command()
+def doctor(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    quick: Annotated[bool, typer.Option(help="leave out engines, bandwidth and write speed")] = False,
+    json: Annotated[bool, typer.Option("--json", help="JSON in place of a table")] = False,
+    wait: Annotated[float, typer.Option(min=1, help="seconds to wait for other nodes")] = 120,
+    broken_nodes: Annotated[Path | None, typer.Option(help="a file to write the names of broken nodes to")] = None,
+) -> None:
+    """Say whether the machines are fit for a run: one process a node, through srun or torchrun, or by hand for one."""
+    from vapo_megatron.config.load import load_config
+    from vapo_megatron.config.train import TrainConfig
+
+    settings = load_config(TrainConfig, config, overrides or [], PRESETS)
+    from vapo_megatron.cluster.doctor import command
+
+    command.leave(command.doctor(settings, quick, json, wait, broken_nodes))
 
 
 @app.command()

@@ -6,12 +6,15 @@ from pydantic import Field, model_validator
 
 from vapo_megatron.config.algorithm import AlgorithmConfig, ValuePretrainingConfig
 from vapo_megatron.config.base import Section
+from vapo_megatron.config.checkpoint import CheckpointConfig
 from vapo_megatron.config.data import DataConfig, EvaluationDataConfig
+from vapo_megatron.config.hardware import HardwareConfig, PlanConfig
 from vapo_megatron.config.model import ActorConfig, CriticConfig, ModelConfig
 from vapo_megatron.config.monitoring import MonitoringConfig
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.config.run import BatchConfig, ClusterConfig, EvaluationConfig, ExportConfig, RunConfig, RunPlace
+from vapo_megatron.config.server import ServerConfig
 
 
 class TrainConfig(Section):
@@ -32,7 +35,10 @@ class TrainConfig(Section):
     value_pretraining: ValuePretrainingConfig = ValuePretrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     export: ExportConfig = ExportConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     monitoring: MonitoringConfig = MonitoringConfig()
+    hardware: HardwareConfig = HardwareConfig()
+    plan: PlanConfig = PlanConfig()
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
@@ -108,14 +114,27 @@ class TrainConfig(Section):
 
 
 class EvaluateConfig(Section):
-    """Evaluation of a checkpoint on engines of its own."""
+    """Evaluation of a checkpoint on engines of its own, or of whatever an OpenAI-compatible server serves."""
 
     run: RunPlace = RunPlace(name="evaluation")
-    model: ModelConfig
+    model: ModelConfig | None = Field(None, description="checkpoint to evaluate on engines of our own")
+    server: ServerConfig | None = Field(None, description="instead of model: a server that is not ours")
     data: EvaluationDataConfig
     sampling: SamplingConfig
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.model is None) == (self.server is None):
+            what = "neither is" if self.model is None else "both are"
+            raise ValueError(f"{what} given of model (engines of our own) and server (a foreign one): give one of them")
+        if self.server is not None and self.server.api == "completions" and self.data.prompt.chat_template:
+            raise ValueError(
+                "server.api=completions with data.prompt.chat_template=true: plain text has no chat template, set "
+                "server.api=chat or data.prompt.chat_template=false"
+            )
+        return self
 
     @model_validator(mode="after")
     def _engines_read_the_checkpoint(self) -> Self:

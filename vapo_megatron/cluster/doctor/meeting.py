@@ -1,0 +1,111 @@
+"""Where the processes of doctor meet: words left in a store, so that no node can hang another.
+
+Collectives would wait for a node that is broken; here everybody reads what is there and names who is missing.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore
+
+from vapo_megatron.cluster.ranks import RankPlace
+from vapo_megatron.errors import BadInput, RunFailed
+
+_POLL_SECONDS = 0.05
+
+
+def node_name(environment: Mapping[str, str]) -> str:
+    """The name that Slurm knows this node by, else its host's."""
+    return environment.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+class Meeting:
+    """The nodes that take part, one process each, as one of them sees them. Without a place this process is alone."""
+
+    def __init__(self, place: RankPlace | None, node: str, deadline: float) -> None:
+        """Tell of this process and wait for the others, at most `deadline` seconds.
+
+        Raises:
+            RunFailed: the place where they meet cannot be reached.
+        """
+        self.node = node
+        self._store: Store | None = None
+        rank, world = (place.rank, place.world_size) if place is not None else (0, 1)
+        self.rank = rank
+        self.missing: list[int] = []
+        if place is None or world == 1:
+            self.nodes, self.ranks = [node], [0]
+            return
+        host, port, serves = _address(place)
+        try:
+            store = TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=timedelta(seconds=deadline))
+        except (DistStoreError, RuntimeError) as error:
+            first = str(error).partition("\n")[0]
+            raise RunFailed(
+                f"doctor on {node} (rank {rank}): nobody meets at {host}:{port} within {deadline:g} s ({first}): see "
+                "that MASTER_ADDR is rank 0's node, that MASTER_PORT is free there, and that no firewall is in between"
+            ) from None
+        self._store = PrefixStore("doctor", store)
+        self.put(f"place/{rank}", node)
+        if rank == 0:
+            self.put("nodes", self._gather(world, deadline))
+        found = self.get("nodes", 2 * deadline)
+        if found is None:
+            raise RunFailed(f"doctor on {node} (rank {rank}): rank 0 at {host}:{port} fell silent: see its output")
+        self.nodes, self.ranks, self.missing = found["nodes"], found["ranks"], found["missing"]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process examines its node; its other processes have nothing to do."""
+        return self.rank in self.ranks
+
+    @property
+    def index(self) -> int:
+        """This node's number; 0 is where rank 0 is."""
+        return self.ranks.index(self.rank)
+
+    def put(self, key: str, value: Any) -> None:
+        """Leave a word; anything that JSON holds."""
+        if self._store is not None:
+            self._store.set(key, json.dumps(value))
+
+    def get(self, key: str, deadline: float) -> Any:
+        """A word that somebody left; None where it was not there within `deadline` seconds."""
+        end = time.monotonic() + deadline
+        while self._store is not None:
+            if self._store.check([key]):
+                return json.loads(self._store.get(key))
+            if time.monotonic() > end:
+                break
+            time.sleep(_POLL_SECONDS)
+        return None
+
+    def _gather(self, world: int, deadline: float) -> dict[str, Any]:
+        """On rank 0: the first rank of each node, and the ranks that did not come."""
+        end = time.monotonic() + deadline
+        first: dict[str, int] = {}
+        missing = []
+        for rank in range(world):
+            name = self.get(f"place/{rank}", max(0.0, end - time.monotonic()))
+            if name is None:
+                missing.append(rank)
+            else:
+                first.setdefault(name, rank)
+        return {"nodes": list(first), "ranks": list(first.values()), "missing": missing}
+
+
+def _address(place: RankPlace) -> tuple[str, int, bool]:
+    """Host and port of the meeting, and whether this process serves it. torchrun serves one for its ranks itself."""
+    if place.init_method.startswith("tcp://"):
+        host, _, port = place.init_method.removeprefix("tcp://").rpartition(":")
+    else:
+        host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdigit():
+        raise BadInput("MASTER_ADDR and MASTER_PORT are not set: ranks need a place to meet; export both")
+    served_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return host, int(port), place.rank == 0 and not served_by_torchrun

@@ -1,0 +1,69 @@
+"""How long the samples of a run are taken to be."""
+
+from dataclasses import dataclass
+
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of samples: every prompt has `prompt`, a response longest * u^a with u uniform on [0, 1].
+
+    The exponent a follows from the mean, longest / (1 + a): one number to assume, a tail that reaches the longest
+    response, and closed forms of all that is needed.
+    """
+
+    prompt: float
+    mean: float
+    longest: int
+    longest_prompt: int
+
+    @property
+    def exponent(self) -> float:
+        """a."""
+        return self.longest / self.mean - 1
+
+    @property
+    def sample(self) -> float:
+        """Mean tokens of prompt and response."""
+        return self.prompt + self.mean
+
+    @property
+    def longest_sample(self) -> int:
+        """Tokens of the longest prompt with the longest response."""
+        return self.longest_prompt + self.longest
+
+    @property
+    def mean_square(self) -> float:
+        """Mean of the squared tokens of a sample, which attention costs."""
+        return self.prompt**2 + 2 * self.prompt * self.mean + self.longest**2 / (1 + 2 * self.exponent)
+
+    def still_running(self, tokens: float) -> float:
+        """Share of responses longer than this."""
+        if tokens >= self.longest:
+            return 0.0
+        if self.exponent == 0:
+            return 1.0
+        return float(1 - (tokens / self.longest) ** (1 / self.exponent))
+
+
+def planned_lengths(config: TrainConfig) -> Lengths:
+    """The lengths of a config: its own means, or half of what is allowed.
+
+    Raises:
+        BadInput: a mean is above the longest.
+    """
+    given, longest, prompt = config.plan, config.sampling.max_new_tokens, config.data.max_prompt_tokens
+    for key, mean, limit_key, limit in (
+        ("mean_response_tokens", given.mean_response_tokens, "sampling.max_new_tokens", longest),
+        ("mean_prompt_tokens", given.mean_prompt_tokens, "data.max_prompt_tokens", prompt),
+    ):
+        if mean is not None and mean > limit:
+            raise BadInput(f"plan.{key}={mean} is above {limit_key}={limit}: lower it, a mean is at most the longest")
+    return Lengths(
+        prompt=float(given.mean_prompt_tokens or max(1, prompt // 2)),
+        mean=float(given.mean_response_tokens or max(1, longest // 2)),
+        longest=longest,
+        longest_prompt=prompt,
+    )

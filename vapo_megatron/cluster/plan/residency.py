@@ -1,0 +1,53 @@
+"""What of each model lies on the GPU in which phase of a step; from the table that the trainer itself goes by."""
+
+from vapo_megatron.config.model import TrainableConfig
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.mcore.residency import HELD, Phase
+from vapo_megatron.mcore.sleep import PARTS, Part
+
+# The phases of a step in the order of training/loop.py, and the model that computes in each.
+PHASES: dict[Phase, str | None] = {
+    "rollout": None,
+    "score_reference": "reference",
+    "score_policy": "actor",
+    "score_values": "critic",
+    "update_critic": "critic",
+    "update_policy": "actor",
+    "hand_over": None,
+}
+# Phases in which the engines hold all of their memory, or at least their weights.
+ENGINE_AWAKE: tuple[Phase, ...] = ("rollout",)
+ENGINE_WEIGHTS: tuple[Phase, ...] = ("rollout", "hand_over")
+
+
+def on_device(phase: Phase, name: str, config: TrainableConfig) -> tuple[Part, ...]:
+    """The parts of a model that are on the GPU in a phase; all that it has where it never sleeps (a reference does)."""
+    if config.sleep == "never" and name != "reference":
+        return PARTS
+    held = HELD[phase].get(name, frozenset())
+    return tuple(part for part in PARTS if part in held)
+
+
+def phases_of(config: TrainConfig) -> list[Phase]:
+    """The phases that a step of this config has."""
+    models = {"actor"} | ({"critic"} if config.algorithm.uses_critic else set())
+    models |= {"reference"} if config.algorithm.uses_reference else set()
+    found = [phase for phase, worker in PHASES.items() if worker is None or worker in models]
+    if update_gives_logprobs(config):
+        found.remove("score_policy")
+    return found
+
+
+def update_gives_logprobs(config: TrainConfig) -> bool:
+    """Whether the only update of a step computes the old log-probs itself, as training/score.py decides it."""
+    algorithm, batch = config.algorithm, config.batch
+    update = algorithm.update
+    units = batch.prompts_per_step * (batch.samples_per_prompt if update.minibatch_unit == "samples" else 1)
+    needed_before = (
+        algorithm.kl.where == "reward",
+        algorithm.importance_sampling.kind != "none",
+        algorithm.advantage.function is not None,
+        algorithm.filter_function is not None,
+    )
+    single = update.epochs == 1 and units <= update.minibatch_size
+    return update.old_logprobs == "auto" and single and not any(needed_before)
