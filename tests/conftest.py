@@ -9,6 +9,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
+import pytest
+
 from vapo_megatron.experience.torchvision_ops import make_torchvision_importable
 
 make_torchvision_importable()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of the whole test run."""
+    parser.addoption("--require-slurm", action="store_true", help="fail, rather than skip, where there can be no Slurm")

@@ -1,0 +1,211 @@
+# What the batch scripts of this folder share: the life of a job, from one try to the next. They source it.
+#
+#   begin_job RUN_DIR PROGRESS   prepare a try, or end here where earlier tries came to nothing.
+#                                PROGRESS is a folder: as long as its newest entry is the same, no try came to anything.
+#   run_step NAME COMMAND...     run COMMAND in every task of the job and wait. The verdict is in STEP_CODE:
+#                                0 done, 75 start again, 2 bad input, anything else a failure to look at.
+#   end_job CODE                 75: requeue this job; anything else: end with it.
+#
+# Signals, and what was found out about them with Slurm 22.05:
+#   - Slurm sends USR1 to this shell alone (--signal=B:USR1@...), early and more than once. A trap runs only while the
+#     shell waits, hence `srun ... & wait`.
+#   - What is then sent to a step reaches *every* process in it, engines and data workers too, and USR1 would kill
+#     those. So tasks are sent URG, which processes ignore unless they ask for it; task.sh turns it into USR1 for its
+#     rank alone.
+#   - A requeue sends TERM to this shell and its children, so it is ignored from then on.
+
+set -uo pipefail
+
+# ── begin ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+begin_job() {
+    local end
+    RUN_DIR=$1 PROGRESS=$2
+    RECORD=$RUN_DIR.slurm # tries, excluded nodes and exit codes: what a person looks at when a job has stopped
+    # The last job of an array has the id of the whole array: only this form means one of its jobs.
+    JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+    JOB=${JOB:-$SLURM_JOB_ID}
+    RESTART=${SLURM_RESTART_COUNT:-0}
+    ENDING=
+    check_settings
+    mkdir -p "$RECORD" && : >>"$RECORD/tries" || exit 2
+    trap on_usr1 USR1
+    trap on_term TERM
+
+    [[ $(tries_from_here) -lt $MAX_TRIES ]] || give_up
+    echo "$(date +%FT%T) $SLURM_JOB_ID restart=$RESTART nodes=$SLURM_JOB_NODELIST from=$(newest_unit)" >>"$RECORD/tries"
+    say "$SLURM_JOB_NAME: try $((RESTART + 1)) of job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, from $(newest_unit)"
+
+    MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    MASTER_PORT=$(free_port)
+    # The trainer saves in time before it. Slurm 22.05 does not set it; a job without a limit has no such time.
+    end=$(job_field EndTime)
+    if [[ $end == *T* ]]; then export SLURM_JOB_END_TIME=$(date -d "$end" +%s); fi
+    KILL_WAIT=$(scontrol show config | sed -n 's/^KillWait *= *\([0-9]*\).*/\1/p')
+    export MASTER_ADDR MASTER_PORT KILL_WAIT=${KILL_WAIT:-30} RESTART LOCAL_TMP VENV SETUP
+    # Tasks get this environment even where `sbatch --export=NONE` was given, and srun the CPUs sbatch asked for.
+    export SLURM_EXPORT_ENV=ALL
+    [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+}
+
+check_settings() {
+    [[ -z ${CONFIG:-} || -f $CONFIG ]] || refuse "CONFIG=$CONFIG: no such file, seen from $PWD"
+    [[ -z $CONTAINER && -n $VENV && ! -f $VENV/bin/activate ]] && refuse "VENV=$VENV: is no virtual environment"
+    # An image has its own.
+    [[ -z $CONTAINER ]] || VENV=
+    [[ -n $SETUP && ! -f $SETUP ]] && refuse "SETUP=$SETUP: no such file; it is sourced on every node"
+    [[ $MAX_TRIES =~ ^[1-9][0-9]*$ ]] || refuse "MAX_TRIES=$MAX_TRIES: expected a number of at least 1"
+}
+
+refuse() {
+    echo "$SLURM_JOB_NAME: $1" >&2
+    exit 2
+}
+
+say() { echo "== $(date +%FT%T) $*"; }
+
+job_field() { scontrol show job --oneliner "$JOB" | tr ' ' '\n' | sed -n "s/^$1=//p"; }
+
+newest_unit() {
+    local newest
+    # Whatever is still being written has a hidden name.
+    newest=$(ls -1t "$PROGRESS" 2>/dev/null | head -n 1)
+    [[ ! -f $PROGRESS/$newest ]] || newest+=:$(stat --format=%s "$PROGRESS/$newest")_bytes
+    echo "${newest:-the_beginning}"
+}
+
+tries_from_here() { # tries of this job in a row that began where the next one would
+    awk -v job="$SLURM_JOB_ID" -v from="from=$(newest_unit)" \
+        '{ tries = ($2 == job && $NF == from) ? tries + 1 : 0 } END { print tries + 0 }' "$RECORD/tries"
+}
+
+give_up() {
+    say "$MAX_TRIES tries in a row began at $(newest_unit) and saved nothing: not tried again. What stopped them stands" \
+        "above and in $RUN_DIR/logs; once that is mended, submit the job anew"
+    exit 1
+}
+
+free_port() { # of this node, where rank 0 will listen; below the ports that the kernel hands out
+    local port=$((15000 + SLURM_JOB_ID % 1800 * 8))
+    while grep -qE "$(printf ':%04X [0-9A-F]+:0000 0A' $port)" /proc/net/tcp /proc/net/tcp6 2>/dev/null; do
+        port=$((port + 1))
+    done
+    echo $port
+}
+
+# ── a step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+run_step() {
+    local name=$1 options=() runs
+    shift
+    EXITS=$RECORD/exits/$SLURM_JOB_ID.$RESTART.$name
+    rm -rf "$EXITS"
+    mkdir -p "$EXITS" || exit 2
+    if [[ $name = doctor ]]; then
+        options+=(--ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=0)
+    else
+        options+=(--kill-on-bad-exit=1)
+    fi
+    if [[ -n $CONTAINER ]]; then
+        options+=(--container-image="$CONTAINER" --container-workdir="$PWD")
+        runs=$(realpath -m "$RUNS")
+        options+=(--container-mounts="$PWD:$PWD,$runs:$runs,$LOCAL_TMP:$LOCAL_TMP${MOUNTS:+,$MOUNTS}")
+    fi
+    srun "${options[@]}" bash slurm/task.sh "$EXITS" "$@" &
+    STEP=$!
+    while kill -0 $STEP 2>/dev/null; do wait $STEP; done
+    wait $STEP
+    STEP_CODE=$(verdict $?)
+    say "$name ended with code $STEP_CODE"
+    [[ $STEP_CODE = 0 || -n $ENDING ]] || clean_nodes
+}
+
+verdict() { # of a step, from the code of srun and from what its tasks recorded ("code node time", a file a task)
+    # srun tells only the highest code of all tasks, those included that Slurm ended because of the first one.
+    local codes
+    codes=$(cut -d ' ' -f 1 "$EXITS"/* 2>/dev/null | sort -nu | grep -vx 0)
+    if grep -qx 2 <<<"$codes"; then
+        echo 2
+    elif [[ -z $codes ]]; then
+        [[ $1 = 0 ]] && echo 0 || echo 75 # no task failed: a node or a launch did
+    elif [[ -n $(died_on) ]]; then
+        echo 75
+    else
+        grep -vx 75 <<<"$codes" | head -n 1 | grep . || echo 75
+    fi
+}
+
+died_on() { # the node of the first task that a signal ended, if there is one
+    sort -n -k 3 "$EXITS"/* 2>/dev/null | awk '$1 >= 128 { print $2; exit }'
+}
+
+clean_nodes() { # what tasks left that were killed before they could clean up themselves
+    timeout 60 srun --overlap --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --gpus-per-node=0 \
+        bash -c 'rm -rf "$LOCAL_TMP/vapo-$SLURM_JOB_ID.$RESTART.$SLURM_NODEID"' || true
+}
+
+check_nodes() { # `doctor` with the arguments of `train`; a node with a fault is left out on the next try
+    local options=() broken=$RECORD/broken_nodes node
+    [[ $DOCTOR != 0 ]] || return 0
+    [[ $DOCTOR != quick ]] || options+=(--quick)
+    rm -f "$broken"
+    run_step doctor python3 -m vapo_megatron.cli doctor "$@" --broken-nodes "$broken" "${options[@]}"
+    [[ $STEP_CODE != 0 ]] || return 0
+    # What every node complains about is no node's fault.
+    [[ $STEP_CODE = 1 && -s $broken && $(wc -l <"$broken") -lt $SLURM_JOB_NUM_NODES ]] || end_job "$STEP_CODE"
+    while read -r node; do exclude "$node" "doctor found a fault"; done <"$broken"
+    end_job 75
+}
+
+# ── signals ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+on_usr1() {
+    say "USR1: asking the run to save and stop"
+    scancel --signal=URG "$JOB"
+}
+
+on_term() {
+    ENDING=1
+    # The tasks were sent TERM as well. A run that did not save in time goes on from its last unit.
+    if [[ $(job_field Reason) = TimeLimit ]]; then
+        say "the time limit was reached; what was not saved by then is done again (--signal=B:USR1@SECONDS gives it longer)"
+        end_job 75
+    fi
+}
+
+# ── end ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+end_job() {
+    [[ $1 = 75 ]] || exit "$1"
+    local node
+    node=$(died_on)
+    [[ -z $node ]] || exclude "$node" "a task was killed by a signal"
+    # Cancelled, or requeued by Slurm itself (preempted, a node failed).
+    [[ -n $ENDING && $(job_field Reason) != TimeLimit ]] && exit 75
+    [[ $REQUEUE = 1 ]] || exit 75
+    [[ $(tries_from_here) -lt $MAX_TRIES ]] || give_up
+    trap '' TERM
+    scontrol requeue "$JOB" || exit 75
+    leave_out_excluded
+    exit 75
+}
+
+exclude() { # NODE REASON: left out on the next tries of this run
+    say "$1 is left out on the next try: $2 (recorded in $RECORD/excluded_nodes)"
+    echo "$1 $(date +%FT%T) job $SLURM_JOB_ID: $2" >>"$RECORD/excluded_nodes"
+}
+
+leave_out_excluded() { # this job, now pending again, and those waiting behind it under the same name
+    local nodes job present
+    nodes=$(cut -d ' ' -f 1 "$RECORD/excluded_nodes" 2>/dev/null | sort -u | paste -sd ,)
+    [[ -n $nodes ]] || return 0
+    present=$(sinfo --noheader --Node --partition="$SLURM_JOB_PARTITION" --states=idle,alloc,mix,comp --format=%N |
+        sort -u | grep -cvxFf <(tr , '\n' <<<"$nodes"))
+    if [[ $present -lt $SLURM_JOB_NUM_NODES ]]; then
+        say "without $nodes only $present nodes would be left, $SLURM_JOB_NUM_NODES are needed: not left out"
+        return 0
+    fi
+    for job in "$JOB" $(squeue --noheader --me --name="$SLURM_JOB_NAME" --states=PENDING --format=%i); do
+        scontrol update JobId="$job" ExcNodeList="$nodes"
+    done
+}

@@ -1,0 +1,89 @@
+#!/bin/bash
+# What every task of a step runs on its node: COMMAND in an environment of its own, its end recorded, nothing left.
+#
+#   task.sh EXITS COMMAND...     EXITS: a folder that gets a file with this task's exit code, its node and the time
+#
+# lib.sh starts it, and exports LOCAL_TMP, RESTART, VENV, SETUP and KILL_WAIT.
+
+set -uo pipefail
+exits=$1
+shift
+
+# ── an environment of its own ──────────────────────────────────────────────────────────────────────────────────────
+
+# One folder a node and try; earlier tries of this job may have left theirs on this node.
+scratch=$LOCAL_TMP/vapo-$SLURM_JOB_ID.$RESTART.$SLURM_NODEID
+for old in "$LOCAL_TMP/vapo-$SLURM_JOB_ID".*."$SLURM_NODEID"; do
+    [[ $old = "$scratch" || ! -O $old ]] || rm -rf "$old"
+done
+(umask 077 && mkdir -p "$scratch/tmp" "$scratch/tasks/$SLURM_PROCID")
+[[ -O $scratch && -d $scratch/tmp ]] || {
+    echo "task.sh: $scratch on $SLURMD_NODENAME cannot be made or belongs to somebody else: set LOCAL_TMP" >&2
+    exit 2
+}
+export TMPDIR=$scratch/tmp
+export XDG_CACHE_HOME=$scratch/cache
+export TRITON_CACHE_DIR=$scratch/cache/triton
+export TORCHINDUCTOR_CACHE_DIR=$scratch/cache/inductor
+export TORCH_EXTENSIONS_DIR=$scratch/cache/torch_extensions
+export CUDA_CACHE_PATH=$scratch/cache/cuda
+export FLASHINFER_WORKSPACE_BASE=$scratch/cache/flashinfer
+export SGLANG_CACHE_DIR=$scratch/cache/sglang
+export DG_JIT_CACHE_DIR=$scratch/cache/deep_gemm
+# Downloaded models are kept where the user keeps them, if they say where.
+export HF_HOME=${HF_HOME:-$scratch/cache/huggingface}
+
+# Files that activate or set up an environment need not be written for `set -u`.
+set +u
+[[ -z $SETUP ]] || source "$SETUP"
+[[ -z $VENV ]] || source "$VENV/bin/activate"
+set -u
+
+# ── signals ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+rank=
+ending=
+trap '[[ -z $rank ]] || kill -USR1 "$rank" 2>/dev/null' URG
+trap on_term TERM
+
+on_term() {
+    # Slurm sent it to the rank too, and KILL follows after KILL_WAIT: this shell's too, so it cleans up before.
+    [[ -z $ending ]] || return 0
+    ending=1
+    (
+        trap '' TERM
+        sleep $((KILL_WAIT > 4 ? KILL_WAIT - 3 : 1))
+        rm -rf "$scratch"
+    ) </dev/null >/dev/null 2>&1 &
+    cleaner=$!
+    disown
+}
+
+# ── the command ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+# A process group of its own for each background job, so that it can be ended together with what it has left.
+set -m
+# USR1 is ignored until the program listens to it: one that comes while it is still starting must not kill it.
+(
+    trap '' USR1
+    exec "$@"
+) </dev/null &
+rank=$!
+{
+    while kill -0 "$rank"; do wait "$rank"; done
+    wait "$rank"
+    code=$?
+    # Orphans of the rank hold its output open; Slurm would not notice that this task has ended.
+    kill -KILL -- "-$rank"
+    [[ -z $ending ]] || kill -KILL -- "-$cleaner"
+} 2>/dev/null
+# A task that was killed because another one failed says nothing about its node.
+if [[ -z $ending || $code -lt 128 ]]; then
+    [[ $code -lt 128 ]] || echo "task.sh: task $SLURM_PROCID on $SLURMD_NODENAME was ended by signal $((code - 128))" >&2
+    echo "$code $SLURMD_NODENAME $(date +%s%N)" >"$exits/.$SLURM_PROCID"
+    mv "$exits/.$SLURM_PROCID" "$exits/$SLURM_PROCID"
+fi
+# The last task of the node takes the folder away.
+rmdir "$scratch/tasks/$SLURM_PROCID" 2>/dev/null
+rmdir "$scratch/tasks" 2>/dev/null && rm -rf "$scratch"
+exit "$code"

@@ -1,0 +1,158 @@
+"""What jobs go through on a real Slurm, with the real trainer: time limits, dead ranks, dead nodes, cancellation."""
+
+import signal
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from sandbox import SlurmSandbox
+from site_of_user import FOREVER, Site, processes_of, ranks_of
+from tiny_runs import evaluate_config, write_config
+
+pytestmark = pytest.mark.timeout(2400)
+
+
+@pytest.fixture
+def site(slurm: SlurmSandbox, tmp_path: Path) -> Iterator[Site]:
+    with Site(slurm, tmp_path) as site:
+        yield site
+
+
+def test_a_job_goes_on_unattended_until_its_run_is_finished(site: Site) -> None:
+    """Its time limit comes, then a rank dies, then a node; an evaluation waits for the end of all that."""
+    slurm, run = site.slurm, "life"
+    config = site.train_config(FOREVER, engines=2)
+    job = site.submit(
+        "train.sbatch",
+        config,
+        ["--nodes=2", f"--job-name={run}", "--time=60", "--signal=B:USR1@60"],
+        DOCTOR="quick",
+        MAX_TRIES="2",
+    )
+    model = site.runs / run / "checkpoints" / "final" / "actor"
+    evaluation = site.submit(
+        "evaluate.sbatch",
+        write_config(site.folder / "evaluate.yaml", evaluate_config(site.folder, model)),
+        ["--job-name=evaluation", f"--dependency=afterok:{job}", "--kill-on-invalid-dep=yes"],
+    )
+
+    def restarted(times: int) -> None:
+        site.wait_until(f"the job was requeued {times} times", lambda: int(slurm.job(job)["Restarts"]) == times)
+
+    def saved_after(step: int) -> int:
+        return site.wait_until(f"a step after {step} is saved", lambda: (now := site.saved_step(run)) > step and now)
+
+    step = saved_after(1)
+    slurm.call("scontrol", "update", f"JobId={job}", f"TimeLimit={_minutes_with_room(slurm.job(job))}")
+    restarted(1)
+    slurm.call("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    assert site.exit_codes(run, f"{job}.0.train") == [75, 75]
+
+    step = saved_after(max(step, site.saved_step(run)))
+    victim, lost_node = ranks_of(job)[1]
+    victim.send_signal(signal.SIGKILL)
+    restarted(2)
+    assert 137 in site.exit_codes(run, f"{job}.1.train")
+    assert slurm.wait_until("the node is left out", lambda: slurm.job(job)["ExcNodeList"] == lost_node, 30)
+
+    step = saved_after(max(step, site.saved_step(run)))
+    _, failed_node = ranks_of(job)[1]
+    slurm.call("scontrol", "update", f"NodeName={failed_node}", "State=DOWN", "Reason=test")
+    restarted(3)
+    last = site.saved_step(run) + 2
+    site.train_config(last, engines=2)
+
+    site.wait_until("the job has ended", lambda: slurm.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"))
+    slurm.call("scontrol", "update", f"NodeName={failed_node}", "State=RESUME")
+    ended = slurm.job(job)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "3")
+    tries = site.tries(run)
+    assert [int(each["restart"]) for each in tries] == [0, 1, 2, 3]
+    assert len({each["from"] for each in tries}) == 4, "a try did not go on from what the one before had saved"
+    nodes = [slurm.call("scontrol", "show", "hostnames", each["nodes"]).split() for each in tries]
+    assert lost_node in nodes[1] and lost_node not in nodes[2] + nodes[3]
+    assert failed_node in nodes[2] and failed_node not in nodes[3]
+    assert [row["step"] for row in site.metrics(run) if row["step"]] == list(range(1, last + 1))
+
+    site.wait_until("the evaluation has ended", lambda: slurm.job(evaluation)["JobState"] == "COMPLETED")
+    assert datetime.fromisoformat(slurm.job(evaluation)["StartTime"]) >= datetime.fromisoformat(ended["EndTime"])
+    assert (site.runs / "evaluation" / "evaluation.json").is_file()
+    assert not list(site.local_tmp.iterdir())
+
+
+def test_rows_of_an_array_are_runs_and_a_cancelled_one_leaves_nothing_behind(site: Site) -> None:
+    slurm = site.slurm
+    rows = {"short": "run.seed=1 run.steps=2", "long": f"run.seed=2 run.steps={FOREVER}"}
+    file = site.folder / "rows.txt"
+    file.write_text("".join(f"{row} {values}\n" for row, values in rows.items()))
+    array = site.submit(
+        "array.sbatch",
+        site.train_config(1, engines=1),
+        ["--array=1-2", "--nodes=2", "--job-name=seeds", "--time=60"],
+        ROWS=str(file),
+        DOCTOR="0",
+    )
+    site.wait_until("the long row has saved a step", lambda: site.saved_step("seeds-long") > 0)
+    site.wait_until("the short row is done", lambda: slurm.job(f"{array}_1")["JobState"] == "COMPLETED")
+    assert [row["step"] for row in site.metrics("seeds-short") if row["step"]] == [1, 2]
+    seeds = [yaml.safe_load((site.runs / f"seeds-{row}" / "config.yaml").read_text())["run"]["seed"] for row in rows]
+    assert seeds == [1, 2]
+
+    job = slurm.job(f"{array}_2")["JobId"]
+    processes = list(processes_of(job))
+    ports = {address for process in processes for address in _listening(process)}
+    shared_memory = {path for process in processes for path in _shared_memory(process)}
+    assert len(ranks_of(job)) == 2 and ports and list(site.local_tmp.iterdir())
+    slurm.call("scancel", f"{array}_2")
+    site.wait_until("the job is gone", lambda: not slurm.call("squeue", "--noheader", f"--jobs={array}_2"))
+    assert slurm.job(f"{array}_2")["JobState"] == "CANCELLED"
+    assert slurm.job(f"{array}_2")["Restarts"] == "0"
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not [process.cmdline() for process in alive]
+    assert not processes_of(job)
+    assert not list(site.local_tmp.iterdir())
+    assert not ports & {c.laddr for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    assert not [path for path in shared_memory if path.exists()]
+    assert site.saved_step("seeds-long") > 0
+
+
+def test_bad_input_ends_a_job_and_a_conversion_is_one(site: Site) -> None:
+    slurm, out = site.slurm, site.folder / "megatron"
+    config = site.train_config(1, engines=1)
+    refused = site.submit(
+        "train.sbatch", config, ["--nodes=2", "--job-name=refused"], ["actor.layuot.tp=2"], DOCTOR="0"
+    )
+    converted = site.submit(
+        "convert.sbatch",
+        config,
+        ["--job-name=convert"],
+        ["tools/convert_hf_to_megatron.py", "--hf", str(site.model), "--out", str(out)],
+    )
+    site.wait_until("both have ended", lambda: not slurm.call("squeue", "--noheader"))
+    assert [slurm.job(job)["ExitCode"] for job in (refused, converted)] == ["2:0", "0:0"]
+    assert [slurm.job(job)["Restarts"] for job in (refused, converted)] == ["0", "0"]
+    assert "layuot" in (site.folder / "refused.out").read_text()
+    assert (out / "model.json").is_file()
+
+
+def _minutes_with_room(job: dict[str, str]) -> int:
+    """A time limit that a job which has run so long reaches within two minutes, and not at once."""
+    hours, minutes, seconds = map(int, job["RunTime"].split(":"))
+    return hours * 60 + minutes + (1 if seconds < 40 else 2)
+
+
+def _listening(process: psutil.Process) -> list[tuple[str, int]]:
+    try:
+        return [c.laddr for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    except psutil.Error:
+        return []
+
+
+def _shared_memory(process: psutil.Process) -> list[Path]:
+    try:
+        return [Path(entry.path) for entry in process.memory_maps() if entry.path.startswith("/dev/shm/")]
+    except psutil.Error:
+        return []
