@@ -1,16 +1,26 @@
-"""examples/aime_qwen2.5_32b: every config is valid, and what the paper states is what they say."""
+"""examples/aime_qwen2.5_32b: every config is valid and fits its GPUs, and what the paper states is what they say."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from vapo_megatron.cli import PRESETS
+from vapo_megatron.cluster.plan.plan import make_plan
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.train import EvaluateConfig, TrainConfig
 
 FOLDER = Path(__file__).parents[2] / "examples" / "aime_qwen2.5_32b"
 TRAIN = sorted(path.stem for path in FOLDER.glob("*.yaml") if not path.stem.startswith("evaluate"))
 EVALUATE = sorted(path.stem for path in FOLDER.glob("evaluate*.yaml"))
+
+
+CONFIGS = Path(__file__).parents[2].parent / "shared" / "data" / "hf_configs"
+MODELS = {
+    "models/Qwen2.5-32B": "qwen2.5-32b.json",
+    "models/Qwen2.5-7B": "qwen2.5-7b.derived.json",
+    "models/Qwen2.5-1.5B": "qwen2.5-math-1.5b.derived.json",
+}
 
 
 def _train(name: str) -> TrainConfig:
@@ -31,6 +41,17 @@ def test_the_longest_sample_fits_every_layout(name: str) -> None:
         assert section.longest_sample >= longest
         assert config.cluster.ranks is not None and config.cluster.ranks % section.layout.model_size == 0
     assert config.rollout.context_length is not None and config.rollout.context_length >= longest
+
+
+@pytest.mark.skipif(not CONFIGS.is_dir(), reason=f"no config.json of Qwen2.5 at {CONFIGS}")
+@pytest.mark.parametrize("name", TRAIN)
+def test_every_config_fits_the_gpus_it_is_for(name: str, tmp_path: Path) -> None:
+    config = _train(name)
+    shutil.copy(CONFIGS / MODELS[config.model.path], tmp_path / "config.json")
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path)})})
+    assert config.cluster.ranks is not None
+    plan = make_plan(config, config.cluster.ranks)
+    assert plan.fits, plan.memory.problems
 
 
 def test_vapo_is_the_papers() -> None:
