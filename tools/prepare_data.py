@@ -40,7 +40,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def main(
     source: Annotated[
         list[str],
-        typer.Option(help="A .jsonl, .jsonl.gz or .parquet file, or hub:ORG/NAME[@REVISION][:SPLIT]. Repeatable."),
+        typer.Option(
+            help="A .jsonl, .jsonl.gz, .json or .parquet file, or hub:ORG/NAME[@REVISION][:SPLIT]. Repeatable."
+        ),
     ],
     out: Annotated[Path, typer.Option(help="The .jsonl file to write.")],
     against: Annotated[

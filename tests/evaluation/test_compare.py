@@ -11,9 +11,10 @@ from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.compare import compare_runs, sign_flip_p_value
 
 
-def _run(folder: Path, correct: dict[str, int], samples: int = 8, name: str = "aime") -> Path:
+def _run(folder: Path, correct: dict[str, int], name: str = "aime", digest: str = "d", top_p: float = 0.7) -> Path:
     (folder / "evaluation").mkdir(parents=True)
-    rows = [{"id": key, "samples": samples, "correct": count} for key, count in correct.items()]
+    (folder / "evaluation.json").write_text(json.dumps({"sampling": {"temperature": 1.0, "top_p": top_p}}))
+    rows = [{"id": key, "digest": digest, "samples": 8, "correct": count} for key, count in correct.items()]
     (folder / "evaluation" / f"{name}_problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -57,6 +58,8 @@ def test_different_problems_are_refused(tmp_path: Path) -> None:
         compare_runs(first, _run(tmp_path / "b", {"p1": 1, "p3": 2}))
     with pytest.raises(BadInput, match=r"no set in common \(aime and gsm8k\)"):
         compare_runs(first, _run(tmp_path / "c", {"p1": 1}, name="gsm8k"))
+    with pytest.raises(BadInput, match="problem p1 has another text or another answer"):
+        compare_runs(first, _run(tmp_path / "d", {"p1": 1, "p2": 2}, digest="other"))
     with pytest.raises(BadInput, match="give the directory of a finished evaluation"):
         compare_runs(first, tmp_path)
 
@@ -64,7 +67,7 @@ def test_different_problems_are_refused(tmp_path: Path) -> None:
 def test_the_command_prints_a_table_or_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first, second = _run(tmp_path / "a", {"p1": 1, "p2": 2}), _run(tmp_path / "b", {"p1": 3, "p2": 2})
+    first, second = _run(tmp_path / "a", {"p1": 1, "p2": 2}), _run(tmp_path / "b", {"p1": 3, "p2": 2}, top_p=0.9)
     monkeypatch.setattr(sys, "argv", ["vapo-megatron", "compare", str(first), str(second), "--json"])
     with pytest.raises(SystemExit) as end:
         cli.main()
@@ -75,4 +78,4 @@ def test_the_command_prints_a_table_or_json(
     with pytest.raises(SystemExit):
         cli.main()
     output = capsys.readouterr().out
-    assert "aime" in output and "+0.125" in output
+    assert "aime" in output and "+0.125" in output and "not sampled alike: top_p 0.7 against 0.9" in output

@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from vapo_megatron.config.load import dump_config
 from vapo_megatron.config.train import EvaluateConfig
 from vapo_megatron.errors import BadInput, RunFailed, TryAgain
 from vapo_megatron.evaluation import openai_client
@@ -28,6 +32,8 @@ class Server:
 
     before: list[int] = field(default_factory=list)
     fails_after: int | None = None
+    broken_off: int = 0
+    pause: float = 0.0
     body: bytes | None = None
     requests: list[dict[str, Any]] = field(default_factory=list)
     keys: set[str | None] = field(default_factory=set)
@@ -36,8 +42,9 @@ class Server:
 
     async def handle(self, request: web.Request) -> web.Response:
         asked = await request.json()
+        await asyncio.sleep(self.pause)
         if self.before:
-            return web.Response(status=self.before.pop(0), text="not now")
+            return web.Response(status=self.before.pop(0), text="not now", headers={"Retry-After": "0"})
         if self.fails_after is not None and self.answered >= self.fails_after:
             return web.Response(status=400, text="bad\nrequest")
         self.answered += 1
@@ -48,9 +55,14 @@ class Server:
         text = asked["prompt"] if "prompt" in asked else asked["messages"][-1]["content"]
         number = int(text.split()[-1]) + asked["seed"] % 2
         said = f"I say \\boxed{{{number}}}"
-        choice = {"message": {"content": said}, "finish_reason": "stop"}
+        if self.broken_off:
+            self.broken_off -= 1
+            said, reason = "I sa", "abort"
+        else:
+            reason = "stop"
+        choice = {"message": {"content": said}, "finish_reason": reason}
         if "prompt" in asked:
-            choice = {"text": said, "finish_reason": "stop"}
+            choice = {"text": said, "finish_reason": reason}
         return web.json_response({"choices": [choice], "usage": {"completion_tokens": 5 + number}})
 
 
@@ -90,7 +102,7 @@ def _settings(folder: Path, server: Server, **changes: Any) -> EvaluateConfig:
     rows = [{"id": f"p{n}", "problem": f"What is {n}", "answer": str(n)} for n in range(PROBLEMS)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = {"name": "e", "root": str(folder / "runs"), "resume": "auto"} | changes.pop("run", {})
-    foreign = {"url": server.url, "model": "m", "concurrency": 2, "attempts": 3} | changes.pop("foreign", {})
+    foreign = {"url": server.url, "model": "m", "concurrency": 2, "patience": 5} | changes.pop("foreign", {})
     data = {"eval": [{"name": "whole", "path": str(path), "samples": SAMPLES}]} | changes.pop("data", {})
     sampling = {"max_new_tokens": 50, "top_p": 0.7} | changes.pop("sampling", {})
     reward = {"workers": 1}
@@ -180,12 +192,53 @@ def test_a_key_comes_from_the_environment_and_stands_in_no_file(
 def test_a_server_that_stays_away_is_named(tmp_path: Path, server: Server) -> None:
     server.before = [503] * 1000
     with pytest.raises(
-        TryAgain, match=r"not answered in server\.attempts=3 tries, the last one: HTTP 503.*resume=auto"
+        TryAgain, match=r"not answered within server\.patience=0\.1 s, the last try: HTTP 503.*resume=auto"
     ):
-        evaluate_checkpoint(_settings(tmp_path, server))
+        evaluate_checkpoint(_settings(tmp_path, server, foreign={"patience": 0.1}))
 
 
 def test_what_is_no_completion_is_named(tmp_path: Path, server: Server) -> None:
     server.body = b"<html>hello</html>"
     with pytest.raises(RunFailed, match=r"answered problem p\d with '<html>hello</html>', expected a completion"):
         evaluate_checkpoint(_settings(tmp_path, server))
+
+
+def test_a_response_that_the_server_broke_off_is_asked_for_again(tmp_path: Path, server: Server) -> None:
+    server.broken_off = 5
+    evaluate_checkpoint(_settings(tmp_path, server))
+    rows = [json.loads(line) for line in (tmp_path / "runs/e/evaluation/whole.jsonl").read_text().splitlines()]
+    assert len(server.requests) == PROBLEMS * SAMPLES + 5
+    assert {row["finish_reason"] for row in rows} == {"stop"} and all("boxed" in row["response"] for row in rows)
+
+
+def test_a_gold_answer_that_was_mended_counts_without_asking_again(tmp_path: Path, server: Server) -> None:
+    settings = _settings(tmp_path, server)
+    evaluate_checkpoint(settings)
+    before = _report(tmp_path)["sets"][0]["avg_at_k"]
+    asked = len(server.requests)
+    path = settings.data.eval[0].path
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row | {"answer": "none"}) + "\n" for row in rows))
+    evaluate_checkpoint(settings)
+    assert len(server.requests) == asked
+    assert before > 0 and _report(tmp_path)["sets"][0]["avg_at_k"] == 0
+
+
+def test_an_evaluation_that_was_killed_goes_on(tmp_path: Path, server: Server) -> None:
+    server.pause = 0.15
+    settings = _settings(tmp_path, server)
+    config = tmp_path / "e.yaml"
+    dump_config(settings, config)
+    command = [sys.executable, "-m", "vapo_megatron.cli", "evaluate", str(config)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 120
+        while len(server.requests) < 2 * SAMPLES and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.kill()
+    killed_after = len(server.requests)
+    assert 2 * SAMPLES <= killed_after < PROBLEMS * SAMPLES
+    server.pause, server.requests = 0.0, []
+    evaluate_checkpoint(settings)
+    again = len(server.requests)
+    assert (PROBLEMS - killed_after // SAMPLES) * SAMPLES <= again < PROBLEMS * SAMPLES
+    assert len((tmp_path / "runs/e/evaluation/whole.jsonl").read_text().splitlines()) == PROBLEMS * SAMPLES

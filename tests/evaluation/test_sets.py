@@ -75,6 +75,18 @@ def test_answers_that_are_right_in_different_words_vote_together() -> None:
     assert result.maj_at_k == pytest.approx(0.5)
 
 
+def test_wrong_answers_in_different_words_vote_together_too() -> None:
+    engine = Engine()
+
+    def grade(samples: Sequence[Sample]) -> None:
+        engine.grade(samples)
+        for sample in samples:
+            sample.extracted = ("33", "34", "$34$", r"\(34.0\)")[sample.index]
+            sample.correct = sample.index == 0
+
+    assert answer_set("wrong", PROMPTS, 4, engine.collect, grade).maj_at_k == 0.0
+
+
 def test_every_problem_has_a_cursor_of_its_own_that_depends_on_its_place_alone() -> None:
     engine = Engine()
     answer_set("sums", PROMPTS, 4, engine.collect, engine.grade)

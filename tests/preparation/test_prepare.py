@@ -11,8 +11,9 @@ import pytest
 
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.errors import BadInput
-from vapo_megatron.preparation.layouts import find_layout, read_row
+from vapo_megatron.preparation.layouts import LAYOUTS, find_layout, read_row
 from vapo_megatron.preparation.prepare import prepare
+from vapo_megatron.rewards.math import grade
 
 VERIFIER = RewardConfig(workers=1, deadline_seconds=20)
 INSTRUCTIONS = (
@@ -129,7 +130,12 @@ def test_a_data_set_of_the_hub_is_read_from_its_cache(tmp_path: Path, monkeypatc
     for split, answer in (("", "7"), (":test", "8")):
         prepare([f"hub:some/set{split}"], tmp_path / "out.jsonl", verifier=VERIFIER)
         assert [row["answer"] for row in _rows(tmp_path / "out.jsonl")] == [answer]
-    with pytest.raises(BadInput, match=r"no file of split validation among .*train-00000"):
+    (folder / "train-00000-of-00001.parquet").rename(folder / "some-name.parquet")  # as DAPO-Math-17k's has it
+    (folder / "test-00000-of-00001.parquet").unlink()
+    (folder / "more.json").write_text(json.dumps([{"problem": "Which?", "answer": "9"}]))
+    prepare(["hub:some/set"], tmp_path / "out.jsonl", verifier=VERIFIER)
+    assert sorted(row["answer"] for row in _rows(tmp_path / "out.jsonl")) == ["7", "9"]
+    with pytest.raises(BadInput, match=r"no file of split validation among .*some-name"):
         prepare(["hub:some/set:validation"], tmp_path / "no.jsonl", verifier=VERIFIER)
     with pytest.raises(BadInput, match=r"other/set: cannot be downloaded .*hf download --repo-type dataset other/set"):
         prepare(["hub:other/set"], tmp_path / "no.jsonl", verifier=VERIFIER)
@@ -160,3 +166,30 @@ def test_what_cannot_be_prepared_is_named_and_nothing_is_written(
     with pytest.raises(BadInput, match=message):
         prepare([str(source)], tmp_path / "out.jsonl", verifier=VERIFIER, **options)
     assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("published", "right"),
+    [
+        (r"\(1\) and \(2\)", r"\boxed{1 and 2}"),
+        (r"\( x=1 \) or \( x=2 \)", r"\boxed{x=1 or x=2}"),
+        (r"\[ \boxed{\frac{1}{2}} \]", r"\boxed{0.5}"),
+        ("$$\\sqrt{2}$$", r"\boxed{\sqrt 2}"),
+    ],
+)
+def test_a_prepared_answer_is_still_met_by_the_right_response(published: str, right: str) -> None:
+    problem = read_row({"problem": "?", "answer": published}, LAYOUTS[1], "f", 1, "f:1")
+    assert problem is not None
+    assert grade(problem.answer, right) == grade(published, right)
+    assert problem.answer == published or grade(problem.answer, right)
+
+
+def test_problems_that_differ_by_a_sign_are_two(tmp_path: Path) -> None:
+    pairs = [
+        ("What is $5! + 3$?", "123"),
+        ("What is $5 + 3$?", "8"),
+        ("Is $x$ in $(0,1]$?", "1"),
+        ("Is $x$ in $[0,1)$?", "2"),
+    ]
+    source = _write(tmp_path / "a.jsonl", [{"problem": text, "answer": answer} for text, answer in pairs])
+    assert prepare([str(source)], tmp_path / "out.jsonl", verifier=VERIFIER).kept == 4

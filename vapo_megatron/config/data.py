@@ -46,6 +46,13 @@ class EvalSet(Section):
     samples: int = Field(8, ge=1, description="responses a problem (the k of avg@k)")
     limit: int | None = Field(None, ge=1, description="only the first rows")
 
+    @field_validator("name")
+    @classmethod
+    def _is_no_name_of_ours(cls, value: str) -> str:
+        if value.endswith(("_problems", ".partial")):
+            raise ValueError(f"name={value}: files of evaluations end like that, choose another")
+        return value
+
 
 class ProblemsConfig(Section):
     """Problems and how they are put; files are .jsonl, .jsonl.gz or .parquet with a problem and an answer a row."""

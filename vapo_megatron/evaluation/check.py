@@ -47,10 +47,16 @@ class Evaluation:
         assert settings.model is not None
         return settings.model.path
 
+    def graded_by(self, name: str) -> str:
+        """Fingerprint of what the verdicts on a set depend on besides the responses: gold answers and verifier."""
+        reward = self.settings.reward.model_dump(mode="json", exclude={"workers", "startup_seconds"})
+        golds = [[prompt.id, prompt.answer] for prompt in self.prompts[name]]
+        return _fingerprint({"reward": reward, "golds": golds})
+
     def origin(self, name: str) -> str:
         """Fingerprint of all that the responses of a set depend on, but for their number."""
         settings = self.settings
-        depends_on = {
+        depends_on: dict[str, object] = {
             "seed": settings.run.seed,
             "sampling": settings.sampling.model_dump(mode="json"),
             "prompt": settings.data.prompt.model_dump(mode="json"),
@@ -63,7 +69,11 @@ class Evaluation:
             files = sorted(Path(settings.model.path).glob("*.safetensors"))
             depends_on["model"] = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
             depends_on["dtype"] = [settings.model.dtype, settings.rollout.dtype]
-        return hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()
+        return _fingerprint(depends_on)
+
+
+def _fingerprint(content: dict[str, object]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def check_evaluation(settings: EvaluateConfig, platform: Platform) -> Evaluation:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.data import EvalSet
+from vapo_megatron.config.load import dump_config
 from vapo_megatron.config.run_directory import make_run_dir
 from vapo_megatron.config.train import EvaluateConfig
 from vapo_megatron.errors import BadInput
@@ -17,9 +18,9 @@ from vapo_megatron.evaluation.check import Evaluation, check_evaluation, facts, 
 from vapo_megatron.evaluation.compare import PROBLEMS
 from vapo_megatron.evaluation.engines import Answerer, own_engines
 from vapo_megatron.evaluation.openai_client import OpenAIClient
-from vapo_megatron.evaluation.responses import Response, ResponseLog, in_order
-from vapo_megatron.evaluation.sets import ProblemResult, SetResult, problem_results, summarise, write_outputs
-from vapo_megatron.experience.jsonl import read_rows, write_rows
+from vapo_megatron.evaluation.responses import Response, ResponseLog, in_order, read_outputs
+from vapo_megatron.evaluation.sets import SetResult, problem_results, summarise, write_outputs
+from vapo_megatron.experience.jsonl import write_rows
 from vapo_megatron.experience.sample import Prompt
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.monitoring.console import RunConsole
@@ -53,6 +54,8 @@ def evaluate_checkpoint(settings: EvaluateConfig) -> None:
         done = {entry.name: result for entry in settings.data.eval if (result := work.finished(entry)) is not None}
         if done:
             console.note(f"answered before: {', '.join(done)}")
+            _write(plan, list(done.values()), run_dir)
+        dump_config(settings, run_dir / "config.yaml")  # of an earlier start, sets or limits may have been others
         if len(done) < len(settings.data.eval):
             answerer = _answerer(plan, run_dir, console, stack)
             for entry in settings.data.eval:
@@ -84,18 +87,24 @@ class _Work:
             return None
         try:
             known = {one["name"]: one for one in json.loads(report.read_text(encoding="utf-8"))["sets"]}
-            origin = known[entry.name]["origin"] if entry.name in known else None
+            if entry.name not in known:
+                return None
+            origin, graded_by = known[entry.name]["origin"], known[entry.name]["graded_by"]
         except (ValueError, KeyError, TypeError):
             raise BadInput(f"{report}: not an evaluation report: remove it to evaluate again") from None
-        if origin is None:
-            return None
         if origin != self.plan.origin(entry.name):
             raise BadInput(
                 f"{report}: set {entry.name} was answered by another model, with other problems or other sampling: "
                 "give the config it was made with, another run.name, or run.overwrite=true"
             )
-        rows = [ProblemResult(**row) for _, row in read_rows(self._file(entry.name, PROBLEMS))]
-        return summarise(entry.name, rows, entry.samples) if rows[0].samples == entry.samples else None
+        prompts = self.plan.prompts[entry.name]
+        responses = read_outputs(self._file(entry.name, ".jsonl"))
+        if len(responses) != len(prompts) * entry.samples:
+            return None
+        if graded_by != self.plan.graded_by(entry.name):
+            self.console.note(f"{entry.name}: gold answers or reward changed, its responses are graded again")
+            return self._conclude(entry.name, prompts, responses, entry.samples)
+        return summarise(entry.name, problem_results(prompts, responses), entry.samples)
 
     def answer(self, entry: EvalSet, answerer: Answerer) -> SetResult:
         """Answer what is not answered yet, grade all of it, write it down."""
@@ -112,11 +121,14 @@ class _Work:
                 advance((len(prompts) - len(missing)) * k)
                 if missing:
                     answerer.collect(missing, k, keep, advance)
-            responses = in_order(groups, prompts)
-            self._grade(name, prompts, responses)
-            write_outputs(self._file(name, ".jsonl"), prompts, responses)
-            problems = problem_results(prompts, responses)
-            write_rows(self._file(name, PROBLEMS), map(asdict, problems))
+        return self._conclude(name, prompts, in_order(groups, prompts), k)
+
+    def _conclude(self, name: str, prompts: Sequence[Prompt], responses: Sequence[Response], k: int) -> SetResult:
+        """Grade all responses to a set and write them down."""
+        self._grade(name, prompts, responses)
+        write_outputs(self._file(name, ".jsonl"), prompts, responses)
+        problems = problem_results(prompts, responses)
+        write_rows(self._file(name, PROBLEMS), map(asdict, problems))
         return summarise(name, problems, k)
 
     def forget_partial(self, name: str) -> None:
@@ -163,7 +175,10 @@ def _write(plan: Evaluation, results: Sequence[SetResult], run_dir: Path) -> Non
             "model": plan.model_name,
             "seed": plan.settings.run.seed,
             "sampling": plan.settings.sampling.model_dump(mode="json"),
-            "sets": [result.as_dict() | {"origin": plan.origin(result.name)} for result in results],
+            "sets": [
+                result.as_dict() | {"origin": plan.origin(result.name), "graded_by": plan.graded_by(result.name)}
+                for result in results
+            ],
         }
         json.dump(content, file, indent=2)
 

@@ -1,5 +1,6 @@
 """Two evaluations of the same problems against each other: a paired test."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -55,7 +56,15 @@ def compare_runs(a: Path, b: Path) -> list[Comparison]:
             f"{a} and {b}: have no set in common ({', '.join(sorted(sets_a))} and {', '.join(sorted(sets_b))}): "
             "evaluate both on the same sets"
         )
+    for name in common:
+        _check_same_problems(sets_a[name], sets_b[name])
     return [compare_set(name, _shares(sets_a[name]), _shares(sets_b[name])) for name in common]
+
+
+def differing_sampling(a: Path, b: Path) -> dict[str, tuple[Any, Any]]:
+    """Settings of sampling that two evaluations do not share: a difference may be theirs."""
+    one, other = _sampling(a), _sampling(b)
+    return {key: (one.get(key), other.get(key)) for key in sorted(one | other) if one.get(key) != other.get(key)}
 
 
 def compare_set(name: str, a: Mapping[str, float], b: Mapping[str, float]) -> Comparison:
@@ -115,6 +124,24 @@ def _sets(run_dir: Path) -> dict[str, Path]:
     if not found:
         raise BadInput(f"{run_dir}: holds no evaluation/*{PROBLEMS}: give the directory of a finished evaluation")
     return found
+
+
+def _sampling(run_dir: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((run_dir / "evaluation.json").read_text(encoding="utf-8"))["sampling"]
+        return dict(found)
+    except (OSError, ValueError, KeyError, TypeError):
+        raise BadInput(f"{run_dir}: its evaluation.json cannot be read: give the directory of an evaluation") from None
+
+
+def _check_same_problems(a: Path, b: Path) -> None:
+    digests_a, digests_b = ({row.get("id"): row.get("digest") for _, row in read_rows(path)} for path in (a, b))
+    for key in sorted(digests_a.keys() & digests_b.keys()):
+        if digests_a[key] != digests_b[key]:
+            raise BadInput(
+                f"{a} and {b}: problem {key} has another text or another answer in the two: evaluate both on the same "
+                "file"
+            )
 
 
 def _shares(path: Path) -> dict[str, float]:

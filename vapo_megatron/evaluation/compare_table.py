@@ -4,13 +4,18 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from vapo_megatron.evaluation.compare import Comparison
+from vapo_megatron.evaluation.compare import Comparison, differing_sampling
 from vapo_megatron.monitoring.console import RunConsole
 
 
 def comparison_json(first: Path, second: Path, comparisons: Sequence[Comparison]) -> str:
     """One JSON object."""
-    content = {"first": str(first), "second": str(second), "sets": [one.as_dict() for one in comparisons]}
+    content = {
+        "first": str(first),
+        "second": str(second),
+        "differing_sampling": differing_sampling(first, second),
+        "sets": [one.as_dict() for one in comparisons],
+    }
     return json.dumps(content, indent=2)
 
 
@@ -27,4 +32,6 @@ def comparison_table(first: Path, second: Path, comparisons: Sequence[Comparison
         for one in comparisons
     ]
     console.table(titles, rows)
+    for key, values in differing_sampling(first, second).items():
+        console.note(f"not sampled alike: {key} {values[0]} against {values[1]}")
     console.note("p: two-sided, paired by problem (sign-flip permutation test of the mean difference)")

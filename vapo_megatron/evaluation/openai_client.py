@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +16,7 @@ from vapo_megatron.evaluation.responses import Response
 from vapo_megatron.experience.sample import Prompt
 from vapo_megatron.rollout.dispatcher import response_seed
 
-# Worth another try: too many requests, and a server that is starting, overloaded or behind a broken proxy.
-_PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+_WHOLE = frozenset({"stop", "length", "tool_calls", "content_filter"})
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 _SEED_BITS = 0x7FFF_FFFF  # what every server takes
 
@@ -49,7 +49,7 @@ class OpenAIClient:
 
         Raises:
             RunFailed: the server refuses a request or answers something else than a completion.
-            TryAgain: it is not there or too busy, server.attempts times in a row.
+            TryAgain: it is not there or too busy for longer than server.patience.
         """
         asyncio.run(self._collect(prompts, k, on_group, advance))
 
@@ -87,27 +87,37 @@ class OpenAIClient:
                 raise error from None
 
     async def _response(self, session: aiohttp.ClientSession, prompt: Prompt, index: int) -> Response:
-        body, pause = self._body(prompt, index), _FIRST_PAUSE
-        for attempt in range(1, self._config.attempts + 1):
+        body, pause, failing_since = self._body(prompt, index), _FIRST_PAUSE, None
+        while True:
+            wanted = 0.0
+            asked = time.monotonic()
             try:
                 async with session.post(self._url, json=body) as answer:
                     text = await answer.text()
                     if answer.status == 200:
-                        return self._read(text, prompt, index)
-                    reason = f"HTTP {answer.status}: {' '.join(text.split())[:300]}"
-                    if answer.status not in _PASSING:
-                        raise RunFailed(f"{self._url}: refused the request for problem {prompt.id} ({reason})")
+                        response = self._read(text, prompt, index)
+                        if response.finish_reason in _WHOLE:
+                            return response
+                        reason = f"a response that was broken off ({response.finish_reason})"
+                    else:
+                        reason = f"HTTP {answer.status}: {' '.join(text.split())[:300]}"
+                        if not _passing(answer.status):
+                            raise RunFailed(f"{self._url}: refused the request for problem {prompt.id} ({reason})")
+                        wanted = _seconds(answer.headers.get("Retry-After"))
             except TimeoutError:
                 reason = f"no answer within server.deadline={self._config.deadline:g} s"
             except aiohttp.ClientError as error:
                 reason = f"{type(error).__name__}: {error}"
-            if attempt < self._config.attempts:
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
-        raise TryAgain(
-            f"{self._url}: problem {prompt.id} was not answered in server.attempts={self._config.attempts} tries, the "
-            f"last one: {reason}; what is answered is kept, start again with run.resume=auto"
-        )
+            failing_since = asked if failing_since is None else failing_since
+            pause = max(pause, wanted)
+            if time.monotonic() + pause - failing_since > self._config.patience:
+                raise TryAgain(
+                    f"{self._url}: problem {prompt.id} was not answered within server.patience="
+                    f"{self._config.patience:g} s, the last try: {reason}; what is answered is kept, start again with "
+                    "run.resume=auto"
+                )
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _body(self, prompt: Prompt, index: int) -> dict[str, Any]:
         sampling, user = self._sampling, self._template.user_template.replace("{problem}", prompt.problem)
@@ -127,7 +137,7 @@ class OpenAIClient:
             body["prompt"] = user
         if sampling.top_k > 0:
             body["top_k"] = sampling.top_k  # not OpenAI's own, but SGLang and vLLM take it
-        return body | self._config.extra
+        return {key: value for key, value in (body | self._config.extra).items() if value is not None}
 
     def _read(self, text: str, prompt: Prompt, index: int) -> Response:
         try:
@@ -140,7 +150,19 @@ class OpenAIClient:
                 f"{self._url}: answered problem {prompt.id} with {' '.join(text.split())[:200]!r}, expected a "
                 "completion with choices and usage: give the base address of an OpenAI-compatible server as server.url"
             ) from None
-        return Response(prompt.id, index, said, tokens, "length" if reason == "length" else "stop")
+        # A character that JSON spelled in halves and cut between them would fit into no file.
+        said = said.encode("utf-8", "replace").decode("utf-8")
+        return Response(prompt.id, index, said, tokens, reason)
+
+
+def _passing(status: int) -> bool:
+    """Worth another try: too many requests, and a server that is starting, overloaded or behind a broken proxy."""
+    return status in (408, 409, 425, 429) or (status >= 500 and status != 501)
+
+
+def _seconds(retry_after: str | None) -> float:
+    """What a Retry-After header asks for; a date is left to the usual pauses."""
+    return float(retry_after) if retry_after is not None and retry_after.isdigit() else 0.0
 
 
 def _said(message: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from vapo_megatron.errors import BadInput
+from vapo_megatron.experience.jsonl import read_rows
 from vapo_megatron.experience.sample import Prompt, Sample
 
 
@@ -61,6 +62,22 @@ def response_of(sample: Sample, text: str) -> Response:
         verdict=sample.verdict,
         extracted=sample.extracted,
     )
+
+
+def read_outputs(path: Path) -> list[Response]:
+    """The responses of a file that Response.row wrote.
+
+    Raises:
+        BadInput: it is no such file.
+    """
+    responses = []
+    for number, row in read_rows(path):
+        row["text"] = row.pop("response", None)
+        try:
+            responses.append(Response(**{name: row[name] for name in Response.__dataclass_fields__}))
+        except KeyError as error:
+            raise BadInput(f"{path}:{number}: no field {error}: remove the file to answer again") from None
+    return responses
 
 
 class ResponseLog:
@@ -126,7 +143,10 @@ class ResponseLog:
             row = _decoded(line)
             if row is None:
                 break
-            found.append(Response(**row))
+            try:
+                found.append(Response(**row))
+            except TypeError:
+                raise BadInput(f"{self._path}: not written by this version: remove it to answer again") from None
         return found
 
 

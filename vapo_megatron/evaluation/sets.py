@@ -1,5 +1,7 @@
 """What k responses to each problem of a set say of a model."""
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -10,6 +12,7 @@ from vapo_megatron.evaluation.metrics import Interval, avg_at_k, bootstrap_inter
 from vapo_megatron.evaluation.responses import Response, response_of
 from vapo_megatron.experience.jsonl import write_rows
 from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.rewards.normal_form import compact, normal_form, plain_number
 
 Collect = Callable[[Sequence[Prompt], int], list[Sample]]
 Grade = Callable[[Sequence[Sample]], None]
@@ -17,9 +20,13 @@ Grade = Callable[[Sequence[Sample]], None]
 
 @dataclass(frozen=True)
 class ProblemResult:
-    """The figures of one problem. majority is the answer with the most votes, the first of several with as many."""
+    """The figures of one problem, which digest tells from others with its id.
+
+    majority is the answer with the most votes, the first of several with as many.
+    """
 
     id: str
+    digest: str
     answer: str
     samples: int
     correct: int
@@ -138,12 +145,20 @@ def summarise(name: str, problems: Sequence[ProblemResult], k: int) -> SetResult
     )
 
 
+def _vote(extracted: str) -> str | None:
+    """One text for answers that differ in typesetting alone; None where there is no answer."""
+    text = normal_form(extracted)
+    number = plain_number(text)
+    return str(number.value) if number is not None and number.base is None else compact(text) or None
+
+
 def _problem(prompt: Prompt, group: Sequence[Response]) -> ProblemResult:
-    # All correct answers are one vote's worth, others count by what was read out of them.
-    answers = [prompt.answer if one.correct else one.extracted or None for one in group]
+    # All correct answers vote as one, others by what was read out of them, however that is written.
+    answers = [prompt.answer if one.correct else _vote(one.extracted) for one in group]
     counted = Counter(answer for answer in answers if answer is not None)
     return ProblemResult(
         id=prompt.id,
+        digest=hashlib.sha256(json.dumps([prompt.problem, prompt.answer]).encode()).hexdigest()[:16],
         answer=prompt.answer,
         samples=len(group),
         correct=sum(one.correct for one in group),

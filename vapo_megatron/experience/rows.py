@@ -1,5 +1,6 @@
 """Problems from files: rows of .jsonl, .jsonl.gz or .parquet, checked one by one."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ def read_problems(path: Path, fields: FieldNames, limit: int | None = None) -> l
 
 
 def read_file(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line or row number from 1, row) of a .jsonl, .jsonl.gz or .parquet file.
+    """(line or row number from 1, row) of a .jsonl, .jsonl.gz or .parquet file, or a .json file with a list of rows.
 
     Raises BadInput, naming the file and where it can the line, for one that is missing, unreadable or of another kind.
     """
@@ -51,8 +52,24 @@ def read_file(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield from _parquet_rows(path)
     elif path.name.endswith((".jsonl", ".jsonl.gz")):
         yield from read_rows(path)
+    elif path.suffix == ".json":
+        yield from _list_rows(path)
     else:
-        raise BadInput(f"{path}: unknown kind of file {path.suffix!r}; give a .jsonl, .jsonl.gz or .parquet file")
+        raise BadInput(
+            f"{path}: unknown kind of file {path.suffix!r}; give a .jsonl, .jsonl.gz, .json or .parquet file"
+        )
+
+
+def _list_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadInput(f"{path}: no such file; give the path of an existing .json file") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadInput(f"{path}: cannot be read as JSON ({' '.join(str(error).split())})") from None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise BadInput(f"{path}: expected a list of objects such as [{{...}}, {{...}}]")
+    yield from enumerate(rows, start=1)
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

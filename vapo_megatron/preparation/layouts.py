@@ -123,8 +123,9 @@ def _bare(answer: str) -> str:
     """An answer on one line without the display mathematics or box that stands around all of it."""
     answer = " ".join(answer.split())
     for opening, closing in ((r"\[", r"\]"), ("$$", "$$"), (r"\(", r"\)")):
-        if answer.startswith(opening) and answer.endswith(closing) and answer.count(closing) <= 2:
-            answer = answer[len(opening) : -len(closing)].strip()
+        inner = answer[len(opening) : -len(closing)]
+        if answer.startswith(opening) and answer.endswith(closing) and opening not in inner and closing not in inner:
+            answer = inner.strip()
     return boxed(answer) if answer.startswith(r"\boxed{") and answer.endswith("}") else answer
 
 

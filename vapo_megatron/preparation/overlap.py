@@ -9,12 +9,21 @@ N_GRAM = 8
 """Words of an n-gram."""
 
 _TYPESETTING = re.compile(r"\\(?:left|right|displaystyle|[dt]?frac|text|mathrm|mathbf|quad|,|;|!|:| )")
+_MEANINGLESS = re.compile(r"\\(?:left|right|displaystyle|[,;:! ()\[\]])|[\s$~]")
 _WORD = re.compile(r"[a-z]+|\d+(?:\.\d+)?|[^\sa-z\d$\\{}()\[\].,;:!?'\"~&]")
 
 
 def words(text: str) -> tuple[str, ...]:
     """The words, numbers and operators of a problem without its typesetting, in small letters."""
     return tuple(_WORD.findall(_TYPESETTING.sub(" ", text.casefold())))
+
+
+def identity(text: str) -> str:
+    """A problem without spaces and typesetting that means nothing: equal for one problem written twice.
+
+    Unlike words() it keeps every sign: (0,1] is not [0,1), 5! is not 5.
+    """
+    return _MEANINGLESS.sub("", text.casefold().replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac"))
 
 
 class Match(NamedTuple):

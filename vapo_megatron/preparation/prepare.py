@@ -11,7 +11,7 @@ from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.jsonl import write_rows
 from vapo_megatron.preparation.layouts import RawProblem, find_layout, read_row
-from vapo_megatron.preparation.overlap import OverlapIndex, words
+from vapo_megatron.preparation.overlap import OverlapIndex, identity
 from vapo_megatron.preparation.sources import source_rows
 from vapo_megatron.rewards.equivalence import quick_comparison
 from vapo_megatron.rewards.normal_form import normal_form, plain_number
@@ -90,8 +90,8 @@ def prepare(
     clean = _uncontaminated(distinct, index, overlap_limit, left_out, progress) if against else distinct
     if integers_only:
         clean = _integers(clean, left_out)
+    _check_ids(clean)
     readable = _readable(clean, left_out, verifier or RewardConfig(), progress)
-    _check_ids(readable)
     kept = readable[:limit]
     outcome = Outcome(rows, len(kept), repeated, left_out)
     if not kept:
@@ -146,11 +146,11 @@ def _prepared(path: Path) -> list[RawProblem]:
 
 def _distinct(problems: Sequence[RawProblem], left_out: list[LeftOut]) -> tuple[list[RawProblem], int]:
     """One of each problem, and how many repeat one. Of a problem with several answers none is kept."""
-    first: dict[tuple[str, ...], RawProblem] = {}
-    conflicts: set[tuple[str, ...]] = set()
+    first: dict[str, RawProblem] = {}
+    conflicts: set[str] = set()
     repeated = 0
     for one in problems:
-        key = words(one.problem)
+        key = identity(one.problem)
         before = first.setdefault(key, one)
         if before is one:
             continue
@@ -202,6 +202,10 @@ def _readable(
     with VerifierPool(verifier.model_copy(update=function)) as pool:
         cases = [Case(one.answer, "", problem=one.problem) for one in problems]
         verdicts = pool.grade_batch(cases, on_done=lambda *_: advance(1))
+        # Once more what a busy machine may have been to blame for.
+        again = [number for number, verdict in enumerate(verdicts) if verdict.reason in ("timeout", "crashed")]
+        for number, verdict in zip(again, pool.grade_batch([cases[number] for number in again]), strict=True):
+            verdicts[number] = verdict
     kept: list[RawProblem] = []
     for one, verdict in zip(problems, verdicts, strict=True):
         if verdict.correct:
@@ -216,5 +220,8 @@ def _check_ids(problems: Sequence[RawProblem]) -> None:
     places: dict[str, str] = {}
     for one in problems:
         if one.id in places:
-            raise BadInput(f"{one.place}: id {one.id} is also that of {places[one.id]}; make the ids differ")
+            raise BadInput(
+                f"{one.place}: id {one.id} is also that of {places[one.id]}; make the ids differ, or prepare the files "
+                "one by one"
+            )
         places[one.id] = one.place

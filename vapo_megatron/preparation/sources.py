@@ -8,13 +8,14 @@ from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.rows import read_file
 
 HUB = "hub:"
-_READABLE = ("*.parquet", "*.jsonl", "*.jsonl.gz")
+_READABLE = ("*.parquet", "*.jsonl", "*.jsonl.gz", "*.json")
 
 
 def source_files(source: str) -> list[Path]:
     """The files of a source: a path, or hub:ORG/NAME[@REVISION][:SPLIT], which is downloaded.
 
-    Of a hub data set those .parquet and .jsonl files are taken whose path names the split (train unless given).
+    Of a hub data set those files are taken whose path names the split; without one those that name train, if there are
+    any, else all.
 
     Raises:
         BadInput: it cannot be downloaded, or holds no such file.
@@ -38,14 +39,13 @@ def source_files(source: str) -> list[Path]:
             f"{source}: cannot be downloaded ({reason}); on a machine with network run `hf download --repo-type "
             f"dataset {repository}`, bring its files here and give their paths"
         ) from None
-    split = split or "train"
     found = sorted({path for pattern in _READABLE for path in folder.rglob(pattern)})
-    chosen = [path for path in found if split in str(path.relative_to(folder))]
+    named = [path for path in found if (split or "train") in str(path.relative_to(folder))]
+    chosen = named or ([] if split else found)
     if not chosen:
         names = ", ".join(str(path.relative_to(folder)) for path in found[:8]) or "none"
-        raise BadInput(
-            f"{source}: no file of split {split} among its .parquet and .jsonl files ({names}); name a split"
-        )
+        wanted = f"no file of split {split}" if split else "no file"
+        raise BadInput(f"{source}: {wanted} among its .parquet and .json ones ({names}); name a split that is there")
     return chosen
 
 
