@@ -25,6 +25,8 @@ LAYOUTS = [
     (4, LayoutConfig(tp=2, pp=2)),
     (4, LayoutConfig(tp=4)),
     (4, LayoutConfig(tp=2, cp=2)),
+    (2, LayoutConfig(ep=2)),
+    (4, LayoutConfig(tp=2, ep=2)),
 ]
 
 
@@ -61,6 +63,8 @@ def convert(layout: LayoutConfig, sources: dict[str, Path], out: Path) -> None:
 def test_round_trip_is_bit_identical(
     sources: dict[str, Path], tmp_path: Path, world_size: int, layout: LayoutConfig
 ) -> None:
+    if layout.ep > 1:
+        sources = {name: source for name, source in sources.items() if name.startswith("qwen3_moe")}
     run_ranks(world_size, convert, layout, sources, tmp_path)
     for name, source in sources.items():
         expected, got = read_tensors(source), read_tensors(tmp_path / name)

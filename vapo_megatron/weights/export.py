@@ -3,32 +3,39 @@
 The one way out of Megatron: checkpoint export, conversion and the hand-over to the engines all read this stream.
 """
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn import Module, Parameter
 
 from vapo_megatron.errors import RunFailed
+from vapo_megatron.weights.bucket import (
+    Bucket,
+    DeviceSlots,
+    FreshSharedSlots,
+    FreshSlots,
+    SharedSlots,
+    Slots,
+    share_memory,
+)
+from vapo_megatron.weights.gather import (
+    Filler,
+    GatheringFiller,
+    Owned,
+    SharedFiller,
+    Source,
+    batches,
+    block_group,
+    lay_out_entries,
+)
 from vapo_megatron.weights.mapping import Entry, MeshView, entries, local_parameters
+from vapo_megatron.weights.part_times import PartTimes
 from vapo_megatron.weights.spec import Head, ModelSpec
 
 BUCKET_BYTES = 512 << 20
-# A bucket is gathered in pieces of this part of it, so that gathering needs little memory of its own.
-PIECES = 8
-
-
-@dataclass(frozen=True)
-class _Owned:
-    """An entry, the pipeline stage that holds it, its parameters' dtype and its size as Hugging Face tensors."""
-
-    entry: Entry
-    stage: int
-    dtype: torch.dtype
-    nbytes: int
+# Shards are gathered in pieces of this part of a bucket, so that gathering needs little memory of its own.
+PIECES = 16
 
 
 @torch.no_grad()
@@ -39,15 +46,17 @@ def stream_hf(
     head: Head,
     bucket_bytes: int = BUCKET_BYTES,
     dtype: torch.dtype | None = None,
-) -> Iterator[list[tuple[str, Tensor]]]:
-    """The model as (Hugging Face name, whole tensor) pairs, on every rank of this rank's tp x pp block.
+    slots: Slots | None = None,
+    times: PartTimes | None = None,
+) -> Iterator[Bucket]:
+    """The model as (Hugging Face name, whole tensor) pairs, on every rank of this rank's block: max(tp, ep) x pp ranks.
 
-    Collective over the block's tensor- and pipeline-parallel groups: each of its ranks iterates to the end. Other
-    replicas need not. The order is the model's from input to output, whatever the layout; tied weights come once,
+    Collective over the block's tensor-, expert- and pipeline-parallel groups: each of its ranks iterates to the end.
+    Other blocks need not. The order is the model's from input to output, whatever the layout; tied weights come once,
     padding rows of the vocabulary not at all, as transformers' save_pretrained does.
 
-    Memory beyond the shards: the bucket in use, the next one, and the shards of what is being gathered (an eighth of a
-    bucket, or one parameter where that is larger). A parameter larger than a bucket is a bucket of its own.
+    Memory beyond the shards: two buckets, what is gathered included. A parameter larger than a bucket is a bucket of
+    its own, and is gathered beside it.
 
     Args:
         chunks: this rank's, also wrapped in DistributedDataParallel.
@@ -56,10 +65,13 @@ def stream_hf(
         head: their head.
         bucket_bytes: bound on a bucket, in bytes.
         dtype: of the tensors; None leaves each as it is.
+        slots: the two places where buckets are put in turn. The next bucket is then made while the last one is in use,
+            and a bucket's tensors are gone when the next but one is asked for. None makes new memory for each, in which
+            tensors live as long as they are held.
+        times: gets the seconds of "gather" (collectives) and "convert" (copies into place).
 
     Yields:
-        Buckets of contiguous tensors on the model's device. They may share storage with the parameters: to be read,
-        or copied, before the parameters change.
+        Buckets of contiguous tensors on the model's device. The parameters must not change until the stream has ended.
 
     Raises:
         RunFailed: no stage holds a parameter that the spec has, or one holds what it does not have.
@@ -67,20 +79,54 @@ def stream_hf(
     local: dict[Entry, Parameter] = {}
     for entry, parameter in local_parameters(chunks, spec, head, mesh.tp_size):
         local.setdefault(entry, parameter)
-    device = next(iter(local.values())).device
-    for bucket in _batches(_owners(local, spec, mesh, head, dtype), bucket_bytes):
-        tensors: list[tuple[str, Tensor]] = []
-        for piece in _pieces(bucket, bucket_bytes // PIECES):
-            tensors += _gather(piece, local, spec, mesh, dtype, device)
-        yield tensors
+    source = Source(local, spec, mesh, next(iter(local.values())).device)
+    ahead, places = slots is not None, slots or _fresh_slots(source)
+    filler, limit = _filler(source, places.shared, bucket_bytes, times or PartTimes())
+    plan = list(batches(_owners(local, spec, mesh, head, dtype), limit))
+    sizes = [lay_out_entries(batch, spec)[1] for batch in plan]
+    for i, batch in enumerate(plan):
+        if i == 0 or not ahead:
+            filler.begin(batch, places.take(i, sizes[i]))
+        bucket = filler.finish()
+        if ahead and i + 1 < len(plan):
+            filler.begin(plan[i + 1], places.take(i + 1, sizes[i + 1]))
+        yield bucket
+        del bucket
+    filler.close()
+
+
+def make_slots(mesh: MeshView, device: torch.device) -> DeviceSlots | SharedSlots:
+    """Collective over a block: two places for the buckets of its streams, to be closed at the end.
+
+    Without a GPU the ranks of one machine share them, with each other and with the engines.
+    """
+    block = block_group(mesh)
+    if device.type == "cpu" and (block is None or share_memory(block)):
+        return SharedSlots(block)
+    return DeviceSlots(device)
+
+
+def _fresh_slots(source: Source) -> Slots:
+    if source.device.type == "cpu" and source.block is not None and share_memory(source.block):
+        return FreshSharedSlots(source.block)
+    return FreshSlots(source.device)
+
+
+def _filler(source: Source, shared: bool, bucket_bytes: int, times: PartTimes) -> tuple[Filler, int]:
+    """What fills the buckets, and the bytes of one so that two, and what fills them, stay within 2 x bucket_bytes."""
+    if shared or (source.block is None and source.device.type == "cpu"):
+        return SharedFiller(source, times), bucket_bytes
+    piece = max(1, bucket_bytes // PIECES)
+    # Two pieces are under way at most, each with the shards that this rank adds to it.
+    return GatheringFiller(source, piece, times), bucket_bytes - 3 * piece // 2
 
 
 def _owners(
     local: dict[Entry, Parameter], spec: ModelSpec, mesh: MeshView, head: Head, dtype: torch.dtype | None
-) -> list[_Owned]:
+) -> list[Owned]:
     """Every entry of the model with the first stage that holds it; the same on every rank."""
     every = entries(spec, head)
-    mine = {i: local[entry].dtype for i, entry in enumerate(every) if entry in local}
+    mine = _over_experts({i: local[entry].dtype for i, entry in enumerate(every) if entry in local}, mesh)
     stages: list[dict[int, torch.dtype]] = [mine]
     if mesh.pp_size > 1:
         stages = [{}] * mesh.pp_size
@@ -91,71 +137,16 @@ def _owners(
         if stage is None:
             raise RunFailed(f"{entry.hf[0]}: no pipeline stage holds the Megatron parameter that it comes from")
         found = stages[stage][i]
-        owned.append(_Owned(entry, stage, found, entry.rule.count(spec) * (dtype or found).itemsize))
+        target = dtype or found
+        nbytes = entry.rule.count(spec) * target.itemsize
+        owned.append(Owned(entry, stage, entry.owner(spec, mesh.ep_size), found, target, nbytes))
     return owned
 
 
-def _batches(owned: list[_Owned], limit: int) -> Iterator[list[_Owned]]:
-    """Consecutive entries of together at most limit bytes, or one that is larger."""
-    batch: list[_Owned] = []
-    size = 0
-    for one in owned:
-        if batch and size + one.nbytes > limit:
-            yield batch
-            batch, size = [], 0
-        batch.append(one)
-        size += one.nbytes
-    if batch:
-        yield batch
-
-
-def _pieces(bucket: list[_Owned], limit: int) -> Iterator[list[_Owned]]:
-    """Like _batches, and all of one stage and one dtype: what a single collective can move."""
-    start = 0
-    for i in range(1, len(bucket) + 1):
-        if i == len(bucket) or (bucket[i].stage, bucket[i].dtype) != (bucket[start].stage, bucket[start].dtype):
-            yield from _batches(bucket[start:i], limit)
-            start = i
-
-
-def _gather(
-    piece: list[_Owned],
-    local: dict[Entry, Parameter],
-    spec: ModelSpec,
-    mesh: MeshView,
-    dtype: torch.dtype | None,
-    device: torch.device,
-) -> list[tuple[str, Tensor]]:
-    """The Hugging Face tensors of a piece: one all-gather over tp on its stage, one broadcast over pp."""
-    stage, target = piece[0].stage, dtype or piece[0].dtype
-    rules = [(one.entry, one.entry.rule.shard_shape(spec, mesh.tp_size)) for one in piece]
-    if mesh.tp_size == mesh.pp_size == 1:
-        shards = [[local[entry].detach().to(target)] for entry, _ in rules]
-        return _renamed([entry for entry, _ in rules], shards, spec)
-    size = sum(math.prod(shape) for _, shape in rules)
-    gathered = torch.empty(mesh.tp_size, size, dtype=target, device=device)
-    if stage == mesh.pp_rank:
-        flat = torch.cat([local[entry].detach().reshape(-1).to(target) for entry, _ in rules])
-        if mesh.tp_size > 1:
-            dist.all_gather_into_tensor(gathered.view(-1), flat, group=mesh.pg.tp)
-        else:
-            gathered[0] = flat
-        del flat
-    if mesh.pp_size > 1:
-        dist.broadcast(gathered, src=dist.get_global_rank(mesh.pg.pp, stage), group=mesh.pg.pp)
-    shards, offset = [], 0
-    for _, shape in rules:
-        end = offset + math.prod(shape)
-        shards.append([row[offset:end].view(shape) for row in gathered])
-        offset = end
-    whole = _renamed([entry for entry, _ in rules], shards, spec)
-    # A tensor that is a view would keep the whole piece in memory.
-    held = gathered.untyped_storage().data_ptr()
-    return [(name, x.clone() if x.untyped_storage().data_ptr() == held else x) for name, x in whole]
-
-
-def _renamed(entries_: list[Entry], shards: list[list[Tensor]], spec: ModelSpec) -> list[tuple[str, Tensor]]:
-    pairs: list[tuple[str, Tensor]] = []
-    for entry, parts in zip(entries_, shards, strict=True):
-        pairs += zip(entry.hf, entry.rule.to_hf(parts, spec), strict=True)
-    return pairs
+def _over_experts(mine: dict[int, torch.dtype], mesh: MeshView) -> dict[int, torch.dtype]:
+    """What this rank's stage holds of the model: its own entries and the experts of the other ranks of its ep group."""
+    if mesh.ep_size == 1:
+        return mine
+    held: list[dict[int, torch.dtype]] = [{}] * mesh.ep_size
+    dist.all_gather_object(held, mine, group=mesh.pg.ep)
+    return {i: dtype for one in held for i, dtype in one.items()}

@@ -1,6 +1,5 @@
 """Writing a Hugging Face directory: shards of bounded size as tensors come, all of it or nothing."""
 
-import json
 import os
 import secrets
 import shutil
@@ -13,17 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vapo_megatron.errors import BadInput
-from vapo_megatron.weights.hf_files import INDEX_FILE, SINGLE_FILE
+from vapo_megatron.weights.hf_card import CONFIG, copy_carried, shard_names, write_index, write_json
+from vapo_megatron.weights.work_folder import sync
 
 MAX_SHARD_BYTES = 2 << 30
-
-# What makes a directory complete beside weights and config.json.
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "tekken.json"),
-    *("chat_template.jinja", "chat_template.json", "additional_chat_templates"),
-)
-GENERATION_CONFIG = "generation_config.json"
 
 
 class HFWriter:
@@ -85,7 +77,7 @@ class HFWriter:
         path = self._temporary / f"{len(self._shards):05d}"
         try:
             save_file(self._pending, path, metadata={"format": "pt"})
-            _sync(path)
+            sync(path)
         except (SafetensorError, OSError) as error:
             raise self._refused(error) from None
         self._shards.append(list(self._pending))
@@ -96,32 +88,17 @@ class HFWriter:
         self._write_shard()
         try:
             self._name_shards()
-            self._write_json("config.json", self._config)
-            for name in self._carried:
-                source, target = self._source_dir / name, self._temporary / name
-                if source.is_dir():
-                    shutil.copytree(source, target)
-                elif source.is_file():
-                    shutil.copyfile(source, target)
-                    _sync(target)
-            _sync(self._temporary)
+            write_json(self._temporary / CONFIG, self._config)
+            copy_carried(self._source_dir, self._temporary, self._carried)
+            sync(self._temporary)
             self._put_in_place()
         except OSError as error:
             raise self._refused(error) from None
 
     def _name_shards(self) -> None:
-        count = len(self._shards)
-        names = [SINGLE_FILE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-        for i, name in enumerate(names):
+        for i, name in enumerate(shard_names(len(self._shards))):
             os.replace(self._temporary / f"{i:05d}", self._temporary / name)
-        if count > 1:
-            places = {tensor: name for name, tensors in zip(names, self._shards, strict=True) for tensor in tensors}
-            self._write_json(INDEX_FILE, {"metadata": {"total_size": self._total}, "weight_map": places})
-
-    def _write_json(self, name: str, content: dict[str, Any]) -> None:
-        path = self._temporary / name
-        path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        _sync(path)
+        write_index(self._temporary, self._shards, self._total)
 
     def _put_in_place(self) -> None:
         """A directory cannot be exchanged in one step where it exists: the old one moves aside for an instant."""
@@ -129,7 +106,7 @@ class HFWriter:
         if self._out_dir.exists():
             os.replace(self._out_dir, old)
         os.replace(self._temporary, self._out_dir)
-        _sync(self._out_dir.parent)
+        sync(self._out_dir.parent)
         shutil.rmtree(old, ignore_errors=True)
 
     def _refused(self, error: Exception) -> BadInput:
@@ -138,12 +115,4 @@ class HFWriter:
 
 
 def _is_model(directory: Path) -> bool:
-    return (directory / "config.json").is_file()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return (directory / CONFIG).is_file()

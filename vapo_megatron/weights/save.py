@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn import Module
 
 from vapo_megatron.errors import BadInput
-from vapo_megatron.weights.export import stream_hf
-from vapo_megatron.weights.hf_writer import GENERATION_CONFIG, MAX_SHARD_BYTES, TOKENIZER_FILES, HFWriter
+from vapo_megatron.weights.export import make_slots, stream_hf
+from vapo_megatron.weights.hf_card import carried_files, exported_config
+from vapo_megatron.weights.hf_writer import MAX_SHARD_BYTES, HFWriter
 from vapo_megatron.weights.mapping import MeshView
 from vapo_megatron.weights.spec import Head, ModelSpec, read_config
 
@@ -26,7 +26,7 @@ def save_hf(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write a model; collective over all ranks. Global rank 0 writes, its tp x pp block streams, the others wait.
+    """Write a model; collective over all ranks. Global rank 0 writes, its block (stream_hf) streams, the others wait.
 
     A language model becomes ...ForCausalLM, a value model ...ForTokenClassification with a label for each output of
     its head (score.weight [labels, hidden], score.bias [labels]). config.json, tokenizer, chat template and (of a
@@ -46,14 +46,14 @@ def save_hf(
         BadInput: on every rank, where source_dir has no config.json or the file system refuses.
     """
     refusal: list[str | None] = [None]
-    if mesh.dp_rank == 0 and mesh.cp_rank == 0:
-        stream = stream_hf(chunks, spec, mesh, head, dtype=dtype)
+    if mesh.in_first_block:
+        slots = make_slots(mesh, next(iter(chunks[0].parameters())).device)
+        stream = stream_hf(chunks, spec, mesh, head, dtype=dtype, slots=slots)
         if dist.get_rank() == 0:
             try:
                 written = dtype or next(iter(chunks[0].parameters())).dtype
-                config = _config(read_config(source_dir), spec, head, written)
-                carried = TOKENIZER_FILES if head == "value" else (GENERATION_CONFIG, *TOKENIZER_FILES)
-                with HFWriter(out_dir, config, source_dir, carried, max_shard_bytes) as writer:
+                config = exported_config(read_config(source_dir), spec, head, written)
+                with HFWriter(out_dir, config, source_dir, carried_files(head), max_shard_bytes) as writer:
                     for bucket in stream:
                         for name, tensor in bucket:
                             writer.add(name, tensor)
@@ -63,22 +63,7 @@ def save_hf(
         with suppress(StopIteration):
             while True:
                 next(stream)
+        slots.close()
     dist.broadcast_object_list(refusal, src=0)
     if refusal[0] is not None:
         raise BadInput(refusal[0])
-
-
-def _config(source: dict[str, Any], spec: ModelSpec, head: Head, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json of what is written: the source's, with class, labels and dtype as they are now."""
-    config = {key: value for key, value in source.items() if key not in ("auto_map", "_name_or_path")}
-    table = spec.table
-    config["architectures"] = [table.causal_lm if head == "lm" else table.token_classification]
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-    for key in ("id2label", "label2id", "num_labels", "problem_type"):
-        config.pop(key, None)
-    if head == "value":
-        labels = ["value"] if spec.value_outputs == 1 else [f"bin_{i}" for i in range(spec.value_outputs)]
-        config["id2label"] = {str(i): label for i, label in enumerate(labels)}
-        config["label2id"] = {label: i for i, label in enumerate(labels)}
-        config["classifier_dropout"] = 0.0
-    return config

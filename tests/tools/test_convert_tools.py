@@ -1,0 +1,104 @@
+"""The converters as one calls them: critic and policy, from a run's state, and what a bad call says."""
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hf_models import VOCAB, read_tensors, write_model, write_tensors
+from typer.testing import CliRunner
+
+from tools import convert_hf_to_megatron, convert_megatron_to_hf
+
+IDS = torch.randint(0, VOCAB, (1, 20), generator=torch.Generator().manual_seed(3))
+
+
+def _run(tool: object, arguments: list[str], answers: Any) -> None:
+    result = CliRunner().invoke(tool.app, arguments)  # type: ignore[attr-defined]
+    answers.put((result.exit_code, result.output))
+
+
+def _call(tool: object, *arguments: object) -> tuple[int, str]:
+    """Exit code and output. In a process of its own: it starts a process group, after which no other test may fork."""
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    process = context.Process(target=_run, args=(tool, [str(argument) for argument in arguments], answers), daemon=True)
+    process.start()
+    answer: tuple[int, str] = answers.get(timeout=120)
+    process.join()
+    return answer
+
+
+def _there_and_back(source: Path, root: Path, *options: object) -> Path:
+    code, output = _call(convert_hf_to_megatron, "--hf", source, "--out", root / "there", *options)
+    assert code == 0, output
+    code, output = _call(convert_megatron_to_hf, "--checkpoint", root / "there", "--out", root / "back")
+    assert code == 0, output
+    return root / "back"
+
+
+def _values(out: Path) -> torch.Tensor:
+    """Of IDS, by transformers from a directory that it has to load without a remark."""
+    model, loading = transformers.AutoModelForTokenClassification.from_pretrained(out, output_loading_info=True)
+    assert not any(loading[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        return model.eval()(IDS).logits[0, :, 0]
+
+
+def test_a_policy_comes_back_and_computes_what_transformers_does(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "policy", "qwen3_moe", dtype=torch.bfloat16)
+    code, output = _call(convert_hf_to_megatron, "--hf", source, "--out", tmp_path / "there", "--shard-size", "1e-4")
+    assert code == 0, output
+    assert "log-probs of 64 tokens equal transformers'" in output
+    code, output = _call(convert_megatron_to_hf, "--checkpoint", tmp_path / "there", "--out", tmp_path / "back")
+    assert code == 0, output
+    assert "log-probs of 64 tokens equal transformers'" in output
+    before, after = read_tensors(source), read_tensors(tmp_path / "back")
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize(("family", "bias"), [("qwen2", False), ("llama", True)])
+def test_a_reward_model_becomes_a_critic_that_transformers_loads(tmp_path: Path, family: str, bias: bool) -> None:
+    source = write_model(tmp_path / "reward", family, task="SequenceClassification", num_labels=1, pad_token_id=0)
+    if bias:
+        write_tensors(source, lambda tensors: tensors.update({"score.bias": torch.tensor([0.5])}))
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(source)
+    with torch.no_grad():
+        expected = model.score(model.model(IDS).last_hidden_state)[0, :, 0] + (0.5 if bias else 0.0)
+    out = _there_and_back(source, tmp_path, "--head", "value")
+    torch.testing.assert_close(_values(out), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_policy_becomes_a_critic_with_a_head_of_zeros(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "policy", "mistral", tie_word_embeddings=True)
+    out = _there_and_back(source, tmp_path, "--head", "value", "--dtype", "bfloat16")
+    assert not _values(out).any()
+    before, after = read_tensors(source), read_tensors(out)
+    assert after.keys() - before.keys() == {"score.weight", "score.bias"}
+    assert all(torch.equal(after[name], before[name].bfloat16()) for name in before.keys() & after.keys())
+
+
+def test_actor_or_critic_of_a_runs_state(tmp_path: Path) -> None:
+    state = tmp_path / "state" / "step_000010"
+    source = write_model(tmp_path / "policy", "qwen2")
+    for model, head in (("actor", "lm"), ("critic", "value")):
+        assert _call(convert_hf_to_megatron, "--hf", source, "--out", state / model, "--head", head)[0] == 0
+    assert _call(convert_megatron_to_hf, "--checkpoint", state, "--out", tmp_path / "actor")[0] == 0
+    arguments = ("--checkpoint", state, "--out", tmp_path / "critic", "--model", "critic")
+    assert _call(convert_megatron_to_hf, *arguments)[0] == 0
+    assert "lm_head.weight" in read_tensors(tmp_path / "actor")
+    assert "score.weight" in read_tensors(tmp_path / "critic")
+
+
+@pytest.mark.parametrize("tool", [convert_hf_to_megatron, convert_megatron_to_hf])
+def test_a_bad_call_is_one_line_and_exit_2(tmp_path: Path, tool: object) -> None:
+    (tmp_path / "empty").mkdir()
+    option = "--hf" if tool is convert_hf_to_megatron else "--checkpoint"
+    code, output = _call(tool, option, tmp_path / "empty", "--out", tmp_path / "out")
+    assert code == 2
+    lines = [line for line in output.splitlines() if line.strip()]
+    assert len(lines) == 1 and lines[0].startswith(f"error: {tmp_path / 'empty'}")
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]

@@ -1,0 +1,259 @@
+"""Quantised exports: what the files hold, that SGLang serves them, and what is refused."""
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import read_tensors
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from typer.testing import CliRunner
+
+from tools.export_fp8 import app
+from vapo_megatron.config.rollout import RolloutConfig, SyncConfig
+from vapo_megatron.rollout.server import EngineServer
+from vapo_megatron.rollout.sync import WeightSync
+from vapo_megatron.weights.fp8 import quantize
+from vapo_megatron.weights.tiny import CHATML_TEMPLATE, word_tokenizer
+
+needs_modelopt = pytest.mark.skipif(
+    importlib.util.find_spec("modelopt") is None, reason="nvidia-modelopt is not installed (the extra fp8export)"
+)
+WORDS = [str(number) for number in range(60)]
+LINEAR = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+SEQUENCES = [list(range(10, 50)), [5, 9, 57, 31, 44, 8, 20]]
+
+
+def _export(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return result.exit_code, result.output
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("source")
+    tokenizer = word_tokenizer(WORDS, 128, CHATML_TEMPLATE)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        initializer_range=0.05,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    Qwen3ForCausalLM(config).bfloat16().save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("calibration") / "prompts.jsonl"
+    rows = [{"prompt": " ".join(WORDS[(7 * i + j * j) % 60] for j in range(40))} for i in range(8)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def exports(source: Path, calibration: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One of every format."""
+    folder = tmp_path_factory.mktemp("exports")
+    for name in ("fp8", "fp8_block", "nvfp4"):
+        code, output = _export("--hf", source, "--out", folder / name, "--calibration", calibration, "--format", name)
+        assert code == 0, output
+        assert "log-probs of 312 tokens moved" in output
+    assert {path.name for path in folder.iterdir()} == {"fp8", "fp8_block", "nvfp4"}
+    return {path.name: path for path in folder.iterdir()}
+
+
+def layer_names() -> list[str]:
+    return [f"model.layers.{layer}.{part}" for layer in range(2) for part in LINEAR]
+
+
+@needs_modelopt
+def test_fp8_has_what_the_loader_of_sglang_reads(exports: dict[str, Path], source: Path) -> None:
+    """sglang/srt/layers/quantization/modelopt_quant.py, ModelOptFp8Config.from_config and ModelOptFp8LinearMethod."""
+    quantization = json.loads((exports["fp8"] / "hf_quant_config.json").read_text())["quantization"]
+    assert quantization["quant_algo"] == "FP8" and "lm_head" in quantization["exclude_modules"]
+    stored, original = read_tensors(exports["fp8"]), read_tensors(source)
+    for name in layer_names():
+        weight, scale = stored[f"{name}.weight"], stored[f"{name}.weight_scale"]
+        assert weight.dtype == torch.float8_e4m3fn and weight.shape == original[f"{name}.weight"].shape
+        assert scale.dtype == stored[f"{name}.input_scale"].dtype == torch.float32
+        assert scale.numel() == stored[f"{name}.input_scale"].numel() == 1 and float(stored[f"{name}.input_scale"]) > 0
+        # Layers that a server stacks may share a scale: none is smaller than its own tensor needs.
+        assert float(scale) >= float(original[f"{name}.weight"].float().abs().max()) / 448 * 0.999
+        error = (weight.float() * scale - original[f"{name}.weight"].float()).abs().max()
+        assert float(error) <= 18 * float(scale), "more than half a step of e4m3, in bfloat16"
+    quantised = {f"{name}.{part}" for name in layer_names() for part in ("weight", "weight_scale", "input_scale")}
+    assert set(stored) - quantised == set(original) - quantised
+    assert all(torch.equal(stored[name], original[name]) for name in set(original) - quantised)
+
+
+@needs_modelopt
+def test_block_fp8_is_the_same_as_what_a_hand_over_makes(exports: dict[str, Path], source: Path) -> None:
+    """sglang/srt/layers/quantization/fp8.py, Fp8Config.from_config and Fp8LinearMethod.create_weights."""
+    config = json.loads((exports["fp8_block"] / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == "fp8" and config["activation_scheme"] == "dynamic"
+    assert config["weight_block_size"] == [128, 128]
+    assert not (exports["fp8_block"] / "hf_quant_config.json").exists()
+    stored, original = read_tensors(exports["fp8_block"]), read_tensors(source)
+    for name in layer_names():
+        values, scales = quantize(original[f"{name}.weight"])
+        torch.testing.assert_close(stored[f"{name}.weight_scale_inv"], scales, rtol=1e-2, atol=0)
+        got = stored[f"{name}.weight"].float()
+        assert got.shape == values.shape and float((got != values.float()).float().mean()) < 0.1
+    assert not [name for name in stored if name.endswith((".weight_scale", ".input_scale"))]
+
+
+@needs_modelopt
+def test_nvfp4_has_what_the_loader_of_sglang_reads(exports: dict[str, Path], source: Path) -> None:
+    """sglang/srt/layers/quantization/modelopt_quant.py, ModelOptFp4Config.from_config and ModelOptFp4LinearMethod."""
+    quantization = json.loads((exports["nvfp4"] / "hf_quant_config.json").read_text())["quantization"]
+    assert quantization["quant_algo"] == "NVFP4" and quantization["group_size"] == 16
+    stored, original = read_tensors(exports["nvfp4"]), read_tensors(source)
+    for name in layer_names():
+        rows, columns = original[f"{name}.weight"].shape
+        assert stored[f"{name}.weight"].dtype == torch.uint8
+        assert stored[f"{name}.weight"].shape == (rows, columns // 2)
+        assert stored[f"{name}.weight_scale"].dtype == torch.float8_e4m3fn
+        assert stored[f"{name}.weight_scale"].shape == (rows, columns // 16)
+        for part in ("weight_scale_2", "input_scale"):
+            assert stored[f"{name}.{part}"].dtype == torch.float32 and stored[f"{name}.{part}"].numel() == 1
+
+
+@needs_modelopt
+def test_the_report_names_every_layer_and_coarser_formats_lose_more(exports: dict[str, Path]) -> None:
+    reports: dict[str, Any] = {
+        name: json.loads((path / "quantization_report.json").read_text()) for name, path in exports.items()
+    }
+    for report in reports.values():
+        assert [layer["name"] for layer in report["layers"]] == sorted(f"{name}.weight" for name in layer_names())
+        assert report["drift"]["tokens"] == 312 and 0 < report["drift"]["mean_absolute"] <= report["drift"]["largest"]
+    errors = {name: max(layer["relative"] for layer in report["layers"]) for name, report in reports.items()}
+    assert 0.01 < errors["fp8_block"] <= errors["fp8"] * 1.1 < 0.06 < errors["nvfp4"] < 0.2
+    assert reports["nvfp4"]["drift"]["mean_absolute"] > reports["fp8"]["drift"]["mean_absolute"]
+    assert reports["nvfp4"]["bytes_after"] < reports["fp8"]["bytes_after"] < reports["fp8"]["bytes_before"]
+
+
+@needs_modelopt
+def test_tokenizer_and_config_are_carried_over(exports: dict[str, Path], source: Path) -> None:
+    for path in exports.values():
+        assert (path / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+        assert json.loads((path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+
+
+@pytest.fixture(scope="module")
+def servers(exports: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, EngineServer]]:
+    logs = tmp_path_factory.mktemp("logs")
+    config = RolloutConfig(max_running_requests=8, max_total_tokens=2048, start_deadline=280)
+    device = range(1) if torch.cuda.is_available() else None
+    running = {
+        name: EngineServer(exports[name], config, "bfloat16", logs / f"{name}.log", device)
+        for name in ("fp8", "fp8_block")
+    }
+    try:
+        for server in running.values():
+            server.start()
+            server.wait_until_ready()
+        yield running
+    finally:
+        for server in running.values():
+            server.stop()
+
+
+@torch.no_grad()
+def original_logprobs(source: Path) -> list[list[float]]:
+    model = Qwen3ForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    found = []
+    for sequence in SEQUENCES:
+        logits = model(torch.tensor([sequence])).logits[0, :-1]
+        found.append(logits.log_softmax(-1).gather(1, torch.tensor(sequence[1:])[:, None])[:, 0].tolist())
+    return found
+
+
+@needs_modelopt
+@pytest.mark.parametrize("name", ["fp8", "fp8_block"])
+def test_sglang_serves_it(servers: dict[str, EngineServer], source: Path, name: str) -> None:
+    expected = original_logprobs(source)
+    spread = torch.tensor([value for row in expected for value in row]).std()
+    with WeightSync.through_shared_memory(servers[name].address, SyncConfig(deadline=120)) as sync:
+        largest = sync.verify(SEQUENCES, expected, tolerance=float("inf"))
+    assert largest < 0.5 * float(spread), "the engine computes something else than the checkpoint"
+
+
+@pytest.mark.gpu
+@needs_modelopt
+def test_sglang_serves_nvfp4(exports: dict[str, Path], source: Path, tmp_path: Path) -> None:
+    """Its kernels are those of Blackwell."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (10, 0):
+        pytest.skip("needs a GPU with FP4 (compute capability 10)")
+    config = RolloutConfig(max_running_requests=8, max_total_tokens=2048, start_deadline=280, memory_saver=False)
+    with (
+        EngineServer(exports["nvfp4"], config, "bfloat16", tmp_path / "engine.log", range(1)) as server,
+        WeightSync.through_shared_memory(server.address, SyncConfig(deadline=120)) as sync,
+    ):
+        assert sync.verify(SEQUENCES, original_logprobs(source), tolerance=float("inf")) < 3.0
+
+
+def test_modelopt_that_is_missing_is_told_in_one_line(
+    source: Path, calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "modelopt" else find(name, *rest)
+    )
+    code, output = _export("--hf", source, "--out", tmp_path / "out", "--calibration", calibration)
+    assert code == 2 and "pip install 'vapo-megatron[fp8export]'" in output and output.count("\n") == 1
+
+
+BAD: list[tuple[str, str]] = [
+    ("no model", "no such directory"),
+    ("a critic", "architectures names Qwen3ForTokenClassification"),
+    ("quantised", "is quantised already"),
+    ("no calibration", "no such file"),
+    ("no field", "no field 'prompt'"),
+    ("no texts", "no text of two tokens"),
+    ("taken", "exists already"),
+]
+
+
+@needs_modelopt
+@pytest.mark.parametrize(("what", "message"), BAD, ids=[what for what, _ in BAD])
+def test_bad_input_is_one_line_and_leaves_nothing(
+    source: Path, calibration: Path, tmp_path: Path, what: str, message: str
+) -> None:
+    hf, out, rows = source, tmp_path / "out", calibration
+    if what == "no model":
+        hf = tmp_path / "nowhere"
+    elif what in ("a critic", "quantised"):
+        hf = tmp_path / "model"
+        hf.mkdir()
+        for file in source.iterdir():
+            (hf / file.name).symlink_to(file)
+        config = json.loads((source / "config.json").read_text())
+        change = (
+            {"architectures": ["Qwen3ForTokenClassification"]} if what == "a critic" else {"quantization_config": {}}
+        )
+        (hf / "config.json").unlink()
+        (hf / "config.json").write_text(json.dumps(config | change))
+    elif what == "no calibration":
+        rows = tmp_path / "nothing.jsonl"
+    elif what in ("no field", "no texts"):
+        rows = tmp_path / "rows.jsonl"
+        rows.write_text('{"text": "1 2 3"}\n' if what == "no field" else '{"prompt": ""}\n')
+    else:
+        out.mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    code, output = _export("--hf", hf, "--out", out, "--calibration", rows)
+    assert code == 2 and message in output and output.count("\n") == 1, output
+    assert sorted(tmp_path.rglob("*")) == before

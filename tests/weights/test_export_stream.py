@@ -1,0 +1,228 @@
+"""The stream of buckets: the same at every layout and by every way of gathering, made ahead, and bounded in memory."""
+
+import gc
+import hashlib
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hf_models import VOCAB, megatron, read_tensors, write_model
+from ranks import run_ranks
+
+from vapo_megatron.config.model import LayoutConfig
+from vapo_megatron.weights import export
+from vapo_megatron.weights.bucket import Bucket, DeviceSlots, SharedSlots, checksum, lay_out, pack, packed_size
+from vapo_megatron.weights.export import make_slots, stream_hf
+from vapo_megatron.weights.families import FAMILIES
+from vapo_megatron.weights.load import load_hf
+from vapo_megatron.weights.mapping import entries
+from vapo_megatron.weights.rules import Rule
+from vapo_megatron.weights.spec import ModelSpec, read_spec
+
+LAYOUTS = [LayoutConfig(), LayoutConfig(tp=2), LayoutConfig(pp=2), LayoutConfig(tp=2, pp=2)]
+LIMIT = 20_000  # bytes: no parameter is larger, and the model is several times as large
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("qwen2"), "qwen2", num_hidden_layers=2)
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def streams(model_dir: Path, layout: LayoutConfig) -> dict[str, list[tuple[str, str]]]:
+    """What a rank sees of the model: in fresh memory, in two shared places, and gathered by collectives."""
+    spec = read_spec(model_dir)
+    chunks, mesh = megatron(spec, layout, "lm")
+    load_hf(chunks, spec, model_dir, mesh, "lm")
+    slots = make_slots(mesh, CPU)
+    seen = {}
+    for name, places in (("fresh", None), ("shared", slots), ("gathered", DeviceSlots(CPU))):
+        if name == "gathered":
+            export_single = export._filler
+            export._filler = always_gather  # one rank would copy
+        found = []
+        for bucket in stream_hf(chunks, spec, mesh, "lm", LIMIT, slots=places):
+            assert bucket.buffer.numel() <= LIMIT
+            assert all(tensor.is_contiguous() for _, tensor in bucket)
+            found += [(tensor_name, digest(tensor)) for tensor_name, tensor in bucket]
+        seen[name] = found
+        if name == "gathered":
+            export._filler = export_single
+    dist.barrier()
+    slots.close()
+    return seen
+
+
+def always_gather(source: Any, shared: bool, bucket_bytes: int, times: Any) -> Any:
+    piece = max(1, bucket_bytes // export.PIECES)
+    return export.GatheringFiller(source, piece, times), bucket_bytes - 3 * piece // 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.describe(layout.model_size))
+def test_names_order_and_bytes_are_those_of_the_checkpoint(model_dir: Path, layout: LayoutConfig) -> None:
+    expected = {name: digest(tensor) for name, tensor in read_tensors(model_dir).items()}
+    order = [name for entry in entries(read_spec(model_dir), "lm") for name in entry.hf]
+    for answer in run_ranks(layout.model_size, streams, model_dir, layout):
+        for seen in answer.values():
+            assert [name for name, _ in seen] == order
+            assert dict(seen) == expected
+
+
+def test_what_fresh_memory_holds_outlives_the_stream(model_dir: Path) -> None:
+    run_ranks(2, hold_everything, model_dir)
+
+
+def hold_everything(model_dir: Path) -> None:
+    spec = read_spec(model_dir)
+    chunks, mesh = megatron(spec, LayoutConfig(tp=2), "lm")
+    load_hf(chunks, spec, model_dir, mesh, "lm")
+    held = {name: tensor for bucket in stream_hf(chunks, spec, mesh, "lm", LIMIT) for name, tensor in bucket}
+    expected = read_tensors(model_dir)
+    assert all(torch.equal(held[name], expected[name]) for name in expected)
+
+
+def live_bytes() -> int:
+    """Bytes of all storages on the CPU that a tensor holds, but for those that were there at gc.freeze()."""
+    storages = {}
+    for candidate in gc.get_objects():
+        if isinstance(candidate, torch.Tensor) and candidate.device.type == "cpu":
+            storage = candidate.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def most_bytes_beyond_the_shards(model_dir: Path, layout: LayoutConfig, limit: int, shared: bool) -> int:
+    spec = read_spec(model_dir)
+    chunks, mesh = megatron(spec, layout, "lm")
+    load_hf(chunks, spec, model_dir, mesh, "lm")
+    slots = make_slots(mesh, CPU) if shared else DeviceSlots(CPU)
+    most = 0
+    gc.collect()
+    gc.freeze()
+    arrange = export.GatheringFiller._arrange
+
+    def watched(self: Any, flight: Any) -> None:
+        nonlocal most
+        most = max(most, live_bytes())  # a piece has come, the next is under way
+        arrange(self, flight)
+
+    export.GatheringFiller._arrange = watched
+    for _ in stream_hf(chunks, spec, mesh, "lm", limit, slots=slots):
+        most = max(most, live_bytes())
+    dist.barrier()
+    slots.close()
+    return most
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "gathered"])
+def test_no_rank_holds_more_than_two_buckets_beyond_its_shards(tmp_path: Path, shared: bool) -> None:
+    model_dir = write_model(tmp_path, "qwen2", num_hidden_layers=16, vocab_size=64)
+    spec = read_spec(model_dir)
+    largest = 4 * max(entry.rule.count(spec) for entry in entries(spec, "lm"))
+    limit = export.PIECES * largest
+    assert 4 * spec.parameter_count() > 2 * limit, "the stream would not fill two buckets"
+    for most in run_ranks(4, most_bytes_beyond_the_shards, model_dir, LayoutConfig(tp=2, pp=2), limit, shared):
+        assert limit < most <= 2 * limit, f"{most / limit:.2f} buckets"
+
+
+def test_the_next_bucket_is_made_while_one_is_in_use(model_dir: Path) -> None:
+    """Without asking for it: the consumer waits for it here, as it would for an engine."""
+    run_ranks(1, wait_for_the_next, model_dir)
+
+
+def wait_for_the_next(model_dir: Path) -> None:
+    spec = read_spec(model_dir)
+    chunks, mesh = megatron(spec, LayoutConfig(), "lm")
+    load_hf(chunks, spec, model_dir, mesh, "lm")
+    made = threading.Event()
+    copy = export.SharedFiller._copy
+    filled: list[int] = []
+
+    def watched(self: Any, batch: Any, bucket: Bucket) -> None:
+        copy(self, batch, bucket)
+        filled.append(len(filled))
+        made.set()
+
+    export.SharedFiller._copy = watched
+    slots = SharedSlots()
+    stream = stream_hf(chunks, spec, mesh, "lm", LIMIT, slots=slots)
+    next(stream)
+    while len(filled) < 2:
+        assert made.wait(30)
+        made.clear()
+    stream.close()
+    slots.close()
+
+
+def rules() -> list[tuple[str, Rule]]:
+    found = {
+        (family, rule.megatron): rule
+        for family, table in FAMILIES.items()
+        for rule in (table.embedding, *table.layer, *table.expert, table.final_norm)
+    }
+    return [(f"{family}:{name}", rule) for (family, name), rule in found.items()]
+
+
+SPEC = ModelSpec(
+    family="qwen3_moe",
+    num_layers=1,
+    hidden_size=12,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=2,
+    ffn_size=8,
+    vocab_size=VOCAB,
+    tied=False,
+    qkv_bias=True,
+    qk_norm=True,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    rope_scaling=None,
+    max_position_embeddings=8,
+    dtype="float32",
+    num_experts=2,
+    experts_per_token=1,
+    expert_ffn_size=6,
+)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("rule", [rule for _, rule in rules()], ids=[name for name, _ in rules()])
+def test_shards_fill_their_places_whatever_their_order(rule: Rule, tp_size: int) -> None:
+    """The inverse of to_shard; every element is written."""
+    wholes = [torch.randn(shape) for shape in rule.hf_shapes(SPEC)]
+    shards = [rule.to_shard(wholes, SPEC, rank, tp_size) for rank in range(tp_size)]
+    filled = [torch.full_like(whole, torch.nan) for whole in wholes]
+    for rank in reversed(range(tp_size)):
+        rule.place(shards[rank], filled, SPEC, rank, tp_size)
+    assert all(torch.equal(a, b) for a, b in zip(filled, wholes, strict=True))
+
+
+def test_a_checksum_tells_any_changed_byte_and_exchanged_words() -> None:
+    for dtype, count in ((torch.float32, 33), (torch.bfloat16, 7), (torch.int8, 3), (torch.float8_e4m3fn, 21)):
+        tensor = torch.randint(0, 255, (count * dtype.itemsize,), dtype=torch.uint8).view(dtype)
+        expected = checksum(tensor)
+        for byte in range(tensor.nbytes):
+            changed = tensor.clone()
+            changed.view(torch.uint8)[byte] ^= 1 << (byte % 8)
+            assert checksum(changed) != expected
+
+
+def test_places_do_not_overlap_and_can_be_viewed_as_any_dtype() -> None:
+    tensors = [("a", torch.randn(3).to(torch.bfloat16)), ("b", torch.randn(2, 5)), ("c", torch.tensor(1.0).double())]
+    places, size = lay_out((name, tensor.dtype, tensor.shape) for name, tensor in tensors)
+    assert size == packed_size(tensors)
+    ends = [place.start for place in places[1:]] + [size]
+    assert all(
+        place.start % 16 == 0 and place.start + place.nbytes <= end for place, end in zip(places, ends, strict=True)
+    )
+    slots = SharedSlots()
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(pack(tensors, slots.take(0, size)), tensors, strict=True))
+    slots.close()

@@ -1,0 +1,67 @@
+"""Convert a Hugging Face directory to a Megatron checkpoint (torch_dist) that loads at any layout.
+
+An interrupted conversion goes on where it was when it is started again with the same arguments.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import typer
+
+from vapo_megatron.errors import VapoError
+from vapo_megatron.mcore.parity import comparison
+from vapo_megatron.monitoring.conversion_progress import ConversionProgress
+from vapo_megatron.weights.convert import hf_to_megatron
+from vapo_megatron.weights.spec import Head
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    hf: Annotated[Path, typer.Option(help="Model directory with config.json and safetensors.")],
+    out: Annotated[Path, typer.Option(help="Directory to make; it must not exist.")],
+    head: Annotated[
+        Head, typer.Option(help="lm: a policy. value: a critic; its head is that of a reward model, or new and zero.")
+    ] = "lm",
+    value_outputs: Annotated[
+        int, typer.Option(min=1, help="Numbers that a value head gives: 1, or the bins of algorithm.value_loss.")
+    ] = 1,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Kept as it is if not given.")
+    ] = None,
+    shard_gib: Annotated[
+        float, typer.Option("--shard-size", min=1e-6, help="GiB of tensors in a file; memory follows it.")
+    ] = 2.0,
+    verify: Annotated[
+        bool, typer.Option(help="Read everything back and compare it, and log-probs with transformers' where they fit.")
+    ] = True,
+) -> None:
+    """Write the checkpoint, verified, or nothing."""
+    remarks: list[str] = []
+
+    def compare(folder: Path) -> None:
+        remarks.append(comparison(folder, hf))
+
+    try:
+        with ConversionProgress() as progress:
+            made = hf_to_megatron(
+                hf,
+                out,
+                progress,
+                head=head,
+                value_outputs=value_outputs,
+                dtype=getattr(torch, dtype) if dtype else None,
+                shard_bytes=int(shard_gib * 2**30),
+                verify=verify,
+                check=compare if verify else None,
+            )
+    except VapoError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(error.exit_code) from None
+    typer.echo("\n".join((f"{out}: {made.described}", *remarks)))
+
+
+if __name__ == "__main__":
+    app()

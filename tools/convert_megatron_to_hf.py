@@ -1,0 +1,74 @@
+"""Convert a Megatron checkpoint, saved at any layout, to a Hugging Face directory.
+
+The checkpoint is the output of tools/convert_hf_to_megatron.py, or a state of a run (runs/NAME/state/step_N).
+An interrupted conversion goes on where it was when it is started again with the same arguments.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import typer
+
+from vapo_megatron.errors import BadInput, VapoError
+from vapo_megatron.mcore.parity import comparison
+from vapo_megatron.monitoring.conversion_progress import ConversionProgress
+from vapo_megatron.weights.convert import megatron_to_hf
+from vapo_megatron.weights.torch_dist import CARD_FILE
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def saved_model(checkpoint: Path, model: str) -> Path:
+    """The folder with the model: checkpoint itself, or its actor or critic. Raises BadInput where there is none."""
+    if (checkpoint / CARD_FILE).is_file() or not checkpoint.is_dir():
+        return checkpoint
+    if not (checkpoint / model / CARD_FILE).is_file():
+        raise BadInput(
+            f"{checkpoint}: neither {CARD_FILE} nor {model}/{CARD_FILE} is there; give the output of "
+            "tools/convert_hf_to_megatron.py or a run's state/step_N"
+        )
+    return checkpoint / model
+
+
+@app.command()
+def main(
+    checkpoint: Annotated[Path, typer.Option(help="A converted model, or a run's state/step_N.")],
+    out: Annotated[Path, typer.Option(help="Directory to make; it must not exist.")],
+    model: Annotated[Literal["actor", "critic"], typer.Option(help="Which model of a run's state.")] = "actor",
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Kept as it is if not given.")
+    ] = None,
+    shard_gib: Annotated[
+        float, typer.Option("--shard-size", min=1e-6, help="GiB of tensors in a file; memory follows it.")
+    ] = 2.0,
+    verify: Annotated[
+        bool, typer.Option(help="Read everything back and compare it, and log-probs with transformers' where they fit.")
+    ] = True,
+) -> None:
+    """Write the directory, verified, or nothing: of a policy ...ForCausalLM, of a critic ...ForTokenClassification."""
+    remarks: list[str] = []
+    try:
+        source = saved_model(checkpoint, model)
+
+        def compare(folder: Path) -> None:
+            remarks.append(comparison(source, folder))
+
+        with ConversionProgress() as progress:
+            made = megatron_to_hf(
+                source,
+                out,
+                progress,
+                dtype=getattr(torch, dtype) if dtype else None,
+                shard_bytes=int(shard_gib * 2**30),
+                verify=verify,
+                check=compare if verify else None,
+            )
+    except VapoError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(error.exit_code) from None
+    typer.echo("\n".join((f"{out}: {made.described}", *remarks)))
+
+
+if __name__ == "__main__":
+    app()

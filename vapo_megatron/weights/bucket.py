@@ -1,0 +1,246 @@
+"""A bucket of named tensors laid out as one flat run of bytes, and the memory that buckets are put into."""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+NamedTensors = Sequence[tuple[str, Tensor]]
+
+_ALIGNMENT = 16  # bytes: a slice can be viewed as any dtype
+
+
+class Place(NamedTuple):
+    """Where one tensor lies: its name, dtype (as in torch.<dtype>), shape, and first byte."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor, without what aligns the next one."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return count * dtype.itemsize
+
+
+def lay_out(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> tuple[list[Place], int]:
+    """Places for tensors of given names, dtypes and shapes, and the bytes they take together."""
+    places = []
+    end = 0
+    for name, dtype, shape in tensors:
+        place = Place(name, str(dtype).removeprefix("torch."), tuple(shape), end)
+        places.append(place)
+        end += -(-place.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return places, end
+
+
+def view(buffer: Tensor, place: Place) -> Tensor:
+    """The tensor of a place, as a view of the uint8 buffer."""
+    dtype: torch.dtype = getattr(torch, place.dtype)
+    return buffer[place.start : place.start + place.nbytes].view(dtype).view(place.shape)
+
+
+class Bucket(Sequence[tuple[str, Tensor]]):
+    """(name, tensor) pairs whose tensors are contiguous views of one buffer.
+
+    Attributes:
+        memory: what the buffer lies in.
+        buffer: uint8 [bytes].
+        places: of the tensors, in their order.
+    """
+
+    def __init__(self, memory: "Memory", places: Sequence[Place], size: int) -> None:
+        self.memory, self.places = memory, places
+        self.buffer = memory.buffer[:size]
+        self._tensors = [(place.name, view(self.buffer, place)) for place in places]
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[str, Tensor]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[tuple[str, Tensor]]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        return self._tensors[index]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def pack(bucket: NamedTensors, memory: "Memory") -> Bucket:
+    """Copy tensors, wherever they are, into memory that is large enough."""
+    places, size = lay_out((name, tensor.dtype, tensor.shape) for name, tensor in bucket)
+    packed = Bucket(memory, places, size)
+    for (_, target), (_, tensor) in zip(packed, bucket, strict=True):
+        target.copy_(tensor)
+    return packed
+
+
+def packed_size(bucket: NamedTensors) -> int:
+    """Bytes of memory that pack() needs."""
+    return lay_out((name, tensor.dtype, tensor.shape) for name, tensor in bucket)[1]
+
+
+def checksum(tensor: Tensor) -> int:
+    """The sum of a contiguous tensor's bytes as 64-bit words, modulo 2^64: one pass at the speed of memory.
+
+    Any one damaged word, and bytes that are another tensor's, change it.
+    """
+    return int(_sum_of_words(tensor.reshape(-1).view(torch.uint8)))
+
+
+def checksums(bucket: Bucket) -> list[int]:
+    """checksum() of each tensor of a bucket; on a GPU all at once."""
+    sums = [_sum_of_words(bucket.buffer[place.start : place.start + place.nbytes]) for place in bucket.places]
+    return torch.stack(sums).tolist() if sums else []
+
+
+def _sum_of_words(raw: Tensor) -> Tensor:
+    words = raw.numel() // 8 * 8
+    return raw[:words].view(torch.int64).sum() + raw[words:].sum(dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A run of bytes for one bucket. path: of the file that other processes of this machine map to read the same."""
+
+    buffer: Tensor
+    path: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.buffer.numel()
+
+
+class Slots(Protocol):
+    """Where the buckets of a stream are put."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether all ranks of a block write into the same memory."""
+
+    def take(self, index: int, nbytes: int) -> Memory:
+        """Memory for bucket `index`, of at least nbytes. What two buckets before was put there may be gone."""
+
+
+class FreshSlots:
+    """New memory for each bucket: what was yielded lives as long as somebody holds it."""
+
+    shared = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def take(self, index: int, nbytes: int) -> Memory:
+        """See Slots."""
+        return Memory(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
+
+
+class DeviceSlots:
+    """Two buffers on a device that are filled in turn, and grow to the largest bucket."""
+
+    shared = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
+
+    def take(self, index: int, nbytes: int) -> Memory:
+        """See Slots."""
+        if self._buffers[index % 2].numel() < nbytes:
+            # The old one is dropped first, so that both are never there at once.
+            self._buffers[index % 2] = self._buffers[index % 2].new_empty(0)
+            self._buffers[index % 2] = self._buffers[index % 2].new_empty(nbytes)
+        return Memory(self._buffers[index % 2])
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._buffers = [buffer.new_empty(0) for buffer in self._buffers]
+
+
+class SharedSlots:
+    """Two buffers of host memory that all ranks of a group on one machine see, and any process of the same user.
+
+    Anonymous (memfd): it goes with the processes that hold it, however they end, and is not bound by the size of
+    /dev/shm. Collective over the group in all its methods. Without a group it is one process's.
+    """
+
+    shared = True
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self._leads = group is None or group.rank() == 0
+        self._fds = [os.memfd_create(f"vapo-weights-{i}") for i in range(2)] if self._leads else []
+        paths = [[f"/proc/{os.getpid()}/fd/{fd}" for fd in self._fds]]
+        if group is not None:
+            dist.broadcast_object_list(paths, group=group, group_src=0)
+        self._paths = paths[0]
+        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in self._paths]
+
+    def take(self, index: int, nbytes: int) -> Memory:
+        """See Slots."""
+        slot = index % 2
+        if self._buffers[slot].numel() < nbytes:
+            if self._leads:
+                os.ftruncate(self._fds[slot], nbytes)
+            if self._group is not None:
+                dist.barrier(self._group)
+            self._buffers[slot] = torch.from_file(self._paths[slot], shared=True, size=nbytes, dtype=torch.uint8)
+        return Memory(self._buffers[slot], self._paths[slot])
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in self._paths]
+        for fd in self._fds:
+            os.close(fd)
+        self._fds = []
+
+
+class FreshSharedSlots:
+    """New shared memory for each bucket, which lives as long as a rank holds a bucket's tensors."""
+
+    shared = True
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def take(self, index: int, nbytes: int) -> Memory:
+        """See Slots; collective over the group."""
+        slots = SharedSlots(self._group)
+        memory = slots.take(0, nbytes)
+        dist.barrier(self._group)  # all have mapped it: the files may be closed
+        slots.close()
+        return Memory(memory.buffer)
+
+
+def share_memory(group: dist.ProcessGroup) -> bool:
+    """Collective: whether every rank of a group can map what the first of them shares."""
+    token: list[Any] = [None]
+    fd = -1
+    if group.rank() == 0:
+        fd = os.memfd_create("vapo-probe")
+        secret = os.urandom(16)
+        os.write(fd, secret)
+        token = [(f"/proc/{os.getpid()}/fd/{fd}", secret)]
+    dist.broadcast_object_list(token, group=group, group_src=0)
+    path, secret = token[0]
+    try:
+        with open(path, "rb") as file:
+            same = file.read() == secret
+    except OSError:
+        same = False
+    answers = [False] * group.size()
+    dist.all_gather_object(answers, same, group=group)
+    if fd >= 0:
+        os.close(fd)
+    return all(answers)

@@ -1,0 +1,271 @@
+"""The two ways in which the shards of a block's ranks become buckets of whole Hugging Face tensors.
+
+Ranks that see the same memory each copy their shards to where they belong in it: every byte is moved once, by nobody
+but its owner. Others (GPUs, machines) gather shards in pieces and arrange them in a bucket of their own.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from vapo_megatron.weights.bucket import Bucket, Memory, Place, lay_out
+from vapo_megatron.weights.mapping import Entry, MeshView
+from vapo_megatron.weights.part_times import PartTimes
+from vapo_megatron.weights.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Owned:
+    """An entry, the pipeline stage that holds it, of an expert's the expert-parallel rank of the stage that does; the
+    dtypes of its parameters and of its tensors in a bucket, and the size of these in bytes."""
+
+    entry: Entry
+    stage: int
+    expert_rank: int | None
+    dtype: torch.dtype
+    target: torch.dtype
+    nbytes: int
+
+
+def lay_out_entries(batch: list[Owned], spec: ModelSpec) -> tuple[list[Place], int]:
+    """Places for all Hugging Face tensors of some entries, and the bytes they take."""
+    return lay_out(
+        (name, one.target, shape)
+        for one in batch
+        for name, shape in zip(one.entry.hf, one.entry.rule.hf_shapes(spec), strict=True)
+    )
+
+
+def block_group(mesh: MeshView) -> Any:
+    """The group of the ranks that together hold the model; None where it is this rank alone."""
+    if max(mesh.tp_size, mesh.ep_size) * mesh.pp_size == 1:
+        return None
+    return mesh.pg.tp_ep_pp if mesh.ep_size > mesh.tp_size else mesh.pg.mp
+
+
+class Filler(Protocol):
+    """Fills one bucket after another. Collective over the block, on every rank from its main thread."""
+
+    def begin(self, batch: list[Owned], memory: Memory) -> None:
+        """Start to fill memory with the tensors of a batch."""
+
+    def finish(self) -> Bucket:
+        """The bucket begun last, whole. Every rank of the block is done with the one before when this returns."""
+
+    def close(self) -> None:
+        """The stream has ended; every rank of the block is done with its last bucket when this returns."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a filler reads: this rank's parameters, what they are shards of, and how they are laid out over ranks."""
+
+    local: Mapping[Entry, Parameter]
+    spec: ModelSpec
+    mesh: MeshView
+    device: torch.device
+
+    @property
+    def block(self) -> Any:
+        """See block_group."""
+        return block_group(self.mesh)
+
+    @property
+    def position(self) -> int:
+        """This rank's place among the ranks of its stage and block."""
+        block = self.block
+        return 0 if block is None else block.rank() % (block.size() // self.mesh.pp_size)
+
+    def places(self, one: Owned) -> bool:
+        """Whether this rank has a shard that no other rank of the block places as well."""
+        if one.stage != self.mesh.pp_rank:
+            return False
+        if one.expert_rank is not None:
+            return self.mesh.ep_rank == one.expert_rank and self.position < self.mesh.ep_size
+        return self.position < self.mesh.tp_size
+
+
+class SharedFiller:
+    """Every rank of the block copies its shards into memory that all of them see.
+
+    The copies are made in a thread, while the bucket before is in use; collectives stay in the main thread.
+    """
+
+    def __init__(self, source: Source, times: PartTimes) -> None:
+        self._source, self._times = source, times
+        threads = torch.get_num_threads()
+        self._pool = ThreadPoolExecutor(1, "vapo-export", initializer=lambda: torch.set_num_threads(threads))
+        self._copies: Future[None] | None = None
+        self._bucket: Bucket | None = None
+
+    def begin(self, batch: list[Owned], memory: Memory) -> None:
+        """See Filler."""
+        self._bucket = Bucket(memory, *lay_out_entries(batch, self._source.spec))
+        self._copies = self._pool.submit(self._copy, batch, self._bucket)
+
+    def finish(self) -> Bucket:
+        """See Filler."""
+        assert self._copies is not None and self._bucket is not None
+        self._copies.result()
+        self._barrier()
+        bucket, self._bucket = self._bucket, None
+        return bucket
+
+    def close(self) -> None:
+        """See Filler."""
+        self._pool.shutdown()
+        self._barrier()
+
+    def _copy(self, batch: list[Owned], bucket: Bucket) -> None:
+        source = self._source
+        tensors = iter(bucket)
+        with torch.no_grad(), self._times.part("convert"):
+            for one in batch:
+                wholes = [tensor for _, tensor in itertools.islice(tensors, len(one.entry.hf))]
+                if source.places(one):
+                    shard = source.local[one.entry].detach()
+                    one.entry.rule.place(shard, wholes, source.spec, source.mesh.tp_rank, source.mesh.tp_size)
+
+    def _barrier(self) -> None:
+        if self._source.block is not None:
+            with self._times.part("gather"):
+                dist.barrier(self._source.block)
+
+
+class GatheringFiller:
+    """Every rank of the block gets every shard and arranges them in memory of its own.
+
+    A piece of a bucket travels at once: over tp by all-gather (experts by broadcast from the one rank of ep that holds
+    them) within its stage, then over pp by broadcast. On a GPU all of it is enqueued on a stream beside the current
+    one when the bucket is begun. On a CPU one piece is under way while the one before is arranged, or the bucket before
+    in use.
+    """
+
+    def __init__(self, source: Source, piece_bytes: int, times: PartTimes) -> None:
+        self._source, self._piece_bytes, self._times = source, piece_bytes, times
+        self._stream = torch.cuda.Stream(source.device) if source.device.type == "cuda" else None
+        self._bucket: Bucket | None = None
+        self._pieces: Iterator[list[Owned]] = iter(())
+        self._flying: _Flight | None = None
+
+    def begin(self, batch: list[Owned], memory: Memory) -> None:
+        """See Filler."""
+        self._bucket = Bucket(memory, *lay_out_entries(batch, self._source.spec))
+        self._pieces = _pieces(batch, self._piece_bytes)
+        self._tensors = iter(self._bucket)
+        if self._stream is None:
+            self._flying = self._launch(next(self._pieces), wait=False)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for piece in self._pieces:
+                self._arrange(self._launch(piece, wait=True))
+
+    def finish(self) -> Bucket:
+        """See Filler."""
+        assert self._bucket is not None
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+            self._bucket.buffer.record_stream(torch.cuda.current_stream())
+        while self._flying is not None:
+            following = next(self._pieces, None)
+            flying, self._flying = self._flying, None if following is None else self._launch(following, wait=False)
+            self._arrange(flying)
+            del flying
+        bucket, self._bucket = self._bucket, None
+        return bucket
+
+    def close(self) -> None:
+        """See Filler."""
+
+    @torch.no_grad()
+    def _launch(self, piece: list[Owned], wait: bool) -> "_Flight":
+        """Start the first collective of a piece; with `wait` later work on this stream waits for it."""
+        source, mesh = self._source, self._source.mesh
+        first = piece[0]
+        shapes = [one.entry.rule.shard_shape(source.spec, mesh.tp_size) for one in piece]
+        size = sum(math.prod(shape) for shape in shapes)
+        holders = mesh.tp_size if first.expert_rank is None else 1
+        gathered = torch.empty(holders, size, dtype=first.target, device=source.device)
+        work = None
+        if first.stage == mesh.pp_rank:
+            mine = [source.local[one.entry].detach().reshape(-1) for one in piece if one.entry in source.local]
+            with self._times.part("gather", source.device):
+                if first.expert_rank is not None:
+                    if mesh.ep_rank == first.expert_rank:
+                        _concatenate(mine, gathered[0])
+                    if mesh.ep_size > 1:
+                        owner = dist.get_global_rank(mesh.pg.ep, first.expert_rank)
+                        work = dist.broadcast(gathered, src=owner, group=mesh.pg.ep, async_op=not wait)
+                elif mesh.tp_size > 1:
+                    flat = gathered.new_empty(size)
+                    _concatenate(mine, flat)
+                    work = dist.all_gather_into_tensor(gathered.view(-1), flat, group=mesh.pg.tp, async_op=not wait)
+                else:
+                    _concatenate(mine, gathered[0])
+        return _Flight(piece, shapes, gathered, work)
+
+    @torch.no_grad()
+    def _arrange(self, flight: "_Flight") -> None:
+        source, mesh = self._source, self._source.mesh
+        with self._times.part("gather", source.device):
+            if flight.work is not None:
+                flight.work.wait()
+            if mesh.pp_size > 1:
+                stage = dist.get_global_rank(mesh.pg.pp, flight.piece[0].stage)
+                dist.broadcast(flight.gathered, src=stage, group=mesh.pg.pp)
+        offset = 0
+        with self._times.part("convert", source.device):
+            for one, shape in zip(flight.piece, flight.shapes, strict=True):
+                wholes = [tensor for _, tensor in itertools.islice(self._tensors, len(one.entry.hf))]
+                end = offset + math.prod(shape)
+                for rank, row in enumerate(flight.gathered):
+                    shard = row[offset:end].view(shape)
+                    one.entry.rule.place(shard, wholes, source.spec, rank, len(flight.gathered))
+                offset = end
+
+
+@dataclass
+class _Flight:
+    """A piece on its way: gathered is [ranks that hold a shard, elements]."""
+
+    piece: list[Owned]
+    shapes: list[tuple[int, ...]]
+    gathered: Tensor
+    work: Any
+
+
+def batches(owned: list[Owned], limit: int) -> Iterator[list[Owned]]:
+    """Consecutive entries of together at most limit bytes, or one that is larger."""
+    batch: list[Owned] = []
+    size = 0
+    for one in owned:
+        if batch and size + one.nbytes > limit:
+            yield batch
+            batch, size = [], 0
+        batch.append(one)
+        size += one.nbytes
+    if batch:
+        yield batch
+
+
+def _pieces(bucket: list[Owned], limit: int) -> Iterator[list[Owned]]:
+    """Like batches, and all of one dtype and held by the same ranks: what a single collective can move."""
+    for _, alike in itertools.groupby(bucket, key=lambda one: (one.stage, one.expert_rank, one.dtype)):
+        yield from batches(list(alike), limit)
+
+
+def _concatenate(parts: list[Tensor], out: Tensor) -> None:
+    """Parts [n_i] one after another into out [n], in its dtype."""
+    start = 0
+    for part in parts:
+        out[start : start + part.numel()].copy_(part)
+        start += part.numel()

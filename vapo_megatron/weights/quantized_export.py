@@ -1,0 +1,285 @@
+"""A Hugging Face policy as a quantised directory for serving, made by NVIDIA's ModelOpt, with a report of its cost.
+
+ModelOpt calibrates and writes; what it writes is then read again, tensor by tensor, and compared with the original.
+"""
+
+import copy
+import gc
+import importlib.util
+import json
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vapo_megatron.errors import BadInput
+from vapo_megatron.weights.fp8 import SCALE_SUFFIX, BlockFp8, check_blocks, dequantize
+from vapo_megatron.weights.hf_card import GENERATION_CONFIG, TOKENIZER_FILES, copy_carried
+from vapo_megatron.weights.hf_files import HFTensors
+from vapo_megatron.weights.load import check_weights
+from vapo_megatron.weights.spec import ModelSpec, read_config, read_spec
+
+Format = Literal["fp8", "fp8_block", "nvfp4"]
+REPORT_FILE = "quantization_report.json"
+
+# ModelOpt's own recipes. fp8: a scale a tensor, activations by a static scale from calibration. fp8_block: a scale for
+# 128 x 128 weights, activations as they come. nvfp4: e2m1 with an e4m3 scale for 16 weights and a float32 one a tensor.
+_RECIPES = {"fp8": "FP8_DEFAULT_CFG", "fp8_block": "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG", "nvfp4": "NVFP4_DEFAULT_CFG"}
+_NVFP4_GROUP = 16
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """One weight W and the W' that its quantised form stands for: |W - W'| / |W| in the Frobenius norm, the largest
+    difference of an element, and the static scale of its input where it has one."""
+
+    name: str
+    relative: float
+    largest: float
+    input_scale: float | None
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How far log-probs of the calibration's tokens moved, in nats: mean and largest |difference|, mean difference.
+
+    of: what was quantised when this was measured, "weights and activations" or "weights" alone.
+    """
+
+    of: str
+    mean_absolute: float
+    largest: float
+    mean: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an export did. bytes: of all weights before and after."""
+
+    format: str
+    source: str
+    modelopt: str
+    sequences: int
+    bytes_before: int
+    bytes_after: int
+    drift: Drift
+    layers: list[LayerError]
+
+
+def check_source(source: Path, format_: Format) -> ModelSpec:
+    """The spec of what is to be exported.
+
+    Raises:
+        BadInput: ModelOpt is not installed, source is no policy that is complete and not quantised yet, or its sizes do
+            not suit the format.
+    """
+    if importlib.util.find_spec("modelopt") is None:
+        raise BadInput("nvidia-modelopt is not installed: pip install 'vapo-megatron[fp8export]'")
+    config = read_config(source)
+    if "quantization_config" in config or (source / "hf_quant_config.json").exists():
+        raise BadInput(f"{source}: is quantised already, expected the trained checkpoint in float32 or bfloat16")
+    spec = read_spec(source)
+    architecture = (config.get("architectures") or ["nothing"])[0]
+    if architecture != spec.table.causal_lm:
+        raise BadInput(f"{source}/config.json: architectures names {architecture}, expected {spec.table.causal_lm}")
+    check_weights(source, spec, "lm")
+    if format_ == "fp8_block":
+        check_blocks(spec, 1)
+    return spec
+
+
+def export_quantized(
+    source: Path, out: Path, format_: Format, sequences: Sequence[Sequence[int]], device: torch.device
+) -> Report:
+    """Quantise a policy and write it; the directory appears whole, or not at all.
+
+    Args:
+        source: its Hugging Face directory, checked by check_source.
+        out: a place where nothing is yet.
+        format_: see above.
+        sequences: token ids of the calibration, of two tokens and more each.
+        device: where the model fits in bfloat16.
+
+    Raises:
+        BadInput: out exists, or the file system refuses.
+    """
+    if out.exists():
+        raise BadInput(f"{out}: exists already; name another place")
+    temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        drift = _quantize_and_write(source, temporary, format_, sequences, device)
+        if format_ == "fp8_block":
+            _as_block_checkpoint(temporary)
+        report = _report(source, temporary, format_, len(sequences), drift)
+        copy_carried(source, temporary, (GENERATION_CONFIG, *TOKENIZER_FILES))
+        (temporary / REPORT_FILE).write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, out)
+    except OSError as error:
+        raise BadInput(f"{out}: cannot be written ({error.strerror or error}): free or name another place") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return report
+
+
+def _quantize_and_write(
+    source: Path, folder: Path, format_: Format, sequences: Sequence[Sequence[int]], device: torch.device
+) -> Drift:
+    with _quietly():
+        import modelopt.torch.quantization as quantization
+        from modelopt.torch.export import export_hf_checkpoint
+
+        model = _load(source, device)
+        before = _logprobs(model, sequences, device)
+        recipe = copy.deepcopy(getattr(quantization, _RECIPES[format_]))
+        # ModelOpt's FP4 activations are computed by a kernel for GPUs; calibration and export are not.
+        emulated = format_ != "nvfp4" or device.type == "cuda"
+        with torch.no_grad():
+            quantization.quantize(model, recipe, lambda quantized: _logprobs(quantized, sequences, device))
+            after = _logprobs(model, sequences, device) if emulated else None
+            export_hf_checkpoint(model, export_dir=str(folder))
+        del model
+        gc.collect()
+        if after is None:
+            after = _logprobs(_with_written_weights(source, folder, format_, device), sequences, device)
+    difference = (after - before).double()
+    return Drift(
+        "weights and activations" if emulated and format_ != "fp8_block" else "weights",
+        float(difference.abs().mean()),
+        float(difference.abs().max()),
+        float(difference.mean()),
+        difference.numel(),
+    )
+
+
+def _load(source: Path, device: torch.device) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).to(device).eval()
+
+
+@torch.no_grad()
+def _with_written_weights(source: Path, folder: Path, format_: Format, device: torch.device) -> Any:
+    model, written = _load(source, device), HFTensors(folder)
+    for name, parameter in model.named_parameters():
+        if _is_quantized(written, name, format_):
+            parameter.copy_(dequantized(written, name, format_))
+    return model
+
+
+@torch.no_grad()
+def _logprobs(model: Any, sequences: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Of every token but the first of each sequence, one after another, float32 on the CPU."""
+    found = []
+    for sequence in sequences:
+        ids = torch.tensor([list(sequence)], device=device)
+        logits = model(ids).logits[0, :-1].float()
+        found.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].cpu())
+    return torch.cat(found)
+
+
+def _as_block_checkpoint(folder: Path) -> None:
+    """Give ModelOpt's block FP8 the names and the config under which SGLang serves it.
+
+    ModelOpt calls it fp8_pb_wo, which SGLang's loader knows in mixed checkpoints alone; the numbers are those of
+    block-quantised checkpoints such as DeepSeek-V3's: scales [rows / 128, 1, columns / 128, 1] lose their two ones.
+    """
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as stored:
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (not a dict)
+        renamed = {
+            name + "_inv" if name.endswith(".weight_scale") else name: tensor.squeeze((1, 3)).contiguous()
+            if name.endswith(".weight_scale")
+            else tensor
+            for name, tensor in tensors.items()
+        }
+        save_file(renamed, file, metadata={"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        content = json.loads(index.read_text(encoding="utf-8"))
+        content["weight_map"] = {
+            name + "_inv" if name.endswith(".weight_scale") else name: place
+            for name, place in content["weight_map"].items()
+        }
+        index.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (folder / "hf_quant_config.json").unlink()
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["quantization_config"] = BlockFp8().config()
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _report(source: Path, folder: Path, format_: Format, sequences: int, drift: Drift) -> Report:
+    import modelopt
+
+    originals, written = HFTensors(source), HFTensors(folder)
+    layers = []
+    for name in sorted(written.names):
+        if _is_quantized(written, name, format_):
+            original = originals[name][:].bfloat16().float()
+            difference = original - dequantized(written, name, format_)
+            layers.append(
+                LayerError(
+                    name,
+                    float(difference.norm() / original.norm().clamp(min=1e-30)),
+                    float(difference.abs().max()),
+                    _input_scale(written, name),
+                )
+            )
+    return Report(format_, str(source), modelopt.__version__, sequences, _bytes(source), _bytes(folder), drift, layers)
+
+
+def _is_quantized(tensors: HFTensors, name: str, format_: Format) -> bool:
+    return name.endswith(".weight") and name.removesuffix("weight") + _mark(format_) in tensors.names
+
+
+def _mark(format_: Format) -> str:
+    """What a quantised weight has beside it."""
+    return "weight" + SCALE_SUFFIX if format_ == "fp8_block" else "weight_scale"
+
+
+def dequantized(tensors: HFTensors, name: str, format_: Format) -> Tensor:
+    """The weight [rows, columns] that a written checkpoint stands for, float32."""
+    values, scale = tensors[name][:], tensors[name.removesuffix("weight") + _mark(format_)][...]
+    if format_ == "fp8":
+        return values.float() * scale
+    if format_ == "fp8_block":
+        return dequantize(values, scale)
+    # Two values a byte, the low half first; the sign is the highest bit of four.
+    codes = torch.stack((values & 0xF, values >> 4), dim=-1).flatten(-2).long()
+    magnitude = torch.tensor(_E2M1)[codes & 7]
+    numbers = torch.where(codes >= 8, -magnitude, magnitude)
+    whole = tensors[name + "_scale_2"][...]
+    return numbers * (scale.float() * whole).repeat_interleave(_NVFP4_GROUP, dim=-1)
+
+
+def _input_scale(tensors: HFTensors, name: str) -> float | None:
+    key = name.removesuffix("weight") + "input_scale"
+    return float(tensors[key][...]) if key in tensors.names else None
+
+
+def _bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """ModelOpt and transformers talk much; what matters here is raised."""
+    from transformers.utils import logging
+
+    with warnings.catch_warnings(), open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        warnings.simplefilter("ignore")
+        logging.disable_progress_bar()
+        yield

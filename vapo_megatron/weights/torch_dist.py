@@ -1,0 +1,188 @@
+"""A model in Megatron's own checkpoint format, torch_dist, and the card beside it that says what it is.
+
+A saved model is a directory:
+
+    .metadata, *.distcp, common.pt, metadata.json    what megatron.core.dist_checkpointing reads
+    model.json                                       the card: family, head, dtype, numbers of the model
+    hf/                                              a Hugging Face directory but for its weights
+
+The keys are those of GPTModel.sharded_state_dict() without prefix: no layout (tensor, pipeline, virtual pipeline,
+expert parallel) shows in them, nor whether Transformer Engine fuses norms into linear layers. Keys that begin with
+"optimizer." may lie beside them.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.transformer.module import MegatronModule
+from pydantic import TypeAdapter, ValidationError
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.nn import Module
+
+from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.errors import BadInput, RunFailed
+from vapo_megatron.weights.hf_card import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, copy_carried
+from vapo_megatron.weights.spec import Head, ModelSpec
+
+CARD_FILE = "model.json"
+HF_FOLDER = "hf"
+FORMAT = 1
+OPTIMIZER_PREFIX = "optimizer."
+
+# What Megatron-LM writes beside its own checkpoints of this kind: how the keys are to be read.
+CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """What a saved model is.
+
+    Attributes:
+        spec: the numbers of the model; its dtype is that of the Hugging Face directory it came from.
+        head: its head.
+        dtype: of the saved parameters, a torch dtype's name.
+        hf_dir: the directory with config.json, tokenizer and so on, without weights.
+    """
+
+    spec: ModelSpec
+    head: Head
+    dtype: str
+    hf_dir: Path
+
+
+def write_model_card(folder: Path, spec: ModelSpec, head: Head, hf_dir: Path, dtype: str) -> None:
+    """Write model.json and hf/ into a saved model's folder.
+
+    Args:
+        folder: where the model is saved; made if it is not there.
+        spec: what its chunks were built from.
+        head: their head.
+        hf_dir: config.json, generation config, tokenizer and chat template are copied from here.
+        dtype: of the saved parameters, a torch dtype's name.
+
+    Raises:
+        BadInput: a file cannot be written.
+    """
+    card = {"format": FORMAT, "family": spec.family, "head": head, "dtype": dtype, "spec": asdict(spec)}
+    try:
+        copy_carried(hf_dir, folder / HF_FOLDER, (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES))
+    except OSError as error:
+        raise BadInput(
+            f"{folder / HF_FOLDER}: cannot be written ({error.strerror or error}): free or name another place"
+        ) from None
+    with atomic_write(folder / CARD_FILE) as file:
+        json.dump(card, file, indent=2)
+        file.write("\n")
+
+
+def read_model_card(folder: Path) -> ModelCard:
+    """The card of a saved model.
+
+    Raises:
+        BadInput: no such folder, no card in it, one of another format, or one that cannot be read.
+    """
+    path = folder / CARD_FILE
+    if not folder.is_dir():
+        raise BadInput(
+            f"{folder}: no such directory; give a model saved by training or tools/convert_hf_to_megatron.py"
+        )
+    try:
+        card = json.loads(path.read_text(encoding="utf-8"))
+        if card["format"] != FORMAT:
+            raise BadInput(f"{path}: format {card['format']!r}, expected {FORMAT}: use the version that wrote it")
+        return ModelCard(
+            spec=TypeAdapter(ModelSpec).validate_python(card["spec"]),
+            head=TypeAdapter(Head).validate_python(card["head"]),
+            dtype=str(card["dtype"]),
+            hf_dir=folder / HF_FOLDER,
+        )
+    except FileNotFoundError:
+        raise BadInput(
+            f"{path}: no such file; {folder} is not a model saved by training or tools/convert_hf_to_megatron.py"
+        ) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise BadInput(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}; save the model again") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInput(f"{path}: cannot be read ({type(error).__name__}: {error}); save the model again") from None
+
+
+def model_state(chunks: Sequence[Module]) -> dict[str, Any]:
+    """The sharded state dict of a model: for megatron.core.dist_checkpointing's save and load.
+
+    Its tensors are the parameters themselves. What Transformer Engine calls extra state (scales of delayed FP8
+    scaling) is left out: a checkpoint of a machine without it has none.
+
+    Args:
+        chunks: this rank's, one a virtual pipeline stage, wrapped in DistributedDataParallel or not.
+
+    Returns:
+        {"model0": that of the first chunk, "model1": ...}; these names do not show in the saved keys.
+    """
+    state = {}
+    for index, chunk in enumerate(map(_unwrapped, chunks)):
+        groups = chunk.pg_collection
+        for module in chunk.modules():
+            # Megatron asks its global state, which is not set up here, where a module does not say its own.
+            if isinstance(module, MegatronModule) and not hasattr(module, "tp_group"):
+                module.tp_group = groups.tp
+        with _data_parallel_rank(groups.dp_cp.rank()):
+            sharded = chunk.sharded_state_dict(metadata=CONTENT_METADATA | {"dp_cp_group": groups.dp_cp})
+        state[f"model{index}"] = {key: value for key, value in sharded.items() if not _is_extra(key)}
+    return state
+
+
+def put_model_state(chunks: Sequence[Module], state: dict[str, Any]) -> None:
+    """Fill the chunks from what dist_checkpointing.load returned for model_state(chunks).
+
+    Raises:
+        RunFailed: a parameter is not in it, or it holds what the model does not have.
+    """
+    for index, chunk in enumerate(map(_unwrapped, chunks)):
+        missing, unexpected = chunk.load_state_dict(state[f"model{index}"], strict=False)
+        wrong = [key for key in (*missing, *unexpected) if not _is_extra(key)]
+        if wrong:
+            raise RunFailed(f"Megatron parameter {wrong[0]}: in the checkpoint or in the model, expected in both")
+
+
+def load_model(chunks: Sequence[Module], folder: Path) -> None:
+    """Fill every parameter of a model from a saved one, whatever layout that was saved at. Collective over all ranks.
+
+    Raises:
+        BadInput: the folder is no torch_dist checkpoint, lacks a parameter, or has it in another shape.
+    """
+    try:
+        state = dist_checkpointing.load(model_state(chunks), str(folder))
+    except (CheckpointException, CheckpointingException, OSError, KeyError, ValueError) as error:
+        failures = list(error.failures.values()) if isinstance(error, CheckpointException) else []
+        cause = failures[0][0] if failures else error
+        reason = " ".join(str(cause).split())[:300]
+        raise BadInput(f"{folder}: cannot be loaded into this model ({reason}); is it a model of this shape?") from None
+    put_model_state(chunks, state)
+
+
+def _unwrapped(chunk: Any) -> Any:
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _is_extra(key: str) -> bool:
+    return "_extra_state" in key.rpartition(".")[2]
+
+
+@contextmanager
+def _data_parallel_rank(rank: int) -> Iterator[None]:
+    """Megatron's global answer for the data-parallel rank, which tied embeddings ask for on a last stage."""
+    before = parallel_state._MPU_DATA_PARALLEL_RANK
+    parallel_state.set_data_parallel_rank(rank)
+    try:
+        yield
+    finally:
+        parallel_state.set_data_parallel_rank(before)

@@ -1,0 +1,217 @@
+"""The files of a torch_dist checkpoint, part by part: writing without ever holding a model, reading what is asked for.
+
+The format is torch.distributed.checkpoint's, and so are reader and writer; only the planning is done here, because
+tensors are made when their turn comes.
+"""
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+
+from vapo_megatron.errors import BadInput
+from vapo_megatron.weights.saved_keys import Place
+
+METADATA_FILE = ".metadata"
+
+
+class _LazyPlanner(DefaultSavePlanner):
+    """Makes a tensor when the writer asks for it."""
+
+    def __init__(self, make: Callable[[MetadataIndex], Tensor]) -> None:
+        super().__init__()
+        self._make = make
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self._make(write_item.index)
+
+
+class PartWriter:
+    """Writes a checkpoint file after file.
+
+    Files may come from several runs of the program: what write() returns is plain data that can be kept, and is given
+    to close() in the end.
+    """
+
+    def __init__(self, folder: Path, parts: Sequence[Sequence[tuple[Place, torch.dtype]]]) -> None:
+        """parts: what lies in each file, and in which dtype."""
+        self._folder = folder
+        # Nothing is copied ahead: tensors are made one by one.
+        self._writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
+        plans, self._metadata = create_default_global_save_plan(
+            [SavePlan([_write_item(place, dtype) for place, dtype in part]) for part in parts]
+        )
+        self._plans = self._writer.prepare_global_plan(plans)
+
+    @staticmethod
+    def file_name(part: int) -> str:
+        """Name of the file of a part."""
+        return f"__{part}_0.distcp"
+
+    def write(self, part: int, make: Callable[[int], Tensor]) -> list[dict[str, Any]]:
+        """Write a file, and wait until it is on the disk.
+
+        Args:
+            part: its number.
+            make: the tensor, on the CPU and with the stacked axes, of the n-th place of the part.
+
+        Returns:
+            Where each place lies in the file.
+        """
+        plan = self._plans[part]
+        number = {item.index: i for i, item in enumerate(plan.items)}
+        results = self._writer.write_data(plan, _LazyPlanner(lambda index: make(number[index]))).wait()
+        return [
+            {
+                "place": number[result.index],
+                "size": result.size_in_bytes,
+                "storage": asdict(result.storage_data),
+            }
+            for result in results
+        ]
+
+    def close(self, written: Sequence[Sequence[dict[str, Any]]], common: dict[str, Any]) -> None:
+        """Write what makes a checkpoint of the files.
+
+        Args:
+            written: what write() returned, of every part in its order.
+            common: content of common.pt.
+        """
+        results = [
+            [
+                WriteResult(plan.items[one["place"]].index, one["size"], _StorageInfo(**one["storage"]))
+                for one in results_of_part
+            ]
+            for plan, results_of_part in zip(self._plans, written, strict=True)
+        ]
+        torch.save(common, self._folder / "common.pt")
+        self._writer.finish(replace(self._metadata), results)
+        save_config(CheckpointingConfig("torch_dist", 1), str(self._folder))
+
+
+def _write_item(place: Place, dtype: torch.dtype) -> WriteItem:
+    offsets = torch.Size(place.offsets)
+    return WriteItem(
+        index=MetadataIndex(place.key, offsets),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(place.sizes)),
+            properties=TensorProperties(dtype=dtype),
+            size=torch.Size(place.full),
+        ),
+    )
+
+
+class _IntoTensor(DefaultLoadPlanner):
+    """Copies what is read to where it belongs in one tensor."""
+
+    def __init__(self, target: Tensor) -> None:
+        super().__init__()
+        self._target = target
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        target = self._target
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            target = target.narrow(dim, start, length)
+        return target
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        pass
+
+
+class PartReader:
+    """The tensors of a torch_dist checkpoint, saved at whatever layout. Opening reads its metadata alone.
+
+    The metadata is a pickle, as Megatron has it: open only what you would run.
+
+    Raises:
+        BadInput: no such checkpoint, or a file that is missing or shorter than the metadata says.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._reader = FileSystemReader(folder)
+        try:
+            metadata = self._reader.read_metadata()
+        except FileNotFoundError:
+            raise BadInput(
+                f"{folder / METADATA_FILE}: no such file; {folder} is no complete torch_dist checkpoint"
+            ) from None
+        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, ValueError) as error:
+            raise BadInput(
+                f"{folder / METADATA_FILE}: truncated or no checkpoint's metadata ({type(error).__name__}); "
+                "save or convert the model again"
+            ) from None
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        self.tensors: dict[str, TensorStorageMetadata] = {
+            key: value
+            for key, value in metadata.state_dict_metadata.items()
+            if isinstance(value, TensorStorageMetadata)
+        }
+        self._chunks: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]] | None] = {}
+        self._check_files(metadata.storage_data)
+
+    def _check_files(self, storage: dict[MetadataIndex, _StorageInfo]) -> None:
+        ends: dict[str, int] = {}
+        for info in storage.values():
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        for name, end in sorted(ends.items()):
+            path = self.folder / name
+            if not path.is_file():
+                raise BadInput(f"{path}: no such file, but {METADATA_FILE} names it; copy the checkpoint again")
+            if (size := path.stat().st_size) < end:
+                raise BadInput(f"{path}: truncated, {size} bytes, expected {end}; copy the checkpoint again")
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Of the tensor of a key."""
+        return self.tensors[key].properties.dtype
+
+    def read(self, place: Place) -> Tensor:
+        """Part of a tensor, without its stacked axes, on the CPU and in the dtype that it is saved in.
+
+        Raises:
+            BadInput: it is not there in full, or its file is damaged.
+        """
+        wanted = ChunkStorageMetadata(offsets=torch.Size(place.offsets), sizes=torch.Size(place.sizes))
+        items = create_read_items_for_chunk_list(place.key, self._near(place), [wanted])
+        if sum(item.lengths.numel() for item in items) != wanted.sizes.numel():
+            raise BadInput(f"{self.folder}: key {place.key} is not there in full; save or convert the model again")
+        target = torch.empty(place.sizes, dtype=self.dtype(place.key))
+        try:
+            self._reader.read_data(LoadPlan(items), _IntoTensor(target)).wait()
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, AssertionError) as error:
+            reason = str(error).partition("\n")[0][:200]
+            raise BadInput(f"{self.folder}: key {place.key}: damaged ({reason}); copy the checkpoint again") from None
+        return target.view(place.shape)
+
+    def _near(self, place: Place) -> TensorStorageMetadata:
+        """The tensor's metadata with the chunks alone that lie at the place's stacked indices.
+
+        Of 128 experts in 48 layers every one would else be looked at for each.
+        """
+        whole, stacked = self.tensors[place.key], len(place.stacked)
+        if place.key not in self._chunks:
+            groups: dict[tuple[int, ...], list[ChunkStorageMetadata]] = {}
+            for chunk in whole.chunks:
+                groups.setdefault(tuple(chunk.offsets[:stacked]), []).append(chunk)
+            regular = all(tuple(chunk.sizes[:stacked]) == (1,) * stacked for chunk in whole.chunks)
+            self._chunks[place.key] = groups if regular else None
+        found = self._chunks[place.key]
+        return whole if found is None else replace(whole, chunks=found.get(place.stacked, []))
