@@ -30,7 +30,7 @@ def dispatcher(server: EngineServer, config: RolloutConfig) -> Iterator[Dispatch
 @pytest.fixture
 def sync(server: EngineServer, model: Qwen3ForCausalLM) -> Iterator[WeightSync]:
     """Leaves the server with the weights of model, version 0, however the test ends."""
-    with WeightSync(server.address, SyncConfig(deadline=60)) as running:
+    with WeightSync.through_shared_memory(server.address, SyncConfig(deadline=60)) as running:
         yield running
         running.push(buckets_of(model), version=0)
 

@@ -1,12 +1,12 @@
-import pickle
 from collections.abc import Iterable
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from vapo_megatron.rollout.strict_loading import StrictLoader
-from vapo_megatron.rollout.weight_bucket import SharedMemoryBuffer
+from vapo_megatron.rollout.strict_loading import StrictLoader, take_message
+from vapo_megatron.rollout.weight_bucket import Purpose, announce
+from vapo_megatron.weights.bucket import SharedSlots, pack, packed_size
 
 
 class StackingModel(torch.nn.Module):
@@ -33,13 +33,14 @@ def weights() -> dict[str, torch.Tensor]:
     return {"gate": torch.randn(3, 2), "up": torch.randn(3, 2), "norm": torch.randn(2)}
 
 
-def hand_over(model: torch.nn.Module, weights: dict[str, torch.Tensor], purpose: str = "load") -> list[str]:
-    buffer = SharedMemoryBuffer()
+def hand_over(model: torch.nn.Module, weights: dict[str, torch.Tensor], purpose: Purpose = "load") -> list[str]:
+    slots, tensors = SharedSlots(), list(weights.items())
     try:
-        payload = pickle.loads(buffer.pack(list(weights.items()), purpose, first=True, last=True))
-        return StrictLoader(model).take(payload)
+        bucket = pack(tensors, slots.take(0, packed_size(tensors)))
+        message = announce(bucket, purpose, first=True, last=True) | {"path": bucket.memory.path}
+        return take_message(StrictLoader(model), message)
     finally:
-        buffer.close()
+        slots.close()
 
 
 def test_all_weights_arrive(weights: dict[str, torch.Tensor]) -> None:

@@ -2,11 +2,12 @@
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from vapo_megatron.config.base import Section
 
 Dtype = Literal["float32", "bfloat16"]
+Transport = Literal["auto", "ipc", "shared_memory", "distributed", "disk"]
 
 
 class SamplingConfig(Section):
@@ -28,7 +29,15 @@ class SamplingConfig(Section):
 class SyncConfig(Section):
     """The hand-over of weights to the engines, and the comparison that follows each."""
 
-    bucket_mib: int = Field(512, ge=1, description="weights sent at once; a buffer of this size stays allocated")
+    transport: Transport = Field(
+        "auto",
+        description="ipc: CUDA handles, engine and rank on one GPU; shared_memory: the machine's; distributed: TCP; "
+        "disk: files that the engine reads; auto: ipc with GPUs, else shared_memory",
+    )
+    directory: str | None = Field(
+        None, description="transport disk: where the files are for a moment; none: beside the engines' logs"
+    )
+    bucket_mib: int = Field(512, ge=1, description="weights sent at once; two buffers of this size stay allocated")
     deadline: float = Field(600.0, gt=0, description="seconds for one answer of the server during the hand-over")
     probe_sequences: int = Field(4, ge=1, description="sequences whose log-probs engine and trainer compare")
     probe_length: int = Field(32, ge=2, description="tokens of each")
@@ -36,8 +45,14 @@ class SyncConfig(Section):
         None, gt=0, description="largest allowed |difference| of a log-prob; none: 1e-4 in float32, 0.5 in bfloat16"
     )
 
-    def tolerance_for(self, dtype: Dtype) -> float:
-        """The tolerance where the coarser of trainer and engine computes in this dtype."""
+    fp8_tolerance: float = Field(
+        1.0, gt=0, description="the same where the engine computes in FP8 (rollout.quantization)"
+    )
+
+    def tolerance_for(self, dtype: Dtype, fp8: bool = False) -> float:
+        """The tolerance where the coarser of trainer and engine computes in this dtype, or the engine in FP8."""
+        if fp8:
+            return self.fp8_tolerance
         if self.tolerance is not None:
             return self.tolerance
         return 1e-4 if dtype == "float32" else 0.5
@@ -49,6 +64,15 @@ class RolloutConfig(Section):
     engines: int = Field(1, ge=1, description="servers on a machine without GPUs; with GPUs they follow from tp")
     tp: int = Field(1, ge=1, description="tensor-parallel size of one server")
     dtype: Dtype | Literal["auto"] = Field("auto", description="auto: the dtype of the model")
+    quantization: Literal["none", "fp8"] = Field(
+        "none",
+        description="fp8: weights in e4m3 with a scale for each block of 128 x 128, made during the hand-over; needs "
+        "load_format=dummy and GPUs with FP8",
+    )
+    fp8_scales: Literal["auto", "float32", "power_of_two"] = Field(
+        "auto",
+        description="of the blocks; auto: powers of two where actor.precision.fp8=blockwise makes such, else float32",
+    )
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="dummy: skip reading the checkpoint, the first hand-over brings the weights"
     )
@@ -60,12 +84,28 @@ class RolloutConfig(Section):
     mem_fraction_static: float = Field(0.7, gt=0, lt=1, description="GPU memory for weights and KV cache")
     memory_saver: bool = Field(True, description="GPU: hand the server's memory to the trainer while it trains")
     seeded_sampling: bool = Field(True, description="a response depends on its seed alone, not on its batch")
+    router_replay: bool = Field(
+        False, description="experts: the policy is scored and trained with those that the engines chose for each token"
+    )
     start_deadline: float = Field(300.0, gt=0, description="seconds until a server must answer")
     collect_deadline: float = Field(7200.0, gt=0, description="seconds for all responses of one collection")
     server_args: dict[str, bool | int | float | str] = Field(
         default_factory=dict, description="further SGLang arguments, named as in `sglang serve --help`, no dashes"
     )
     sync: SyncConfig = SyncConfig()
+
+    @model_validator(mode="after")
+    def _fp8_weights_come_with_the_hand_over(self) -> "RolloutConfig":
+        if self.quantization == "fp8" and self.load_format != "dummy":
+            raise ValueError(
+                f"quantization=fp8 with load_format={self.load_format}: the checkpoint is not in FP8, "
+                "set load_format=dummy"
+            )
+        if self.quantization == "none" and self.fp8_scales != "auto":
+            raise ValueError(
+                f"fp8_scales={self.fp8_scales} with quantization=none: set quantization=fp8, or leave fp8_scales out"
+            )
+        return self
 
     @field_validator("server_args")
     @classmethod
@@ -89,10 +129,13 @@ _SET_BY_US = {
     "tp_size": "use rollout.tp",
     "dtype": "use rollout.dtype",
     "load_format": "use rollout.load_format",
+    "quantization": "use rollout.quantization",
+    "json_model_override_args": "it carries rollout.quantization",
     "context_length": "use rollout.context_length",
     "max_running_requests": "use rollout.max_running_requests",
     "max_total_tokens": "use rollout.max_total_tokens",
     "mem_fraction_static": "use rollout.mem_fraction_static",
     "enable_memory_saver": "use rollout.memory_saver",
     "enable_deterministic_inference": "use rollout.seeded_sampling",
+    "enable_return_routed_experts": "use rollout.router_replay",
 }

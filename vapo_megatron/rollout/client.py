@@ -5,27 +5,47 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
+import numpy as np
+import torch
+from torch import Tensor
 
 from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.experience.sample import FinishReason
 from vapo_megatron.rollout.server import EngineAddress
-from vapo_megatron.rollout.strict_loading import LOAD_FORMAT
+from vapo_megatron.rollout.strict_loading import BROADCAST_GROUP, LOAD_FORMAT
+from vapo_megatron.rollout.weight_bucket import Purpose
 
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Completion:
-    """One response. logprobs: see EngineClient.generate; the versions are those of its first and last token."""
+    """One response. logprobs, routed_experts: see EngineClient.generate; the versions are those of its first and last
+    token."""
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
     weight_version_oldest: int
     weight_version: int
+    routed_experts: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAnswer:
+    """What a server says of weights that it was handed.
+
+    problems: a line for each thing that is wrong. seconds: that it took to load or compare them. checksums: of the
+    tensors as they came (weights.bucket.checksum), a list for each of its ranks.
+    """
+
+    problems: list[str]
+    seconds: float
+    checksums: list[list[int]]
 
 
 class EngineClient:
@@ -52,21 +72,33 @@ class EngineClient:
             self._session = None
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling_params: Sequence[dict[str, Any]]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling_params: Sequence[dict[str, Any]],
+        routed_experts: bool = False,
     ) -> list[Completion]:
         """One response to each prompt of token ids, in one request that returns when all are done.
 
         sampling_params are SGLang's, one dict a prompt. logprobs has one natural logarithm per response token: under
         the softmax of logits / temperature over the whole vocabulary, whatever top_p and top_k cut away from sampling
         (at temperature 0, of the plain logits). Source: sglang/srt/layers/sampler.py, Sampler.forward.
+
+        routed_experts, of a server that has rollout.router_replay, asks for the experts that each token but the last
+        went through: int16 [prompt + response - 1, layers * experts a token], layer by layer.
         """
         body = {
             "input_ids": [list(prompt) for prompt in prompts],
             "sampling_params": list(sampling_params),
             "return_logprob": True,
+            "return_routed_experts": routed_experts,
         }
         answers = await self._call("generate", body)
-        return [self._completion(answer) for answer in answers]
+        completions = [self._completion(answer) for answer in answers]
+        if routed_experts:
+            for prompt, completion, answer in zip(prompts, completions, answers, strict=True):
+                rows = len(prompt) + len(completion.token_ids) - 1
+                completion.routed_experts = self._experts(answer["meta_info"].get("routed_experts"), rows)
+        return completions
 
     async def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-prob of each token given those before it, at temperature 1: one value less than tokens, per sequence."""
@@ -104,25 +136,46 @@ class EngineClient:
         """Close it."""
         await self._call("end_weight_update", {})
 
-    async def send_bucket(self, payloads: Sequence[bytes], *, version: int | None = None) -> list[str]:
-        """Hand over one bucket: a payload of weight_bucket.WeightBuffer.pack for each tensor-parallel rank.
+    async def send_bucket(self, payloads: Sequence[bytes], *, version: int | None = None) -> LoadAnswer:
+        """Hand over one bucket: a pickled weight_bucket.announce() for each tensor-parallel rank, with the "path" or
+        the "buffer" (CUDA IPC) of its bytes.
 
-        Returns one line for each tensor that is wrong (strict_loading). A version ends the hand-over: it marks what is
-        generated from now on, and what the cache holds of the old weights is dropped.
+        A version ends the hand-over: it marks what is generated from now on, and what the cache holds of the old
+        weights is dropped. All ways to hand weights over (this, receive_broadcast, read_directory) answer alike.
         """
         body = {
             "serialized_named_tensors": [base64.b64encode(payload).decode() for payload in payloads],
             "load_format": LOAD_FORMAT,
-            "flush_cache": version is not None,
-            "weight_version": None if version is None else str(version),
         }
-        status, answer = await self._request("update_weights_from_tensor", body)
-        if status == 200:
-            return []
-        problems = _problems(answer)
-        if problems is None:
-            raise self._refused("update_weights_from_tensor", status, answer)
-        return problems
+        return await self._load("update_weights_from_tensor", body, version)
+
+    async def join_broadcast_group(self, host: str, port: int, size: int) -> None:
+        """Let the server's ranks be ranks 1, 2 ... of a broadcast_group that rank 0 opened there."""
+        body = {
+            "master_address": host,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": size,
+            "group_name": BROADCAST_GROUP,
+            "backend": "gloo",
+        }
+        await self._call("init_weights_update_group", body)
+
+    async def receive_broadcast(self, message: dict[str, Any], *, version: int | None = None) -> LoadAnswer:
+        """Hand over one bucket, whose bytes follow in the group that was joined, unless there are none."""
+        body = {
+            "names": [],
+            "dtypes": [],
+            "shapes": [],
+            "group_name": BROADCAST_GROUP,
+            "load_format": f"{LOAD_FORMAT}:{json.dumps(message)}",
+        }
+        return await self._load("update_weights_from_distributed", body, version)
+
+    async def read_directory(self, directory: Path, purpose: Purpose, *, version: int | None = None) -> LoadAnswer:
+        """Hand over all weights at once as disk_weights; no session may be open."""
+        body = {"model_path": str(directory), "load_format": f"{LOAD_FORMAT}:{purpose}"}
+        return await self._load("update_weights_from_disk", body, version)
 
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         """Give GPU memory back to the trainer; needs rollout.memory_saver. Frees nothing without a GPU."""
@@ -148,6 +201,27 @@ class EngineClient:
             )
         spans = meta["weight_versions"]
         return Completion(token_ids, logprobs, reason, int(spans[0]["version"]), int(spans[-1]["version"]))
+
+    def _experts(self, encoded: str | None, rows: int) -> Tensor:
+        """The experts of a response, which come as int32 numbers in base64."""
+        flat = np.frombuffer(base64.b64decode(encoded or ""), dtype=np.int32)
+        if not len(flat) or len(flat) % rows:
+            raise RunFailed(
+                f"{self._where()}: {len(flat)} routed experts came for {rows} tokens, expected the same number for "
+                "each: the server has no rollout.router_replay, or its model no experts"
+            )
+        return torch.from_numpy(flat.astype(np.int16)).view(rows, -1)
+
+    async def _load(self, path: str, body: dict[str, Any], version: int | None) -> LoadAnswer:
+        body |= {
+            "flush_cache": version is not None,
+            "weight_version": None if version is None else str(version),
+        }
+        status, answer = await self._request(path, body)
+        loaded = _load_answer(answer)
+        if loaded is None:
+            raise self._refused(path, status, answer)
+        return loaded
 
     async def _call(self, path: str, body: dict[str, Any] | None) -> Any:
         status, answer = await self._request(path, body)
@@ -195,7 +269,13 @@ def _decoded(text: str) -> Any:
         return text
 
 
-def _problems(answer: Any) -> list[str] | None:
-    """The list that strict_loading answers with, if that is what the answer is."""
-    decoded = _decoded(answer["message"]) if isinstance(answer, dict) and "message" in answer else None
-    return decoded if isinstance(decoded, list) else None
+def _load_answer(answer: Any) -> LoadAnswer | None:
+    """What strict_loading answers, if that is what the answer is. The server may add words of its own behind it."""
+    message = answer.get("message") if isinstance(answer, dict) else None
+    if not isinstance(message, str) or not message.startswith("{"):
+        return None
+    try:
+        found, _ = json.JSONDecoder().raw_decode(message)
+        return LoadAnswer(list(found["problems"]), float(found["seconds"]), list(found["checksums"]))
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -56,6 +56,8 @@ class Dispatcher:
         seed: int,
         weight_version: int,
         on_done: Callable[[int], None] | None = None,
+        routed_experts: bool = False,
+        on_group: Callable[[list[Sample]], None] | None = None,
     ) -> list[Sample]:
         """n responses to each prompt, ordered by (group, index); group is the prompt's place in prompts.
 
@@ -65,12 +67,16 @@ class Dispatcher:
         Args:
             weight_version: what all servers must have.
             on_done: called with the number of responses finished so far.
+            routed_experts: whether samples are to hold the experts of their tokens; needs rollout.router_replay.
+            on_group: called with the n responses to a prompt as soon as they are there.
 
         Raises:
             RunFailed: a response came from weights of another version, or a server refused a request.
             TryAgain: a server is gone, or rollout.collect_deadline passed.
         """
-        return self._runner.run(self._collect(prompts, n, sampling, seed, weight_version, on_done))
+        return self._runner.run(
+            self._collect(prompts, n, sampling, seed, weight_version, on_done, routed_experts, on_group)
+        )
 
     def close(self) -> None:
         """Close all connections. The servers live on."""
@@ -97,6 +103,8 @@ class Dispatcher:
         seed: int,
         weight_version: int,
         on_done: Callable[[int], None] | None,
+        routed_experts: bool,
+        on_group: Callable[[list[Sample]], None] | None,
     ) -> list[Sample]:
         for engine in self._engines:
             engine.requests = engine.tokens = 0
@@ -107,7 +115,7 @@ class Dispatcher:
             nonlocal finished
             seeds = [response_seed(seed, prompt.cursor, index) for index in range(n)]
             params = [self._sampling_params(sampling, request_seed) for request_seed in seeds]
-            completions = await engine.client.generate([prompt.token_ids] * n, params)
+            completions = await engine.client.generate([prompt.token_ids] * n, params, routed_experts)
             async with freed:
                 engine.requests -= n
                 engine.tokens -= _tokens(prompt, n, sampling)
@@ -115,10 +123,13 @@ class Dispatcher:
             finished += n
             if on_done is not None:
                 on_done(finished)
-            return [
+            samples = [
                 self._sample(engine, prompt, group, index, seeds[index], completion, weight_version)
                 for index, completion in enumerate(completions)
             ]
+            if on_group is not None:
+                on_group(samples)
+            return samples
 
         try:
             async with asyncio.timeout(self._config.collect_deadline), asyncio.TaskGroup() as tasks:
@@ -183,6 +194,7 @@ class Dispatcher:
             finish_reason=completion.finish_reason,
             weight_version=completion.weight_version,
             weight_version_oldest=completion.weight_version_oldest,
+            routed_experts=completion.routed_experts,
         )
 
 

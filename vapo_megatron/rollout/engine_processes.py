@@ -8,17 +8,20 @@ from typing import Any
 
 from vapo_megatron.rollout import cpu_shim
 
-cpu_shim.install()
+_on_cpu = cpu_shim.install()
 
 from sglang.srt.managers.scheduler import run_scheduler_process  # noqa: E402
 from sglang.srt.utils.common import kill_itself_when_parent_died  # noqa: E402
 
+from vapo_megatron.rollout.cpu_fp8 import install_cpu_fp8  # noqa: E402
 from vapo_megatron.rollout.strict_loading import install_strict_loading  # noqa: E402
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
     """SGLang's scheduler, with weight updates that name what they could not place."""
     install_strict_loading()
+    if _on_cpu:
+        install_cpu_fp8()
     run_scheduler_process(*args, **kwargs)
 
 

@@ -1,6 +1,7 @@
 """An SGLang server as a subprocess of the rank that owns it."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ from types import TracebackType
 import vapo_megatron
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.errors import RunFailed
+from vapo_megatron.weights.fp8 import BlockFp8
 
 _CPU_TOTAL_TOKENS = 65536
 _POLL_SECONDS = 0.1
@@ -71,6 +73,7 @@ class EngineServer:
         weight_version: what the samples from the weights in model_path are marked with.
         host: address of this machine on which the server listens; another than the default where ranks of other
             machines are to reach it.
+        fp8: how its weights, which are handed to it, are quantised; None where they are not.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class EngineServer:
         devices: Sequence[int] | None = None,
         weight_version: int = 0,
         host: str = "127.0.0.1",
+        fp8: BlockFp8 | None = None,
     ) -> None:
         self._model_path = Path(model_path)
         self._config = config
@@ -89,7 +93,7 @@ class EngineServer:
         self._log_file = log_file
         self._devices = devices
         self._weight_version = weight_version
-        self._host = host
+        self._host, self._fp8 = host, fp8
         self._scratch: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._port = 0
@@ -233,6 +237,7 @@ class EngineServer:
             "mem_fraction_static": config.mem_fraction_static,
             "weight_version": self._weight_version,
             "enable_deterministic_inference": config.seeded_sampling,
+            "enable_return_routed_experts": config.router_replay,
             # Token ids in, token ids out: no tokenizer, no chat templates, no grammars, no defaults of the model's own.
             "skip_tokenizer_init": True,
             "sampling_defaults": "openai",
@@ -253,6 +258,11 @@ class EngineServer:
                 "device": "cuda",
                 "max_total_tokens": config.max_total_tokens,
                 "enable_memory_saver": config.memory_saver,
+            }
+        if self._fp8 is not None:
+            args |= {
+                "quantization": "fp8",
+                "json_model_override_args": json.dumps({"quantization_config": self._fp8.config()}),
             }
         args |= config.server_args
         return [text for name, value in args.items() for text in _option(name, value)]

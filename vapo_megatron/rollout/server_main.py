@@ -5,6 +5,7 @@ choice and its use. Standard input is the lifeline of owner_guard.
 """
 
 import functools
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -15,6 +16,9 @@ from vapo_megatron.rollout.owner_guard import kill_group_with_owner
 
 def main(argv: list[str]) -> None:
     listen_fd, owner_pid, scratch, *engine_args = argv
+    # Slurm's signals to save and stop go to every process of a job; how a server ends is its owner's affair. Blocked
+    # rather than ignored: SGLang sets handlers of its own, and its children inherit this.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
     kill_group_with_owner(sys.stdin.fileno(), int(owner_pid), scratch)
     listener = socket.socket(fileno=int(listen_fd))
 

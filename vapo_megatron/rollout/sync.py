@@ -1,7 +1,7 @@
 """The hand-over of the trainer's weights to one server, and the proof that they arrived."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 import torch
@@ -10,59 +10,44 @@ from vapo_megatron.config.rollout import SyncConfig
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.rollout.client import EngineClient
 from vapo_megatron.rollout.server import EngineAddress
-from vapo_megatron.rollout.weight_bucket import DeviceBuffer, NamedTensors, Purpose, SharedMemoryBuffer, WeightBuffer
-
-# In the order of the server's tensor-parallel ranks; None everywhere but on the server's owner.
-Gather = Callable[[bytes], list[bytes] | None]
+from vapo_megatron.rollout.transports import SharedMemoryTransport, Transport
+from vapo_megatron.rollout.weight_bucket import Purpose
+from vapo_megatron.weights.bucket import NamedTensors
+from vapo_megatron.weights.part_times import PartTimes
 
 _NAMED_IN_AN_ERROR = 8
 
 
 class WeightSync:
-    """One server and the trainer ranks that feed it: as many as the server has tensor-parallel ranks.
+    """One server and the trainer ranks that feed it, by one transport.
 
-    With GPUs, each of these ranks shares its GPU with one rank of the server and hands over its own copy of every
-    bucket through CUDA IPC; the owner gathers their payloads and speaks to the server. Without, the owner alone writes
-    into shared memory that all ranks of the server read. Every rank calls push() and differing_tensors() with the same
-    buckets; prompt_logprobs() and verify() are the owner's.
+    Every rank calls push() and differing_tensors() with the same buckets; prompt_logprobs() and verify() are the
+    owner's. The buckets may come from a stream that puts them into two places in turn.
 
     Args:
-        address: of the server, on the rank that owns it; None on the others of its ranks.
-        config: the sync section.
-        engine_tp: tensor-parallel ranks of the server.
-        device: of the GPU path; None without GPUs.
-        gather: of the GPU path where engine_tp > 1: collective over these ranks.
-        barrier: likewise; it keeps a rank from refilling its buffer before the server has read it.
+        transport: to the server. Its client is closed with this object.
     """
 
-    def __init__(
-        self,
-        address: EngineAddress | None,
-        config: SyncConfig,
-        engine_tp: int = 1,
-        device: torch.device | None = None,
-        gather: Gather | None = None,
-        barrier: Callable[[], None] | None = None,
-    ) -> None:
-        self._client = EngineClient(address, config.deadline) if address is not None else None
-        self._engine_tp = engine_tp
-        self._shared = device is None
-        self._gather = gather
-        self._barrier = barrier
-        self._buffer: WeightBuffer = SharedMemoryBuffer() if device is None else DeviceBuffer(device)
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
         self._runner = asyncio.Runner()
 
-    def push(self, buckets: Iterable[NamedTensors], version: int) -> None:
+    @staticmethod
+    def through_shared_memory(address: EngineAddress, config: SyncConfig, engine_tp: int = 1) -> "WeightSync":
+        """To a server of this process on a machine without GPUs."""
+        return WeightSync(SharedMemoryTransport(EngineClient(address, config.deadline), engine_tp))
+
+    def push(self, buckets: Iterable[NamedTensors], version: int, times: PartTimes | None = None) -> None:
         """Replace the server's weights; what it generates from now on is marked with version.
 
         buckets are (Hugging Face name, whole tensor) pairs. A running response is aborted. The server's cache is
-        dropped.
+        dropped. times gets the owner's seconds of "load" (in the server) and "send" (the rest of sending).
 
         Raises:
-            RunFailed: a name the server does not know, a shape that does not fit, or parameters that were not sent. The
-                server then takes no requests until a later push succeeds.
+            RunFailed: a name the server does not know, a shape that does not fit, parameters that were not sent, or
+                tensors that arrived damaged. The server then takes no requests until a later push succeeds.
         """
-        self._session(buckets, "load", version)
+        self._session(buckets, "load", version, times or PartTimes())
 
     def differing_tensors(self, buckets: Iterable[NamedTensors]) -> list[str]:
         """Compare without changing anything: one line for each tensor that differs bit by bit from the server's.
@@ -70,7 +55,7 @@ class WeightSync:
         Names the server does not know and parameters missing from buckets are told of likewise. On ranks that do not
         own the server the list is empty.
         """
-        return self._session(buckets, "compare", None)
+        return self._session(buckets, "compare", None, PartTimes())
 
     def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """EngineClient.prompt_logprobs."""
@@ -100,11 +85,11 @@ class WeightSync:
         return largest
 
     def close(self) -> None:
-        """Close the connection and give the buffer back."""
-        if self._client is not None:
-            self._runner.run(self._client.close())
+        """Close the connection and give the buffers back."""
+        self._transport.close()
+        if self._transport.client is not None:
+            self._runner.run(self._transport.client.close())
         self._runner.close()
-        self._buffer.close()
 
     def __enter__(self) -> "WeightSync":
         return self
@@ -115,46 +100,39 @@ class WeightSync:
         self.close()
 
     def _owned(self) -> EngineClient:
-        if self._client is None:
+        if self._transport.client is None:
             raise RunFailed("only the rank that owns a server may ask it for log-probs")
-        return self._client
+        return self._transport.client
 
-    def _session(self, buckets: Iterable[NamedTensors], purpose: Purpose, version: int | None) -> list[str]:
-        if self._client is not None:
-            self._runner.run(self._client.pause())
-            self._runner.run(self._client.begin_weight_update())
+    def _session(
+        self, buckets: Iterable[NamedTensors], purpose: Purpose, version: int | None, times: PartTimes
+    ) -> list[str]:
+        client, run = self._transport.client, self._runner.run
+        if client is not None:
+            run(client.pause())
+        run(self._transport.open())
         problems: list[str] = []
         first = True
         for bucket in buckets:
-            problems += self._hand_over(bucket, purpose, first=first)
+            problems += self._hand_over(bucket, purpose, first, None, times)
             first = False
-        # An empty bucket ends the hand-over: to know which bucket is the last one would be to hold two.
-        problems += self._hand_over([], purpose, first=first, last=True, version=version)
-        if self._client is not None:
-            self._runner.run(self._client.end_weight_update())
+        # Nothing ends the hand-over: to know which bucket is the last one would be to hold two.
+        problems += self._hand_over(None, purpose, first, version, times)
+        run(self._transport.shut())
+        if client is not None:
             if problems and purpose == "load":
-                raise self._rejected(self._client.address, problems)
-            self._runner.run(self._client.resume())
+                raise self._rejected(client.address, problems)
+            run(client.resume())
         return problems
 
     def _hand_over(
-        self, bucket: NamedTensors, purpose: Purpose, *, first: bool, last: bool = False, version: int | None = None
+        self, bucket: NamedTensors | None, purpose: Purpose, first: bool, version: int | None, times: PartTimes
     ) -> list[str]:
-        payloads: list[bytes] | None
-        if self._shared:
-            if self._client is None:
-                return []
-            payloads = [self._buffer.pack(bucket, purpose, first=first, last=last)] * self._engine_tp
-        else:
-            payload = self._buffer.pack(bucket, purpose, first=first, last=last)
-            payloads = [payload] if self._gather is None else self._gather(payload)
-        problems: list[str] = []
-        if self._client is not None:
-            assert payloads is not None
-            problems = self._runner.run(self._client.send_bucket(payloads, version=version))
-        if self._barrier is not None:
-            self._barrier()
-        return problems
+        with times.part("send"):
+            answer = self._runner.run(self._transport.send(bucket, purpose, first=first, version=version))
+        times.add("load", answer.seconds)
+        times.add("send", -answer.seconds)
+        return answer.problems
 
     @staticmethod
     def _rejected(address: EngineAddress, problems: Sequence[str]) -> RunFailed:

@@ -8,7 +8,8 @@ import asyncio
 import itertools
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
-from vapo_megatron.errors import RunFailed
+from vapo_megatron.config.model import PrecisionConfig
+from vapo_megatron.config.rollout import Dtype, RolloutConfig, SamplingConfig
+from vapo_megatron.errors import BadInput, RunFailed
 from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.mcore.trainable import Trainable
@@ -25,8 +27,19 @@ from vapo_megatron.rollout.client import EngineClient
 from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.server import EngineAddress, EngineServer
 from vapo_megatron.rollout.sync import WeightSync
+from vapo_megatron.rollout.transports import (
+    DiskTransport,
+    DistributedTransport,
+    IpcTransport,
+    SharedMemoryTransport,
+    Transport,
+)
 from vapo_megatron.training.probe import probe_batch, split_logprobs
-from vapo_megatron.weights.export import stream_hf
+from vapo_megatron.weights.bucket import Bucket, DeviceSlots, NamedTensors, SharedSlots
+from vapo_megatron.weights.export import make_slots, stream_hf
+from vapo_megatron.weights.fp8 import BlockFp8, check_blocks
+from vapo_megatron.weights.part_times import PartTimes
+from vapo_megatron.weights.spec import ModelSpec
 
 _NAMED_IN_AN_ERROR = 8
 
@@ -35,13 +48,28 @@ class Engines:
     """All SGLang servers of a run, as one rank sees them. Use as a context manager."""
 
     def __init__(
-        self, config: RolloutConfig, model_dir: Path, dtype: str, log_dir: Path, stop_token_ids: Sequence[int]
+        self,
+        config: RolloutConfig,
+        model_dir: Path,
+        dtype: str,
+        log_dir: Path,
+        stop_token_ids: Sequence[int],
+        fp8: BlockFp8 | None = None,
     ) -> None:
-        """Collective: decide who owns what; start() follows."""
-        self._config, self._dtype = config, dtype
+        """Collective: decide who owns what; start() follows.
+
+        fp8 is how weights are quantised for the engines, where rollout.quantization asks for it.
+
+        Raises:
+            BadInput: rollout.sync.transport is not possible on this machine.
+        """
+        self._config, self._dtype, self._fp8, self._log_dir = config, dtype, fp8, log_dir
+        self._transport_name = _transport_name(config, current_platform().is_cuda)
         self._stop_token_ids = stop_token_ids
         self._server: EngineServer | None = None
         self._sync: WeightSync | None = None
+        self._slots: DeviceSlots | SharedSlots | None = None
+        self.hand_over_seconds: dict[str, float] = {}
         self._dispatcher: Dispatcher | None = None
         self.version = self.count = 0
         self._asleep: set[str] = set()
@@ -55,7 +83,9 @@ class Engines:
             if platform.is_cuda:
                 first = torch.cuda.current_device()
                 devices = range(first, first + config.tp)
-            self._server = EngineServer(model_dir, config, dtype, log_dir / f"engine_{index}.log", devices, host=host)
+            self._server = EngineServer(
+                model_dir, config, dtype, log_dir / f"engine_{index}.log", devices, host=host, fp8=fp8
+            )
 
     def start(self) -> None:
         """Begin to start this rank's server; wait_until_ready follows once there is nothing better to do."""
@@ -78,13 +108,8 @@ class Engines:
         self.count = len(servers)
         if dist.get_rank() == 0:
             self._dispatcher = Dispatcher(servers, self._config, self._stop_token_ids)
-        if current_platform().is_cuda:
-            gather = partial(_gather_payloads, group=self._group) if self._config.tp > 1 else None
-            barrier = partial(dist.barrier, group=self._group) if self._config.tp > 1 else None
-            device = current_platform().device
-            self._sync = WeightSync(address, self._config.sync, self._config.tp, device, gather, barrier)
-        elif address is not None:
-            self._sync = WeightSync(address, self._config.sync, self._config.tp)
+        transport = self._transport(address)
+        self._sync = None if transport is None else WeightSync(transport)
 
     def collect(
         self,
@@ -93,8 +118,12 @@ class Engines:
         sampling: SamplingConfig,
         seed: int,
         advance: Callable[[int], None],
+        routed_experts: bool = False,
     ) -> list[Sample]:
-        """On rank 0: n responses to each prompt, by the weights of the last hand-over. advance counts them."""
+        """On rank 0: n responses to each prompt, by the weights of the last hand-over. advance counts them.
+
+        routed_experts: see Dispatcher.collect.
+        """
         assert self._dispatcher is not None
         seen = 0
 
@@ -103,7 +132,7 @@ class Engines:
             advance(finished - seen)
             seen = finished
 
-        return self._dispatcher.collect(prompts, n, sampling, seed, self.version, on_done)
+        return self._dispatcher.collect(prompts, n, sampling, seed, self.version, on_done, routed_experts)
 
     def hand_over(self, actor: Trainable) -> None:
         """Collective: the engines get the actor's weights, re-sharded, under the next version.
@@ -112,11 +141,12 @@ class Engines:
             RunFailed: a name or shape that an engine does not take, or a parameter that was not sent.
         """
         self.version += 1
+        times = PartTimes()
         if self._sync is not None:
-            self._sync.push(self._buckets(actor), self.version)
+            self._sync.push(self._buckets(actor, times), self.version, times)
         else:
-            for _ in self._buckets(actor):
-                pass
+            self._stream_for_others(actor, times)
+        self.hand_over_seconds = times.read()
 
     def check(self, actor: Trainable, sequences: Sequence[Sequence[int]]) -> float:
         """Collective: the largest difference of the log-probs that actor and engines give to some sequences.
@@ -132,7 +162,8 @@ class Engines:
             largest = self._sync.verify(sequences, ours, float("inf"))
         found = torch.tensor([largest], dtype=torch.float64, device=current_platform().device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        tolerance = self._config.sync.tolerance_for("float32" if self._dtype == "float32" else "bfloat16")
+        coarser: Dtype = "float32" if self._dtype == "float32" else "bfloat16"
+        tolerance = self._config.sync.tolerance_for(coarser, fp8=self._fp8 is not None)
         if float(found) > tolerance:
             self._explain(actor, float(found), tolerance)
         return float(found)
@@ -142,6 +173,17 @@ class Engines:
         if current_platform().is_cuda and self._config.memory_saver:
             self._memory("release_memory", ("kv_cache", "weights"))
             self._asleep = {"kv_cache", "weights"}
+
+    @contextmanager
+    def cache_lent(self) -> Iterator[None]:
+        """Collective: engines that are awake give the memory of their caches, with what is in them, for a while."""
+        lends = current_platform().is_cuda and self._config.memory_saver and not self._asleep
+        if lends:
+            self._memory("release_memory", ("kv_cache",))
+            self._asleep = {"kv_cache"}
+        yield
+        if lends:
+            self.wake("kv_cache")
 
     def wake(self, tag: str) -> None:
         """Collective: the engines take memory again; "weights" before a hand-over, "kv_cache" after it."""
@@ -155,9 +197,11 @@ class Engines:
             self._dispatcher.close()
         if self._sync is not None:
             self._sync.close()
+        if self._slots is not None:
+            self._slots.close()
         if self._server is not None:
             self._server.stop()
-        self._dispatcher = self._sync = self._server = None
+        self._dispatcher = self._sync = self._slots = self._server = None
 
     def __enter__(self) -> "Engines":
         return self
@@ -165,8 +209,37 @@ class Engines:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _buckets(self, actor: Trainable) -> Any:
-        return stream_hf(actor.chunks, actor.spec, actor.mesh, "lm", self._config.sync.bucket_mib << 20)
+    def _transport(self, address: EngineAddress | None) -> Transport | None:
+        """Of this rank to its engine; None where it has no part in it."""
+        config, name = self._config.sync, self._transport_name
+        client = None if address is None else EngineClient(address, config.deadline)
+        if name == "ipc":
+            several = self._config.tp > 1
+            gather = partial(_gather_payloads, group=self._group) if several else None
+            barrier = partial(dist.barrier, group=self._group) if several else None
+            return IpcTransport(client, current_platform().device, gather, barrier)
+        if client is None:
+            return None
+        if name == "distributed":
+            return DistributedTransport(client, self._config.tp, config.deadline)
+        if name == "disk":
+            return DiskTransport(client, Path(config.directory or self._log_dir))
+        return SharedMemoryTransport(client, self._config.tp)
+
+    def _buckets(self, actor: Trainable, times: PartTimes | None = None) -> Iterator[NamedTensors]:
+        stream = self._stream(actor, times)
+        return stream if self._fp8 is None else self._fp8.convert(stream)
+
+    def _stream(self, actor: Trainable, times: PartTimes | None) -> Iterator[Bucket]:
+        if self._slots is None:
+            self._slots = make_slots(actor.mesh, current_platform().device)
+        limit = self._config.sync.bucket_mib << 20
+        return stream_hf(actor.chunks, actor.spec, actor.mesh, "lm", limit, slots=self._slots, times=times)
+
+    def _stream_for_others(self, actor: Trainable, times: PartTimes | None = None) -> None:
+        """Take part in the collectives of a stream that this rank has no use for."""
+        for _ in self._stream(actor, times):
+            pass
 
     def _memory(self, method: str, tags: tuple[str, ...]) -> None:
         current_platform().empty_cache()
@@ -185,8 +258,7 @@ class Engines:
         if self._sync is not None:
             lines = self._sync.differing_tensors(self._buckets(actor))
         else:
-            for _ in self._buckets(actor):
-                pass
+            self._stream_for_others(actor)
         gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(gathered, lines)
         named = list(dict.fromkeys(itertools.chain.from_iterable(gathered)))
@@ -194,8 +266,34 @@ class Engines:
         more = f"; and {len(named) - _NAMED_IN_AN_ERROR} more" if len(named) > _NAMED_IN_AN_ERROR else ""
         raise RunFailed(
             f"log-probs of engine and trainer differ by {largest:.3g} after the hand-over of version {self.version} "
-            f"(rollout.sync.tolerance {tolerance:g}): {what}{more}"
+            f"(rollout.sync.{'tolerance' if self._fp8 is None else 'fp8_tolerance'} {tolerance:g}): {what}{more}"
         )
+
+
+def engine_fp8(config: RolloutConfig, precision: PrecisionConfig, spec: ModelSpec) -> BlockFp8 | None:
+    """How weights are quantised for the engines: scales and kept layers as the trainer's own FP8 has them.
+
+    Transformer Engine's blockwise recipe rounds scales to powers of two.
+
+    Raises:
+        BadInput: the engine's ranks would hold parts of blocks.
+    """
+    if config.quantization == "none":
+        return None
+    check_blocks(spec, config.tp)
+    powers = precision.fp8 == "blockwise" if config.fp8_scales == "auto" else config.fp8_scales == "power_of_two"
+    first, last = precision.first_layers_bf16, precision.last_layers_bf16
+    kept = frozenset((*range(first), *range(spec.num_layers - last, spec.num_layers)))
+    return BlockFp8(powers, kept)
+
+
+def _transport_name(config: RolloutConfig, is_cuda: bool) -> str:
+    name = config.sync.transport
+    if name == "ipc" and not is_cuda:
+        raise BadInput("rollout.sync.transport=ipc needs GPUs and there are none: set it to auto")
+    if name == "auto":
+        return "ipc" if is_cuda else "shared_memory"
+    return name
 
 
 def _reachable_host() -> str:

@@ -1,0 +1,74 @@
+"""Weights through CUDA IPC handles: what only a GPU can show."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_qwen3 import make_model, token_logprobs
+
+from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.errors import RunFailed
+from vapo_megatron.rollout.client import EngineClient
+from vapo_megatron.rollout.server import EngineServer
+from vapo_megatron.rollout.sync import WeightSync
+from vapo_megatron.rollout.transports import DistributedTransport, IpcTransport, SharedMemoryTransport, Transport
+from vapo_megatron.weights.bucket import Bucket, DeviceSlots, pack, packed_size
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: CUDA IPC handles"),
+]
+DEADLINE = 120.0
+SEQUENCES = [list(range(10, 60)), [5, 9, 77, 31, 64, 8, 100]]
+TOLERANCE = 1e-3  # GPU kernels in float32 against transformers on the CPU
+
+Tensors = list[tuple[str, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def gpu_server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
+    config = RolloutConfig(
+        max_running_requests=8, max_total_tokens=4096, mem_fraction_static=0.3, memory_saver=False, start_deadline=280
+    )
+    log_file = tmp_path_factory.mktemp("logs") / "gpu.log"
+    with EngineServer(model_path, config, "float32", log_file, devices=range(1)) as running:
+        yield running
+
+
+@pytest.fixture(params=["ipc", "shared_memory", "distributed"])
+def sync(request: pytest.FixtureRequest, gpu_server: EngineServer) -> Iterator[WeightSync]:
+    client = EngineClient(gpu_server.address, DEADLINE)
+    transport: Transport
+    if request.param == "ipc":
+        transport = IpcTransport(client, torch.device("cuda", 0), None, None)
+    elif request.param == "shared_memory":
+        transport = SharedMemoryTransport(client, 1)
+    else:
+        transport = DistributedTransport(client, 1, DEADLINE)
+    with WeightSync(transport) as running:
+        yield running
+
+
+def in_slots(tensors: Tensors, size: int = 5) -> Iterator[Bucket]:
+    """Buckets in two places on the GPU, each overwritten as soon as it may be."""
+    slots = DeviceSlots(torch.device("cuda", 0))
+    for index, start in enumerate(range(0, len(tensors), size)):
+        part = tensors[start : start + size]
+        yield pack(part, slots.take(index, packed_size(part)))
+    slots.close()
+
+
+def test_buckets_on_the_gpu_arrive(sync: WeightSync) -> None:
+    for seed in (3, 4, 5):
+        model = make_model(seed)
+        sync.push(in_slots(list(model.state_dict().items())), version=seed)
+        expected = [token_logprobs(model, tokens) for tokens in SEQUENCES]
+        assert sync.verify(SEQUENCES, expected, tolerance=TOLERANCE) < TOLERANCE
+        assert sync.differing_tensors(in_slots(list(model.state_dict().items()))) == []
+
+
+def test_a_tensor_dropped_on_its_way_is_named(sync: WeightSync) -> None:
+    tensors = [(name, tensor) for name, tensor in make_model(3).state_dict().items() if "0.mlp.up_proj" not in name]
+    with pytest.raises(RunFailed, match=r"layers\.0\.mlp\.gate_up_proj\.weight .* was not sent in full"):
+        sync.push(in_slots(tensors), version=9)
