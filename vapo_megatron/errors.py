@@ -9,6 +9,11 @@ class VapoError(Exception):
 
     exit_code = 1
 
+    def __init__(self, message: str = "", *, shared: bool = False) -> None:
+        """shared: every rank raises the same, so one of them tells it."""
+        super().__init__(message)
+        self.shared = shared
+
 
 class BadInput(VapoError):
     """Something the user gave (a key, a file, a row, a checkpoint) cannot be used. Exit code 2."""

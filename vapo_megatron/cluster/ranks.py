@@ -16,11 +16,16 @@ from typing import Any
 
 import torch.distributed as dist
 
+from vapo_megatron.cluster.signals import STOP_SIGNALS, listen, stop_requested
 from vapo_megatron.errors import BadInput, RunFailed, TryAgain, VapoError
 from vapo_megatron.mcore.platform import current_platform
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 15
+# How the starter ends its ranks; the stop signals ask for a save first.
+_END_NOW = signal.SIGUSR2
+# Exit code by which a started rank says that it failed for want of another one.
+_LOST_A_PEER = 76
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ def run_as_foreign_rank(place: RankPlace, body: Callable[[], None], timeout_minu
     try:
         run_as_rank(place, body, timeout_minutes)
     except VapoError as error:
-        if str(error):  # of many ranks that end for one reason, one tells it
+        if str(error) and (place.rank == 0 or not error.shared):
             print(f"vapo-megatron: rank {place.rank}: {error}", file=sys.stderr, flush=True)
         _leave(error.exit_code)
     except Exception as error:
@@ -95,7 +100,7 @@ def run_as_foreign_rank(place: RankPlace, body: Callable[[], None], timeout_minu
         _leave(1)
 
 
-def _lost_a_peer(error: Exception) -> bool:
+def _lost_a_peer(error: BaseException) -> bool:
     """Whether a collective failed because another rank is gone."""
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(
@@ -118,7 +123,8 @@ def _started_rank(place: RankPlace, body: Callable[[], None], timeout_minutes: f
     _die_with_parent()
     # Ctrl-C reaches the whole terminal group; the starter turns it into one orderly end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(_END_NOW, lambda *_: sys.exit(143))
+    listen()
     try:
         run_as_rank(place, body, timeout_minutes)
     except VapoError as error:
@@ -126,7 +132,9 @@ def _started_rank(place: RankPlace, body: Callable[[], None], timeout_minutes: f
         sys.exit(error.exit_code)
     except SystemExit:
         raise
-    except BaseException:
+    except BaseException as error:
+        if _lost_a_peer(error):
+            sys.exit(_LOST_A_PEER)  # the peer's own end says more
         failures.put((place.rank, RunFailed, traceback.format_exc()))
         sys.exit(1)
 
@@ -134,7 +142,8 @@ def _started_rank(place: RankPlace, body: Callable[[], None], timeout_minutes: f
 def start_ranks(count: int, body: Callable[[], None], timeout_minutes: float) -> None:
     """Run body on `count` ranks of this machine; forked where that is safe, which saves each of them the imports.
 
-    The first rank to fail ends the others.
+    The first rank to fail ends the others. A signal to stop is passed on to all of them, who save first; Ctrl-C ends
+    them at once.
 
     Raises:
         VapoError: what the first failing rank raised; RunFailed with its stack trace for anything unforeseen.
@@ -153,16 +162,21 @@ def start_ranks(count: int, body: Callable[[], None], timeout_minutes: float) ->
         ]
         for rank in ranks:
             rank.start()
-        previous = signal.signal(signal.SIGTERM, _interrupt)
+
+        def pass_on(*_: Any) -> None:
+            for rank in ranks:
+                if rank.is_alive():
+                    os.kill(rank.pid, signal.SIGUSR1)
+
+        previous = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
+        if stop_requested():  # before there was anybody to pass it on to
+            pass_on()
         try:
             _wait(ranks, failures)
         finally:
             _end(ranks)
-            signal.signal(signal.SIGTERM, previous)
-
-
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
 
 def _wait(ranks: list[Any], failures: Any) -> None:
@@ -171,7 +185,7 @@ def _wait(ranks: list[Any], failures: Any) -> None:
         for sentinel in multiprocessing.connection.wait(list(running)):
             rank = running.pop(sentinel)
             rank.join()
-            if rank.exitcode == 0:
+            if rank.exitcode == 0 or (rank.exitcode == _LOST_A_PEER and running):
                 continue
             if not failures.empty():
                 number, kind, message = failures.get()
@@ -184,17 +198,12 @@ def _wait(ranks: list[Any], failures: Any) -> None:
 def _end(ranks: list[Any]) -> None:
     for rank in ranks:
         if rank.is_alive():
-            rank.terminate()
+            os.kill(rank.pid, _END_NOW)
     for rank in ranks:
         rank.join(_GRACE_SECONDS)
         if rank.is_alive():
             rank.kill()
             rank.join()
-
-
-def is_rank_zero() -> bool:
-    """Whether this process speaks for the run."""
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def machine_default_ranks(model_sizes: list[int]) -> int:

@@ -1,5 +1,7 @@
 """Sections about the run itself: its name and place, its ranks, its batches, what it keeps."""
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from vapo_megatron.config.base import Section
@@ -13,6 +15,9 @@ class RunPlace(Section):
     root: str = Field("runs", description="folder that holds run directories")
     seed: int = Field(1, ge=0, description="every random choice of the run derives from it")
     overwrite: bool = Field(False, description="replace an existing run directory of this name")
+    resume: Literal["never", "auto"] = Field(
+        "never", description="auto: go on with the run of this name where it stopped; start it where there is none"
+    )
 
     @property
     def directory(self) -> str:
@@ -20,7 +25,15 @@ class RunPlace(Section):
         return f"{self.root}/{self.name}"
 
 
-class RunConfig(RunPlace):
+class ResumableRun(RunPlace):
+    """Name and place of a run whose state is saved."""
+
+    allow_config_change: tuple[str, ...] = Field(
+        (), description="resuming: keys or sections that are meant to differ from what the run was saved with"
+    )
+
+
+class RunConfig(ResumableRun):
     """Name, place and length of a training run."""
 
     steps: int = Field(100, ge=1, description="iterations: one rollout and its updates each")

@@ -65,6 +65,9 @@ def _check_place(run: RunPlace, run_dir: Path) -> None:
     if not any(run_dir.iterdir()):
         return
     if not run.overwrite:
-        raise BadInput(f"run.name={run.name}: {run_dir} exists: choose another name, or set run.overwrite=true")
+        raise BadInput(
+            f"run.name={run.name}: {run_dir} exists: choose another name, set run.resume=auto to go on with it, or "
+            "run.overwrite=true to replace it"
+        )
     if not (run_dir / "config.yaml").is_file():
         raise BadInput(f"run.overwrite: {run_dir} is no run directory (it has no config.yaml): remove it yourself")

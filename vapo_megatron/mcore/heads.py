@@ -7,24 +7,34 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 from torch import Tensor
 
+from vapo_megatron.mcore.platform import current_platform
+
+
+# Rows of a weight in its own type that are turned into fp32 at a time, where a product needs them so.
+_CAST_ROWS = 4096
+
 
 class _LogProbs(torch.autograd.Function):
     """log p(label) and entropy of softmax(h W^T / temperature), W cut along the vocabulary over a group.
 
-    Forward and backward hold logits, in fp32, of at most `chunk` rows at a time; backward computes them again from the
-    log-partition of each row, which forward keeps, and so needs no collective.
+    Forward and backward hold logits, in fp32, of at most `chunk` rows at a time, and one more tensor of that size. The
+    last chunk's log-probabilities stay from forward to backward, which begins with them; those of the other chunks are
+    computed again from the log-partition of each row, and so need no collective.
     """
 
     @staticmethod
     def _logits(h: Tensor, words: Tensor, temperature: float) -> Tensor:
-        logits = torch.matmul(h, words.t()).float()
+        logits = _product(h, words.t())
         return logits if temperature == 1.0 else logits.div_(temperature)
 
     @staticmethod
     def _rows(
-        h: Tensor, words: Tensor, labels: Tensor, first: int, temperature: float, group: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """log p(label), entropy and log-partition of some rows. first: number of this rank's first word."""
+        h: Tensor, words: Tensor, labels: Tensor, first: int, temperature: float, group: Any, keep: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """[3, rows] log p(label), entropy and log-partition, and log-probabilities [rows, words] if they are to be kept.
+
+        first: number of this rank's first word.
+        """
         logits = _LogProbs._logits(h, words, temperature)
         # A rank of padding alone has no word: it adds nothing to any sum.
         top = logits.amax(-1) if len(words) else logits.new_full((len(h),), float("-inf"))
@@ -35,11 +45,12 @@ class _LogProbs(torch.autograd.Function):
         label_logit = logits.gather(1, index[:, None])[:, 0] * mine if len(words) else torch.zeros_like(top)
         exp = logits.exp()
         partition = exp.sum(-1)
-        sums = torch.stack((partition, label_logit, logits.mul_(exp).sum(-1)))
+        sums = torch.stack((partition, label_logit, exp.mul_(logits).sum(-1)))
         if group.size() > 1:
             dist.all_reduce(sums, group=group)
         log_z = sums[0].log()
-        return sums[1] - log_z, log_z - sums[2] / sums[0], log_z + top
+        found = torch.stack((sums[1] - log_z, log_z - sums[2] / sums[0], log_z + top))
+        return found, logits.sub_(log_z[:, None]) if keep else None
 
     @staticmethod
     def forward(
@@ -55,12 +66,16 @@ class _LogProbs(torch.autograd.Function):
         """vocab: first word of this rank, number of real words over all ranks."""
         first, real = vocab
         words = weight[: max(real - first, 0)]
-        found = [
-            _LogProbs._rows(h[i : i + chunk], words, labels[i : i + chunk], first, temperature, group)
-            for i in range(0, len(h), chunk)
-        ]
-        logprob, entropy, partition = (torch.cat(parts) for parts in zip(*found, strict=True))
+        found, kept = [], None
+        for i in range(0, len(h), chunk):
+            part = slice(i, i + chunk)
+            keep = i + chunk >= len(h) and any(ctx.needs_input_grad)
+            rows, kept = _LogProbs._rows(h[part], words, labels[part], first, temperature, group, keep)
+            found.append(rows)
+        logprob, entropy, partition = torch.cat(found, -1)
         ctx.save_for_backward(h, weight, labels, entropy, partition)
+        # Not among the saved tensors, which all live until the end of backward.
+        ctx.kept = kept
         ctx.rest = first, len(words), temperature, chunk
         return logprob, entropy
 
@@ -74,22 +89,26 @@ class _LogProbs(torch.autograd.Function):
         through_entropy = bool(grad_entropy.count_nonzero())
         grad_h = torch.zeros_like(h)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for i in range(0, len(h) if real else 0, chunk):
+        log_p, ctx.kept = ctx.kept, None
+        for i in reversed(range(0, len(h) if real else 0, chunk)):
             part = slice(i, i + chunk)
             of_label, of_entropy = grad_logprob[part, None] / temperature, grad_entropy[part, None] / temperature
             index, mine = _local_words(labels[part], first, real)
-            log_p = _LogProbs._logits(h[part], words, temperature).sub_(partition[part, None])
-            p = log_p.exp()
+            if log_p is None:
+                log_p = _LogProbs._logits(h[part], words, temperature).sub_(partition[part, None])
             if through_entropy:
                 # d entropy / d logit = -p (log p + entropy); d log p(label) / d logit = [label] - p
+                p = log_p.exp()
                 grad = log_p.add_(entropy[part, None]).mul_(-of_entropy).sub_(of_label).mul_(p)
+                del p
             else:
-                grad = p.mul_(-of_label)
+                grad = log_p.exp_().mul_(-of_label)
             grad.scatter_add_(1, index[:, None], of_label * mine[:, None])
+            log_p = None
             grad = grad.to(h.dtype)
-            grad_h[part] = grad @ words
+            torch.mm(grad, words, out=grad_h[part])
             _add_product(grad_weight[:real], grad.t(), h[part])
-            del log_p, p, grad  # else they live on beside the next chunk's
+            del grad  # else it lives on beside the next chunk's
         return grad_h, grad_weight.to(weight.dtype), None, None, None, None, None
 
 
@@ -129,12 +148,27 @@ def _local_words(labels: Tensor, first: int, count: int) -> tuple[Tensor, Tensor
     return (labels - first).clamp(0, max(count - 1, 0)), (labels >= first) & (labels < first + count)
 
 
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a b, multiplied and summed in fp32 whatever type a and b have, and not rounded to that."""
+    if a.dtype == torch.float32:
+        return a @ b
+    if current_platform().has_float32_products:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    if a.shape[0] > b.shape[1]:
+        return _product(b.t(), a.t()).t()
+    found = a.new_empty((a.shape[0], b.shape[1]), dtype=torch.float32)
+    a = a.float()
+    for columns, into in zip(b.split(_CAST_ROWS, 1), found.split(_CAST_ROWS, 1), strict=True):
+        torch.mm(a, columns.float(), out=into)
+    return found
+
+
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, summed in fp32; where a and b are fp32 too, without a copy of the product."""
+    """total += a b, in fp32; where a and b are fp32 too, without a copy of the product."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:
-        total += a @ b
+        total += _product(a, b)
 
 
 class LogProbHead(tensor_parallel.ColumnParallelLinear):

@@ -25,6 +25,7 @@ from vapo_megatron.mcore.moe import complete_megatron, mark_experts, moe_setting
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.mcore.precision import fp8_settings
 from vapo_megatron.mcore.router_replay import install_router_replay
+from vapo_megatron.mcore.swiglu import install_swiglu
 from vapo_megatron.weights.spec import ModelSpec
 
 Head = Literal["lm", "value"]
@@ -96,6 +97,7 @@ def transformer_config(spec: ModelSpec, model: ModelConfig, trainable: Trainable
         calculate_per_token_loss=True,
         persist_layer_norm=fused,
         bias_activation_fusion=fused,
+        use_te_activation_func=not fused,  # see install_swiglu
         bias_dropout_fusion=fused,
         apply_rope_fusion=fused,
         masked_softmax_fusion=False,
@@ -168,6 +170,8 @@ def build_model(
             model.output_layer = ValueHead(config, spec.value_outputs, mesh.pg.tp).to(current_platform().device)
         elif last:
             LogProbHead.adopt(model.output_layer, spec.vocab_size, logprob_chunk)
+        if not config.bias_activation_fusion:
+            install_swiglu(model)
         mark_experts(model)
         install_router_replay(model)
         chunks.append(model.to(current_platform().device))

@@ -84,6 +84,7 @@ class MetricsWriter:
             from torch.utils.tensorboard import SummaryWriter  # takes a second, and only rank 0 has use for it
 
             self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step or None)
+            self._restore_own_counters(kept, start_step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the row of `step`; it is in the file when this returns.
@@ -117,6 +118,16 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _restore_own_counters(self, kept: Iterable[Mapping[str, Any]], start_step: int) -> None:
+        """TensorBoard forgets all that was drawn at start_step or beyond; what was drawn against a counter of its own,
+        from a row that is kept, comes back."""
+        assert self._tensorboard is not None
+        for row in kept:
+            for name, value in row.items():
+                counter = row.get(own_counter(name))
+                if counter is not None and counter >= start_step and value is not None and name != "step":
+                    self._tensorboard.add_scalar(name, value, int(counter))
 
     def _append(self, line: bytes) -> None:
         size = os.fstat(self._file).st_size

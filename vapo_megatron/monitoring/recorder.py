@@ -54,6 +54,11 @@ class Recorder:
         """Put figures into the row that the next write ends."""
         self._row.update(figures)
 
+    def drop_row(self) -> None:
+        """Forget the figures and times that no write has ended."""
+        self._row = {}
+        self.timer.take()
+
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Keep some of a step's responses for people to read."""
         if self._samples is not None:

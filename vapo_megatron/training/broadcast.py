@@ -1,12 +1,16 @@
 """Moving what rank 0 knows to every rank."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from vapo_megatron.errors import VapoError
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore.platform import current_platform
+
+T = TypeVar("T")
 
 
 def broadcast_batch(batch: ExperienceBatch | None) -> ExperienceBatch:
@@ -27,6 +31,26 @@ def broadcast_batch(batch: ExperienceBatch | None) -> ExperienceBatch:
         dist.broadcast(tensor, src=0)
         received[name] = tensor.to(device="cpu", dtype=dtype)
     return ExperienceBatch(**received)
+
+
+def on_rank_zero(function: Callable[[], T]) -> T:
+    """Collective: what rank 0's call returns, on every rank; so does the error that it ends with.
+
+    Raises:
+        VapoError: rank 0's, marked as shared.
+    """
+    answer: Any = None
+    if dist.get_rank() == 0:
+        try:
+            answer = (function(), None)
+        except VapoError as error:
+            answer = (None, (type(error), str(error)))
+    result, failure = broadcast_value(answer)
+    if failure is not None:
+        kind, message = failure
+        raise kind(message, shared=True)
+    found: T = result
+    return found
 
 
 def broadcast_value(value: Any) -> Any:

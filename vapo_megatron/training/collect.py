@@ -52,8 +52,11 @@ def collect_groups(run: Run, prompts: int) -> list[Sample]:
     n = run.config.batch.samples_per_prompt
     assert run.source is not None and run.verifier is not None
     drawn = run.source.take(prompts)
+    config = run.config
     with run.recorder.phase("rollout", total=prompts * n) as advance:
-        samples = run.engines.collect(drawn, n, run.config.sampling, run.config.run.seed, advance)
+        samples = run.engines.collect(
+            drawn, n, config.sampling, config.run.seed, advance, routed_experts=config.rollout.router_replay
+        )
     with run.recorder.phase("verify", total=len(samples)) as advance:
         grade_samples(samples, run.verifier, run.tokenizer.decode, run.config.reward.incorrect, advance)
     return samples

@@ -17,8 +17,9 @@ def train(run: Run) -> None:
     for policy and critic (decoupled and length-adaptive GAE, sections 4.1 and 4.2), updates critic and policy
     (clip-higher, token-level loss, positive-example NLL, sections 4.2 and 4.3) and hands the weights to the engines.
     """
-    run.evaluate()
-    if run.critic is not None and run.config.value_pretraining.enabled:
+    if run.is_new:
+        run.evaluate()
+    if run.needs_value_pretraining:
         pretrain_value(run)
 
     for _ in run.steps():
@@ -33,5 +34,6 @@ def train(run: Run) -> None:
         run.evaluate()
         run.export()
         run.record(batch)
+        run.safe_point()
 
     run.finish()

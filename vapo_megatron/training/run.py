@@ -2,25 +2,30 @@
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
+from vapo_megatron.checkpoint.progress import PretrainingProgress, Progress
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.experience.batch import ExperienceBatch
+from vapo_megatron.experience.batch import ExperienceBatch, concatenate
 from vapo_megatron.experience.prompts import PromptSource, eval_prompts, train_prompts
 from vapo_megatron.experience.tokenizer import TextTokenizer
 from vapo_megatron.mcore.mesh import Mesh, make_mesh
 from vapo_megatron.mcore.platform import current_platform
+from vapo_megatron.mcore.residency import Residency
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.metrics import read_metrics
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rewards.pool import VerifierPool
-from vapo_megatron.training.broadcast import broadcast_value
+from vapo_megatron.training.broadcast import broadcast_value, on_rank_zero
+from vapo_megatron.training.checkpoint import Checkpointer, SavedModel, Snapshot
 from vapo_megatron.training.engines import Engines
 from vapo_megatron.training.evaluation import evaluate_sets
 from vapo_megatron.training.probe import random_sequences, sequences_of
+from vapo_megatron.training.resume import Resumed
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.save import save_hf
 from vapo_megatron.weights.spec import Head, read_spec
@@ -37,11 +42,19 @@ class Run:
         engines: Engines,
         tokenizer: TextTokenizer,
         verifier: VerifierPool | None,
+        resumed: Resumed | None = None,
     ) -> None:
-        """Collective: load the models while the engines start, and see that both compute the same."""
+        """Collective: load the models while the engines start, and see that both compute the same.
+
+        resumed: the saved unit that the run goes on from.
+        """
         self.config, self.run_dir, self.recorder = config, run_dir, recorder
         self.engines, self.tokenizer, self.verifier = engines, tokenizer, verifier
-        self.step = 0
+        self._resumed, self._row = resumed, dict[str, float]()
+        self.step = resumed.progress.step if resumed is not None else 0
+        self.pretraining = resumed.progress.pretraining if resumed is not None else PretrainingProgress()
+        # What value pretraining has recorded so far, empty once it is over.
+        self.recorded: list[ExperienceBatch] = []
         self._step_started = time.perf_counter()
         self.model_dir = Path(config.model.path)
         self.spec = read_spec(self.model_dir)
@@ -57,23 +70,71 @@ class Run:
         if dist.get_rank() == 0:
             self.evaluation_prompts = [eval_prompts(entry, config.data, tokenizer) for entry in config.data.eval]
             self.source = PromptSource(train_prompts(config.data, tokenizer), config.run.seed, config.data.shuffle)
+        if resumed is not None:
+            on_rank_zero(lambda: self.source.restore(resumed.progress.prompts) if self.source else None)
+            found = resumed.rollouts()
+            self.recorded = [] if found is None else [found]
         with recorder.phase("start_engines"):
             if platform.engines_share_device:
                 # They size their caches by what is free: not before all ranks have put their optimizers to sleep.
                 broadcast_value(None)
                 engines.start()
             engines.wait_until_ready()
+        self.memory = Residency(self._by_name())
         self._header()
         sync = config.rollout.sync
         self._probe = random_sequences(sync.probe_sequences, sync.probe_length, self.spec.vocab_size, config.run.seed)
-        if config.rollout.load_format == "dummy":
+        if resumed is not None:
+            self._go_on(resumed)
+        elif config.rollout.load_format == "dummy":
             self.hand_over()
         else:
             self._check_engines()
+        self._checkpointer = Checkpointer(
+            config.checkpoint, config, "train", run_dir, self._saved_models(), recorder, resumed
+        )
+
+    @property
+    def is_new(self) -> bool:
+        """Whether this is the first life of the run."""
+        return self._resumed is None
+
+    @property
+    def needs_value_pretraining(self) -> bool:
+        """Whether the critic is still to learn the returns of the policy that the run starts from."""
+        wanted = self.critic is not None and self.config.value_pretraining.enabled
+        return wanted and self.step == 0 and not self.pretraining.finished
+
+    def safe_point(self, milestone: bool = False) -> None:
+        """Collective: the state of the run is whole here. It may be saved, and the run may stop.
+
+        milestone: work that is dear was just done.
+
+        Raises:
+            TryAgain: the run is saved and was asked to stop, or its time is short.
+            BadInput: a save failed.
+        """
+        config = self.config.checkpoint
+        last = self.step == self.config.run.steps
+        periodic = config.every is not None and (milestone or (self.step > 0 and self._every(config.every)))
+        progress = Progress(
+            step=self.step,
+            pretraining=self.pretraining,
+            prompts=self.source.state() if self.source is not None else {},
+            weight_version=self.engines.version,
+            probe=self._probe,
+        )
+        rollouts = partial(concatenate, list(self.recorded)) if self.recorded else None
+        self._checkpointer.safe_point(
+            Snapshot(progress, self._row, rollouts),
+            due=periodic or (last and config.at_end),
+            last=last,
+            making_room=self.engines.cache_lent,
+        )
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the iterations, from 1."""
-        for step in range(1, self.config.run.steps + 1):
+        """The numbers of the iterations, from 1, or from where the run goes on."""
+        for step in range(self.step + 1, self.config.run.steps + 1):
             self.step, self._step_started = step, time.perf_counter()
             yield step
 
@@ -83,18 +144,17 @@ class Run:
         self._probe = sequences_of(batch, sync.probe_sequences, sync.probe_length)
 
     def sleep_engines(self) -> None:
-        """Collective: the engines give their memory to the trainer, whose optimizers wake."""
+        """Collective: the engines give their memory to the trainer, whose phases wake what they need."""
         self.engines.sleep()
-        for model in self.models():
-            model.wake()
 
     def hand_over(self) -> None:
         """Collective: the engines get the actor's weights; engine and trainer must then agree on the probe."""
-        for model in self.models():
-            model.sleep()
+        self.memory.enter("hand_over")
         with self.recorder.timer("hand_over"):
             self.engines.wake("weights")
             self.engines.hand_over(self.actor)
+            parts = self.engines.hand_over_seconds
+            self.recorder.add({f"hand_over/{part}_seconds": seconds for part, seconds in parts.items()})
             self.engines.wake("kv_cache")
         self._check_engines()
 
@@ -121,15 +181,20 @@ class Run:
             self.save("final" if self.step == self.config.run.steps else f"step_{self.step:06d}")
 
     def _due(self, every: int | None) -> bool:
-        return self.step == self.config.run.steps or (every is not None and self.step % every == 0)
+        return self.step == self.config.run.steps or self._every(every)
+
+    def _every(self, every: int | None) -> bool:
+        return every is not None and self.step % every == 0
 
     def save(self, name: str, critic_only: bool = False) -> None:
         """Collective: checkpoints/<name>/actor and critic."""
+        self.memory.enter("export")
         for model in self.models():
             if (model.name == "actor" and critic_only) or (model.name == "critic" and not self.config.export.critic):
                 continue
             folder = self.run_dir / "checkpoints" / name / model.name
             save_hf(model.chunks, model.spec, model.mesh, model.head, self.source_dir(model.name), folder)
+        self.memory.enter("rollout")
 
     def source_dir(self, name: str) -> Path:
         """The Hugging Face directory that a model started from."""
@@ -138,6 +203,10 @@ class Run:
     def models(self) -> list[Trainable]:
         """Actor, and critic where there is one."""
         return [self.actor] if self.critic is None else [self.actor, self.critic]
+
+    def _by_name(self) -> dict[str, Trainable]:
+        reference = [] if self.reference is None else [self.reference]
+        return {model.name: model for model in (*self.models(), *reference)}
 
     def record(self, batch: ExperienceBatch) -> None:
         """End the step: its row goes into the files, its line onto the console."""
@@ -151,8 +220,12 @@ class Run:
                 names.TOKENS_PER_SECOND: float(batch.lengths.sum()) / seconds,
                 "memory/rank_gib": current_platform().memory_bytes() / 2**30,
             }
+            | self.memory.figures()
         )
-        self.recorder.step_line(self.step, self.config.run.steps, self.recorder.write(self.step))
+        if self.step == 1:
+            self.recorder.console.table(*self.memory.table())
+        self._row = self.recorder.write(self.step)
+        self.recorder.step_line(self.step, self.config.run.steps, self._row)
 
     def finish(self) -> None:
         """Draw the report and say where everything lies."""
@@ -179,6 +252,7 @@ class Run:
             "preset": config.preset or "none",
             "actor": config.actor.layout.describe(world),
             "critic": config.critic.layout.describe(world) if self.critic is not None else "none",
+            "kernels": current_platform().capabilities(),
             "engines": f"{self.engines.count} x TP{config.rollout.tp}",
             "step": f"{config.batch.prompts_per_step} prompts x {config.batch.samples_per_prompt} responses",
             "seed": config.run.seed,
@@ -186,9 +260,28 @@ class Run:
         }
         self.recorder.console.header(f"vapo-megatron train: {config.run.name}", facts)
 
+    def _saved_models(self) -> dict[str, SavedModel]:
+        """What a saved unit holds: actor, critic, and a reference policy that is not the model the run started from."""
+        saved = {model.name: SavedModel(model, self.source_dir(model.name)) for model in self.models()}
+        if self.reference is not None and self.config.algorithm.kl.replace_reference_every is not None:
+            saved["reference"] = SavedModel(self.reference, self.model_dir)
+        return saved
+
+    def _go_on(self, resumed: Resumed) -> None:
+        """Collective: engines and figures as they were when the unit was saved."""
+        resumed.restore_generators(self._saved_models())
+        self._probe = [list(ids) for ids in resumed.progress.probe]
+        self.engines.version = resumed.progress.weight_version - 1
+        self.hand_over()
+        # What loading took and found belongs to no step.
+        self.recorder.drop_row()
+        self.recorder.console.note(f"goes on from {resumed.unit}")
+
     def _check_engines(self) -> None:
+        self.memory.enter("hand_over")
         with self.recorder.timer("sync_check"):
             largest = self.engines.check(self.actor, self._probe)
+        self.memory.enter("rollout")
         self.recorder.add({"rollout/sync_logprob_difference": largest})
 
     def _load(self, name: str, meshes: dict[str, Mesh]) -> Trainable:
@@ -204,20 +297,24 @@ class Run:
         model = Trainable(
             spec, config.model, section, mesh, head, name=name, seed=seed, temperature=config.sampling.temperature
         )
-        load_hf(
-            model.chunks,
-            spec,
-            source,
-            mesh,
-            head,
-            value_head="saved" if name == "critic" and config.critic.init != "policy" else "new",
-            head_init_std=config.critic.head_init_std,
-            seed=seed,
-        )
+        resumes = self._resumed is not None and name in self._resumed.manifest.models
+        if not resumes:
+            load_hf(
+                model.chunks,
+                spec,
+                source,
+                mesh,
+                head,
+                value_head="saved" if name == "critic" and config.critic.init != "policy" else "new",
+                head_init_std=config.critic.head_init_std,
+                seed=seed,
+            )
         if name == "reference":
             model.freeze()
         else:
             freezes = name == "critic" and config.critic.freeze_attention
             model.prepare(frozen=(".self_attention.",) if freezes else ())
+        if self._resumed is not None and resumes:
+            self._resumed.load(model, name)
         model.sleep()
         return model

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from vapo_megatron.checkpoint.progress import Progress
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.experience.batch import ExperienceBatch, from_samples
 from vapo_megatron.experience.demonstrations import read_demonstrations
@@ -14,7 +15,9 @@ from vapo_megatron.experience.tokenizer import TextTokenizer
 from vapo_megatron.mcore.mesh import make_mesh
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.training.checkpoint import Checkpointer, Snapshot
 from vapo_megatron.training.losses import NegativeLogLikelihood
+from vapo_megatron.training.resume import SavedModel, open_resumed, restore_run_files
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.save import save_hf
 from vapo_megatron.weights.spec import read_spec
@@ -49,17 +52,32 @@ def batch_order(rows: int, batch_size: int, steps: int, seed: int) -> list[list[
     return [stream[i * batch_size : (i + 1) * batch_size] for i in range(steps)]
 
 
-def sft_rank(config: SftConfig, run_dir: Path) -> None:
-    """Collective: the whole fine-tuning of one rank; ends with a Hugging Face directory."""
+def sft_rank(config: SftConfig, run_dir: Path, unit: Path | None = None) -> None:
+    """Collective: the whole fine-tuning of one rank; ends with a Hugging Face directory.
+
+    unit: the saved state that it goes on from; None for a new run.
+    """
+    resumed = open_resumed(unit) if unit is not None else None
+    if resumed is not None and dist.get_rank() == 0:
+        restore_run_files(run_dir, resumed)
     batch = load_demonstrations(config)
     spec = read_spec(Path(config.model.path))
     mesh = make_mesh(config.actor.layout, "actor")
     actor = Trainable(spec, config.model, config.actor, mesh, "lm", name="actor", seed=config.run.seed)
-    load_hf(actor.chunks, spec, Path(config.model.path), mesh, "lm")
+    if resumed is None:
+        load_hf(actor.chunks, spec, Path(config.model.path), mesh, "lm")
     actor.prepare()
+    saved = {"actor": SavedModel(actor, Path(config.model.path))}
+    first = 1
+    if resumed is not None:
+        resumed.load(actor, "actor")
+        resumed.restore_generators(saved)
+        first = resumed.progress.step + 1
     steps = config.data.steps or math.ceil(batch.samples * config.data.epochs / config.data.batch_size)
     order = batch_order(batch.samples, config.data.batch_size, steps, config.run.seed)
-    with Recorder(run_dir, config.monitoring, speaks=dist.get_rank() == 0) as recorder:
+    start_step = 0 if resumed is None else first
+    with Recorder(run_dir, config.monitoring, speaks=dist.get_rank() == 0, start_step=start_step) as recorder:
+        checkpointer = Checkpointer(config.checkpoint, config, "sft", run_dir, saved, recorder, resumed)
         recorder.console.header(
             f"vapo-megatron sft: {config.run.name}",
             {
@@ -70,9 +88,12 @@ def sft_rank(config: SftConfig, run_dir: Path) -> None:
                 "run": run_dir,
             },
         )
+        if resumed is not None:
+            recorder.console.note(f"goes on from {resumed.unit}")
         losses = []
         with recorder.console.phase("fine-tuning", total=steps) as advance:
-            for step, samples in enumerate(order, 1):
+            advance(first - 1)
+            for step, samples in enumerate(order[first - 1 :], first):
                 with recorder.timer("step"):
                     part = batch.select(samples)
                     weights = torch.full((part.response_tokens,), 1 / part.response_tokens)
@@ -89,8 +110,14 @@ def sft_rank(config: SftConfig, run_dir: Path) -> None:
                 )
                 recorder.write(step)
                 advance(1)
+                last = step == steps
+                every = config.checkpoint.every is not None and step % config.checkpoint.every == 0
+                checkpointer.safe_point(
+                    Snapshot(Progress(step=step), {}), due=every or (last and config.checkpoint.at_end), last=last
+                )
         final = run_dir / "checkpoints" / "final" / "actor"
         save_hf(actor.chunks, spec, mesh, "lm", Path(config.model.path), final)
         recorder.console.closing(
-            f"{config.run.name} finished", {"loss": f"{losses[0]:.3f} -> {losses[-1]:.3f}", "model": final}
+            f"{config.run.name} finished",
+            {"loss": " -> ".join(f"{loss:.3f}" for loss in (*losses[:1], *losses[-1:])), "model": final},
         )

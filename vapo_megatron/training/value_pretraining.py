@@ -27,21 +27,29 @@ _CHECKS = 50
 
 
 def pretrain_value(run: Run) -> None:
-    """Collective: record, replay until the critic is good or the replay ends, save the value checkpoint."""
+    """Collective: record, replay until the critic is good or the replay ends, save the value checkpoint.
+
+    A resumed run goes on with the rollouts that are recorded and the updates that are made.
+    """
     config, critic = run.config.value_pretraining, run.critic
     assert critic is not None
     algorithm = for_pretraining(run.config.algorithm)
-    record = concatenate([collect(run, every_group=True) for _ in range(config.iterations)])
+    record = record_rollouts(run)
     run.sleep_engines()
+    run.memory.enter("update_critic")
     set_monte_carlo_returns(record, run.config.algorithm)
     train, held_out = split_groups(record, run.config.batch.prompts_per_step, run.config.run.seed)
     updates = replay_order(train, config, run.config.run.seed)
     check_every = max(1, len(updates) // _CHECKS)
-    run.recorder.add(measure(critic, record, held_out, run.config.algorithm.value_loss))
-    run.recorder.write_pretraining(0, 0)
+    figures = measure(critic, record, held_out, run.config.algorithm.value_loss)
+    done = number = run.pretraining.updates
+    if done == 0:
+        run.recorder.add(figures)
+        run.recorder.write_pretraining(0, 0)
     results: list[dict[str, float]] = []
     with run.recorder.phase("value_pretraining", total=len(updates)) as advance:
-        for number, samples in enumerate(updates, 1):
+        advance(done)
+        for number, samples in enumerate(updates[done:], done + 1):
             result = critic_step(critic, record.select(samples), algorithm)
             results.append({"value_loss": result.figures["value_loss"], "grad_norm": result.grad_norm, "lr": result.lr})
             advance(1)
@@ -53,12 +61,27 @@ def pretrain_value(run: Run) -> None:
             results = []
             if good_enough(figures, config):
                 break
+            run.pretraining = run.pretraining.model_copy(update={"updates": number})
+            run.safe_point()
     run.recorder.console.note(
         f"value pretraining: {number} updates, explained variance {figures[names.EXPLAINED_VARIANCE]:.3f}, "
         f"largest bias {largest_bias(figures):.3f} on held-out responses"
     )
     run.save("value_pretrained", critic_only=True)
     run.hand_over()
+    run.recorded = []
+    run.pretraining = run.pretraining.model_copy(update={"updates": number, "finished": True})
+    run.safe_point(milestone=True)
+
+
+def record_rollouts(run: Run) -> ExperienceBatch:
+    """Collective: what the policy that stands still writes, with what an earlier life of the run has recorded."""
+    iterations = run.config.value_pretraining.iterations
+    for done in range(run.pretraining.iterations + 1, iterations + 1):
+        run.recorded.append(collect(run, every_group=True))
+        run.pretraining = run.pretraining.model_copy(update={"iterations": done})
+        run.safe_point(milestone=done == iterations)
+    return concatenate(run.recorded)
 
 
 def for_pretraining(config: AlgorithmConfig) -> AlgorithmConfig:

@@ -1,0 +1,103 @@
+"""Whatever happens to a file of a unit is found, and told of by its name."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vapo_megatron.checkpoint.manifest import (
+    Half,
+    Manifest,
+    check_contents,
+    check_structure,
+    file_facts,
+    read_manifest,
+    write_json,
+)
+from vapo_megatron.errors import BadInput
+
+
+def make_unit(folder: Path, unit_id: str = "u1", step: int = 7) -> Path:
+    facts = {}
+    for name in ("actor", "critic"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "weights").write_bytes(bytes(range(200)))
+        write_json(folder / name / "half.json", Half(unit_id=unit_id, run_id="r", step=step).model_dump())
+        facts |= file_facts(folder, [folder / name / "weights", folder / name / "half.json"])
+    manifest = Manifest(
+        unit_id=unit_id,
+        run_id="r",
+        step=step,
+        kind="train",
+        models=("actor", "critic"),
+        world_size=1,
+        layouts={},
+        figures={},
+        files=facts,
+    )
+    write_json(folder / "manifest.json", manifest.model_dump(mode="json"))
+    return folder
+
+
+def check(unit: Path) -> str | None:
+    """Everything that is checked before a unit is loaded."""
+    manifest = read_manifest(unit)
+    check_structure(unit, manifest)
+    return check_contents(unit, manifest.files)
+
+
+def test_a_whole_unit_passes(tmp_path: Path) -> None:
+    assert check(make_unit(tmp_path / "unit")) is None
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_is_named(tmp_path: Path) -> None:
+    unit = make_unit(tmp_path / "unit")
+    flip(unit / "critic" / "weights")
+    assert "critic/weights has changed" in str(check(unit))
+
+
+@pytest.mark.parametrize(
+    "harm,message",
+    [
+        (
+            lambda unit: (unit / "actor" / "weights").write_bytes(b"x"),
+            "actor/weights has 1 bytes, its manifest says 200",
+        ),
+        (lambda unit: (unit / "critic" / "weights").unlink(), "critic/weights is missing"),
+        (lambda unit: (unit / "critic" / "half.json").unlink(), "critic/half.json is missing"),
+        (lambda unit: (unit / "manifest.json").unlink(), "manifest.json is missing"),
+        (lambda unit: (unit / "manifest.json").write_text("{"), "manifest.json"),
+        (lambda unit: (unit / "manifest.json").write_text('{"step": 1}'), "manifest.json: unit_id: Field required"),
+    ],
+)
+def test_damage_is_named_with_the_unit_and_what_to_do(
+    tmp_path: Path, harm: Callable[[Path], object], message: str
+) -> None:
+    unit = make_unit(tmp_path / "step_000007")
+    harm(unit)
+    with pytest.raises(BadInput) as raised:
+        check(unit)
+    text = str(raised.value)
+    assert text.startswith(str(unit)) and message in text and "delete this folder" in text and "\n" not in text
+
+
+def test_halves_of_two_units_are_not_mixed(tmp_path: Path) -> None:
+    unit, other = make_unit(tmp_path / "unit"), make_unit(tmp_path / "other", "u2", step=3)
+    (other / "critic" / "half.json").rename(unit / "critic" / "half.json")
+    with pytest.raises(BadInput, match=r"critic/ is of this run's step 3 \(unit u2\), the manifest is of step 7"):
+        check(unit)
+
+
+def test_a_newer_format_is_refused_as_such(tmp_path: Path) -> None:
+    unit = make_unit(tmp_path / "unit")
+    content = json.loads((unit / "manifest.json").read_text())
+    (unit / "manifest.json").write_text(json.dumps(content | {"format": 2, "something": "new"}))
+    with pytest.raises(BadInput, match="format 2, this version reads up to 1"):
+        check(unit)

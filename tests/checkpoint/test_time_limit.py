@@ -1,0 +1,59 @@
+"""A run stops while there is still time to save, and never because of time that it does not need."""
+
+from vapo_megatron.checkpoint.time_limit import TimeLimit, earliest_deadline
+from vapo_megatron.cluster.signals import job_end_time
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def work(limit: TimeLimit, clock: Clock, seconds: float) -> bool:
+    """A stretch of work; whether time is short after it."""
+    clock.now += seconds
+    limit.reached_point()
+    return limit.is_short
+
+
+def test_it_is_short_where_the_longest_stretch_and_the_longest_save_would_not_end() -> None:
+    clock = Clock()
+    limit = TimeLimit(deadline=1000 + 100, margin=5, clock=clock)
+    limit.left_point()
+    limit.saved(10)
+    assert not work(limit, clock, 30)  # 70 left, 30 + 10 + 5 needed
+    limit.left_point()
+    assert not work(limit, clock, 20)  # 50 left
+    limit.left_point()
+    assert work(limit, clock, 10)  # 40 left
+
+
+def test_what_happens_at_a_point_is_no_stretch_of_work() -> None:
+    clock = Clock()
+    limit = TimeLimit(deadline=1000 + 100, margin=0, clock=clock)
+    limit.left_point()
+    assert not work(limit, clock, 10)
+    clock.now += 60  # a save that is waited for
+    limit.left_point()
+    assert not work(limit, clock, 10), "20 are left and 10 needed"
+
+
+def test_without_a_deadline_time_is_never_short() -> None:
+    clock = Clock()
+    limit = TimeLimit(None, margin=1e9, clock=clock)
+    assert not work(limit, clock, 1e9)
+
+
+def test_the_earlier_of_the_configs_and_slurms_limit_counts() -> None:
+    assert earliest_deadline(1000, None, None) is None
+    assert earliest_deadline(1000, 2, None) == 1120
+    assert earliest_deadline(1000, 2, 1100) == earliest_deadline(1000, None, 1100) == 1100
+    assert job_end_time({"SLURM_JOB_END_TIME": "1760000000"}) == 1_760_000_000
+    assert (
+        job_end_time({})
+        is job_end_time({"SLURM_JOB_END_TIME": "0"})
+        is job_end_time({"SLURM_JOB_END_TIME": ""})
+        is None
+    )

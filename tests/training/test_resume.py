@@ -1,0 +1,252 @@
+"""A run that is stopped or killed, in whatever phase, and started again equals one that never was, to the bit."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from lives import End, World, config_of, fill_the_disk, fine_tune, kill_at, left_behind, live, metrics, world
+from ranks import run_ranks
+from tiny_runs import make_model, sft_config
+
+from vapo_megatron.checkpoint.units import units as saved_units
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.errors import BadInput
+from vapo_megatron.training.resume import open_resumed
+from vapo_megatron.training.start import prepare_start
+
+RESUME = "run.resume=auto"
+LAYOUTS: dict[int, dict[str, int]] = {1: {}, 2: {"tp": 2}, 4: {"tp": 2}}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with world(tmp_path_factory.mktemp("resume")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def straight(shared: World) -> Callable[[int], Path]:
+    """The run directory of an uninterrupted run on so many ranks."""
+    done: dict[int, Path] = {}
+
+    def run(count: int) -> Path:
+        if count not in done:
+            config = config_of(shared, f"straight{count}", LAYOUTS[count], "checkpoint.every_minutes=null")
+            assert live(shared, config, count) == End(0, "")
+            done[count] = Path(config.run.directory)
+        return done[count]
+
+    return run
+
+
+def units(config: TrainConfig) -> list[str]:
+    """Oldest first."""
+    return [path.name for path in saved_units(Path(config.run.directory)).values()]
+
+
+def leftovers(config: TrainConfig) -> list[Path]:
+    return list((Path(config.run.directory) / "state").glob(".*"))
+
+
+def assert_equal(found: Path, expected: Path) -> None:
+    assert metrics(found) == metrics(expected)
+    files, expected_files = left_behind(found), left_behind(expected)
+    assert files.keys() == expected_files.keys()
+    assert [name for name in files if files[name] != expected_files[name]] == []
+
+
+def test_killed_in_every_phase_on_two_ranks(shared: World, straight: Callable[[int], Path]) -> None:
+    # What is written in the background may or may not be there when a kill comes; here every save is waited for.
+    config = config_of(shared, "killed", LAYOUTS[2], RESUME, "checkpoint.asynchronous=false")
+    traps = [
+        # Phase, call and rank of the kill; the newest unit after it.
+        ("rollout", 3, 0, "step_000000_pretraining_000001"),  # evaluation comes first
+        ("value pretraining", 2, 1, "step_000000_pretraining_000003"),
+        ("save", 5, 0, "step_000000"),
+        ("policy update", 3, 1, "step_000001"),
+    ]
+    for phase, call, victim, newest in traps:
+        end = live(shared, config, 2, partial(kill_at, phase, call, victim))
+        assert end.code == 1 and f"rank{victim} ended with signal 9" in end.said, end
+        assert units(config)[-1] == newest, phase
+        assert bool(leftovers(config)) is (phase == "save"), "what a save that was killed has written"
+    assert live(shared, config, 2) == End(0, "")
+    assert_equal(Path(config.run.directory), straight(2))
+    assert not leftovers(config)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_asked_to_stop_and_killed(shared: World, straight: Callable[[int], Path], count: int) -> None:
+    config = config_of(shared, f"stopped{count}", LAYOUTS[count], RESUME, "checkpoint.every_minutes=null")
+    end = live(shared, config, count, stop="samples/step_000001.jsonl")
+    assert end.code == 75 and "because of SIGUSR1" in end.said and "\n" not in end.said
+    assert units(config)[-1] in end.said
+    assert live(shared, config, count, partial(kill_at, "policy update", 2)).code == 1
+    assert live(shared, config, count) == End(0, "")
+    assert_equal(Path(config.run.directory), straight(count))
+
+
+def test_it_stops_before_its_time_limit_and_makes_progress_in_every_life(
+    shared: World, straight: Callable[[int], Path]
+) -> None:
+    config = config_of(shared, "limited", LAYOUTS[1], RESUME, "checkpoint.time_limit_minutes=1e-9")
+    seen: list[str] = []
+    for _ in range(20):
+        end = live(shared, config, 1)
+        if end.code == 0:
+            break
+        assert end.code == 75 and "its time limit" in end.said
+        assert units(config)[-1] not in seen
+        seen.append(units(config)[-1])
+    assert end.code == 0 and len(seen) >= 5
+    assert_equal(Path(config.run.directory), straight(1))
+
+
+def test_another_layout_goes_on_to_rounding(shared: World, straight: Callable[[int], Path]) -> None:
+    """Saved by two tensor-parallel ranks, continued by two pipeline stages that share the critic's data."""
+    source = straight(2)
+    config = config_of(shared, "relaid", {"pp": 2}, RESUME, "critic.layout={}", "evaluation.every=null")
+    run_dir = Path(config.run.directory)
+    shutil.copytree(source, run_dir)
+    shutil.rmtree(run_dir / "state" / "step_000003")
+    shutil.rmtree(run_dir / "checkpoints")
+    assert live(shared, config, 2) == End(0, "")
+    found, expected = metrics(run_dir)[-1], metrics(source)[-1]
+    assert found["step"] == expected["step"] == 3
+    for name in ("actor/grad_norm", "critic/grad_norm", "critic/value_loss", "actor/entropy", "actor/ref_kl"):
+        assert found[name] == pytest.approx(expected[name], rel=2e-3, abs=1e-5), name
+    for name in ("reward/mean", "response_length/mean", "actor/lr", "rollout/weight_version"):
+        assert found[name] == expected[name], name
+
+
+def test_a_finished_run_has_nothing_to_do(
+    shared: World, straight: Callable[[int], Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in straight(1).rglob("*")}
+    config = config_of(shared, "straight1", LAYOUTS[1], RESUME)
+    assert live(shared, config, 1) == End(0, "")
+    assert "straight1: finished already" in capfd.readouterr().out
+    assert before == {path: path.stat().st_mtime_ns for path in straight(1).rglob("*")}
+
+
+def test_a_full_disk_loses_nothing(shared: World, straight: Callable[[int], Path]) -> None:
+    config = config_of(shared, "full", LAYOUTS[1], RESUME, "checkpoint.every_minutes=null", "run.steps=4")
+    run_dir = Path(config.run.directory)
+    shutil.copytree(straight(1), run_dir)
+    before = units(config)
+    end = live(shared, config, 1, partial(fill_the_disk, 200_000))
+    assert end.code == 2 and "\n" not in end.said
+    assert "state/step_000004: cannot be saved (File too large)" in end.said
+    assert units(config) == before and not leftovers(config), "nothing half-written is left, nothing whole is gone"
+
+
+@pytest.fixture
+def copy(shared: World, straight: Callable[[int], Path], request: pytest.FixtureRequest) -> tuple[TrainConfig, Path]:
+    """A run of one rank with two more steps to make, and its newest unit."""
+    name = f"copy_{abs(hash(request.node.name))}"
+    config = config_of(shared, name, LAYOUTS[1], RESUME, "run.steps=5")
+    shutil.copytree(straight(1), Path(config.run.directory))
+    return config, Path(config.run.directory) / "state" / "step_000003"
+
+
+def refusal(config: TrainConfig) -> str:
+    """What a start says, before any rank is started or else on one rank."""
+    try:
+        start = prepare_start(config, lambda: None)
+        assert start.unit is not None
+        return str(run_ranks(1, opened, start.unit)[0])
+    except BadInput as error:
+        return str(error)
+
+
+def opened(unit: Path) -> str:
+    try:
+        open_resumed(unit)
+    except BadInput as error:
+        return str(error)
+    return f"rank {dist.get_rank()} would go on"
+
+
+def flip_a_bit(unit: Path) -> None:
+    path = max((unit / "critic").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def cut_short(unit: Path) -> None:
+    path = next((unit / "actor").glob("*.distcp"))
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def mix(unit: Path) -> None:
+    shutil.rmtree(unit / "critic")
+    shutil.copytree(unit.with_name("step_000002") / "critic", unit / "critic")
+
+
+def of_the_future(unit: Path) -> None:
+    content = json.loads((unit / "manifest.json").read_text())
+    (unit / "manifest.json").write_text(json.dumps(content | {"format": 99}))
+
+
+@pytest.mark.parametrize(
+    "harm,message",
+    [
+        (flip_a_bit, r"step_000003: the content of critic/__0_\d.distcp has changed since it was saved"),
+        (cut_short, r"step_000003: actor/__0_\d.distcp has \d+ bytes, its manifest says \d+: the unit is damaged"),
+        (mix, r"step_000003: critic/ is of this run's step 2 .* halves of two units cannot be mixed"),
+        (of_the_future, r"format 99, this version reads up to 1"),
+        (lambda unit: (unit / "manifest.json").unlink(), r"step_000003: manifest.json is missing"),
+    ],
+)
+def test_a_damaged_unit_is_refused_by_name_and_can_be_deleted(
+    copy: tuple[TrainConfig, Path], harm: Callable[[Path], Any], message: str
+) -> None:
+    config, unit = copy
+    harm(unit)
+    said = refusal(config)
+    assert "\n" not in said
+    with pytest.raises(BadInput, match=message):
+        raise BadInput(said)
+    shutil.rmtree(unit)
+    assert refusal(config) == "rank 0 would go on"
+
+
+def test_a_config_that_does_not_fit_is_refused_before_anything_is_touched(copy: tuple[TrainConfig, Path]) -> None:
+    config, _ = copy
+    other = config.model_copy(update={"batch": config.batch.model_copy(update={"samples_per_prompt": 2})})
+    before = (Path(config.run.directory) / "config.yaml").read_bytes()
+    assert refusal(other).startswith("batch.samples_per_prompt=2: the run was saved with 4")
+    assert (Path(config.run.directory) / "config.yaml").read_bytes() == before
+    meant = other.run.model_copy(update={"allow_config_change": ("batch.samples_per_prompt",)})
+    assert refusal(other.model_copy(update={"run": meant})) == "rank 0 would go on"
+
+
+def test_exported_models_without_saved_state_are_not_overwritten(copy: tuple[TrainConfig, Path]) -> None:
+    config, unit = copy
+    shutil.rmtree(unit.parent)
+    assert "has exported models and no saved state to go on from" in refusal(config)
+
+
+def test_fine_tuning_goes_on_as_well(tmp_path: Path) -> None:
+    """A step a life, as its time limit is always near; the last start finds nothing to do."""
+    model = make_model(tmp_path / "model")
+    user = sft_config(tmp_path, model)
+    user["data"]["steps"] = 5
+    ends = []
+    for name, limits in (("straight", [None]), ("limited", [1e-9] * 6)):
+        for limit in limits:
+            user["run"] = {"name": name, "root": str(tmp_path / "runs"), "resume": "auto"}
+            user["checkpoint"] = {"time_limit_minutes": limit, "every": None, "every_minutes": None}
+            ends.append(fine_tune(SftConfig.model_validate(user)))
+    assert [end.code for end in ends] == [0, 75, 75, 75, 75, 0, 0]
+    straight, limited = tmp_path / "runs" / "straight", tmp_path / "runs" / "limited"
+    assert metrics(limited) == metrics(straight) and len(metrics(straight)) == 5
+    weights = "checkpoints/final/actor/model.safetensors"
+    assert (limited / weights).read_bytes() == (straight / weights).read_bytes()

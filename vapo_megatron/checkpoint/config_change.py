@@ -1,0 +1,64 @@
+"""Whether a run may go on with a config that is not the one it was saved with."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omegaconf import OmegaConf
+from pydantic import ValidationError
+
+from vapo_megatron.config.base import Section
+from vapo_megatron.errors import BadInput
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+# What changes how far, where, how fast or how visibly a run goes, and not what it learns from: layouts change rounding
+# alone. Everything else is what the run is.
+_HARMLESS = (
+    *("preset", "run.name", "run.root", "run.steps", "run.overwrite", "run.resume", "run.allow_config_change"),
+    *("cluster", "evaluation", "data.eval", "data.steps", "data.epochs", "export", "monitoring", "checkpoint"),
+    *("actor.layout", "actor.recompute", "actor.max_tokens_per_microbatch", "actor.logprob_chunk"),
+    *("critic.layout", "critic.recompute", "critic.max_tokens_per_microbatch"),
+    *("rollout.engines", "rollout.tp", "rollout.max_running_requests", "rollout.max_total_tokens", "rollout.sync"),
+    *("rollout.mem_fraction_static", "rollout.memory_saver", "rollout.start_deadline", "rollout.collect_deadline"),
+    *("rollout.load_format", "rollout.context_length"),
+    *("reward.workers", "reward.deadline_seconds", "reward.memory_mib", "reward.startup_seconds"),
+)
+
+
+def check_config_change(now: SectionT, unit: Path, allowed: Sequence[str]) -> None:
+    """Raises BadInput, naming the key, where the config is not the one that a unit was saved with.
+
+    Args:
+        now: the config of this life of the run.
+        unit: holds the config of the life before, config.yaml.
+        allowed: keys, or sections, in which a change is meant (run.allow_config_change).
+    """
+    path = unit / "config.yaml"
+    try:
+        before = type(now).model_validate(OmegaConf.to_container(OmegaConf.load(path), resolve=True))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise BadInput(
+            f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}: go on with the version of vapo_megatron that "
+            "saved it"
+        ) from None
+    for key, old, new in differences(before.model_dump(mode="json"), now.model_dump(mode="json")):
+        if not _within(key, (*_HARMLESS, *allowed)):
+            raise BadInput(
+                f"{key}={new}: the run was saved with {old} ({unit}); set it back, start another run, or mean it with "
+                f"run.allow_config_change=[{key}]"
+            )
+
+
+def differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, old value, new value) of every value in which two nested mappings differ."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in [*old, *(name for name in new if name not in old)]:
+            yield from differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+    elif old != new:
+        yield key, old, new
+
+
+def _within(key: str, sections: Sequence[str]) -> bool:
+    return any(key == section or key.startswith(f"{section}.") for section in sections)

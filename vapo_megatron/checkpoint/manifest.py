@@ -1,0 +1,132 @@
+"""The manifest of a saved unit: what belongs to it, of which size and content, so that damage is found by name."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from vapo_megatron.checkpoint.units import UNIT_HELP
+from vapo_megatron.config.base import Section
+from vapo_megatron.errors import BadInput
+
+MANIFEST_FILE = "manifest.json"
+HALF_FILE = "half.json"
+FORMAT = 1
+
+
+class FileFacts(Section):
+    """A file of a unit."""
+
+    bytes: int = Field(ge=0, description="size")
+    sha256: str = Field(description="hexadecimal digest of the content")
+
+
+class Half(Section):
+    """What a model's folder in a unit says of itself: the unit that it was saved with."""
+
+    unit_id: str = Field(description="of the unit, as in its manifest")
+    run_id: str = Field(description="of the run, the same over all its lives")
+    step: int = Field(ge=0, description="steps done when it was saved")
+
+
+class Manifest(Half):
+    """What a unit is made of."""
+
+    format: int = Field(FORMAT, description="of the unit; a newer one is refused")
+    kind: Literal["train", "sft"] = Field(description="command that saved it")
+    models: tuple[str, ...] = Field(description="folders of the unit that hold models")
+    world_size: int = Field(ge=1, description="ranks that saved it")
+    layouts: dict[str, str] = Field(description="how each model was cut over them")
+    seconds: float = Field(0.0, ge=0, description="what saving took")
+    figures: dict[str, float] = Field(description="evaluation figures of the step, for retention")
+    files: dict[str, FileFacts] = Field(description="every file but the manifest, by its path in the unit")
+
+
+def file_facts(root: Path, paths: Iterable[Path]) -> dict[str, FileFacts]:
+    """Size and digest of files below root, by their path from there. Raises OSError where one cannot be read."""
+    found = {}
+    for path in paths:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            found[path.relative_to(root).as_posix()] = FileFacts(bytes=os.fstat(file.fileno()).st_size, sha256=digest)
+    return found
+
+
+def write_json(path: Path, content: Any) -> None:
+    """JSON that is on the disk when this returns. Raises OSError."""
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(unit: Path) -> Manifest:
+    """The manifest of a committed unit.
+
+    Raises:
+        BadInput: it is not there, cannot be read, or is of a format that this version does not know.
+    """
+    path = unit / MANIFEST_FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(content, dict) and isinstance(content.get("format"), int) and content["format"] > FORMAT:
+            raise BadInput(
+                f"{path}: format {content['format']}, this version reads up to {FORMAT}: go on with the version of "
+                "vapo_megatron that saved it"
+            )
+        return Manifest.model_validate(content)
+    except FileNotFoundError:
+        raise damaged(unit, f"{MANIFEST_FILE} is missing") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise damaged(unit, f"{MANIFEST_FILE}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    except (OSError, ValueError) as error:
+        raise damaged(unit, f"{MANIFEST_FILE} cannot be read ({' '.join(str(error).split())})") from None
+
+
+def check_structure(unit: Path, manifest: Manifest) -> None:
+    """Raises BadInput where the halves of a unit are of several units, or a file is missing or cut short."""
+    for name in manifest.models:
+        try:
+            half = Half.model_validate_json((unit / name / HALF_FILE).read_bytes())
+        except FileNotFoundError:
+            raise damaged(unit, f"{name}/{HALF_FILE} is missing") from None
+        except (OSError, ValidationError):
+            raise damaged(unit, f"{name}/{HALF_FILE} cannot be read") from None
+        if half.unit_id != manifest.unit_id:
+            whose = "of another run" if half.run_id != manifest.run_id else f"of this run's step {half.step}"
+            raise BadInput(
+                f"{unit}: {name}/ is {whose} (unit {half.unit_id}), the manifest is of step {manifest.step} (unit "
+                f"{manifest.unit_id}): halves of two units cannot be mixed; {UNIT_HELP}"
+            )
+    for name, facts in manifest.files.items():
+        try:
+            size = (unit / name).stat().st_size
+        except OSError:
+            raise damaged(unit, f"{name} is missing") from None
+        if size != facts.bytes:
+            raise damaged(unit, f"{name} has {size} bytes, its manifest says {facts.bytes}")
+
+
+def check_contents(unit: Path, files: Mapping[str, FileFacts]) -> str | None:
+    """What is wrong with the content of the first of some files that differs from its digest; None if nothing is."""
+    for name, facts in files.items():
+        try:
+            found = file_facts(unit, [unit / name])[name]
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        if found != facts:
+            return (
+                f"the content of {name} has changed since it was saved (sha256 {found.sha256[:12]}…, the manifest "
+                f"says {facts.sha256[:12]}…)"
+            )
+    return None
+
+
+def damaged(unit: Path, what: str) -> BadInput:
+    """The error for a unit that must not be loaded."""
+    return BadInput(f"{unit}: {what}: the unit is damaged; {UNIT_HELP}")

@@ -1,0 +1,123 @@
+"""The folder of a run's saved units: which there are, which of them stay, and how one comes to be there.
+
+A unit is written into a hidden folder and renamed once all of it is on the disk: what has a unit's name is whole. The
+newest is found by looking; there is no pointer that could be stale.
+"""
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from vapo_megatron.config.checkpoint import RetentionConfig
+
+STATE_FOLDER = "state"
+UNIT_HELP = "restore it from a copy, or delete this folder to go on from the unit before it"
+_NAME = re.compile(r"step_(\d{6,})(?:_pretraining_(\d{6,}))?")
+
+
+@dataclass(frozen=True, order=True)
+class UnitName:
+    """Where in its life the run was: steps done and, within value pretraining, rollouts and updates done."""
+
+    step: int
+    pretraining: float = float("inf")
+
+    def __str__(self) -> str:
+        tail = "" if self.pretraining == float("inf") else f"_pretraining_{int(self.pretraining):06d}"
+        return f"step_{self.step:06d}{tail}"
+
+    @classmethod
+    def parse(cls, name: str) -> Self | None:
+        """None for what is no unit's name."""
+        found = _NAME.fullmatch(name)
+        if found is None:
+            return None
+        return cls(int(found[1]), int(found[2]) if found[2] else float("inf"))
+
+
+def units(run_dir: Path) -> dict[UnitName, Path]:
+    """The units of a run, oldest first."""
+    folder = run_dir / STATE_FOLDER
+    if not folder.is_dir():
+        return {}
+    found = {name: path for path in folder.iterdir() if (name := UnitName.parse(path.name)) is not None}
+    return dict(sorted(found.items()))
+
+
+def newest_unit(run_dir: Path) -> Path | None:
+    """The unit to go on from."""
+    return next(reversed(units(run_dir).values()), None)
+
+
+def open_unit(run_dir: Path, name: UnitName) -> Path:
+    """A new hidden folder in which a unit is written. Raises OSError."""
+    folder = run_dir / STATE_FOLDER / f".{name}.{secrets.token_hex(4)}"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def commit_unit(folder: Path, name: UnitName) -> Path:
+    """Give a written folder its name, once all of it is on the disk. Raises OSError; the folder is then as it was."""
+    for parent, _, _ in os.walk(folder):
+        sync(Path(parent))
+    target = folder.with_name(str(name))
+    folder.rename(target)
+    sync(target.parent)
+    return target
+
+
+def remove_leftovers(run_dir: Path) -> None:
+    """Remove what saves that were interrupted, and removals that were, have left."""
+    folder = run_dir / STATE_FOLDER
+    if folder.is_dir():
+        for path in folder.iterdir():
+            if path.name.startswith("."):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_unit(path: Path) -> None:
+    """Remove a unit; it loses its name at once, so that no half of it is ever taken for one."""
+    hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    path.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def to_remove(
+    names: Sequence[UnitName], figures: Mapping[UnitName, Mapping[str, float]], config: RetentionConfig
+) -> list[UnitName]:
+    """The units that retention does not keep.
+
+    Args:
+        names: of all units.
+        figures: evaluation figures of their steps, by unit.
+        config: how many stay, and which.
+    """
+    ordered = sorted(names)
+    kept = set(ordered[-config.last :])
+    if config.every is not None:
+        kept |= {name for name in ordered if name.step > 0 and name.step % config.every == 0}
+    best = best_unit(figures, config)
+    return [name for name in ordered if name not in kept and name != best]
+
+
+def best_unit(figures: Mapping[UnitName, Mapping[str, float]], config: RetentionConfig) -> UnitName | None:
+    """The unit with the best value of the figure that retention looks at, the earliest of equals."""
+    if config.best is None:
+        return None
+    sign = 1 if config.best_is == "highest" else -1
+    found = {name: sign * values[config.best] for name, values in sorted(figures.items()) if config.best in values}
+    return max(found, key=lambda name: found[name], default=None)
+
+
+def sync(path: Path) -> None:
+    """Have a file or folder on the disk when this returns. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,173 @@
+"""One unit on its way to the disk, in a thread of every rank, while training goes on.
+
+Nothing here uses the collectives of training: ranks meet in a process group that only these threads use. The unit is
+committed as soon as all have written, whatever the training is doing then.
+"""
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from vapo_megatron.checkpoint.manifest import (
+    HALF_FILE,
+    MANIFEST_FILE,
+    FileFacts,
+    Half,
+    Manifest,
+    file_facts,
+    read_manifest,
+    write_json,
+)
+from vapo_megatron.checkpoint.units import UnitName, commit_unit, remove_unit, to_remove, units
+from vapo_megatron.config.checkpoint import RetentionConfig
+from vapo_megatron.errors import BadInput
+from vapo_megatron.mcore.dist_saver import PlannedSave
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a save ended; the same on every rank."""
+
+    unit: Path
+    seconds: float
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class UnitJob:
+    """What one rank writes of a unit; everything in it is a copy that training leaves alone.
+
+    Attributes:
+        run_dir: of the run.
+        name: of the unit.
+        folder: hidden, where the unit is written.
+        models: this rank's part of each model.
+        writers: of this rank's other files; each is given the folder and may raise OSError or BadInput.
+        manifest: what rank 0 writes at the end; its files are filled in.
+        keep: which units stay once this one is there.
+    """
+
+    run_dir: Path
+    name: UnitName
+    folder: Path
+    models: Mapping[str, PlannedSave]
+    writers: Sequence[Callable[[Path], None]]
+    manifest: Manifest
+    keep: RetentionConfig
+
+
+@dataclass
+class _Part:
+    """What a rank tells rank 0 when it has written."""
+
+    results: dict[str, list[Any]]
+    files: dict[str, FileFacts]
+    problem: str | None = None
+
+
+class BackgroundSave:
+    """A save that has begun."""
+
+    def __init__(self, job: UnitJob, group: Any) -> None:
+        """Collective. group: a CPU process group of all ranks that no other thread uses."""
+        self._job, self._group = job, group
+        self._outcome: Outcome | None = None
+        self._broken: Exception | None = None
+        self._started = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="save-state", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it is not over on this rank."""
+        return self._thread.is_alive()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it is known on this rank that it failed."""
+        return self._broken is not None or (self._outcome is not None and self._outcome.problem is not None)
+
+    def wait(self) -> Outcome:
+        """How it ended, once it has. Raises what broke the exchange with the other ranks, where one of them is gone."""
+        self._thread.join()
+        if self._broken is not None:
+            raise self._broken
+        assert self._outcome is not None
+        return self._outcome
+
+    def _run(self) -> None:
+        job, rank = self._job, dist.get_rank()
+        unit = job.folder.with_name(str(job.name))
+        try:
+            own = self._write()
+            parts: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
+            dist.gather_object(own, parts, dst=0, group=self._group)
+            problem = self._close(parts) if parts is not None else None
+            box = [Outcome(unit, time.monotonic() - self._started, problem)]
+            dist.broadcast_object_list(box, src=0, group=self._group)
+            self._outcome = box[0]
+        except Exception as error:  # wait() raises it in the training's own thread
+            self._broken = error
+
+    def _write(self) -> _Part:
+        job, rank = self._job, dist.get_rank()
+        try:
+            for write in job.writers:
+                write(job.folder)
+            paths = [path for plan in job.models.values() for path in plan.files()]
+            results = {name: plan.write() for name, plan in job.models.items()}
+            paths += sorted((job.folder / "ranks").glob(f"{rank:05d}.pt"))
+            return _Part(results, file_facts(job.folder, paths))
+        except (OSError, BadInput, RuntimeError) as error:  # torch's own writer turns OSError into RuntimeError
+            return _Part({}, {}, _one_line(error))
+
+    def _close(self, parts: Sequence[_Part]) -> str | None:
+        """On rank 0: commit the unit and let go of others; what was in the way, if something was."""
+        job = self._job
+        problem = next((part.problem for part in parts if part.problem is not None), None)
+        try:
+            if problem is None:
+                for name, plan in job.models.items():
+                    plan.close([part.results[name] for part in parts])
+                    half = Half(unit_id=job.manifest.unit_id, run_id=job.manifest.run_id, step=job.manifest.step)
+                    write_json(job.folder / name / HALF_FILE, half.model_dump())
+                files = {name: facts for part in parts for name, facts in part.files.items()}
+                rest = [path for path in sorted(job.folder.rglob("*")) if path.is_file()]
+                rest = [path for path in rest if path.relative_to(job.folder).as_posix() not in files]
+                files |= file_facts(job.folder, rest)
+                seconds = time.monotonic() - self._started
+                manifest = job.manifest.model_copy(update={"files": dict(sorted(files.items())), "seconds": seconds})
+                write_json(job.folder / MANIFEST_FILE, manifest.model_dump(mode="json"))
+                commit_unit(job.folder, job.name)
+                self._retain()
+        except (OSError, BadInput, RuntimeError) as error:
+            problem = _one_line(error)
+        finally:
+            shutil.rmtree(job.folder, ignore_errors=True)
+        return problem
+
+    def _retain(self) -> None:
+        found = units(self._job.run_dir)
+        figures = {}
+        for name, path in found.items():
+            try:
+                figures[name] = read_manifest(path).figures
+            except BadInput:
+                figures[name] = {}  # it is damaged, which is told of when somebody wants to go on from it
+        for name in to_remove(list(found), figures, self._job.keep):
+            remove_unit(found[name])
+
+
+def _one_line(error: BaseException) -> str:
+    cause: BaseException | None = error
+    while cause is not None:  # torch's archive writer hides what the file system said behind an error of its own
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,257 @@
+"""When the state of a run is saved, what goes into it, and when the run stops for it."""
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from vapo_megatron.checkpoint.manifest import Manifest, read_manifest, write_json
+from vapo_megatron.checkpoint.progress import PROGRESS_FILE, Progress
+from vapo_megatron.checkpoint.time_limit import TimeLimit, earliest_deadline
+from vapo_megatron.checkpoint.units import UnitName, best_unit, open_unit, sync, units
+from vapo_megatron.cluster.signals import job_end_time, stop_requested
+from vapo_megatron.config.base import Section
+from vapo_megatron.config.checkpoint import CheckpointConfig
+from vapo_megatron.config.load import dump_config
+from vapo_megatron.errors import BadInput, TryAgain
+from vapo_megatron.experience.batch import ExperienceBatch
+from vapo_megatron.mcore.dist_saver import plan_save
+from vapo_megatron.mcore.rng import rng_state
+from vapo_megatron.monitoring.names import EVALUATION
+from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.training.background_save import BackgroundSave, UnitJob
+from vapo_megatron.training.broadcast import on_rank_zero
+from vapo_megatron.training.resume import ROLLOUTS_FILE, RUN_FILES, Resumed, SavedModel, layouts
+from vapo_megatron.weights.torch_dist import write_model_card
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a unit holds besides models, generators and files.
+
+    Attributes:
+        progress: how far the run is.
+        figures: of the step that was done last, by name; rank 0's count.
+        rollouts: recorded for value pretraining, where that is not over.
+    """
+
+    progress: Progress
+    figures: Mapping[str, float]
+    rollouts: Callable[[], ExperienceBatch] | None = None
+
+    @property
+    def name(self) -> UnitName:
+        """Of the unit."""
+        pretraining = self.progress.pretraining
+        if self.rollouts is None:
+            return UnitName(self.progress.step)
+        return UnitName(self.progress.step, pretraining.count)
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """What all ranks do at a safe point."""
+
+    stop: bool
+    save: bool
+    failed: bool
+
+
+class Checkpointer:
+    """Saves units of state at safe points, and ends the run there when it is asked to or its time is short."""
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        settings: Section,
+        kind: Literal["train", "sft"],
+        run_dir: Path,
+        models: Mapping[str, SavedModel],
+        recorder: Recorder,
+        resumed: Resumed | None,
+    ) -> None:
+        """Collective.
+
+        Args:
+            config: the checkpoint section.
+            settings: the whole config, which is saved along.
+            kind: the command.
+            run_dir: of the run.
+            models: by the name of their folder.
+            recorder: times saves and tells of them.
+            resumed: the unit that this life of the run goes on from; None for a new run.
+        """
+        self._config, self._settings, self._kind, self._run_dir = config, settings, kind, run_dir
+        self._models, self._recorder = models, recorder
+        self._run_id = resumed.manifest.run_id if resumed is not None else secrets.token_hex(8)
+        self._began_at = self._last = resumed.name if resumed is not None else None
+        deadline = earliest_deadline(time.time(), config.time_limit_minutes, job_end_time())
+        self._limit = TimeLimit(deadline, 60 * config.margin_minutes)
+        if resumed is not None:
+            self._limit.saved(resumed.manifest.seconds)
+        self._limit.left_point()
+        self._saved_at = time.monotonic()
+        self._running: BackgroundSave | None = None
+        # Threads of saves meet in here, undisturbed by what training sends.
+        self._group = dist.new_group(backend="gloo")
+
+    def safe_point(
+        self,
+        snapshot: Snapshot,
+        *,
+        due: bool,
+        last: bool,
+        making_room: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Collective, where the state of the run is whole: save if it is time to, stop if that is asked for.
+
+        Args:
+            snapshot: of now.
+            due: this is a point to save at.
+            last: the run is done and need not stop any more; what is being saved is waited for.
+            making_room: entered while tensors are gathered, which takes memory of the device.
+
+        Raises:
+            TryAgain: the run is saved and stops here: a signal asked for it, or a time limit is near.
+            BadInput: a save failed; the units before it are untouched.
+        """
+        self._limit.reached_point()
+        decision = self._agree(snapshot, due)
+        if decision.failed:
+            self._finish()
+        if (decision.save or decision.stop) and snapshot.name != self._last:
+            self._finish()
+            with making_room():
+                self._begin(snapshot)
+        if decision.stop or last or not self._config.asynchronous:
+            self._finish()
+        if decision.stop and not last:
+            raise TryAgain(
+                f"{self._run_dir}: saved at {self._last} because of {stop_requested() or 'its time limit'}: start the "
+                "same command again, with run.resume=auto",
+                shared=True,
+            )
+        self._limit.left_point()
+
+    def _agree(self, snapshot: Snapshot, due: bool) -> _Decision:
+        """Collective: what any rank was told, and what rank 0's clock and figures say."""
+        short = by_time = better = False
+        if dist.get_rank() == 0:
+            # A life that has got nowhere yet goes on: stopped here, the next one would stop here again.
+            short = self._limit.is_short and snapshot.name != self._began_at
+            minutes = (time.monotonic() - self._saved_at) / 60
+            by_time = self._config.every_minutes is not None and minutes >= self._config.every_minutes
+            better = self._is_best(snapshot)
+        running = self._running
+        said = [
+            stop_requested() is not None or short,
+            due or by_time or better,
+            running is not None and running.has_failed,
+        ]
+        flags = torch.tensor(said, dtype=torch.int32)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        stop, save, failed = flags.bool().tolist()
+        return _Decision(stop, save, failed)
+
+    def _is_best(self, snapshot: Snapshot) -> bool:
+        keep = self._config.keep
+        if keep.best is None or keep.best not in snapshot.figures:
+            return False
+        figures: dict[UnitName, Mapping[str, float]] = {}
+        for name, path in units(self._run_dir).items():
+            try:
+                figures[name] = read_manifest(path).figures
+            except BadInput:
+                continue
+        figures[snapshot.name] = snapshot.figures
+        return best_unit(figures, keep) == snapshot.name
+
+    def _begin(self, snapshot: Snapshot) -> None:
+        with self._recorder.timer("save_state"):
+            name, rank = snapshot.name, dist.get_rank()
+            folder = on_rank_zero(partial(self._open, name))
+            plans = {}
+            for key, saved in self._models.items():
+                awake = saved.model.awake
+                plans[key] = plan_save(saved.model, folder / key)
+                saved.model.hold(*awake)
+            writers: list[Callable[[Path], None]] = [partial(_write_generators, rank, rng_state())]
+            if rank == 0:
+                writers += self._rank_zero_writers(snapshot)
+        manifest = Manifest(
+            unit_id=secrets.token_hex(8),
+            run_id=self._run_id,
+            step=snapshot.progress.step,
+            kind=self._kind,
+            models=tuple(self._models),
+            world_size=dist.get_world_size(),
+            layouts=layouts(self._models),
+            figures={key: value for key, value in snapshot.figures.items() if key.startswith(EVALUATION)},
+            files={},
+        )
+        job = UnitJob(self._run_dir, name, folder, plans, writers, manifest, self._config.keep)
+        self._running = BackgroundSave(job, self._group)
+        self._last, self._saved_at = name, time.monotonic()
+
+    def _open(self, name: UnitName) -> Path:
+        try:
+            folder = open_unit(self._run_dir, name)
+            for part in ("ranks", *self._models):
+                (folder / part).mkdir()
+            return folder
+        except OSError as error:
+            raise self._refused(self._run_dir / "state" / str(name), error.strerror) from None
+
+    def _rank_zero_writers(self, snapshot: Snapshot) -> list[Callable[[Path], None]]:
+        copies = {name: path.read_bytes() for name in RUN_FILES if (path := self._run_dir / name).is_file()}
+
+        def write_small(folder: Path) -> None:
+            dump_config(self._settings, folder / "config.yaml")
+            write_json(folder / PROGRESS_FILE, snapshot.progress.model_dump(mode="json"))
+            for name, content in copies.items():
+                (folder / name).write_bytes(content)
+                sync(folder / name)
+
+        def write_cards(folder: Path) -> None:
+            for key, saved in self._models.items():
+                model = saved.model
+                dtype = str(model.dtype).removeprefix("torch.")
+                write_model_card(folder / key, model.spec, model.head, saved.source_dir, dtype)
+
+        def write_rollouts(folder: Path) -> None:
+            assert snapshot.rollouts is not None
+            save_file(snapshot.rollouts().tensors(), folder / ROLLOUTS_FILE)
+            sync(folder / ROLLOUTS_FILE)
+
+        return [write_small, write_cards, *([write_rollouts] if snapshot.rollouts is not None else [])]
+
+    def _finish(self) -> None:
+        """Wait for the save that is under way."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        outcome = running.wait()
+        if outcome.problem is not None:
+            raise self._refused(outcome.unit, outcome.problem)
+        self._limit.saved(outcome.seconds)
+
+    def _refused(self, unit: Path, reason: Any) -> BadInput:
+        return BadInput(
+            f"{unit}: cannot be saved ({reason}): make room or mend it, then start again with run.resume=auto; units "
+            "saved before are untouched",
+            shared=True,
+        )
+
+
+def _write_generators(rank: int, state: dict[str, Any], folder: Path) -> None:
+    path = folder / "ranks" / f"{rank:05d}.pt"
+    torch.save(state, path)
+    sync(path)

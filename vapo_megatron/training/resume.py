@@ -1,0 +1,116 @@
+"""Going on from a saved unit: it is proven whole, and the run directory is put back to where the unit was saved."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+from safetensors.torch import load_file
+
+from vapo_megatron.checkpoint.manifest import Manifest, check_contents, check_structure, damaged, read_manifest
+from vapo_megatron.checkpoint.progress import PROGRESS_FILE, Progress
+from vapo_megatron.checkpoint.units import UnitName
+from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.experience.batch import ExperienceBatch
+from vapo_megatron.mcore.dist_saver import load_training_state
+from vapo_megatron.mcore.rng import set_rng_state
+from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.training.broadcast import broadcast_batch
+
+ROLLOUTS_FILE = "rollouts.safetensors"
+# Files of the run directory that go along with a unit, so that a resumed run has them as they were.
+RUN_FILES = ("metrics.jsonl", "evaluation.json")
+_STEP_FILE = re.compile(r"step_(\d+)[_.].*")
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A model of a run, and the Hugging Face directory that it started from."""
+
+    model: Trainable
+    source_dir: Path
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A unit that is proven whole."""
+
+    unit: Path
+    name: UnitName
+    manifest: Manifest
+    progress: Progress
+
+    def load(self, model: Trainable, name: str) -> None:
+        """Collective: fill a prepared (or frozen) model."""
+        load_training_state(model, self.unit / name)
+
+    def rollouts(self) -> ExperienceBatch | None:
+        """Collective: what value pretraining had recorded, on every rank; None where that is over."""
+        path = self.unit / ROLLOUTS_FILE
+        if ROLLOUTS_FILE not in self.manifest.files:
+            return None
+        tensors: dict[str, Any] = load_file(path) if dist.get_rank() == 0 else {}
+        return broadcast_batch(ExperienceBatch(**tensors) if tensors else None)
+
+    def restore_generators(self, models: Mapping[str, SavedModel]) -> None:
+        """This rank's random generators, where this rank holds what it held: at another layout they start afresh."""
+        if dist.get_world_size() == self.manifest.world_size and layouts(models) == self.manifest.layouts:
+            path = self.unit / "ranks" / f"{dist.get_rank():05d}.pt"
+            state: dict[str, Any] = torch.load(path, weights_only=True)
+            set_rng_state(state)
+
+
+def layouts(models: Mapping[str, SavedModel]) -> dict[str, str]:
+    """How each model is cut over the ranks."""
+    return {name: saved.model.config.layout.model_dump_json() for name, saved in models.items()}
+
+
+def open_resumed(unit: Path) -> Resumed:
+    """Collective: read a unit and compare every byte of it with its manifest, each rank a share of the files.
+
+    Raises:
+        BadInput: on every rank, naming what is wrong with the unit.
+    """
+    manifest = read_manifest(unit)
+    check_structure(unit, manifest)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    by_size = sorted(manifest.files, key=lambda name: (manifest.files[name].bytes, name))
+    wrong = check_contents(unit, {name: manifest.files[name] for name in by_size[rank::world]})
+    found: list[str | None] = [None] * world
+    dist.all_gather_object(found, wrong)
+    first = next((text for text in found if text is not None), None)
+    if first is not None:
+        error = damaged(unit, first)
+        error.shared = True
+        raise error
+    name = UnitName.parse(unit.name)
+    assert name is not None
+    try:
+        progress = Progress.model_validate(json.loads((unit / PROGRESS_FILE).read_text(encoding="utf-8")))
+    except (ValidationError, ValueError) as error:
+        raise damaged(unit, f"{PROGRESS_FILE} cannot be read ({' '.join(str(error).split())[:200]})") from None
+    return Resumed(unit, name, manifest, progress)
+
+
+def restore_run_files(run_dir: Path, resumed: Resumed) -> None:
+    """On rank 0: metrics and evaluation as they were at the unit; what later steps have written goes.
+
+    Exported models stay: the same step writes the same ones again.
+    """
+    for name in RUN_FILES:
+        if name in resumed.manifest.files:
+            with atomic_write(run_dir / name, "wb") as file:
+                file.write((resumed.unit / name).read_bytes())
+        else:
+            (run_dir / name).unlink(missing_ok=True)
+    is_later: Callable[[re.Match[str]], bool] = lambda found: int(found[1]) > resumed.progress.step  # noqa: E731
+    for folder in ("samples", "evaluation"):
+        for path in (run_dir / folder).glob("step_*"):
+            found = _STEP_FILE.fullmatch(path.name)
+            if found is not None and is_later(found):
+                path.unlink()
