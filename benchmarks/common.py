@@ -23,12 +23,10 @@ from rich.table import Table
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.model import ActorConfig, ModelConfig
 from vapo_megatron.experience.batch import ExperienceBatch, from_samples
-from vapo_megatron.experience.microbatch import MicroBatch
 from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.experience.torchvision_ops import make_torchvision_importable
 from vapo_megatron.mcore.mesh import make_mesh
 from vapo_megatron.mcore.platform import current_platform
-from vapo_megatron.mcore.token_loss import PackedTokens
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.training.losses import NegativeLogLikelihood
 from vapo_megatron.weights.spec import ModelSpec, read_spec
@@ -210,45 +208,7 @@ def random_model(shape: Shape, config: ActorConfig, dtype: str, optimizer: bool 
     return trainable
 
 
-def step_seconds(trainable: Trainable, batch: ExperienceBatch, repeats: int) -> tuple[float, float]:
-    """Least seconds of a training step without, and with, the optimizer's update."""
-    loss, update = sft_loss(batch), trainable.optimizer.step
-    inside: list[float] = []
-    whole: list[float] = []
-
-    def timed_update() -> Any:
-        current_platform().synchronize()
-        start = time.perf_counter()
-        result = update()
-        current_platform().synchronize()
-        inside.append(time.perf_counter() - start)
-        return result
-
-    trainable.optimizer.step = timed_update
-    for _ in range(repeats + 1):
-        current_platform().synchronize()
-        dist.barrier()
-        start = time.perf_counter()
-        trainable.train_step(batch, range(batch.samples), loss)
-        current_platform().synchronize()
-        whole.append(time.perf_counter() - start)
-    trainable.optimizer.step = update
-    without = [all_ - part for all_, part in zip(whole[1:], inside[1:], strict=True)]
-    return min(without), min(whole[1:])
-
-
 def gradient_seconds(trainable: Trainable, batch: ExperienceBatch, repeats: int) -> float:
-    """Least seconds of forward and backward of a model without optimizer, of which more fits a single GPU."""
-    loss, device = sft_loss(batch), current_platform().device
-    microbatches = trainable.microbatches(batch, range(batch.samples))
-
-    def consume(microbatch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        total, _ = loss(output[0].float(), PackedTokens(microbatch, trainable.mesh, device))
-        return total, torch.ones((), dtype=torch.int, device=device), {}
-
-    def step() -> None:
-        for chunk in trainable.chunks:
-            chunk.zero_grad(set_to_none=True)
-        trainable._run(microbatches, consume, forward_only=False)
-
-    return best_seconds(step, repeats)
+    """Collective: least seconds of forward and backward, which need no optimizer."""
+    loss = sft_loss(batch)
+    return best_seconds(lambda: trainable.gradients(batch, range(batch.samples), loss), repeats)

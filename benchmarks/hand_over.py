@@ -13,9 +13,10 @@ Columns:
     GB/s        bytes of the Hugging Face tensors over the time of the whole, best of several; the first, in which
                 buffers are made, is not among them
     of a copy   GB/s over that of a memory copy of the same bytes, bucket by bucket, in rank 0 of the same run
-    gather      seconds of collectives and of waiting for other ranks; convert: of copies into place; send: of
-                announcing buckets, checksums and answers; load: of the server's loading. On rank 0; they overlap, so
-                that their sum may be more than the whole
+    gather      seconds of collectives and of waiting for other ranks; convert: of copies into place, and of checksums
+                where one rank has all of a bucket; send: of announcing buckets and of answers, and else of checksums;
+                load: of the server's loading, its checksums beside it. On rank 0; they overlap, so that their sum may
+                be more than the whole
     MiB beyond  most memory of a rank beyond what it held before, over all ranks: RSS without a GPU (pages of shared
                 buckets count in every rank), else allocated device memory
 

@@ -12,13 +12,13 @@ import random
 
 from benchmarks.common import (
     SHAPES,
+    gradient_seconds,
     heavy_tailed_lengths,
     one_rank,
     parser,
     publish,
     random_model,
     sample_batch,
-    step_seconds,
 )
 from vapo_megatron.config.model import ActorConfig
 
@@ -39,7 +39,7 @@ def measure(given: argparse.Namespace, lengths: list[int]) -> float:
     """Seconds of forward and backward over samples of these lengths, packed."""
     shape = SHAPES[given.shape]
     model = random_model(shape, ActorConfig(max_tokens_per_microbatch=given.budget), given.dtype)
-    return step_seconds(model, sample_batch(lengths, shape.vocab), given.repeats)[0]
+    return gradient_seconds(model, sample_batch(lengths, shape.vocab), given.repeats)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ GPUs) of the machine can show nothing but the cost of communication.
 
 from typing import Any
 
-from benchmarks.common import SHAPES, over_ranks, parser, publish, random_model, sample_batch, step_seconds
+from benchmarks.common import SHAPES, gradient_seconds, over_ranks, parser, publish, random_model, sample_batch
 from vapo_megatron.config.model import ActorConfig, LayoutConfig
 
 
@@ -32,7 +32,7 @@ def measure(
     budget = max(4 * length // cut.cp, length)
     model = random_model(SHAPES[shape], ActorConfig(layout=cut, max_tokens_per_microbatch=budget), dtype)
     batch = sample_batch([length] * samples, SHAPES[shape].vocab)
-    return {"seconds": step_seconds(model, batch, repeats)[0]}
+    return {"seconds": gradient_seconds(model, batch, repeats)}
 
 
 def main() -> None:

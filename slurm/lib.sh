@@ -9,12 +9,16 @@
 # Signals, and what was found out about them with Slurm 22.05:
 #   - Slurm sends USR1 to this shell alone (--signal=B:USR1@...), early and more than once. A trap runs only while the
 #     shell waits, hence `srun ... & wait`.
-#   - What is then sent to a step reaches *every* process in it, engines and data workers too, and USR1 would kill
-#     those. So tasks are sent URG, which processes ignore unless they ask for it; task.sh turns it into USR1 for its
-#     rank alone.
+#   - What is then sent to a step reaches *every* process in it. Engines and verifiers pass over USR1, what libraries
+#     start may not. So tasks are sent URG, which processes ignore unless they ask for it; task.sh turns it into USR1
+#     for its rank alone.
 #   - A requeue sends TERM to this shell and its children, so it is ignored from then on.
 
 set -uo pipefail
+
+STEP_NAME= # of the step that runs, or ran last
+ASKED=     # 1: to save and stop
+LEFT_OUT=  # 1: this try ends because doctor found a node to leave out
 
 # ── begin ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -36,7 +40,7 @@ begin_job() {
     echo "$(date +%FT%T) $SLURM_JOB_ID restart=$RESTART nodes=$SLURM_JOB_NODELIST from=$(newest_unit)" >>"$RECORD/tries"
     say "$SLURM_JOB_NAME: try $((RESTART + 1)) of job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, from $(newest_unit)"
 
-    MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    MASTER_ADDR=$(job_nodes | head -n 1)
     MASTER_PORT=$(free_port)
     # The trainer saves in time before it. Slurm 22.05 does not set it; a job without a limit has no such time.
     end=$(job_field EndTime)
@@ -54,7 +58,10 @@ check_settings() {
     # An image has its own.
     [[ -z $CONTAINER ]] || VENV=
     [[ -n $SETUP && ! -f $SETUP ]] && refuse "SETUP=$SETUP: no such file; it is sourced on every node"
-    [[ $MAX_TRIES =~ ^[1-9][0-9]*$ ]] || refuse "MAX_TRIES=$MAX_TRIES: expected a number of at least 1"
+    local name
+    for name in MAX_TRIES DOCTOR_WAIT DOCTOR_LIMIT; do # evaluations and conversions have no doctor
+        [[ ${!name-1} =~ ^[1-9][0-9]*$ ]] || refuse "$name=${!name}: expected a number of at least 1"
+    done
 }
 
 refuse() {
@@ -64,7 +71,11 @@ refuse() {
 
 say() { echo "== $(date +%FT%T) $*"; }
 
-job_field() { scontrol show job --oneliner "$JOB" | tr ' ' '\n' | sed -n "s/^$1=//p"; }
+job_field() { # FIELD [JOB]
+    scontrol show job --oneliner "${2:-$JOB}" | tr ' ' '\n' | sed -n "s/^$1=//p"
+}
+
+job_nodes() { scontrol show hostnames "$SLURM_JOB_NODELIST"; } # in the order of SLURM_NODEID
 
 newest_unit() {
     local newest
@@ -74,9 +85,13 @@ newest_unit() {
     echo "${newest:-the_beginning}"
 }
 
-tries_from_here() { # tries of this job in a row that began where the next one would
+tries_from_here() { # tries of this job in a row that began where the next one would, and failed by themselves
     awk -v job="$SLURM_JOB_ID" -v from="from=$(newest_unit)" \
-        '{ tries = ($2 == job && $NF == from) ? tries + 1 : 0 } END { print tries + 0 }' "$RECORD/tries"
+        '$2 != job || $5 != from { tries = 0; next } $6 == "ended=75" { tries++ } END { print tries + 0 }' "$RECORD/tries"
+}
+
+record_end() { # of this try: a code; 75_by_slurm and 75_node_left_out (and none, where Slurm left no time) do not count
+    sed -i "/ $SLURM_JOB_ID restart=$RESTART /s/\$/ ended=$1/" "$RECORD/tries"
 }
 
 give_up() {
@@ -96,22 +111,32 @@ free_port() { # of this node, where rank 0 will listen; below the ports that the
 # ── a step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 run_step() {
-    local name=$1 options=() runs
+    local name=$1 limit=() options=() runs setup
     shift
+    STEP_NAME=$name
     EXITS=$RECORD/exits/$SLURM_JOB_ID.$RESTART.$name
     rm -rf "$EXITS"
     mkdir -p "$EXITS" || exit 2
+    if [[ -n $ASKED ]]; then
+        say "$name is not begun: this job was asked to stop"
+        end_job 75
+    fi
     if [[ $name = doctor ]]; then
         options+=(--ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=0)
+        # Its own deadlines do not exist yet while it starts, from a file system that may be dead.
+        limit=(timeout --kill-after=60 "$DOCTOR_LIMIT")
+        options+=(--wait=$(((DOCTOR_LIMIT + 3) / 4)))
     else
         options+=(--kill-on-bad-exit=1)
     fi
     if [[ -n $CONTAINER ]]; then
         options+=(--container-image="$CONTAINER" --container-workdir="$PWD")
         runs=$(realpath -m "$RUNS")
-        options+=(--container-mounts="$PWD:$PWD,$runs:$runs,$LOCAL_TMP:$LOCAL_TMP${MOUNTS:+,$MOUNTS}")
+        setup=${SETUP:+$(cd "$(dirname "$SETUP")" && pwd)}
+        [[ $setup/ != "$PWD"/* ]] || setup=
+        options+=(--container-mounts="$PWD:$PWD,$runs:$runs,$LOCAL_TMP:$LOCAL_TMP${setup:+,$setup:$setup}${MOUNTS:+,$MOUNTS}")
     fi
-    srun "${options[@]}" bash slurm/task.sh "$EXITS" "$@" &
+    "${limit[@]}" srun "${options[@]}" bash slurm/task.sh "$EXITS" "$@" &
     STEP=$!
     while kill -0 $STEP 2>/dev/null; do wait $STEP; done
     wait $STEP
@@ -122,21 +147,30 @@ run_step() {
 
 verdict() { # of a step, from the code of srun and from what its tasks recorded ("code node time", a file a task)
     # srun tells only the highest code of all tasks, those included that Slurm ended because of the first one.
-    local codes
-    codes=$(cut -d ' ' -f 1 "$EXITS"/* 2>/dev/null | sort -nu | grep -vx 0)
-    if grep -qx 2 <<<"$codes"; then
-        echo 2
-    elif [[ -z $codes ]]; then
-        [[ $1 = 0 ]] && echo 0 || echo 75 # no task failed: a node or a launch did
+    local code node
+    read -r code node < <(first_failure) || :
+    if [[ -z $code ]]; then
+        # Only tasks that lost others failed, or none did: then a node or a launch has.
+        [[ $1 = 0 ]] && echo 0 || echo 75
     elif [[ -n $(died_on) ]]; then
         echo 75
     else
-        grep -vx 75 <<<"$codes" | head -n 1 | grep . || echo 75
+        echo "$code"
     fi
 }
 
-died_on() { # the node of the first task that a signal ended, if there is one
-    sort -n -k 3 "$EXITS"/* 2>/dev/null | awk '$1 >= 128 { print $2; exit }'
+first_failure() { # code and node of the task whose end explains the others', if there is one
+    # 75 says that another task was lost, and so does an abort (134) that is not the first: NCCL's watchdog aborts
+    # ranks whose peers are silent.
+    sort -n -k 3,3 "$EXITS"/* 2>/dev/null | awk '
+        $1 == 0 { next }
+        { failures++ }
+        $1 == 75 || ($1 == 134 && failures > 1) { next }
+        { print $1, $2; exit }'
+}
+
+died_on() { # the node of the first failure, if a signal ended that task or its node was unfit (76)
+    first_failure | awk '$1 >= 128 || $1 == 76 { print $2 }'
 }
 
 clean_nodes() { # what tasks left that were killed before they could clean up themselves
@@ -144,22 +178,48 @@ clean_nodes() { # what tasks left that were killed before they could clean up th
         bash -c 'rm -rf "$LOCAL_TMP/vapo-$SLURM_JOB_ID.$RESTART.$SLURM_NODEID"' || true
 }
 
-check_nodes() { # `doctor` with the arguments of `train`; a node with a fault is left out on the next try
-    local options=() broken=$RECORD/broken_nodes node
+check_nodes() { # `doctor` with the arguments of `train`; nodes with a fault are left out on the next try
+    local options=() broken=$RECORD/broken_nodes node blamed
     [[ $DOCTOR != 0 ]] || return 0
     [[ $DOCTOR != quick ]] || options+=(--quick)
     rm -f "$broken"
-    run_step doctor python3 -m vapo_megatron.cli doctor "$@" --broken-nodes "$broken" "${options[@]}"
+    run_step doctor python3 -m vapo_megatron.cli doctor "$@" --broken-nodes "$broken" --wait "$DOCTOR_WAIT" \
+        --node-names "$(job_nodes | paste -sd ,)" "${options[@]}"
     [[ $STEP_CODE != 0 ]] || return 0
-    # What every node complains about is no node's fault.
-    [[ $STEP_CODE = 1 && -s $broken && $(wc -l <"$broken") -lt $SLURM_JOB_NUM_NODES ]] || end_job "$STEP_CODE"
-    while read -r node; do exclude "$node" "doctor found a fault"; done <"$broken"
+    [[ -z $ENDING ]] || end_job "$STEP_CODE"
+    mapfile -t blamed < <({ cat "$broken" 2>/dev/null; unfit_nodes; silent_nodes; } | sort -u)
+    # What every node has is no node's fault, and what doctor finds in the only one may be the config's.
+    if [[ ${#blamed[@]} -ge $SLURM_JOB_NUM_NODES && ($SLURM_JOB_NUM_NODES -gt 1 || -s $broken) ]]; then
+        say "every node has a fault, so none of them is left out: see LOCAL_TMP, the config and the file systems"
+        [[ -s $broken || -n $(unfit_nodes) ]] && end_job 1 || end_job 75
+    fi
+    [[ ${#blamed[@]} -gt 0 ]] || end_job "$STEP_CODE"
+    for node in "${blamed[@]}"; do
+        # A node that could not be left out last time, or that is the only one, must not be tried for ever.
+        [[ $SLURM_JOB_NUM_NODES = 1 ]] || is_excluded "$node" || LEFT_OUT=1
+        exclude "$node" "doctor found a fault, died or said nothing"
+    done
     end_job 75
+}
+
+unfit_nodes() { # those where doctor could not start or was ended by a signal
+    awk '$1 >= 128 || $1 == 76 { print $2 }' "$EXITS"/* 2>/dev/null
+}
+
+silent_nodes() { # those where doctor did not end by itself
+    local silent
+    mapfile -t silent < <(job_nodes | grep -vxFf <(cut -d ' ' -f 2 "$EXITS"/* 2>/dev/null))
+    [[ ${#silent[@]} -gt 0 ]] || return 0
+    # The first node waits for the others: it is to blame where it alone is silent, or all of them are.
+    [[ ${#silent[@]} = 1 || ${#silent[@]} = "$SLURM_JOB_NUM_NODES" || ${silent[0]} != "$MASTER_ADDR" ]] ||
+        silent=("${silent[@]:1}")
+    printf '%s\n' "${silent[@]}"
 }
 
 # ── signals ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 on_usr1() {
+    ASKED=1 # doctor passes over it: the next step is not begun
     say "USR1: asking the run to save and stop"
     scancel --signal=URG "$JOB"
 }
@@ -176,12 +236,19 @@ on_term() {
 # ── end ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 end_job() {
-    [[ $1 = 75 ]] || exit "$1"
-    local node
-    node=$(died_on)
-    [[ -z $node ]] || exclude "$node" "a task was killed by a signal"
-    # Cancelled, or requeued by Slurm itself (preempted, a node failed).
-    [[ -n $ENDING && $(job_field Reason) != TimeLimit ]] && exit 75
+    local node=
+    if [[ $1 != 75 ]]; then
+        record_end "$1"
+        exit "$1"
+    fi
+    [[ $STEP_NAME = doctor ]] || node=$(died_on)
+    [[ -z $node ]] || exclude "$node" "a task was killed by a signal, or its device or disk failed"
+    if [[ -n $ENDING && $(job_field Reason) != TimeLimit ]]; then
+        # Cancelled, or requeued by Slurm itself (preempted, a node failed).
+        record_end 75_by_slurm
+        exit 75
+    fi
+    record_end "$(how_it_ended)"
     [[ $REQUEUE = 1 ]] || exit 75
     [[ $(tries_from_here) -lt $MAX_TRIES ]] || give_up
     trap '' TERM
@@ -190,22 +257,42 @@ end_job() {
     exit 75
 }
 
+how_it_ended() {
+    if [[ -n $LEFT_OUT ]]; then
+        echo 75_node_left_out
+    elif sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --states=down,fail --format=%N 2>/dev/null | grep -q .; then
+        echo 75_by_slurm
+    else
+        echo 75
+    fi
+}
+
 exclude() { # NODE REASON: left out on the next tries of this run
     say "$1 is left out on the next try: $2 (recorded in $RECORD/excluded_nodes)"
     echo "$1 $(date +%FT%T) job $SLURM_JOB_ID: $2" >>"$RECORD/excluded_nodes"
 }
 
+is_excluded() { cut -d ' ' -f 1 "$RECORD/excluded_nodes" 2>/dev/null | grep -qxF "$1"; }
+
 leave_out_excluded() { # this job, now pending again, and those waiting behind it under the same name
-    local nodes job present
+    local nodes all job present
     nodes=$(cut -d ' ' -f 1 "$RECORD/excluded_nodes" 2>/dev/null | sort -u | paste -sd ,)
     [[ -n $nodes ]] || return 0
+    all=$(with_own_exclusions "$JOB" "$nodes")
     present=$(sinfo --noheader --Node --partition="$SLURM_JOB_PARTITION" --states=idle,alloc,mix,comp --format=%N |
-        sort -u | grep -cvxFf <(tr , '\n' <<<"$nodes"))
+        sort -u | grep -cvxFf <(tr , '\n' <<<"$all"))
     if [[ $present -lt $SLURM_JOB_NUM_NODES ]]; then
-        say "without $nodes only $present nodes would be left, $SLURM_JOB_NUM_NODES are needed: not left out"
+        say "without $all only $present nodes would be left, $SLURM_JOB_NUM_NODES are needed: $nodes not left out"
         return 0
     fi
     for job in "$JOB" $(squeue --noheader --me --name="$SLURM_JOB_NAME" --states=PENDING --format=%i); do
-        scontrol update JobId="$job" ExcNodeList="$nodes"
+        scontrol update JobId="$job" ExcNodeList="$(with_own_exclusions "$job" "$nodes")"
     done
+}
+
+with_own_exclusions() { # JOB NODES: NODES and those that the job leaves out already, by `sbatch --exclude`
+    local own
+    own=$(job_field ExcNodeList "$1" | head -n 1)
+    [[ $own != "(null)" ]] || own=
+    { tr , '\n' <<<"$2"; [[ -z $own ]] || scontrol show hostnames "$own"; } | sort -u | paste -sd ,
 }

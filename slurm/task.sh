@@ -9,18 +9,38 @@ set -uo pipefail
 exits=$1
 shift
 
+record() { # the exit code of this task, its node, and the time in nanoseconds: the first failure decides
+    echo "$1 $SLURMD_NODENAME $(date +%s%N)" >"$exits/.$SLURM_PROCID"
+    mv "$exits/.$SLURM_PROCID" "$exits/$SLURM_PROCID"
+}
+
+leave_scratch() { # the last task of the node takes the folder away
+    rmdir "$scratch/tasks/$SLURM_PROCID" 2>/dev/null
+    rmdir "$scratch/tasks" 2>/dev/null && rm -rf "$scratch"
+}
+
+refuse() { # CODE MESSAGE
+    trap - EXIT
+    echo "task.sh: $2" >&2
+    record "$1"
+    leave_scratch
+    exit "$1"
+}
+
 # ── an environment of its own ──────────────────────────────────────────────────────────────────────────────────────
 
 # One folder a node and try; earlier tries of this job may have left theirs on this node.
 scratch=$LOCAL_TMP/vapo-$SLURM_JOB_ID.$RESTART.$SLURM_NODEID
-for old in "$LOCAL_TMP/vapo-$SLURM_JOB_ID".*."$SLURM_NODEID"; do
-    [[ $old = "$scratch" || ! -O $old ]] || rm -rf "$old"
+for old in "$LOCAL_TMP/vapo-$SLURM_JOB_ID".*; do
+    try=${old#"$LOCAL_TMP/vapo-$SLURM_JOB_ID."}
+    try=${try%%.*}
+    # This node may have had another number in them.
+    [[ ! $try =~ ^[0-9]+$ || $try -ge $RESTART || ! -O $old ]] || rm -rf "$old"
 done
 (umask 077 && mkdir -p "$scratch/tmp" "$scratch/tasks/$SLURM_PROCID")
-[[ -O $scratch && -d $scratch/tmp ]] || {
-    echo "task.sh: $scratch on $SLURMD_NODENAME cannot be made or belongs to somebody else: set LOCAL_TMP" >&2
-    exit 2
-}
+# A disk that is full, broken or not there: 76, as of a broken device, has the node left out.
+[[ -O $scratch && -w $scratch/tmp && -d $scratch/tasks/$SLURM_PROCID ]] ||
+    refuse 76 "$scratch on $SLURMD_NODENAME cannot be made or belongs to somebody else; if so on every node, set LOCAL_TMP"
 export TMPDIR=$scratch/tmp
 export XDG_CACHE_HOME=$scratch/cache
 export TRITON_CACHE_DIR=$scratch/cache/triton
@@ -35,8 +55,18 @@ export HF_HOME=${HF_HOME:-$scratch/cache/huggingface}
 
 # Files that activate or set up an environment need not be written for `set -u`.
 set +u
-[[ -z $SETUP ]] || source "$SETUP"
-[[ -z $VENV ]] || source "$VENV/bin/activate"
+trap : USR1 # a plain `scancel --signal=USR1` reaches the rank by itself, and this shell too
+trap 'trap - EXIT; leave_scratch; exit 143' TERM
+if [[ -n $SETUP ]]; then
+    failed="SETUP=$SETUP on $SLURMD_NODENAME failed: its last command must end with 0"
+    trap 'refuse 2 "$failed"' EXIT # it may call exit
+    source "$SETUP" || refuse 2 "$failed"
+    trap - EXIT
+fi
+if [[ -n $VENV ]]; then
+    # The job's first node has it, or the job would not have begun.
+    source "$VENV/bin/activate" || refuse 76 "VENV=$VENV cannot be used on $SLURMD_NODENAME"
+fi
 set -u
 
 # ── signals ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -80,10 +110,7 @@ rank=$!
 # A task that was killed because another one failed says nothing about its node.
 if [[ -z $ending || $code -lt 128 ]]; then
     [[ $code -lt 128 ]] || echo "task.sh: task $SLURM_PROCID on $SLURMD_NODENAME was ended by signal $((code - 128))" >&2
-    echo "$code $SLURMD_NODENAME $(date +%s%N)" >"$exits/.$SLURM_PROCID"
-    mv "$exits/.$SLURM_PROCID" "$exits/$SLURM_PROCID"
+    record "$code"
 fi
-# The last task of the node takes the folder away.
-rmdir "$scratch/tasks/$SLURM_PROCID" 2>/dev/null
-rmdir "$scratch/tasks" 2>/dev/null && rm -rf "$scratch"
+leave_scratch
 exit "$code"

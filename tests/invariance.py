@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import batches
 import numpy as np
 import torch
 import torch.distributed as dist
-from hf_models import VOCAB, write_model
+from hf_models import write_model
 from ranks import run_ranks
 from torch import Tensor
 
@@ -24,8 +25,7 @@ from vapo_megatron.config.model import (
     OptimizerSettings,
     RecomputeConfig,
 )
-from vapo_megatron.experience.batch import ExperienceBatch, from_samples
-from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore.mesh import Mesh, make_mesh
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.training.losses import NegativeLogLikelihood, PolicyLoss, ValueLoss
@@ -94,17 +94,8 @@ class Split:
 
 def make_batch() -> ExperienceBatch:
     """Seven samples, three of them correct, with the log-probs, values and advantages that a rollout has."""
-    generator = torch.Generator().manual_seed(5)
-    samples = []
-    for group, (p, r) in enumerate(LENGTHS):
-        ids = torch.randint(0, VOCAB, (p + r,), generator=generator).tolist()
-        logprobs = (-torch.rand(r, generator=generator) * 6 - 2).tolist()
-        correct = group % 2 == 1
-        prompt = Prompt(str(group), "", "", tuple(ids[:p]))
-        samples.append(
-            Sample(prompt, group, 0, 0, ids[p:], logprobs, "stop", 0, 0, reward=float(correct), correct=correct)
-        )
-    batch = from_samples(samples)
+    generator = torch.Generator().manual_seed(6)
+    batch = batches.make_batch(LENGTHS, highest=-2.0, spread=6.0)
     bounds, total = batch.response_cu_seqlens, batch.response_tokens
     values = torch.rand(total, generator=generator) * 0.5
     # The reward is on the last token alone: a layout that loses that token loses the reward.

@@ -5,33 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hf_models import VOCAB
 
 from vapo_megatron.config.algorithm import KlConfig, PolicyLossConfig, ValueLossConfig
 from vapo_megatron.config.model import ActorConfig, CriticConfig, ModelConfig, OptimizerSettings
-from vapo_megatron.experience.batch import ExperienceBatch, from_samples
-from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore.mesh import make_mesh
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.training.losses import PolicyLoss, ValueLoss
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.spec import Head, read_spec
-
-LENGTHS = [(3, 1), (5, 9), (1, 30), (7, 2), (2, 17), (4, 4)]  # prompt and response tokens
-
-
-def make_batch(lengths: list[tuple[int, int]] = LENGTHS) -> ExperienceBatch:
-    """Random responses, every second one correct."""
-    generator = torch.Generator().manual_seed(5)
-    samples = []
-    for group, (p, r) in enumerate(lengths):
-        ids = torch.randint(0, VOCAB, (p + r,), generator=generator).tolist()
-        prompt = Prompt(str(group), "", "", tuple(ids[:p]))
-        correct = group % 2 == 1
-        samples.append(
-            Sample(prompt, group, 0, 0, ids[p:], [-4.0] * r, "stop", 0, 0, reward=float(correct), correct=correct)
-        )
-    return from_samples(samples)
 
 
 def policy_loss(

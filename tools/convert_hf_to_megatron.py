@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import torch
 import typer
 
-from vapo_megatron.errors import VapoError
+from vapo_megatron.errors import told_in_one_line
 from vapo_megatron.mcore.parity import comparison
 from vapo_megatron.monitoring.conversion_progress import ConversionProgress
 from vapo_megatron.weights.convert import hf_to_megatron
@@ -44,22 +44,18 @@ def main(
     def compare(folder: Path) -> None:
         remarks.append(comparison(folder, hf))
 
-    try:
-        with ConversionProgress() as progress:
-            made = hf_to_megatron(
-                hf,
-                out,
-                progress,
-                head=head,
-                value_outputs=value_outputs,
-                dtype=getattr(torch, dtype) if dtype else None,
-                shard_bytes=int(shard_gib * 2**30),
-                verify=verify,
-                check=compare if verify else None,
-            )
-    except VapoError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(error.exit_code) from None
+    with told_in_one_line("error"), ConversionProgress() as progress:
+        made = hf_to_megatron(
+            hf,
+            out,
+            progress,
+            head=head,
+            value_outputs=value_outputs,
+            dtype=getattr(torch, dtype) if dtype else None,
+            shard_bytes=int(shard_gib * 2**30),
+            verify=verify,
+            check=compare if verify else None,
+        )
     typer.echo("\n".join((f"{out}: {made.described}", *remarks)))
 
 

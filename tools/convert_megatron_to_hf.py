@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import torch
 import typer
 
-from vapo_megatron.errors import BadInput, VapoError
+from vapo_megatron.errors import BadInput, told_in_one_line
 from vapo_megatron.mcore.parity import comparison
 from vapo_megatron.monitoring.conversion_progress import ConversionProgress
 from vapo_megatron.weights.convert import megatron_to_hf
@@ -48,7 +48,7 @@ def main(
 ) -> None:
     """Write the directory, verified, or nothing: of a policy ...ForCausalLM, of a critic ...ForTokenClassification."""
     remarks: list[str] = []
-    try:
+    with told_in_one_line("error"):
         source = saved_model(checkpoint, model)
 
         def compare(folder: Path) -> None:
@@ -64,9 +64,6 @@ def main(
                 verify=verify,
                 check=compare if verify else None,
             )
-    except VapoError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(error.exit_code) from None
     typer.echo("\n".join((f"{out}: {made.described}", *remarks)))
 
 

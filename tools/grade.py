@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from vapo_megatron.config.explain import explain
 from vapo_megatron.config.reward import RewardConfig
-from vapo_megatron.errors import BadInput, VapoError
+from vapo_megatron.errors import BadInput, told_in_one_line
 from vapo_megatron.experience.jsonl import read_rows, write_rows
 from vapo_megatron.rewards.pool import VerifierPool
 
@@ -56,15 +56,12 @@ def main(
 ) -> None:
     """Grade every row and write them all, or nothing."""
     settings = {"protocol": protocol, "workers": workers, "deadline_seconds": deadline_seconds}
-    try:
+    with told_in_one_line("error"):
         try:
             config = RewardConfig.model_validate(settings)
         except ValidationError as error:
             raise BadInput(explain(error, RewardConfig, settings, "options")) from None
         correct, total = grade_file(cases, out, config)
-    except VapoError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(error.exit_code) from None
     typer.echo(f"{out}: {correct} of {total} correct")
 
 

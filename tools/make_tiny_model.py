@@ -7,7 +7,7 @@ import typer
 from pydantic import ValidationError
 
 from vapo_megatron.config.explain import explain
-from vapo_megatron.errors import BadInput, VapoError
+from vapo_megatron.errors import BadInput, told_in_one_line
 from vapo_megatron.weights.tiny import (
     CHATML_TEMPLATE,
     Family,
@@ -44,7 +44,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
 ) -> None:
     """Write a model directory that transformers, SGLang and this project load."""
-    try:
+    with told_in_one_line("error"):
         tokenizer = (
             tokenizer_from(tokenizer_from_dir)
             if tokenizer_from_dir is not None
@@ -70,9 +70,6 @@ def main(
         except ValidationError as error:
             raise BadInput(explain(error, TinyModel, sizes, "options")) from None
         parameters = save_tiny_model(shape, tokenizer, out)
-    except VapoError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(error.exit_code) from None
     typer.echo(f"{out}: {family}, {parameters:,} parameters, {len(tokenizer):,} tokens")
 
 

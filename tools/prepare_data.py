@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from vapo_megatron.config.reward import RewardConfig
-from vapo_megatron.errors import BadInput, VapoError
+from vapo_megatron.errors import BadInput, told_in_one_line
 from vapo_megatron.preparation.layouts import LAYOUTS
 from vapo_megatron.preparation.prepare import OVERLAP_LIMIT, prepare
 
@@ -63,7 +63,7 @@ def main(
 ) -> None:
     """Prepare, and say what came of it."""
     console = Console(stderr=True)
-    try:
+    with told_in_one_line("error"):
         if prompt is not None and prompt not in PROMPTS:
             raise BadInput(f"--prompt {prompt}: no such prompt; give one of {', '.join(PROMPTS)}")
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -84,9 +84,6 @@ def main(
                 verifier=RewardConfig(workers=workers),
                 progress=progress,
             )
-    except VapoError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(error.exit_code) from None
     for reason, count in outcome.counts().items():
         typer.echo(f"left out: {count} {reason}")
     if prompt is not None:

@@ -1,4 +1,4 @@
-"""The command line: vapo-megatron train | sft | evaluate | compare | report."""
+"""The command line: vapo-megatron train | sft | engine | evaluate | compare | plan | doctor | report."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from vapo_megatron.errors import BadInput, VapoError
+from vapo_megatron.errors import BadInput, told_in_one_line
 
 PRESETS = Path(__file__).parent / "config" / "presets"
 
@@ -55,6 +55,23 @@ def sft(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
     from vapo_megatron.training.sft import sft_rank
 
     launch.launch(settings, partial(sft_rank, settings), preflight.check_sft)
+
+
+@app.command()
+def engine(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="to listen on; 0: a free one")] = 30000,
+    host: Annotated[str, typer.Option(help="address of this machine to listen on")] = "127.0.0.1",
+) -> None:
+    """Serve rollouts of a training config from GPUs that the trainer does not use; see rollout.addresses."""
+    from vapo_megatron.config.load import load_config
+    from vapo_megatron.config.train import TrainConfig
+
+    settings = load_config(TrainConfig, config, overrides or [], PRESETS)
+    from vapo_megatron.training.serve_engine import serve_engine
+
+    serve_engine(settings, host, port)
 
 
 @app.command()
@@ -112,6 +129,7 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="JSON in place of a table")] = False,
     wait: Annotated[float, typer.Option(min=1, help="seconds to wait for other nodes")] = 120,
     broken_nodes: Annotated[Path | None, typer.Option(help="a file to write the names of broken nodes to")] = None,
+    node_names: Annotated[str, typer.Option(help="nodes in the order of their ranks, to name who is absent: a,b")] = "",
 ) -> None:
     """Say whether the machines are fit for a run: one process a node, through srun or torchrun, or by hand for one."""
     from vapo_megatron.config.load import load_config
@@ -120,7 +138,8 @@ def doctor(
     settings = load_config(TrainConfig, config, overrides or [], PRESETS)
     from vapo_megatron.cluster.doctor import command
 
-    command.leave(command.doctor(settings, quick, json, wait, broken_nodes))
+    names = [name for name in node_names.split(",") if name]
+    command.leave(command.doctor(settings, quick, json, wait, broken_nodes, names))
 
 
 @app.command()
@@ -139,10 +158,8 @@ def main() -> None:
         # Libraries' advice to their developers; our own messages do not come as warnings.
         warnings.simplefilter("ignore")
     try:
-        app()
-    except VapoError as error:
-        print(f"vapo-megatron: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        with told_in_one_line("vapo-megatron"):
+            app()
     except KeyboardInterrupt:
         print("vapo-megatron: interrupted", file=sys.stderr)
         sys.exit(130)

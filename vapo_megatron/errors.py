@@ -3,6 +3,10 @@
 Every message is one line: the file or field, the value found, what was expected, what to do.
 """
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class VapoError(Exception):
     """An end that a user is told of in one line, without a stack trace."""
@@ -31,3 +35,13 @@ class TryAgain(VapoError):
     """The run was interrupted by something passing (a lost node, a dead engine). Exit code 75 (EX_TEMPFAIL)."""
 
     exit_code = 75
+
+
+@contextmanager
+def told_in_one_line(prefix: str) -> Iterator[None]:
+    """End the program where a VapoError comes up in here: its line on standard error, and its exit code."""
+    try:
+        yield
+    except VapoError as error:
+        print(f"{prefix}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

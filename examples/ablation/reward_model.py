@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import typer
@@ -53,10 +54,12 @@ def judged_solutions(config: RewardModelConfig) -> ExperienceBatch:
         config.demonstrations, tokenizer.encode_prompt, tokenizer.encode_response, tokenizer.eos_id, 128
     )
     for sample in samples:
-        sample.correct = verdict(answers[sample.prompt.problem], tokenizer.decode(sample.response_ids), "hash").correct
+        sample.correct = verdict(
+            answers[sample.prompt.problem], tokenizer.decode(sample.response_ids.tolist()), "hash"
+        ).correct
         sample.reward = 1.0 if sample.correct else -1.0
-        sample.response_ids.append(tokenizer.pad_id)
-        sample.rollout_logprobs.append(0.0)
+        sample.response_ids = np.append(sample.response_ids, np.int32(tokenizer.pad_id))
+        sample.rollout_logprobs = np.append(sample.rollout_logprobs, np.float32(0.0))
     return from_samples(samples)
 
 

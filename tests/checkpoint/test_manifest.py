@@ -12,6 +12,7 @@ from vapo_megatron.checkpoint.manifest import (
     check_contents,
     check_structure,
     file_facts,
+    needed_files,
     read_manifest,
     write_json,
 )
@@ -44,7 +45,7 @@ def check(unit: Path) -> str | None:
     """Everything that is checked before a unit is loaded."""
     manifest = read_manifest(unit)
     check_structure(unit, manifest)
-    return check_contents(unit, manifest.files)
+    return check_contents(unit, needed_files(unit, manifest))
 
 
 def test_a_whole_unit_passes(tmp_path: Path) -> None:

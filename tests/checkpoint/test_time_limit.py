@@ -1,7 +1,11 @@
 """A run stops while there is still time to save, and never because of time that it does not need."""
 
+import subprocess
+import sys
+import time
+
 from vapo_megatron.checkpoint.time_limit import TimeLimit, earliest_deadline
-from vapo_megatron.cluster.signals import job_end_time
+from vapo_megatron.signals import job_end_time
 
 
 class Clock:
@@ -28,6 +32,26 @@ def test_it_is_short_where_the_longest_stretch_and_the_longest_save_would_not_en
     assert not work(limit, clock, 20)  # 50 left
     limit.left_point()
     assert work(limit, clock, 10)  # 40 left
+
+
+def test_a_long_stretch_is_expected_again_however_long_ago_it_was() -> None:
+    clock = Clock()
+    limit = TimeLimit(deadline=1000 + 200, margin=0, clock=clock)
+    limit.left_point()
+    assert not work(limit, clock, 60)  # with an evaluation, which comes once in many steps
+    for _ in range(16):
+        limit.left_point()
+        assert not work(limit, clock, 5)
+    limit.left_point()
+    assert work(limit, clock, 1)  # 59 left
+
+
+def test_a_limit_counts_from_the_start_of_the_process() -> None:
+    code = "import time; time.sleep(4); from vapo_megatron.checkpoint.time_limit import process_start as p; print(p())"
+    before = time.time()
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    started = float(told.stdout)
+    assert before - 2 < started < time.time() - 2, "the kernel's boot time, from which it counts, is in whole seconds"
 
 
 def test_what_happens_at_a_point_is_no_stretch_of_work() -> None:

@@ -29,6 +29,7 @@ from tiny_runs import (
 )
 
 from vapo_megatron import cli
+from vapo_megatron.checkpoint.lease import Lease
 from vapo_megatron.training import launch
 from vapo_megatron.weights.tiny import CHATML_TEMPLATE, word_tokenizer
 
@@ -116,6 +117,7 @@ def test_the_configs_that_the_cases_spoil_are_good(
         ("train", "algorithm.policy_loss.kind=gspo", ["algorithm.policy_loss", "sequence_mean"]),
         ("train", "actor.layout.sequence_parallel=true actor.layout.tp=1", ["actor.layout", "sequence_parallel"]),
         ("evaluate", "rollout.load_format=dummy", ["rollout.load_format=dummy", "auto"]),
+        ("evaluate", "rollout.addresses=[http://127.0.0.1:9]", ["rollout.addresses", "section server"]),
         ("evaluate", "data.eval=[]", ["data.eval", "at least 1"]),
     ],
 )
@@ -152,6 +154,11 @@ def test_a_config_that_is_not_there(command: Command, capfd: pytest.CaptureFixtu
         (["actor.layout.ep=2"], ["actor.layout.ep=2", "qwen3", "no experts"]),
         (["cluster.ranks=2", "critic.layout.ep=4"], ["critic.layout.ep=4", "2 ranks"]),
         (["rollout.router_replay=true"], ["rollout.router_replay", "qwen3"]),
+        (["rollout.quantization=fp8", "rollout.load_format=dummy"], ["rollout.quantization=fp8", "multiple of 128"]),
+        (
+            ["rollout.addresses=[http://127.0.0.1:9]", "rollout.api_key_variable=VAPO_NO_KEY"],
+            ["rollout.api_key_variable=VAPO_NO_KEY", "no such variable"],
+        ),
         (["evaluation.max_new_tokens=112"], ["evaluation.max_new_tokens=112", "context is 128"]),
         (["rollout.context_length=20"], ["rollout.context_length is 20", "26"]),
         (["rollout.context_length=200"], ["rollout.context_length=200", "128"]),
@@ -366,6 +373,23 @@ def test_what_is_there_already_stays(
     for text in [str(command.run_dir), *named]:
         assert text in error
     assert [entry.name for entry in command.run_dir.iterdir()] == ["thesis.txt"] and thesis.read_text() == "mine"
+
+
+@pytest.mark.parametrize("setting", ["run.overwrite=true", "run.resume=auto"])
+@pytest.mark.parametrize("name", ["train", "sft"])
+def test_a_run_directory_in_which_a_live_run_works(
+    command: Command, capfd: pytest.CaptureFixture[str], name: str, setting: str
+) -> None:
+    (command.run_dir / "checkpoints").mkdir(parents=True)
+    (command.run_dir / "config.yaml").write_text("run: {}\n")
+    with Lease(command.run_dir) as lease:
+        lease.take()
+        code = command.exit_code(name, setting)
+    error = capfd.readouterr().err
+    assert code == 2 and error.count("\n") == 1, error
+    assert str(command.run_dir) in error and f"process {os.getpid()} on" in error and "works in it" in error
+    assert (command.run_dir / "config.yaml").read_text() == "run: {}\n"
+    assert [entry.name for entry in command.run_dir.parent.iterdir()] == ["tiny"]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

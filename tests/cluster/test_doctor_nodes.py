@@ -36,6 +36,10 @@ def config(config_file: Path) -> TrainConfig:
     return load_config(TrainConfig, config_file, [], cli.PRESETS)
 
 
+def names_of(world: int) -> list[str]:
+    return [f"n{rank}" for rank in range(world)]
+
+
 def node(rank: int, world: int, port: int, config_file: Path, out: Path, overrides: list[str], asleep: bool) -> None:
     """One process of doctor, as srun starts it on a node called n<rank>."""
     os.environ |= {"SLURM_NTASKS": str(world), "SLURM_PROCID": str(rank), "SLURM_LOCALID": "0"}
@@ -48,11 +52,20 @@ def node(rank: int, world: int, port: int, config_file: Path, out: Path, overrid
     config = load_config(TrainConfig, config_file, overrides, cli.PRESETS)
     with out.open("w") as file:
         sys.stdout = file
-        code = command.doctor(config, quick=True, as_text=True, wait=WAIT)
+        code = command.doctor(
+            config,
+            quick=True,
+            as_text=True,
+            wait=WAIT,
+            broken_file=out.with_suffix(".broken"),
+            node_names=names_of(world),
+        )
     os._exit(code)
 
 
-def run_nodes(folder: Path, config_file: Path, overrides: list[list[str]], asleep: int | None = None) -> Any:
+def run_nodes(
+    folder: Path, config_file: Path, overrides: list[list[str]], asleep: int | None = None, absent: int | None = None
+) -> Any:
     """What node 0 says of as many nodes as there are overrides; the exit codes must tell the same."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -63,6 +76,7 @@ def run_nodes(folder: Path, config_file: Path, overrides: list[list[str]], aslee
             target=node, args=(rank, len(overrides), port, config_file, folder / str(rank), given, rank == asleep)
         )
         for rank, given in enumerate(overrides)
+        if rank != absent
     ]
     for process in processes:
         process.start()
@@ -109,6 +123,14 @@ def test_the_node_that_hangs_or_sees_other_files_is_named(tmp_path: Path, config
     (different,) = lines_of(said, "n1", "alike")
     assert different["status"] == "fault" and "files" in different["found"]
     assert [line["status"] for line in lines_of(said, "n2", "model")] == ["ok"], "later checks go on"
+
+
+def test_a_node_that_does_not_come_is_named(tmp_path: Path, config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "WAIT", 15.0)
+    said = run_nodes(tmp_path, config_file, [[], [], []], absent=1)
+    assert said["broken_nodes"] == ["n1"] and (tmp_path / "0.broken").read_text() == "n1\n"
+    (line,) = lines_of(said, "n1", "ranks")
+    assert line["status"] == "fault" and "rank 1" in line["found"]
 
 
 def test_alone_with_an_engine_and_bandwidth(config: TrainConfig) -> None:

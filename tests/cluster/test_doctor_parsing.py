@@ -24,6 +24,7 @@ LINKS = "".join(
     for gpu in range(8)
 )
 H100 = HardwareConfig()
+SXM = dict.fromkeys(range(8), "NVIDIA H100 80GB HBM3")
 
 
 def statuses(lines: list[Line]) -> list[str]:
@@ -35,7 +36,7 @@ def test_healthy_gpus() -> None:
     assert len(gpus) == 8 and gpus[3].index == 3 and gpus[3].driver == "580.95.05" and gpus[3].ecc is True
     assert statuses(nvidia.judge_gpus(gpus, H100)) == ["ok"]
     assert statuses(nvidia.judge_ecc(gpus)) == ["ok"]
-    assert statuses(nvidia.judge_links(nvidia.parse_links(LINKS), H100)) == ["ok"]
+    assert statuses(nvidia.judge_links(nvidia.parse_links(LINKS), SXM, H100)) == ["ok"]
 
 
 @pytest.mark.parametrize(
@@ -82,8 +83,15 @@ def test_what_nvidia_smi_never_said_is_not_guessed_at(text: str) -> None:
     ],
 )
 def test_a_link_that_is_down(old: str, new: str) -> None:
-    lines = nvidia.judge_links(nvidia.parse_links(LINKS.replace(old, new, 1)), H100)
+    lines = nvidia.judge_links(nvidia.parse_links(LINKS.replace(old, new, 1)), SXM, H100)
     assert statuses(lines) == ["fault"] and "GPUs 0" in lines[0].found
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H800", "NVIDIA A100-SXM4-80GB"])
+def test_what_has_other_links_than_the_module_is_no_fault(name: str) -> None:
+    bridged = {gpu: rates[:12] for gpu, rates in nvidia.parse_links(LINKS).items()}
+    lines = nvidia.judge_links(bridged, dict.fromkeys(bridged, name), H100)
+    assert statuses(lines) == ["warning"] and name in lines[0].found
 
 
 def test_a_tool_that_is_absent_fails_or_hangs_is_named() -> None:
@@ -121,16 +129,18 @@ def test_network_adapters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "locked", "shared", "gpus", "nodes", "expected"),
+    ("files", "locked", "shared", "gpus", "nodes", "rdma", "expected"),
     [
-        (1 << 20, resource.RLIM_INFINITY, 64 << 30, True, 2, ["ok"]),
-        (resource.RLIM_INFINITY, 1 << 16, 64 << 30, False, 1, ["ok"]),
-        (4096, resource.RLIM_INFINITY, 64 << 30, True, 2, ["warning"]),
-        (512, 1 << 16, 64 << 20, True, 2, ["fault", "fault", "fault"]),
+        (1 << 20, resource.RLIM_INFINITY, 64 << 30, True, 2, True, ["ok"]),
+        (resource.RLIM_INFINITY, 1 << 16, 64 << 30, False, 1, False, ["ok"]),
+        (4096, resource.RLIM_INFINITY, 64 << 30, True, 2, True, ["warning"]),
+        (512, 1 << 16, 64 << 20, True, 2, True, ["fault", "fault", "fault"]),
+        (1 << 20, 1 << 16, 64 << 30, True, 2, False, ["warning"]),  # TCP locks nothing
+        (1 << 20, 64 << 30, 64 << 30, True, 2, True, ["warning"]),
     ],
 )
-def test_limits(files: int, locked: int, shared: int, gpus: bool, nodes: int, expected: list[str]) -> None:
-    assert statuses(judge_limits(files, locked, shared, gpus, nodes)) == expected
+def test_limits(files: int, locked: int, shared: int, gpus: bool, nodes: int, rdma: bool, expected: list[str]) -> None:
+    assert statuses(judge_limits(files, locked, shared, gpus, nodes, rdma)) == expected
 
 
 @pytest.mark.parametrize(
@@ -160,8 +170,21 @@ def test_versions_of_this_environment_are_supported() -> None:
     assert statuses(check_versions(False, None, None)) == ["ok"]
     names = {row.package for row in MATRIX}
     assert {"torch", "megatron-core", "sglang", "transformers", "transformer-engine"} <= names
-    on_gpus = check_versions(True, "550.54.15", "13.0")
-    assert any(line.status == "fault" and "driver 550" in line.found for line in on_gpus)
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "usable", "expected"),
+    [
+        ("550.54.15", "13.0", False, ["fault"]),
+        ("550.54.15", "13.0", True, ["warning"]),  # by the package cuda-compat
+        ("535.183.06", "12.8", False, ["warning"]),
+        ("470.57.02", "12.8", False, ["fault"]),
+        ("580.95.05", "13.0", True, []),
+    ],
+)
+def test_a_driver_older_than_the_build(driver: str, cuda: str, usable: bool, expected: list[str]) -> None:
+    lines = [line for line in check_versions(True, driver, cuda, usable) if line.found.startswith("driver ")]
+    assert statuses(lines) == expected and all(driver in line.found for line in lines)
 
 
 def test_reports_survive_the_way_and_name_broken_nodes() -> None:

@@ -13,6 +13,7 @@ from vapo_megatron.cluster.plan.plan import Plan, make_plan
 from vapo_megatron.cluster.plan.search import largest_budget, propose
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.errors import BadInput
 
 SMALL, LARGE = "qwen2.5-math-1.5b.derived.json", "qwen2.5-32b.json"
 MIXTURE = "qwen3-30b-a3b.third-party-unsloth.json"
@@ -34,6 +35,14 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_dir(tmp_path_factory.mktemp("large"), LARGE)
+
+
+def test_engines_on_gpus_of_their_own_are_not_planned(small: Path) -> None:
+    config = planned_config(small, "rollout.addresses=[http://10.0.0.7:30000]")
+    with pytest.raises(
+        BadInput, match=r"rollout\.addresses: a plan knows engines that share the GPUs of the run alone"
+    ):
+        make_plan(config, 8)
 
 
 def with_budget(config: TrainConfig, name: str, budget: int) -> TrainConfig:

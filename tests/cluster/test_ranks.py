@@ -1,18 +1,34 @@
 """Ranks start where they are told to, and the first that fails ends all of them with its own words."""
 
+import multiprocessing
 import os
+import re
 import signal
+import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any, NoReturn
 
 import psutil
 import pytest
 import ranks  # noqa: F401  (imports what ranks need before they are forked)
+import torch
 import torch.distributed as dist
 
-from vapo_megatron.cluster.ranks import place_from_environment, start_ranks
-from vapo_megatron.errors import BadInput, RunFailed
+from vapo_megatron.cluster.ranks import (
+    DEVICE_FAULT,
+    RankPlace,
+    node_name,
+    place_from_environment,
+    run_as_foreign_rank,
+    start_ranks,
+)
+from vapo_megatron.config.model import LayoutConfig
+from vapo_megatron.errors import BadInput, RunFailed, TryAgain, VapoError
+from vapo_megatron.mcore.mesh import make_mesh
+from vapo_megatron.monitoring.timers import PhaseTimer
 
 
 def write_rank(folder: Path) -> None:
@@ -39,6 +55,18 @@ def test_every_rank_runs_once_in_one_world(tmp_path: Path) -> None:
     assert sorted(found) == [0, 1, 2]
     assert {size for _, size in found.values()} == {"3"}
     assert len({pid for pid, _ in found.values()}) == 3
+
+
+def write_timeouts(folder: Path) -> None:
+    mesh = make_mesh(LayoutConfig(tp=2))
+    groups = [group for group in vars(mesh.pg).values() if isinstance(group, dist.ProcessGroup)]
+    waits = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+    (folder / str(dist.get_rank())).write_text(" ".join(str(wait.total_seconds()) for wait in waits))
+
+
+def test_every_group_waits_as_long_as_the_config_says(tmp_path: Path) -> None:
+    start_ranks(2, partial(write_timeouts, tmp_path), 7)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["420.0", "420.0"]
 
 
 @pytest.mark.parametrize(
@@ -69,3 +97,132 @@ def test_a_world_that_somebody_else_started_is_joined() -> None:
     place = place_from_environment(slurm | {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"})
     assert place is not None
     assert (place.rank, place.world_size, place.local_rank, place.init_method) == (9, 16, 1, "tcp://node1:29500")
+
+
+def cuda_error(code: int, text: str) -> torch.AcceleratorError:
+    """As torch raises it: it hangs the number onto the error."""
+    error = torch.AcceleratorError(f"CUDA error: {text}\nCUDA kernel errors might be asynchronously reported")
+    error.error_code = code  # type: ignore[attr-defined]
+    return error
+
+
+def lack_memory() -> None:
+    with PhaseTimer()("step"), PhaseTimer()("update_policy"):
+        torch.empty(1 << 50, dtype=torch.uint8)
+
+
+def lack_device_memory() -> None:
+    raise torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 3 has a total capacity of 79.11 GiB of which 1.19 GiB is "
+        "free. Including non-PyTorch memory, this process has 77.91 GiB memory in use."
+    )
+
+
+def raise_it(error: Exception) -> None:
+    raise error
+
+
+ECC = cuda_error(214, "uncorrectable ECC error encountered")
+NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3690, {}, NCCL version 2.27.7\nLast error:\n{}"
+ENDS: dict[str, tuple[Callable[[], None], type[VapoError] | None, int, tuple[str, ...]]] = {
+    # What rank 1 does; how the run ends (None: with a stack trace); exit code of the rank; what is told of it.
+    "memory": (
+        lack_memory,
+        RunFailed,
+        1,
+        ("in the phase update_policy", "1048576.00 GiB", "max_tokens_per_microbatch"),
+    ),
+    "device memory": (lack_device_memory, RunFailed, 1, ("2.50 GiB", "1.19 GiB of 79.11 GiB were free", "plan CONFIG")),
+    "ecc": (partial(raise_it, ECC), TryAgain, DEVICE_FAULT, ("the device failed", "ECC", "doctor")),
+    "nccl ecc": (
+        partial(
+            raise_it,
+            dist.DistBackendError(NCCL.format("unhandled cuda error", "Cuda failure 214 'uncorrectable ECC error'")),
+        ),
+        TryAgain,
+        DEVICE_FAULT,
+        ("the device failed",),
+    ),
+    "kernel": (partial(raise_it, cuda_error(700, "an illegal memory access")), TryAgain, 75, ("illegal memory",)),
+    "assertion": (partial(raise_it, cuda_error(710, "device-side assert triggered")), None, 1, ("Traceback",)),
+    "nccl": (
+        partial(raise_it, dist.DistBackendError(NCCL.format("remote process exited", "socketPollConnect failed"))),
+        TryAgain,
+        75,
+        ("lost another",),
+    ),
+    "nccl misuse": (
+        partial(raise_it, dist.DistBackendError(NCCL.format("ncclInvalidUsage", "Duplicate GPU detected"))),
+        None,
+        1,
+        ("Traceback", "Duplicate GPU"),
+    ),
+    "store": (partial(raise_it, dist.DistStoreError("wait timeout after 1000ms")), TryAgain, 75, ("lost another",)),
+    "network": (partial(raise_it, dist.DistNetworkError("failed to recv")), TryAgain, 75, ("lost another",)),
+    "mistake": (partial(raise_it, KeyError("no such field")), None, 1, ("Traceback", "no such field")),
+}
+
+
+def end_on_one(end: Callable[[], None]) -> None:
+    """Rank 1 ends so; the other one, once it was ended too, waits for it in a collective."""
+    if dist.get_rank() == 1:
+        end()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_what_an_error_means_where_the_ranks_were_started_here(name: str) -> None:
+    end, kind, _, told = ENDS[name]
+    with pytest.raises(kind or RunFailed) as ended:
+        start_ranks(2, partial(end_on_one, end), 1)
+    said = str(ended.value)
+    assert all(words in said for words in told), said
+    if kind is not None:
+        teller = "[01]" if "lost another" in told[0] else "1"  # rank 0 then loses rank 1
+        assert "\n" not in said and re.match(rf"rank {teller} on {node_name()} \(CPU\): ", said)
+
+
+@pytest.mark.parametrize("name", ["device memory", "ecc", "assertion", "nccl"])
+def test_what_an_error_means_where_somebody_else_started_the_ranks(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "node7")
+    end, kind, code, told = ENDS[name]
+    codes, output = foreign_ranks(tmp_path, partial(end_on_one, end))
+    assert codes[1] == code
+    assert codes[0] == 75 and "rank 0 on node7 (CPU): lost another rank" in output[0], "it lost rank 1"
+    assert all(words in output[1] for words in told), output[1]
+    if kind is not None:
+        assert re.fullmatch(r"vapo-megatron: rank 1 on node7 \(CPU\): [^\n]*\n", output[1])
+
+
+def test_a_rank_that_loses_one_that_was_killed_asks_to_be_started_again(tmp_path: Path) -> None:
+    codes, output = foreign_ranks(tmp_path, partial(end_on_one, kill_myself))
+    assert codes == [75, -signal.SIGKILL]
+    assert "lost another rank" in output[0]
+
+
+def kill_myself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def foreign_ranks(folder: Path, body: Callable[[], None]) -> tuple[list[Any], list[str]]:
+    """Exit codes and what is said on standard error of two ranks that nobody watches."""
+    context = multiprocessing.get_context("fork")
+    started = [context.Process(target=foreign_rank, args=(folder, rank, body)) for rank in range(2)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(60)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    return [process.exitcode for process in started], [(folder / f"said{rank}").read_text() for rank in range(2)]
+
+
+def foreign_rank(folder: Path, rank: int, body: Callable[[], None]) -> NoReturn:
+    said = os.open(folder / f"said{rank}", os.O_CREAT | os.O_WRONLY)
+    os.dup2(said, 2)
+    sys.stderr = os.fdopen(2, "w")
+    run_as_foreign_rank(RankPlace(rank, 2, rank, f"file://{folder / 'store'}"), body, 1)
+    os._exit(0)

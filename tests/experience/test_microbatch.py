@@ -7,7 +7,7 @@ import torch
 
 from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.balance import Cost, plan_microbatches
-from vapo_megatron.experience.batch import ExperienceBatch, concatenate, from_samples
+from vapo_megatron.experience.batch import ExperienceBatch, from_samples
 from vapo_megatron.experience.microbatch import pack, padded_lengths
 from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.experience.zigzag import local_positions, natural_order
@@ -118,13 +118,3 @@ def test_ranks_get_nearly_equal_work() -> None:
 def test_a_sample_above_the_budget_is_refused_with_what_to_raise() -> None:
     with pytest.raises(BadInput, match=r"max_tokens_per_microbatch=16 is below the 39 tokens"):
         plan_microbatches([0, 1], [5, 40], dp_size=1, max_tokens=16, cost=COST)
-
-
-def test_concatenated_batches_keep_their_samples_and_keep_groups_apart() -> None:
-    first, second = some_batch(1, 4), some_batch(2, 5)
-    both = concatenate([first, second])
-    assert both.samples == 9
-    assert torch.equal(both.tokens, torch.cat((first.tokens, second.tokens)))
-    assert set(both.group_ids[:4].tolist()).isdisjoint(both.group_ids[4:].tolist())
-    again = both.tokens[both.cu_seqlens[4] : both.cu_seqlens[5]]
-    assert torch.equal(again, second.tokens[: second.cu_seqlens[1]])

@@ -8,27 +8,30 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from vapo_megatron.experience.batch import ExperienceBatch, concatenate, from_samples
+from vapo_megatron.experience.batch import ExperienceBatch, from_samples
 from vapo_megatron.experience.microbatch import pack
 from vapo_megatron.experience.sample import Prompt, Sample
-from vapo_megatron.training.broadcast import broadcast_batch
+from vapo_megatron.training import broadcast
 
 LENGTHS = [(2, 3), (1, 1), (4, 2)]  # prompt and response tokens
 
 
-def make_batch(told: bool = True, largest: int = 7) -> ExperienceBatch:
-    """Every row of experts holds the token that it is of, in all four places, and `largest` once."""
+def make_samples(told: bool = True, dtype: torch.dtype = torch.uint8) -> list[Sample]:
+    """Every row of experts holds the token that it is of, in all four places."""
     samples, token = [], 10
     for group, (prompt, response) in enumerate(LENGTHS):
         ids = list(range(token, token + prompt + response))
         token += prompt + response
-        rows = torch.tensor(ids[:-1], dtype=torch.int16)[:, None].repeat(1, 4)
-        rows[0, 0] = largest
+        rows = torch.tensor(ids[:-1], dtype=dtype)[:, None].repeat(1, 4)
         head = Prompt(str(group), "", "", tuple(ids[:prompt]))
         sample = Sample(head, group, 0, 0, ids[prompt:], [-1.0] * response, "stop", 0, 0, reward=1.0)
         sample.routed_experts = rows if told else None
         samples.append(sample)
-    return from_samples(samples)
+    return samples
+
+
+def make_batch(told: bool = True) -> ExperienceBatch:
+    return from_samples(make_samples(told))
 
 
 def last_column(batch: ExperienceBatch, samples: list[int]) -> list[int]:
@@ -37,23 +40,20 @@ def last_column(batch: ExperienceBatch, samples: list[int]) -> list[int]:
     return [int(token) for s in samples for token in batch.tokens[bounds[s] : bounds[s + 1] - 1]]
 
 
-@pytest.mark.parametrize(("largest", "dtype"), [(7, torch.uint8), (255, torch.uint8), (300, torch.int16)])
-def test_rows_follow_the_tokens_in_the_smallest_type(largest: int, dtype: torch.dtype) -> None:
-    batch = make_batch(largest=largest)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+def test_rows_follow_the_tokens_in_their_type_and_are_not_held_twice(dtype: torch.dtype) -> None:
+    samples = make_samples(dtype=dtype)
+    batch = from_samples(samples)
     assert batch.routed_experts is not None and batch.routed_experts.dtype == dtype
     assert batch.routed_experts[:, -1].tolist() == last_column(batch, [0, 1, 2])
-    assert batch.routed_experts[0, 0] == largest
+    assert all(sample.routed_experts is None for sample in samples)
 
 
-def test_selected_and_joined_batches_keep_them() -> None:
+def test_a_selected_batch_keeps_them() -> None:
     batch = make_batch()
     chosen = batch.select([2, 0])
     assert chosen.routed_experts is not None
     assert chosen.routed_experts[:, -1].tolist() == last_column(batch, [2, 0])
-    joined = concatenate([batch, chosen])
-    assert joined.routed_experts is not None
-    assert joined.routed_experts[:, -1].tolist() == last_column(batch, [0, 1, 2, 2, 0])
-    assert concatenate([batch, make_batch(told=False)]).routed_experts is None
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])
@@ -72,15 +72,27 @@ def test_without_experts_nothing_is_carried() -> None:
     batch = make_batch(told=False)
     assert batch.routed_experts is None
     assert pack(batch, [0], 1, 1, 1, 0).experts is None
+    assert pack(make_batch(), [0], 1, 1, 1, 0, with_experts=False).experts is None
+
+
+def test_a_batch_with_experts_for_some_samples_alone_has_none() -> None:
+    samples = make_samples()
+    samples[1].routed_experts = None
+    assert from_samples(samples).routed_experts is None
 
 
 def received(told: bool) -> Any:
-    batch = broadcast_batch(make_batch(told) if dist.get_rank() == 0 else None)
-    return None if batch.routed_experts is None else batch.routed_experts.numpy()
+    """What every rank has of rank 0's batch, which is sent in slices of seven bytes."""
+    broadcast._SLICE_BYTES = 7
+    batch = broadcast.broadcast_batch(make_batch(told) if dist.get_rank() == 0 else None)
+    return {name: tensor.numpy() for name, tensor in batch.tensors().items()}
 
 
-def test_every_rank_gets_them() -> None:
-    expected = make_batch().routed_experts
-    assert expected is not None
-    assert all(np.array_equal(rows, expected.numpy()) for rows in run_ranks(2, received, True))
-    assert run_ranks(2, received, False) == [None, None]
+@pytest.mark.parametrize("told", [True, False])
+def test_every_rank_gets_the_batch_with_them(told: bool) -> None:
+    expected = make_batch(told).tensors()
+    assert ("routed_experts" in expected) is told
+    for found in run_ranks(2, received, told):
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert np.array_equal(found[name], tensor.numpy()) and found[name].dtype == tensor.numpy().dtype

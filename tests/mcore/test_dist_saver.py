@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from batches import make_batch
 from hf_models import write_model
 from ranks import run_ranks
-from test_train_step import OPTIMIZER, make_batch, policy_loss, token_tensors
+from test_train_step import OPTIMIZER, ROLLOUT, policy_loss, token_tensors
 
 from vapo_megatron.config.algorithm import ValueLossConfig
 from vapo_megatron.config.model import ActorConfig, CriticConfig, LayoutConfig, ModelConfig
+from vapo_megatron.errors import BadInput
 from vapo_megatron.mcore.dist_saver import load_training_state, plan_save
 from vapo_megatron.mcore.mesh import make_mesh
 from vapo_megatron.mcore.trainable import Trainable
@@ -22,8 +24,17 @@ Steps = tuple[list[tuple[float, float]], float]
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("qwen3"), "qwen3", tie_word_embeddings=True)
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "qwen3": write_model(folder / "qwen3", "qwen3", tie_word_embeddings=True),
+        "qwen3_moe": write_model(folder / "qwen3_moe", "qwen3_moe"),
+    }
+
+
+@pytest.fixture
+def model_dir(models: dict[str, Path]) -> Path:
+    return models["qwen3"]
 
 
 def build(model_dir: Path, layout: LayoutConfig, head: str, dtype: str, load: bool, **optimizer: Any) -> Trainable:
@@ -44,7 +55,7 @@ def build(model_dir: Path, layout: LayoutConfig, head: str, dtype: str, load: bo
 
 def train(trainable: Trainable, steps: int) -> Steps:
     """(gradient norm, learning rate) of each step, and the sum of squares of the outputs after the last."""
-    batch, found = make_batch(), []
+    batch, found = make_batch(**ROLLOUT), []
     tensors = token_tensors(batch)
     value = ValueLoss(ValueLossConfig(), tensors["targets"], tensors["targets"], tensors["weights"])
     for _ in range(steps):
@@ -80,26 +91,30 @@ def resume(model_dir: Path, layout: LayoutConfig, head: str, dtype: str, folder:
 
 
 CASES = [
-    # Head, dtype, updates before the save, the layout that saves, layouts that go on.
-    ("lm", "float32", 2, (2, {"tp": 2}), [(2, {"tp": 2}), (2, {}), (1, {})]),
+    # Family, head, dtype, updates before the save, the layout that saves, layouts that go on.
+    ("qwen3", "lm", "float32", 2, (2, {"tp": 2}), [(2, {"tp": 2}), (2, {}), (1, {})]),
     # Tied embeddings on a pipeline have gradient buckets of their own, with padding before and after.
-    ("lm", "float32", 2, (4, {"pp": 2, "vpp": 2}), [(4, {"pp": 2, "vpp": 2}), (2, {"tp": 2})]),
-    ("value", "float32", 0, (2, {"pp": 2}), [(2, {"pp": 2}), (2, {"tp": 2, "sequence_parallel": True})]),
-    ("value", "bfloat16", 1, (2, {"cp": 2}), [(2, {"cp": 2})]),
+    ("qwen3", "lm", "float32", 2, (4, {"pp": 2, "vpp": 2}), [(4, {"pp": 2, "vpp": 2}), (2, {"tp": 2})]),
+    ("qwen3", "value", "float32", 0, (2, {"pp": 2}), [(2, {"pp": 2}), (2, {"tp": 2, "sequence_parallel": True})]),
+    ("qwen3", "value", "bfloat16", 1, (2, {"cp": 2}), [(2, {"cp": 2})]),
+    ("qwen3_moe", "lm", "float32", 2, (2, {"ep": 2}), [(2, {"ep": 2}), (2, {"tp": 2, "sequence_parallel": True})]),
+    # Experts are shared by other ranks than the rest: their optimizer is cut over a group of its own.
+    ("qwen3_moe", "lm", "float32", 2, (4, {"tp": 2, "ep": 2, "sequence_parallel": True}), [(2, {"pp": 2})]),
 ]
 
 
-@pytest.mark.parametrize("head,dtype,before,saving,going_on", CASES)
+@pytest.mark.parametrize("family,head,dtype,before,saving,going_on", CASES)
 def test_training_goes_on_as_if_nothing_had_happened(
-    model_dir: Path,
+    models: dict[str, Path],
     tmp_path: Path,
+    family: str,
     head: str,
     dtype: str,
     before: int,
     saving: tuple[int, dict[str, Any]],
     going_on: list[tuple[int, dict[str, Any]]],
 ) -> None:
-    folder = tmp_path / "saved"
+    model_dir, folder = models[family], tmp_path / "saved"
     world, layout = saving
     expected = run_ranks(world, save, model_dir, LayoutConfig(**layout), head, dtype, folder, before)[0]
     for count, other in going_on:
@@ -111,6 +126,43 @@ def test_training_goes_on_as_if_nothing_had_happened(
         for (norm, rate), (expected_norm, expected_rate) in zip(found[0], expected[0], strict=True):
             assert norm == pytest.approx(expected_norm, rel=1e-4)
             assert rate == expected_rate
+
+
+def planned_bytes(model_dir: Path, layout: LayoutConfig, folder: Path) -> tuple[int, int]:
+    """Host memory that a rank's copy keeps alive, and what the largest parameter's states take."""
+    trainable = build(model_dir, layout, "lm", "float32", load=True)
+    plan = plan_save(trainable, folder)
+    tensors = [tensor for _, _, (_, found) in plan.writer.write_buckets or () for _, tensor in found]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    largest = max(parameter.numel() for chunk in trainable.chunks for parameter in chunk.parameters())
+    return sum(storages.values()), 16 * largest
+
+
+def test_no_rank_holds_more_of_the_copy_than_its_share(model_dir: Path, tmp_path: Path) -> None:
+    ((whole, largest),) = run_ranks(1, planned_bytes, model_dir, LayoutConfig(), tmp_path)
+    parts = [held for held, _ in run_ranks(4, planned_bytes, model_dir, LayoutConfig(), tmp_path)]
+    assert sum(parts) == pytest.approx(whole, rel=0.05)
+    assert max(parts) <= whole / 4 + largest
+
+
+def load_refused(model_dir: Path, layout: LayoutConfig, folder: Path) -> str:
+    trainable = build(model_dir, layout, "lm", "float32", load=False)
+    with pytest.raises(BadInput) as refused:
+        load_training_state(trainable, folder)
+    return str(refused.value)
+
+
+def test_a_checkpoint_that_cannot_be_read_is_refused_in_one_line(model_dir: Path, tmp_path: Path) -> None:
+    """torch tells all ranks of what one of them met, by an error that is no Exception."""
+    folder, layout = tmp_path / "saved", LayoutConfig()
+    run_ranks(1, save, model_dir, layout, "lm", "float32", folder, 0)
+    first = sorted(folder.glob("*.distcp"))[0]
+    first.write_bytes(first.read_bytes()[:1000])
+    (told,) = run_ranks(1, load_refused, model_dir, layout, folder)
+    assert told.startswith(f"{folder}: does not fit this model, or is damaged (") and "\n" not in told
+    other = write_model(tmp_path / "narrow", "qwen3", hidden_size=16)
+    (told,) = run_ranks(1, load_refused, other, layout, folder)
+    assert "shape" in told and "\n" not in told
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

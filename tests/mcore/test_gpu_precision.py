@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from batches import make_batch
 from hf_models import write_model
-from trainables import loss_of, make_batch, make_trainable
+from trainables import loss_of, make_trainable
 
 from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.mcore.platform import current_platform

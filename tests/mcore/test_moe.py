@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from batches import LENGTHS, make_batch
 from hf_models import EXPERTS, SIZES, read_tensors, write_model
 from pydantic import ValidationError
 from ranks import run_ranks
 from test_family_gradients import megatron as megatron_gradients
 from test_family_gradients import sequences
-from test_train_step import LENGTHS, OPTIMIZER, make_batch, reference, train
+from test_train_step import OPTIMIZER, ROLLOUT, reference, train
 
 from vapo_megatron.config.model import ActorConfig, CriticConfig, LayoutConfig, ModelConfig, RecomputeConfig
 from vapo_megatron.errors import BadInput
@@ -141,7 +142,7 @@ def test_replayed_experts_take_the_place_of_the_routers_choice(
 def own_experts(model_dir: Path) -> np.ndarray:
     """What the routers of transformers choose for every position of the batch."""
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    batch, rows = make_batch(), []
+    batch, rows = make_batch(**ROLLOUT), []
     chosen: list[torch.Tensor] = []
     for layer in model.model.layers:
         layer.mlp.gate.register_forward_hook(lambda _, __, output: chosen.append(output[2]))
@@ -156,7 +157,7 @@ def own_experts(model_dir: Path) -> np.ndarray:
 
 def scored(model_dir: Path, routed_experts: np.ndarray, head: str) -> tuple[np.ndarray, np.ndarray]:
     """Outputs for the batch without and with the experts told."""
-    batch = make_batch()
+    batch = make_batch(**ROLLOUT)
     section = ActorConfig() if head == "lm" else CriticConfig()
     spec, mesh, model = read_spec(model_dir), make_mesh(LayoutConfig()), ModelConfig(path="", dtype="float32")
     trainable = Trainable(spec, model, section, mesh, head, name="actor", seed=1)  # type: ignore[arg-type]

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from batches import make_batch
 from hf_models import write_model
 from ranks import run_ranks
-from trainables import loss_of, make_batch, make_trainable, weights_digest
+from trainables import loss_of, make_trainable, weights_digest
 
 from vapo_megatron.config.model import LayoutConfig
 

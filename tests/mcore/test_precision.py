@@ -9,13 +9,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from batches import make_batch
 from hf_models import write_model
 from megatron.core.fp8_utils import is_first_last_bf16_layer
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.transformer_config import TransformerConfig
 from pydantic import ValidationError
 from ranks import run_ranks
-from trainables import loss_of, make_batch, make_trainable
+from trainables import loss_of, make_trainable
 
 from vapo_megatron.config.model import (
     ActorConfig,
@@ -91,6 +92,21 @@ BARE = Chip("cuda", "nccl", "spawn", has_te=False)
         (BARE, {"recompute": {"granularity": "selective", "modules": ["layernorm"]}}, {}, "needs Transformer Engine"),
         (H100, {"recompute": {"granularity": "selective", "modules": ["mlp", "moe"]}}, {}, "has no experts"),
         (H100, {"recompute": {"granularity": "full", "layers": 5}}, {}, "recompute.layers=5"),
+        (H100, {"recompute": {"granularity": "full", "layers": 3}}, {}, "recompute.layers=3 does not divide the 4"),
+        (
+            H100,
+            {"recompute": {"granularity": "full", "layers": 2}, "layout": {"pp": 2, "vpp": 2}},
+            {},
+            "recompute.layers=2 is above the 1 layers",
+        ),
+        (
+            H100,
+            {"recompute": {"granularity": "selective", "modules": ["layernorm"]}, "precision": {"fp8": "delayed"}},
+            {},
+            "modules=layernorm with actor.precision.fp8=delayed",
+        ),
+        (H100, {"layout": {"cp": 2}}, {"attention_kernel": "unfused"}, "unfused with actor.layout.cp=2"),
+        (H100, {}, {"dtype": "float32"}, "set model.attention=sdpa, or bfloat16"),
         (BARE, {}, {"attention_kernel": "flash"}, "model.attention_kernel=flash"),
     ],
 )

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from batches import make_batch
 from hf_models import write_model
 from ranks import run_ranks
-from trainables import loss_of, make_batch, make_trainable, weights_digest
+from trainables import loss_of, make_trainable, weights_digest
 
 from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.mcore.platform import current_platform
@@ -137,6 +138,17 @@ class Model:
         return {p: Footprint(2**30 * (p in self.awake), 2**30 * (p != "gradients")) for p in self.parts}
 
 
+def test_nothing_leaves_for_rollouts_of_engines_elsewhere() -> None:
+    log: list[int] = []
+    models = {"actor": Model(PARTS, log), "critic": Model(PARTS, log)}
+    memory = Residency(models, shares_device=False)
+    for phase, awake in (("hand_over", ("weights",)), ("rollout", ("weights",)), ("update_policy", PARTS)):
+        memory.enter(phase)
+        assert models["actor"].awake == frozenset(awake) and not models["critic"].awake
+        memory.settle()
+    assert memory.figures()["memory/rollout/device_gib"] == 1
+
+
 def test_phases_hold_what_they_name_and_free_before_they_take() -> None:
     log: list[int] = []
     models = {"actor": Model(PARTS, log), "critic": Model(PARTS, log), "reference": Model(("weights",), log)}
@@ -161,4 +173,4 @@ def test_phases_hold_what_they_name_and_free_before_they_take() -> None:
     assert titles[2:] == list(HELD)
     cells = {row[0]: dict(zip(titles, row, strict=True)) for row in rows}
     assert cells["actor optimizer"]["update_policy"] == "device" and cells["actor optimizer"]["rollout"] == "host"
-    assert cells["on the device"]["export"] == "2.000"
+    assert cells["on the device"]["export_policy"] == "1.000"

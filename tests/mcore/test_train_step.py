@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from hf_models import VOCAB, write_model
+from batches import LENGTHS, make_batch
+from hf_models import write_model
 from ranks import run_ranks
 
 from vapo_megatron.config.algorithm import KlConfig, PolicyLossConfig, ValueLossConfig
@@ -22,33 +23,18 @@ from vapo_megatron.config.model import (
     OptimizerSettings,
     RecomputeConfig,
 )
-from vapo_megatron.experience.batch import ExperienceBatch, from_samples
-from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore.mesh import make_mesh
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.training.losses import PolicyLoss, ValueLoss
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.spec import read_spec
 
-LENGTHS = [(3, 1), (5, 9), (1, 30), (7, 2), (2, 17), (4, 4)]  # prompt and response tokens
+# Of the log-probs that ratios are taken to.
+ROLLOUT = {"highest": 0.0, "spread": 4.0}
 OPTIMIZER = OptimizerSettings(lr=1e-2, warmup_steps=0)
 NO_RECOMPUTE = RecomputeConfig()
 STEPS = 3
-
-
-def make_batch() -> ExperienceBatch:
-    generator = torch.Generator().manual_seed(5)
-    samples = []
-    for group, (p, r) in enumerate(LENGTHS):
-        ids = torch.randint(0, VOCAB, (p + r,), generator=generator).tolist()
-        prompt = Prompt(str(group), "", "", tuple(ids[:p]))
-        logprobs = (-torch.rand(r, generator=generator) * 4).tolist()
-        samples.append(
-            Sample(
-                prompt, group, 0, 0, ids[p:], logprobs, "stop", 0, 0, reward=float(group % 2), correct=group % 2 == 1
-            )
-        )
-    return from_samples(samples)
 
 
 def token_tensors(batch: ExperienceBatch) -> dict[str, torch.Tensor]:
@@ -97,7 +83,7 @@ def train(
 ) -> tuple[list[tuple[float, float]], float]:
     """(loss, gradient norm) of each step, and the sum of squares of the outputs after the last."""
     spec = read_spec(model_dir)
-    batch = make_batch()
+    batch = make_batch(**ROLLOUT)
     batch.routed_experts = None if routed_experts is None else torch.from_numpy(routed_experts)
     shared = {
         "layout": layout,
@@ -132,7 +118,7 @@ def reference(
     """The same of transformers and torch; prepare may change the model first."""
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     prepare(model)
-    batch = make_batch()
+    batch = make_batch(**ROLLOUT)
     t = token_tensors(batch)
     value_weight = torch.nn.Parameter(torch.zeros(1, 32))
     value_bias = torch.nn.Parameter(torch.zeros(1))

@@ -5,12 +5,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.rewards.pool import Case, VerifierPool
+from vapo_megatron.rewards.worker_process import WorkerProcess
+from vapo_megatron.signals import STOP_SIGNALS
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,6 +49,28 @@ def test_plain_cases_start_no_process(math_pool: VerifierPool) -> None:
 
 def test_an_empty_batch_has_no_verdicts(math_pool: VerifierPool) -> None:
     assert math_pool.grade_batch([]) == []
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_worker_passes_over_stop_signals_from_its_first_moment_on(number: signal.Signals) -> None:
+    greeting = {"function": None, "correct_above": None, "memory_mib": 4096, "deadline_seconds": 5.0}
+    worker = WorkerProcess(greeting, startup_seconds=60)
+    try:
+        worker.process.send_signal(number)  # Python has not started in it
+        worker.write()
+        deadline = time.monotonic() + 60
+        replies: list[dict[str, Any]] = []
+        while not replies:
+            assert time.monotonic() < deadline
+            found = worker.read()
+            assert found is not None, "it has ended"
+            replies += found
+            time.sleep(0.01)
+        worker.process.send_signal(number)
+        assert replies == [{"status": "ready"}] and worker.process.poll() is None
+    finally:
+        worker.kill()
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []), "this process would not hear them any more"
 
 
 @pytest.mark.usefixtures("functions_importable")

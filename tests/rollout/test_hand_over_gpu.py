@@ -45,7 +45,7 @@ def sync(request: pytest.FixtureRequest, gpu_server: EngineServer) -> Iterator[W
     elif request.param == "shared_memory":
         transport = SharedMemoryTransport(client, 1)
     else:
-        transport = DistributedTransport(client, 1, DEADLINE)
+        transport = DistributedTransport([client], 1, DEADLINE)
     with WeightSync(transport) as running:
         yield running
 
@@ -66,6 +66,21 @@ def test_buckets_on_the_gpu_arrive(sync: WeightSync) -> None:
         expected = [token_logprobs(model, tokens) for tokens in SEQUENCES]
         assert sync.verify(SEQUENCES, expected, tolerance=TOLERANCE) < TOLERANCE
         assert sync.differing_tensors(in_slots(list(model.state_dict().items()))) == []
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL refuses two ranks on one")
+def test_nccl_brings_weights_to_another_gpu_and_to_the_next_trainer(model_path: Path, tmp_path: Path) -> None:
+    config = RolloutConfig(
+        max_running_requests=8, max_total_tokens=4096, mem_fraction_static=0.3, memory_saver=False, start_deadline=280
+    )
+    with EngineServer(model_path, config, "float32", tmp_path / "engine.log", devices=range(1, 2)) as server:
+        for seed in (3, 4):  # each by a group of its own
+            client = EngineClient(server.address, DEADLINE)
+            model = make_model(seed)
+            with WeightSync(DistributedTransport([client], 1, DEADLINE, "nccl")) as sync:
+                sync.push(in_slots(list(model.state_dict().items())), version=seed)
+                expected = [token_logprobs(model, tokens) for tokens in SEQUENCES]
+                assert sync.verify(SEQUENCES, expected, tolerance=TOLERANCE) < TOLERANCE
 
 
 def test_a_tensor_dropped_on_its_way_is_named(sync: WeightSync) -> None:

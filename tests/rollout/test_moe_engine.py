@@ -1,5 +1,7 @@
 """A real server of a model with experts: what it samples, which experts it says it chose, and which ones it holds."""
 
+import json
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,22 +14,33 @@ from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig, SyncConf
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.experience.sample import Prompt
 from vapo_megatron.rollout.dispatcher import Dispatcher
+from vapo_megatron.rollout.routed_experts import ExpertChoices
 from vapo_megatron.rollout.server import EngineServer
 from vapo_megatron.rollout.sync import WeightSync
 from vapo_megatron.weights.hf_files import HFTensors
 
-PROMPTS = [Prompt(id=str(i), problem="", answer="", token_ids=tuple(range(3 + i, 9 + 2 * i))) for i in range(3)]
+# The last two begin alike, so that one finds the other's tokens in the engine's cache.
+PROMPTS = [
+    Prompt(id=str(i), problem="", answer="", token_ids=(*range(3, 40), *range(50 + 9 * i, 50 + 10 * i)))
+    for i in range(3)
+]
+CHOICES = ExpertChoices(layers=2, experts=6, per_token=2)
+# Without seeds: SGLang caches no prefixes where its inference is deterministic.
 CONFIG = RolloutConfig(
-    max_running_requests=8, max_total_tokens=4096, start_deadline=240, collect_deadline=120, router_replay=True
+    max_running_requests=8,
+    max_total_tokens=4096,
+    start_deadline=240,
+    collect_deadline=120,
+    router_replay=True,
+    seeded_sampling=False,
 )
 EXPERT = "model.layers.1.mlp.experts.{}.{}_proj.weight"
 
 Weights = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["normalised-tied", "not-normalised-untied"])
-def moe(request: pytest.FixtureRequest) -> Qwen3MoeForCausalLM:
-    torch.manual_seed(3)
+def make_moe(seed: int, normalised_tied: bool) -> Qwen3MoeForCausalLM:
+    torch.manual_seed(seed)
     config = Qwen3MoeConfig(
         vocab_size=128,
         hidden_size=64,
@@ -38,8 +51,8 @@ def moe(request: pytest.FixtureRequest) -> Qwen3MoeForCausalLM:
         head_dim=16,
         num_experts=6,
         num_experts_per_tok=2,
-        norm_topk_prob=request.param,
-        tie_word_embeddings=request.param,
+        norm_topk_prob=normalised_tied,
+        tie_word_embeddings=normalised_tied,
         max_position_embeddings=256,
         bos_token_id=0,
         eos_token_id=EOS,
@@ -47,6 +60,11 @@ def moe(request: pytest.FixtureRequest) -> Qwen3MoeForCausalLM:
         initializer_range=0.1,
     )
     return Qwen3MoeForCausalLM(config).float().eval()
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["normalised-tied", "not-normalised-untied"])
+def moe(request: pytest.FixtureRequest) -> Qwen3MoeForCausalLM:
+    return make_moe(3, request.param)
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +80,14 @@ def moe_server(moe_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield running
 
 
+def read_weights(path: Path) -> Weights:
+    tensors = HFTensors(path)
+    return {name: tensors[name][:] for name in sorted(tensors.names)}
+
+
 @pytest.fixture
 def weights(moe_path: Path) -> Weights:
-    tensors = HFTensors(moe_path)
-    return {name: tensors[name][:] for name in sorted(tensors.names)}
+    return read_weights(moe_path)
 
 
 @torch.no_grad()
@@ -82,18 +104,48 @@ def chosen_experts(model: Qwen3MoeForCausalLM, tokens: list[int]) -> torch.Tenso
     return torch.stack(found, 1)
 
 
+def cached_tokens(server: EngineServer, prompt: Prompt) -> int:
+    """Of a prompt, those that the engine does not compute again."""
+    body = {"input_ids": prompt.token_ids, "sampling_params": {"max_new_tokens": 1}}
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {server.address.key}"}
+    request = urllib.request.Request(f"{server.address.url}/generate", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return int(json.load(answer)["meta_info"]["cached_tokens"])
+
+
 def test_an_engine_says_which_experts_each_token_went_through(
-    moe_server: EngineServer, moe: Qwen3MoeForCausalLM
+    moe_server: EngineServer, moe: Qwen3MoeForCausalLM, tmp_path: Path
 ) -> None:
+    """Tokens of prompts that it has in its cache as well, and those of the weights that it has now."""
+    other = make_moe(4, moe.config.tie_word_embeddings)
+    other.save_pretrained(tmp_path)
+    seen = []
     with Dispatcher([moe_server.address], CONFIG, stop_token_ids=[EOS]) as dispatcher:
-        samples = dispatcher.collect(PROMPTS, 2, SamplingConfig(max_new_tokens=16), 1, 0, routed_experts=True)
-    for sample in samples:
-        tokens = [*sample.prompt.token_ids, *sample.response_ids]
-        expected = token_logprobs(moe, tokens)[-len(sample.response_ids) :]
-        assert sample.rollout_logprobs == pytest.approx(expected, abs=1e-4)
-        assert sample.routed_experts is not None
-        told = sample.routed_experts.unflatten(1, (2, 2)).sort(-1).values
-        assert torch.equal(told.long(), chosen_experts(moe, tokens[:-1]).sort(-1).values)
+        for version, model in ((0, moe), (7, other)):
+            if version:
+                with WeightSync.through_shared_memory(moe_server.address, SyncConfig(deadline=120)) as sync:
+                    sync.push([list(read_weights(tmp_path).items())], version)
+            for _ in range(2):
+                for sample in dispatcher.collect(
+                    PROMPTS, 2, SamplingConfig(max_new_tokens=16), 1, version, None, CHOICES
+                ):
+                    tokens = [*sample.prompt.token_ids, *sample.response_ids.tolist()]
+                    expected = token_logprobs(model, tokens)[-len(sample.response_ids) :]
+                    assert sample.rollout_logprobs == pytest.approx(expected, abs=1e-4)
+                    assert sample.routed_experts is not None and sample.routed_experts.dtype == torch.uint8
+                    told = sample.routed_experts.unflatten(1, (2, 2)).sort(-1).values.long()
+                    assert torch.equal(told, chosen_experts(model, tokens[:-1]).sort(-1).values)
+                assert all(cached_tokens(moe_server, prompt) >= len(prompt.token_ids) - 1 for prompt in PROMPTS)
+            seen.append(told[: len(PROMPTS[-1].token_ids) - 1])
+    assert not torch.equal(*seen), "the other weights choose other experts"
+
+
+def test_experts_of_another_model_end_the_collection(moe_server: EngineServer) -> None:
+    with Dispatcher([moe_server.address], CONFIG, stop_token_ids=[EOS]) as dispatcher:
+        choices = ExpertChoices(layers=3, experts=6, per_token=2)
+        told = rf"{moe_server.address.log_file}\): \d+ routed experts came for \d+ tokens, expected 6 for each"
+        with pytest.raises(RunFailed, match=told):
+            dispatcher.collect(PROMPTS, 1, SamplingConfig(max_new_tokens=4), 1, 7, None, choices)
 
 
 def test_experts_in_each_others_place_are_named(

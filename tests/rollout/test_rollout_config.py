@@ -2,6 +2,7 @@ import pytest
 from pydantic import ValidationError
 
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig, SyncConfig
+from vapo_megatron.errors import BadInput
 
 
 @pytest.mark.parametrize(
@@ -30,3 +31,30 @@ def test_tolerance_follows_the_dtype_unless_given() -> None:
     assert SyncConfig().tolerance_for("float32") == 1e-4
     assert SyncConfig().tolerance_for("bfloat16") > 1e-2
     assert SyncConfig(tolerance=0.03).tolerance_for("float32") == 0.03
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"addresses": ["10.0.0.7:30000"]}, "not of the form http://host:port"),
+        ({"addresses": ["https://10.0.0.7:30000"]}, "not of the form http://host:port"),
+        ({"addresses": ["http://10.0.0.7"]}, "not of the form http://host:port"),
+        ({"addresses": ["http://10.0.0.7:30000/v1"]}, "not of the form http://host:port"),
+        ({"addresses": ["http://a:1", "http://a:1"]}, "given twice"),
+        ({"addresses": ["http://a:1"], "sync": {"transport": "ipc"}}, "sync.transport=ipc with addresses"),
+        ({"addresses": ["http://a:1"], "engines": 2}, "engines=2 with addresses"),
+        ({"server_args": {"api_key": "1"}}, "rollout.api_key_variable"),
+    ],
+)
+def test_engines_elsewhere_are_given_by_address_and_share_nothing(values: dict, told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        RolloutConfig(**values)
+
+
+def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RolloutConfig(addresses=("http://[::1]:30000",), api_key_variable="VAPO_NO_KEY")
+    monkeypatch.delenv("VAPO_NO_KEY", raising=False)
+    with pytest.raises(BadInput, match=r"rollout\.api_key_variable=VAPO_NO_KEY: the environment has no such variable"):
+        config.api_key()
+    monkeypatch.setenv("VAPO_NO_KEY", "k")
+    assert config.api_key() == "k"

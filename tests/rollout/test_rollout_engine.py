@@ -64,9 +64,9 @@ def test_samples_come_in_order_and_say_where_they_come_from(dispatcher: Dispatch
 def test_a_response_depends_on_its_seed_and_not_on_its_batch(dispatcher: Dispatcher) -> None:
     together = dispatcher.collect(PROMPTS, 4, SAMPLING, seed=3, weight_version=0)
     alone = dispatcher.collect(PROMPTS[4:5], 2, SAMPLING, seed=3, weight_version=0)
-    assert [sample.response_ids for sample in alone] == [sample.response_ids for sample in together[16:18]]
+    assert [list(sample.response_ids) for sample in alone] == [list(sample.response_ids) for sample in together[16:18]]
     other_seed = dispatcher.collect(PROMPTS, 4, SAMPLING, seed=4, weight_version=0)
-    assert all(a.response_ids != b.response_ids for a, b in zip(together, other_seed, strict=True))
+    assert all(list(a.response_ids) != list(b.response_ids) for a, b in zip(together, other_seed, strict=True))
 
 
 def test_a_response_ends_with_the_end_token_or_at_the_limit(dispatcher: Dispatcher) -> None:

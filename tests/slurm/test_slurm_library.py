@@ -25,6 +25,7 @@ class Job:
         self.stand_in("scontrol", f'echo "scontrol $*" >>{self.asked}')
         self.stand_in("srun", f'echo "srun $*" >>{self.asked}')
         self.stand_in("squeue", "echo 43")
+        self.tries("the_beginning")
 
     def stand_in(self, name: str, body: str) -> None:
         path = self._bin / name
@@ -38,7 +39,11 @@ class Job:
             "SLURM_JOB_ID": "42",
             "SLURM_JOB_PARTITION": "batch",
             "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_JOB_NODELIST": "ab",
             "JOB": "42",
+            "MASTER_ADDR": "a",
+            "DOCTOR_WAIT": "300",
+            "DOCTOR_LIMIT": "60",
             "ENDING": "",
             "RESTART": "0",
             "REQUEUE": "1",
@@ -51,11 +56,58 @@ class Job:
             "CONTAINER": "",
             "MOUNTS": "",
             "LOCAL_TMP": "/scratch",
+            "SETUP": "",
             **variables,
         }
         return subprocess.run(
             ["bash", "-c", f"source slurm/lib.sh; {code}"], cwd=ROOT, env=environment, capture_output=True, text=True
         )
+
+    def tries(self, since: str, *ends: str) -> None:
+        """Tries that began at one saved state: those that have ended, and this one."""
+        lines = [f"time 42 restart=-{len(ends) - i} nodes=a from={since} {end}" for i, end in enumerate(ends)]
+        (self.record / "tries").write_text("\n".join([*lines, f"time 42 restart=0 nodes=a from={since}\n"]))
+
+    def on_nodes(self, *nodes: str, excluded: str = "(null)") -> None:
+        """The job runs on these nodes of a partition of a, b, c and d; the user excluded others."""
+        self.stand_in(
+            "scontrol",
+            f"""case "$*" in
+"show hostnames ab") printf '%s\\n' {" ".join(nodes)} ;;
+"show hostnames "*) tr , '\\n' <<<"$3" ;;
+"show job "*) echo "JobId=$4 ExcNodeList={excluded} Reason=None" ;;
+*) echo "scontrol $*" >>{self.asked} ;;
+esac""",
+        )
+        self.stand_in("sinfo", "[[ $* = *--states=down* ]] || printf '%s\\n' a b c d")
+
+    def doctor_says(self, broken: Sequence[str], tasks: Sequence[tuple[int, int, str]], then: str = "exit 1") -> None:
+        """What the doctor step does: broken nodes it names, its tasks (number, code, node), and how srun ends."""
+        named = "".join(f"{node}\\n" for node in broken)
+        ended = "".join(f'echo "{code} {node} 1{task}" >"$argument/{task}"\n' for task, code, node in tasks)
+        self.stand_in(
+            "srun",
+            f"""[[ $* != *--overlap* ]] || exit 0
+before=
+for argument; do
+    if [[ $argument = */exits/42.0.doctor ]]; then
+        {ended or ":"}
+    fi
+    [[ $before != --broken-nodes || -z "{named}" ]] || printf "{named}" >"$argument"
+    before=$argument
+done
+{then}""",
+        )
+
+    @property
+    def excluded(self) -> list[str]:
+        file = self.record / "excluded_nodes"
+        return [line.split()[0] for line in file.read_text().splitlines()] if file.exists() else []
+
+    @property
+    def ended(self) -> str:
+        """How this try ended."""
+        return (self.record / "tries").read_text().splitlines()[-1].partition("ended=")[2]
 
     def exits(self, tasks: Sequence[tuple[int, str]]) -> None:
         """What the tasks of a step recorded, in the order of their ends: code and node."""
@@ -76,11 +128,15 @@ def job(tmp_path: Path) -> Job:
         (75, [(75, "a"), (75, "b")], "75"),
         (143, [(75, "a")], "75"),  # the others were ended because of the first
         (2, [(75, "a"), (2, "b")], "2"),
-        (1, [(75, "a"), (1, "b")], "1"),
         (137, [(137, "b"), (1, "a")], "75"),  # what a killed task does to the others is no failure of the run
+        (76, [(76, "b"), (75, "a")], "75"),  # a device failed: its node is left out
+        (1, [(75, "a"), (1, "b")], "1"),  # out of memory, which the others notice first
         (127, [(127, "a"), (127, "b")], "127"),
         (1, [(0, "a")], "75"),  # a node was lost, or a launch failed: no task tells of it
         (1, [], "75"),
+        (134, [(1, "a"), (134, "b"), (134, "c")], "1"),  # NCCL's watchdog aborts the peers of a rank that failed
+        (134, [(75, "a"), (134, "b")], "75"),
+        (134, [(75, "a"), (134, "b"), (1, "c")], "1"),
     ],
 )
 def test_verdict_of_a_step(job: Job, srun_code: int, tasks: Sequence[tuple[int, str]], expected: str) -> None:
@@ -88,9 +144,10 @@ def test_verdict_of_a_step(job: Job, srun_code: int, tasks: Sequence[tuple[int, 
     assert job.bash(f"verdict {srun_code}").stdout.strip() == expected
 
 
-def test_the_first_task_that_a_signal_ended_names_the_node(job: Job) -> None:
-    job.exits([(75, "a"), (135, "b"), (137, "c")])
-    job.stand_in("sinfo", "printf '%s\\n' a b c d")
+@pytest.mark.parametrize("first", [135, 76])
+def test_the_first_task_that_a_signal_or_its_device_ended_names_the_node(job: Job, first: int) -> None:
+    job.exits([(75, "a"), (first, "b"), (137, "c")])
+    job.on_nodes("a", "b")
     ended = job.bash("end_job 75")
     assert ended.returncode == 75
     assert (job.record / "excluded_nodes").read_text().split()[0] == "b"
@@ -100,6 +157,30 @@ def test_the_first_task_that_a_signal_ended_names_the_node(job: Job) -> None:
         "scontrol update JobId=42 ExcNodeList=b",
         "scontrol update JobId=43 ExcNodeList=b",
     ]
+
+
+@pytest.mark.parametrize(
+    "tasks,node",
+    [
+        ([(1, "a"), (134, "b"), (134, "c")], ""),
+        ([(137, "a"), (134, "b")], "a"),
+        ([(134, "a"), (137, "b")], "a"),
+        ([(75, "a"), (134, "b")], ""),
+        ([(75, "a"), (76, "b"), (134, "c")], "b"),
+        ([(2, "a"), (139, "b")], ""),
+    ],
+)
+def test_only_the_node_of_the_first_failure_is_blamed(job: Job, tasks: Sequence[tuple[int, str]], node: str) -> None:
+    job.exits(tasks)
+    assert job.bash("died_on").stdout.strip() == node
+
+
+def test_nodes_that_the_user_excluded_stay_so(job: Job) -> None:
+    job.exits([(137, "b")])
+    job.on_nodes("a", "b", excluded="d,e")
+    job.stand_in("sinfo", "[[ $* = *--states=down* ]] || printf '%s\\n' a b c d f")
+    job.bash("end_job 75")
+    assert "scontrol update JobId=42 ExcNodeList=b,d,e" in job.asked.read_text().splitlines()
 
 
 def test_no_node_is_left_out_that_the_job_cannot_do_without(job: Job) -> None:
@@ -124,17 +205,39 @@ def test_tries_that_came_to_nothing_are_counted(job: Job, tries: Sequence[str], 
     for name in ("step_000001", "step_000002", ".step_000003.half"):
         (job.folder / "run" / "state" / name).mkdir(parents=True)
         os.utime(job.folder / "run" / "state" / name, (int(name[-1], 36), int(name[-1], 36)))
-    lines = [f"time {each.split()[0]} restart=0 nodes=a from={each.split()[1]}\n" for each in tries]
+    lines = [f"time {each.split()[0]} restart=0 nodes=a from={each.split()[1]} ended=75\n" for each in tries]
     (job.record / "tries").write_text("".join(lines))
     assert job.bash("tries_from_here").stdout.strip() == str(expected)
 
 
 def test_a_job_that_gets_nowhere_is_given_up(job: Job) -> None:
     job.exits([(75, "a")])
-    (job.record / "tries").write_text("time 42 restart=0 nodes=a from=the_beginning\n" * 3)
+    job.tries("the_beginning", "ended=75", "ended=75")
     ended = job.bash("end_job 75")
     assert ended.returncode == 1 and "3 tries in a row" in ended.stdout
     assert not job.asked.exists() or "requeue" not in job.asked.read_text()
+
+
+@pytest.mark.parametrize(
+    "ends,count",
+    [
+        (["ended=75", "ended=75_by_slurm", "", "ended=75_node_left_out", "ended=75"], 2),
+        (["", "", "", ""], 0),  # a node was lost with the script on it
+    ],
+)
+def test_what_slurm_or_doctor_ended_is_no_try_that_came_to_nothing(job: Job, ends: Sequence[str], count: int) -> None:
+    job.tries("the_beginning", *ends)
+    assert job.bash("tries_from_here").stdout.strip() == str(count)
+    job.tries("step_000001", *ends)
+    assert job.bash("tries_from_here").stdout.strip() == "0"
+
+
+@pytest.mark.parametrize("down,ended", [("", "75"), ("echo b", "75_by_slurm")])
+def test_a_try_that_lost_a_node_of_slurms_is_recorded_as_such(job: Job, down: str, ended: str) -> None:
+    job.exits([(75, "a")])
+    job.stand_in("sinfo", f"[[ $* != *--states=down* ]] || {down or ':'}")
+    assert job.bash("end_job 75").returncode == 75
+    assert job.ended == ended
 
 
 @pytest.mark.parametrize("variables", [{"REQUEUE": "0"}, {"ENDING": "1"}])
@@ -147,21 +250,64 @@ def test_a_cancelled_job_and_a_link_of_a_chain_are_not_requeued(job: Job, variab
 @pytest.mark.parametrize("broken,code", [(["b"], 75), (["a", "b"], 1), ([], 1)])
 def test_a_node_in_which_doctor_finds_a_fault_is_left_out(job: Job, broken: Sequence[str], code: int) -> None:
     # The first task tells of all faults. One that all nodes have, or that no node can be blamed for, ends the job.
-    names = "".join(f"{node}\\n" for node in broken)
-    job.stand_in(
-        "srun",
-        f"""before=
-for argument; do
-    [[ $argument = */exits/42.0.doctor ]] && echo "1 a 1" >"$argument/0" && echo "0 b 2" >"$argument/1"
-    [[ $before = --broken-nodes ]] && printf "{names}" >"$argument"
-    before=$argument
-done
-exit 1""",
-    )
-    job.stand_in("sinfo", "printf '%s\\n' a b c d")
+    job.doctor_says(broken, [(0, 1, "a"), (1, 0, "b")])
+    job.on_nodes("a", "b")
     assert job.bash("check_nodes CONFIG", DOCTOR="1").returncode == code
     asked = job.asked.read_text() if job.asked.exists() else ""
     assert ("scontrol requeue 42" in asked, "ExcNodeList=b" in asked) == (code == 75, code == 75)
+    assert job.ended == ("75_node_left_out" if code == 75 else "1")
+
+
+def test_a_node_that_cannot_be_left_out_is_not_tried_for_ever(job: Job) -> None:
+    (job.record / "excluded_nodes").write_text("b yesterday\n")
+    job.doctor_says(["b"], [(0, 1, "a"), (1, 0, "b")])
+    job.on_nodes("a", "b")
+    assert job.bash("check_nodes CONFIG", DOCTOR="1").returncode == 75
+    assert job.ended == "75"
+
+
+@pytest.mark.parametrize(
+    "tasks,blamed",
+    [
+        ([(0, 0, "a")], ["b"]),
+        ([(1, 1, "b")], ["a"]),  # nobody meets where the first node hangs
+        ([], []),  # every node hangs: a file system does
+    ],
+)
+def test_a_doctor_that_hangs_before_it_has_begun_names_its_node(
+    job: Job, tasks: Sequence[tuple[int, int, str]], blamed: Sequence[str]
+) -> None:
+    job.doctor_says([], tasks, then="exec sleep 300")
+    job.on_nodes("a", "b")
+    assert job.bash("check_nodes CONFIG", DOCTOR="1", DOCTOR_LIMIT="1").returncode == 75
+    assert job.excluded == blamed
+    assert job.ended == ("75_node_left_out" if blamed else "75")
+
+
+def test_the_first_node_is_not_blamed_for_waiting_for_another(job: Job) -> None:
+    job.doctor_says([], [(1, 0, "b")], then="exit 124")
+    job.on_nodes("a", "b", "c")
+    assert job.bash("check_nodes CONFIG", DOCTOR="1", SLURM_JOB_NUM_NODES="3").returncode == 75
+    assert job.excluded == ["c"]
+
+
+@pytest.mark.parametrize("unfit,code", [(["b"], 75), (["a", "b"], 1)])
+def test_a_node_without_a_usable_disk_is_left_out(job: Job, unfit: Sequence[str], code: int) -> None:
+    job.doctor_says([], [(index, 76 if node in unfit else 1, node) for index, node in enumerate("ab")])
+    job.on_nodes("a", "b")
+    assert job.bash("check_nodes CONFIG", DOCTOR="1").returncode == code
+    assert job.excluded == (["b"] if code == 75 else [])
+
+
+def test_a_request_to_save_while_doctor_runs_is_not_lost(job: Job) -> None:
+    job.doctor_says([], [(0, 0, "a"), (1, 0, "b")], then="kill -USR1 $BATCH; sleep 0.5; exit 0")
+    job.on_nodes("a", "b")
+    # scancel reaches tasks alone, and these pass over it.
+    job.stand_in("scancel", "exit 0")
+    code = "export BATCH=$BASHPID; trap on_usr1 USR1; check_nodes CONFIG; run_step train python3 -V; echo trained"
+    ended = job.bash(code, DOCTOR="1")
+    assert ended.returncode == 75 and "train is not begun" in ended.stdout and "trained" not in ended.stdout
+    assert "scontrol requeue 42" in job.asked.read_text() and job.excluded == []
 
 
 def test_a_port_in_use_is_passed_over(job: Job) -> None:
@@ -173,10 +319,13 @@ def test_a_port_in_use_is_passed_over(job: Job) -> None:
 
 
 def test_a_container_sees_the_code_the_runs_and_the_local_disk(job: Job) -> None:
-    job.bash("run_step train python3 -V", CONTAINER="/images/vapo.sqsh", MOUNTS="/data:/data")
+    setup = job.folder / "site" / "setup.sh"
+    setup.parent.mkdir()
+    setup.touch()
+    job.bash("run_step train python3 -V", CONTAINER="/images/vapo.sqsh", MOUNTS="/data:/data", SETUP=str(setup))
     (asked,) = [line for line in job.asked.read_text().splitlines() if "task.sh" in line]
     assert "--container-image=/images/vapo.sqsh" in asked and f"--container-workdir={ROOT}" in asked
     mounts = re.search(r"--container-mounts=(\S+)", asked)
     assert mounts and set(mounts[1].split(",")) == {
-        *(f"{path}:{path}" for path in (ROOT, job.folder, "/scratch", "/data")),
+        *(f"{path}:{path}" for path in (ROOT, job.folder, "/scratch", "/data", setup.parent)),
     }

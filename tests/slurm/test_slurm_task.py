@@ -35,7 +35,7 @@ time.sleep(300)
 class Task:
     """One task of a step, started as srun starts it."""
 
-    def __init__(self, folder: Path, *command: str) -> None:
+    def __init__(self, folder: Path, *command: str, **variables: str) -> None:
         self.local_tmp, self.exits = folder / "local", folder / "exits"
         self.local_tmp.mkdir(exist_ok=True)
         self.exits.mkdir()
@@ -43,6 +43,7 @@ class Task:
             **os.environ,
             **{"SLURM_JOB_ID": "42", "SLURM_NODEID": "0", "SLURM_PROCID": "1", "SLURMD_NODENAME": "a", "RESTART": "2"},
             **{"LOCAL_TMP": str(self.local_tmp), "VENV": "", "SETUP": "", "KILL_WAIT": "4"},
+            **variables,
         }
         self.process = subprocess.Popen(
             ["bash", "slurm/task.sh", str(self.exits), *command],
@@ -83,14 +84,31 @@ def test_a_request_to_save_reaches_the_rank_alone(tmp_path: Path) -> None:
     assert not list(task.local_tmp.iterdir())
 
 
+def test_a_plain_usr1_to_the_whole_step_is_the_same_request(tmp_path: Path) -> None:
+    child_passes_over_it = STOPPABLE.replace(
+        "import signal, subprocess, sys",
+        "import signal, subprocess, sys; signal.signal(signal.SIGUSR1, signal.SIG_IGN)",
+    )
+    task = Task(tmp_path, sys.executable, "-c", child_passes_over_it)
+    child = psutil.Process(int(task.line()))
+    assert task.line() == "ready"
+    for process in (psutil.Process(task.process.pid), child, *psutil.Process(task.process.pid).children()):
+        process.send_signal(signal.SIGUSR1)
+    assert task.line() == "alive"
+    assert task.process.wait(60) == 75
+    assert task.recorded == ["75", "a"]
+
+
 def test_temporary_files_lie_in_a_folder_of_the_try_and_go_with_it(tmp_path: Path) -> None:
-    (tmp_path / "local" / "vapo-42.1.0").mkdir(parents=True)  # of the try before, which was killed
+    # Of earlier tries, which were killed; this node had another number in one. The last is another job's.
+    for left in ("vapo-42.1.0", "vapo-42.0.3", "vapo-421.0.0"):
+        (tmp_path / "local" / left).mkdir(parents=True)
     show = "import os, tempfile; print(tempfile.mkdtemp()); print(os.environ['TRITON_CACHE_DIR']); input()"
     task = Task(tmp_path, sys.executable, "-c", show)
     scratch = task.local_tmp / "vapo-42.2.0"
     assert Path(task.line()).is_relative_to(scratch) and Path(task.line()).is_relative_to(scratch)
     assert task.process.wait(60) == 1  # it read from standard input, which is empty
-    assert not list(task.local_tmp.iterdir())
+    assert [path.name for path in task.local_tmp.iterdir()] == ["vapo-421.0.0"]
 
 
 def test_a_cancelled_task_cleans_up_before_it_is_killed(tmp_path: Path) -> None:
@@ -113,3 +131,37 @@ def test_a_task_that_dies_of_a_signal_is_recorded_with_its_node(tmp_path: Path, 
     task = Task(tmp_path, sys.executable, "-c", f"import os; os.kill(os.getpid(), {int(number)})")
     assert task.process.wait(60) == 128 + number
     assert task.recorded == [str(128 + number), "a"]
+
+
+def test_a_node_without_a_usable_disk_is_recorded_as_unfit(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    task = Task(tmp_path, "touch", str(tmp_path / "ran"), LOCAL_TMP=str(tmp_path / "file"))
+    assert task.process.wait(60) == 76
+    assert task.recorded == ["76", "a"] and not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("setup", ["false", "exit 5", "no_such_command_here"])
+def test_a_setup_that_fails_ends_the_task_as_bad_input(tmp_path: Path, setup: str) -> None:
+    (tmp_path / "setup.sh").write_text(f"export SITE=1\n{setup}\n")
+    task = Task(tmp_path, "touch", str(tmp_path / "ran"), SETUP=str(tmp_path / "setup.sh"))
+    assert task.process.wait(60) == 2
+    assert task.recorded == ["2", "a"] and not (tmp_path / "ran").exists()
+    assert not list(task.local_tmp.iterdir())
+
+
+def test_what_a_setup_exports_reaches_the_rank(tmp_path: Path) -> None:
+    (tmp_path / "setup.sh").write_text("export SITE=here\n")
+    task = Task(tmp_path, "bash", "-c", "echo $SITE", SETUP=str(tmp_path / "setup.sh"))
+    assert task.line() == "here"
+    assert task.process.wait(60) == 0
+    assert task.recorded == ["0", "a"]
+
+
+def test_a_task_that_is_ended_while_its_setup_runs_says_nothing_about_it(tmp_path: Path) -> None:
+    (tmp_path / "setup.sh").write_text("echo started\nsleep 1 & wait\nsleep 1\n")
+    task = Task(tmp_path, "touch", str(tmp_path / "ran"), SETUP=str(tmp_path / "setup.sh"))
+    assert task.line() == "started"
+    task.process.send_signal(signal.SIGUSR1)  # passed over
+    task.process.send_signal(signal.SIGTERM)
+    assert task.process.wait(60) == 143
+    assert not list(task.exits.iterdir()) and not list(task.local_tmp.iterdir()) and not (tmp_path / "ran").exists()

@@ -125,7 +125,8 @@ def live(
         config: of the run.
         count: ranks.
         prepare: called in the starter before its ranks are forked; may lay a trap.
-        stop: SIGUSR1 is sent to the starter once this file is there, relative to the run directory.
+        stop: once this file is there, relative to the run directory, SIGUSR1 is sent to the starter and to all that
+            it has started: ranks and verifiers.
     """
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"ranks": count})})
     SharedServer.address = world.address
@@ -154,8 +155,8 @@ def _life(
         while not mark.exists() and starter.is_alive() and time.monotonic() < end:
             time.sleep(0.02)
         assert starter.pid is not None
-        for _ in range(2):  # Slurm says it twice
-            os.kill(starter.pid, signal.SIGUSR1)
+        for _ in range(2):  # Slurm says it twice, and to every process of a step
+            os.killpg(starter.pid, signal.SIGUSR1)
     try:
         said = reader.recv() if reader.poll(max(0.1, end - time.monotonic())) else ""
     except EOFError:
@@ -169,6 +170,7 @@ def _life(
 
 
 def _start(config: Any, body: Callable[[Path, Path | None], None], prepare: Callable[[], None], writer: Any) -> None:
+    os.setsid()
     engines.EngineServer = SharedServer  # type: ignore[assignment,misc]
     prepare()
     code, said = 0, ""
@@ -218,6 +220,20 @@ def fill_the_disk(limit: int) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
     background_save.BackgroundSave._write = refused  # type: ignore[method-assign]
+
+
+def refuse_units(number: int, times: int) -> None:
+    """Have the file system refuse, with an error number, to give the first units that are written their names."""
+    commit, left = background_save.commit_unit, times
+
+    def refused(*args: Any) -> Any:
+        nonlocal left
+        if left:
+            left -= 1
+            raise OSError(number, os.strerror(number))
+        return commit(*args)
+
+    background_save.commit_unit = refused  # type: ignore[assignment]
 
 
 _NOT_REPRODUCIBLE = re.compile(r"(^|/)(time|memory|device_memory|throughput)/|_seconds$")

@@ -53,7 +53,7 @@ def hand_over_three_times_and_break(model_dir: Path, log_dir: Path) -> tuple[lis
             prompts = [Prompt(str(i), "", "", tuple(ids[:5]), cursor=i) for i, ids in enumerate(sequences)]
             responses = engines.collect(prompts, 2, SamplingConfig(max_new_tokens=12), 7, lambda _: None)
             assert {s.weight_version for s in responses} == {3}
-        box = [[(list(s.prompt.token_ids) + s.response_ids, s.rollout_logprobs) for s in responses]]
+        box = [[([*s.prompt.token_ids, *map(int, s.response_ids)], s.rollout_logprobs) for s in responses]]
         dist.broadcast_object_list(box, src=0)
         batch = probe_batch([ids for ids, _ in box[0]])
         ours = actor.score(batch)[:, 0].split(batch.response_lengths.tolist())

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from batches import LENGTHS, make_batch
 from hf_models import write_model
 from ranks import run_ranks
 from transformers import AutoModelForTokenClassification
 
 from vapo_megatron.config.algorithm import KlConfig, PolicyLossConfig, ValueLossConfig
 from vapo_megatron.config.model import ActorConfig, CriticConfig, LayoutConfig, ModelConfig, OptimizerSettings
-from vapo_megatron.experience.batch import ExperienceBatch, from_samples
-from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore.mesh import make_mesh
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.training.losses import PolicyLoss, ValueLoss
@@ -24,25 +24,14 @@ from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.save import save_hf
 from vapo_megatron.weights.spec import read_spec
 
-VOCAB, BINS = 67, 21
-LENGTHS = [(3, 1), (5, 9), (1, 30), (7, 2), (2, 17), (4, 4)]  # prompt and response tokens
+BINS = 21
 STEPS = 2
 HL_GAUSS = ValueLossConfig(kind="hl_gauss", bins=BINS, low=-1.5, high=1.5)
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("qwen2"), "qwen2", vocab_size=VOCAB, num_hidden_layers=2)
-
-
-def make_batch() -> ExperienceBatch:
-    generator = torch.Generator().manual_seed(5)
-    samples = []
-    for group, (p, r) in enumerate(LENGTHS):
-        ids = torch.randint(0, VOCAB, (p + r,), generator=generator).tolist()
-        prompt = Prompt(str(group), "", "", tuple(ids[:p]))
-        samples.append(Sample(prompt, group, 0, 0, ids[p:], [-4.0] * r, "stop", 0, 0, reward=0.0, correct=True))
-    return from_samples(samples)
+    return write_model(tmp_path_factory.mktemp("qwen2"), "qwen2", num_hidden_layers=2)
 
 
 def noise(seed: int, total: int) -> torch.Tensor:

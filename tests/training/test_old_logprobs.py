@@ -7,9 +7,10 @@ from typing import Any, cast
 
 import pytest
 import torch
+from batches import make_batch
 from hf_models import write_model
 from ranks import run_ranks
-from trainables import make_batch, make_trainable, policy_loss
+from trainables import make_trainable, policy_loss
 
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.model import LayoutConfig

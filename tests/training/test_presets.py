@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lives import SharedServer
 from ranks import run_ranks
 from step_formulas import CACHE, FORMULAS, LONGEST, Iteration, Policy, State, responses_of, weights_after
 from tiny_runs import make_model, problems, write_config, write_rows
@@ -41,17 +42,6 @@ class World:
     model: Path
     train: Path
     address: EngineAddress
-
-
-class SharedServer:
-    """Stands where a run would start a server of its own."""
-
-    address: EngineAddress
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-    def start(self) -> None: ...
-    def wait_until_ready(self) -> None: ...
-    def stop(self) -> None: ...
 
 
 @pytest.fixture(scope="module")

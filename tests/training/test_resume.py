@@ -1,5 +1,6 @@
 """A run that is stopped or killed, in whatever phase, and started again equals one that never was, to the bit."""
 
+import errno
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -9,7 +10,19 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from lives import End, World, config_of, fill_the_disk, fine_tune, kill_at, left_behind, live, metrics, world
+from lives import (
+    End,
+    World,
+    config_of,
+    fill_the_disk,
+    fine_tune,
+    kill_at,
+    left_behind,
+    live,
+    metrics,
+    refuse_units,
+    world,
+)
 from ranks import run_ranks
 from tiny_runs import make_model, sft_config
 
@@ -18,7 +31,7 @@ from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.training.resume import open_resumed
-from vapo_megatron.training.start import prepare_start
+from vapo_megatron.training.start import is_finished, prepare_start
 
 RESUME = "run.resume=auto"
 LAYOUTS: dict[int, dict[str, int]] = {1: {}, 2: {"tp": 2}, 4: {"tp": 2}}
@@ -50,6 +63,10 @@ def units(config: TrainConfig) -> list[str]:
     return [path.name for path in saved_units(Path(config.run.directory)).values()]
 
 
+def recorded(config: TrainConfig) -> list[str]:
+    return sorted(path.name for path in (Path(config.run.directory) / "record").glob("*"))
+
+
 def leftovers(config: TrainConfig) -> list[Path]:
     return list((Path(config.run.directory) / "state").glob(".*"))
 
@@ -76,9 +93,11 @@ def test_killed_in_every_phase_on_two_ranks(shared: World, straight: Callable[[i
         assert end.code == 1 and f"rank{victim} ended with signal 9" in end.said, end
         assert units(config)[-1] == newest, phase
         assert bool(leftovers(config)) is (phase == "save"), "what a save that was killed has written"
+        if phase == "value pretraining":
+            assert recorded(config) == ["rollouts_00000.safetensors", "rollouts_00001.safetensors"]
     assert live(shared, config, 2) == End(0, "")
     assert_equal(Path(config.run.directory), straight(2))
-    assert not leftovers(config)
+    assert not leftovers(config) and not recorded(config)
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -158,7 +177,7 @@ def copy(shared: World, straight: Callable[[int], Path], request: pytest.Fixture
 def refusal(config: TrainConfig) -> str:
     """What a start says, before any rank is started or else on one rank."""
     try:
-        start = prepare_start(config, lambda: None)
+        start = prepare_start(config, lambda: None, lambda: None)
         assert start.unit is not None
         return str(run_ranks(1, opened, start.unit)[0])
     except BadInput as error:
@@ -173,11 +192,43 @@ def opened(unit: Path) -> str:
     return f"rank {dist.get_rank()} would go on"
 
 
-def flip_a_bit(unit: Path) -> None:
-    path = max((unit / "critic").glob("*.distcp"), key=lambda path: path.stat().st_size)
+@pytest.fixture(scope="module")
+def recording(shared: World) -> TrainConfig:
+    """A run of one rank that stopped when it had recorded two rollouts."""
+    config = config_of(shared, "recording", LAYOUTS[1], RESUME, "checkpoint.time_limit_minutes=1e-9")
+    assert [live(shared, config, 1).code for _ in range(2)] == [75, 75]
+    assert units(config)[-1] == "step_000000_pretraining_000002"
+    return config
+
+
+def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
     path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "harm,message",
+    [
+        (flip, r"rollouts_00001.safetensors has changed since it was saved"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"rollouts_00001.safetensors has \d+ bytes"),
+        (Path.unlink, r"rollouts_00001.safetensors is missing: the unit is damaged"),
+    ],
+)
+def test_a_damaged_record_is_refused_by_name(recording: TrainConfig, harm: Callable[[Path], Any], message: str) -> None:
+    path = Path(recording.run.directory) / "record" / "rollouts_00001.safetensors"
+    whole = path.read_bytes()
+    harm(path)
+    said = refusal(recording)
+    path.write_bytes(whole)
+    assert str(path) in said and "\n" not in said
+    with pytest.raises(BadInput, match=message):
+        raise BadInput(said)
+    assert refusal(recording) == "rank 0 would go on"
+
+
+def flip_a_bit(unit: Path) -> None:
+    flip(max((unit / "critic").glob("*.distcp"), key=lambda path: path.stat().st_size))
 
 
 def cut_short(unit: Path) -> None:
@@ -210,7 +261,10 @@ def test_a_damaged_unit_is_refused_by_name_and_can_be_deleted(
 ) -> None:
     config, unit = copy
     harm(unit)
+    (unit.parent / ".step_000004.half").mkdir()
+    before = stamps(config)
     said = refusal(config)
+    assert stamps(config) == before, "nothing is written before all of it is proven"
     assert "\n" not in said
     with pytest.raises(BadInput, match=message):
         raise BadInput(said)
@@ -228,10 +282,65 @@ def test_a_config_that_does_not_fit_is_refused_before_anything_is_touched(copy: 
     assert refusal(other.model_copy(update={"run": meant})) == "rank 0 would go on"
 
 
-def test_exported_models_without_saved_state_are_not_overwritten(copy: tuple[TrainConfig, Path]) -> None:
+def stamps(config: TrainConfig) -> dict[Path, int]:
+    """When each file and folder of a run was written."""
+    return {path: path.stat().st_mtime_ns for path in Path(config.run.directory).rglob("*")}
+
+
+def test_exported_models_without_saved_state_are_set_aside(copy: tuple[TrainConfig, Path]) -> None:
+    """What a life leaves that ended after an export and before a unit; nobody has to come for it."""
     config, unit = copy
+    run_dir = Path(config.run.directory)
     shutil.rmtree(unit.parent)
-    assert "has exported models and no saved state to go on from" in refusal(config)
+    exported = {path.relative_to(run_dir): path.read_bytes() for path in run_dir.rglob("*.safetensors")}
+    assert exported and prepare_start(config, lambda: None, lambda: None).unit is None
+    assert [path.name for path in run_dir.iterdir()] == ["config.yaml"]
+    aside = run_dir.with_name(f"{run_dir.name}.earlier_1")
+    assert {name: (aside / name).read_bytes() for name in exported} == exported
+
+
+def test_another_model_under_the_same_path_is_refused_before_anything_is_touched(
+    copy: tuple[TrainConfig, Path],
+) -> None:
+    config, unit = copy
+    (unit.parent / ".step_000004.half").mkdir()
+    before, path = stamps(config), Path(config.model.path) / "config.json"
+    content = path.read_text()
+    try:
+        path.write_text(json.dumps(json.loads(content) | {"num_hidden_layers": 1}))
+        said = refusal(config)
+    finally:
+        path.write_text(content)
+    assert said.startswith(f"model.path={config.model.path}: config.json is not that of the model in {unit}/actor")
+    assert stamps(config) == before
+
+
+@pytest.mark.parametrize("times,code", [(1, 0), (2, 75)])
+def test_a_save_that_fails_is_tried_once_more(
+    shared: World, straight: Callable[[int], Path], times: int, code: int
+) -> None:
+    more = ("checkpoint.every_minutes=null", "run.steps=4", "evaluation.every=4")
+    config = config_of(shared, f"refused{times}", LAYOUTS[1], RESUME, *more)
+    shutil.copytree(straight(1), Path(config.run.directory))
+    before = units(config)
+    end = live(shared, config, 1, partial(refuse_units, errno.EIO, times))
+    assert end.code == code, end
+    assert units(config) == ([before[-1], "step_000004"] if code == 0 else before) and not leftovers(config)
+    if code:
+        assert "state/step_000004: cannot be saved (Input/output error), tried twice: start again" in end.said
+
+
+@pytest.mark.parametrize("steps", [3, 2])
+def test_the_final_model_is_made_up_for(shared: World, straight: Callable[[int], Path], steps: int) -> None:
+    """Of a run that was ended between its last unit and its export, or that has done more than it is to do now."""
+    config = config_of(shared, f"unexported{steps}", LAYOUTS[1], RESUME, f"run.steps={steps}")
+    run_dir = Path(config.run.directory)
+    shutil.copytree(straight(1), run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / "final")
+    assert live(shared, config, 1) == End(0, "")
+    assert left_behind(run_dir) == left_behind(straight(1))
+    longer = config.model_copy(update={"run": config.run.model_copy(update={"steps": 4})})
+    assert is_finished(config) and not is_finished(longer)
 
 
 def test_fine_tuning_goes_on_as_well(tmp_path: Path) -> None:
@@ -250,3 +359,6 @@ def test_fine_tuning_goes_on_as_well(tmp_path: Path) -> None:
     assert metrics(limited) == metrics(straight) and len(metrics(straight)) == 5
     weights = "checkpoints/final/actor/model.safetensors"
     assert (limited / weights).read_bytes() == (straight / weights).read_bytes()
+    for epochs, finished in ((2, True), (3, False)):  # two steps an epoch
+        user["data"] |= {"steps": None, "epochs": epochs}
+        assert is_finished(SftConfig.model_validate(user)) is finished

@@ -5,6 +5,8 @@ from collections import Counter
 import pytest
 import torch
 
+from vapo_megatron.algorithms.gae import decoupled_gae
+from vapo_megatron.algorithms.segments import place_terminal
 from vapo_megatron.config.algorithm import AlgorithmConfig, ValueLossConfig, ValuePretrainingConfig
 from vapo_megatron.experience.batch import ExperienceBatch, from_samples
 from vapo_megatron.experience.sample import Prompt, Sample
@@ -13,8 +15,8 @@ from vapo_megatron.training.value_pretraining import (
     for_pretraining,
     good_enough,
     largest_bias,
+    monte_carlo_returns,
     replay_order,
-    set_monte_carlo_returns,
     split_groups,
 )
 
@@ -30,22 +32,30 @@ def record(groups: int = 16, size: int = 4) -> ExperienceBatch:
     return from_samples(samples)
 
 
-def test_targets_are_the_terminal_reward_at_every_token_whatever_the_lambdas_of_training() -> None:
+@pytest.mark.parametrize("gamma", [1.0, 0.97, 0.0])
+def test_targets_are_those_of_gae_with_lambda_1_whatever_samples_are_beside_them(gamma: float) -> None:
     batch = record()
-    set_monte_carlo_returns(batch, AlgorithmConfig())
-    expected = batch.rewards.repeat_interleave(batch.response_lengths)
-    torch.testing.assert_close(batch.token_fields["returns"], expected)
+    rewards = place_terminal(batch.rewards, batch.response_cu_seqlens, batch.response_tokens)
+    zeros = torch.zeros(batch.response_tokens)
+    _, expected = decoupled_gae(rewards, zeros, batch.response_cu_seqlens, 1.0, 1.0, gamma)
+    found = monte_carlo_returns(batch.rewards, batch.response_cu_seqlens, gamma)
+    torch.testing.assert_close(found, expected, rtol=1e-6 if gamma < 1 else 0, atol=0)
+    assert found.dtype == torch.float32
+    batch.token_fields["returns"] = found
+    part = batch.select([9, 3, 40])
+    alone = monte_carlo_returns(part.rewards, part.response_cu_seqlens, gamma)
+    assert torch.equal(alone, part.token_fields["returns"])
 
 
 def test_groups_are_never_cut_between_training_and_measuring() -> None:
     batch = record()
-    train, held_out = split_groups(batch, most_groups=100, seed=1)
+    train, held_out = split_groups(batch.group_ids, most_groups=100, seed=1)
     assert sorted(train + held_out) == list(range(batch.samples))
     members = batch.group_ids.tolist()
     assert {members[s] for s in train}.isdisjoint({members[s] for s in held_out})
     assert len(held_out) == batch.samples // 8
-    assert len(split_groups(batch, most_groups=1, seed=1)[1]) == 4
-    assert split_groups(batch, 100, seed=1) == (train, held_out) != split_groups(batch, 100, seed=2)
+    assert len(split_groups(batch.group_ids, most_groups=1, seed=1)[1]) == 4
+    assert split_groups(batch.group_ids, 100, seed=1) == (train, held_out) != split_groups(batch.group_ids, 100, seed=2)
 
 
 def test_every_epoch_replays_every_sample_once_in_an_order_of_its_own() -> None:

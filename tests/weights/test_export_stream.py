@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hf_models import VOCAB, megatron, read_tensors, write_model
+from megatron.core import fp8_utils
 from ranks import run_ranks
 
 from vapo_megatron.config.model import LayoutConfig
@@ -60,7 +61,7 @@ def streams(model_dir: Path, layout: LayoutConfig) -> dict[str, list[tuple[str, 
     return seen
 
 
-def always_gather(source: Any, shared: bool, bucket_bytes: int, times: Any) -> Any:
+def always_gather(source: Any, shared: bool, bucket_bytes: int, times: Any, sums: bool) -> Any:
     piece = max(1, bucket_bytes // export.PIECES)
     return export.GatheringFiller(source, piece, times), bucket_bytes - 3 * piece // 2
 
@@ -73,6 +74,28 @@ def test_names_order_and_bytes_are_those_of_the_checkpoint(model_dir: Path, layo
         for seen in answer.values():
             assert [name for name, _ in seen] == order
             assert dict(seen) == expected
+
+
+def spread_out(model_dir: Path) -> None:
+    """Parameters that stand for other numbers than they hold, as Transformer Engine's in FP8 do."""
+    spec = read_spec(model_dir)
+    chunks, mesh = megatron(spec, LayoutConfig(tp=2), "lm")
+    load_hf(chunks, spec, model_dir, mesh, "lm")
+    kept = {parameter.data_ptr() for name, parameter in chunks[0].named_parameters() if ".mlp." in name}
+    fp8_utils.is_float8tensor = lambda tensor: tensor.data_ptr() in kept
+    fp8_utils.dequantize_fp8_tensor = lambda tensor: tensor.float() * 2
+    expected = read_tensors(model_dir)
+    slots = make_slots(mesh, CPU)
+    for places in (None, slots, DeviceSlots(CPU)):
+        for bucket in stream_hf(chunks, spec, mesh, "lm", LIMIT, slots=places):
+            for name, tensor in bucket:
+                assert torch.equal(tensor, expected[name] * (2 if ".mlp." in name else 1)), name
+    dist.barrier()
+    slots.close()
+
+
+def test_parameters_kept_in_fp8_come_as_what_they_stand_for(model_dir: Path) -> None:
+    run_ranks(2, spread_out, model_dir)
 
 
 def test_what_fresh_memory_holds_outlives_the_stream(model_dir: Path) -> None:

@@ -27,6 +27,7 @@ LAYOUTS = [
     (2, LayoutConfig(tp=2, sequence_parallel=True)),
     (4, LayoutConfig(tp=2, ep=2, sequence_parallel=True)),
     (4, LayoutConfig(tp=2, ep=4, sequence_parallel=True)),
+    (4, LayoutConfig(tp=4, ep=2, sequence_parallel=True)),
     (4, LayoutConfig(pp=2, vpp=2, ep=2)),
     (8, LayoutConfig(cp=2, pp=2, ep=4)),
 ]

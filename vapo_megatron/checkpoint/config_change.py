@@ -21,7 +21,7 @@ _HARMLESS = (
     *("critic.layout", "critic.recompute", "critic.max_tokens_per_microbatch"),
     *("rollout.engines", "rollout.tp", "rollout.max_running_requests", "rollout.max_total_tokens", "rollout.sync"),
     *("rollout.mem_fraction_static", "rollout.memory_saver", "rollout.start_deadline", "rollout.collect_deadline"),
-    *("rollout.load_format", "rollout.context_length"),
+    *("rollout.load_format", "rollout.context_length", "rollout.addresses", "rollout.api_key_variable"),
     *("reward.workers", "reward.deadline_seconds", "reward.memory_mib", "reward.startup_seconds"),
 )
 

@@ -44,6 +44,10 @@ class Manifest(Half):
     seconds: float = Field(0.0, ge=0, description="what saving took")
     figures: dict[str, float] = Field(description="evaluation figures of the step, for retention")
     files: dict[str, FileFacts] = Field(description="every file but the manifest, by its path in the unit")
+    record: dict[str, FileFacts] = Field(
+        default_factory=dict,
+        description="rollouts of value pretraining that are needed to go on, by their path in the run directory",
+    )
 
 
 def file_facts(root: Path, paths: Iterable[Path]) -> dict[str, FileFacts]:
@@ -88,6 +92,12 @@ def read_manifest(unit: Path) -> Manifest:
         raise damaged(unit, f"{MANIFEST_FILE} cannot be read ({' '.join(str(error).split())})") from None
 
 
+def needed_files(unit: Path, manifest: Manifest) -> dict[Path, FileFacts]:
+    """What a unit is made of, where it lies: its own files, and what it needs of the run directory."""
+    own = {unit / name: facts for name, facts in manifest.files.items()}
+    return own | {unit.parents[1] / name: facts for name, facts in manifest.record.items()}
+
+
 def check_structure(unit: Path, manifest: Manifest) -> None:
     """Raises BadInput where the halves of a unit are of several units, or a file is missing or cut short."""
     for name in manifest.models:
@@ -103,20 +113,21 @@ def check_structure(unit: Path, manifest: Manifest) -> None:
                 f"{unit}: {name}/ is {whose} (unit {half.unit_id}), the manifest is of step {manifest.step} (unit "
                 f"{manifest.unit_id}): halves of two units cannot be mixed; {UNIT_HELP}"
             )
-    for name, facts in manifest.files.items():
+    for path, facts in needed_files(unit, manifest).items():
         try:
-            size = (unit / name).stat().st_size
+            size = path.stat().st_size
         except OSError:
-            raise damaged(unit, f"{name} is missing") from None
+            raise damaged(unit, f"{_shown(path, unit)} is missing") from None
         if size != facts.bytes:
-            raise damaged(unit, f"{name} has {size} bytes, its manifest says {facts.bytes}")
+            raise damaged(unit, f"{_shown(path, unit)} has {size} bytes, its manifest says {facts.bytes}")
 
 
-def check_contents(unit: Path, files: Mapping[str, FileFacts]) -> str | None:
-    """What is wrong with the content of the first of some files that differs from its digest; None if nothing is."""
-    for name, facts in files.items():
+def check_contents(unit: Path, files: Mapping[Path, FileFacts]) -> str | None:
+    """What is wrong with the first of some files of a unit that differs from its digest; None if nothing is."""
+    for path, facts in files.items():
+        name = _shown(path, unit)
         try:
-            found = file_facts(unit, [unit / name])[name]
+            (found,) = file_facts(path.parent, [path]).values()
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
         if found != facts:
@@ -125,6 +136,11 @@ def check_contents(unit: Path, files: Mapping[str, FileFacts]) -> str | None:
                 f"says {facts.sha256[:12]}…)"
             )
     return None
+
+
+def _shown(path: Path, unit: Path) -> str:
+    """A file as messages about a unit name it."""
+    return path.relative_to(unit).as_posix() if path.is_relative_to(unit) else str(path)
 
 
 def damaged(unit: Path, what: str) -> BadInput:

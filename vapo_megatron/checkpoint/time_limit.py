@@ -1,11 +1,9 @@
 """Whether the time that is left suffices for another stretch of work and a save."""
 
 import time
-from collections import deque
 from collections.abc import Callable
 
-# Of the stretches between two points at which the run may end, the longest of this many is expected again.
-_REMEMBERED = 8
+import psutil
 
 
 class TimeLimit:
@@ -14,15 +12,15 @@ class TimeLimit:
     def __init__(self, deadline: float | None, margin: float, clock: Callable[[], float] = time.time) -> None:
         """deadline None: there is none. margin: left besides the longest stretch and the longest save."""
         self._deadline, self._margin, self._clock = deadline, margin, clock
-        self._stretches: deque[float] = deque(maxlen=_REMEMBERED)
-        self._longest_save = 0.0
+        # Of this life: an evaluation or an export comes once in many steps, and comes again.
+        self._longest_stretch = self._longest_save = 0.0
         self._last: float | None = None
 
     def reached_point(self) -> None:
         """The run is where it could end; the time since the last such point counts as a stretch."""
         now = self._clock()
         if self._last is not None:
-            self._stretches.append(now - self._last)
+            self._longest_stretch = max(self._longest_stretch, now - self._last)
         self._last = now
 
     def left_point(self) -> None:
@@ -38,13 +36,18 @@ class TimeLimit:
         """Whether another stretch might not end, and be saved, before the deadline."""
         if self._deadline is None:
             return False
-        needed = max(self._stretches, default=0.0) + self._longest_save + self._margin
+        needed = self._longest_stretch + self._longest_save + self._margin
         return self._clock() + needed > self._deadline
 
 
 def earliest_deadline(started: float, limit_minutes: float | None, job_end: float | None) -> float | None:
-    """The earlier of the config's limit, counted from started, and the job's end (Unix times); None for neither."""
+    """The earlier of the config's limit, counted from `started`, and the job's end (Unix times); None for neither."""
     ends = [job_end] if job_end is not None else []
     if limit_minutes is not None:
         ends.append(started + 60 * limit_minutes)
     return min(ends, default=None)
+
+
+def process_start() -> float:
+    """When this process started (Unix time); loading models and starting engines takes minutes of a time limit."""
+    return float(psutil.Process().create_time())

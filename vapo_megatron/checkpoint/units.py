@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from vapo_megatron.config.atomic import sync
 from vapo_megatron.config.checkpoint import RetentionConfig
 
 STATE_FOLDER = "state"
@@ -112,12 +113,3 @@ def best_unit(figures: Mapping[UnitName, Mapping[str, float]], config: Retention
     sign = 1 if config.best_is == "highest" else -1
     found = {name: sign * values[config.best] for name, values in sorted(figures.items()) if config.best in values}
     return max(found, key=lambda name: found[name], default=None)
-
-
-def sync(path: Path) -> None:
-    """Have a file or folder on the disk when this returns. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -5,6 +5,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import socket
 import sys
 import tempfile
 import traceback
@@ -12,20 +13,27 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from vapo_megatron.cluster.signals import STOP_SIGNALS, listen, stop_requested
-from vapo_megatron.errors import BadInput, RunFailed, TryAgain, VapoError
+from vapo_megatron.cluster.failures import DeviceFault, LostPeer, explain
+from vapo_megatron.errors import BadInput, RunFailed, VapoError
 from vapo_megatron.mcore.platform import current_platform
+from vapo_megatron.signals import STOP_SIGNALS, listen, stop_requested, stop_signals_blocked
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 15
+# Ranks of one job start together; one that is not there by then does not come.
+_MEETING_TIMEOUT = timedelta(minutes=15)
+# How long the end of a rank may take that others have noticed already.
+_PATIENCE_SECONDS = 60
 # How the starter ends its ranks; the stop signals ask for a save first.
 _END_NOW = signal.SIGUSR2
+# Exit code of a rank whose device is broken: slurm/lib.sh leaves its node out, and tries again as after 75.
+DEVICE_FAULT = 76
 # Exit code by which a started rank says that it failed for want of another one.
-_LOST_A_PEER = 76
+_LOST_A_PEER = 77
 
 
 @dataclass(frozen=True)
@@ -68,13 +76,11 @@ def run_as_rank(place: RankPlace, body: Callable[[], None], timeout_minutes: flo
     """Join the world, run body, leave it in order."""
     platform = current_platform()
     platform.bind(place.local_rank)
-    dist.init_process_group(
-        platform.world_backend,
-        init_method=place.init_method,
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timedelta(minutes=timeout_minutes),
-    )
+    timeout = timedelta(minutes=timeout_minutes)
+    meeting = min(_MEETING_TIMEOUT, timeout)
+    store, rank, count = next(dist.rendezvous(place.init_method, place.rank, place.world_size, timeout=meeting))
+    store.set_timeout(timeout)
+    dist.init_process_group(platform.world_backend, store=store, rank=rank, world_size=count, timeout=timeout)
     body()
     dist.barrier()
     dist.destroy_process_group()
@@ -92,23 +98,28 @@ def run_as_foreign_rank(place: RankPlace, body: Callable[[], None], timeout_minu
         if str(error) and (place.rank == 0 or not error.shared):
             print(f"vapo-megatron: rank {place.rank}: {error}", file=sys.stderr, flush=True)
         _leave(error.exit_code)
-    except Exception as error:
-        if _lost_a_peer(error):
-            print(f"vapo-megatron: rank {place.rank}: lost another rank, whose output says why", file=sys.stderr)
-            _leave(TryAgain.exit_code)
-        traceback.print_exc()
-        _leave(1)
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        told = explain(error, _where(place))
+        if told is None:
+            traceback.print_exc()
+            _leave(1)
+        print(f"vapo-megatron: {told}", file=sys.stderr)
+        _leave(DEVICE_FAULT if isinstance(told, DeviceFault) else told.exit_code)
 
 
-def _lost_a_peer(error: BaseException) -> bool:
-    """Whether a collective failed because another rank is gone."""
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(
-        words in text for words in ("connection closed by peer", "connection reset by peer", "remote process exited")
-    )
+def node_name(environment: Mapping[str, str] = os.environ) -> str:
+    """The name that Slurm knows this node by, else its host's."""
+    return environment.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def _leave(code: int) -> None:
+def _where(place: RankPlace) -> str:
+    device = f"cuda:{place.local_rank}" if current_platform().is_cuda else "CPU"
+    return f"rank {place.rank} on {node_name()} ({device})"
+
+
+def _leave(code: int) -> NoReturn:
     """End without Python's exit handlers, which would wait for other ranks; open files and streams are flushed."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -125,18 +136,18 @@ def _started_rank(place: RankPlace, body: Callable[[], None], timeout_minutes: f
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(_END_NOW, lambda *_: sys.exit(143))
     listen()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
         run_as_rank(place, body, timeout_minutes)
     except VapoError as error:
-        failures.put((place.rank, type(error), str(error)))
+        failures.put((place.rank, error))
         sys.exit(error.exit_code)
     except SystemExit:
         raise
     except BaseException as error:
-        if _lost_a_peer(error):
-            sys.exit(_LOST_A_PEER)  # the peer's own end says more
-        failures.put((place.rank, RunFailed, traceback.format_exc()))
-        sys.exit(1)
+        told = explain(error, _where(place)) or RunFailed(f"rank {place.rank}: {traceback.format_exc()}")
+        failures.put((place.rank, told))
+        sys.exit(_LOST_A_PEER if isinstance(told, LostPeer) else told.exit_code)
 
 
 def start_ranks(count: int, body: Callable[[], None], timeout_minutes: float) -> None:
@@ -146,7 +157,8 @@ def start_ranks(count: int, body: Callable[[], None], timeout_minutes: float) ->
     them at once.
 
     Raises:
-        VapoError: what the first failing rank raised; RunFailed with its stack trace for anything unforeseen.
+        VapoError: what the first failing rank raised, or what its error means (cluster.failures); RunFailed with its
+            stack trace for anything unforeseen.
     """
     context: Any = multiprocessing.get_context(current_platform().start_method)
     failures = context.SimpleQueue()
@@ -160,8 +172,9 @@ def start_ranks(count: int, body: Callable[[], None], timeout_minutes: float) ->
             )
             for rank in range(count)
         ]
-        for rank in ranks:
-            rank.start()
+        with stop_signals_blocked():
+            for rank in ranks:
+                rank.start()
 
         def pass_on(*_: Any) -> None:
             for rank in ranks:
@@ -181,18 +194,28 @@ def start_ranks(count: int, body: Callable[[], None], timeout_minutes: float) ->
 
 def _wait(ranks: list[Any], failures: Any) -> None:
     running = {rank.sentinel: rank for rank in ranks}
+    said: dict[str, VapoError] = {}
+    lost: VapoError | None = None
     while running:
-        for sentinel in multiprocessing.connection.wait(list(running)):
+        ended = multiprocessing.connection.wait(list(running), None if lost is None else _PATIENCE_SECONDS)
+        if not ended and lost is not None:
+            raise lost
+        for sentinel in ended:
             rank = running.pop(sentinel)
             rank.join()
-            if rank.exitcode == 0 or (rank.exitcode == _LOST_A_PEER and running):
-                continue
-            if not failures.empty():
-                number, kind, message = failures.get()
-                raise kind(message if kind is not RunFailed else f"rank {number}: {message}")
-            end = f"signal {-rank.exitcode}" if rank.exitcode < 0 else f"exit code {rank.exitcode}"
-            hint = "; out of memory is the usual reason" if rank.exitcode == -signal.SIGKILL else ""
-            raise RunFailed(f"{rank.name} ended with {end} and said nothing{hint}")
+            while not failures.empty():
+                number, error = failures.get()
+                said[f"rank{number}"] = error
+            if rank.exitcode == _LOST_A_PEER:
+                lost = lost or said[rank.name]  # the other's own end says more
+            elif rank.name in said:
+                raise said[rank.name]
+            elif rank.exitcode != 0:
+                end = f"signal {-rank.exitcode}" if rank.exitcode < 0 else f"exit code {rank.exitcode}"
+                hint = "; out of memory is the usual reason" if rank.exitcode == -signal.SIGKILL else ""
+                raise RunFailed(f"{rank.name} ended with {end} and said nothing{hint}")
+    if lost is not None:
+        raise lost
 
 
 def _end(ranks: list[Any]) -> None:

@@ -256,6 +256,20 @@ class AlgorithmConfig(Section):
         """Whether a reference policy is built."""
         return self.kl.where != "none"
 
+    def update_gives_logprobs(self, samples: int, groups: int) -> bool:
+        """Whether the policy's update reads each response of a rollout once and all of them before its only optimizer
+        step: its forward pass then computes the old log-probs, exactly, and nothing before it needs them."""
+        update = self.update
+        needed_before = (
+            self.kl.where == "reward",
+            self.importance_sampling.kind != "none",
+            self.advantage.function is not None,
+            self.filter_function is not None,
+        )
+        units = samples if update.minibatch_unit == "samples" else groups
+        single = update.epochs == 1 and units <= update.minibatch_size
+        return update.old_logprobs == "auto" and single and not any(needed_before)
+
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:
         estimator = self.advantage.estimator

@@ -30,3 +30,12 @@ def atomic_write(path: Path, mode: str = "w") -> Iterator[IO]:
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Have a file or folder on the disk when this returns. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

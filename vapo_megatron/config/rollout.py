@@ -1,10 +1,13 @@
 """Rollouts: how responses are sampled, which servers sample them, how they get the trainer's weights."""
 
+import os
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from vapo_megatron.config.base import Section
+from vapo_megatron.errors import BadInput
 
 Dtype = Literal["float32", "bfloat16"]
 Transport = Literal["auto", "ipc", "shared_memory", "distributed", "disk"]
@@ -31,8 +34,9 @@ class SyncConfig(Section):
 
     transport: Transport = Field(
         "auto",
-        description="ipc: CUDA handles, engine and rank on one GPU; shared_memory: the machine's; distributed: TCP; "
-        "disk: files that the engine reads; auto: ipc with GPUs, else shared_memory",
+        description="ipc: CUDA handles, engine and rank on one GPU; shared_memory: the machine's; distributed: the "
+        "network; disk: files that the engine reads; auto: ipc with GPUs, else shared_memory; distributed to "
+        "rollout.addresses",
     )
     directory: str | None = Field(
         None, description="transport disk: where the files are for a moment; none: beside the engines' logs"
@@ -61,6 +65,16 @@ class SyncConfig(Section):
 class RolloutConfig(Section):
     """The SGLang servers. One server takes `tp` devices of one node."""
 
+    addresses: tuple[str, ...] = Field(
+        (),
+        description="engines on devices of their own, each started by `vapo-megatron engine` and given as "
+        "http://host:port; none: the run starts its engines, beside its ranks",
+    )
+    api_key_variable: str | None = Field(
+        None,
+        description="environment variable with the key that engines on devices of their own want; needed where they "
+        "listen on more than 127.0.0.1",
+    )
     engines: int = Field(1, ge=1, description="servers on a machine without GPUs; with GPUs they follow from tp")
     tp: int = Field(1, ge=1, description="tensor-parallel size of one server")
     dtype: Dtype | Literal["auto"] = Field("auto", description="auto: the dtype of the model")
@@ -107,6 +121,43 @@ class RolloutConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _engines_elsewhere_share_nothing(self) -> "RolloutConfig":
+        if self.addresses and self.sync.transport not in ("auto", "distributed", "disk"):
+            raise ValueError(
+                f"sync.transport={self.sync.transport} with addresses: their engines share no memory with the trainer, "
+                "set auto or disk"
+            )
+        if self.addresses and self.engines != 1:
+            raise ValueError(f"engines={self.engines} with addresses: a run starts none then, leave engines out")
+        return self
+
+    @field_validator("addresses")
+    @classmethod
+    def _addresses_are_of_servers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for address in value:
+            if not _is_address(address):
+                raise ValueError(f"addresses: {address!r} is not of the form http://host:port")
+        if len(set(value)) < len(value):
+            raise ValueError("addresses: the same one is given twice")
+        return value
+
+    def api_key(self) -> str | None:
+        """The key of engines on devices of their own; None without api_key_variable.
+
+        Raises:
+            BadInput: the variable is not set.
+        """
+        if self.api_key_variable is None:
+            return None
+        key = os.environ.get(self.api_key_variable)
+        if not key:
+            raise BadInput(
+                f"rollout.api_key_variable={self.api_key_variable}: the environment has no such variable: export it, "
+                "with the same value for the engines and the trainer"
+            )
+        return key
+
     @field_validator("server_args")
     @classmethod
     def _server_args_are_ours_to_pass(cls, value: dict[str, bool | int | float | str]) -> dict:
@@ -118,7 +169,17 @@ class RolloutConfig(Section):
         return value
 
 
+def _is_address(address: str) -> bool:
+    try:
+        parts = urlsplit(address)
+        return parts.scheme == "http" and bool(parts.hostname and parts.port) and address == f"http://{parts.netloc}"
+    except ValueError:
+        return False
+
+
 _SET_BY_US = {
+    "api_key": "the trainer makes one, or use rollout.api_key_variable",
+    "admin_api_key": "the trainer makes a key, or use rollout.api_key_variable",
     "host": "127.0.0.1, or the node's own address where ranks are on several nodes",
     "port": "a free one is taken",
     "nnodes": "one server lives on one node",

@@ -140,4 +140,9 @@ class EvaluateConfig(Section):
     def _engines_read_the_checkpoint(self) -> Self:
         if self.rollout.load_format == "dummy":
             raise ValueError("rollout.load_format=dummy leaves the engines without the checkpoint's weights: set auto")
+        if self.rollout.addresses:
+            raise ValueError(
+                "rollout.addresses: those engines have a trainer's weights, leave it out, or give a server that is not "
+                "ours as section server"
+            )
         return self

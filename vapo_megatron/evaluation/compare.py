@@ -135,7 +135,7 @@ def _sampling(run_dir: Path) -> dict[str, Any]:
 
 
 def _check_same_problems(a: Path, b: Path) -> None:
-    digests_a, digests_b = ({row.get("id"): row.get("digest") for _, row in read_rows(path)} for path in (a, b))
+    digests_a, digests_b = ({str(row.get("id")): row.get("digest") for _, row in read_rows(path)} for path in (a, b))
     for key in sorted(digests_a.keys() & digests_b.keys()):
         if digests_a[key] != digests_b[key]:
             raise BadInput(

@@ -46,7 +46,7 @@ class EngineAnswerer:
         """See Answerer."""
 
         def keep(samples: list[Sample]) -> None:
-            on_group([response_of(sample, self._decode(sample.response_ids)) for sample in samples])
+            on_group([response_of(sample, self._decode(sample.response_ids.tolist())) for sample in samples])
             advance(len(samples))
 
         sampling, seed = self._settings.sampling, self._settings.run.seed

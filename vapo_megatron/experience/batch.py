@@ -8,6 +8,7 @@ computed on every rank from the same numbers, and no parallel layout can change 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,19 +70,20 @@ class ExperienceBatch:
     def select(self, samples: Sequence[int]) -> "ExperienceBatch":
         """Some of the samples, in the order given, with their token_fields."""
         chosen = torch.tensor(samples, dtype=torch.int64)
-        tokens, responses = _ranges(self.cu_seqlens, chosen), _ranges(self.response_cu_seqlens, chosen)
         return ExperienceBatch(
-            tokens=self.tokens[tokens],
-            cu_seqlens=_offsets(self.lengths[chosen]),
+            tokens=_stretches(self.tokens, self.cu_seqlens, chosen),
+            cu_seqlens=offsets(self.lengths[chosen]),
             prompt_lengths=self.prompt_lengths[chosen],
-            response_cu_seqlens=_offsets(self.response_lengths[chosen]),
-            rollout_logprobs=self.rollout_logprobs[responses],
+            response_cu_seqlens=offsets(self.response_lengths[chosen]),
+            rollout_logprobs=_stretches(self.rollout_logprobs, self.response_cu_seqlens, chosen),
             rewards=self.rewards[chosen],
             correct=self.correct[chosen],
             truncated=self.truncated[chosen],
             group_ids=self.group_ids[chosen],
             routed_experts=self._experts_of(samples),
-            token_fields={name: values[responses] for name, values in self.token_fields.items()},
+            token_fields={
+                name: _stretches(values, self.response_cu_seqlens, chosen) for name, values in self.token_fields.items()
+            },
         )
 
     def sample_experts(self, sample: int) -> Tensor | None:
@@ -95,7 +97,8 @@ class ExperienceBatch:
     def _experts_of(self, samples: Sequence[int]) -> Tensor | None:
         if self.routed_experts is None:
             return None
-        return _joined([self.routed_experts[:0], *(self.sample_experts(s) for s in samples)])
+        rows = (self.sample_experts(sample) for sample in samples)
+        return torch.cat([self.routed_experts[:0], *(found for found in rows if found is not None)])
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that make up the batch, by name, without token_fields."""
@@ -103,64 +106,49 @@ class ExperienceBatch:
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
-def _offsets(lengths: Tensor) -> Tensor:
+def offsets(lengths: Tensor) -> Tensor:
+    """Where each of S stretches begins that lie end to end, and where the last one ends: int64 [S] -> [S + 1]."""
     return torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
 
 
-def _ranges(bounds: Tensor, chosen: Tensor) -> Tensor:
-    """Indices of all tokens of the chosen samples."""
-    pieces = [torch.arange(int(bounds[s]), int(bounds[s + 1])) for s in chosen]
-    return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64)
+def _stretches(values: Tensor, bounds: Tensor, chosen: Tensor) -> Tensor:
+    """The stretches of the chosen samples, one after another, as a copy."""
+    starts, ends = bounds[chosen].tolist(), bounds[chosen + 1].tolist()
+    return torch.cat([values[:0], *(values[start:end] for start, end in zip(starts, ends, strict=True))])
 
 
 def from_samples(samples: Sequence[Sample]) -> ExperienceBatch:
-    """Pack graded samples. Every response has at least one token (the engine's EOS counts)."""
+    """Pack graded samples. Every response has at least one token (the engine's EOS counts).
+
+    Their routed_experts move into the batch: samples have none any more.
+    """
     prompts = torch.tensor([len(s.prompt.token_ids) for s in samples], dtype=torch.int64)
     responses = torch.tensor([len(s.response_ids) for s in samples], dtype=torch.int64)
-    flat = [token for s in samples for token in (*s.prompt.token_ids, *s.response_ids)]
+    tokens = [part for s in samples for part in (np.array(s.prompt.token_ids, dtype=np.int32), s.response_ids)]
     return ExperienceBatch(
-        tokens=torch.tensor(flat, dtype=torch.int32),
-        cu_seqlens=_offsets(prompts + responses),
+        tokens=torch.from_numpy(np.concatenate(tokens)),
+        cu_seqlens=offsets(prompts + responses),
         prompt_lengths=prompts,
-        response_cu_seqlens=_offsets(responses),
-        rollout_logprobs=torch.tensor([x for s in samples for x in s.rollout_logprobs], dtype=torch.float32),
+        response_cu_seqlens=offsets(responses),
+        rollout_logprobs=torch.from_numpy(np.concatenate([s.rollout_logprobs for s in samples])),
         rewards=torch.tensor([s.reward for s in samples], dtype=torch.float32),
         correct=torch.tensor([bool(s.correct) for s in samples]),
         truncated=torch.tensor([s.truncated for s in samples]),
         group_ids=torch.tensor([s.group for s in samples], dtype=torch.int64),
-        routed_experts=_compact([s.routed_experts for s in samples]),
+        routed_experts=_take_experts(samples),
     )
 
 
-def _compact(experts: Sequence[Tensor | None]) -> Tensor | None:
-    """The rows of all samples in the smallest type that holds them; None unless every sample has some."""
-    rows = _joined(experts)
-    return rows if rows is None or int(rows.max()) > 255 else rows.to(torch.uint8)
-
-
-def concatenate(batches: Sequence[ExperienceBatch]) -> ExperienceBatch:
-    """Several rollouts as one; groups stay apart. token_fields that all of them have are kept."""
-    groups, first = [], 0
-    for batch in batches:
-        groups.append(batch.group_ids + first)
-        first += int(batch.group_ids.max()) + 1
-    shared = set.intersection(*(set(b.token_fields) for b in batches))
-    return ExperienceBatch(
-        tokens=torch.cat([b.tokens for b in batches]),
-        cu_seqlens=_offsets(torch.cat([b.lengths for b in batches])),
-        prompt_lengths=torch.cat([b.prompt_lengths for b in batches]),
-        response_cu_seqlens=_offsets(torch.cat([b.response_lengths for b in batches])),
-        rollout_logprobs=torch.cat([b.rollout_logprobs for b in batches]),
-        rewards=torch.cat([b.rewards for b in batches]),
-        correct=torch.cat([b.correct for b in batches]),
-        truncated=torch.cat([b.truncated for b in batches]),
-        group_ids=torch.cat(groups),
-        routed_experts=_joined([b.routed_experts for b in batches]),
-        token_fields={name: torch.cat([b.token_fields[name] for b in batches]) for name in sorted(shared)},
-    )
-
-
-def _joined(experts: Sequence[Tensor | None]) -> Tensor | None:
-    """Rows of several samples or batches as one tensor; None unless every one has some."""
-    found = [rows for rows in experts if rows is not None]
-    return torch.cat(found) if found and len(found) == len(experts) else None
+def _take_experts(samples: Sequence[Sample]) -> Tensor | None:
+    """Move the rows of all samples into one tensor, so that they are never held twice; None unless all have some."""
+    found = [s.routed_experts for s in samples if s.routed_experts is not None]
+    if not found or len(found) != len(samples):
+        return None
+    joined, start = found[0].new_empty(sum(map(len, found)), found[0].shape[1]), 0
+    del found
+    for sample in samples:
+        rows, sample.routed_experts = sample.routed_experts, None
+        assert rows is not None
+        joined[start : start + len(rows)] = rows
+        start += len(rows)
+    return joined

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.jsonl import read_rows
 from vapo_megatron.experience.sample import Prompt, Sample
@@ -26,16 +28,15 @@ def read_demonstrations(
             if not isinstance(row.get(name), str) or not row[name]:
                 raise BadInput(f"{path}:{number}: field {name!r} is missing or empty: every row needs text there")
         prompt_ids = tuple(encode_prompt(row["problem"]))
-        response_ids = [*encode_response(row["response"]), eos_token_id]
+        response_ids = np.array([*encode_response(row["response"]), eos_token_id], dtype=np.int32)
         if len(prompt_ids) + len(response_ids) > max_tokens:
             raise BadInput(
                 f"{path}:{number}: {len(prompt_ids) + len(response_ids)} tokens are above "
                 f"data.max_tokens={max_tokens}: raise it or drop the row"
             )
         prompt = Prompt(str(row.get("id", number)), row["problem"], "", prompt_ids, cursor=len(samples))
-        samples.append(
-            Sample(prompt, len(samples), 0, 0, response_ids, [0.0] * len(response_ids), "stop", 0, 0, reward=0.0)
-        )
+        no_logprobs = np.zeros(len(response_ids), dtype=np.float32)
+        samples.append(Sample(prompt, len(samples), 0, 0, response_ids, no_logprobs, "stop", 0, 0, reward=0.0))
     if not samples:
         raise BadInput(f"{path}: holds no row: give demonstrations with the fields problem and response")
     return samples

@@ -64,16 +64,25 @@ def padded_lengths(lengths: Sequence[int], alignment: int, total_alignment: int)
 
 
 def pack(
-    batch: ExperienceBatch, samples: Sequence[int], alignment: int, total_alignment: int, cp_size: int, cp_rank: int
+    batch: ExperienceBatch,
+    samples: Sequence[int],
+    alignment: int,
+    total_alignment: int,
+    cp_size: int,
+    cp_rank: int,
+    with_experts: bool = True,
 ) -> MicroBatch:
-    """Pack some samples of a batch. No sample at all gives one sequence of padding, which weighs nothing."""
+    """Pack some samples of a batch. No sample at all gives one sequence of padding, which weighs nothing.
+
+    with_experts: for a model that is to go through the batch's routed_experts.
+    """
     positions_of = [int(batch.lengths[s]) - 1 for s in samples]
     lengths = padded_lengths(positions_of, alignment, total_alignment)
     total = sum(lengths)
     ids, labels, positions = (torch.zeros(total, dtype=torch.int64) for _ in range(3))
     response_index = torch.full((total,), -1, dtype=torch.int64)
     experts = None
-    if batch.routed_experts is not None:
+    if with_experts and batch.routed_experts is not None:
         # Padding has to go somewhere, through as many experts as any token.
         experts = batch.routed_experts[:1].repeat(total, 1)
     start = 0

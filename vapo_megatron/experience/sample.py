@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -24,24 +26,26 @@ class Prompt:
     source: str = ""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sample:
     """One response to one prompt.
 
+    response_ids int32 [response] and rollout_logprobs float32 [response] may be given as any sequences of numbers.
     rollout_logprobs has one natural logarithm per response token, under the sampling temperature, as the
     engine reported it. weight_version is the version of the weights that made the last token (the oldest
     one that took part is weight_version_oldest). reward is what the algorithm is given before shaping;
     correct is the verifier's verdict and stays apart from every shaping;
     extracted is the answer that it read out of the text. routed_experts, where they were asked for, are the experts
-    that the engine chose for each token but the last: int16 [prompt + response - 1, layers * experts a token].
+    that the engine chose for each token but the last: uint8 or int16 [prompt + response - 1, layers * experts a token].
+    A sample equals itself alone.
     """
 
     prompt: Prompt
     group: int
     index: int
     seed: int
-    response_ids: list[int]
-    rollout_logprobs: list[float]
+    response_ids: NDArray[np.int32]
+    rollout_logprobs: NDArray[np.float32]
     finish_reason: FinishReason
     weight_version: int
     weight_version_oldest: int
@@ -52,6 +56,10 @@ class Sample:
     extracted: str = ""
     extra: dict[str, float] = field(default_factory=dict)
     routed_experts: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.response_ids = np.asarray(self.response_ids, dtype=np.int32)
+        self.rollout_logprobs = np.asarray(self.rollout_logprobs, dtype=np.float32)
 
     @property
     def truncated(self) -> bool:

@@ -14,6 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from vapo_megatron.experience.zigzag import natural_order
+from vapo_megatron.mcore.rotary import RotaryTables, rotate
 
 # Mean tokens of packed sequences from which each is attended to on its own rather than in a padded batch.
 _LONG = 64
@@ -155,7 +156,12 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, segments: list[Segment], scal
 
 
 class SDPACoreAttention(MegatronModule):
-    """Megatron's core attention on torch's scaled_dot_product_attention: packed (thd), causal, context-parallel."""
+    """Megatron's core attention on torch's scaled_dot_product_attention: packed (thd), causal, context-parallel.
+
+    Given rotary tables, it turns queries and keys by their positions before.
+    """
+
+    rotary: RotaryTables | None = None
 
     def __init__(
         self,
@@ -188,6 +194,9 @@ class SDPACoreAttention(MegatronModule):
         if cu is None:
             cu = packed_seq_params.cu_seqlens_q
         lengths = (cu[1:] - cu[:-1]).tolist()
+        if self.rotary is not None:
+            cos, sin = self.rotary.of(cu, query.dtype)
+            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if size > 1:
             both = _GatherSequence.apply(torch.stack((key, value), dim=1), self.cp)
             both = both[natural_order(lengths, size).to(both.device)]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
@@ -24,10 +24,12 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from vapo_megatron.checkpoint.units import sync
+from vapo_megatron.checkpoint.units import UNIT_HELP
+from vapo_megatron.config.atomic import sync
 from vapo_megatron.errors import BadInput
-from vapo_megatron.mcore.dist_optimizer import put_training_state, training_state
+from vapo_megatron.mcore import dist_optimizer
 from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.weights.torch_dist import LOAD_ERRORS, load_reason
 
 _BACKEND, _VERSION, _FILES_PER_RANK = "torch_dist", 1, 2
 _COMMON_FILE = "common.pt"
@@ -90,7 +92,7 @@ def plan_save(trainable: Trainable, folder: Path) -> PlannedSave:
     """
     # Megatron would start a manager process for results; here they stay in this process.
     filesystem_async._results_queue = queue.SimpleQueue()
-    sharded, common = save_preprocess(training_state(trainable))
+    sharded, common = save_preprocess(dist_optimizer.training_state(trainable))
     planner = _PlanningStrategy(_BACKEND, _VERSION, thread_count=_FILES_PER_RANK)
     writer, metadata = FullyParallelSaveStrategyWrapper(planner, trainable.mesh.pg.dp_cp).async_save(sharded, folder)
     live = {tensor.untyped_storage().data_ptr() for tensor in _live_tensors(trainable)}
@@ -106,23 +108,27 @@ def load_training_state(trainable: Trainable, folder: Path) -> None:
     """Collective: fill a prepared model, its optimizer and its schedule from a checkpoint, saved at whatever layout.
 
     Raises:
-        BadInput: the checkpoint does not fit the model.
+        BadInput: the checkpoint does not fit the model, or cannot be read.
     """
     with torch.no_grad():
         for chunk in trainable.chunks:
             for parameter in chunk.parameters():
                 parameter.zero_()  # rows of a vocabulary's padding are in no checkpoint of another layout
-    strategy = dist_checkpointing.serialization.get_default_load_sharded_strategy(str(folder))
-    if trainable.mesh.pg.dp_cp.size() > 1 and trainable.optimizer is not None:
-        strategy = FullyParallelLoadStrategyWrapper(strategy, trainable.mesh.pg.dp_cp)
+
+    def load(state: dict[str, Any]) -> dict[str, Any]:
+        strategy = dist_checkpointing.serialization.get_default_load_sharded_strategy(str(folder))
+        if trainable.mesh.pg.dp_cp.size() > 1 and trainable.optimizer is not None:
+            strategy = FullyParallelLoadStrategyWrapper(strategy, trainable.mesh.pg.dp_cp)
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder), strategy)
+        return loaded
+
     try:
-        state = dist_checkpointing.load(training_state(trainable, loading=True), str(folder), strategy)
-    except CheckpointingException as error:
-        reason = " ".join(str(error).split())[:300]
+        dist_optimizer.load_training_state(trainable, load)
+    except LOAD_ERRORS as error:
         raise BadInput(
-            f"{folder}: does not fit this model ({reason}): resume with the config it was saved with"
+            f"{folder}: does not fit this model, or is damaged ({load_reason(error)}): resume with the config it was "
+            f"saved with; if that is so, {UNIT_HELP}"
         ) from None
-    put_training_state(trainable, state)
     dist.barrier()
 
 

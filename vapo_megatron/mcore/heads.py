@@ -9,7 +9,6 @@ from torch import Tensor
 
 from vapo_megatron.mcore.platform import current_platform
 
-
 # Rows of a weight in its own type that are turned into fp32 at a time, where a product needs them so.
 _CAST_ROWS = 4096
 
@@ -29,11 +28,11 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def _rows(
-        h: Tensor, words: Tensor, labels: Tensor, first: int, temperature: float, group: Any, keep: bool
+        h: Tensor, words: Tensor, labels: Tensor, first: int, temperature: float, group: Any, exp: Tensor, keep: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """[3, rows] log p(label), entropy and log-partition, and log-probabilities [rows, words] if they are to be kept.
+        """[3, rows] log p(label), entropy and log-partition; and, to be kept, log-probabilities [rows, words].
 
-        first: number of this rank's first word.
+        first: number of this rank's first word. exp: room for one number a logit.
         """
         logits = _LogProbs._logits(h, words, temperature)
         # A rank of padding alone has no word: it adds nothing to any sum.
@@ -43,7 +42,7 @@ class _LogProbs(torch.autograd.Function):
         logits.sub_(top[:, None])
         index, mine = _local_words(labels, first, len(words))
         label_logit = logits.gather(1, index[:, None])[:, 0] * mine if len(words) else torch.zeros_like(top)
-        exp = logits.exp()
+        torch.exp(logits, out=exp)
         partition = exp.sum(-1)
         sums = torch.stack((partition, label_logit, exp.mul_(logits).sum(-1)))
         if group.size() > 1:
@@ -66,11 +65,14 @@ class _LogProbs(torch.autograd.Function):
         """vocab: first word of this rank, number of real words over all ranks."""
         first, real = vocab
         words = weight[: max(real - first, 0)]
+        # One room for all chunks: memory fresh from the system costs a CPU as much as what is computed in it.
+        exp = h.new_empty((min(chunk, len(h)), len(words)), dtype=torch.float32)
         found, kept = [], None
         for i in range(0, len(h), chunk):
             part = slice(i, i + chunk)
             keep = i + chunk >= len(h) and any(ctx.needs_input_grad)
-            rows, kept = _LogProbs._rows(h[part], words, labels[part], first, temperature, group, keep)
+            room = exp[: len(h[part])]
+            rows, kept = _LogProbs._rows(h[part], words, labels[part], first, temperature, group, room, keep)
             found.append(rows)
         logprob, entropy, partition = torch.cat(found, -1)
         ctx.save_for_backward(h, weight, labels, entropy, partition)

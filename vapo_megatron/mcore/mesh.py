@@ -1,8 +1,10 @@
 """The process groups of one model's layout. Several meshes live in one process, over the same ranks."""
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from vapo_megatron.config.model import LayoutConfig
@@ -88,7 +90,7 @@ def make_mesh(layout: LayoutConfig, name: str = "model") -> Mesh:
     expert_grid = HyperCommGrid(shape=expert_sizes, dim_names=_EXPERT_DIMENSIONS, backend=backend)
 
     def group(*dimensions: str, of: Any = grid) -> Any:
-        return of.create_pg(list(dimensions) if len(dimensions) > 1 else dimensions[0])
+        return of.create_pg(list(dimensions) if len(dimensions) > 1 else dimensions[0], timeout=world_timeout())
 
     pg = ProcessGroupCollection()
     pg.tp, pg.cp, pg.dp, pg.pp = (group(d) for d in _DIMENSIONS)
@@ -119,12 +121,20 @@ def make_mesh(layout: LayoutConfig, name: str = "model") -> Mesh:
     )
 
 
+def world_timeout() -> timedelta:
+    """How long ranks wait for each other in the world's collectives: new groups have torch's default unless told."""
+    world: Any = dist.group.WORLD
+    found: timedelta = world._get_backend(torch.device("cpu")).options._timeout
+    return found
+
+
 def _embedding_groups(pipelines: list[list[int]], backend: str) -> tuple[Any, Any]:
     """Groups of the first and last stage (tied word embeddings) and of the first alone, this rank's or None."""
     word = position = None
     for ranks in pipelines:
         ends = [ranks[0], ranks[-1]] if len(ranks) > 1 else ranks
-        ends_group, first_group = dist.new_group(ends, backend=backend), dist.new_group(ranks[:1], backend=backend)
+        ends_group = dist.new_group(ends, timeout=world_timeout(), backend=backend)
+        first_group = dist.new_group(ranks[:1], timeout=world_timeout(), backend=backend)
         if dist.get_rank() in ends:
             word = ends_group
         if dist.get_rank() == ranks[0]:

@@ -18,12 +18,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from vapo_megatron.config.model import LayoutConfig, ModelConfig, TrainableConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.mcore import cpu_torch
+from vapo_megatron.mcore.attention import SDPACoreAttention
 from vapo_megatron.mcore.heads import LogProbHead, ValueHead
 from vapo_megatron.mcore.layer_spec import layer_spec, uses_transformer_engine
 from vapo_megatron.mcore.mesh import Mesh
 from vapo_megatron.mcore.moe import complete_megatron, mark_experts, moe_settings
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.mcore.precision import fp8_settings
+from vapo_megatron.mcore.rotary import RotaryTables
 from vapo_megatron.mcore.router_replay import install_router_replay
 from vapo_megatron.mcore.swiglu import install_swiglu
 from vapo_megatron.weights.spec import ModelSpec
@@ -142,7 +144,8 @@ def build_model(
     """
     cpu_torch.install()
     complete_megatron()
-    layer, norm = layer_spec(spec.qk_norm, uses_transformer_engine(attention, current_platform()), spec.num_experts)
+    fused = uses_transformer_engine(attention, current_platform())
+    layer, norm = layer_spec(spec.qk_norm, fused, spec.num_experts)
     vpp = config.virtual_pipeline_model_parallel_size
     chunks = []
     for index in range(vpp or 1):
@@ -158,21 +161,29 @@ def build_model(
             pre_process=first,
             post_process=last,
             parallel_output=True,
-            position_embedding_type="rope",
+            position_embedding_type="rope" if fused else "none",
             rotary_base=spec.rope_theta,
             share_embeddings_and_output_weights=spec.tied and head == "lm",
             vp_stage=stage,
             pg_collection=mesh.pg,
         )
         # Every scaling that only changes the frequencies (linear, llama3) comes from the one formula of transformers.
-        model.rotary_pos_emb.inv_freq = spec.rope_inv_freq().to(model.rotary_pos_emb.inv_freq.device)
+        if fused:
+            model.rotary_pos_emb.inv_freq = spec.rope_inv_freq().to(model.rotary_pos_emb.inv_freq.device)
+        else:
+            install_swiglu(model)
+            _share_rotary(model, RotaryTables(spec.rope_inv_freq(), mesh.cp_size, mesh.cp_rank))
         if last and head == "value":
             model.output_layer = ValueHead(config, spec.value_outputs, mesh.pg.tp).to(current_platform().device)
         elif last:
             LogProbHead.adopt(model.output_layer, spec.vocab_size, logprob_chunk)
-        if not config.bias_activation_fusion:
-            install_swiglu(model)
         mark_experts(model)
         install_router_replay(model)
         chunks.append(model.to(current_platform().device))
     return chunks
+
+
+def _share_rotary(model: GPTModel, tables: RotaryTables) -> None:
+    for module in model.modules():
+        if isinstance(module, SDPACoreAttention):
+            module.rotary = tables

@@ -12,8 +12,6 @@ from torch import Tensor
 from vapo_megatron.config.model import TrainableConfig
 from vapo_megatron.mcore.mesh import Mesh
 
-# Of a parameter, saved: the main weight and both moments in fp32.
-OPTIMIZER_BYTES = 12
 # "Constant" still wants a length; longer than any run.
 _ENDLESS = 1 << 40
 

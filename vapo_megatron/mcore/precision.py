@@ -27,19 +27,43 @@ def check_trainable(
             f"model.attention_kernel={model.attention_kernel}: Transformer Engine's layers alone have a choice, and "
             "are not used here: set it to auto"
         )
-    if section.recompute.granularity == "selective":
-        for module in section.recompute.modules:
-            key = f"{name}.recompute.modules={module}"
-            if module in ("layernorm", "moe_act") and not fused:
-                raise BadInput(f"{key} needs Transformer Engine's layers, which are not used here: leave it out")
-            if module in ("moe", "moe_act", "shared_experts") and not spec.num_experts:
-                raise BadInput(f"{key}: a {spec.family} model has no experts, leave it out")
-    if section.recompute.granularity == "full" and section.recompute.layers > spec.num_layers // section.layout.pp:
+    if model.attention_kernel == "unfused" and section.layout.cp > 1:
         raise BadInput(
-            f"{name}.recompute.layers={section.recompute.layers} is above the {spec.num_layers // section.layout.pp} "
-            "layers of a pipeline stage: lower it"
+            f"model.attention_kernel=unfused with {name}.layout.cp={section.layout.cp}: it does not cut sequences, set "
+            "auto"
         )
+    _check_recompute(spec, section, name, fused)
     check_precision(spec, model, section, name, platform)
+    if fused and section.dtype(model) == "float32":
+        raise BadInput(
+            f"{name}: dtype float32 with Transformer Engine's layers, whose attention of packed sequences takes 16 "
+            "bits: set model.attention=sdpa, or bfloat16"
+        )
+
+
+def _check_recompute(spec: ModelSpec, section: TrainableConfig, name: str, fused: bool) -> None:
+    recompute, layout = section.recompute, section.layout
+    if recompute.granularity == "selective":
+        for module in recompute.modules:
+            key = f"{name}.recompute.modules={module}"
+            if module in ("layernorm", "moe_act"):
+                if not fused:
+                    raise BadInput(f"{key} needs Transformer Engine's layers, which are not used here: leave it out")
+                if section.precision.fp8 == "delayed":
+                    raise BadInput(f"{key} with {name}.precision.fp8=delayed: choose tensorwise, or leave it out")
+            if module in ("moe", "moe_act") and not spec.num_experts:
+                raise BadInput(f"{key}: a {spec.family} model has no experts, leave it out")
+            if module == "mlp" and spec.num_experts:
+                raise BadInput(f"{key}: all layers of a {spec.family} model have experts instead, name moe")
+            if module == "shared_experts":
+                raise BadInput(f"{key}: no family here has shared experts, leave it out")
+    if recompute.granularity == "full":
+        layers = spec.num_layers // (layout.pp * (layout.vpp or 1))
+        key = f"{name}.recompute.layers={recompute.layers}"
+        if recompute.layers > layers:
+            raise BadInput(f"{key} is above the {layers} layers that a rank has in one piece: lower it")
+        if recompute.method == "uniform" and layers % recompute.layers:
+            raise BadInput(f"{key} does not divide the {layers} layers that a rank has in one piece: choose a divisor")
 
 
 def check_precision(

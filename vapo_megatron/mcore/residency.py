@@ -14,7 +14,8 @@ Phase = Literal[
     "update_policy",
     "replace_reference",
     "hand_over",
-    "export",
+    "export_policy",
+    "export_critic",
 ]
 
 WEIGHTS: frozenset[Part] = frozenset({"weights"})
@@ -30,7 +31,8 @@ HELD: Mapping[Phase, Mapping[str, frozenset[Part]]] = {
     "update_policy": {"actor": ALL},
     "replace_reference": {"actor": WEIGHTS, "reference": WEIGHTS},
     "hand_over": {"actor": WEIGHTS},
-    "export": {"actor": WEIGHTS, "critic": WEIGHTS},
+    "export_policy": {"actor": WEIGHTS},
+    "export_critic": {"critic": WEIGHTS},
 }
 
 _GIB = 2**30
@@ -48,20 +50,22 @@ class Sleeps(Protocol):
 class Residency:
     """Moves models between phases, and keeps what each phase held when it ended."""
 
-    def __init__(self, models: Mapping[str, Sleeps]) -> None:
-        """models by name: actor, critic, reference."""
-        self._models = dict(models)
+    def __init__(self, models: Mapping[str, Sleeps], shares_device: bool = True) -> None:
+        """models by name: actor, critic, reference. shares_device: with engines; else nothing sleeps for rollouts."""
+        self._models, self._shares_device = dict(models), shares_device
         self._phase: Phase | None = None
         self._held: dict[Phase, dict[tuple[str, Part], Footprint]] = {}
 
     def enter(self, phase: Phase) -> None:
         """Have on the device what a phase needs of every model, and nothing else: first what goes, then what comes."""
         self.settle()
+        self._phase = phase
+        if phase == "rollout" and not self._shares_device:
+            return
         for name, model in self._models.items():
             model.hold(*(model.awake & HELD[phase].get(name, frozenset())))
         for name, model in self._models.items():
             model.hold(*HELD[phase].get(name, frozenset()))
-        self._phase = phase
 
     def settle(self) -> None:
         """Take account of the phase that is going on."""

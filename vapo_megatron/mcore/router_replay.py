@@ -10,12 +10,15 @@ hand when activations are computed again; with several models and pipeline sched
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+
+from vapo_megatron.errors import RunFailed
 
 
 class ExpertReplay:
@@ -32,6 +35,12 @@ class ExpertReplay:
         training: whether a backward pass follows.
         """
         self._chosen, self._training = chosen, training
+
+    def forget(self) -> int:
+        """Forget what was to be passed again; how many passes that were."""
+        left = len(self._again)
+        self._again.clear()
+        return left
 
     def get_replay_topk(
         self,
@@ -74,6 +83,27 @@ def replay_experts(model: Module, experts: Tensor | None, sequence_rank: int = 0
     for layer, router in _routers(model):
         chosen = None if experts is None else experts[:, layer].chunk(sequence_size)[sequence_rank]
         router.router_replay.set(chosen, router.training)
+
+
+@contextmanager
+def replaying(chunks: Sequence[Module]) -> Iterator[None]:
+    """Around the forward and backward passes of an update: none goes through what an earlier one has left behind.
+
+    Raises:
+        RunFailed: activations of a layer were to be computed again and were not, so that the next ones that are would
+            have gone through experts of other tokens.
+    """
+    routers = [found for chunk in chunks for found in _routers(chunk)]
+    for _, router in routers:
+        router.router_replay.forget()
+    yield
+    for layer, router in routers:
+        left = router.router_replay.forget()
+        if left:
+            raise RunFailed(
+                f"layer {layer}: the experts of {left} micro-batches were not replayed in the backward pass, expected "
+                "all of them: set actor.recompute.granularity=none, or rollout.router_replay=false"
+            )
 
 
 def _routers(model: Any) -> list[tuple[int, Any]]:

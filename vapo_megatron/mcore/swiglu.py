@@ -15,28 +15,24 @@ from torch import Tensor
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
         gate, up = x.chunk(2, -1)
-        return _silu_of(gate).mul_(up)
+        activated = F.silu(gate)
+        ctx.save_for_backward(x, activated)
+        return activated * up
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (x,), (grad,) = ctx.saved_tensors, grads
+        (x, activated), (grad,) = ctx.saved_tensors, grads
         gate, up = x.chunk(2, -1)
         found = torch.empty_like(x)
         of_gate, of_up = found.chunk(2, -1)
-        torch.mul(grad, _silu_of(gate), out=of_up)
+        torch.mul(grad, activated, out=of_up)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=of_gate)
         return found
 
 
-def _silu_of(part: Tensor) -> Tensor:
-    """silu of one half of a tensor; it is several times as fast on numbers that lie together."""
-    return F.silu(part.clone(memory_format=torch.contiguous_format), inplace=True)
-
-
 def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) * up of x [..., 2 * n], gate first -> [..., n]; keeps nothing but x for backward (Shazeer 2020, eq. 6)."""
+    """silu(gate) * up of x [..., 2 * n], gate first -> [..., n] (Shazeer 2020, eq. 6)."""
     found: Tensor = _SwiGLU.apply(x)
     return found
 

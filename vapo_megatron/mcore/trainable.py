@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -24,12 +23,13 @@ from vapo_megatron.experience.balance import Cost, plan_microbatches
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.experience.microbatch import MicroBatch, pack
 from vapo_megatron.mcore.data_parallel import wrap
+from vapo_megatron.mcore.figures import FigureTotals, sum_over_ranks
 from vapo_megatron.mcore.mesh import Mesh
 from vapo_megatron.mcore.model import Head, build_model, check_model_layout, transformer_config
 from vapo_megatron.mcore.optimizer import make_optimizer, optimizer_tensors
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.mcore.precision import check_trainable, drop_fp8_copies, keeps_fp8, set_amax_group
-from vapo_megatron.mcore.router_replay import replay_experts
+from vapo_megatron.mcore.router_replay import replay_experts, replaying
 from vapo_megatron.mcore.sleep import PARTS, Footprint, Part, Sleeper
 from vapo_megatron.mcore.token_loss import PackedTokens, TokenLoss
 from vapo_megatron.weights.spec import ModelSpec
@@ -178,6 +178,12 @@ class Trainable:
                 chunk.start_param_sync(force_sync=True)
 
     @property
+    def _replays(self) -> bool:
+        """Whether tokens go through the engine's experts where these are known. A critic's experts and those of a
+        reference policy have other weights: they choose for themselves."""
+        return bool(self.spec.num_experts) and self.head == "lm" and self._optimizer is not None
+
+    @property
     def cost(self) -> Cost:
         """Work of a sequence: weights times tokens, and causal attention."""
         return Cost(
@@ -199,7 +205,15 @@ class Trainable:
             multiple_of=layout.pp if layout.vpp else 1,
         )
         return [
-            pack(batch, members, layout.alignment, self.config.total_alignment, layout.cp, mesh.cp_rank)
+            pack(
+                batch,
+                members,
+                layout.alignment,
+                self.config.total_alignment,
+                layout.cp,
+                mesh.cp_rank,
+                with_experts=self._replays,
+            )
             for members in plan[mesh.dp_rank]
         ]
 
@@ -234,7 +248,7 @@ class Trainable:
                 microbatch.put(result, found.cpu())
 
         self._run(microbatches, collect, forward_only=True, temperature=temperature, on_forward=_shares(batch, on_done))
-        return _sum_over_ranks(result)
+        return sum_over_ranks(result)
 
     def train_step(
         self, batch: ExperienceBatch, samples: Sequence[int], loss: TokenLoss, keep_outputs: bool = False
@@ -243,47 +257,53 @@ class Trainable:
 
         keep_outputs: also return what score() would have returned before the step, for these samples; 0 elsewhere.
         """
-        self._sleeper.need("weights", "gradients")
-        for chunk in self.wrapped:
-            chunk.zero_grad_buffer()
-        self._optimizer.zero_grad()
-        device = current_platform().device
-        totals = {name: torch.zeros((), device=device) for name in loss.sums}
-        totals |= {name: torch.full((), float("-inf"), device=device) for name in loss.maxima}
-
-        kept: list[tuple[MicroBatch, Tensor]] = []
-
-        def local_loss(microbatch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            if keep_outputs and self.mesh.speaks:
-                kept.append((microbatch, output[0].detach().float()))
-            total, figures = loss(output[0].float(), PackedTokens(microbatch, self.mesh, device))
-            if self.mesh.speaks:
-                for name in loss.sums:
-                    totals[name] += figures[name]
-                for name in loss.maxima:
-                    totals[name] = torch.maximum(totals[name], figures[name])
-            return total, torch.ones((), dtype=torch.int, device=device), {}
-
-        self._run(self.microbatches(batch, samples), local_loss, forward_only=False)
+        kept: list[tuple[MicroBatch, Tensor]] | None = [] if keep_outputs else None
+        totals = self._backward(batch, samples, loss, kept)
         # Before the update, so that the first of n warm-up steps is made with lr / n and not with 0.
         self.scheduler.step(1)
         self._sleeper.need("optimizer")
         _, grad_norm, _ = self._optimizer.step()
         self._gathering = self.wrapped[0].ddp_config.overlap_param_gather
-        figures: dict[str, float] = {}
-        if loss.sums:
-            summed = _sum_over_ranks(torch.stack([totals[name].cpu() for name in loss.sums]))
-            figures |= dict(zip(loss.sums, summed.tolist(), strict=True))
-        if loss.maxima:
-            largest = _over_ranks(torch.stack([totals[name].cpu() for name in loss.maxima]), dist.ReduceOp.MAX)
-            figures |= dict(zip(loss.maxima, largest.tolist(), strict=True))
+        figures = totals.over_ranks()
         outputs = None
-        if keep_outputs:
+        if kept is not None:
             outputs = torch.zeros(batch.response_tokens, 2 if self.head == "lm" else self.spec.value_outputs)
             for microbatch, found in kept:
                 microbatch.put(outputs, found.cpu())
-            outputs = _sum_over_ranks(outputs)
+            outputs = sum_over_ranks(outputs)
         return StepResult(float(grad_norm), float(self._optimizer.param_groups[0]["lr"]), figures, outputs)
+
+    def gradients(self, batch: ExperienceBatch, samples: Sequence[int], loss: TokenLoss) -> dict[str, float]:
+        """Collective: train_step() without the update; returns the loss's figures. Gradients are left in main_grad of
+        the parameters, in fp32; of a model that was not prepared, in grad, and of this rank's samples alone."""
+        return self._backward(batch, samples, loss).over_ranks()
+
+    def _backward(
+        self,
+        batch: ExperienceBatch,
+        samples: Sequence[int],
+        loss: TokenLoss,
+        kept: list[tuple[MicroBatch, Tensor]] | None = None,
+    ) -> FigureTotals:
+        """Forward and backward over this rank's part of some samples, whose outputs are added to `kept`."""
+        self._sleeper.need("weights", "gradients")
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+        for owner in [self._optimizer] if self._optimizer is not None else self._chunks:
+            owner.zero_grad(set_to_none=True)
+        device = current_platform().device
+        totals = FigureTotals(loss, device)
+
+        def local_loss(microbatch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            if kept is not None and self.mesh.speaks:
+                kept.append((microbatch, output[0].detach().float()))
+            total, figures = loss(output[0].float(), PackedTokens(microbatch, self.mesh, device))
+            if self.mesh.speaks:
+                totals.add(figures)
+            return total, torch.ones((), dtype=torch.int, device=device), {}
+
+        self._run(self.microbatches(batch, samples), local_loss, forward_only=False)
+        return totals
 
     def _run(
         self,
@@ -309,18 +329,19 @@ class Trainable:
         if self.mesh.pp_size > 1:
             extra["p2p_communicator"] = P2PCommunicator(self.mesh.pg.pp, self.transformer)
         many = len(models) > 1
-        get_forward_backward_func(pp_size=self.mesh.pp_size, vp_size=self.config.layout.vpp)(
-            forward_step_func=forward_step,
-            data_iterator=[iter(microbatches) for _ in models] if many else iter(microbatches),
-            model=models if many else models[0],
-            num_microbatches=len(microbatches),
-            seq_length=1,  # unread: sequence lengths vary
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-            pg_collection=self.mesh.pg,
-            **extra,
-        )
+        with replaying(models if self.spec.num_experts else []):
+            get_forward_backward_func(pp_size=self.mesh.pp_size, vp_size=self.config.layout.vpp)(
+                forward_step_func=forward_step,
+                data_iterator=[iter(microbatches) for _ in models] if many else iter(microbatches),
+                model=models if many else models[0],
+                num_microbatches=len(microbatches),
+                seq_length=1,  # unread: sequence lengths vary
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+                pg_collection=self.mesh.pg,
+                **extra,
+            )
 
     def _forward(self, model: Any, microbatch: MicroBatch, temperature: float) -> Tensor:
         device = current_platform().device
@@ -345,10 +366,9 @@ class Trainable:
         return output
 
     def _route(self, core: Any, microbatch: MicroBatch) -> None:
-        """The policy's tokens go through the engine's experts, where these are known. A critic's experts and those of a
-        reference policy have other weights: they choose for themselves."""
+        """Tokens go through the experts of the micro-batch, where it has some."""
         experts = microbatch.experts
-        if experts is None or self.head != "lm" or self._optimizer is None:
+        if experts is None:
             replay_experts(core, None)
         else:
             layers = experts.unflatten(1, (self.spec.num_layers, self.spec.experts_per_token))
@@ -379,14 +399,3 @@ def _seed_megatron(seed: int, mesh: Mesh) -> None:
 def _sum_model_grads(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
     """Megatron's reduction of gradients without its division by tokens: the loss weights hold the denominators."""
     finalize_model_grads(model, None, **kwargs)
-
-
-def _over_ranks(values: Tensor, op: Any) -> Tensor:
-    moved = values.to(current_platform().device)
-    dist.all_reduce(moved, op=op)
-    return moved.cpu()
-
-
-def _sum_over_ranks(values: Tensor) -> Tensor:
-    """Sum over all ranks of tensors to which each token's speaker alone contributes."""
-    return _over_ranks(values, dist.ReduceOp.SUM)

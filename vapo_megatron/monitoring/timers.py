@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 
 GIB = 2**30
+_NOTE = "in the phase "
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class PhaseTimer:
 
     with timer("rollout"): ...
     timer.take()  ->  {"time/rollout": 12.3, "memory/rollout_gib": 1.2, ...}
-    A phase within a phase counts for both.
+    A phase within a phase counts for both. An error that leaves a phase carries its name; see phase_of.
     """
 
     def __init__(
@@ -74,6 +75,9 @@ class PhaseTimer:
         try:
             yield
             self._synchronize()
+        except Exception as error:
+            error.add_note(_NOTE + phase)
+            raise
         finally:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
             self._charge_peaks()
@@ -97,3 +101,8 @@ class PhaseTimer:
             for phase in self._open:
                 self._peaks[name, phase] = max(peak, self._peaks.get((name, phase), 0))
             gauge.reset()
+
+
+def phase_of(error: BaseException) -> str:
+    """The innermost phase that an error came out of, as words to put behind others; empty where it came out of none."""
+    return next((f" {note}" for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE)), "")

@@ -29,7 +29,7 @@ def grade_samples(
         advance: is told of each graded sample.
     """
     for sample in samples:
-        sample.text = decode(sample.response_ids)
+        sample.text = decode(sample.response_ids.tolist())
     cases = [None if s.truncated else Case(s.prompt.answer, s.text, problem=s.prompt.problem) for s in samples]
     for sample, verdict in zip(samples, verdicts_on(cases, verifier, advance), strict=True):
         if verdict is None:

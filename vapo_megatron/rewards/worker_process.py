@@ -8,6 +8,7 @@ from collections import deque
 from typing import Any
 
 from vapo_megatron.rewards.framing import Decoder, encode
+from vapo_megatron.signals import stop_signals_blocked
 
 
 class WorkerProcess:
@@ -20,14 +21,15 @@ class WorkerProcess:
     def __init__(self, greeting: dict[str, Any], startup_seconds: float) -> None:
         # The child must find what we find (a user's function, an uninstalled checkout), whatever way we found it.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "vapo_megatron.rewards.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            bufsize=0,
-        )
+        with stop_signals_blocked():  # which are sent to every process of a job; the worker ends when we do
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "vapo_megatron.rewards.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                bufsize=0,
+            )
         assert self.process.stdin is not None and self.process.stdout is not None
         self.input = self.process.stdin.fileno()
         self.output = self.process.stdout.fileno()

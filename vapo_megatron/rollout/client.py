@@ -1,8 +1,8 @@
-"""What a trainer asks of one SGLang server, over HTTP on the same machine."""
+"""What a trainer asks of one SGLang server, over HTTP."""
 
 import base64
+import gc
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +10,19 @@ from typing import Any, Literal
 
 import aiohttp
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from vapo_megatron.errors import RunFailed, TryAgain
+from vapo_megatron.errors import BadInput, RunFailed, TryAgain
 from vapo_megatron.experience.sample import FinishReason
+from vapo_megatron.rollout.broadcast_group import Backend
+from vapo_megatron.rollout.routed_experts import ExpertChoices
 from vapo_megatron.rollout.server import EngineAddress
+from vapo_megatron.rollout.server_main import IDENTITY_PATH
 from vapo_megatron.rollout.strict_loading import BROADCAST_GROUP, LOAD_FORMAT
 from vapo_megatron.rollout.weight_bucket import Purpose
+
+_OWNER_END = ":"
 
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 
@@ -27,8 +32,8 @@ class Completion:
     """One response. logprobs, routed_experts: see EngineClient.generate; the versions are those of its first and last
     token."""
 
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
     finish_reason: FinishReason
     weight_version_oldest: int
     weight_version: int
@@ -75,7 +80,7 @@ class EngineClient:
         self,
         prompts: Sequence[Sequence[int]],
         sampling_params: Sequence[dict[str, Any]],
-        routed_experts: bool = False,
+        routed_experts: ExpertChoices | None = None,
     ) -> list[Completion]:
         """One response to each prompt of token ids, in one request that returns when all are done.
 
@@ -84,20 +89,24 @@ class EngineClient:
         (at temperature 0, of the plain logits). Source: sglang/srt/layers/sampler.py, Sampler.forward.
 
         routed_experts, of a server that has rollout.router_replay, asks for the experts that each token but the last
-        went through: int16 [prompt + response - 1, layers * experts a token], layer by layer.
+        went through: uint8 or int16 [prompt + response - 1, layers * experts a token], layer by layer.
         """
         body = {
             "input_ids": [list(prompt) for prompt in prompts],
             "sampling_params": list(sampling_params),
             "return_logprob": True,
-            "return_routed_experts": routed_experts,
+            "return_routed_experts": routed_experts is not None,
         }
         answers = await self._call("generate", body)
         completions = [self._completion(answer) for answer in answers]
-        if routed_experts:
+        if routed_experts is not None:
             for prompt, completion, answer in zip(prompts, completions, answers, strict=True):
                 rows = len(prompt) + len(completion.token_ids) - 1
-                completion.routed_experts = self._experts(answer["meta_info"].get("routed_experts"), rows)
+                try:
+                    found = routed_experts.decode(answer["meta_info"].pop("routed_experts", None), rows)
+                except ValueError as error:
+                    raise RunFailed(f"{self._where()}: {error}") from None
+                completion.routed_experts = found
         return completions
 
     async def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -118,7 +127,26 @@ class EngineClient:
 
     async def weight_version(self) -> int:
         """The version that new responses are marked with."""
-        return int((await self._call("model_info", None))["weight_version"])
+        return self._version((await self._call("model_info", None))["weight_version"])
+
+    async def identity(self) -> dict[str, Any] | None:
+        """What an engine on devices of its own tells of itself (remote_engines); None where the server is no such.
+
+        Raises:
+            BadInput: it does not take our key.
+        """
+        status, answer = await self._request(IDENTITY_PATH, None)
+        if status in (401, 403):
+            raise BadInput(
+                f"{self._address.url}: the engine does not take our key: rollout.api_key_variable must name an "
+                "environment variable with the key that the engine was started with"
+            )
+        return answer if status == 200 and isinstance(answer, dict) else None
+
+    async def take_over(self) -> None:
+        """Leave nothing of what an earlier trainer may have begun: no requests, no session. It then takes none."""
+        await self.pause()
+        await self._request("end_weight_update", {})  # refused where no session is open
 
     async def pause(self) -> None:
         """Abort what runs and take nothing new until resume()."""
@@ -149,15 +177,15 @@ class EngineClient:
         }
         return await self._load("update_weights_from_tensor", body, version)
 
-    async def join_broadcast_group(self, host: str, port: int, size: int) -> None:
-        """Let the server's ranks be ranks 1, 2 ... of a broadcast_group that rank 0 opened there."""
+    async def join_broadcast_group(self, host: str, port: int, first: int, size: int, backend: Backend) -> None:
+        """Let the server's ranks be ranks first, first + 1 ... of a broadcast_group that rank 0 opened there."""
         body = {
             "master_address": host,
             "master_port": port,
-            "rank_offset": 1,
+            "rank_offset": first,
             "world_size": size,
             "group_name": BROADCAST_GROUP,
-            "backend": "gloo",
+            "backend": backend,
         }
         await self._call("init_weights_update_group", body)
 
@@ -192,30 +220,35 @@ class EngineClient:
             raise RunFailed(
                 f"{self._where()}: a response was not finished ({reason}: {meta['finish_reason'].get('message', '')})"
             )
-        token_ids = answer["output_ids"]
-        logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
-        if len(logprobs) != len(token_ids) or not all(value is not None and math.isfinite(value) for value in logprobs):
+        token_ids = np.array(answer.pop("output_ids"), dtype=np.int32)
+        # What is no number (null) becomes NaN.
+        logprobs = np.array([entry[0] for entry in meta.pop("output_token_logprobs")], dtype=np.float32)
+        if len(logprobs) != len(token_ids) or not np.isfinite(logprobs).all():
             raise RunFailed(
                 f"{self._where()}: {len(token_ids)} response tokens came with {len(logprobs)} log-probs, "
                 "expected a finite one each: the engine's weights or logits are broken"
             )
         spans = meta["weight_versions"]
-        return Completion(token_ids, logprobs, reason, int(spans[0]["version"]), int(spans[-1]["version"]))
+        oldest, newest = (self._version(spans[index]["version"]) for index in (0, -1))
+        return Completion(token_ids, logprobs, reason, oldest, newest)
 
-    def _experts(self, encoded: str | None, rows: int) -> Tensor:
-        """The experts of a response, which come as int32 numbers in base64."""
-        flat = np.frombuffer(base64.b64decode(encoded or ""), dtype=np.int32)
-        if not len(flat) or len(flat) % rows:
+    def _version(self, text: str) -> int:
+        """The number in a version, which begins with the mark of whoever handed the weights over."""
+        owner, _, number = text.rpartition(_OWNER_END)
+        if owner != self._address.owner:
             raise RunFailed(
-                f"{self._where()}: {len(flat)} routed experts came for {rows} tokens, expected the same number for "
-                "each: the server has no rollout.router_replay, or its model no experts"
+                f"{self._where()}: it runs weights that another trainer handed over: an engine serves one run at a "
+                "time, give each run engines of its own as rollout.addresses"
             )
-        return torch.from_numpy(flat.astype(np.int16)).view(rows, -1)
+        return int(number)
+
+    def _mark(self, version: int) -> str:
+        return f"{self._address.owner}{_OWNER_END}{version}" if self._address.owner else str(version)
 
     async def _load(self, path: str, body: dict[str, Any], version: int | None) -> LoadAnswer:
         body |= {
             "flush_cache": version is not None,
-            "weight_version": None if version is None else str(version),
+            "weight_version": None if version is None else self._mark(version),
         }
         status, answer = await self._request(path, body)
         loaded = _load_answer(answer)
@@ -235,7 +268,8 @@ class EngineClient:
             # A new connection each time: a kept one may be closed by the server while a request is on its way.
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
             timeout = aiohttp.ClientTimeout(total=self._deadline)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
+            headers = {"Authorization": f"Bearer {self._address.key}"} if self._address.key else {}
+            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
         url = f"{self._address.url}/{path}"
         method = "GET" if body is None else "POST"
         try:
@@ -254,19 +288,27 @@ class EngineClient:
     def _where(self) -> str:
         return f"{self._address.url} (log {self._address.log_file})"
 
-    def _refused(self, path: str, status: int, answer: Any) -> RunFailed:
+    def _refused(self, path: str, status: int, answer: Any) -> RunFailed | TryAgain:
         error = answer.get("error", answer) if isinstance(answer, dict) else answer
         message = error.get("message", error) if isinstance(error, dict) else error
         first_line = (str(message).splitlines() or ["no reason given"])[0]
-        return RunFailed(f"{self._where()}: {path} was refused (HTTP {status}): {first_line[:400]}")
+        # A broadcast that breaks off: its sender, or another of its receivers, is gone.
+        kind = TryAgain if first_line.startswith("Failed to receive weights") else RunFailed
+        return kind(f"{self._where()}: {path} was refused (HTTP {status}): {first_line[:400]}")
 
 
 def _decoded(text: str) -> Any:
     """JSON where it is JSON; some answers are empty, errors may be plain text."""
+    # A list a token: looking for cycles among them, where there are none, would take two thirds of the time.
+    collects = gc.isenabled()
+    gc.disable()
     try:
         return json.loads(text)
     except ValueError:
         return text
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _load_answer(answer: Any) -> LoadAnswer | None:

@@ -12,6 +12,7 @@ from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.rollout.client import Completion, EngineClient
+from vapo_megatron.rollout.routed_experts import ExpertChoices
 from vapo_megatron.rollout.server import EngineAddress
 
 # Groups waiting in a server keep its batch full while finished ones are on their way back.
@@ -56,7 +57,7 @@ class Dispatcher:
         seed: int,
         weight_version: int,
         on_done: Callable[[int], None] | None = None,
-        routed_experts: bool = False,
+        routed_experts: ExpertChoices | None = None,
         on_group: Callable[[list[Sample]], None] | None = None,
     ) -> list[Sample]:
         """n responses to each prompt, ordered by (group, index); group is the prompt's place in prompts.
@@ -67,11 +68,13 @@ class Dispatcher:
         Args:
             weight_version: what all servers must have.
             on_done: called with the number of responses finished so far.
-            routed_experts: whether samples are to hold the experts of their tokens; needs rollout.router_replay.
+            routed_experts: of the model, where samples are to hold the experts of their tokens; needs
+                rollout.router_replay.
             on_group: called with the n responses to a prompt as soon as they are there.
 
         Raises:
-            RunFailed: a response came from weights of another version, or a server refused a request.
+            RunFailed: a response came from weights of another version or with experts that cannot be, or a server
+                refused a request.
             TryAgain: a server is gone, or rollout.collect_deadline passed.
         """
         return self._runner.run(
@@ -103,7 +106,7 @@ class Dispatcher:
         seed: int,
         weight_version: int,
         on_done: Callable[[int], None] | None,
-        routed_experts: bool,
+        routed_experts: ExpertChoices | None,
         on_group: Callable[[list[Sample]], None] | None,
     ) -> list[Sample]:
         for engine in self._engines:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -13,14 +14,17 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from pydantic import JsonValue
+
 import vapo_megatron
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.errors import RunFailed
+from vapo_megatron.errors import BadInput, RunFailed
+from vapo_megatron.rollout.server_main import KEY_VARIABLE
 from vapo_megatron.weights.fp8 import BlockFp8
 
 _CPU_TOTAL_TOKENS = 65536
@@ -36,10 +40,16 @@ _NOT_INHERITED = {
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """Where a server answers and where it writes its log; small enough to be sent to other ranks."""
+    """Where a server answers and where it writes its log; small enough to be sent to other ranks.
+
+    key: that requests carry; empty: none is wanted. owner: of the weights that the server has from us, a mark in
+    their versions; a server that others could hand weights to as well needs one.
+    """
 
     url: str
     log_file: str
+    key: str = field(default="", repr=False)
+    owner: str = ""
 
     def cause(self) -> str:
         """The line of the log that most likely says why the server failed."""
@@ -74,6 +84,9 @@ class EngineServer:
         host: address of this machine on which the server listens; another than the default where ranks of other
             machines are to reach it.
         fp8: how its weights, which are handed to it, are quantised; None where they are not.
+        port: on which it listens; 0: a free one.
+        key: that requests must carry; None makes one, which the address has; empty: none is wanted.
+        identity: what it tells of itself to a trainer that did not start it; see remote_engines.
     """
 
     def __init__(
@@ -86,6 +99,9 @@ class EngineServer:
         weight_version: int = 0,
         host: str = "127.0.0.1",
         fp8: BlockFp8 | None = None,
+        port: int = 0,
+        key: str | None = None,
+        identity: Mapping[str, JsonValue] | None = None,
     ) -> None:
         self._model_path = Path(model_path)
         self._config = config
@@ -96,13 +112,17 @@ class EngineServer:
         self._host, self._fp8 = host, fp8
         self._scratch: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._port = 0
+        self._port = port
+        # A process of another user on this machine could reach the port as well.
+        self._key = secrets.token_urlsafe(32) if key is None else key
+        self._identity = dict(identity or {})
         self._started_at = 0.0
 
     @property
     def address(self) -> EngineAddress:
         """Valid once started."""
-        return EngineAddress(f"http://{self._host}:{self._port}", str(self._log_file))
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return EngineAddress(f"http://{host}:{self._port}", str(self._log_file), self._key)
 
     @property
     def pid(self) -> int:
@@ -112,19 +132,21 @@ class EngineServer:
         return self._process.pid
 
     def start(self) -> None:
-        """Start the subprocess and return at once; wait_until_ready() follows."""
+        """Start the subprocess and return at once; wait_until_ready() follows.
+
+        Raises:
+            BadInput: its host is not this machine's, or its port is in use.
+        """
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
         # Holds the server's sockets and rendezvous, hence a short path: socket names end at 107 bytes.
         self._scratch = Path(tempfile.mkdtemp(prefix="vapo-engine-"))
         self._started_at = time.monotonic()
-        with socket.socket() as listener, self._log_file.open("wb") as log:
-            # Bound here and inherited: nobody else can get the port. Not listening yet: early calls are refused.
-            listener.bind((self._host, 0))
+        with self._bound() as listener, self._log_file.open("wb") as log:
             self._port = listener.getsockname()[1]
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "vapo_megatron.rollout.server_main"),
-                    *(str(listener.fileno()), str(os.getpid()), str(self._scratch)),
+                    *(str(listener.fileno()), str(os.getpid()), str(self._scratch), json.dumps(self._identity)),
                     *self._engine_args(),
                 ],
                 stdin=subprocess.PIPE,
@@ -134,6 +156,11 @@ class EngineServer:
                 pass_fds=[listener.fileno()],
                 start_new_session=True,
             )
+
+    def ended(self) -> str | None:
+        """Why the server that was started is no more; None while it is."""
+        code = None if self._process is None else self._process.poll()
+        return None if code is None else f"{_describe(code)}: {self._cause()}"
 
     def wait_until_ready(self) -> None:
         """Return when the server answers.
@@ -188,6 +215,25 @@ class EngineServer:
     ) -> None:
         self.stop()
 
+    def _bound(self) -> socket.socket:
+        """The port, to be inherited, so that nobody else gets it. Not listening yet: early calls are refused."""
+        listener = None
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0]
+            listener = socket.socket(family, kind, protocol)
+            # A port whose last server has just ended may be taken again.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError as error:
+            if listener is not None:
+                listener.close()
+            self.stop()
+            raise BadInput(
+                f"an engine cannot listen on {self._host}, port {self._port} ({error.strerror}): give an address of "
+                "this machine and a free port"
+            ) from None
+        return listener
+
     def _is_healthy(self) -> bool:
         try:
             with _DIRECT.open(f"{self.address.url}/health", timeout=10) as answer:
@@ -208,6 +254,7 @@ class EngineServer:
         paths = [str(Path(vapo_megatron.__file__).parents[1]), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         environment["TMPDIR"] = str(scratch)
+        environment[KEY_VARIABLE] = self._key  # not an argument: those are for every user to see
         environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "vapo_megatron.rollout.served_models"
         # A file instead of a TCP port for the rendezvous of its ranks: two servers cannot clash.
         environment["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/rendezvous"

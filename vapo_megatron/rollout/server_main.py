@@ -1,10 +1,16 @@
-"""Entry of a server subprocess: python -m vapo_megatron.rollout.server_main LISTEN_FD OWNER_PID SCRATCH [SGLang args].
+"""Entry of a server subprocess:
+
+    python -m vapo_megatron.rollout.server_main LISTEN_FD OWNER_PID SCRATCH IDENTITY [SGLang args]
 
 LISTEN_FD is a bound TCP socket, inherited from the owner, so that no other process can take the port between its
-choice and its use. Standard input is the lifeline of owner_guard.
+choice and its use. Standard input is the lifeline of owner_guard. IDENTITY, a JSON object, is what the server answers
+under IDENTITY_PATH. The key that requests must carry is in the environment; it is not given to SGLang,
+which would write it into its log.
 """
 
 import functools
+import json
+import os
 import signal
 import socket
 import sys
@@ -13,9 +19,13 @@ from multiprocessing import set_start_method
 
 from vapo_megatron.rollout.owner_guard import kill_group_with_owner
 
+KEY_VARIABLE = "VAPO_ENGINE_KEY"
+IDENTITY_PATH = "vapo_engine"
+
 
 def main(argv: list[str]) -> None:
-    listen_fd, owner_pid, scratch, *engine_args = argv
+    listen_fd, owner_pid, scratch, identity, *engine_args = argv
+    key = os.environ.pop(KEY_VARIABLE, "")
     # Slurm's signals to save and stop go to every process of a job; how a server ends is its owner's affair. Blocked
     # rather than ignored: SGLang sets handlers of its own, and its children inherit this.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
@@ -29,12 +39,17 @@ def main(argv: list[str]) -> None:
 
     import uvicorn
     from sglang.srt.entrypoints import engine
-    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.entrypoints.http_server import app, launch_server
     from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils.auth import add_api_key_middleware
 
     from vapo_megatron.rollout import engine_processes
 
     uvicorn.Server.run = functools.partialmethod(uvicorn.Server.run, sockets=[listener])  # type: ignore[method-assign,assignment]
+    told = json.loads(identity)
+    app.add_api_route(f"/{IDENTITY_PATH}", lambda: told)
+    if key:
+        add_api_key_middleware(app, api_key=key, admin_api_key=None)
     if on_cpu:
         engine._set_envs_and_config = _then_fork(engine._set_envs_and_config)
     launch_server(

@@ -12,6 +12,7 @@ import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vapo_megatron.rollout.broadcast_group import BroadcastGroup
+from vapo_megatron.rollout.broadcast_group import Backend, BroadcastGroup, address_towards
 from vapo_megatron.rollout.disk_weights import read_tensors
 from vapo_megatron.rollout.weight_bucket import Purpose, unpack
 from vapo_megatron.weights.bucket import checksum
@@ -80,6 +81,8 @@ class StrictLoader:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self.checksums: list[int] = []
+        # Beside the copies, and out of the watch, which would slow every operation of theirs.
+        self._pool = ThreadPoolExecutor(1, "vapo-checksums")
         self._pads = _pads_dimensions(model)
         self._written: Counter[str] = Counter()
         self._sources: defaultdict[str, list[str]] = defaultdict(list)
@@ -106,11 +109,14 @@ class StrictLoader:
         """Feed the model's loader, which places a tensor before it asks for the next: so each is seen on its own."""
         problems: list[str] = []
         current: tuple[str, torch.Tensor] | None = None
+        sums: list[Future[int]] = []
 
         def feed() -> Iterator[tuple[str, torch.Tensor]]:
             nonlocal current
             for name, tensor in tensors:
-                self.checksums.append(checksum(tensor))
+                for late in sums[-1:]:
+                    late.result()  # two tensors in memory at most, where they are read one by one
+                sums.append(self._pool.submit(checksum, tensor))
                 current = (name, tensor)
                 watch.start()
                 yield current
@@ -125,13 +131,15 @@ class StrictLoader:
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
                 if current is None:
                     problems.append(f"the engine's loader failed ({reason})")
-                    return problems
+                    break
                 name, tensor = current
                 self._count(name, tensor, watch)
                 problems.append(f"{name} of shape {list(tensor.shape)} does not fit the engine's parameter ({reason})")
                 current = None
             else:
-                return problems
+                break
+        self.checksums = [found.result() for found in sums]
+        return problems
 
     def _settle(self, name: str, tensor: torch.Tensor, watch: ParameterWatch) -> list[str]:
         self._count(name, tensor, watch)
@@ -255,13 +263,17 @@ def _join_group(
     rank_offset: int,
     world_size: int,
     group_name: str,
-    backend: str = "gloo",
+    backend: Backend = "gloo",
 ) -> tuple[bool, str]:
+    """In place of the group of an earlier trainer, where there was one."""
     rank = rank_offset + self.tp_rank
+    self._model_update_group.pop(group_name, None)
     try:
+        host = address_towards(master_address)
         store = BroadcastGroup.connect(master_address, master_port, world_size, _JOIN_SECONDS)
-        self._model_update_group[group_name] = BroadcastGroup(store, rank, world_size, _JOIN_SECONDS)
-    except RuntimeError as error:
+        group = BroadcastGroup(store, rank, world_size, _JOIN_SECONDS, host, backend)
+        self._model_update_group[group_name] = group
+    except (RuntimeError, OSError) as error:
         return False, f"{group_name} at {master_address}:{master_port} was not joined: {error}"
     return True, f"joined {group_name} as rank {rank}"
 
@@ -270,8 +282,9 @@ def _receive(self: Any, *, group_name: str, load_format: str, **_: Any) -> tuple
     message = json.loads(load_format.removeprefix(f"{LOAD_FORMAT}:"))
     if not message["size"]:
         return message, None
-    buffer = torch.empty(message["size"], dtype=torch.uint8)
-    self._model_update_group[group_name].broadcast(buffer)
+    group = self._model_update_group[group_name]
+    buffer = torch.empty(message["size"], dtype=torch.uint8, device=group.device)
+    group.broadcast(buffer)
     return message, buffer
 
 

@@ -1,4 +1,4 @@
-"""The hand-over of the trainer's weights to one server, and the proof that they arrived."""
+"""The hand-over of the trainer's weights to servers, and the proof that they arrived."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -19,13 +19,13 @@ _NAMED_IN_AN_ERROR = 8
 
 
 class WeightSync:
-    """One server and the trainer ranks that feed it, by one transport.
+    """One server, or several that get the same bytes, and the trainer ranks that feed them, by one transport.
 
     Every rank calls push() and differing_tensors() with the same buckets; prompt_logprobs() and verify() are the
     owner's. The buckets may come from a stream that puts them into two places in turn.
 
     Args:
-        transport: to the server. Its client is closed with this object.
+        transport: to the servers. Its clients are closed with this object.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -36,6 +36,11 @@ class WeightSync:
     def through_shared_memory(address: EngineAddress, config: SyncConfig, engine_tp: int = 1) -> "WeightSync":
         """To a server of this process on a machine without GPUs."""
         return WeightSync(SharedMemoryTransport(EngineClient(address, config.deadline), engine_tp))
+
+    @property
+    def owns(self) -> bool:
+        """Whether this rank may ask servers for log-probs."""
+        return bool(self._transport.clients)
 
     def push(self, buckets: Iterable[NamedTensors], version: int, times: PartTimes | None = None) -> None:
         """Replace the server's weights; what it generates from now on is marked with version.
@@ -57,38 +62,34 @@ class WeightSync:
         """
         return self._session(buckets, "compare", None, PartTimes())
 
-    def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """EngineClient.prompt_logprobs."""
-        return self._runner.run(self._owned().prompt_logprobs(sequences))
+    def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """EngineClient.prompt_logprobs of every server."""
+        return self._runner.run(self._transport.each(lambda client: client.prompt_logprobs(sequences)))
 
     def verify(
         self, sequences: Sequence[Sequence[int]], trainer_logprobs: Sequence[Sequence[float]], tolerance: float
     ) -> float:
-        """The largest |difference| of the log-probs that server and trainer give the tokens of sequences.
+        """The largest |difference| of the log-probs that a server and the trainer give the tokens of sequences.
 
         trainer_logprobs are those of every token but the first, at temperature 1.
 
         Raises:
             RunFailed: it is above tolerance, or not a number.
         """
-        largest = 0.0
-        for ours, theirs in zip(trainer_logprobs, self.prompt_logprobs(sequences), strict=True):
-            difference = torch.tensor(ours, dtype=torch.float64) - torch.tensor(theirs, dtype=torch.float64)
-            # Not Python's max(): a NaN would pass unnoticed.
-            largest = max(largest, float("inf") if difference.isnan().any() else float(difference.abs().max()))
-        if largest > tolerance:
-            address = self._owned().address
-            raise RunFailed(
-                f"{address.url} (log {address.log_file}): log-probs of engine and trainer differ by {largest:.3g}, "
-                f"rollout.sync.tolerance allows {tolerance:g}"
-            )
-        return largest
+        found = [_largest_difference(trainer_logprobs, logprobs) for logprobs in self.prompt_logprobs(sequences)]
+        for client, largest in zip(self._transport.clients, found, strict=True):
+            if largest > tolerance:
+                address = client.address
+                raise RunFailed(
+                    f"{address.url} (log {address.log_file}): log-probs of engine and trainer differ by {largest:.3g}, "
+                    f"rollout.sync.tolerance allows {tolerance:g}"
+                )
+        return max(found)
 
     def close(self) -> None:
         """Close the connection and give the buffers back."""
         self._transport.close()
-        if self._transport.client is not None:
-            self._runner.run(self._transport.client.close())
+        self._runner.run(self._transport.each(EngineClient.close))
         self._runner.close()
 
     def __enter__(self) -> "WeightSync":
@@ -99,18 +100,12 @@ class WeightSync:
     ) -> None:
         self.close()
 
-    def _owned(self) -> EngineClient:
-        if self._transport.client is None:
-            raise RunFailed("only the rank that owns a server may ask it for log-probs")
-        return self._transport.client
-
     def _session(
         self, buckets: Iterable[NamedTensors], purpose: Purpose, version: int | None, times: PartTimes
     ) -> list[str]:
-        client, run = self._transport.client, self._runner.run
-        if client is not None:
-            run(client.pause())
-        run(self._transport.open())
+        transport, run = self._transport, self._runner.run
+        run(transport.each(EngineClient.pause))
+        run(transport.open())
         problems: list[str] = []
         first = True
         for bucket in buckets:
@@ -118,11 +113,10 @@ class WeightSync:
             first = False
         # Nothing ends the hand-over: to know which bucket is the last one would be to hold two.
         problems += self._hand_over(None, purpose, first, version, times)
-        run(self._transport.shut())
-        if client is not None:
-            if problems and purpose == "load":
-                raise self._rejected(client.address, problems)
-            run(client.resume())
+        run(transport.shut())
+        if problems and purpose == "load":
+            raise self._rejected(problems)
+        run(transport.each(EngineClient.resume))
         return problems
 
     def _hand_over(
@@ -134,8 +128,18 @@ class WeightSync:
         times.add("send", -answer.seconds)
         return answer.problems
 
-    @staticmethod
-    def _rejected(address: EngineAddress, problems: Sequence[str]) -> RunFailed:
+    def _rejected(self, problems: Sequence[str]) -> RunFailed:
         named = "; ".join(problems[:_NAMED_IN_AN_ERROR])
         more = f"; and {len(problems) - _NAMED_IN_AN_ERROR} more" if len(problems) > _NAMED_IN_AN_ERROR else ""
-        return RunFailed(f"{address.url} (log {address.log_file}): weights were not accepted: {named}{more}")
+        addresses = (client.address for client in self._transport.clients)
+        where = ", ".join(f"{address.url} (log {address.log_file})" for address in addresses)
+        return RunFailed(f"{where}: weights were not accepted: {named}{more}")
+
+
+def _largest_difference(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> float:
+    largest = 0.0
+    for one, other in zip(ours, theirs, strict=True):
+        difference = torch.tensor(one, dtype=torch.float64) - torch.tensor(other, dtype=torch.float64)
+        # Not Python's max(): a NaN would pass unnoticed.
+        largest = max(largest, float("inf") if difference.isnan().any() else float(difference.abs().max()))
+    return largest

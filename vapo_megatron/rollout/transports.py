@@ -1,46 +1,54 @@
-"""The ways in which a bucket of weights reaches one server. All end in rollout/strict_loading.py, inside it."""
+"""The ways in which a bucket of weights reaches servers. All end in rollout/strict_loading.py, inside them."""
 
 import asyncio
+import contextlib
 import pickle
 import shutil
 import tempfile
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from io import BytesIO
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import torch
 
-from vapo_megatron.errors import RunFailed
-from vapo_megatron.rollout.broadcast_group import BroadcastGroup
+from vapo_megatron.errors import RunFailed, TryAgain
+from vapo_megatron.rollout.broadcast_group import Backend, BroadcastGroup, address_towards
 from vapo_megatron.rollout.client import EngineClient, LoadAnswer
 from vapo_megatron.rollout.disk_weights import write_tensors
 from vapo_megatron.rollout.weight_bucket import Purpose, announce
-from vapo_megatron.weights.bucket import Bucket, DeviceSlots, NamedTensors, SharedSlots, checksums, pack, packed_size
+from vapo_megatron.weights.bucket import Bucket, DeviceSlots, NamedTensors, SharedSlots, pack, packed_size
 
 # In the order of the server's tensor-parallel ranks; None everywhere but on the server's owner.
 Gather = Callable[[bytes], list[bytes] | None]
+
+T = TypeVar("T")
 
 NOTHING = LoadAnswer([], 0.0, [])
 
 
 class Transport(ABC):
-    """One way to one server.
+    """One way to one server, or to several that get the same bytes.
 
-    Every rank that feeds the server calls open, send for each bucket and once without one as the last, then shut, with
-    the same arguments. client is the owner's, None on the others.
+    Every rank that feeds them calls open, send for each bucket and once without one as the last, then shut, with the
+    same arguments. clients are the owner's, none on the others.
     """
 
-    def __init__(self, client: EngineClient | None) -> None:
-        self.client = client
+    def __init__(self, clients: Sequence[EngineClient]) -> None:
+        self.clients = tuple(clients)
+
+    async def each(self, call: Callable[[EngineClient], Awaitable[T]]) -> list[T]:
+        """What every server answers to a call; all are asked at once."""
+        return await asyncio.gather(*(call(client) for client in self.clients))
 
     async def open(self) -> None:
-        """Begin the server's session."""
-        if self.client is not None:
-            await self.client.begin_weight_update()
+        """Begin the servers' sessions."""
+        await self.each(EngineClient.begin_weight_update)
 
     @abstractmethod
     async def send(
@@ -52,9 +60,8 @@ class Transport(ABC):
         """
 
     async def shut(self) -> None:
-        """End the session."""
-        if self.client is not None:
-            await self.client.end_weight_update()
+        """End the sessions."""
+        await self.each(EngineClient.end_weight_update)
 
     @abstractmethod
     def close(self) -> None:
@@ -65,7 +72,7 @@ class SharedMemoryTransport(Transport):
     """Host memory that the server's processes map: the bucket's own where it lies in such memory, else a copy."""
 
     def __init__(self, client: EngineClient | None, engine_tp: int) -> None:
-        super().__init__(client)
+        super().__init__([] if client is None else [client])
         self._engine_tp = engine_tp
         self._slots: SharedSlots | None = None
 
@@ -73,13 +80,13 @@ class SharedMemoryTransport(Transport):
         self, bucket: NamedTensors | None, purpose: Purpose, *, first: bool, version: int | None = None
     ) -> LoadAnswer:
         """See Transport."""
-        if self.client is None:
+        if not self.clients:
             return NOTHING
         placed = None if bucket is None else self._placed(bucket)
         message = announce(placed, purpose, first=first, last=bucket is None)
         message["path"] = None if placed is None else placed.memory.path
-        answer = self.client.send_bucket([pickle.dumps(message)] * self._engine_tp, version=version)
-        return await _checked(placed, answer)
+        payloads = [pickle.dumps(message)] * self._engine_tp
+        return await _checked(placed, self.each(lambda client: client.send_bucket(payloads, version=version)))
 
     def close(self) -> None:
         """See Transport."""
@@ -109,7 +116,7 @@ class IpcTransport(Transport):
         gather: Gather | None,
         barrier: Callable[[], None] | None,
     ) -> None:
-        super().__init__(client)
+        super().__init__([] if client is None else [client])
         self._slots = DeviceSlots(device)
         self._gather, self._barrier = gather, barrier
 
@@ -121,9 +128,9 @@ class IpcTransport(Transport):
         payload = self._payload(placed, purpose, first)
         payloads = [payload] if self._gather is None else self._gather(payload)
         answer = NOTHING
-        if self.client is not None:
+        if self.clients:
             assert payloads is not None
-            answer = await _checked(placed, self.client.send_bucket(payloads, version=version))
+            answer = await _checked(placed, self.each(lambda client: client.send_bucket(payloads, version=version)))
         if self._barrier is not None:
             self._barrier()
         return answer
@@ -146,30 +153,46 @@ class IpcTransport(Transport):
         message = announce(placed, purpose, first=first, last=placed is None)
         if placed is not None:
             message["buffer"] = placed.buffer
-            torch.cuda.synchronize(placed.buffer.device)
+            # This stream alone: the next bucket is being gathered on another.
+            torch.cuda.current_stream(placed.buffer.device).synchronize()
         stream = BytesIO()
         ForkingPickler(stream).dump(message)
         return stream.getvalue()
 
 
 class DistributedTransport(Transport):
-    """A broadcast over TCP from the owner to all ranks of the server: where neither memory nor disks are shared."""
+    """One broadcast from the owner to all ranks of all servers: where neither memory nor disks are shared.
 
-    def __init__(self, client: EngineClient | None, engine_tp: int, deadline: float) -> None:
-        super().__init__(client)
-        self._size, self._deadline = 1 + engine_tp, deadline
+    Args:
+        engine_tp: ranks of each server.
+        deadline: seconds until all have met, and for one broadcast.
+        backend: gloo: over TCP, from host memory; nccl: from GPU to GPU, where no server uses this rank's.
+    """
+
+    def __init__(
+        self, clients: Sequence[EngineClient], engine_tp: int, deadline: float, backend: Backend = "gloo"
+    ) -> None:
+        super().__init__(clients)
+        self._engine_tp, self._deadline, self._backend = engine_tp, deadline, backend
         self._group: BroadcastGroup | None = None
-        self._slots = DeviceSlots(torch.device("cpu"))
+        device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        self._device, self._slots = device, DeviceSlots(device)
 
     async def open(self) -> None:
         """See Transport; the first time the two sides meet."""
-        if self.client is not None and self._group is None:
-            host = urlsplit(self.client.address.url).hostname
-            assert host is not None
-            store = BroadcastGroup.listen(host, self._size, self._deadline)
-            joined = asyncio.ensure_future(self.client.join_broadcast_group(host, store.port, self._size))
-            group = asyncio.ensure_future(asyncio.to_thread(BroadcastGroup, store, 0, self._size, self._deadline))
-            await joined  # a refusal ends the run, whose end the thread does not outlive
+        if self.clients and self._group is None:
+            hosts = [str(urlsplit(client.address.url).hostname) for client in self.clients]
+            # One address for all of them: servers elsewhere cannot reach the one that a server of this machine can.
+            host = next((found for found in map(address_towards, hosts) if found != "127.0.0.1"), "127.0.0.1")
+            size = 1 + self._engine_tp * len(self.clients)
+            store = BroadcastGroup.listen(host, size, self._deadline)
+            group = _in_daemon(partial(BroadcastGroup, store, 0, size, self._deadline, host, self._backend))
+            await asyncio.gather(
+                *(
+                    client.join_broadcast_group(host, store.port, 1 + i * self._engine_tp, size, self._backend)
+                    for i, client in enumerate(self.clients)
+                )
+            )
             self._group = await group
         await super().open()
 
@@ -177,19 +200,21 @@ class DistributedTransport(Transport):
         self, bucket: NamedTensors | None, purpose: Purpose, *, first: bool, version: int | None = None
     ) -> LoadAnswer:
         """See Transport."""
-        if self.client is None:
+        if not self.clients:
             return NOTHING
         placed = None if bucket is None else self._placed(bucket)
         message = announce(placed, purpose, first=first, last=bucket is None)
         broadcast = None
         if placed is not None:
             assert self._group is not None
-            # A daemon: should the server refuse, nobody answers the broadcast, and this process is to end.
-            broadcast = threading.Thread(target=self._group.broadcast, args=(placed.buffer,), daemon=True)
-            broadcast.start()
-        answer = await _checked(placed, self.client.receive_broadcast(message, version=version))
+            broadcast = _in_daemon(partial(self._group.broadcast, placed.buffer))
+        answer = await _checked(placed, self.each(lambda client: client.receive_broadcast(message, version=version)))
         if broadcast is not None:
-            await asyncio.to_thread(broadcast.join)
+            try:
+                await broadcast
+            except RuntimeError as error:
+                reason = str(error).partition("\n")[0][:300]
+                raise TryAgain(f"weights could not be sent to the engines, one of them is gone: {reason}") from None
         return answer
 
     def close(self) -> None:
@@ -198,28 +223,34 @@ class DistributedTransport(Transport):
         self._group = None
 
     def _placed(self, bucket: NamedTensors) -> Bucket:
-        if isinstance(bucket, Bucket) and bucket.buffer.device.type == "cpu":
+        if isinstance(bucket, Bucket) and bucket.buffer.device == self._device:
+            if bucket.buffer.is_cuda:
+                # The broadcast is another thread's, on another stream.
+                torch.cuda.current_stream(self._device).synchronize()
             return bucket
-        return pack(bucket, self._slots.take(0, packed_size(bucket)))
+        packed = pack(bucket, self._slots.take(0, packed_size(bucket)))
+        if packed.buffer.is_cuda:
+            torch.cuda.current_stream(self._device).synchronize()
+        return packed
 
 
 class DiskTransport(Transport):
-    """Files that the server reads when all are written, and which are removed then.
+    """Files that the servers read when all are written, and which are removed then.
 
     Args:
-        folder: where to write: a file system that owner and server both see.
+        folder: where to write: a file system that owner and servers all see.
     """
 
-    def __init__(self, client: EngineClient | None, folder: Path) -> None:
-        super().__init__(client)
+    def __init__(self, clients: Sequence[EngineClient], folder: Path) -> None:
+        super().__init__(clients)
         self._folder = folder
         self._directory: Path | None = None
         self._checksums: list[tuple[str, int]] = []  # in the order of the server's reading
         self._files = 0
 
     async def open(self) -> None:
-        """See Transport; the server's session is that of its reading."""
-        if self.client is not None:
+        """See Transport; a server's session is that of its reading."""
+        if self.clients:
             self._files, self._checksums = 0, []
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -231,7 +262,7 @@ class DiskTransport(Transport):
         self, bucket: NamedTensors | None, purpose: Purpose, *, first: bool, version: int | None = None
     ) -> LoadAnswer:
         """See Transport; nothing is read before the last."""
-        if self.client is None:
+        if not self.clients:
             return NOTHING
         assert self._directory is not None
         try:
@@ -240,8 +271,9 @@ class DiskTransport(Transport):
                 return NOTHING
         except OSError as error:
             raise self._refused(error) from None
-        answer = await self.client.read_directory(self._directory, purpose, version=version)
-        return _compared(answer, self._checksums)
+        directory = self._directory
+        answers = await self.each(lambda client: client.read_directory(directory, purpose, version=version))
+        return _compared(_together(answers), self._checksums)
 
     async def shut(self) -> None:
         """See Transport."""
@@ -257,7 +289,7 @@ class DiskTransport(Transport):
         if not isinstance(bucket, Bucket) or bucket.buffer.device.type != "cpu":
             placed = pack(bucket, DeviceSlots(torch.device("cpu")).take(0, packed_size(bucket)))
         assert isinstance(placed, Bucket)
-        sums = dict(zip((name for name, _ in placed), checksums(placed), strict=True))
+        sums = dict(zip((name for name, _ in placed), placed.checksums(), strict=True))
         self._checksums += [(name, sums[name]) for name in write_tensors(self._directory, self._files, placed)]
         self._files += 1
 
@@ -273,20 +305,52 @@ class DiskTransport(Transport):
         )
 
 
-async def _checked(placed: Bucket | None, answer: Awaitable[LoadAnswer]) -> LoadAnswer:
-    """The answer of a server to a bucket, and what the checksums say; ours are made while the server loads."""
-    loading = asyncio.ensure_future(answer)
-    sums = [] if placed is None else await asyncio.to_thread(checksums, placed)
+def _in_daemon(function: Callable[[], T]) -> "asyncio.Future[T]":
+    """What a function returns, from a thread that does not hold up the end of this process, as asyncio's own would:
+    should a server refuse, nobody may ever answer the function.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def run() -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)  # a thread begins with the first one
+            settle = partial(future.set_result, function())
+        except Exception as error:
+            settle = partial(future.set_exception, error)
+        with contextlib.suppress(RuntimeError):  # nobody waits any more: the loop is closed
+            loop.call_soon_threadsafe(lambda: None if future.done() else settle())
+
+    threading.Thread(target=run, name="vapo-broadcast", daemon=True).start()
+    return future
+
+
+async def _checked(placed: Bucket | None, answers: Awaitable[list[LoadAnswer]]) -> LoadAnswer:
+    """The servers' answer to a bucket, and what the checksums say; ours are made while the servers load."""
+    loading = asyncio.ensure_future(answers)
+    sums = [] if placed is None else await asyncio.to_thread(placed.checksums)
     names = [] if placed is None else [name for name, _ in placed]
-    return _compared(await loading, list(zip(names, sums, strict=True)))
+    return _compared(_together(await loading), list(zip(names, sums, strict=True)))
+
+
+def _together(answers: Sequence[LoadAnswer]) -> LoadAnswer:
+    """The answers of several servers as one: what any has to say, the longest time, the checksums of all ranks."""
+    problems = dict.fromkeys(problem for answer in answers for problem in answer.problems)
+    seconds = max(answer.seconds for answer in answers)
+    return LoadAnswer(list(problems), seconds, [sums for answer in answers for sums in answer.checksums])
 
 
 def _compared(answer: LoadAnswer, expected: list[tuple[str, int]]) -> LoadAnswer:
-    """The answer, with a problem for each tensor that did not come to every rank of the server as it was sent."""
+    """The answer, with a problem for each tensor that did not come to every rank of the server as it was sent.
+
+    What the server itself has to say comes first; then a checksum that never came is its consequence and not told of.
+    """
     damaged = [
         name
         for i, (name, expected_sum) in enumerate(expected)
-        if any(i >= len(came) or came[i] != expected_sum for came in answer.checksums)
+        if any(came[i] != expected_sum if i < len(came) else not answer.problems for came in answer.checksums)
     ]
     problems = [f"{name} arrived damaged: its checksum is not the sender's" for name in damaged]
-    return LoadAnswer(problems + answer.problems, answer.seconds, answer.checksums)
+    return LoadAnswer(answer.problems + problems, answer.seconds, answer.checksums)

@@ -1,5 +1,7 @@
 """From rewards and values to advantages and value targets: the algorithms of vapo_megatron.algorithms, by config."""
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -41,7 +43,25 @@ def estimate_advantages(run: Run, batch: ExperienceBatch) -> None:
     record_values(run, batch)
 
 
-def shaped_rewards(batch: ExperienceBatch, config: ShapingConfig) -> Tensor:
+class Graded(Protocol):
+    """What shaping reads of S responses, whole groups of them.
+
+    Attributes:
+        rewards: float32 [S].
+        correct: bool [S].
+        group_ids: int64 [S].
+    """
+
+    rewards: Tensor
+    correct: Tensor
+    group_ids: Tensor
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """int64 [S]."""
+
+
+def shaped_rewards(batch: Graded, config: ShapingConfig) -> Tensor:
     """The verifier's rewards and what shaping adds to them. float32 [S]."""
     rewards = batch.rewards.clone()
     if config.soft_overlong is not None:

@@ -4,13 +4,15 @@ Nothing here uses the collectives of training: ranks meet in a process group tha
 committed as soon as all have written, whatever the training is doing then.
 """
 
+import errno
 import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 
@@ -29,6 +31,27 @@ from vapo_megatron.config.checkpoint import RetentionConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.mcore.dist_saver import PlannedSave
 
+# What a person has to mend: a full disk, an exceeded quota or limit, missing rights. Other errors may pass.
+_LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a save failed: one line, and whether it would fail again until somebody does something."""
+
+    reason: str
+    lasting: bool
+
+    @classmethod
+    def of(cls, error: BaseException) -> Self:
+        """torch's archive writer hides what the file system said behind an error of its own."""
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, OSError) and cause.strerror:
+                return cls(cause.strerror, cause.errno in _LASTING)
+            cause = cause.__cause__ or cause.__context__
+        return cls(" ".join(str(error).split())[:300] or type(error).__name__, lasting=False)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -36,7 +59,7 @@ class Outcome:
 
     unit: Path
     seconds: float
-    problem: str | None = None
+    problem: Problem | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +91,7 @@ class _Part:
 
     results: dict[str, list[Any]]
     files: dict[str, FileFacts]
-    problem: str | None = None
+    problem: Problem | None = None
 
 
 class BackgroundSave:
@@ -125,9 +148,9 @@ class BackgroundSave:
             paths += sorted((job.folder / "ranks").glob(f"{rank:05d}.pt"))
             return _Part(results, file_facts(job.folder, paths))
         except (OSError, BadInput, RuntimeError) as error:  # torch's own writer turns OSError into RuntimeError
-            return _Part({}, {}, _one_line(error))
+            return _Part({}, {}, Problem.of(error))
 
-    def _close(self, parts: Sequence[_Part]) -> str | None:
+    def _close(self, parts: Sequence[_Part]) -> Problem | None:
         """On rank 0: commit the unit and let go of others; what was in the way, if something was."""
         job = self._job
         problem = next((part.problem for part in parts if part.problem is not None), None)
@@ -147,7 +170,7 @@ class BackgroundSave:
                 commit_unit(job.folder, job.name)
                 self._retain()
         except (OSError, BadInput, RuntimeError) as error:
-            problem = _one_line(error)
+            problem = Problem.of(error)
         finally:
             shutil.rmtree(job.folder, ignore_errors=True)
         return problem
@@ -161,13 +184,5 @@ class BackgroundSave:
             except BadInput:
                 figures[name] = {}  # it is damaged, which is told of when somebody wants to go on from it
         for name in to_remove(list(found), figures, self._job.keep):
-            remove_unit(found[name])
-
-
-def _one_line(error: BaseException) -> str:
-    cause: BaseException | None = error
-    while cause is not None:  # torch's archive writer hides what the file system said behind an error of its own
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
-        cause = cause.__cause__ or cause.__context__
-    return " ".join(str(error).split())[:300] or type(error).__name__
+            with suppress(OSError):  # the new unit is there; the next save tries again
+                remove_unit(found[name])

@@ -5,32 +5,38 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from vapo_megatron.errors import VapoError
 from vapo_megatron.experience.batch import ExperienceBatch
-from vapo_megatron.mcore.platform import current_platform
 
 T = TypeVar("T")
 
+# Of one message: what a backend sets aside for a message stays small beside the batch.
+_SLICE_BYTES = 256 << 20
+
 
 def broadcast_batch(batch: ExperienceBatch | None) -> ExperienceBatch:
-    """Collective: rank 0's batch (others pass None) on every rank, token_fields aside."""
+    """Collective: rank 0's batch (others pass None) on every rank, token_fields aside.
+
+    From host memory to host memory, over the CPU's backend: the GPUs belong to the engines at that time.
+    """
     shapes: list[Any] = [None]
     if batch is not None:
         shapes = [[(name, tensor.shape, tensor.dtype) for name, tensor in batch.tensors().items()]]
     dist.broadcast_object_list(shapes, src=0)
-    device = current_platform().device
-    received: dict[str, Any] = {}
+    received: dict[str, Any] = {} if batch is None else batch.tensors()
     for name, shape, dtype in shapes[0]:
-        # bool has no collective of its own in every backend.
-        wire = torch.uint8 if dtype == torch.bool else dtype
-        if batch is not None:
-            tensor = batch.tensors()[name].to(device=device, dtype=wire).contiguous()
-        else:
-            tensor = torch.empty(shape, dtype=wire, device=device)
-        dist.broadcast(tensor, src=0)
-        received[name] = tensor.to(device="cpu", dtype=dtype)
+        if batch is None:
+            received[name] = torch.empty(shape, dtype=dtype)
+        _broadcast_bytes(received[name])
     return ExperienceBatch(**received)
+
+
+def _broadcast_bytes(tensor: Tensor) -> None:
+    """Collective: rank 0's content of a contiguous CPU tensor, in place. Bytes, as backends lack some dtypes."""
+    for part in tensor.view(-1).view(torch.uint8).split(_SLICE_BYTES):
+        dist.broadcast(part, src=0)
 
 
 def on_rank_zero(function: Callable[[], T]) -> T:

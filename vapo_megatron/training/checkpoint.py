@@ -4,32 +4,33 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
-from vapo_megatron.checkpoint.manifest import Manifest, read_manifest, write_json
+from vapo_megatron.checkpoint.manifest import FileFacts, Manifest, read_manifest, write_json
 from vapo_megatron.checkpoint.progress import PROGRESS_FILE, Progress
-from vapo_megatron.checkpoint.time_limit import TimeLimit, earliest_deadline
-from vapo_megatron.checkpoint.units import UnitName, best_unit, open_unit, sync, units
-from vapo_megatron.cluster.signals import job_end_time, stop_requested
+from vapo_megatron.checkpoint.time_limit import TimeLimit, earliest_deadline, process_start
+from vapo_megatron.checkpoint.units import STATE_FOLDER, UnitName, best_unit, open_unit, units
+from vapo_megatron.config.atomic import sync
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.checkpoint import CheckpointConfig
 from vapo_megatron.config.load import dump_config
-from vapo_megatron.errors import BadInput, TryAgain
-from vapo_megatron.experience.batch import ExperienceBatch
+from vapo_megatron.errors import BadInput, TryAgain, VapoError
 from vapo_megatron.mcore.dist_saver import plan_save
+from vapo_megatron.mcore.mesh import world_timeout
 from vapo_megatron.mcore.rng import rng_state
 from vapo_megatron.monitoring.names import EVALUATION
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.training.background_save import BackgroundSave, UnitJob
+from vapo_megatron.signals import job_end_time, stop_requested
+from vapo_megatron.training.background_save import BackgroundSave, Problem, UnitJob
 from vapo_megatron.training.broadcast import on_rank_zero
-from vapo_megatron.training.resume import ROLLOUTS_FILE, RUN_FILES, Resumed, SavedModel, layouts
+from vapo_megatron.training.record import remove_unneeded
+from vapo_megatron.training.resume import RUN_FILES, Resumed, SavedModel, layouts
 from vapo_megatron.weights.torch_dist import write_model_card
 
 
@@ -40,20 +41,18 @@ class Snapshot:
     Attributes:
         progress: how far the run is.
         figures: of the step that was done last, by name; rank 0's count.
-        rollouts: recorded for value pretraining, where that is not over.
+        record: the files of what value pretraining has recorded, where that is not over.
     """
 
     progress: Progress
     figures: Mapping[str, float]
-    rollouts: Callable[[], ExperienceBatch] | None = None
+    record: Mapping[str, FileFacts] = field(default_factory=dict)
 
     @property
     def name(self) -> UnitName:
         """Of the unit."""
         pretraining = self.progress.pretraining
-        if self.rollouts is None:
-            return UnitName(self.progress.step)
-        return UnitName(self.progress.step, pretraining.count)
+        return UnitName(self.progress.step, pretraining.count) if self.record else UnitName(self.progress.step)
 
 
 @dataclass(frozen=True)
@@ -93,15 +92,16 @@ class Checkpointer:
         self._models, self._recorder = models, recorder
         self._run_id = resumed.manifest.run_id if resumed is not None else secrets.token_hex(8)
         self._began_at = self._last = resumed.name if resumed is not None else None
-        deadline = earliest_deadline(time.time(), config.time_limit_minutes, job_end_time())
+        deadline = earliest_deadline(process_start(), config.time_limit_minutes, job_end_time())
         self._limit = TimeLimit(deadline, 60 * config.margin_minutes)
         if resumed is not None:
             self._limit.saved(resumed.manifest.seconds)
         self._limit.left_point()
         self._saved_at = time.monotonic()
         self._running: BackgroundSave | None = None
+        self._unopened: Problem | None = None
         # Threads of saves meet in here, undisturbed by what training sends.
-        self._group = dist.new_group(backend="gloo")
+        self._group = dist.new_group(timeout=world_timeout(), backend="gloo")
 
     def safe_point(
         self,
@@ -121,18 +121,24 @@ class Checkpointer:
 
         Raises:
             TryAgain: the run is saved and stops here: a signal asked for it, or a time limit is near.
-            BadInput: a save failed; the units before it are untouched.
+            BadInput, TryAgain: a save failed, and so did a second one; by whether trying again could help. The units
+                before it are untouched.
         """
         self._limit.reached_point()
         decision = self._agree(snapshot, due)
-        if decision.failed:
-            self._finish()
-        if (decision.save or decision.stop) and snapshot.name != self._last:
-            self._finish()
-            with making_room():
-                self._begin(snapshot)
-        if decision.stop or last or not self._config.asynchronous:
-            self._finish()
+        wanted = (decision.save or decision.stop) and snapshot.name != self._last
+        failed = (wanted or decision.failed) and self._finish() is not None
+        if wanted or failed:
+            self._begin(snapshot, making_room)
+        if failed or decision.stop or last or not self._config.asynchronous:
+            problem = self._finish()
+            if problem is not None and not failed:
+                self._begin(snapshot, making_room)
+                problem = self._finish()
+            if problem is not None:
+                raise self._refused(snapshot.name, problem)
+        if dist.get_rank() == 0 and not snapshot.record and not (self._running is not None and self._running.is_busy):
+            remove_unneeded(self._run_dir)
         if decision.stop and not last:
             raise TryAgain(
                 f"{self._run_dir}: saved at {self._last} because of {stop_requested() or 'its time limit'}: start the "
@@ -154,7 +160,7 @@ class Checkpointer:
         said = [
             stop_requested() is not None or short,
             due or by_time or better,
-            running is not None and running.has_failed,
+            self._unopened is not None or (running is not None and running.has_failed),
         ]
         flags = torch.tensor(said, dtype=torch.int32)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
@@ -174,10 +180,15 @@ class Checkpointer:
         figures[snapshot.name] = snapshot.figures
         return best_unit(figures, keep) == snapshot.name
 
-    def _begin(self, snapshot: Snapshot) -> None:
-        with self._recorder.timer("save_state"):
-            name, rank = snapshot.name, dist.get_rank()
-            folder = on_rank_zero(partial(self._open, name))
+    def _begin(self, snapshot: Snapshot, making_room: Callable[[], AbstractContextManager[None]]) -> None:
+        name, rank = snapshot.name, dist.get_rank()
+        self._saved_at = time.monotonic()
+        opened = on_rank_zero(partial(self._open, name))
+        if isinstance(opened, Problem):
+            self._unopened = opened
+            return
+        folder: Path = opened
+        with making_room(), self._recorder.timer("save_state"):
             plans = {}
             for key, saved in self._models.items():
                 awake = saved.model.awake
@@ -196,19 +207,20 @@ class Checkpointer:
             layouts=layouts(self._models),
             figures={key: value for key, value in snapshot.figures.items() if key.startswith(EVALUATION)},
             files={},
+            record=dict(snapshot.record),
         )
         job = UnitJob(self._run_dir, name, folder, plans, writers, manifest, self._config.keep)
         self._running = BackgroundSave(job, self._group)
-        self._last, self._saved_at = name, time.monotonic()
+        self._last = name
 
-    def _open(self, name: UnitName) -> Path:
+    def _open(self, name: UnitName) -> Path | Problem:
         try:
             folder = open_unit(self._run_dir, name)
             for part in ("ranks", *self._models):
                 (folder / part).mkdir()
             return folder
         except OSError as error:
-            raise self._refused(self._run_dir / "state" / str(name), error.strerror) from None
+            return Problem.of(error)
 
     def _rank_zero_writers(self, snapshot: Snapshot) -> list[Callable[[Path], None]]:
         copies = {name: path.read_bytes() for name in RUN_FILES if (path := self._run_dir / name).is_file()}
@@ -226,26 +238,28 @@ class Checkpointer:
                 dtype = str(model.dtype).removeprefix("torch.")
                 write_model_card(folder / key, model.spec, model.head, saved.source_dir, dtype)
 
-        def write_rollouts(folder: Path) -> None:
-            assert snapshot.rollouts is not None
-            save_file(snapshot.rollouts().tensors(), folder / ROLLOUTS_FILE)
-            sync(folder / ROLLOUTS_FILE)
+        return [write_small, write_cards]
 
-        return [write_small, write_cards, *([write_rollouts] if snapshot.rollouts is not None else [])]
-
-    def _finish(self) -> None:
-        """Wait for the save that is under way."""
+    def _finish(self) -> Problem | None:
+        """Collective: wait for the save that is under way, if there is one; why it failed, if it did."""
         running, self._running = self._running, None
-        if running is None:
-            return
-        outcome = running.wait()
-        if outcome.problem is not None:
-            raise self._refused(outcome.unit, outcome.problem)
-        self._limit.saved(outcome.seconds)
+        problem, self._unopened = self._unopened, None
+        if running is not None:
+            outcome = running.wait()
+            problem = outcome.problem
+            if problem is None:
+                self._limit.saved(outcome.seconds)
+        if problem is not None:
+            self._last = None
+            self._recorder.console.alarm(f"saving failed ({problem.reason})")
+        return problem
 
-    def _refused(self, unit: Path, reason: Any) -> BadInput:
-        return BadInput(
-            f"{unit}: cannot be saved ({reason}): make room or mend it, then start again with run.resume=auto; units "
+    def _refused(self, name: UnitName, problem: Problem) -> VapoError:
+        unit = self._run_dir / STATE_FOLDER / str(name)
+        kind: type[VapoError] = BadInput if problem.lasting else TryAgain
+        first = "make room or mend it, then " if problem.lasting else ""
+        return kind(
+            f"{unit}: cannot be saved ({problem.reason}), tried twice: {first}start again with run.resume=auto; units "
             "saved before are untouched",
             shared=True,
         )

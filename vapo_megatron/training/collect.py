@@ -11,16 +11,19 @@ from vapo_megatron.config.algorithm import DynamicSamplingConfig
 from vapo_megatron.experience.batch import ExperienceBatch, from_samples
 from vapo_megatron.experience.sample import Sample
 from vapo_megatron.rewards.grading import grade_samples
+from vapo_megatron.rollout.routed_experts import ExpertChoices
 from vapo_megatron.training.advantages import shaped_rewards
 from vapo_megatron.training.broadcast import broadcast_batch, broadcast_value
 from vapo_megatron.training.figures import rollout_figures
 from vapo_megatron.training.run import Run
 
 
-def collect(run: Run, every_group: bool = False) -> ExperienceBatch:
+def collect(run: Run, every_group: bool = False, for_policy: bool = True) -> ExperienceBatch:
     """Collective: batch.prompts_per_step groups of batch.samples_per_prompt graded responses (group sampling).
 
     every_group: also those that dynamic sampling would drop, for what is to see the policy as it is.
+    for_policy: the policy is trained on them, so that it is to know the experts that the engines chose
+    (rollout.router_replay).
     """
     batch, greedy, config = None, None, run.config.algorithm
     if dist.get_rank() == 0:
@@ -28,7 +31,7 @@ def collect(run: Run, every_group: bool = False) -> ExperienceBatch:
         if dynamic.enabled and not every_group:
             samples = collect_informative(run, dynamic)
         else:
-            samples = collect_groups(run, run.config.batch.prompts_per_step)
+            samples = collect_groups(run, run.config.batch.prompts_per_step, for_policy)
         run.recorder.samples(run.step, samples)
         batch = from_samples(samples)
         if config.advantage.estimator == "remax":
@@ -47,16 +50,15 @@ def collect(run: Run, every_group: bool = False) -> ExperienceBatch:
     return batch
 
 
-def collect_groups(run: Run, prompts: int) -> list[Sample]:
-    """On rank 0: graded responses to the next prompts, in the order of group and index."""
+def collect_groups(run: Run, prompts: int, for_policy: bool = True) -> list[Sample]:
+    """On rank 0: graded responses to the next prompts, in the order of group and index. for_policy: see collect."""
     n = run.config.batch.samples_per_prompt
     assert run.source is not None and run.verifier is not None
     drawn = run.source.take(prompts)
     config = run.config
+    experts = ExpertChoices.of(run.spec) if config.rollout.router_replay and for_policy else None
     with run.recorder.phase("rollout", total=prompts * n) as advance:
-        samples = run.engines.collect(
-            drawn, n, config.sampling, config.run.seed, advance, routed_experts=config.rollout.router_replay
-        )
+        samples = run.engines.collect(drawn, n, config.sampling, config.run.seed, advance, experts)
     with run.recorder.phase("verify", total=len(samples)) as advance:
         grade_samples(samples, run.verifier, run.tokenizer.decode, run.config.reward.incorrect, advance)
     return samples

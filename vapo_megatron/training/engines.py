@@ -1,7 +1,8 @@
-"""The engines of a run: started by the ranks that own them, asked for responses by rank 0, fed with weights by all.
+"""The engines of a run: asked for responses by rank 0, fed with weights by all.
 
-With GPUs, `rollout.tp` consecutive ranks share their GPUs with one engine, which the first of them owns. Without, each
-of the first ranks owns one.
+With GPUs, `rollout.tp` consecutive ranks share their GPUs with one engine, which the first of them starts and owns.
+Without, each of the first ranks owns one. Engines of rollout.addresses run on devices of their own and were started by
+somebody else; rank 0 feeds all of them, by one broadcast.
 """
 
 import asyncio
@@ -17,14 +18,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vapo_megatron.config.model import PrecisionConfig
 from vapo_megatron.config.rollout import Dtype, RolloutConfig, SamplingConfig
 from vapo_megatron.errors import BadInput, RunFailed
 from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.mcore.mesh import world_timeout
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.rollout.broadcast_group import Backend, address_towards
 from vapo_megatron.rollout.client import EngineClient
 from vapo_megatron.rollout.dispatcher import Dispatcher
+from vapo_megatron.rollout.remote_engines import RemoteEngines, take_over_engines, what_must_agree
+from vapo_megatron.rollout.routed_experts import ExpertChoices
 from vapo_megatron.rollout.server import EngineAddress, EngineServer
 from vapo_megatron.rollout.sync import WeightSync
 from vapo_megatron.rollout.transports import (
@@ -34,12 +38,13 @@ from vapo_megatron.rollout.transports import (
     SharedMemoryTransport,
     Transport,
 )
+from vapo_megatron.training.broadcast import on_rank_zero
 from vapo_megatron.training.probe import probe_batch, split_logprobs
 from vapo_megatron.weights.bucket import Bucket, DeviceSlots, NamedTensors, SharedSlots
 from vapo_megatron.weights.export import make_slots, stream_hf
-from vapo_megatron.weights.fp8 import BlockFp8, check_blocks
+from vapo_megatron.weights.fp8 import BlockFp8
 from vapo_megatron.weights.part_times import PartTimes
-from vapo_megatron.weights.spec import ModelSpec
+from vapo_megatron.weights.spec import read_spec
 
 _NAMED_IN_AN_ERROR = 8
 
@@ -51,7 +56,7 @@ class Engines:
         self,
         config: RolloutConfig,
         model_dir: Path,
-        dtype: str,
+        dtype: Dtype,
         log_dir: Path,
         stop_token_ids: Sequence[int],
         fp8: BlockFp8 | None = None,
@@ -64,6 +69,7 @@ class Engines:
             BadInput: rollout.sync.transport is not possible on this machine.
         """
         self._config, self._dtype, self._fp8, self._log_dir = config, dtype, fp8, log_dir
+        self._model_dir = model_dir
         self._transport_name = _transport_name(config, current_platform().is_cuda)
         self._stop_token_ids = stop_token_ids
         self._server: EngineServer | None = None
@@ -73,6 +79,18 @@ class Engines:
         self._dispatcher: Dispatcher | None = None
         self.version = self.count = 0
         self._asleep: set[str] = set()
+        self._group: Any = None
+        if not config.addresses:
+            self._own_server()
+
+    @property
+    def share_device(self) -> bool:
+        """Whether engines live in the trainer's memory, and so have to take turns with it."""
+        return current_platform().engines_share_device and not self._config.addresses
+
+    def _own_server(self) -> None:
+        """Collective: the server of this rank, where it owns one."""
+        config = self._config
         rank, platform = dist.get_rank(), current_platform()
         host = _reachable_host()
         self._group = _engine_group(config.tp) if platform.is_cuda else None
@@ -83,8 +101,9 @@ class Engines:
             if platform.is_cuda:
                 first = torch.cuda.current_device()
                 devices = range(first, first + config.tp)
+            log_file = self._log_dir / f"engine_{index}.log"
             self._server = EngineServer(
-                model_dir, config, dtype, log_dir / f"engine_{index}.log", devices, host=host, fp8=fp8
+                self._model_dir, config, self._dtype, log_file, devices, host=host, fp8=self._fp8
             )
 
     def start(self) -> None:
@@ -97,7 +116,11 @@ class Engines:
 
         Raises:
             RunFailed: one did not start; its log's cause is named.
+            BadInput, TryAgain: see take_over_engines.
         """
+        if self._config.addresses:
+            self._meet_remote()
+            return
         address = None
         if self._server is not None:
             self._server.wait_until_ready()
@@ -105,11 +128,22 @@ class Engines:
         addresses: list[EngineAddress | None] = [None] * dist.get_world_size()
         dist.all_gather_object(addresses, address)
         servers = [found for found in addresses if found is not None]
+        self._meet(servers)
+        transport = self._transport(address)
+        self._sync = None if transport is None else WeightSync(transport)
+
+    def _meet_remote(self) -> None:
+        spec = read_spec(self._model_dir)
+        agreed = what_must_agree(self._config, spec, self._dtype, self._fp8)
+        engines = on_rank_zero(lambda: take_over_engines(self._config, agreed))
+        self._meet(engines.addresses)
+        if dist.get_rank() == 0:
+            self._sync = WeightSync(self._remote_transport(engines))
+
+    def _meet(self, servers: Sequence[EngineAddress]) -> None:
         self.count = len(servers)
         if dist.get_rank() == 0:
             self._dispatcher = Dispatcher(servers, self._config, self._stop_token_ids)
-        transport = self._transport(address)
-        self._sync = None if transport is None else WeightSync(transport)
 
     def collect(
         self,
@@ -118,7 +152,7 @@ class Engines:
         sampling: SamplingConfig,
         seed: int,
         advance: Callable[[int], None],
-        routed_experts: bool = False,
+        routed_experts: ExpertChoices | None = None,
     ) -> list[Sample]:
         """On rank 0: n responses to each prompt, by the weights of the last hand-over. advance counts them.
 
@@ -147,18 +181,31 @@ class Engines:
         else:
             self._stream_for_others(actor, times)
         self.hand_over_seconds = times.read()
+        self._free_device_buffers()
 
-    def check(self, actor: Trainable, sequences: Sequence[Sequence[int]]) -> float:
+    def _free_device_buffers(self) -> None:
+        """On a GPU the buffers of a hand-over give way to caches, activations and optimizer states."""
+        if current_platform().is_cuda and self._slots is not None:
+            self._slots.close()
+            self._slots = None
+            torch.cuda.ipc_collect()
+            current_platform().empty_cache()
+
+    def check(
+        self, actor: Trainable, sequences: Sequence[Sequence[int]], before_asking: Callable[[], None] = lambda: None
+    ) -> float:
         """Collective: the largest difference of the log-probs that actor and engines give to some sequences.
+
+        before_asking: called when the actor has done its part and before the engines do theirs.
 
         Raises:
             RunFailed: it is above the tolerance; the tensors that differ are named.
         """
         batch = probe_batch(sequences)
         ours = split_logprobs(batch, actor.score(batch, temperature=1.0)[:, 0])
+        before_asking()
         largest = 0.0
-        if self._server is not None:
-            assert self._sync is not None
+        if self._sync is not None and self._sync.owns:
             largest = self._sync.verify(sequences, ours, float("inf"))
         found = torch.tensor([largest], dtype=torch.float64, device=current_platform().device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
@@ -170,20 +217,25 @@ class Engines:
 
     def sleep(self) -> None:
         """Collective: the engines give their GPU memory to the trainer."""
-        if current_platform().is_cuda and self._config.memory_saver:
+        if self.share_device and self._config.memory_saver:
             self._memory("release_memory", ("kv_cache", "weights"))
             self._asleep = {"kv_cache", "weights"}
 
     @contextmanager
     def cache_lent(self) -> Iterator[None]:
         """Collective: engines that are awake give the memory of their caches, with what is in them, for a while."""
-        lends = current_platform().is_cuda and self._config.memory_saver and not self._asleep
-        if lends:
-            self._memory("release_memory", ("kv_cache",))
-            self._asleep = {"kv_cache"}
+        lends = self.lend_cache()
         yield
         if lends:
             self.wake("kv_cache")
+
+    def lend_cache(self) -> bool:
+        """Collective: engines that are awake give up their caches until wake("kv_cache"). Returns whether they do."""
+        lends = self.share_device and self._config.memory_saver and not self._asleep
+        if lends:
+            self._memory("release_memory", ("kv_cache",))
+            self._asleep = {"kv_cache"}
+        return lends
 
     def wake(self, tag: str) -> None:
         """Collective: the engines take memory again; "weights" before a hand-over, "kv_cache" after it."""
@@ -221,10 +273,19 @@ class Engines:
         if client is None:
             return None
         if name == "distributed":
-            return DistributedTransport(client, self._config.tp, config.deadline)
+            return DistributedTransport([client], self._config.tp, config.deadline)
         if name == "disk":
-            return DiskTransport(client, Path(config.directory or self._log_dir))
+            return DiskTransport([client], Path(config.directory or self._log_dir))
         return SharedMemoryTransport(client, self._config.tp)
+
+    def _remote_transport(self, engines: RemoteEngines) -> Transport:
+        """Of rank 0 to all engines that are not the run's own."""
+        config = self._config.sync
+        clients = [EngineClient(address, config.deadline) for address in engines.addresses]
+        if self._transport_name == "disk":
+            return DiskTransport(clients, Path(config.directory or self._log_dir))
+        backend: Backend = "nccl" if engines.cuda and current_platform().is_cuda else "gloo"
+        return DistributedTransport(clients, self._config.tp, config.deadline, backend)
 
     def _buckets(self, actor: Trainable, times: PartTimes | None = None) -> Iterator[NamedTensors]:
         stream = self._stream(actor, times)
@@ -234,7 +295,8 @@ class Engines:
         if self._slots is None:
             self._slots = make_slots(actor.mesh, current_platform().device)
         limit = self._config.sync.bucket_mib << 20
-        return stream_hf(actor.chunks, actor.spec, actor.mesh, "lm", limit, slots=self._slots, times=times)
+        slots, sums = self._slots, self._fp8 is None
+        return stream_hf(actor.chunks, actor.spec, actor.mesh, "lm", limit, slots=slots, times=times, sums=sums)
 
     def _stream_for_others(self, actor: Trainable, times: PartTimes | None = None) -> None:
         """Take part in the collectives of a stream that this rank has no use for."""
@@ -254,6 +316,7 @@ class Engines:
         dist.barrier()
 
     def _explain(self, actor: Trainable, largest: float, tolerance: float) -> None:
+        self.lend_cache()
         lines: list[str] = []
         if self._sync is not None:
             lines = self._sync.differing_tensors(self._buckets(actor))
@@ -270,27 +333,12 @@ class Engines:
         )
 
 
-def engine_fp8(config: RolloutConfig, precision: PrecisionConfig, spec: ModelSpec) -> BlockFp8 | None:
-    """How weights are quantised for the engines: scales and kept layers as the trainer's own FP8 has them.
-
-    Transformer Engine's blockwise recipe rounds scales to powers of two.
-
-    Raises:
-        BadInput: the engine's ranks would hold parts of blocks.
-    """
-    if config.quantization == "none":
-        return None
-    check_blocks(spec, config.tp)
-    powers = precision.fp8 == "blockwise" if config.fp8_scales == "auto" else config.fp8_scales == "power_of_two"
-    first, last = precision.first_layers_bf16, precision.last_layers_bf16
-    kept = frozenset((*range(first), *range(spec.num_layers - last, spec.num_layers)))
-    return BlockFp8(powers, kept)
-
-
 def _transport_name(config: RolloutConfig, is_cuda: bool) -> str:
     name = config.sync.transport
     if name == "ipc" and not is_cuda:
         raise BadInput("rollout.sync.transport=ipc needs GPUs and there are none: set it to auto")
+    if config.addresses:
+        return "disk" if name == "disk" else "distributed"
     if name == "auto":
         return "ipc" if is_cuda else "shared_memory"
     return name
@@ -302,10 +350,7 @@ def _reachable_host() -> str:
     dist.all_gather_object(names, socket.gethostname())
     if len(set(names)) == 1:
         return "127.0.0.1"
-    # The address that faces the place where ranks meet; a host's own name may stand for 127.0.1.1. Nothing is sent.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
-        route.connect((os.environ["MASTER_ADDR"], 9))
-        return str(route.getsockname()[0])
+    return address_towards(os.environ["MASTER_ADDR"])
 
 
 def _engine_group(tp: int) -> Any:
@@ -313,7 +358,7 @@ def _engine_group(tp: int) -> Any:
     own = None
     for first in range(0, dist.get_world_size(), tp):
         ranks = list(range(first, first + tp))
-        group = dist.new_group(ranks, backend="gloo")
+        group = dist.new_group(ranks, timeout=world_timeout(), backend="gloo")
         if dist.get_rank() in ranks:
             own = group
     return own

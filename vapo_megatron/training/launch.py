@@ -5,14 +5,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vapo_megatron.checkpoint.lease import Lease
 from vapo_megatron.cluster.ranks import (
     environment_place,
     machine_default_ranks,
     run_as_foreign_rank,
     start_ranks,
 )
-from vapo_megatron.cluster.signals import listen
 from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.signals import listen
 from vapo_megatron.training.broadcast import on_rank_zero
 from vapo_megatron.training.start import Settings, Start, prepare_start
 
@@ -34,20 +35,20 @@ def launch(settings: Settings, body: Body, check: Callable[[Any, int], None]) ->
     place = environment_place()
     sizes = [settings.actor.layout.model_size] if isinstance(settings, SftConfig) else settings.model_sizes.values()
     count = place.world_size if place else settings.cluster.ranks or machine_default_ranks(list(sizes))
-    prepare, timeout = (
-        partial(prepare_start, settings, partial(check, settings, count)),
-        settings.cluster.timeout_minutes,
-    )
-    if place is None:
-        start = prepare()
+    run_dir, timeout = Path(settings.run.directory), settings.cluster.timeout_minutes
+    prepare = partial(prepare_start, settings, partial(check, settings, count))
+    if place is not None:
+        run_as_foreign_rank(place, partial(_prepared, prepare, body, run_dir), timeout)
+        return
+    with Lease(run_dir) as lease:
+        start = prepare(lease.take)
         if not start.finished:
-            start_ranks(count, partial(body, Path(settings.run.directory), start.unit), timeout)
-    else:
-        run_as_foreign_rank(place, partial(_prepared, prepare, body, Path(settings.run.directory)), timeout)
+            start_ranks(count, partial(body, run_dir, start.unit), timeout)
 
 
-def _prepared(prepare: Callable[[], Start], body: Body, run_dir: Path) -> None:
+def _prepared(prepare: Callable[[Callable[[], None]], Start], body: Body, run_dir: Path) -> None:
     """Collective: check and prepare on rank 0, then body; a refusal ends all, and rank 0 tells of it."""
-    start = on_rank_zero(prepare)
-    if not start.finished:
-        body(run_dir, start.unit)
+    with Lease(run_dir) as lease:
+        start = on_rank_zero(partial(prepare, lease.take))
+        if not start.finished:
+            body(run_dir, start.unit)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from vapo_megatron.checkpoint.size import bytes_per_weight, run_bytes
 from vapo_megatron.config.model import TrainableConfig
 from vapo_megatron.config.run_directory import check_room
 from vapo_megatron.config.sft import SftConfig
@@ -12,11 +13,12 @@ from vapo_megatron.experience.tokenizer import TextTokenizer
 from vapo_megatron.mcore.layer_spec import uses_transformer_engine
 from vapo_megatron.mcore.mesh import check_layout
 from vapo_megatron.mcore.model import check_model_layout
-from vapo_megatron.mcore.optimizer import OPTIMIZER_BYTES
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.mcore.precision import check_delayed_scaling, check_trainable
 from vapo_megatron.rewards.pool import VerifierPool
 from vapo_megatron.rollout.context import check_context
+from vapo_megatron.rollout.quantization import engine_fp8
+from vapo_megatron.training.record import BYTES_PER_TOKEN
 from vapo_megatron.training.sft import load_demonstrations
 from vapo_megatron.training.user_functions import check_functions
 from vapo_megatron.weights.load import check_weights
@@ -42,6 +44,7 @@ def check_train(config: TrainConfig, world_size: int) -> None:
     if config.rollout.router_replay and not spec.num_experts:
         raise BadInput(f"rollout.router_replay: model.path is a {spec.family} model without experts, set it to false")
     check_rollout_groups(config, world_size)
+    engine_fp8(config.rollout, config.actor.precision, spec)
     check_lengths(config, spec)
     check_weights(Path(config.model.path), spec, "lm")
     if config.algorithm.uses_critic and config.critic.init_path:
@@ -53,7 +56,7 @@ def check_train(config: TrainConfig, world_size: int) -> None:
         eval_prompts(evaluation, config.data, tokenizer)
     check_functions(config.algorithm)
     VerifierPool(config.reward).close()  # a function of the user's must be importable
-    check_room(Path(config.run.directory), checkpoint_bytes(config, spec))
+    check_room(Path(config.run.directory), run_bytes(config, spec.parameter_count()) + record_bytes(config))
 
 
 def check_critic_source(config: TrainConfig, policy: ModelSpec) -> ModelSpec:
@@ -109,8 +112,11 @@ def check_capacity(section: TrainableConfig, name: str, longest: int, what: str)
 
 
 def check_rollout_groups(config: TrainConfig, world_size: int) -> None:
-    """Raises BadInput where engines cannot share the accelerators of the ranks."""
+    """Raises BadInput where engines cannot share the accelerators of the ranks, or have no key for those elsewhere."""
     platform, rollout = current_platform(), config.rollout
+    if rollout.addresses:
+        rollout.api_key()
+        return
     if not platform.is_cuda:
         if rollout.engines > world_size:
             raise BadInput(
@@ -123,15 +129,10 @@ def check_rollout_groups(config: TrainConfig, world_size: int) -> None:
         raise BadInput(f"rollout.tp={rollout.tp} does not divide the {local} GPUs of a node: choose a divisor")
 
 
-def bytes_per_weight(dtype: str) -> int:
-    """Bytes of one weight in a checkpoint."""
-    return 2 if dtype == "bfloat16" else 4
-
-
-def checkpoint_bytes(config: TrainConfig, spec: ModelSpec) -> int:
-    """Bytes that the last export and the saved units take at least: those that stay, and the one being written."""
-    weight, saves = bytes_per_weight(config.model.dtype), config.checkpoint
-    exported = 2 if config.algorithm.uses_critic and config.export.critic else 1
-    units = saves.keep.last + 1 if saves.every is not None or saves.every_minutes is not None else int(saves.at_end)
-    trained = len(config.model_sizes)
-    return spec.parameter_count() * (exported * weight + units * trained * (weight + OPTIMIZER_BYTES))
+def record_bytes(config: TrainConfig) -> int:
+    """Bytes of what value pretraining records, were every prompt and response as long as it may be."""
+    settings, batch = config.value_pretraining, config.batch
+    if not config.algorithm.uses_critic or not settings.enabled:
+        return 0
+    samples = settings.iterations * batch.prompts_per_step * batch.samples_per_prompt
+    return samples * (config.data.max_prompt_tokens + config.sampling.max_new_tokens) * BYTES_PER_TOKEN

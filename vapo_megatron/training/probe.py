@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,8 +19,8 @@ def probe_batch(sequences: Sequence[Sequence[int]]) -> ExperienceBatch:
                 i,
                 0,
                 0,
-                list(ids[1:]),
-                [0.0] * (len(ids) - 1),
+                np.array(ids[1:], dtype=np.int32),
+                np.zeros(len(ids) - 1, dtype=np.float32),
                 "stop",
                 0,
                 0,

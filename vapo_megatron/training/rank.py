@@ -10,7 +10,8 @@ from vapo_megatron.experience.tokenizer import TextTokenizer
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rewards.pool import VerifierPool
-from vapo_megatron.training.engines import Engines, engine_fp8
+from vapo_megatron.rollout.quantization import engine_fp8
+from vapo_megatron.training.engines import Engines
 from vapo_megatron.training.loop import train
 from vapo_megatron.training.resume import open_resumed, restore_run_files
 from vapo_megatron.training.run import Run
@@ -26,7 +27,7 @@ def train_rank(config: TrainConfig, run_dir: Path, unit: Path | None = None) -> 
     tokenizer = TextTokenizer(model_dir, config.data.prompt)
     resumed = open_resumed(unit) if unit is not None else None
     if resumed is not None and speaks:
-        restore_run_files(run_dir, resumed)
+        restore_run_files(run_dir, resumed, config)
     with ExitStack() as stack:
         recorder = stack.enter_context(
             Recorder(

@@ -10,19 +10,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
-from safetensors.torch import load_file
 
-from vapo_megatron.checkpoint.manifest import Manifest, check_contents, check_structure, damaged, read_manifest
+from vapo_megatron.checkpoint.manifest import (
+    Manifest,
+    check_contents,
+    check_structure,
+    damaged,
+    needed_files,
+    read_manifest,
+)
 from vapo_megatron.checkpoint.progress import PROGRESS_FILE, Progress
-from vapo_megatron.checkpoint.units import UnitName
+from vapo_megatron.checkpoint.units import UnitName, remove_leftovers
 from vapo_megatron.config.atomic import atomic_write
-from vapo_megatron.experience.batch import ExperienceBatch
+from vapo_megatron.config.base import Section
+from vapo_megatron.config.load import dump_config
 from vapo_megatron.mcore.dist_saver import load_training_state
 from vapo_megatron.mcore.rng import set_rng_state
 from vapo_megatron.mcore.trainable import Trainable
-from vapo_megatron.training.broadcast import broadcast_batch
+from vapo_megatron.training.record import remove_unneeded
 
-ROLLOUTS_FILE = "rollouts.safetensors"
 # Files of the run directory that go along with a unit, so that a resumed run has them as they were.
 RUN_FILES = ("metrics.jsonl", "evaluation.json")
 _STEP_FILE = re.compile(r"step_(\d+)[_.].*")
@@ -49,14 +55,6 @@ class Resumed:
         """Collective: fill a prepared (or frozen) model."""
         load_training_state(model, self.unit / name)
 
-    def rollouts(self) -> ExperienceBatch | None:
-        """Collective: what value pretraining had recorded, on every rank; None where that is over."""
-        path = self.unit / ROLLOUTS_FILE
-        if ROLLOUTS_FILE not in self.manifest.files:
-            return None
-        tensors: dict[str, Any] = load_file(path) if dist.get_rank() == 0 else {}
-        return broadcast_batch(ExperienceBatch(**tensors) if tensors else None)
-
     def restore_generators(self, models: Mapping[str, SavedModel]) -> None:
         """This rank's random generators, where this rank holds what it held: at another layout they start afresh."""
         if dist.get_world_size() == self.manifest.world_size and layouts(models) == self.manifest.layouts:
@@ -79,8 +77,9 @@ def open_resumed(unit: Path) -> Resumed:
     manifest = read_manifest(unit)
     check_structure(unit, manifest)
     rank, world = dist.get_rank(), dist.get_world_size()
-    by_size = sorted(manifest.files, key=lambda name: (manifest.files[name].bytes, name))
-    wrong = check_contents(unit, {name: manifest.files[name] for name in by_size[rank::world]})
+    files = needed_files(unit, manifest)
+    by_size = sorted(files, key=lambda path: (files[path].bytes, path))
+    wrong = check_contents(unit, {path: files[path] for path in by_size[rank::world]})
     found: list[str | None] = [None] * world
     dist.all_gather_object(found, wrong)
     first = next((text for text in found if text is not None), None)
@@ -97,11 +96,13 @@ def open_resumed(unit: Path) -> Resumed:
     return Resumed(unit, name, manifest, progress)
 
 
-def restore_run_files(run_dir: Path, resumed: Resumed) -> None:
-    """On rank 0: metrics and evaluation as they were at the unit; what later steps have written goes.
+def restore_run_files(run_dir: Path, resumed: Resumed, settings: Section) -> None:
+    """On rank 0: config.yaml is of this life, metrics and evaluation as they were at the unit; what came later goes.
 
     Exported models stay: the same step writes the same ones again.
     """
+    remove_leftovers(run_dir)
+    dump_config(settings, run_dir / "config.yaml")
     for name in RUN_FILES:
         if name in resumed.manifest.files:
             with atomic_write(run_dir / name, "wb") as file:
@@ -114,3 +115,4 @@ def restore_run_files(run_dir: Path, resumed: Resumed) -> None:
             found = _STEP_FILE.fullmatch(path.name)
             if found is not None and is_later(found):
                 path.unlink()
+    remove_unneeded(run_dir)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from vapo_megatron.checkpoint.progress import PretrainingProgress, Progress
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.experience.batch import ExperienceBatch, concatenate
+from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.experience.prompts import PromptSource, eval_prompts, train_prompts
 from vapo_megatron.experience.tokenizer import TextTokenizer
 from vapo_megatron.mcore.mesh import Mesh, make_mesh
@@ -24,7 +24,9 @@ from vapo_megatron.training.broadcast import broadcast_value, on_rank_zero
 from vapo_megatron.training.checkpoint import Checkpointer, SavedModel, Snapshot
 from vapo_megatron.training.engines import Engines
 from vapo_megatron.training.evaluation import evaluate_sets
+from vapo_megatron.training.final_model import FINAL, begin_final, end_final, final_dir, final_step
 from vapo_megatron.training.probe import random_sequences, sequences_of
+from vapo_megatron.training.record import RecordedRollouts
 from vapo_megatron.training.resume import Resumed
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.save import save_hf
@@ -54,12 +56,11 @@ class Run:
         self.step = resumed.progress.step if resumed is not None else 0
         self.pretraining = resumed.progress.pretraining if resumed is not None else PretrainingProgress()
         # What value pretraining has recorded so far, empty once it is over.
-        self.recorded: list[ExperienceBatch] = []
+        self.recorded = RecordedRollouts(run_dir, resumed.manifest.record if resumed is not None else {})
         self._step_started = time.perf_counter()
         self.model_dir = Path(config.model.path)
         self.spec = read_spec(self.model_dir)
-        platform = current_platform()
-        if not platform.engines_share_device:
+        if not engines.share_device:
             engines.start()  # while the models load
         with recorder.phase("load_models"):
             meshes: dict[str, Mesh] = {}
@@ -72,21 +73,19 @@ class Run:
             self.source = PromptSource(train_prompts(config.data, tokenizer), config.run.seed, config.data.shuffle)
         if resumed is not None:
             on_rank_zero(lambda: self.source.restore(resumed.progress.prompts) if self.source else None)
-            found = resumed.rollouts()
-            self.recorded = [] if found is None else [found]
         with recorder.phase("start_engines"):
-            if platform.engines_share_device:
+            if engines.share_device:
                 # They size their caches by what is free: not before all ranks have put their optimizers to sleep.
                 broadcast_value(None)
                 engines.start()
             engines.wait_until_ready()
-        self.memory = Residency(self._by_name())
+        self.memory = Residency(self._by_name(), shares_device=not config.rollout.addresses)
         self._header()
         sync = config.rollout.sync
         self._probe = random_sequences(sync.probe_sequences, sync.probe_length, self.spec.vocab_size, config.run.seed)
         if resumed is not None:
             self._go_on(resumed)
-        elif config.rollout.load_format == "dummy":
+        elif config.rollout.load_format == "dummy" or config.rollout.addresses:
             self.hand_over()
         else:
             self._check_engines()
@@ -124,9 +123,8 @@ class Run:
             weight_version=self.engines.version,
             probe=self._probe,
         )
-        rollouts = partial(concatenate, list(self.recorded)) if self.recorded else None
         self._checkpointer.safe_point(
-            Snapshot(progress, self._row, rollouts),
+            Snapshot(progress, self._row, self.recorded.files),
             due=periodic or (last and config.at_end),
             last=last,
             making_room=self.engines.cache_lent,
@@ -155,7 +153,6 @@ class Run:
             self.engines.hand_over(self.actor)
             parts = self.engines.hand_over_seconds
             self.recorder.add({f"hand_over/{part}_seconds": seconds for part, seconds in parts.items()})
-            self.engines.wake("kv_cache")
         self._check_engines()
 
     def evaluate(self) -> None:
@@ -178,7 +175,15 @@ class Run:
         if not self._due(self.config.export.every):
             return
         with self.recorder.phase("export"):
-            self.save("final" if self.step == self.config.run.steps else f"step_{self.step:06d}")
+            if self.step == self.config.run.steps:
+                self._save_final()
+            else:
+                self.save(f"step_{self.step:06d}")
+
+    def _save_final(self) -> None:
+        on_rank_zero(partial(begin_final, self.run_dir))
+        self.save(FINAL)
+        on_rank_zero(partial(end_final, self.run_dir, self.step))
 
     def _due(self, every: int | None) -> bool:
         return self.step == self.config.run.steps or self._every(every)
@@ -188,13 +193,15 @@ class Run:
 
     def save(self, name: str, critic_only: bool = False) -> None:
         """Collective: checkpoints/<name>/actor and critic."""
-        self.memory.enter("export")
-        for model in self.models():
-            if (model.name == "actor" and critic_only) or (model.name == "critic" and not self.config.export.critic):
-                continue
-            folder = self.run_dir / "checkpoints" / name / model.name
-            save_hf(model.chunks, model.spec, model.mesh, model.head, self.source_dir(model.name), folder)
-        self.memory.enter("rollout")
+        with self.engines.cache_lent():
+            for model in self.models():
+                skipped = critic_only if model.name == "actor" else not self.config.export.critic
+                if skipped:
+                    continue
+                self.memory.enter("export_policy" if model.name == "actor" else "export_critic")
+                folder = self.run_dir / "checkpoints" / name / model.name
+                save_hf(model.chunks, model.spec, model.mesh, model.head, self.source_dir(model.name), folder)
+            self.memory.enter("rollout")
 
     def source_dir(self, name: str) -> Path:
         """The Hugging Face directory that a model started from."""
@@ -228,7 +235,11 @@ class Run:
         self.recorder.step_line(self.step, self.config.run.steps, self._row)
 
     def finish(self) -> None:
-        """Draw the report and say where everything lies."""
+        """Collective: have the final model, draw the report and say where everything lies."""
+        if on_rank_zero(partial(final_step, self.run_dir)) != self.step:
+            # No step was left to do: it was saved by a life that ended before the export, or run.steps is lower now.
+            with self.recorder.phase("export"):
+                self._save_final()
         self.recorder.report()
         rows = read_metrics(self.run_dir) if self.recorder.speaks else []
         reached: dict[str, object] = {
@@ -241,7 +252,7 @@ class Run:
             "report": self.run_dir / "report.html",
             "metrics": self.run_dir / "metrics.jsonl",
             "samples": self.run_dir / "samples",
-            "model": self.run_dir / "checkpoints" / "final" / "actor",
+            "model": final_dir(self.run_dir) / "actor",
         }
         self.recorder.console.closing(f"{self.config.run.name} finished", reached | places)
 
@@ -278,11 +289,16 @@ class Run:
         self.recorder.console.note(f"goes on from {resumed.unit}")
 
     def _check_engines(self) -> None:
+        """The actor's weights and the engines' caches are never on the device together: both may not have room."""
+        self.engines.lend_cache()
         self.memory.enter("hand_over")
         with self.recorder.timer("sync_check"):
-            largest = self.engines.check(self.actor, self._probe)
-        self.memory.enter("rollout")
+            largest = self.engines.check(self.actor, self._probe, before_asking=self._make_room_for_engines)
         self.recorder.add({"rollout/sync_logprob_difference": largest})
+
+    def _make_room_for_engines(self) -> None:
+        self.memory.enter("rollout")
+        self.engines.wake("kv_cache")
 
     def _load(self, name: str, meshes: dict[str, Mesh]) -> Trainable:
         config = self.config

@@ -32,18 +32,8 @@ def score(run: Run, batch: ExperienceBatch) -> None:
 
 
 def update_gives_logprobs(config: AlgorithmConfig, batch: ExperienceBatch) -> bool:
-    """Whether the policy's update reads each response once and all of them before its only optimizer step: its forward
-    pass then computes the old log-probs, exactly, and nothing before it needs them."""
-    update = config.update
-    units = batch.samples if update.minibatch_unit == "samples" else len(batch.group_ids.unique())
-    needed_before = (
-        config.kl.where == "reward",
-        config.importance_sampling.kind != "none",
-        config.advantage.function is not None,
-        config.filter_function is not None,
-    )
-    single = update.epochs == 1 and units <= update.minibatch_size
-    return update.old_logprobs == "auto" and single and not any(needed_before)
+    """Whether the update of this rollout computes its old log-probs (AlgorithmConfig.update_gives_logprobs)."""
+    return config.update_gives_logprobs(batch.samples, len(batch.group_ids.unique()))
 
 
 def record_policy(run: Run, batch: ExperienceBatch, outputs: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import random
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +16,9 @@ from vapo_megatron.experience.tokenizer import TextTokenizer
 from vapo_megatron.mcore.mesh import make_mesh
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.training.broadcast import on_rank_zero
 from vapo_megatron.training.checkpoint import Checkpointer, Snapshot
+from vapo_megatron.training.final_model import begin_final, end_final, final_dir
 from vapo_megatron.training.losses import NegativeLogLikelihood
 from vapo_megatron.training.resume import SavedModel, open_resumed, restore_run_files
 from vapo_megatron.weights.load import load_hf
@@ -41,6 +44,11 @@ def load_demonstrations(config: SftConfig) -> ExperienceBatch:
     )
 
 
+def planned_steps(config: SftConfig, demonstrations: int) -> int:
+    """Optimizer steps of a whole fine-tuning."""
+    return config.data.steps or math.ceil(demonstrations * config.data.epochs / config.data.batch_size)
+
+
 def batch_order(rows: int, batch_size: int, steps: int, seed: int) -> list[list[int]]:
     """Rows of each optimizer step: every epoch a new permutation, cut into batches that may span two epochs."""
     generator = random.Random(seed)
@@ -59,7 +67,7 @@ def sft_rank(config: SftConfig, run_dir: Path, unit: Path | None = None) -> None
     """
     resumed = open_resumed(unit) if unit is not None else None
     if resumed is not None and dist.get_rank() == 0:
-        restore_run_files(run_dir, resumed)
+        restore_run_files(run_dir, resumed, config)
     batch = load_demonstrations(config)
     spec = read_spec(Path(config.model.path))
     mesh = make_mesh(config.actor.layout, "actor")
@@ -73,7 +81,7 @@ def sft_rank(config: SftConfig, run_dir: Path, unit: Path | None = None) -> None
         resumed.load(actor, "actor")
         resumed.restore_generators(saved)
         first = resumed.progress.step + 1
-    steps = config.data.steps or math.ceil(batch.samples * config.data.epochs / config.data.batch_size)
+    steps = planned_steps(config, batch.samples)
     order = batch_order(batch.samples, config.data.batch_size, steps, config.run.seed)
     start_step = 0 if resumed is None else first
     with Recorder(run_dir, config.monitoring, speaks=dist.get_rank() == 0, start_step=start_step) as recorder:
@@ -115,8 +123,10 @@ def sft_rank(config: SftConfig, run_dir: Path, unit: Path | None = None) -> None
                 checkpointer.safe_point(
                     Snapshot(Progress(step=step), {}), due=every or (last and config.checkpoint.at_end), last=last
                 )
-        final = run_dir / "checkpoints" / "final" / "actor"
+        final = final_dir(run_dir) / "actor"
+        on_rank_zero(partial(begin_final, run_dir))
         save_hf(actor.chunks, spec, mesh, "lm", Path(config.model.path), final)
+        on_rank_zero(partial(end_final, run_dir, max(steps, first - 1)))
         recorder.console.closing(
             f"{config.run.name} finished",
             {"loss": " -> ".join(f"{loss:.3f}" for loss in (*losses[:1], *losses[-1:])), "model": final},

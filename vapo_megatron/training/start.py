@@ -1,18 +1,22 @@
 """Where a run begins: anew, or at the saved state of its last life; or not at all, where it is finished."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 from vapo_megatron.checkpoint.config_change import check_config_change
 from vapo_megatron.checkpoint.manifest import check_structure, read_manifest
-from vapo_megatron.checkpoint.units import newest_unit, remove_leftovers
-from vapo_megatron.config.load import dump_config
+from vapo_megatron.checkpoint.units import newest_unit
 from vapo_megatron.config.run_directory import make_run_dir
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.monitoring.metrics import read_metrics
+from vapo_megatron.training.final_model import final_step
+from vapo_megatron.training.sft import load_demonstrations, planned_steps
+from vapo_megatron.weights.spec import read_spec
+from vapo_megatron.weights.torch_dist import read_model_card
 
 Settings = TrainConfig | SftConfig
 
@@ -25,12 +29,14 @@ class Start:
     finished: bool = False
 
 
-def prepare_start(settings: Settings, check: Callable[[], None]) -> Start:
+def prepare_start(settings: Settings, check: Callable[[], None], take: Callable[[], None]) -> Start:
     """Check what can be checked before anything starts, and have a run directory; once for all ranks.
 
     Args:
         settings: the config of the run.
         check: raises BadInput for a config that cannot work.
+        take: called before the run directory is changed, or found to be as it will stay; raises BadInput where
+            somebody else works in it. May be called again.
 
     Raises:
         BadInput: the config cannot work, does not fit the saved state, or that is damaged; nothing was changed.
@@ -38,16 +44,22 @@ def prepare_start(settings: Settings, check: Callable[[], None]) -> Start:
     run_dir = Path(settings.run.directory)
     if settings.run.resume == "never":
         check()
+        if settings.run.overwrite or not run_dir.exists():
+            take()
         make_run_dir(settings, settings.run)
         return Start()
-    steps = settings.run.steps if isinstance(settings, TrainConfig) else settings.data.steps
-    if is_finished(run_dir, steps):
+    if is_finished(settings):
         print(f"vapo-megatron: {run_dir}: finished already, nothing to do (a larger number of steps would go on)")
         return Start(finished=True)
+    if run_dir.exists():
+        take()
     unit = newest_unit(run_dir)
     if unit is None:
         check()
-        make_run_dir(settings, settings.run.model_copy(update={"overwrite": _may_replace(settings, run_dir)}))
+        take()
+        if not settings.run.overwrite:
+            _set_aside_exports(run_dir)
+        make_run_dir(settings, settings.run.model_copy(update={"overwrite": True}))
         return Start()
     manifest = read_manifest(unit)
     kind = "train" if isinstance(settings, TrainConfig) else "sft"
@@ -56,25 +68,53 @@ def prepare_start(settings: Settings, check: Callable[[], None]) -> Start:
     check_structure(unit, manifest)
     check_config_change(settings, unit, settings.run.allow_config_change)
     check()
-    remove_leftovers(run_dir)
-    dump_config(settings, run_dir / "config.yaml")
+    _check_fit(settings, unit)
     return Start(unit)
 
 
-def is_finished(run_dir: Path, steps: int | None) -> bool:
-    """Whether the last step is in the metrics and the final model is there; steps None: whatever the last step was."""
-    if not (run_dir / "checkpoints" / "final").is_dir():
+def is_finished(settings: Settings) -> bool:
+    """Whether the last step that the config asks for is in the metrics and in the final model.
+
+    Raises:
+        BadInput: the number of steps follows from data.path, and that cannot be read.
+    """
+    run_dir = Path(settings.run.directory)
+    exported = final_step(run_dir)
+    if exported is None:
         return False
-    done = max((row["step"] for row in read_metrics(run_dir)), default=0)
-    return steps is None or done >= steps
+    if isinstance(settings, TrainConfig):
+        steps = settings.run.steps
+    else:
+        steps = settings.data.steps or planned_steps(settings, load_demonstrations(settings).samples)
+    return min(exported, max((row["step"] for row in read_metrics(run_dir)), default=0)) >= steps
 
 
-def _may_replace(settings: Settings, run_dir: Path) -> bool:
-    """Whether what an earlier life has left, which saved no state, may go: not if it has exported models."""
+def _check_fit(settings: Settings, unit: Path) -> None:
+    """Raises BadInput where the model at model.path has another shape than the one that was saved."""
+    path = Path(settings.model.path)
+    saved, now = read_model_card(unit / "actor").spec, read_spec(path)
+    # The dtype is what the weights lie in at model.path, which a resumed run does not read.
+    if replace(now, dtype=saved.dtype, value_outputs=saved.value_outputs) != saved:
+        raise BadInput(
+            f"model.path={path}: config.json is not that of the model in {unit / 'actor'}: give back the model that "
+            "the run started from, or choose another run.name"
+        )
+
+
+def _set_aside_exports(run_dir: Path) -> None:
+    """An earlier life exported models and ended before it saved a unit: a new start must not cost them.
+
+    Raises:
+        BadInput: the file system refuses.
+    """
     exports = run_dir / "checkpoints"
-    if settings.run.overwrite or not exports.is_dir() or not any(exports.iterdir()):
-        return True
-    raise BadInput(
-        f"run.resume=auto: {run_dir} has exported models and no saved state to go on from: choose another run.name, or "
-        "set run.overwrite=true to start anew"
-    )
+    if not exports.is_dir() or not any(exports.iterdir()):
+        return
+    names = (run_dir.with_name(f"{run_dir.name}.earlier_{number}") for number in count(1))
+    aside = next(path for path in names if not path.exists())
+    try:
+        run_dir.rename(aside)
+    except OSError as error:
+        reason = error.strerror
+        raise BadInput(f"{run_dir}: cannot be renamed to {aside.name} ({reason}): choose another run.name") from None
+    print(f"vapo-megatron: {run_dir}: exported models and no saved state, set aside as {aside}; the run starts anew")

@@ -1,23 +1,27 @@
 """Value pretraining (VAPO, section 4.1; VC-PPO): the critic learns the returns of a policy that stands still.
 
-Rollouts are recorded once and replayed. Targets are Monte-Carlo returns (lambda = 1), so they do not depend on the
-critic. Part of the record is held out; on it explained variance and the bias along the response are measured, since a
-critic can explain no variance and still be free of bias, or the other way round.
+Rollouts are recorded once, in files (training/record.py), and replayed. Targets are Monte-Carlo returns (lambda = 1),
+so they do not depend on the critic. Part of the record is held out; on it explained variance and the bias along the
+response are measured, since a critic can explain no variance and still be free of bias, or the other way round.
 """
 
 import random
+from collections.abc import Sequence
+from functools import partial
 
 import torch
+from torch import Tensor
 
-from vapo_megatron.algorithms.gae import decoupled_gae
-from vapo_megatron.algorithms.segments import place_terminal
+from vapo_megatron.algorithms.segments import to_tokens
 from vapo_megatron.config.algorithm import AlgorithmConfig, ValueLossConfig, ValuePretrainingConfig
-from vapo_megatron.experience.batch import ExperienceBatch, concatenate
+from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.monitoring import names
 from vapo_megatron.training.advantages import shaped_rewards
+from vapo_megatron.training.broadcast import on_rank_zero
 from vapo_megatron.training.collect import collect
 from vapo_megatron.training.figures import mean_of, value_figures
+from vapo_megatron.training.record import RecordedRollouts, write_rollout
 from vapo_megatron.training.run import Run
 from vapo_megatron.training.score import values
 from vapo_megatron.training.updates import critic_step
@@ -37,11 +41,11 @@ def pretrain_value(run: Run) -> None:
     record = record_rollouts(run)
     run.sleep_engines()
     run.memory.enter("update_critic")
-    set_monte_carlo_returns(record, run.config.algorithm)
-    train, held_out = split_groups(record, run.config.batch.prompts_per_step, run.config.run.seed)
+    targets = Targets(record, run.config.algorithm)
+    train, held_out = split_groups(record.group_ids, run.config.batch.prompts_per_step, run.config.run.seed)
     updates = replay_order(train, config, run.config.run.seed)
     check_every = max(1, len(updates) // _CHECKS)
-    figures = measure(critic, record, held_out, run.config.algorithm.value_loss)
+    figures = measure(critic, targets.select(held_out), run.config.algorithm.value_loss)
     done = number = run.pretraining.updates
     if done == 0:
         run.recorder.add(figures)
@@ -50,12 +54,12 @@ def pretrain_value(run: Run) -> None:
     with run.recorder.phase("value_pretraining", total=len(updates)) as advance:
         advance(done)
         for number, samples in enumerate(updates[done:], done + 1):
-            result = critic_step(critic, record.select(samples), algorithm)
+            result = critic_step(critic, targets.select(samples), algorithm)
             results.append({"value_loss": result.figures["value_loss"], "grad_norm": result.grad_norm, "lr": result.lr})
             advance(1)
             if number % check_every and number < len(updates):
                 continue
-            figures = measure(critic, record, held_out, run.config.algorithm.value_loss)
+            figures = measure(critic, targets.select(held_out), run.config.algorithm.value_loss)
             run.recorder.add(figures | {f"critic/{key}": value for key, value in mean_of(results).items()})
             run.recorder.write_pretraining(number, number * config.minibatch_size)
             results = []
@@ -69,19 +73,20 @@ def pretrain_value(run: Run) -> None:
     )
     run.save("value_pretrained", critic_only=True)
     run.hand_over()
-    run.recorded = []
+    run.recorded = RecordedRollouts(run.run_dir)
     run.pretraining = run.pretraining.model_copy(update={"updates": number, "finished": True})
     run.safe_point(milestone=True)
 
 
-def record_rollouts(run: Run) -> ExperienceBatch:
+def record_rollouts(run: Run) -> RecordedRollouts:
     """Collective: what the policy that stands still writes, with what an earlier life of the run has recorded."""
     iterations = run.config.value_pretraining.iterations
     for done in range(run.pretraining.iterations + 1, iterations + 1):
-        run.recorded.append(collect(run, every_group=True))
+        batch, name = collect(run, every_group=True, for_policy=False), run.recorded.next_name
+        run.recorded.add(name, on_rank_zero(partial(write_rollout, batch, run.run_dir / name)))
         run.pretraining = run.pretraining.model_copy(update={"iterations": done})
         run.safe_point(milestone=done == iterations)
-    return concatenate(run.recorded)
+    return run.recorded
 
 
 def for_pretraining(config: AlgorithmConfig) -> AlgorithmConfig:
@@ -91,22 +96,41 @@ def for_pretraining(config: AlgorithmConfig) -> AlgorithmConfig:
     return config.model_copy(update={"value_loss": config.value_loss.model_copy(update={"kind": "mse"})})
 
 
-def set_monte_carlo_returns(record: ExperienceBatch, config: AlgorithmConfig) -> None:
-    """Fill returns [T] with lambda = 1 targets, and values with zeros (plain squared error does not read them)."""
-    zeros, bounds = torch.zeros(record.response_tokens), record.response_cu_seqlens
-    rewards = place_terminal(shaped_rewards(record, config.shaping), bounds, record.response_tokens)
-    _, returns = decoupled_gae(rewards, zeros, bounds, 1.0, 1.0, config.advantage.gamma)
-    record.token_fields |= {"values": zeros, "returns": returns}
+class Targets:
+    """Recorded samples with what the critic is to learn of them, in memory only when they are asked for."""
+
+    def __init__(self, record: RecordedRollouts, config: AlgorithmConfig) -> None:
+        # Of all at once: what shaping gives a response depends on the others of its group.
+        self._record, self._rewards = record, shaped_rewards(record, config.shaping)
+        self._gamma = config.advantage.gamma
+
+    def select(self, samples: Sequence[int]) -> ExperienceBatch:
+        """Some of the samples, with returns [T], and values [T] of zero (plain squared error does not read them)."""
+        batch = self._record.select(samples)
+        bounds = batch.response_cu_seqlens
+        returns = monte_carlo_returns(self._rewards[torch.tensor(samples)], bounds, self._gamma)
+        batch.token_fields |= {"values": torch.zeros(batch.response_tokens), "returns": returns}
+        return batch
 
 
-def split_groups(record: ExperienceBatch, most_groups: int, seed: int) -> tuple[list[int], list[int]]:
-    """Samples to train on and to measure on, cut between groups."""
-    groups = sorted(set(record.group_ids.tolist()))
+def monte_carlo_returns(rewards: Tensor, cu_seqlens: Tensor, gamma: float) -> Tensor:
+    """gamma^n R, n the tokens that follow in the response: the lambda = 1 target where the reward is at the end.
+
+    rewards float32 [S], cu_seqlens int64 [S + 1] -> float32 [T]. A response's do not depend on those beside it.
+    """
+    following = to_tokens(cu_seqlens[1:] - 1, cu_seqlens) - torch.arange(int(cu_seqlens[-1]))
+    discounts = gamma ** torch.arange(int(cu_seqlens.diff().max()), dtype=torch.float64)
+    return discounts.float()[following] * to_tokens(rewards, cu_seqlens)
+
+
+def split_groups(group_ids: Tensor, most_groups: int, seed: int) -> tuple[list[int], list[int]]:
+    """Samples to train on and to measure on, cut between groups. group_ids: int64 [S]."""
+    members = group_ids.tolist()
+    groups = sorted(set(members))
     random.Random(seed).shuffle(groups)
     held = set(groups[: max(1, min(round(len(groups) * _HELD_OUT_SHARE), most_groups))])
-    members = record.group_ids.tolist()
     if len(held) == len(groups):
-        return list(range(record.samples)), list(range(record.samples))
+        return list(range(len(members))), list(range(len(members)))
     return [s for s, g in enumerate(members) if g not in held], [s for s, g in enumerate(members) if g in held]
 
 
@@ -120,13 +144,10 @@ def replay_order(samples: list[int], config: ValuePretrainingConfig, seed: int) 
     return steps[: config.max_updates]
 
 
-def measure(
-    critic: Trainable, record: ExperienceBatch, held_out: list[int], config: ValueLossConfig
-) -> dict[str, float]:
-    """Collective: quality of the critic on held-out samples."""
-    part = record.select(held_out)
-    found = values(critic, part, config)
-    return value_figures(found, part.token_fields["returns"], part.response_cu_seqlens)
+def measure(critic: Trainable, held_out: ExperienceBatch, config: ValueLossConfig) -> dict[str, float]:
+    """Collective: quality of the critic on held-out samples with their returns."""
+    found = values(critic, held_out, config)
+    return value_figures(found, held_out.token_fields["returns"], held_out.response_cu_seqlens)
 
 
 def largest_bias(figures: dict[str, float]) -> float:

@@ -56,12 +56,21 @@ class Bucket(Sequence[tuple[str, Tensor]]):
         memory: what the buffer lies in.
         buffer: uint8 [bytes].
         places: of the tensors, in their order.
+        sums: checksum() of each tensor as it was put in, where it was made then.
     """
 
     def __init__(self, memory: "Memory", places: Sequence[Place], size: int) -> None:
         self.memory, self.places = memory, places
         self.buffer = memory.buffer[:size]
         self._tensors = [(place.name, view(self.buffer, place)) for place in places]
+        self.sums: list[int] | None = None
+
+    def checksums(self) -> list[int]:
+        """checksum() of each tensor, as it was when they were asked for first; on a GPU all at once."""
+        if self.sums is None:
+            sums = [_sum_of_words(self.buffer[place.start : place.start + place.nbytes]) for place in self.places]
+            self.sums = torch.stack(sums).tolist() if sums else []
+        return self.sums
 
     @overload
     def __getitem__(self, index: int) -> tuple[str, Tensor]: ...
@@ -97,12 +106,6 @@ def checksum(tensor: Tensor) -> int:
     Any one damaged word, and bytes that are another tensor's, change it.
     """
     return int(_sum_of_words(tensor.reshape(-1).view(torch.uint8)))
-
-
-def checksums(bucket: Bucket) -> list[int]:
-    """checksum() of each tensor of a bucket; on a GPU all at once."""
-    sums = [_sum_of_words(bucket.buffer[place.start : place.start + place.nbytes]) for place in bucket.places]
-    return torch.stack(sums).tolist() if sums else []
 
 
 def _sum_of_words(raw: Tensor) -> Tensor:

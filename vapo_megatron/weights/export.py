@@ -48,6 +48,7 @@ def stream_hf(
     dtype: torch.dtype | None = None,
     slots: Slots | None = None,
     times: PartTimes | None = None,
+    sums: bool = False,
 ) -> Iterator[Bucket]:
     """The model as (Hugging Face name, whole tensor) pairs, on every rank of this rank's block: max(tp, ep) x pp ranks.
 
@@ -68,7 +69,8 @@ def stream_hf(
         slots: the two places where buckets are put in turn. The next bucket is then made while the last one is in use,
             and a bucket's tensors are gone when the next but one is asked for. None makes new memory for each, in which
             tensors live as long as they are held.
-        times: gets the seconds of "gather" (collectives) and "convert" (copies into place).
+        times: gets the seconds of "gather" (collectives) and "convert" (copies into place, and their checksums).
+        sums: every bucket's checksums will be asked for: they are made ahead, where that saves time.
 
     Yields:
         Buckets of contiguous tensors on the model's device. The parameters must not change until the stream has ended.
@@ -81,7 +83,7 @@ def stream_hf(
         local.setdefault(entry, parameter)
     source = Source(local, spec, mesh, next(iter(local.values())).device)
     ahead, places = slots is not None, slots or _fresh_slots(source)
-    filler, limit = _filler(source, places.shared, bucket_bytes, times or PartTimes())
+    filler, limit = _filler(source, places.shared, bucket_bytes, times or PartTimes(), sums)
     plan = list(batches(_owners(local, spec, mesh, head, dtype), limit))
     sizes = [lay_out_entries(batch, spec)[1] for batch in plan]
     for i, batch in enumerate(plan):
@@ -112,10 +114,10 @@ def _fresh_slots(source: Source) -> Slots:
     return FreshSlots(source.device)
 
 
-def _filler(source: Source, shared: bool, bucket_bytes: int, times: PartTimes) -> tuple[Filler, int]:
+def _filler(source: Source, shared: bool, bucket_bytes: int, times: PartTimes, sums: bool) -> tuple[Filler, int]:
     """What fills the buckets, and the bytes of one so that two, and what fills them, stay within 2 x bucket_bytes."""
     if shared or (source.block is None and source.device.type == "cpu"):
-        return SharedFiller(source, times), bucket_bytes
+        return SharedFiller(source, times, sums), bucket_bytes
     piece = max(1, bucket_bytes // PIECES)
     # Two pieces are under way at most, each with the shards that this rank adds to it.
     return GatheringFiller(source, piece, times), bucket_bytes - 3 * piece // 2

@@ -13,10 +13,11 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from megatron.core import fp8_utils
 from torch import Tensor
 from torch.nn import Parameter
 
-from vapo_megatron.weights.bucket import Bucket, Memory, Place, lay_out
+from vapo_megatron.weights.bucket import Bucket, Memory, Place, checksum, lay_out
 from vapo_megatron.weights.mapping import Entry, MeshView
 from vapo_megatron.weights.part_times import PartTimes
 from vapo_megatron.weights.spec import ModelSpec
@@ -73,6 +74,11 @@ class Source:
     mesh: MeshView
     device: torch.device
 
+    def shard(self, entry: Entry) -> Tensor:
+        """This rank's shard of an entry, in floating point: of a parameter kept in FP8 what it stands for."""
+        parameter = self.local[entry].detach()
+        return fp8_utils.dequantize_fp8_tensor(parameter) if fp8_utils.is_float8tensor(parameter) else parameter
+
     @property
     def block(self) -> Any:
         """See block_group."""
@@ -99,8 +105,9 @@ class SharedFiller:
     The copies are made in a thread, while the bucket before is in use; collectives stay in the main thread.
     """
 
-    def __init__(self, source: Source, times: PartTimes) -> None:
-        self._source, self._times = source, times
+    def __init__(self, source: Source, times: PartTimes, sums: bool) -> None:
+        """sums: a bucket's checksums are made with it, where this rank has all of it: one thread less at work later."""
+        self._source, self._times, self._sums = source, times, sums
         threads = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(1, "vapo-export", initializer=lambda: torch.set_num_threads(threads))
         self._copies: Future[None] | None = None
@@ -126,13 +133,16 @@ class SharedFiller:
 
     def _copy(self, batch: list[Owned], bucket: Bucket) -> None:
         source = self._source
-        tensors = iter(bucket)
+        tensors, sums = iter(bucket), list[int]()
         with torch.no_grad(), self._times.part("convert"):
             for one in batch:
                 wholes = [tensor for _, tensor in itertools.islice(tensors, len(one.entry.hf))]
                 if source.places(one):
-                    shard = source.local[one.entry].detach()
+                    shard = source.shard(one.entry)
                     one.entry.rule.place(shard, wholes, source.spec, source.mesh.tp_rank, source.mesh.tp_size)
+                if self._sums and source.block is None:  # else others' shards may still be on their way
+                    sums += [checksum(tensor) for tensor in wholes]  # at once, while caches hold some of it
+            bucket.sums = sums or None
 
     def _barrier(self) -> None:
         if self._source.block is not None:
@@ -197,7 +207,7 @@ class GatheringFiller:
         gathered = torch.empty(holders, size, dtype=first.target, device=source.device)
         work = None
         if first.stage == mesh.pp_rank:
-            mine = [source.local[one.entry].detach().reshape(-1) for one in piece if one.entry in source.local]
+            mine = [source.shard(one.entry).reshape(-1) for one in piece if one.entry in source.local]
             with self._times.part("gather", source.device):
                 if first.expert_rank is not None:
                     if mesh.ep_rank == first.expert_rank:

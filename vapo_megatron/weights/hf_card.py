@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from vapo_megatron.config.atomic import sync
 from vapo_megatron.weights.hf_files import INDEX_FILE, SINGLE_FILE
 from vapo_megatron.weights.spec import Head, ModelSpec
-from vapo_megatron.weights.work_folder import sync
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"

@@ -11,9 +11,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from vapo_megatron.config.atomic import sync
 from vapo_megatron.errors import BadInput
 from vapo_megatron.weights.hf_card import CONFIG, copy_carried, shard_names, write_index, write_json
-from vapo_megatron.weights.work_folder import sync
 
 MAX_SHARD_BYTES = 2 << 30
 

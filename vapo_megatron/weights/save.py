@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from vapo_megatron.errors import BadInput
-from vapo_megatron.weights.export import make_slots, stream_hf
+from vapo_megatron.weights.bucket import DeviceSlots
+from vapo_megatron.weights.export import stream_hf
 from vapo_megatron.weights.hf_card import carried_files, exported_config
 from vapo_megatron.weights.hf_writer import MAX_SHARD_BYTES, HFWriter
 from vapo_megatron.weights.mapping import MeshView
@@ -47,7 +48,8 @@ def save_hf(
     """
     refusal: list[str | None] = [None]
     if mesh.in_first_block:
-        slots = make_slots(mesh, next(iter(chunks[0].parameters())).device)
+        # Memory of this rank's own: no file, so that no limit of files can stand in the way.
+        slots = DeviceSlots(next(iter(chunks[0].parameters())).device)
         stream = stream_hf(chunks, spec, mesh, head, dtype=dtype, slots=slots)
         if dist.get_rank() == 0:
             try:

@@ -36,6 +36,8 @@ FORMAT = 1
 OPTIMIZER_PREFIX = "optimizer."
 
 # What Megatron-LM writes beside its own checkpoints of this kind: how the keys are to be read.
+# What a load of an unfit or damaged checkpoint ends with; torch's, told to all ranks together, is no Exception.
+LOAD_ERRORS = (CheckpointException, CheckpointingException, OSError, KeyError, ValueError)
 CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 
@@ -159,12 +161,17 @@ def load_model(chunks: Sequence[Module], folder: Path) -> None:
     """
     try:
         state = dist_checkpointing.load(model_state(chunks), str(folder))
-    except (CheckpointException, CheckpointingException, OSError, KeyError, ValueError) as error:
-        failures = list(error.failures.values()) if isinstance(error, CheckpointException) else []
-        cause = failures[0][0] if failures else error
-        reason = " ".join(str(cause).split())[:300]
-        raise BadInput(f"{folder}: cannot be loaded into this model ({reason}); is it a model of this shape?") from None
+    except LOAD_ERRORS as error:
+        raise BadInput(
+            f"{folder}: cannot be loaded into this model ({load_reason(error)}); is it a model of this shape?"
+        ) from None
     put_model_state(chunks, state)
+
+
+def load_reason(error: BaseException) -> str:
+    """One line on why a load failed with one of LOAD_ERRORS: what the first rank that failed met."""
+    failures = list(error.failures.values()) if isinstance(error, CheckpointException) else []
+    return " ".join(str(failures[0][0] if failures else error).split())[:300]
 
 
 def _unwrapped(chunk: Any) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.config.atomic import atomic_write, sync
 from vapo_megatron.errors import BadInput, VapoError
 
 PROGRESS_FILE = ".progress.json"
@@ -123,12 +123,3 @@ class WorkFolder:
             sync(Path(parent))
         self.path.rename(self._out)
         sync(self._out.parent)
-
-
-def sync(path: Path) -> None:
-    """Have a file or folder on the disk when this returns. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import torch
 
+from vapo_megatron.checkpoint.size import unit_bytes
 from vapo_megatron.cluster.doctor import bandwidth, nvidia
 from vapo_megatron.cluster.doctor.engine import check_engine
 from vapo_megatron.cluster.doctor.fabric import judge_ports, read_ports
-from vapo_megatron.cluster.doctor.inputs import check_data, check_model, checkpoint_bytes, fingerprint
+from vapo_megatron.cluster.doctor.inputs import check_data, check_model, fingerprint
 from vapo_megatron.cluster.doctor.meeting import Meeting
 from vapo_megatron.cluster.doctor.report import Line
 from vapo_megatron.cluster.doctor.system import check_disk, check_hostname, check_limits
@@ -118,7 +119,7 @@ def _versions(examination: Examination) -> list[Line]:
             driver = examination.gpu_rows[0].driver if examination.gpu_rows else None
         except nvidia.Unreadable:
             driver = None  # the check of the GPUs says why
-    return check_versions(has_nvidia_driver(), driver, torch.version.cuda)
+    return check_versions(has_nvidia_driver(), driver, torch.version.cuda, usable=bool(examination.gpus))
 
 
 def _gpus(examination: Examination) -> list[Line]:
@@ -137,7 +138,8 @@ def _ecc(examination: Examination) -> list[Line]:
 
 def _nvlink(examination: Examination) -> list[Line]:
     links = nvidia.parse_links(nvidia.run_tool(nvidia.LINKS, _TOOL_DEADLINE))
-    return nvidia.judge_links(links, examination.config.hardware)
+    names = {gpu.index: gpu.name for gpu in examination.gpu_rows}
+    return nvidia.judge_links(links, names, examination.config.hardware)
 
 
 def _infiniband(examination: Examination) -> list[Line]:
@@ -173,12 +175,13 @@ def _hostname(examination: Examination) -> list[Line]:
 
 
 def _limits(examination: Examination) -> list[Line]:
-    return check_limits(bool(examination.gpus), examination.nodes)
+    rdma = any(port.state == "ACTIVE" for port in read_ports())
+    return check_limits(bool(examination.gpus), examination.nodes, rdma)
 
 
 def _disk(examination: Examination) -> list[Line]:
     config = examination.config
-    needed = checkpoint_bytes(config, read_spec(Path(config.model.path)))
+    needed = unit_bytes(config, read_spec(Path(config.model.path)).parameter_count())
     return check_disk(Path(config.run.directory), needed, write=not examination.quick)
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from vapo_megatron.cluster.doctor import bandwidth
 from vapo_megatron.cluster.doctor.checks import Check, Examination, checks, perform
-from vapo_megatron.cluster.doctor.meeting import Meeting, node_name
+from vapo_megatron.cluster.doctor.meeting import Meeting
 from vapo_megatron.cluster.doctor.report import (
     Line,
     NodeReport,
@@ -21,23 +21,34 @@ from vapo_megatron.cluster.doctor.report import (
     from_json,
     show,
 )
-from vapo_megatron.cluster.ranks import environment_place
+from vapo_megatron.cluster.ranks import environment_place, node_name
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.train import TrainConfig
 
 # The name under which stands what no single node can be blamed for.
 BETWEEN = "(between nodes)"
+# Nodes that have met have imported what they need: from then on they wait for each other no longer than this.
+_AMONG_THOSE_PRESENT = 120.0
 
 
-def doctor(config: TrainConfig, quick: bool, as_text: bool, wait: float, broken_file: Path | None = None) -> int:
+def doctor(
+    config: TrainConfig,
+    quick: bool,
+    as_text: bool,
+    wait: float,
+    broken_file: Path | None = None,
+    node_names: Sequence[str] = (),
+) -> int:
     """Examine this node, and with the others of the job what only they show together; rank 0 prints the result.
 
     Args:
         config: of the run that is to follow.
         quick: without the slow checks.
         as_text: JSON on standard output in place of a table.
-        wait: seconds to wait for other nodes.
+        wait: seconds to wait for other nodes to come.
         broken_file: gets the names of nodes with a fault, one a line; what no node can be blamed for is left out.
+        node_names: of all nodes in the order of their ranks, equally many on each, so that those that do not come
+            have a name; empty where it is not known.
 
     Returns:
         The exit code: on rank 0 1 where any node has a fault; 0 elsewhere.
@@ -45,21 +56,25 @@ def doctor(config: TrainConfig, quick: bool, as_text: bool, wait: float, broken_
     Raises:
         RunFailed: this process does not reach the others.
     """
-    meeting = Meeting(environment_place(), node_name(os.environ), wait)
+    place = environment_place()
+    meeting = Meeting(place, node_name(), wait)
     if not meeting.leads:
         return 0
-    examination = Examination(config, meeting, quick, wait)
-    table = checks(config, wait)
+    among = min(wait, _AMONG_THOSE_PRESENT)
+    examination = Examination(config, meeting, quick, among)
+    table = checks(config, among)
     own = NodeReport(meeting.node, meeting.rank, tuple(line for check in table for line in perform(check, examination)))
     between = [] if quick else _all_reduce(examination)
     if meeting.index:
         meeting.put(f"report/{meeting.index}", as_json([own])["nodes"][0])
         return 0
-    reports = [own, *_others(meeting, table, wait)]
-    between += [
-        Line("ranks", "fault", f"rank {rank} did not come within {wait:g} s", "see its output and its node")
-        for rank in meeting.missing
-    ]
+    reports = [own, *_others(meeting, table, among)]
+    for rank in meeting.missing:
+        line = Line("ranks", "fault", f"rank {rank} did not come within {wait:g} s", "see its output and its node")
+        if place is not None and node_names:
+            reports.append(NodeReport(node_names[rank * len(node_names) // place.world_size], rank, (line,)))
+        else:
+            between.append(line)
     if between:
         reports.append(NodeReport(BETWEEN, 0, tuple(between)))
     if as_text:

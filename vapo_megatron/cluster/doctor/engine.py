@@ -20,6 +20,8 @@ def check_engine(config: TrainConfig, gpus: int) -> list[Line]:
     Raises:
         RunFailed, TryAgain: it does not start, or does not answer; the cause in its log is named.
     """
+    if config.rollout.addresses:
+        return [Line("engine", "not applicable", "the run's engines are elsewhere (rollout.addresses)")]
     devices = range(config.rollout.tp) if gpus else None
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="vapo-doctor-") as folder:

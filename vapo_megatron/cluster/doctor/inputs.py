@@ -8,7 +8,7 @@ from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.experience.prompts import eval_prompts, train_prompts
 from vapo_megatron.experience.tokenizer import TextTokenizer
 from vapo_megatron.weights.load import check_weights
-from vapo_megatron.weights.spec import ModelSpec, read_spec
+from vapo_megatron.weights.spec import read_spec
 
 
 def check_model(config: TrainConfig) -> list[Line]:
@@ -44,13 +44,3 @@ def fingerprint(config: TrainConfig) -> str:
     if (directory / "config.json").is_file():
         digest.update((directory / "config.json").read_bytes())
     return digest.hexdigest()[:16]
-
-
-def checkpoint_bytes(config: TrainConfig, spec: ModelSpec) -> int:
-    """Bytes of a state that the run continues from: weights, and the optimizer's 12 bytes a parameter.
-
-    Of actor and critic; optimizers of float32 models keep 8.
-    """
-    models = [config.actor, *([config.critic] if config.algorithm.uses_critic else [])]
-    each = [2 + 12 if model.dtype(config.model) == "bfloat16" else 4 + 8 for model in models]
-    return spec.parameter_count() * sum(each)

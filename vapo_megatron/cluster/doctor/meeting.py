@@ -5,9 +5,7 @@ Collectives would wait for a node that is broken; here everybody reads what is t
 
 import json
 import os
-import socket
 import time
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -17,11 +15,6 @@ from vapo_megatron.cluster.ranks import RankPlace
 from vapo_megatron.errors import BadInput, RunFailed
 
 _POLL_SECONDS = 0.05
-
-
-def node_name(environment: Mapping[str, str]) -> str:
-    """The name that Slurm knows this node by, else its host's."""
-    return environment.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 class Meeting:

@@ -1,14 +1,15 @@
 """What nvidia-smi says of a node's GPUs: the query, its parsing, and judgements. Parsing is pure."""
 
+import re
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vapo_megatron.cluster.doctor.report import Line
 from vapo_megatron.cluster.hardware import RATES
-from vapo_megatron.config.hardware import HardwareConfig
+from vapo_megatron.config.hardware import HardwareConfig, Kind
 
 FIELDS = (
     "index",
@@ -27,6 +28,14 @@ QUERY = ("nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader
 LINKS = ("nvidia-smi", "nvlink", "--status")
 # Contexts of nobody: what an idle GPU of this kind shows as used.
 _IDLE_MIB = 1500
+# How nvidia-smi names the SXM modules whose number of links RATES has.
+_SXM: dict[Kind, re.Pattern[str]] = {
+    "a100-40g": re.compile(r"\bA100-SXM4"),
+    "a100-80g": re.compile(r"\bA100-SXM4"),
+    "h100-80g": re.compile(r"\bH100 80GB HBM3$"),
+    "h200-141g": re.compile(r"\bH200$"),
+    "b200-180g": re.compile(r"\bB200$"),
+}
 
 
 class Unreadable(Exception):
@@ -199,8 +208,17 @@ def judge_ecc(gpus: Sequence[Gpu]) -> list[Line]:
     return lines or [Line("ecc", "ok", "on, no errors")]
 
 
-def judge_links(links: dict[int, list[float | None]], hardware: HardwareConfig) -> list[Line]:
-    """Whether all NVLinks are up, equally many on every GPU."""
+def judge_links(
+    links: Mapping[int, Sequence[float | None]], names: Mapping[int, str], hardware: HardwareConfig
+) -> list[Line]:
+    """Whether all NVLinks are up, equally many on every GPU.
+
+    Args:
+        links: from parse_links.
+        names: of the GPUs by index. A missing link is a fault of an SXM module of the kind alone: cards (PCIe, NVL)
+            and GPUs made for some markets have other numbers of links, and bridges that are not there are no fault.
+        hardware: what the node is taken for.
+    """
     if hardware.gpus_per_node == 1:
         return [Line("nvlink", "not applicable", "one GPU a node")]
     wanted = RATES[hardware.kind].nvlinks
@@ -211,12 +229,16 @@ def judge_links(links: dict[int, list[float | None]], hardware: HardwareConfig) 
         return [Line("nvlink", "warning", "nvidia-smi lists no GPU", "see whether `nvidia-smi nvlink --status` works")]
     if few or down:
         gpu, up = next(iter(few.items())) if few else (next(iter(down)), wanted)
+        name = names.get(gpu, "of unknown name")
+        certain = _SXM[hardware.kind].search(name)
         return [
             Line(
                 "nvlink",
-                "fault",
-                f"GPUs {_named(list(few or down))}: {up} of {wanted} links of GPU {gpu} are up",
-                "leave the node out; see that nvidia-fabricmanager runs, with the driver's version",
+                "fault" if certain else "warning",
+                f"GPUs {_named(list(few or down))}: {up} of {wanted} links of GPU {gpu} ({name}) are up",
+                "leave the node out; see that nvidia-fabricmanager runs, with the driver's version"
+                if certain
+                else f"nothing, if it has no more; {wanted} are those of an SXM module, hardware.kind={hardware.kind}",
             )
         ]
     rate = sum(rate for rate in links[min(links)] if rate is not None)

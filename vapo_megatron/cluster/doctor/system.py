@@ -12,13 +12,18 @@ from vapo_megatron.cluster.doctor.report import Line
 
 _GIB, _MIB = 2**30, 2**20
 _FILES = 65536
+# Buffers that NCCL and the engines register with the adapters lie in host memory in part.
+_LOCKED = 4 * _GIB
 _WRITE_BYTES, _PIECE = 512 * _MIB, 8 * _MIB
 # Below this a checkpoint of hundreds of gigabytes takes longer than a job is warned of its end.
 _LEAST_WRITE = 200e6
 
 
-def judge_limits(files: int, locked: int, shared: int, gpus: bool, nodes: int) -> list[Line]:
-    """ulimit -n, ulimit -l and the size of /dev/shm, in files and bytes; resource.RLIM_INFINITY where unlimited."""
+def judge_limits(files: int, locked: int, shared: int, gpus: bool, nodes: int, rdma: bool) -> list[Line]:
+    """ulimit -n, ulimit -l and the size of /dev/shm, in files and bytes; resource.RLIM_INFINITY where unlimited.
+
+    rdma: whether a network adapter is active that needs locked memory.
+    """
     lines = []
     if files != resource.RLIM_INFINITY and files < _FILES:
         status = "fault" if files < 1024 else "warning"
@@ -26,7 +31,8 @@ def judge_limits(files: int, locked: int, shared: int, gpus: bool, nodes: int) -
         lines.append(Line("limits", status, f"open files: {files}", remedy))  # type: ignore[arg-type]
     if gpus and nodes > 1 and locked != resource.RLIM_INFINITY:
         remedy = "set it to unlimited (LimitMEMLOCK=infinity of slurmd): RDMA needs locked memory"
-        lines.append(Line("limits", "fault", f"locked memory: {locked // 1024} KiB", remedy))
+        status = "fault" if rdma and locked < _LOCKED else "warning"
+        lines.append(Line("limits", status, f"locked memory: {locked // 1024} KiB", remedy))  # type: ignore[arg-type]
     if shared < 1 * _GIB:
         remedy = "give the container more (--ipc=host, --shm-size): NCCL and PyTorch put buffers there"
         status = "fault" if gpus else "warning"
@@ -39,12 +45,12 @@ def _limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else str(value)
 
 
-def check_limits(gpus: bool, nodes: int) -> list[Line]:
+def check_limits(gpus: bool, nodes: int, rdma: bool) -> list[Line]:
     """judge_limits of this process."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     shared = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0
-    return judge_limits(files, locked, shared, gpus, nodes)
+    return judge_limits(files, locked, shared, gpus, nodes, rdma)
 
 
 def check_hostname(nodes: int) -> list[Line]:

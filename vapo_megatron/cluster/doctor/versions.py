@@ -30,6 +30,9 @@ PYTHON = ">=3.11,<3.13"
 # A driver serves the CUDA of the PyTorch build: the least major driver version by CUDA's major and minor version
 # (NVIDIA, CUDA Toolkit release notes, table "CUDA Toolkit and Corresponding Driver Versions").
 DRIVERS = {"12.4": 550, "12.6": 560, "12.8": 570, "12.9": 575, "13.0": 580}
+# Any build of a major version runs on these, but for kernels that are left to the driver to compile ("minor version
+# compatibility", the same notes). The package cuda-compat makes still older ones do on data center GPUs.
+LEAST_DRIVERS = {"12": 525, "13": 580}
 MATRIX = (
     Supported("torch", ">=2.11,<2.15"),
     Supported("megatron-core", ">=0.16.1,<0.20"),
@@ -42,13 +45,14 @@ MATRIX = (
 )
 
 
-def check_versions(gpus: bool, driver: str | None, cuda: str | None) -> list[Line]:
+def check_versions(gpus: bool, driver: str | None, cuda: str | None, usable: bool = False) -> list[Line]:
     """One line for everything that is wrong, or one that all is well.
 
     Args:
         gpus: whether this machine has GPUs.
         driver: their driver's version.
         cuda: the CUDA version that PyTorch was built for.
+        usable: whether PyTorch reaches the GPUs by that driver.
     """
     lines, good = [], []
     python = python_platform.python_version()
@@ -79,16 +83,19 @@ def check_versions(gpus: bool, driver: str | None, cuda: str | None) -> list[Lin
             )
         else:
             good.append(f"{row.package} {found}")
-    lines += _driver(driver, cuda)
+    lines += _driver(driver, cuda, usable)
     return lines or [Line("versions", "ok", f"Python {python}, " + ", ".join(good))]
 
 
-def _driver(driver: str | None, cuda: str | None) -> list[Line]:
+def _driver(driver: str | None, cuda: str | None, usable: bool) -> list[Line]:
     least = DRIVERS.get(cuda or "")
-    if driver is None or least is None or int(driver.partition(".")[0]) >= least:
+    if cuda is None or driver is None or least is None or (major := int(driver.partition(".")[0])) >= least:
         return []
     found = f"driver {driver} with a PyTorch for CUDA {cuda}"
-    return [Line("versions", "fault", found, f"install driver {least} or newer, or a PyTorch for an older CUDA")]
+    remedy = f"install driver {least} or newer, or a PyTorch for an older CUDA"
+    if usable or major >= LEAST_DRIVERS[cuda.partition(".")[0]]:
+        return [Line("versions", "warning", f"{found}: it serves it, but for kernels left to the driver", remedy)]
+    return [Line("versions", "fault", found, remedy)]
 
 
 def _version(package: str) -> str | None:

@@ -15,14 +15,13 @@ from vapo_megatron.mcore.residency import Phase
 # ExperienceBatch: token, rollout log-prob; old log-probs, entropies, values, advantages, returns, shaped rewards,
 # importance, reference log-probs; four bytes each.
 _BATCH_BYTES = 4 + 4 + 8 * 4
-# What value pretraining keeps of its rollouts: token, rollout log-prob, values, returns.
-_RECORD_BYTES = 16
 # A packed micro-batch: ids, labels, positions and response_index, int64.
 _MICROBATCH_BYTES = 32
-# Rank 0 has the samples as Python objects: a token id and a log-prob with a reference to each.
-_SAMPLE_BYTES = 76
-# The hand-over holds the bucket in use, the next one, what is gathered for it, and the buffer that the engine reads.
-_BUCKETS = 3 + 1 / 8
+# Rank 0 has the samples as well: token and log-prob, four bytes each, and the text, about four characters a token.
+_SAMPLE_BYTES = 4 + 4 + 4
+# Of a hand-over two buckets stay allocated; while it lasts, what is gathered beside a parameter above their size.
+_BUCKETS = 2
+_GATHERED = 1 / 8
 
 
 @dataclass(frozen=True)
@@ -126,8 +125,10 @@ def _device(
             parts["activations kept"] = activations.kept(tokens, stage, _step_tokens(model, config, lengths))
         parts["activations in passing"] = activations.passing(tokens, training)
         parts["chunk of logits"] = activations.logits(stage, training)
-    if phase == "hand_over":
-        parts["hand-over buffers"] = _BUCKETS * _bucket(config, models["actor"])
+    # Engines in FP8 read a third buffer, into which the quantised tensors of a bucket are packed.
+    quantised = config.rollout.quantization == "fp8"
+    buckets = _BUCKETS + quantised + (_GATHERED + quantised if phase == "hand_over" else 0)
+    parts["hand-over buffers"] = buckets * _bucket(config, models["actor"])
     awake = phase in ENGINE_AWAKE or not config.rollout.memory_saver
     if awake or phase in ENGINE_WEIGHTS:
         parts["engine weights"] = engine.weights
@@ -167,13 +168,19 @@ def _bucket(config: TrainConfig, actor: PlannedModel) -> float:
 
 
 def _host(config: TrainConfig, models: dict[str, PlannedModel], hardware: Hardware, lengths: Lengths) -> Holding:
-    """The node of rank 0, while a scored rollout is there and all models sleep."""
+    """The node of rank 0, while a scored rollout is there and all models sleep.
+
+    The record of value pretraining is no part of it: its files are mapped, and their pages, once for all ranks of a
+    node, are page cache that the kernel drops where memory is short. What of it is in use at a time, a mini-batch or
+    the held-out part, is no more than a rollout.
+    """
     world = models["actor"].world
     ranks = min(hardware.gpus_per_node, world)
     step_samples = config.batch.prompts_per_step * config.batch.samples_per_prompt
     tokens = step_samples * lengths.sample
     minibatch = minibatch_samples(config) * lengths.sample
     packed = max(minibatch / (model.dp * model.layout.cp) for model in models.values())
+    batch_bytes = _BATCH_BYTES + _replay_bytes(config, models["actor"])
     asleep = max(
         sum(
             model.bytes_of(part, stages[name])
@@ -184,27 +191,26 @@ def _host(config: TrainConfig, models: dict[str, PlannedModel], hardware: Hardwa
         for stages in _ranks(models)
     )
     parts = {
-        "rollout, on every rank": ranks * tokens * _BATCH_BYTES,
-        "mini-batches": ranks * (minibatch * _BATCH_BYTES + packed * _MICROBATCH_BYTES),
+        "rollout, on every rank": ranks * tokens * batch_bytes,
+        "mini-batches": ranks * (minibatch * batch_bytes + packed * _MICROBATCH_BYTES),
         "samples, on rank 0": tokens * _SAMPLE_BYTES,
         "sleeping weights and optimizers": ranks * asleep,
         "ranks and engines beside tensors": ranks * hardware.rank_memory,
     }
-    if config.checkpoint.asynchronous:
-        copied = max(
-            sum(
-                model.bytes_of("optimizer", stages[name])
-                + model.bytes_of("weights", stages[name]) / (model.dp * model.layout.cp)
-                for name, model in models.items()
-                if name != "reference"
-            )
-            for stages in _ranks(models)
-        )
-        parts["copy of the state that is being saved"] = ranks * copied
-    if "critic" in models and config.value_pretraining.enabled:
-        recorded = config.value_pretraining.iterations * tokens
-        parts["record of value pretraining, on every rank"] = ranks * recorded * _RECORD_BYTES
+    copied = max(
+        sum(model.bytes_saved(stages[name]) for name, model in models.items() if name != "reference")
+        for stages in _ranks(models)
+    )
+    parts["copy of the state that is being saved"] = ranks * copied
     return Holding("host", parts)
+
+
+def _replay_bytes(config: TrainConfig, actor: PlannedModel) -> int:
+    """Bytes a token of the experts that the engines chose."""
+    if not config.rollout.router_replay:
+        return 0
+    spec = actor.spec
+    return spec.num_layers * spec.experts_per_token * (1 if spec.num_experts <= 256 else 2)
 
 
 def _problems(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from vapo_megatron.checkpoint.size import OPTIMIZER_BYTES
 from vapo_megatron.cluster.plan.activations import Activations
 from vapo_megatron.cluster.plan.shards import Shard, shard
 from vapo_megatron.config.model import ActorConfig, LayoutConfig, TrainableConfig
@@ -72,10 +73,19 @@ class PlannedModel:
         state = 8.0 if self.width == 4 else 12.0
         if not self.config.optimizer.distributed:
             return held.parameters * state
+        return state * self._share(held)
+
+    def bytes_saved(self, stage: int) -> float:
+        """Bytes of a saved unit that a rank of a stage copies and writes: its share of what it and its replicas hold.
+
+        A unit has fp32 weights and both moments of every parameter, whatever the optimizer keeps.
+        """
+        return (self.width + OPTIMIZER_BYTES) * self._share(self.shard(stage))
+
+    def _share(self, held: Shard) -> float:
+        """Parameters of a rank, shared out among the ranks that hold the same ones."""
         layout = self.layout
-        replicas = self.dp * layout.cp
-        expert_replicas = self.world // (layout.pp * layout.ep)
-        return state * (held.dense / replicas + held.expert / expert_replicas)
+        return held.dense / (self.dp * layout.cp) + held.expert / (self.world // (layout.pp * layout.ep))
 
     def _bytes_a_weight(self) -> float:
         precision = self.config.precision

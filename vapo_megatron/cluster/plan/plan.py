@@ -62,6 +62,11 @@ def make_plan(config: TrainConfig, world: int, evaluation_samples: int = 0) -> P
     """
     hardware, lengths = resolve(config.hardware), planned_lengths(config)
     models = planned_models(config, world)
+    if config.rollout.addresses:
+        raise BadInput(
+            "rollout.addresses: a plan knows engines that share the GPUs of the run alone: leave it out, and what the "
+            "plan says of the trainer's memory is an upper bound"
+        )
     local = min(world, hardware.gpus_per_node)
     if local % config.rollout.tp or world % config.rollout.tp:
         raise BadInput(f"rollout.tp={config.rollout.tp} does not divide the {local} GPUs of a node: choose a divisor")

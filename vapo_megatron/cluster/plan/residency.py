@@ -33,21 +33,8 @@ def phases_of(config: TrainConfig) -> list[Phase]:
     models = {"actor"} | ({"critic"} if config.algorithm.uses_critic else set())
     models |= {"reference"} if config.algorithm.uses_reference else set()
     found = [phase for phase, worker in PHASES.items() if worker is None or worker in models]
-    if update_gives_logprobs(config):
+    batch = config.batch
+    samples = batch.prompts_per_step * batch.samples_per_prompt
+    if config.algorithm.update_gives_logprobs(samples, batch.prompts_per_step):
         found.remove("score_policy")
     return found
-
-
-def update_gives_logprobs(config: TrainConfig) -> bool:
-    """Whether the only update of a step computes the old log-probs itself, as training/score.py decides it."""
-    algorithm, batch = config.algorithm, config.batch
-    update = algorithm.update
-    units = batch.prompts_per_step * (batch.samples_per_prompt if update.minibatch_unit == "samples" else 1)
-    needed_before = (
-        algorithm.kl.where == "reward",
-        algorithm.importance_sampling.kind != "none",
-        algorithm.advantage.function is not None,
-        algorithm.filter_function is not None,
-    )
-    single = update.epochs == 1 and units <= update.minibatch_size
-    return update.old_logprobs == "auto" and single and not any(needed_before)

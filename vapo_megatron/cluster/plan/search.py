@@ -50,16 +50,15 @@ class _Candidate:
 def propose(plan: Plan) -> Proposal | None:
     """The fastest config found that fits, the given one among those that are compared; None where none fits.
 
-    Searched are layout, recomputation and token budget of actor and critic, rollout.tp and mem_fraction_static, and
-    where the host's memory is short value_pretraining.iterations. The algorithm stays as it is.
+    Searched are layout, recomputation and token budget of actor and critic, rollout.tp and mem_fraction_static. The
+    algorithm stays as it is.
     """
     found: list[Plan] = [plan] if plan.fits else []
-    start = _with_room_on_host(plan)
     names = [name for name in ("actor", "critic") if name in plan.models]
-    candidates: dict[str, list[_Candidate]] = {name: _candidates(start, name) for name in names}
+    candidates: dict[str, list[_Candidate]] = {name: _candidates(plan, name) for name in names}
     if all(candidates.values()):
         for sections in _pairs(candidates):
-            better = _with_engines(start, start.config.model_copy(update=sections))
+            better = _with_engines(plan, plan.config.model_copy(update=sections))
             if better is not None:
                 found.append(better)
                 break
@@ -179,18 +178,6 @@ def _with_engines(start: Plan, config: TrainConfig) -> Plan | None:
             if plan.fits and (best is None or plan.time.step < 0.98 * best.time.step):
                 best = plan
     return best
-
-
-def _with_room_on_host(plan: Plan) -> Plan:
-    """The plan with as many recorded rollouts as the host has room for."""
-    over = plan.memory.host.total - plan.hardware.node_memory
-    record = plan.memory.host.parts.get("record of value pretraining, on every rank", 0.0)
-    settings = plan.config.value_pretraining
-    fewer = int(settings.iterations * (1 - over / record)) if record else 0
-    if over <= 0 or fewer < 1:
-        return plan
-    shorter = settings.model_copy(update={"iterations": fewer})
-    return make_plan(plan.config.model_copy(update={"value_pretraining": shorter}), plan.world, plan.evaluation_samples)
 
 
 def _changes(old: TrainConfig, new: TrainConfig) -> dict[str, str]:

@@ -5,7 +5,8 @@ A handler only takes note; the run looks at it where its state is whole. A repea
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
@@ -17,6 +18,19 @@ def listen() -> None:
     """Take note of the stop signals from now on instead of dying of them. Main thread alone."""
     for number in STOP_SIGNALS:
         signal.signal(number, _take_note)
+
+
+@contextmanager
+def stop_signals_blocked() -> Iterator[None]:
+    """Processes that this thread starts in here do not get the stop signals, from their first instruction on.
+
+    What is sent to this thread meanwhile comes afterwards.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def stop_requested() -> str | None:

@@ -1,0 +1,142 @@
+"""What the documents name is there: links, commands, files, config keys and their values."""
+
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+from vapo_megatron.cli import PRESETS, app
+from vapo_megatron.config.base import Section
+from vapo_megatron.config.load import load_config
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.config.suggest import known_keys
+from vapo_megatron.config.train import EvaluateConfig, TrainConfig
+from vapo_megatron.errors import BadInput
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("README.md"))]
+# Configs that a value named in a document is tried over.
+BASES: dict[type[Section], Path] = {
+    TrainConfig: ROOT / "examples" / "gsm8k" / "vapo.yaml",
+    SftConfig: ROOT / "examples" / "quickstart" / "sft.yaml",
+    EvaluateConfig: ROOT / "examples" / "gsm8k" / "evaluate.yaml",
+}
+KEYS = {key for model in BASES for key in known_keys(model)}
+# Mappings whose keys are those of others.
+FREE = {"rollout.server_args"}
+SECTIONS = {key for key in KEYS if any(other.startswith(f"{key}.") for other in KEYS)}
+SETTING = re.compile(
+    r"(?<![\w./$-])(?P<key>[a-z_]+(?:\.[a-z0-9_]+)+)=(?P<value>\"[^\"]*\"|'[^']*'|\{[^}]*\}|\[[^\]]*\]|[^\s`|)]+)"
+)
+# Stands for a value of the reader's own.
+PLACEHOLDER = re.compile(r"\$|^\.\.\.$|^[A-Z]+$")
+FOLDERS = ("benchmarks", "docs", "examples", "requirements", "slurm", "tests", "tools", "vapo_megatron")
+NAMED_FILE = re.compile(rf"(?<![\w/.$-])(?:{'|'.join(FOLDERS)})/[\w./-]*\.(?:py|sh|sbatch|yaml|md|txt|lock|jsonl?)\b")
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+
+
+def code_in(text: str) -> Iterator[str]:
+    """Fenced blocks and code spans."""
+    fence = re.compile(r"^ *```\w*\n(.*?)^ *```", re.M | re.S)
+    yield from fence.findall(text)
+    # A span may go on in the next line.
+    yield from (span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", fence.sub("", text)))
+
+
+def anchors(page: Path) -> set[str]:
+    """The places of a page that can be linked to, as GitHub names them."""
+    text = page.read_text(encoding="utf-8")
+    titles = re.findall(r"^#+ +(.*)$", text, re.M)
+    named = {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+    return named | set(re.findall(r'<a id="(\w+)">', text))
+
+
+@every_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if re.match(r"https?:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert target.resolve().is_relative_to(ROOT), f"{link}: outside the project"
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+@every_page
+def test_commands_are_there(page: Path) -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for code in code_in(page.read_text(encoding="utf-8")):
+        for name in re.findall(r"(?:vapo-megatron|-m vapo_megatron\.cli) ([a-z][a-z-]*)", code):
+            assert name in commands, code
+
+
+@every_page
+def test_files_of_the_project_are_there(page: Path) -> None:
+    for code in code_in(page.read_text(encoding="utf-8")):
+        for name in NAMED_FILE.findall(code):
+            assert (ROOT / name).exists() or "NAME." in name, name
+
+
+@every_page
+def test_settings_load(page: Path) -> None:
+    for code in code_in(page.read_text(encoding="utf-8")):
+        for command in code.replace("\\\n", " ").splitlines():
+            settings: dict[str, str] = {}
+            for found in SETTING.finditer(command):
+                key, value = found["key"], found["value"].strip("\"'").rstrip(":;,")
+                if key == "section.key" or belongs_to_the_example(page, key):
+                    continue
+                assert is_known(key), f"{key}: unknown; give it from its section on"
+                if not PLACEHOLDER.search(value):
+                    settings[key] = value
+            if settings:
+                assert_loads(settings)
+
+
+@every_page
+def test_keys_are_known(page: Path) -> None:
+    for code in code_in(page.read_text(encoding="utf-8")):
+        if re.fullmatch(r"[a-z_]+(\.[a-z0-9_]+)+", code) and code.partition(".")[0] in SECTIONS:
+            is_file = code.rpartition(".")[2] in ("py", "md", "yaml", "json", "jsonl", "txt")
+            assert is_file or is_known(code), code
+
+
+def belongs_to_the_example(page: Path, key: str) -> bool:
+    """Whether an example has a config of its own with such a section."""
+    sections = {name for path in page.parent.glob("*.yaml") for name in re.findall(r"^(\w+):", path.read_text(), re.M)}
+    return page.parent.parent.name == "examples" and key not in KEYS and key.partition(".")[0] in sections
+
+
+def test_the_map_of_the_code_has_every_room_and_names_files_that_are_there() -> None:
+    package = ROOT / "vapo_megatron"
+    rows = re.findall(
+        r"^\| `([\w/]+)/` \|(.*)\|$", (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"), re.M
+    )
+    rooms = {path.parent.relative_to(package).as_posix() for path in package.glob("**/__init__.py")}
+    within_one_room = {"weights/families", "rollout/served_models", "."}
+    assert {room for room, _ in rows} == rooms - within_one_room
+    for room, row in rows:
+        for name in re.findall(r"`(\w+\.py)`", row):
+            assert (package / room / name).is_file(), f"{room}/{name}"
+
+
+def is_known(key: str, keys: Collection[str] = KEYS) -> bool:
+    """Entries of lists are numbered; those of FREE have names that are not the config's."""
+    return re.sub(r"\.\d+\b", "", key) in keys or key.rpartition(".")[0] in FREE
+
+
+def assert_loads(settings: dict[str, str]) -> None:
+    """By one of the commands that have all of these keys."""
+    refusals = []
+    for model, base in BASES.items():
+        if all(is_known(key, known_keys(model)) for key in settings):
+            try:
+                load_config(model, base, [f"{key}={value}" for key, value in settings.items()], PRESETS)
+                return
+            except BadInput as error:
+                refusals.append(str(error))
+    raise AssertionError(f"{settings}: {refusals}")

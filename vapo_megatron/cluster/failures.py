@@ -1,0 +1,86 @@
+"""What an error that a rank ran into means for the run: whether trying again mends it, where, and what to change.
+
+CUDA and NCCL tell of a sick device, a lost rank, a mistake in a program and a lack of memory by the same few types.
+"""
+
+import re
+
+import torch
+import torch.distributed as dist
+
+from vapo_megatron.errors import RunFailed, TryAgain, VapoError
+from vapo_megatron.monitoring.timers import phase_of
+
+# cudaError_t. What a device, its links or its driver did: another node will do better.
+_DEVICE_FAULTS = {3, 46, 100, 214, 220, 226, 300, 714, 802, 999}
+# What a program did, on whatever device: assertions, arguments, kernels and drivers that do not fit.
+_OF_THE_PROGRAM = {1, 9, 35, 98, 101, 200, 209, 218, 222, 223, 710, 801, 804}
+_OUT_OF_MEMORY = 2
+_MISUSE_OF_NCCL = ("ncclinvalidusage", "ncclinvalidargument")
+# How gloo, which has no error types of its own, tells that another rank is gone or silent.
+_LOST = ("gloo/transport", "connection closed by peer", "connection reset by peer", "remote process exited")
+_CUDA_FAILURE = re.compile(r"Cuda failure (\d+)")
+_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ (?:[KMGT]iB|bytes))")
+_FREE = re.compile(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free")
+
+
+class DeviceFault(TryAgain):
+    """A device of this node is broken: trying again makes sense on another one."""
+
+
+class LostPeer(TryAgain):
+    """Another rank is gone; its own end says why."""
+
+
+def explain(error: BaseException, where: str) -> VapoError | None:
+    """What to tell of an error in one line; None for one that has no known meaning and deserves its stack trace.
+
+    Args:
+        error: what a rank's work ended with.
+        where: the rank, its node and device, in words.
+    """
+    text = str(error)
+    code = _cuda_code(error, text)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or code == _OUT_OF_MEMORY or "t allocate memory" in text:
+        return _out_of_memory(error, text, where)
+    said = " ".join(text.split())[:200]
+    if isinstance(error, torch.AcceleratorError) or code is not None:
+        if code in _OF_THE_PROGRAM:
+            return None
+        if code in _DEVICE_FAULTS:
+            return DeviceFault(
+                f"{where}: the device failed{phase_of(error)} ({said}): start the same command again without this "
+                "node, and look it over with `vapo-megatron doctor`"
+            )
+        return TryAgain(
+            f"{where}: a computation broke off{phase_of(error)} ({said}): start the same command again; if it happens "
+            "at the same place on another node, it is the program's fault and not the device's"
+        )
+    lost = isinstance(error, RuntimeError) and any(words in text.lower() for words in _LOST)
+    if lost or (isinstance(error, dist.DistError) and not any(words in text.lower() for words in _MISUSE_OF_NCCL)):
+        return LostPeer(f"{where}: lost another rank, whose output says why{phase_of(error)} ({said})")
+    return None
+
+
+def _cuda_code(error: BaseException, text: str) -> int | None:
+    """The number of the CUDA error that was met, by torch itself or by NCCL on its behalf."""
+    code = getattr(error, "error_code", None)
+    if code is None and isinstance(error, dist.DistBackendError) and (found := _CUDA_FAILURE.search(text)):
+        code = found[1]
+    return None if code is None else int(code)
+
+
+def _out_of_memory(error: BaseException, text: str, where: str) -> RunFailed:
+    asked, free = _ASKED.search(text), _FREE.search(text)
+    amount = _in_gib(asked[1]) if asked else "an unknown amount"
+    room = f", {free[2]} of {free[1]} were free" if free else ""
+    return RunFailed(
+        f"{where}: out of memory{phase_of(error)}: {amount} was asked for{room}: lower actor.max_tokens_per_microbatch "
+        "(critic likewise) or rollout.mem_fraction_static, or set actor.recompute.granularity=full; "
+        "`vapo-megatron plan CONFIG` tells what fits"
+    )
+
+
+def _in_gib(amount: str) -> str:
+    number, unit = amount.split()
+    return f"{int(number) / 2**30:.2f} GiB" if unit == "bytes" else amount

@@ -1,0 +1,23 @@
+"""How the weights of a run are quantised for its engines."""
+
+from vapo_megatron.config.model import PrecisionConfig
+from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.weights.fp8 import BlockFp8, check_blocks
+from vapo_megatron.weights.spec import ModelSpec
+
+
+def engine_fp8(config: RolloutConfig, precision: PrecisionConfig, spec: ModelSpec) -> BlockFp8 | None:
+    """How weights are quantised for the engines: scales and kept layers as the trainer's own FP8 has them.
+
+    Transformer Engine's blockwise recipe rounds scales to powers of two.
+
+    Raises:
+        BadInput: the engine's ranks would hold parts of blocks.
+    """
+    if config.quantization == "none":
+        return None
+    check_blocks(spec, config.tp)
+    powers = precision.fp8 == "blockwise" if config.fp8_scales == "auto" else config.fp8_scales == "power_of_two"
+    first, last = precision.first_layers_bf16, precision.last_layers_bf16
+    kept = frozenset((*range(first), *range(spec.num_layers - last, spec.num_layers)))
+    return BlockFp8(powers, kept)

@@ -1,0 +1,76 @@
+"""The experts that an engine says each token went through: decoded, and checked before training goes by them."""
+
+import base64
+import binascii
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vapo_megatron.weights.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class ExpertChoices:
+    """Of how many experts a layer's router chooses how many, in how many layers."""
+
+    layers: int
+    experts: int
+    per_token: int
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> "ExpertChoices":
+        """Those of a model."""
+        return cls(spec.num_layers, spec.num_experts, spec.experts_per_token)
+
+    @property
+    def dtype(self) -> type[np.uint8] | type[np.int16]:
+        """The smallest type that holds the number of every expert."""
+        return np.uint8 if self.experts <= 256 else np.int16
+
+    def decode(self, encoded: str | None, rows: int) -> Tensor:
+        """What a server sent for `rows` tokens: int32 numbers in base64, layer by layer.
+
+        Returns:
+            uint8 or int16 [rows, layers * per_token].
+
+        Raises:
+            ValueError: saying what is wrong with it.
+        """
+        try:
+            flat = np.frombuffer(base64.b64decode(encoded or "", validate=True), dtype=np.int32)
+        except (binascii.Error, ValueError):
+            raise ValueError("the routed experts that came are no int32 numbers in base64") from None
+        width = self.layers * self.per_token
+        if len(flat) != rows * width:
+            raise ValueError(
+                f"{len(flat)} routed experts came for {rows} tokens, expected {width} for each ({self.layers} layers x "
+                f"{self.per_token})"
+            )
+        if int(flat.min()) < 0 or int(flat.max()) >= self.experts:
+            raise ValueError(
+                f"routed experts {int(flat.min())}..{int(flat.max())} came, the model has 0..{self.experts - 1}"
+            )
+        chosen = flat.astype(self.dtype).reshape(rows, self.layers, self.per_token)
+        row = _first_repetition(chosen)
+        if row is not None:
+            position, layer = divmod(row, self.layers)
+            raise ValueError(
+                f"routed experts {chosen[position, layer].tolist()} came for token {position} in layer {layer}, "
+                f"expected {self.per_token} different ones"
+            )
+        return torch.from_numpy(chosen.reshape(rows, width))
+
+
+def _first_repetition(chosen: NDArray[Any]) -> int | None:
+    """The first row of [rows, layers, k], counted over rows and layers, that names an expert twice."""
+    # Column against column: some thirty times quicker than to sort rows of eight.
+    columns = np.ascontiguousarray(chosen.reshape(-1, chosen.shape[-1]).T)
+    repeated = np.zeros(columns.shape[1], dtype=bool)
+    for one, other in itertools.combinations(columns, 2):
+        repeated |= one == other
+    return int(repeated.argmax()) if repeated.any() else None

@@ -1,0 +1,73 @@
+"""`vapo-megatron engine`: an engine on devices of its own, which serves one trainer after another until it is ended."""
+
+import socket
+import threading
+import time
+from pathlib import Path
+
+from vapo_megatron.config.run_directory import check_room
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.errors import BadInput, TryAgain
+from vapo_megatron.mcore.platform import current_platform
+from vapo_megatron.rollout.quantization import engine_fp8
+from vapo_megatron.rollout.remote_engines import identity_of_engine, what_must_agree
+from vapo_megatron.rollout.server import EngineServer
+from vapo_megatron.signals import listen, stop_requested
+from vapo_megatron.weights.spec import read_spec
+
+_POLL_SECONDS = 0.5
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def serve_engine(config: TrainConfig, host: str, port: int) -> None:
+    """Start the engine of a training config on this machine, and return once SIGTERM or SIGUSR1 asks for its end.
+
+    It takes the first rollout.tp GPUs that this process sees. Its log is run.root/<run.name>-engines/<host>_<port>.log.
+
+    Args:
+        config: that of the trainer.
+        host: address of this machine to listen on.
+        port: likewise; 0: a free one.
+
+    Raises:
+        BadInput: the config cannot work here, or it would listen on a network without a key.
+        RunFailed: the engine did not start.
+        TryAgain: it ended by itself.
+    """
+    listen()
+    key = config.rollout.api_key()
+    if key is None and host not in _LOOPBACK:
+        raise BadInput(
+            f"--host {host} without rollout.api_key_variable: whoever reaches the engine could run programs on this "
+            "machine: name an environment variable that holds a key of yours"
+        )
+    platform = current_platform()
+    # There is no trainer to give memory to.
+    rollout = config.rollout.model_copy(update={"memory_saver": False})
+    if platform.is_cuda and platform.device_count() < rollout.tp:
+        raise BadInput(f"rollout.tp={rollout.tp}: {platform.device_count()} GPUs are visible here, give as many")
+    spec = read_spec(Path(config.model.path))
+    fp8 = engine_fp8(rollout, config.actor.precision, spec)
+    check_room(Path(config.run.directory))
+    folder = Path(config.run.directory).with_name(f"{config.run.name}-engines")
+    log_file = (folder / f"{socket.gethostname()}_{port or time.time_ns()}.log").absolute()
+    agreed = what_must_agree(rollout, spec, config.model.dtype, fp8)
+    server = EngineServer(
+        config.model.path,
+        rollout,
+        config.model.dtype,
+        log_file,
+        range(rollout.tp) if platform.is_cuda else None,
+        host=host,
+        fp8=fp8,
+        port=port,
+        key=key or "",
+        identity=identity_of_engine(agreed, platform.is_cuda, str(log_file)),
+    )
+    with server:
+        print(f"vapo-megatron: engine at {server.address.url}, log {log_file}", flush=True)
+        asleep = threading.Event()
+        while stop_requested() is None:
+            if (cause := server.ended()) is not None:
+                raise TryAgain(f"{log_file}: the engine ended ({cause})")
+            asleep.wait(_POLL_SECONDS)
