@@ -71,7 +71,9 @@ class Trainable:
         check_trainable(spec, model, config, name, current_platform())
         self.spec, self.config, self.mesh, self.head, self.name = spec, config, mesh, head, name
         self.temperature, self.dtype = temperature, getattr(torch, config.dtype(model))
-        _seed_megatron(seed, mesh)
+        tensor_parallel.model_parallel_cuda_manual_seed(
+            seed, force_reset_rng=True, tp_rank=mesh.tp_rank, ep_rank=mesh.ep_rank, etp_rank=0
+        )
         self.transformer = transformer_config(spec, model, config)
         set_amax_group(self.transformer, config.precision, mesh.pg.tp_cp)
         self._chunks = build_model(
@@ -388,12 +390,6 @@ def _shares(batch: ExperienceBatch, on_done: Callable[[int], None] | None) -> Ca
             told = done
 
     return on_forward
-
-
-def _seed_megatron(seed: int, mesh: Mesh) -> None:
-    tensor_parallel.model_parallel_cuda_manual_seed(
-        seed, force_reset_rng=True, tp_rank=mesh.tp_rank, ep_rank=mesh.ep_rank, etp_rank=0
-    )
 
 
 def _sum_model_grads(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:

@@ -65,7 +65,6 @@ class Activations:
         seen = 1 if fused or self.layout.cp == 1 else self.layout.cp + 0.5
         kept = 2 * query + 2 * kv
         if not fused:
-            kept += 4 * spec.head_dim  # sines and cosines
             kept += 0 if inputs_only else query + 2 * kv * (seen - 1)
         statistics = 0.0 if inputs_only else 4 * spec.num_heads / tp + (0 if fused else 25)
         if spec.qk_norm:
@@ -79,8 +78,8 @@ class Activations:
 
     def _mlp(self) -> float:
         spec = self.spec
-        # Gate and up, their product; PyTorch's activation keeps two more.
-        columns = 3 if self.fused else 5
+        # Gate and up, their product; without Transformer Engine the activated gate as well.
+        columns = 3 if self.fused else 4
         if not spec.num_experts:
             return columns * spec.ffn_size / self.layout.tp * self.width
         routed = spec.experts_per_token * EXPERT_IMBALANCE / self._cut
