@@ -19,7 +19,7 @@ _BATCH_BYTES = 4 + 4 + 8 * 4
 _MICROBATCH_BYTES = 32
 # Rank 0 has the samples as well: token and log-prob, four bytes each, and the text, about four characters a token.
 _SAMPLE_BYTES = 4 + 4 + 4
-# Of a hand-over two buckets stay allocated; while it lasts, what is gathered beside a parameter above their size.
+# While a hand-over lasts: two buckets, and what is gathered beside a parameter above their size.
 _BUCKETS = 2
 _GATHERED = 1 / 8
 
@@ -125,9 +125,9 @@ def _device(
             parts["activations kept"] = activations.kept(tokens, stage, _step_tokens(model, config, lengths))
         parts["activations in passing"] = activations.passing(tokens, training)
         parts["chunk of logits"] = activations.logits(stage, training)
-    # Engines in FP8 read a third buffer, into which the quantised tensors of a bucket are packed.
+    # Engines in FP8 read a third buffer, into which the quantised tensors of a bucket are packed; it stays.
     quantised = config.rollout.quantization == "fp8"
-    buckets = _BUCKETS + quantised + (_GATHERED + quantised if phase == "hand_over" else 0)
+    buckets = _BUCKETS + _GATHERED + 2 * quantised if phase == "hand_over" else quantised
     parts["hand-over buffers"] = buckets * _bucket(config, models["actor"])
     awake = phase in ENGINE_AWAKE or not config.rollout.memory_saver
     if awake or phase in ENGINE_WEIGHTS:
