@@ -6,6 +6,7 @@ rank's part is written by whatever thread calls write(), and nothing but plan_sa
 """
 
 import copy
+import inspect
 import queue
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,10 +79,18 @@ class PlannedSave:
         return [common, *(path for path in self.folder.iterdir() if path.name in (".metadata", "metadata.json"))]
 
 
+_KNOWS_SAVERS = "async_strategy" in inspect.signature(TorchDistSaveShardedStrategy.async_save).parameters
+
+
 class _PlanningStrategy(TorchDistSaveShardedStrategy):
     """Megatron's strategy up to the point where bytes would go to the disk."""
 
-    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> Any:
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, *_: Any, **__: Any) -> Any:
+        """As Megatron's; from 0.19 on that would else ask for a package of another saver."""
+        ours = {"async_strategy": "mcore"} if _KNOWS_SAVERS else {}
+        return super().async_save(sharded_state_dict, checkpoint_dir, **ours)
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any, *_: Any) -> Any:
         return writer, save_state_dict_ret[1]
 
 
