@@ -179,10 +179,11 @@ def test_efficiencies_are_the_configs(small: Path) -> None:
     assert not less_memory.fits
 
 
-@pytest.mark.parametrize("name", ["quickstart", "gsm8k"])
+@pytest.mark.parametrize("name", ["quickstart/vapo", "gsm8k/vapo", "ablation/train"])
 def test_examples_can_be_planned(name: str, tmp_path: Path) -> None:
-    model = make_model(tmp_path) if name == "quickstart" else model_dir(tmp_path, SMALL)
-    path = ROOT / "examples" / name / "vapo.yaml"
-    settings = load_config(TrainConfig, path, [f"model.path={model}"], cli.PRESETS)
+    model = model_dir(tmp_path, SMALL) if name == "gsm8k/vapo" else make_model(tmp_path)
+    path = ROOT / "examples" / f"{name}.yaml"
+    preset = ["preset=vapo"] if name == "ablation/train" else []  # its rows are presets
+    settings = load_config(TrainConfig, path, [f"model.path={model}", *preset], cli.PRESETS)
     plan = make_plan(settings, settings.cluster.ranks or 8)
     assert plan.fits, plan.memory.problems
