@@ -105,7 +105,9 @@ def test_experts_cut_over_ranks_equal_one_rank(
 def test_bf16_splits_are_as_near_to_fp32_as_one_rank_in_bf16(
     models: dict[tuple[str, bool], Path], reference: dict[str, Any], split: Split
 ) -> None:
-    names = ("policy", "value", "nll")
+    # Not the clipped policy loss: a ratio beside its bound falls on either side of it by rounding, and one token of 64
+    # that does moves gradients by more than all rounding together.
+    names = ("value", "nll")
     found, single = run_split(models, names, split)[0], run_split(models, names, Split(dtype="bfloat16"))[0]
     for name in names:
         for kind in ("gradients", "weights"):
