@@ -113,4 +113,6 @@ def test_bf16_splits_are_as_near_to_fp32_as_one_rank_in_bf16(
         for kind in ("gradients", "weights"):
             for key, exact in reference[name][kind].items():
                 rounding = np.linalg.norm(single[name][kind][key] - exact)
-                assert np.linalg.norm(found[name][kind][key] - exact) <= 2 * rounding + 1e-6, f"{name}, {kind} of {key}"
+                stored = 2**-8 * np.linalg.norm(exact)  # one step of bfloat16
+                distance = np.linalg.norm(found[name][kind][key] - exact)
+                assert distance <= 2 * rounding + stored + 1e-6, f"{name}, {kind} of {key}"
