@@ -105,14 +105,16 @@ def test_experts_cut_over_ranks_equal_one_rank(
 def test_bf16_splits_are_as_near_to_fp32_as_one_rank_in_bf16(
     models: dict[tuple[str, bool], Path], reference: dict[str, Any], split: Split
 ) -> None:
-    # Not the clipped policy loss: a ratio beside its bound falls on either side of it by rounding, and one token of 64
-    # that does moves gradients by more than all rounding together.
-    names = ("value", "nll")
-    found, single = run_split(models, names, split)[0], run_split(models, names, Split(dtype="bfloat16"))[0]
+    names = ("policy", "value", "nll")
+    # One rank with micro-batches of the same size: which tokens are packed together decides how bf16 rounds, and a
+    # ratio beside its bound is clipped or not by that, which moves gradients by more than all rounding together.
+    alone = Split(max_tokens=split.max_tokens * split.layout.cp, dtype="bfloat16")
+    found, single = run_split(models, names, split)[0], run_split(models, names, alone)[0]
     for name in names:
         for kind in ("gradients", "weights"):
             for key, exact in reference[name][kind].items():
                 rounding = np.linalg.norm(single[name][kind][key] - exact)
-                stored = 2**-8 * np.linalg.norm(exact)  # one step of bfloat16
-                distance = np.linalg.norm(found[name][kind][key] - exact)
-                assert distance <= 2 * rounding + stored + 1e-6, f"{name}, {kind} of {key}"
+                if kind == "weights" and exact.size == 1:
+                    # The value head's bias, one number kept in bf16: either of its two neighbours there is right.
+                    rounding = max(rounding, 2**-8 * abs(exact.item()))
+                assert np.linalg.norm(found[name][kind][key] - exact) <= 2 * rounding + 1e-6, f"{name}, {kind} of {key}"
