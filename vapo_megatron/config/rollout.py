@@ -1,13 +1,12 @@
 """Rollouts: how responses are sampled, which servers sample them, how they get the trainer's weights."""
 
-import os
 from typing import Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from vapo_megatron.config.base import Section
-from vapo_megatron.errors import BadInput
+from vapo_megatron.config.secret import key_from_environment
 
 Dtype = Literal["float32", "bfloat16"]
 Transport = Literal["auto", "ipc", "shared_memory", "distributed", "disk"]
@@ -148,15 +147,8 @@ class RolloutConfig(Section):
         Raises:
             BadInput: the variable is not set.
         """
-        if self.api_key_variable is None:
-            return None
-        key = os.environ.get(self.api_key_variable)
-        if not key:
-            raise BadInput(
-                f"rollout.api_key_variable={self.api_key_variable}: the environment has no such variable: export it, "
-                "with the same value for the engines and the trainer"
-            )
-        return key
+        remedy = "with the same value for the engines and the trainer"
+        return key_from_environment(self.api_key_variable, "rollout.api_key_variable", remedy)
 
     @field_validator("server_args")
     @classmethod

@@ -1,12 +1,11 @@
 """A server that is not ours, for evaluation: anything that speaks OpenAI's protocol."""
 
-import os
 from typing import Literal
 
 from pydantic import Field, JsonValue, field_validator
 
 from vapo_megatron.config.base import Section
-from vapo_megatron.errors import BadInput
+from vapo_megatron.config.secret import key_from_environment
 
 
 class ServerConfig(Section):
@@ -40,12 +39,5 @@ class ServerConfig(Section):
         Raises:
             BadInput: the variable is not set.
         """
-        if self.api_key_variable is None:
-            return None
-        key = os.environ.get(self.api_key_variable)
-        if not key:
-            raise BadInput(
-                f"server.api_key_variable={self.api_key_variable}: the environment has no such variable: export it, or "
-                "leave the key out for a server that wants none"
-            )
-        return key
+        remedy = "or leave the key out for a server that wants none"
+        return key_from_environment(self.api_key_variable, "server.api_key_variable", remedy)
