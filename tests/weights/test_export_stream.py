@@ -111,14 +111,17 @@ def hold_everything(model_dir: Path) -> None:
     assert all(torch.equal(held[name], expected[name]) for name in expected)
 
 
-def live_bytes() -> int:
-    """Bytes of all storages on the CPU that a tensor holds, but for those that were there at gc.freeze()."""
+def live_bytes(shards: set[int]) -> int:
+    """Bytes of all storages on the CPU that a tensor holds, but for those that were there at gc.freeze().
+
+    shards: addresses of the parameters, of which the copying thread may hold a view at any moment.
+    """
     storages = {}
     for candidate in gc.get_objects():
         if isinstance(candidate, torch.Tensor) and candidate.device.type == "cpu":
             storage = candidate.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+    return sum(nbytes for address, nbytes in storages.items() if address not in shards)
 
 
 def most_bytes_beyond_the_shards(model_dir: Path, layout: LayoutConfig, limit: int, shared: bool) -> int:
@@ -126,6 +129,7 @@ def most_bytes_beyond_the_shards(model_dir: Path, layout: LayoutConfig, limit: i
     chunks, mesh = megatron(spec, layout, "lm")
     load_hf(chunks, spec, model_dir, mesh, "lm")
     slots = make_slots(mesh, CPU) if shared else DeviceSlots(CPU)
+    shards = {parameter.untyped_storage().data_ptr() for chunk in chunks for parameter in chunk.parameters()}
     most = 0
     gc.collect()
     gc.freeze()
@@ -133,12 +137,12 @@ def most_bytes_beyond_the_shards(model_dir: Path, layout: LayoutConfig, limit: i
 
     def watched(self: Any, flight: Any) -> None:
         nonlocal most
-        most = max(most, live_bytes())  # a piece has come, the next is under way
+        most = max(most, live_bytes(shards))  # a piece has come, the next is under way
         arrange(self, flight)
 
     export.GatheringFiller._arrange = watched
     for _ in stream_hf(chunks, spec, mesh, "lm", limit, slots=slots):
-        most = max(most, live_bytes())
+        most = max(most, live_bytes(shards))
     dist.barrier()
     slots.close()
     return most
