@@ -127,6 +127,8 @@ class RecomputeConfig(Section):
 Fp8Recipe = Literal["none", "tensorwise", "delayed", "blockwise", "mxfp8"]
 
 # Rows of a matrix product that FP8 kernels take at a time: 16 for cuBLAS; as many as share a scale where they do.
+# Bytes of the fp32 logits held at once where the rows are not given.
+_LOGITS_BYTES = 256 << 20
 _FP8_ROWS = {"none": 1, "tensorwise": 16, "delayed": 16, "blockwise": 128, "mxfp8": 32}
 
 
@@ -216,7 +218,16 @@ class TrainableConfig(Section):
 class ActorConfig(TrainableConfig):
     """The policy."""
 
-    logprob_chunk: int = Field(1024, ge=1, description="rows of logits held at once, in fp32, on a rank")
+    logprob_chunk: int | None = Field(
+        None,
+        ge=1,
+        description="rows of logits held at once, in fp32, on a rank; null: as many as 256 MiB hold. The last ones stay "
+        "from forward to backward, the others are computed again",
+    )
+
+    def logprob_rows(self, words: int) -> int:
+        """Rows of logits held at once by a rank that holds this many words of the vocabulary."""
+        return self.logprob_chunk or max(1, _LOGITS_BYTES // (4 * words))
 
 
 class CriticConfig(TrainableConfig):

@@ -1,5 +1,6 @@
 """The two heads: log-probs and entropy without ever holding the logits, and values."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from vapo_megatron.mcore.platform import current_platform
 
+# Bytes of logits that are exponentiated at a time: on a CPU they stay in a core's cache through all passes over them.
+_BLOCK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 26}
 # Rows of a weight in its own type that are turned into fp32 at a time, where a product needs them so.
 _CAST_ROWS = 4096
 
@@ -16,9 +19,9 @@ _CAST_ROWS = 4096
 class _LogProbs(torch.autograd.Function):
     """log p(label) and entropy of softmax(h W^T / temperature), W cut along the vocabulary over a group.
 
-    Forward and backward hold logits, in fp32, of at most `chunk` rows at a time, and one more tensor of that size. The
-    last chunk's log-probabilities stay from forward to backward, which begins with them; those of the other chunks are
-    computed again from the log-partition of each row, and so need no collective.
+    Forward and backward hold logits, in fp32, of at most `chunk` rows at a time, and two at most on the way from one
+    chunk to the next. The last chunk's log-probabilities stay from forward to backward, which begins with them; those
+    of the other chunks are computed again from the log-partition of each row, and so need no collective.
     """
 
     @staticmethod
@@ -28,23 +31,26 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def _rows(
-        h: Tensor, words: Tensor, labels: Tensor, first: int, temperature: float, group: Any, exp: Tensor, keep: bool
+        h: Tensor, words: Tensor, labels: Tensor, first: int, temperature: float, group: Any, keep: bool
     ) -> tuple[Tensor, Tensor | None]:
         """[3, rows] log p(label), entropy and log-partition; and, to be kept, log-probabilities [rows, words].
 
-        first: number of this rank's first word. exp: room for one number a logit.
+        first: number of this rank's first word.
         """
         logits = _LogProbs._logits(h, words, temperature)
         # A rank of padding alone has no word: it adds nothing to any sum.
         top = logits.amax(-1) if len(words) else logits.new_full((len(h),), float("-inf"))
         if group.size() > 1:
             dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-        logits.sub_(top[:, None])
+        sums = logits.new_zeros(3, len(h))
+        for block in _blocks(logits):
+            part = logits[block].sub_(top[block, None])
+            p = part.exp()
+            torch.sum(p, -1, out=sums[0, block])
+            torch.sum(p.mul_(part), -1, out=sums[2, block])
         index, mine = _local_words(labels, first, len(words))
-        label_logit = logits.gather(1, index[:, None])[:, 0] * mine if len(words) else torch.zeros_like(top)
-        torch.exp(logits, out=exp)
-        partition = exp.sum(-1)
-        sums = torch.stack((partition, label_logit, exp.mul_(logits).sum(-1)))
+        if len(words):
+            sums[1] = logits.gather(1, index[:, None])[:, 0] * mine
         if group.size() > 1:
             dist.all_reduce(sums, group=group)
         log_z = sums[0].log()
@@ -65,14 +71,11 @@ class _LogProbs(torch.autograd.Function):
         """vocab: first word of this rank, number of real words over all ranks."""
         first, real = vocab
         words = weight[: max(real - first, 0)]
-        # One room for all chunks: memory fresh from the system costs a CPU as much as what is computed in it.
-        exp = h.new_empty((min(chunk, len(h)), len(words)), dtype=torch.float32)
         found, kept = [], None
         for i in range(0, len(h), chunk):
             part = slice(i, i + chunk)
             keep = i + chunk >= len(h) and any(ctx.needs_input_grad)
-            room = exp[: len(h[part])]
-            rows, kept = _LogProbs._rows(h[part], words, labels[part], first, temperature, group, room, keep)
+            rows, kept = _LogProbs._rows(h[part], words, labels[part], first, temperature, group, keep)
             found.append(rows)
         logprob, entropy, partition = torch.cat(found, -1)
         ctx.save_for_backward(h, weight, labels, entropy, partition)
@@ -143,6 +146,12 @@ def logprobs_and_entropy(
     real = group.size() * weight.shape[0] if words is None else words
     found: tuple[Tensor, Tensor] = _LogProbs.apply(hidden, weight, labels, (first, real), temperature, group, chunk)
     return found
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    """Runs of rows of logits [rows, words]."""
+    rows = max(1, _BLOCK_BYTES[logits.device.type] // (logits.element_size() * max(1, logits.shape[1])))
+    return (slice(start, start + rows) for start in range(0, len(logits), rows))
 
 
 def _local_words(labels: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:

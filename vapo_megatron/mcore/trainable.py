@@ -82,7 +82,7 @@ class Trainable:
             mesh,
             head,
             attention=model.attention,
-            logprob_chunk=config.logprob_chunk if isinstance(config, ActorConfig) else 1,
+            logprob_chunk=config.logprob_rows(spec.local_words(mesh.tp_size)) if isinstance(config, ActorConfig) else 1,
         )
         self.wrapped: list[Any] = []
         self._optimizer: Any = None

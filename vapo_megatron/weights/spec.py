@@ -89,6 +89,10 @@ class ModelSpec:
         multiple = self.vocab_divisible_by * tp_size
         return -(-self.vocab_size // multiple) * multiple
 
+    def local_words(self, tp_size: int) -> int:
+        """Rows of the word embeddings, and columns of logits, on a tensor-parallel rank."""
+        return self.padded_vocab_size(tp_size) // tp_size
+
     def rope_inv_freq(self) -> Tensor:
         """Inverse frequencies of the rotary embedding, scaling included, float32 [head_dim / 2], on the CPU."""
         return inverse_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)

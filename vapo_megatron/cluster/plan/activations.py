@@ -154,12 +154,13 @@ class Activations:
         widest = max(mlp, attention) + 2 * spec.hidden_size
         return tokens * widest * self.width * (2 if training else 1)
 
-    def logits(self, stage: int, training: bool) -> float:
-        """Bytes of the chunk of logits and what is computed of it; with gradients also those of the head's weight."""
+    def logits(self, tokens: float, stage: int, training: bool) -> float:
+        """Bytes of a micro-batch's largest chunk of logits and what is computed of it; with gradients also those of the
+        head's weight."""
         if self.head != "lm" or stage != self.layout.pp - 1:
             return 0.0
-        words = self.spec.padded_vocab_size(self.layout.tp) / self.layout.tp
+        words = self.spec.local_words(self.layout.tp)
         # fp32 logits and their exponentials, and a copy in the weights' own type.
-        rows = self.chunk * words * (4 + 4 + self.width)
+        rows = min(self.chunk, tokens) * words * (4 + 4 + self.width)
         # The weight's gradient is summed in fp32 over chunks, beside one chunk's part or the result in its own type.
         return rows + (words * self.spec.hidden_size * (4 + self.width) if training else 0)

@@ -124,10 +124,10 @@ def _device(
         if training:
             parts["activations kept"] = activations.kept(tokens, stage, _step_tokens(model, config, lengths))
         parts["activations in passing"] = activations.passing(tokens, training)
-        parts["chunk of logits"] = activations.logits(stage, training)
-    # Engines in FP8 read a third buffer, into which the quantised tensors of a bucket are packed; it stays.
+        parts["chunk of logits"] = activations.logits(tokens, stage, training)
+    # For engines in FP8 the tensors of a bucket are quantised, and packed into a third buffer.
     quantised = config.rollout.quantization == "fp8"
-    buckets = _BUCKETS + _GATHERED + 2 * quantised if phase == "hand_over" else quantised
+    buckets = _BUCKETS + _GATHERED + 2 * quantised if phase == "hand_over" else 0
     parts["hand-over buffers"] = buckets * _bucket(config, models["actor"])
     awake = phase in ENGINE_AWAKE or not config.rollout.memory_saver
     if awake or phase in ENGINE_WEIGHTS:
@@ -180,7 +180,7 @@ def _host(config: TrainConfig, models: dict[str, PlannedModel], hardware: Hardwa
     tokens = step_samples * lengths.sample
     minibatch = minibatch_samples(config) * lengths.sample
     packed = max(minibatch / (model.dp * model.layout.cp) for model in models.values())
-    batch_bytes = _BATCH_BYTES + _replay_bytes(config, models["actor"])
+    replay_bytes = _replay_bytes(config, models["actor"])
     asleep = max(
         sum(
             model.bytes_of(part, stages[name])
@@ -191,8 +191,10 @@ def _host(config: TrainConfig, models: dict[str, PlannedModel], hardware: Hardwa
         for stages in _ranks(models)
     )
     parts = {
-        "rollout, on every rank": ranks * tokens * batch_bytes,
-        "mini-batches": ranks * (minibatch * batch_bytes + packed * _MICROBATCH_BYTES),
+        "rollout, on every rank": ranks * tokens * _BATCH_BYTES,
+        # Once for the node, and for a moment once more on rank 0, which collects them.
+        "experts of the rollout": 2 * tokens * replay_bytes,
+        "mini-batches": ranks * (minibatch * (_BATCH_BYTES + replay_bytes) + packed * _MICROBATCH_BYTES),
         "samples, on rank 0": tokens * _SAMPLE_BYTES,
         "sleeping weights and optimizers": ranks * asleep,
         "ranks and engines beside tensors": ranks * hardware.rank_memory,
@@ -202,7 +204,7 @@ def _host(config: TrainConfig, models: dict[str, PlannedModel], hardware: Hardwa
         for stages in _ranks(models)
     )
     parts["copy of the state that is being saved"] = ranks * copied
-    return Holding("host", parts)
+    return Holding("host", {name: size for name, size in parts.items() if size})
 
 
 def _replay_bytes(config: TrainConfig, actor: PlannedModel) -> int:

@@ -49,7 +49,8 @@ class PlannedModel:
     @property
     def activations(self) -> Activations:
         """Bytes of its activations."""
-        chunk = self.config.logprob_chunk if isinstance(self.config, ActorConfig) else 1
+        words = self.spec.local_words(self.layout.tp)
+        chunk = self.config.logprob_rows(words) if isinstance(self.config, ActorConfig) else 1
         return Activations(self.spec, self.layout, self.config.recompute, self.width, self.fused, self.head, chunk)
 
     def stage(self, rank: int) -> int:

@@ -146,7 +146,7 @@ def _peak(model: PlannedModel, stage: int, longest: int) -> float:
         state
         + activations.kept(tokens, stage, tokens * 2 * model.layout.pp)
         + activations.passing(tokens, True)
-        + activations.logits(stage, True)
+        + activations.logits(tokens, stage, True)
     )
 
 
