@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vapo_megatron.rollout.broadcast_group import Backend, BroadcastGroup, address_towards
 from vapo_megatron.rollout.disk_weights import read_tensors
 from vapo_megatron.rollout.weight_bucket import Purpose, unpack
-from vapo_megatron.weights.bucket import checksum
+from vapo_megatron.weights.bucket import checksum, copy_summed
 
 LOAD_FORMAT = "vapo_strict"
 BROADCAST_GROUP = "vapo_weights"
@@ -41,7 +41,8 @@ class ParameterWatch(TorchDispatchMode):
     Fills are counted where a scalar is set, and else only with count_fills: loaders pad with them, which may hide a
     tensor that is too short.
 
-    written: engine parameter name -> elements. differs: whether a compared element was not equal.
+    written: engine parameter name -> elements. differs: whether a compared element was not equal. checksum: of the
+    tensor that is being loaded, where a copy took all of it.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], compare: bool, count_fills: bool) -> None:
@@ -49,12 +50,14 @@ class ParameterWatch(TorchDispatchMode):
         self._names = {tensor.untyped_storage().data_ptr(): name for name, tensor in parameters.items()}
         self._compare = compare
         self._count_fills = count_fills
-        self.start()
+        self.start(torch.empty(0))
 
-    def start(self) -> None:
-        """Count from 0."""
+    def start(self, tensor: torch.Tensor) -> None:
+        """Count from 0; tensor is loaded next."""
         self.written: Counter[str] = Counter()
         self.differs = False
+        self.checksum: int | None = None
+        self._tensor = tensor
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -69,7 +72,16 @@ class ParameterWatch(TorchDispatchMode):
                     func(expected, *args[1:], **(kwargs or {}))
                     self.differs |= not _equal(args[0], expected)
                     return args[0]
+                if func is _COPY and self._is_all(args[1]) and args[0].shape == args[1].shape:
+                    self.checksum = copy_summed(args[0], args[1], of=args[1])
+                    return args[0]
         return func(*args, **(kwargs or {}))
+
+    def _is_all(self, source: torch.Tensor) -> bool:
+        """Whether that is the tensor being loaded, on a CPU, where to sum it while it is copied saves time."""
+        tensor = self._tensor
+        same = source.data_ptr() == tensor.data_ptr() and source.nbytes == tensor.nbytes
+        return same and source.is_contiguous() and source.device.type == "cpu"
 
 
 class StrictLoader:
@@ -114,12 +126,12 @@ class StrictLoader:
         def feed() -> Iterator[tuple[str, torch.Tensor]]:
             nonlocal current
             for name, tensor in tensors:
-                for late in sums[-1:]:
-                    late.result()  # two tensors in memory at most, where they are read one by one
-                sums.append(self._pool.submit(checksum, tensor))
+                for late in sums[-2:-1]:
+                    late.result()  # three tensors in memory at most, where they are read one by one
                 current = (name, tensor)
-                watch.start()
+                watch.start(tensor)
                 yield current
+                sums.append(self._sum(tensor, watch))
                 problems.extend(self._settle(name, tensor, watch))
                 current = None
 
@@ -133,6 +145,7 @@ class StrictLoader:
                     problems.append(f"the engine's loader failed ({reason})")
                     break
                 name, tensor = current
+                sums.append(self._sum(tensor, watch))
                 self._count(name, tensor, watch)
                 problems.append(f"{name} of shape {list(tensor.shape)} does not fit the engine's parameter ({reason})")
                 current = None
@@ -140,6 +153,13 @@ class StrictLoader:
                 break
         self.checksums = [found.result() for found in sums]
         return problems
+
+    def _sum(self, tensor: torch.Tensor, watch: ParameterWatch) -> Future[int]:
+        if watch.checksum is None:
+            return self._pool.submit(checksum, tensor)
+        known: Future[int] = Future()
+        known.set_result(watch.checksum)
+        return known
 
     def _settle(self, name: str, tensor: torch.Tensor, watch: ParameterWatch) -> list[str]:
         self._count(name, tensor, watch)

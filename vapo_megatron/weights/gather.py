@@ -17,7 +17,7 @@ from megatron.core import fp8_utils
 from torch import Tensor
 from torch.nn import Parameter
 
-from vapo_megatron.weights.bucket import Bucket, Memory, Place, checksum, lay_out
+from vapo_megatron.weights.bucket import Bucket, Memory, Place, copy_summed, lay_out
 from vapo_megatron.weights.mapping import Entry, MeshView
 from vapo_megatron.weights.part_times import PartTimes
 from vapo_megatron.weights.spec import ModelSpec
@@ -137,11 +137,15 @@ class SharedFiller:
         with torch.no_grad(), self._times.part("convert"):
             for one in batch:
                 wholes = [tensor for _, tensor in itertools.islice(tensors, len(one.entry.hf))]
-                if source.places(one):
-                    shard = source.shard(one.entry)
-                    one.entry.rule.place(shard, wholes, source.spec, source.mesh.tp_rank, source.mesh.tp_size)
-                if self._sums and source.block is None:  # else others' shards may still be on their way
-                    sums += [checksum(tensor) for tensor in wholes]  # at once, while caches hold some of it
+                if not source.places(one):
+                    continue
+                shard, mesh = source.shard(one.entry), source.mesh
+                placings = one.entry.rule.placings(shard, wholes, source.spec, mesh.tp_rank, mesh.tp_size)
+                for target, part in placings:
+                    if self._sums and source.block is None:  # then a target is a whole tensor
+                        sums.append(copy_summed(target, part, of=target))
+                    else:
+                        target.copy_(part)
             bucket.sums = sums or None
 
     def _barrier(self) -> None:

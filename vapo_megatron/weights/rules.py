@@ -20,6 +20,10 @@ Dimension = int | str
 """A size, or the name of the ModelSpec attribute that gives it."""
 
 
+Placing = tuple[Tensor, Tensor]
+"""Part of a Hugging Face tensor, and the part of a shard that goes there, as views of equal shape."""
+
+
 class Source(Protocol):
     """A Hugging Face tensor of which parts can be taken: a torch.Tensor, or one that still lies in a file."""
 
@@ -60,11 +64,18 @@ class Rule(ABC):
         """
 
     @abstractmethod
-    def place(self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> None:
-        """Copy a rank's shard to where it belongs in the Hugging Face tensors, which are contiguous.
+    def placings(
+        self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
+    ) -> list[Placing]:
+        """Where a rank's shard belongs in the Hugging Face tensors, which are contiguous, tensor by tensor.
 
-        The shards of all ranks, each placed once and in any order, fill them; of a Replicated rule rank 0's does.
+        The shards of all ranks, each copied once and in any order, fill them; of a Replicated rule rank 0's does.
         """
+
+    def place(self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> None:
+        """Copy a rank's shard there."""
+        for target, source in self.placings(shard, wholes, spec, tp_rank, tp_size):
+            target.copy_(source)
 
     def count(self, spec: "ModelSpec") -> int:
         """Parameters of the Hugging Face tensors."""
@@ -87,10 +98,11 @@ class Replicated(Rule):
         """See Rule."""
         return [shards[0].contiguous()]
 
-    def place(self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> None:
+    def placings(
+        self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
+    ) -> list[Placing]:
         """See Rule."""
-        if tp_rank == 0:
-            wholes[0].copy_(shard)
+        return [(wholes[0], shard)] if tp_rank == 0 else []
 
 
 @dataclass(frozen=True)
@@ -111,9 +123,11 @@ class Column(Rule):
         """See Rule."""
         return [_joined(shards)]
 
-    def place(self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> None:
+    def placings(
+        self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
+    ) -> list[Placing]:
         """See Rule."""
-        wholes[0].chunk(tp_size)[tp_rank].copy_(shard)
+        return [(wholes[0].chunk(tp_size)[tp_rank], shard)]
 
 
 @dataclass(frozen=True)
@@ -134,9 +148,11 @@ class Row(Rule):
         """See Rule."""
         return [_joined(shards, dim=1)]
 
-    def place(self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> None:
+    def placings(
+        self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
+    ) -> list[Placing]:
         """See Rule."""
-        wholes[0].chunk(tp_size, dim=1)[tp_rank].copy_(shard)
+        return [(wholes[0].chunk(tp_size, dim=1)[tp_rank], shard)]
 
 
 @dataclass(frozen=True)
@@ -168,10 +184,12 @@ class Vocabulary(Rule):
                 left -= shard.shape[0]
         return [_joined(parts)]
 
-    def place(self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> None:
+    def placings(
+        self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
+    ) -> list[Placing]:
         """See Rule."""
         mine = wholes[0][tp_rank * shard.shape[0] : (tp_rank + 1) * shard.shape[0]]
-        mine.copy_(shard[: mine.shape[0]])
+        return [(mine, shard[: mine.shape[0]])]
 
 
 @dataclass(frozen=True)
@@ -194,10 +212,11 @@ class GateUp(Rule):
         halves = [shard.chunk(2) for shard in shards]
         return [_joined([half[i] for half in halves]) for i in range(2)]
 
-    def place(self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> None:
+    def placings(
+        self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
+    ) -> list[Placing]:
         """See Rule."""
-        for whole, half in zip(wholes, shard.chunk(2), strict=True):
-            whole.chunk(tp_size)[tp_rank].copy_(half)
+        return [(whole.chunk(tp_size)[tp_rank], half) for whole, half in zip(wholes, shard.chunk(2), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -212,18 +231,22 @@ class ExpertGateUp(GateUp):
         """See Rule."""
         return super().to_shard(sources, spec, 0, 1)
 
-    def place(self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> None:
+    def placings(
+        self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
+    ) -> list[Placing]:
         """See Rule."""
-        super().place(shard, wholes, spec, 0, 1)
+        return super().placings(shard, wholes, spec, 0, 1)
 
 
 @dataclass(frozen=True)
 class ExpertDown(Replicated):
     """The way back out of an expert's MLP: whole likewise, and placed by whichever rank holds the expert."""
 
-    def place(self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> None:
+    def placings(
+        self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
+    ) -> list[Placing]:
         """See Rule."""
-        super().place(shard, wholes, spec, 0, 1)
+        return super().placings(shard, wholes, spec, 0, 1)
 
 
 @dataclass(frozen=True)
@@ -261,14 +284,16 @@ class QKV(Rule):
         split = [shard.unflatten(0, (groups, sum(rows))).split(rows, dim=1) for shard in shards]
         return [torch.cat([parts[i] for parts in split]).flatten(0, 1).contiguous() for i in range(3)]
 
-    def place(self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> None:
+    def placings(
+        self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
+    ) -> list[Placing]:
         """See Rule."""
         groups = spec.num_kv_heads // tp_size
         heads = spec.num_heads // spec.num_kv_heads
         rows = [heads * spec.head_dim, spec.head_dim, spec.head_dim]
         parts = shard.unflatten(0, (groups, sum(rows))).split(rows, dim=1)
-        for whole, part in zip(wholes, parts, strict=True):
-            whole.chunk(tp_size)[tp_rank].unflatten(0, (groups, -1)).copy_(part)
+        targets = (whole.chunk(tp_size)[tp_rank].unflatten(0, (groups, -1)) for whole in wholes)
+        return list(zip(targets, parts, strict=True))
 
 
 def _sizes(shape: tuple[Dimension, ...], spec: "ModelSpec") -> tuple[int, ...]:
