@@ -16,13 +16,19 @@ import torch.distributed as dist
 import transformers  # noqa: F401
 
 from vapo_megatron.mcore import cpu_torch, mesh, model  # noqa: F401
+from vapo_megatron.mcore.platform import current_platform
 
 cpu_torch.install()
 
 
-def _rank(rank: int, world_size: int, store: str, results: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, world_size: int, store: str, results: Any, fn: Callable[..., Any], args: tuple[Any, ...], cuda: bool
+) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    if cuda:
+        torch.cuda.set_device(rank)
+    backend = current_platform().world_backend if cuda else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
     try:
         results.put((rank, True, fn(*args)))
         dist.barrier()
@@ -34,19 +40,22 @@ def _rank(rank: int, world_size: int, store: str, results: Any, fn: Callable[...
     os._exit(0)
 
 
-def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, deadline: float = 60) -> list[Any]:
+def run_ranks(
+    world_size: int, fn: Callable[..., Any], *args: Any, deadline: float = 60, cuda: bool = False
+) -> list[Any]:
     """fn(*args) on each of world_size gloo ranks; what it returned, by rank.
 
-    No tensors: they would not outlive the rank.
+    No tensors: they would not outlive the rank. With cuda every rank has a GPU, as in training; it is started afresh,
+    because CUDA does not survive a fork, so fn has to be a module's.
 
     A rank's exception fails the test.
     """
-    context = multiprocessing.get_context("fork")
+    context: Any = multiprocessing.get_context("spawn" if cuda else "fork")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         ranks = [
-            context.Process(target=_rank, args=(rank, world_size, store, results, fn, args), daemon=True)
+            context.Process(target=_rank, args=(rank, world_size, store, results, fn, args, cuda), daemon=True)
             for rank in range(world_size)
         ]
         for rank in ranks:

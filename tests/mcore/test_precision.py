@@ -9,8 +9,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from batches import make_batch
 from hf_models import write_model
+from megatron.core import fp8_utils
 from megatron.core.fp8_utils import is_first_last_bf16_layer
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -27,12 +29,14 @@ from vapo_megatron.config.model import (
     TrainableConfig,
 )
 from vapo_megatron.errors import BadInput
+from vapo_megatron.mcore import dist_saver, precision
 from vapo_megatron.mcore.model import transformer_config
 from vapo_megatron.mcore.platform import Platform, current_platform
 from vapo_megatron.mcore.precision import (
     CAPABILITY,
     check_delayed_scaling,
     check_trainable,
+    drop_fp8_copies,
     fp8_settings,
     set_amax_group,
 )
@@ -55,6 +59,7 @@ class Chip(Platform):
 
     has_te: bool = True
     capability: tuple[int, int] = (9, 0)
+    cuda: tuple[int, int] = (13, 0)
 
     @property
     def has_transformer_engine(self) -> bool:
@@ -64,11 +69,16 @@ class Chip(Platform):
     def compute_capability(self) -> tuple[int, int]:
         return self.capability
 
+    @property
+    def cuda_version(self) -> tuple[int, int]:
+        return self.cuda
+
 
 H100 = Chip("cuda", "nccl", "spawn")
 A100 = Chip("cuda", "nccl", "spawn", capability=(8, 0))
 B200 = Chip("cuda", "nccl", "spawn", capability=(10, 0))
 BARE = Chip("cuda", "nccl", "spawn", has_te=False)
+OLD_CUDA = Chip("cuda", "nccl", "spawn", cuda=(12, 8))
 
 
 @pytest.mark.parametrize(
@@ -108,6 +118,13 @@ BARE = Chip("cuda", "nccl", "spawn", has_te=False)
         (H100, {"layout": {"cp": 2}}, {"attention_kernel": "unfused"}, "unfused with actor.layout.cp=2"),
         (H100, {}, {"dtype": "float32"}, "set model.attention=sdpa, or bfloat16"),
         (BARE, {}, {"attention_kernel": "flash"}, "model.attention_kernel=flash"),
+        (OLD_CUDA, {"precision": {"fp8": "blockwise"}}, {}, "CUDA 12.9 or later, this one is for 12.8"),
+        (
+            H100,
+            {"precision": {"fp8": "blockwise"}, "layout": {"tp": 2, "sequence_parallel": True}},
+            {},
+            "hidden size, 32, is no multiple of 128",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(
@@ -116,6 +133,17 @@ def test_what_cannot_work_is_refused_by_name(
     with pytest.raises(BadInput) as refusal:
         check_trainable(spec, ModelConfig(path="m", **model), ActorConfig.model_validate(section), "actor", platform)
     assert words in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_experts_are_not_computed_again_in_fp8(spec: ModelSpec) -> None:
+    """Megatron 0.16 asks its global state for a process group then, and ends with an assertion."""
+    experts = spec.__class__(**{**spec.__dict__, "num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 32})
+    recompute = {"granularity": "selective", "modules": ["moe"]}
+    plain = ActorConfig.model_validate({"recompute": recompute})
+    check_trainable(experts, ModelConfig(path="m"), plain, "actor", H100)
+    fp8 = ActorConfig.model_validate({"recompute": recompute, "precision": {"fp8": "tensorwise"}})
+    with pytest.raises(BadInput, match=r"modules=moe with actor\.precision\.fp8=tensorwise"):
+        check_trainable(experts, ModelConfig(path="m"), fp8, "actor", H100)
 
 
 @pytest.mark.parametrize("recipe", CAPABILITY)
@@ -184,6 +212,64 @@ def test_delayed_maxima_are_taken_over_the_models_own_ranks(monkeypatch: pytest.
         with transformer_block.get_fp8_context(config):
             pass
     assert asked == ["group of one", "group of the other"]
+
+
+class Quantized(torch.Tensor):
+    """Stands for a weight kept in FP8: no memory of its own, numbers and their transpose beside it."""
+
+    _data: torch.Tensor
+    turned: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> "Quantized":
+        made = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.bfloat16)
+        made._data = values.clone()
+        made.turned = values.t().contiguous()
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        assert func is torch.ops.aten.detach.default, func
+        return args[0]
+
+    def dequantize(self) -> torch.Tensor:
+        return self._data.bfloat16() / 2
+
+    def update_usage(self, rowwise_usage: bool, columnwise_usage: bool) -> None:
+        assert rowwise_usage and not columnwise_usage
+        self.turned = None
+
+
+@pytest.fixture
+def quantized(monkeypatch: pytest.MonkeyPatch) -> torch.nn.Module:
+    """A layer whose weight is kept in FP8, as far as this package can tell."""
+    monkeypatch.setattr(precision, "is_float8tensor", lambda tensor: isinstance(tensor, Quantized))
+    monkeypatch.setattr(fp8_utils, "dequantize_fp8_tensor", Quantized.dequantize)
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(Quantized(torch.arange(6, dtype=torch.uint8).view(2, 3)), requires_grad=False)
+    layer.norm = torch.nn.Parameter(torch.ones(3))
+    return layer
+
+
+def test_what_is_made_of_fp8_weights_is_dropped(quantized: Any) -> None:
+    quantized._fp8_workspaces = {"weight": torch.ones(3)}
+    drop_fp8_copies([quantized])
+    assert quantized._fp8_workspaces == {} and quantized.weight.turned is None
+    assert quantized.weight._data.flatten().tolist() == list(range(6))
+
+
+def test_a_checkpoint_holds_what_fp8_weights_stand_for(quantized: Any) -> None:
+    """Weights in FP8 have no memory that could be asked for its address; what they are made of has."""
+    weight = quantized.weight
+    with pytest.raises(RuntimeError):
+        weight.untyped_storage().data_ptr()
+    live = {dist_saver._memory(parameter).untyped_storage().data_ptr() for parameter in quantized.parameters()}
+    assert live == {tensor.untyped_storage().data_ptr() for tensor in (weight._data, quantized.norm)}
+    copied = dist_saver._copied(weight, live)
+    assert type(copied) is torch.Tensor and torch.equal(copied, torch.arange(6).view(2, 3).bfloat16() / 2)
+    assert dist_saver._copied(quantized.norm, live).untyped_storage().data_ptr() not in live
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vapo_megatron.experience.zigzag import local_positions
+from vapo_megatron.mcore.packed import longest_position, packed_sequences
 from vapo_megatron.mcore.rotary import RotaryTables, rotate
 from vapo_megatron.mcore.swiglu import swiglu
 
@@ -45,3 +46,16 @@ def test_swiglu_is_the_gated_activation() -> None:
     expected, found = F.silu(gate) * up, swiglu(x)
     assert torch.allclose(found, expected, atol=1e-6)
     assert torch.allclose(gradients(found, x), gradients(expected, x), atol=1e-6)
+
+
+def test_few_bounds_are_above_all_lengths() -> None:
+    """A table of Megatron's is made for every bound."""
+    bounds = [longest_position(n) for n in range(1, 40_001)]
+    assert all(n <= bound <= max(1.5 * n, 1024) for n, bound in enumerate(bounds, start=1))
+    assert bounds == sorted(bounds) and len(set(bounds)) <= 12
+
+
+def test_attention_reads_where_sequences_begin() -> None:
+    packed = packed_sequences((5, 3, 2000), torch.device("cpu"))
+    assert packed.cu_seqlens_q.dtype == torch.int32 and packed.cu_seqlens_q.tolist() == [0, 5, 8, 2008]
+    assert packed.max_seqlen_q == packed.max_seqlen_kv == 2048

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, fp8_utils
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -29,6 +29,7 @@ from vapo_megatron.checkpoint.units import UNIT_HELP
 from vapo_megatron.config.atomic import sync
 from vapo_megatron.errors import BadInput
 from vapo_megatron.mcore import dist_optimizer
+from vapo_megatron.mcore.precision import keeps_fp8, stored_bytes
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.weights.torch_dist import LOAD_ERRORS, load_reason
 
@@ -104,7 +105,7 @@ def plan_save(trainable: Trainable, folder: Path) -> PlannedSave:
     sharded, common = save_preprocess(dist_optimizer.training_state(trainable))
     planner = _PlanningStrategy(_BACKEND, _VERSION, thread_count=_FILES_PER_RANK)
     writer, metadata = FullyParallelSaveStrategyWrapper(planner, trainable.mesh.pg.dp_cp).async_save(sharded, folder)
-    live = {tensor.untyped_storage().data_ptr() for tensor in _live_tensors(trainable)}
+    live = {memory.untyped_storage().data_ptr() for memory in map(_memory, _live_tensors(trainable))}
     writer.write_buckets = [
         (path, name, (data, [(item, _copied(tensor, live)) for item, tensor in tensors]))
         for path, name, (data, tensors) in writer.write_buckets or ()
@@ -151,7 +152,12 @@ def _live_tensors(trainable: Trainable) -> list[torch.Tensor]:
     return found
 
 
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    return stored_bytes(tensor) if keeps_fp8(tensor) else tensor
+
+
 def _copied(tensor: torch.Tensor, live: set[int]) -> torch.Tensor:
-    """The tensor in host memory, where training does not change it."""
-    on_host = tensor.detach().to("cpu")
+    """The tensor in host memory, where training does not change it; of one kept in FP8 what it stands for."""
+    whole = fp8_utils.dequantize_fp8_tensor(tensor) if keeps_fp8(tensor) else tensor
+    on_host = whole.detach().to("cpu")
     return on_host.clone() if on_host.untyped_storage().data_ptr() in live else on_host

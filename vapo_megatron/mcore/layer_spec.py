@@ -1,11 +1,13 @@
 """The one place that decides which modules a transformer layer is made of."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from torch.nn import Module, Parameter
 
 from vapo_megatron.errors import BadInput
 from vapo_megatron.mcore.attention import RMSNorm, SDPACoreAttention
@@ -47,3 +49,14 @@ def layer_spec(qk_norm: bool, transformer_engine: bool, num_experts: int = 0) ->
     if qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec, RMSNorm
+
+
+def parameters_of(model: Module, parts: Sequence[str]) -> Iterator[Parameter]:
+    """The parameters of some parts of a model, given as parts of their names, whichever layers it has.
+
+    Transformer Engine's linear layers hold the norm before them, which without it is a module beside: that norm is no
+    part of the attention, or MLP, whose linear layer it is in.
+    """
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in parts) and not name.endswith(".layer_norm_weight"):
+            yield parameter

@@ -15,6 +15,8 @@ from vapo_megatron.weights.spec import ModelSpec
 
 # Least compute capability of a GPU whose matrix units take a recipe's operands.
 CAPABILITY = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+# CUDA from which cuBLAS multiplies matrices of blocks with scales of their own.
+BLOCKWISE_CUDA = (12, 9)
 
 
 def check_trainable(
@@ -53,6 +55,11 @@ def _check_recompute(spec: ModelSpec, section: TrainableConfig, name: str, fused
                     raise BadInput(f"{key} with {name}.precision.fp8=delayed: choose tensorwise, or leave it out")
             if module in ("moe", "moe_act") and not spec.num_experts:
                 raise BadInput(f"{key}: a {spec.family} model has no experts, leave it out")
+            if module == "moe" and section.precision.fp8 != "none":
+                raise BadInput(
+                    f"{key} with {name}.precision.fp8={section.precision.fp8}: Megatron asks its global state for it, "
+                    "of which there is none here: name moe_act, or set granularity=full"
+                )
             if module == "mlp" and spec.num_experts:
                 raise BadInput(f"{key}: all layers of a {spec.family} model have experts instead, name moe")
             if module == "shared_experts":
@@ -95,6 +102,11 @@ def check_precision(
             f"{key} needs a GPU of compute capability {least[0]}.{least[1]}, this one has {found[0]}.{found[1]}: "
             f"choose {' or '.join(possible)}"
         )
+    if precision.fp8 == "blockwise" and platform.cuda_version < BLOCKWISE_CUDA:
+        raise BadInput(
+            f"{key} needs a torch built for CUDA {BLOCKWISE_CUDA[0]}.{BLOCKWISE_CUDA[1]} or later, this one is for "
+            f"{platform.cuda_version[0]}.{platform.cuda_version[1]}: install such a one, or choose tensorwise"
+        )
     if dtype != "bfloat16":
         raise BadInput(f"{key} with dtype {dtype}: FP8 wants bfloat16 beside it, set model.dtype=bfloat16")
     _check_layers(spec.num_layers // section.layout.pp, precision, name)
@@ -127,6 +139,11 @@ def _check_layers(layers: int, precision: PrecisionConfig, name: str) -> None:
 
 def _check_shapes(spec: ModelSpec, layout: LayoutConfig, precision: PrecisionConfig, key: str) -> None:
     multiple = 32 if precision.fp8 == "mxfp8" else 16
+    if precision.fp8 == "blockwise" and layout.sequence_parallel and spec.hidden_size % 128:
+        raise BadInput(
+            f"{key} with layout.sequence_parallel=true: the model's hidden size, {spec.hidden_size}, is no multiple of "
+            "128, the columns of a block that is gathered: set sequence_parallel=false, or choose tensorwise"
+        )
     for what, size in (
         ("hidden size", spec.hidden_size),
         ("attention columns a rank", spec.num_heads * spec.head_dim // layout.tp),
@@ -190,11 +207,34 @@ def keeps_fp8(parameter: torch.Tensor) -> bool:
     return bool(is_float8tensor(parameter))
 
 
+def stored_bytes(parameter: torch.Tensor) -> torch.Tensor:
+    """The uint8 tensor that holds a parameter kept in FP8, which itself has no memory."""
+    blocks = getattr(parameter, "_rowwise_data", None)
+    found: torch.Tensor = parameter._data if blocks is None else blocks  # type: ignore[attr-defined]
+    return found
+
+
 def drop_fp8_copies(chunks: Iterable[torch.nn.Module]) -> None:
-    """Free the FP8 copies of weights that Transformer Engine's layers keep between micro-batches of a step; the first
-    micro-batch of the next one makes them again."""
+    """Free what Transformer Engine has made of weights and makes again in the next forward pass.
+
+    That is the FP8 copies of a step's weights, which its layers keep from the first micro-batch on, and the transposes
+    of parameters kept in FP8. The optimizer leaves the latter as they were before its step, and Megatron brings them up
+    to date in a gather that goes on beside a forward pass, but not in one that is asked for (start_param_sync with
+    force_sync): backward passes would go through the weights of an earlier step.
+    """
     for chunk in chunks:
         for module in chunk.modules():
             copies = getattr(module, "_fp8_workspaces", None)
             if isinstance(copies, dict):
                 copies.clear()
+        for parameter in chunk.parameters():
+            if keeps_fp8(parameter):
+                parameter.update_usage(rowwise_usage=True, columnwise_usage=False)  # type: ignore[attr-defined]
+
+
+def forget_exact_values(chunks: Iterable[torch.nn.Module]) -> None:
+    """Free the host's copies of what parameters kept in FP8 were before, where no optimizer took them and did so."""
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            if hasattr(parameter, "clear_high_precision_init_val"):
+                parameter.clear_high_precision_init_val()

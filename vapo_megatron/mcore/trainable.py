@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
@@ -24,11 +23,20 @@ from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.experience.microbatch import MicroBatch, pack
 from vapo_megatron.mcore.data_parallel import wrap
 from vapo_megatron.mcore.figures import FigureTotals, sum_over_ranks
+from vapo_megatron.mcore.layer_spec import parameters_of
 from vapo_megatron.mcore.mesh import Mesh
 from vapo_megatron.mcore.model import Head, build_model, check_model_layout, transformer_config
 from vapo_megatron.mcore.optimizer import make_optimizer, optimizer_tensors
+from vapo_megatron.mcore.packed import packed_sequences
 from vapo_megatron.mcore.platform import current_platform
-from vapo_megatron.mcore.precision import check_trainable, drop_fp8_copies, keeps_fp8, set_amax_group
+from vapo_megatron.mcore.precision import (
+    check_trainable,
+    drop_fp8_copies,
+    forget_exact_values,
+    keeps_fp8,
+    set_amax_group,
+    stored_bytes,
+)
 from vapo_megatron.mcore.router_replay import replay_experts, replaying
 from vapo_megatron.mcore.sleep import PARTS, Footprint, Part, Sleeper
 from vapo_megatron.mcore.token_loss import PackedTokens, TokenLoss
@@ -100,19 +108,20 @@ class Trainable:
         frozen: parts of parameters' names; those parameters keep their weights.
         """
         for chunk in self._chunks:
-            for name, parameter in chunk.named_parameters():
-                if any(part in name for part in frozen):
-                    parameter.requires_grad_(False)
+            for parameter in parameters_of(chunk, frozen):
+                parameter.requires_grad_(False)
         self.wrapped = wrap(self._chunks, self.config, self.transformer, self.mesh)
         self._optimizer, self.scheduler = make_optimizer(self.config, self.wrapped, self.mesh, self.dtype)
         self.scheduler.step(0)
         self.transformer.grad_scale_func = self._optimizer.scale_loss
         self.transformer.finalize_model_grads_func = _sum_model_grads
+        forget_exact_values(self._chunks)
 
     def freeze(self) -> None:
         """Never train this model: no gradients, no optimizer."""
         for chunk in self._chunks:
             chunk.requires_grad_(False)
+        forget_exact_values(self._chunks)
 
     @property
     def chunks(self) -> list[Any]:
@@ -158,12 +167,12 @@ class Trainable:
         return {part: self._sleeper.footprint(part) for part in PARTS}
 
     def _tensors(self, part: Part) -> Iterator[Tensor]:
-        """The tensors of a part; what is kept in FP8 lies in Megatron's buffers, its transposes stay where they are."""
+        """The tensors of a part."""
         buffers = [b for chunk in self.wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         if part == "weights":
             yield from (b.param_data for b in buffers if b.param_data is not None)
             for chunk in self._chunks:
-                yield from (p.data for p in chunk.parameters() if not keeps_fp8(p))
+                yield from (stored_bytes(p) if keeps_fp8(p) else p.data for p in chunk.parameters())
         elif part == "gradients":
             yield from (b.grad_data for b in buffers)
         elif self._optimizer is not None:
@@ -178,6 +187,7 @@ class Trainable:
             self._gathering = False
             for chunk in self.wrapped:
                 chunk.start_param_sync(force_sync=True)
+            drop_fp8_copies(self._chunks)
 
     @property
     def _replays(self) -> bool:
@@ -354,17 +364,9 @@ class Trainable:
             core.output_layer.temperature = temperature
         if self.spec.num_experts:
             self._route(core, microbatch)
-        starts = torch.tensor((0, *microbatch.lengths), dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
-        packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=starts,
-            cu_seqlens_kv=starts,
-            max_seqlen_q=max(microbatch.lengths),
-            max_seqlen_kv=max(microbatch.lengths),
-        )
-        output: Tensor = model(
-            microbatch.ids[None].to(device), microbatch.positions[None].to(device), None, packed_seq_params=packed
-        )
+        ids, positions = microbatch.ids[None].to(device), microbatch.positions[None].to(device)
+        packed = packed_sequences(microbatch.lengths, device)
+        output: Tensor = model(ids, positions, None, packed_seq_params=packed)
         return output
 
     def _route(self, core: Any, microbatch: MicroBatch) -> None:
