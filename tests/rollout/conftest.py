@@ -1,5 +1,6 @@
 """One real SGLang server on a tiny random Qwen3, shared by the tests of this folder."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,9 @@ from transformers import Qwen3ForCausalLM
 
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.rollout.server import EngineServer
+
+# On a GPU, compile kernels when they are met: DeepGEMM otherwise spends minutes on all that an engine may ever need.
+os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0")
 
 
 @pytest.fixture(scope="session")

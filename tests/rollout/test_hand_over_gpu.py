@@ -1,5 +1,6 @@
-"""Weights through CUDA IPC handles: what only a GPU can show."""
+"""Weights through CUDA IPC handles, and memory that an engine gives away: what only a GPU can show."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,9 +8,9 @@ import pytest
 import torch
 from tiny_qwen3 import make_model, token_logprobs
 
-from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.config.rollout import RolloutConfig, SyncConfig
 from vapo_megatron.errors import RunFailed
-from vapo_megatron.rollout.client import EngineClient
+from vapo_megatron.rollout.client import EngineClient, MemoryTag
 from vapo_megatron.rollout.server import EngineServer
 from vapo_megatron.rollout.sync import WeightSync
 from vapo_megatron.rollout.transports import DistributedTransport, IpcTransport, SharedMemoryTransport, Transport
@@ -22,6 +23,7 @@ pytestmark = [
 DEADLINE = 120.0
 SEQUENCES = [list(range(10, 60)), [5, 9, 77, 31, 64, 8, 100]]
 TOLERANCE = 1e-3  # GPU kernels in float32 against transformers on the CPU
+GIB = 1 << 30
 
 Tensors = list[tuple[str, torch.Tensor]]
 
@@ -81,6 +83,45 @@ def test_nccl_brings_weights_to_another_gpu_and_to_the_next_trainer(model_path: 
                 sync.push(in_slots(list(model.state_dict().items())), version=seed)
                 expected = [token_logprobs(model, tokens) for tokens in SEQUENCES]
                 assert sync.verify(SEQUENCES, expected, tolerance=TOLERANCE) < TOLERANCE
+
+
+def free_memory() -> int:
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(0)[0]
+
+
+def change_memory(server: EngineServer, method: str, *tags: MemoryTag) -> None:
+    async def call() -> None:
+        client = EngineClient(server.address, DEADLINE)
+        await getattr(client, method)(tags)
+        await client.close()
+
+    asyncio.run(call())
+
+
+def test_an_engine_in_bfloat16_gives_its_memory_and_takes_weights_into_it_again(tmp_path: Path) -> None:
+    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "initializer_range": 0.05}
+    models = {seed: make_model(seed, **wide).bfloat16().float() for seed in (3, 4)}
+    models[3].save_pretrained(tmp_path)
+    expected = {seed: [token_logprobs(model, tokens) for tokens in SEQUENCES] for seed, model in models.items()}
+    # 1 KiB a token: 1 GiB of cache.
+    config = RolloutConfig(
+        max_running_requests=8, max_total_tokens=1 << 20, mem_fraction_static=0.3, start_deadline=280
+    )
+    with EngineServer(tmp_path, config, "bfloat16", tmp_path / "engine.log", devices=range(1)) as server:
+        client = EngineClient(server.address, DEADLINE)
+        with WeightSync(IpcTransport(client, torch.device("cuda", 0), None, None)) as sync:
+            for seed, other in ((3, 4), (4, 3), (3, 4)):
+                awake = free_memory()
+                change_memory(server, "release_memory", "kv_cache", "weights")
+                assert free_memory() - awake > 0.9 * GIB
+                change_memory(server, "resume_memory", "weights")
+                tensors = [(name, tensor.bfloat16()) for name, tensor in models[seed].state_dict().items()]
+                sync.push(in_slots(tensors), version=seed)
+                change_memory(server, "resume_memory", "kv_cache")
+                right = sync.verify(SEQUENCES, expected[seed], SyncConfig().tolerance_for("bfloat16"))
+                assert sync.verify(SEQUENCES, expected[other], float("inf")) > 3 * right
+                assert sync.differing_tensors(in_slots(tensors)) == []
 
 
 def test_a_tensor_dropped_on_its_way_is_named(sync: WeightSync) -> None:

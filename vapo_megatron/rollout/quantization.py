@@ -7,7 +7,7 @@ from vapo_megatron.weights.spec import ModelSpec
 
 
 def engine_fp8(config: RolloutConfig, precision: PrecisionConfig, spec: ModelSpec) -> BlockFp8 | None:
-    """How weights are quantised for the engines: scales and kept layers as the trainer's own FP8 has them.
+    """How weights are quantised for the engines: kind of scales and kept layers as the trainer's own FP8 has them.
 
     Transformer Engine's blockwise recipe rounds scales to powers of two.
 

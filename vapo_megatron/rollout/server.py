@@ -24,6 +24,7 @@ from pydantic import JsonValue
 import vapo_megatron
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.errors import BadInput, RunFailed
+from vapo_megatron.rollout.cuda_environment import cuda_environment
 from vapo_megatron.rollout.server_main import KEY_VARIABLE
 from vapo_megatron.weights.fp8 import BlockFp8
 
@@ -260,6 +261,8 @@ class EngineServer:
         environment["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/rendezvous"
         if self._devices is None:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
+            # Where the machine has GPUs as well, SGLang would take half of its code for them.
+            environment["CUDA_VISIBLE_DEVICES"] = ""
             # More threads than free cores make a small model dozens of times slower.
             environment["OMP_NUM_THREADS"] = "1"
             # SGLang's seeded sampler would be compiled at the first batch, by a C++ compiler, for most of a minute.
@@ -267,7 +270,14 @@ class EngineServer:
             if self._config.tp > 1:
                 environment["SGLANG_CPU_OMP_THREADS_BIND"] = _cpu_binding(self._config.tp)
         else:
-            environment["CUDA_VISIBLE_DEVICES"] = _visible(self._devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
+            environment |= cuda_environment(
+                environment,
+                self._devices,
+                scratch,
+                float32=self._dtype == "float32",
+                memory_saver=self._config.memory_saver,
+                elsewhere=bool(self._identity),
+            )
         return environment
 
     def _engine_args(self) -> list[str]:
@@ -303,6 +313,8 @@ class EngineServer:
         else:
             args |= {
                 "device": "cuda",
+                # The fastest ones, SGLang's choice, take 16-bit numbers alone.
+                "attention_backend": "triton" if self._dtype == "float32" else None,
                 "max_total_tokens": config.max_total_tokens,
                 "enable_memory_saver": config.memory_saver,
             }
@@ -324,12 +336,6 @@ def _option(name: str, value: object) -> list[str]:
     if value is None or value is False:
         return []
     return [flag] if value is True else [flag, str(value)]
-
-
-def _visible(devices: Sequence[int], visible: str | None) -> str:
-    """CUDA_VISIBLE_DEVICES of the server, where this process's own may already hide or reorder devices."""
-    names = visible.split(",") if visible else None
-    return ",".join(names[index] if names else str(index) for index in devices)
 
 
 def _cpu_binding(tp: int) -> str:

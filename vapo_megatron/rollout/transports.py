@@ -9,8 +9,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from io import BytesIO
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -21,6 +19,7 @@ from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.rollout.broadcast_group import Backend, BroadcastGroup, address_towards
 from vapo_megatron.rollout.client import EngineClient, LoadAnswer
 from vapo_megatron.rollout.disk_weights import write_tensors
+from vapo_megatron.rollout.ipc_handle import IpcHandle
 from vapo_megatron.rollout.weight_bucket import Purpose, announce
 from vapo_megatron.weights.bucket import Bucket, DeviceSlots, NamedTensors, SharedSlots, pack, packed_size
 
@@ -135,6 +134,11 @@ class IpcTransport(Transport):
             self._barrier()
         return answer
 
+    async def shut(self) -> None:
+        """See Transport; the buffer's memory is the trainer's again."""
+        await super().shut()
+        self._slots.close()
+
     def close(self) -> None:
         """See Transport."""
         self._slots.close()
@@ -146,18 +150,12 @@ class IpcTransport(Transport):
         return pack(bucket, self._slots.take(0, packed_size(bucket)))
 
     def _payload(self, placed: Bucket | None, purpose: Purpose, first: bool) -> bytes:
-        # Trainer and server may number the GPUs differently; SGLang's reductions name them by UUID, on both sides.
-        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-
-        monkey_patch_torch_reductions()
         message = announce(placed, purpose, first=first, last=placed is None)
         if placed is not None:
-            message["buffer"] = placed.buffer
+            message["buffer"] = IpcHandle(placed.buffer)
             # This stream alone: the next bucket is being gathered on another.
             torch.cuda.current_stream(placed.buffer.device).synchronize()
-        stream = BytesIO()
-        ForkingPickler(stream).dump(message)
-        return stream.getvalue()
+        return pickle.dumps(message)
 
 
 class DistributedTransport(Transport):
@@ -216,6 +214,12 @@ class DistributedTransport(Transport):
                 reason = str(error).partition("\n")[0][:300]
                 raise TryAgain(f"weights could not be sent to the engines, one of them is gone: {reason}") from None
         return answer
+
+    async def shut(self) -> None:
+        """See Transport; a GPU's memory is the trainer's again."""
+        await super().shut()
+        if self._device.type == "cuda":
+            self._slots.close()
 
     def close(self) -> None:
         """See Transport."""

@@ -207,9 +207,9 @@ class Engines:
         largest = 0.0
         if self._sync is not None and self._sync.owns:
             largest = self._sync.verify(sequences, ours, float("inf"))
-        found = torch.tensor([largest], dtype=torch.float64, device=current_platform().device)
+        found = torch.tensor([largest], dtype=torch.float64)  # over the CPU: engines on these GPUs may still be at work
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        coarser: Dtype = "float32" if self._dtype == "float32" else "bfloat16"
+        coarser: Dtype = "bfloat16" if "bfloat16" in (self._dtype, self._config.dtype) else "float32"
         tolerance = self._config.sync.tolerance_for(coarser, fp8=self._fp8 is not None)
         if float(found) > tolerance:
             self._explain(actor, float(found), tolerance)

@@ -147,6 +147,7 @@ class Run:
 
     def hand_over(self) -> None:
         """Collective: the engines get the actor's weights; engine and trainer must then agree on the probe."""
+        self.engines.lend_cache()
         self.memory.enter("hand_over")
         with self.recorder.timer("hand_over"):
             self.engines.wake("weights")

@@ -33,8 +33,9 @@ class BlockFp8:
     """How weights are quantised.
 
     Attributes:
-        power_of_two: scales are rounded up to powers of two, as Transformer Engine's blockwise recipe does by default:
-            values then are those that the trainer's own matrix products use.
+        power_of_two: scales are rounded up to powers of two, as Transformer Engine's blockwise recipe does by default.
+            A block then has the values that the trainer's own matrix products use, if it is a block there as well:
+            the trainer counts blocks from the edges of what its rank stacks (see docs/handover.md).
         kept_layers: transformer layers that stay as they are.
     """
 
@@ -78,14 +79,17 @@ def quantize(weight: Tensor, power_of_two: bool = False) -> tuple[Tensor, Tensor
     The scale of a block is its largest magnitude / 448; of a block of zeros 1.
     """
     rows, columns = weight.shape
-    padded = F.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
-    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [R, 128, C, 128]
-    scales = blocks.abs().amax(dim=(1, 3)) / LARGEST
+    padding = (0, -columns % BLOCK, 0, -rows % BLOCK)
+    # The only copy in float32: a hand-over has little memory beside the model.
+    whole = F.pad(weight.float(), padding) if any(padding) else weight.to(torch.float32, copy=True)
+    blocks = whole.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [R, 128, C, 128]
+    largest = torch.maximum(blocks.amax(dim=(1, 3)), -blocks.amin(dim=(1, 3)))
+    scales = largest / LARGEST
     if power_of_two:
         mantissa, exponent = torch.frexp(scales)
         scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).to(exponent.dtype))
-    scales = torch.where(blocks.abs().amax(dim=(1, 3)) > 0, scales, torch.ones_like(scales))
-    values = (blocks / scales[:, None, :, None]).clamp(-LARGEST, LARGEST).to(FP8)
+    scales = torch.where(largest > 0, scales, torch.ones_like(scales))
+    values = blocks.div_(scales[:, None, :, None]).clamp_(-LARGEST, LARGEST).to(FP8)
     return values.flatten(2, 3).flatten(0, 1)[:rows, :columns].contiguous(), scales
 
 

@@ -22,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from vapo_megatron.config.atomic import sync
 from vapo_megatron.errors import BadInput
 from vapo_megatron.weights.fp8 import SCALE_SUFFIX, BlockFp8, check_blocks, dequantize
 from vapo_megatron.weights.hf_card import GENERATION_CONFIG, TOKENIZER_FILES, copy_carried
@@ -126,7 +127,10 @@ def export_quantized(
         report = _report(source, temporary, format_, len(sequences), drift)
         copy_carried(source, temporary, (GENERATION_CONFIG, *TOKENIZER_FILES))
         (temporary / REPORT_FILE).write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+        for path in (*temporary.rglob("*"), temporary):
+            sync(path)  # a machine that is lost after the new name is on the disk must not leave empty files under it
         os.replace(temporary, out)
+        sync(out.parent)
     except OSError as error:
         raise BadInput(f"{out}: cannot be written ({error.strerror or error}): free or name another place") from error
     finally:

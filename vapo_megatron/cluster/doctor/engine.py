@@ -8,7 +8,9 @@ from pathlib import Path
 from vapo_megatron.cluster.doctor.report import Line
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.rollout.client import EngineClient
+from vapo_megatron.rollout.quantization import engine_fp8
 from vapo_megatron.rollout.server import EngineAddress, EngineServer
+from vapo_megatron.weights.spec import read_spec
 
 _PROMPT = [1, 2, 3, 4]
 _NEW_TOKENS = 8
@@ -18,6 +20,7 @@ def check_engine(config: TrainConfig, gpus: int) -> list[Line]:
     """Start a server as the run would, have it write a few tokens, end it. gpus: of this node, 0 on the CPU.
 
     Raises:
+        BadInput: the model's sizes do not suit rollout.quantization.
         RunFailed, TryAgain: it does not start, or does not answer; the cause in its log is named.
     """
     if config.rollout.addresses:
@@ -26,7 +29,8 @@ def check_engine(config: TrainConfig, gpus: int) -> list[Line]:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="vapo-doctor-") as folder:
         log = Path(folder) / "engine.log"
-        with EngineServer(config.model.path, config.rollout, config.model.dtype, log, devices) as server:
+        fp8 = engine_fp8(config.rollout, config.actor.precision, read_spec(Path(config.model.path)))
+        with EngineServer(config.model.path, config.rollout, config.model.dtype, log, devices, fp8=fp8) as server:
             ready = time.monotonic() - started
             asyncio.run(_ask(server.address, config.rollout.sync.deadline))
     seconds = time.monotonic() - started - ready
