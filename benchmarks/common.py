@@ -22,13 +22,13 @@ from rich.table import Table
 
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.model import ActorConfig, ModelConfig
-from vapo_megatron.experience.batch import ExperienceBatch, from_samples
-from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.experience.torchvision_ops import make_torchvision_importable
 from vapo_megatron.mcore.mesh import make_mesh
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.training.losses import NegativeLogLikelihood
+from vapo_megatron.training.probe import probe_batch
 from vapo_megatron.weights.spec import ModelSpec, read_spec
 
 make_torchvision_importable()
@@ -71,6 +71,7 @@ SHAPES = {
     "tiny": Shape(64, 2, 4, 2, 128, 512, tied=True),
     "10m": Shape(256, 8, 8, 4, 768, 4096, tied=True),
     "50m": Shape(512, 12, 8, 4, 1536, 8192, tied=True),
+    "0.7b": Shape(1024, 28, 16, 4, 5632, 151936, tied=True),
     "1.5b": Shape(1536, 28, 12, 2, 8960, 151936, tied=True),
     "7b": Shape(3584, 28, 28, 4, 18944, 152064),
     # As wide as Qwen2.5-32B with 6 of its 64 layers: what a rank of a PP=8 job about holds.
@@ -134,6 +135,12 @@ def best_seconds(function: Callable[[], object], repeats: int) -> float:
     return best
 
 
+def anonymous_bytes(process: int | str = "self") -> int:
+    """Memory of a process that is no page of a file; 0 once it has ended."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:")), 0)
+
+
 def heavy_tailed_lengths(count: int, mean: float, longest: int, seed: int = 0, sigma: float = 0.8) -> list[int]:
     """Lengths of reasoning responses, as they are drawn: log-normal, cut at `longest`, with the mean asked for."""
     draws = np.exp(np.random.default_rng(seed).normal(0.0, sigma, count))
@@ -150,13 +157,7 @@ def heavy_tailed_lengths(count: int, mean: float, longest: int, seed: int = 0, s
 def sample_batch(lengths: Sequence[int], vocab: int, seed: int = 0) -> ExperienceBatch:
     """Samples of random tokens, a prompt of one token and responses for the rest: every position has a loss."""
     generator = torch.Generator().manual_seed(seed)
-    samples = []
-    for index, length in enumerate(lengths):
-        ids = torch.randint(0, vocab, (length,), generator=generator).tolist()
-        prompt = Prompt(str(index), "", "", (ids[0],))
-        zeros = [0.0] * (length - 1)
-        samples.append(Sample(prompt, index, 0, 0, ids[1:], zeros, "stop", 0, 0, reward=1.0, correct=True))
-    return from_samples(samples)
+    return probe_batch([torch.randint(0, vocab, (length,), generator=generator).tolist() for length in lengths])
 
 
 @contextmanager

@@ -16,13 +16,12 @@ import multiprocessing
 import random
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.common import parser, publish
+from benchmarks.common import anonymous_bytes, parser, publish
 from vapo_megatron.experience.batch import from_samples
 from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.rollout.client import EngineClient, _decoded
@@ -52,8 +51,7 @@ def heap() -> int:
     """Bytes of this process that are not files."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what glibc keeps of the answers goes back
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
+    return anonymous_bytes()
 
 
 def as_arrays(responses: list[Any]) -> torch.Tensor:

@@ -32,12 +32,13 @@ begin_job() {
     RESTART=${SLURM_RESTART_COUNT:-0}
     ENDING=
     check_settings
-    mkdir -p "$RECORD" && : >>"$RECORD/tries" || exit 2
+    mkdir -p "$RECORD" && : >>"$RECORD/tries" || refuse "RUNS=$RUNS: $RECORD/tries cannot be written"
     trap on_usr1 USR1
     trap on_term TERM
 
     [[ $(tries_from_here) -lt $MAX_TRIES ]] || give_up
-    echo "$(date +%FT%T) $SLURM_JOB_ID restart=$RESTART nodes=$SLURM_JOB_NODELIST from=$(newest_unit)" >>"$RECORD/tries"
+    echo "$(date +%FT%T) $SLURM_JOB_ID restart=$RESTART nodes=$SLURM_JOB_NODELIST from=$(newest_unit)" >>"$RECORD/tries" ||
+        refuse "RUNS=$RUNS: $RECORD/tries cannot be written"
     say "$SLURM_JOB_NAME: try $((RESTART + 1)) of job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, from $(newest_unit)"
 
     MASTER_ADDR=$(job_nodes | head -n 1)
@@ -248,7 +249,12 @@ end_job() {
         record_end 75_by_slurm
         exit 75
     fi
-    record_end "$(how_it_ended)"
+    if ! record_end "$(how_it_ended)"; then
+        # A file system that fails for good fails the run's saves as well: uncounted, such tries would never end.
+        say "$RECORD/tries cannot be written, so tries that come to nothing cannot be counted: not tried again. Once that" \
+            "file system is mended, submit the job anew"
+        exit 1
+    fi
     [[ $REQUEUE = 1 ]] || exit 75
     [[ $(tries_from_here) -lt $MAX_TRIES ]] || give_up
     trap '' TERM

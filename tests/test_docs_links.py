@@ -1,7 +1,9 @@
 """What the documents name is there: links, commands, files, config keys and their values."""
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,10 @@ SETTING = re.compile(
 PLACEHOLDER = re.compile(r"\$|^\.\.\.$|^[A-Z]+$")
 FOLDERS = ("benchmarks", "docs", "examples", "requirements", "slurm", "tests", "tools", "vapo_megatron")
 NAMED_FILE = re.compile(rf"(?<![\w/.$-])(?:{'|'.join(FOLDERS)})/[\w./-]*\.(?:py|sh|sbatch|yaml|md|txt|lock|jsonl?)\b")
+# A program of the project and what is given to it.
+WITH_ARGUMENTS = re.compile(
+    r"((?:vapo-megatron|vapo_megatron\.cli) [a-z]+|(?:tools|benchmarks|examples)/[\w/]+\.py|benchmarks\.\w+)([^|;&#]*)"
+)
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
@@ -75,6 +81,15 @@ def test_commands_are_there(page: Path) -> None:
 
 
 @every_page
+def test_options_of_commands_are_there(page: Path) -> None:
+    for code in code_in(page.read_text(encoding="utf-8")):
+        for line in code.replace("\\\n", " ").splitlines():
+            for command, arguments in WITH_ARGUMENTS.findall(line):
+                used = set(re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", arguments))
+                assert used <= options_of(command), f"{command}: {used - options_of(command)}"
+
+
+@every_page
 def test_files_of_the_project_are_there(page: Path) -> None:
     for code in code_in(page.read_text(encoding="utf-8")):
         for name in NAMED_FILE.findall(code):
@@ -103,6 +118,30 @@ def test_keys_are_known(page: Path) -> None:
         if re.fullmatch(r"[a-z_]+(\.[a-z0-9_]+)+", code) and code.partition(".")[0] in SECTIONS:
             is_file = code.rpartition(".")[2] in ("py", "md", "yaml", "json", "jsonl", "txt")
             assert is_file or is_known(code), code
+
+
+@cache
+def options_of(command: str) -> frozenset[str]:
+    """Of a command of the program, of a tool, or of a benchmark or example, these as their source has them."""
+    name = re.split(r"[ /.]", command.removesuffix(".py"))[-1]
+    if "vapo" in command:
+        made = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    elif command.startswith("tools/"):
+        module = import_module(f"tools.{name}")
+        made = typer.main.get_command(getattr(module, "app", None) or typer_of(module.main))
+    else:
+        source = (ROOT / f"{command.removesuffix('.py').replace('.', '/')}.py").read_text(encoding="utf-8")
+        parameters = re.findall(r"^    (\w+): Annotated\[", source, re.M)
+        shared = {"--json"} if command.startswith("benchmarks") else set()
+        return frozenset({*re.findall(r'"(--[a-z0-9-]+)"', source), *(f"--{name}" for name in parameters), *shared})
+    return frozenset(option for given in made.params for option in (*given.opts, *given.secondary_opts))
+
+
+def typer_of(function: Callable[..., None]) -> typer.Typer:
+    """What typer.run(function) makes."""
+    made = typer.Typer()
+    made.command()(function)
+    return made
 
 
 def belongs_to_the_example(page: Path, key: str) -> bool:

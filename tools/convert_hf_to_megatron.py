@@ -4,11 +4,12 @@ An interrupted conversion goes on where it was when it is started again with the
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 import typer
 
+from vapo_megatron.config.converter_options import DtypeOption, ShardSizeOption, VerifyOption
 from vapo_megatron.errors import told_in_one_line
 from vapo_megatron.mcore.parity import comparison
 from vapo_megatron.monitoring.conversion_progress import ConversionProgress
@@ -28,15 +29,9 @@ def main(
     value_outputs: Annotated[
         int, typer.Option(min=1, help="Numbers that a value head gives: 1, or the bins of algorithm.value_loss.")
     ] = 1,
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Kept as it is if not given.")
-    ] = None,
-    shard_gib: Annotated[
-        float, typer.Option("--shard-size", min=1e-6, help="GiB of tensors in a file; memory follows it.")
-    ] = 2.0,
-    verify: Annotated[
-        bool, typer.Option(help="Read everything back and compare it, and log-probs with transformers' where they fit.")
-    ] = True,
+    dtype: DtypeOption = None,
+    shard_gib: ShardSizeOption = 2.0,
+    verify: VerifyOption = True,
 ) -> None:
     """Write the checkpoint, verified, or nothing."""
     remarks: list[str] = []

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import torch
 import typer
 
+from vapo_megatron.config.converter_options import DtypeOption, ShardSizeOption, VerifyOption
 from vapo_megatron.errors import BadInput, told_in_one_line
 from vapo_megatron.mcore.parity import comparison
 from vapo_megatron.monitoring.conversion_progress import ConversionProgress
@@ -36,15 +37,9 @@ def main(
     checkpoint: Annotated[Path, typer.Option(help="A converted model, or a run's state/step_N.")],
     out: Annotated[Path, typer.Option(help="Directory to make; it must not exist.")],
     model: Annotated[Literal["actor", "critic"], typer.Option(help="Which model of a run's state.")] = "actor",
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Kept as it is if not given.")
-    ] = None,
-    shard_gib: Annotated[
-        float, typer.Option("--shard-size", min=1e-6, help="GiB of tensors in a file; memory follows it.")
-    ] = 2.0,
-    verify: Annotated[
-        bool, typer.Option(help="Read everything back and compare it, and log-probs with transformers' where they fit.")
-    ] = True,
+    dtype: DtypeOption = None,
+    shard_gib: ShardSizeOption = 2.0,
+    verify: VerifyOption = True,
 ) -> None:
     """Write the directory, verified, or nothing: of a policy ...ForCausalLM, of a critic ...ForTokenClassification."""
     remarks: list[str] = []

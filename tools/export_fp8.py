@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vapo_megatron.errors import BadInput, VapoError
+from vapo_megatron.errors import BadInput, told_in_one_line
 from vapo_megatron.experience.jsonl import read_rows
 from vapo_megatron.experience.tokenizer import load_tokenizer
 from vapo_megatron.experience.torchvision_ops import make_torchvision_importable
@@ -85,7 +85,7 @@ def main(
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of each that are used.")] = 2048,
 ) -> None:
     """Quantise, write, and report what it costs; or write nothing."""
-    try:
+    with told_in_one_line("error"):
         spec = check_source(hf, format.value)
         if out.exists():
             raise BadInput(f"{out}: exists already; name another place")
@@ -94,9 +94,6 @@ def main(
         make_torchvision_importable()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         report = export_quantized(hf, out, format.value, sequences, device)
-    except VapoError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(error.exit_code) from None
     print_report(report, out)
 
 

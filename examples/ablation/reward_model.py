@@ -25,7 +25,7 @@ from vapo_megatron.config.load import load_config
 from vapo_megatron.config.model import CriticConfig
 from vapo_megatron.config.monitoring import MonitoringConfig
 from vapo_megatron.config.run_directory import make_run_dir
-from vapo_megatron.errors import VapoError
+from vapo_megatron.errors import told_in_one_line
 from vapo_megatron.experience.batch import ExperienceBatch, from_samples
 from vapo_megatron.experience.demonstrations import read_demonstrations
 from vapo_megatron.experience.jsonl import read_rows
@@ -129,13 +129,10 @@ def main(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
 ) -> None:
     """Fit the reward model that vanilla PPO's critic starts from."""
-    try:
+    with told_in_one_line("reward_model"):
         settings = load_config(RewardModelConfig, config, overrides or [], config.parent)
         run_dir = make_run_dir(settings, settings.run)
         start_ranks(1, partial(fit, settings, run_dir), timeout_minutes=10)
-    except VapoError as error:
-        typer.echo(f"reward_model: {error}", err=True)
-        raise typer.Exit(error.exit_code) from None
 
 
 if __name__ == "__main__":

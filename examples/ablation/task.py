@@ -14,7 +14,7 @@ import typer
 from ablation_config import SETTINGS_FILE, Task, task_settings
 
 from vapo_megatron.config.atomic import atomic_write
-from vapo_megatron.errors import VapoError
+from vapo_megatron.errors import told_in_one_line
 from vapo_megatron.experience.jsonl import write_rows
 from vapo_megatron.weights.tiny import TinyModel, save_tiny_model, word_tokenizer
 
@@ -91,11 +91,8 @@ def main(
     task: Annotated[str, typer.Option(help="the settings as JSON")] = "{}",
 ) -> None:
     """Make the ablation's task and its tiny untrained model."""
-    try:
+    with told_in_one_line("error"):
         make_task(Task.model_validate_json(task), seed, out)
-    except VapoError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(error.exit_code) from None
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vapo_megatron.errors import VapoError
+from vapo_megatron.errors import told_in_one_line
 from vapo_megatron.experience.jsonl import write_rows
 from vapo_megatron.weights.tiny import TinyModel, save_tiny_model, word_tokenizer
 
@@ -120,11 +120,8 @@ def main(
     sft_rows: Annotated[int, typer.Option(min=1, help="Cold-start solutions to write.")] = 25_600,
 ) -> None:
     """Make the quickstart task and its tiny untrained model."""
-    try:
+    with told_in_one_line("error"):
         typer.echo(make_task(out, seed, sft_rows))
-    except VapoError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(error.exit_code) from None
 
 
 if __name__ == "__main__":

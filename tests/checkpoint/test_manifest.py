@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from damage import flip
 
 from vapo_megatron.checkpoint.manifest import (
     Half,
@@ -16,6 +17,7 @@ from vapo_megatron.checkpoint.manifest import (
     read_manifest,
     write_json,
 )
+from vapo_megatron.checkpoint.progress import PROGRESS_FILE, Progress, read_progress
 from vapo_megatron.errors import BadInput
 
 
@@ -52,10 +54,28 @@ def test_a_whole_unit_passes(tmp_path: Path) -> None:
     assert check(make_unit(tmp_path / "unit")) is None
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[100] ^= 1
-    path.write_bytes(content)
+@pytest.mark.parametrize(
+    "harm,message",
+    [
+        (flip, "the content of progress.json has changed since it was saved"),
+        (lambda path: path.unlink(), "progress.json cannot be read"),
+    ],
+)
+def test_progress_is_read_as_it_was_saved_or_not_at_all(
+    tmp_path: Path, harm: Callable[[Path], None], message: str
+) -> None:
+    unit = make_unit(tmp_path / "unit")
+    path = unit / PROGRESS_FILE
+    saved = Progress(step=7, prompts={"cursor": 28}, weight_version=8)
+    write_json(path, saved.model_dump(mode="json"))
+    manifest = read_manifest(unit)
+    with pytest.raises(BadInput, match=r"unit: its manifest knows no progress\.json: the unit is damaged"):
+        read_progress(unit, manifest)
+    manifest = manifest.model_copy(update={"files": manifest.files | file_facts(unit, [path])})
+    assert read_progress(unit, manifest) == saved
+    harm(path)
+    with pytest.raises(BadInput, match=message):
+        read_progress(unit, manifest)
 
 
 def test_a_flipped_bit_is_named(tmp_path: Path) -> None:

@@ -376,7 +376,7 @@ def test_what_is_there_already_stays(
 
 
 @pytest.mark.parametrize("setting", ["run.overwrite=true", "run.resume=auto"])
-@pytest.mark.parametrize("name", ["train", "sft"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_a_run_directory_in_which_a_live_run_works(
     command: Command, capfd: pytest.CaptureFixture[str], name: str, setting: str
 ) -> None:
@@ -390,6 +390,18 @@ def test_a_run_directory_in_which_a_live_run_works(
     assert str(command.run_dir) in error and f"process {os.getpid()} on" in error and "works in it" in error
     assert (command.run_dir / "config.yaml").read_text() == "run: {}\n"
     assert [entry.name for entry in command.run_dir.parent.iterdir()] == ["tiny"]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_empty_run_directory_that_another_process_is_about_to_use(
+    command: Command, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    command.run_dir.mkdir(parents=True)
+    with Lease(command.run_dir) as lease:
+        lease.take()
+        code = command.exit_code(name)
+    assert code == 2 and "works in it" in capfd.readouterr().err
+    assert not list(command.run_dir.iterdir())
 
 
 @pytest.mark.parametrize("name", CONFIGS)

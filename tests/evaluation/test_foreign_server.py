@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -224,7 +225,7 @@ def test_a_gold_answer_that_was_mended_counts_without_asking_again(tmp_path: Pat
     assert before > 0 and _report(tmp_path)["sets"][0]["avg_at_k"] == 0
 
 
-def test_an_evaluation_that_was_killed_goes_on(tmp_path: Path, server: Server) -> None:
+def test_an_evaluation_is_alone_in_its_run_directory_and_goes_on_after_a_kill(tmp_path: Path, server: Server) -> None:
     server.pause = 0.15
     settings = _settings(tmp_path, server)
     config = tmp_path / "e.yaml"
@@ -234,6 +235,9 @@ def test_an_evaluation_that_was_killed_goes_on(tmp_path: Path, server: Server) -
         deadline = time.monotonic() + 120
         while len(server.requests) < 2 * SAMPLES and time.monotonic() < deadline:
             time.sleep(0.01)
+        process.send_signal(signal.SIGSTOP)  # it lives, and gets no further meanwhile
+        with pytest.raises(BadInput, match=rf"runs/e: process {process.pid} on \S+ works in it"):
+            evaluate_checkpoint(settings)
         process.kill()
     killed_after = len(server.requests)
     assert 2 * SAMPLES <= killed_after < PROBLEMS * SAMPLES
@@ -242,3 +246,4 @@ def test_an_evaluation_that_was_killed_goes_on(tmp_path: Path, server: Server) -
     again = len(server.requests)
     assert (PROBLEMS - killed_after // SAMPLES) * SAMPLES <= again < PROBLEMS * SAMPLES
     assert len((tmp_path / "runs/e/evaluation/whole.jsonl").read_text().splitlines()) == PROBLEMS * SAMPLES
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["e"], "the lease of a finished evaluation stays"

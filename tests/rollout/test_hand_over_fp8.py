@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_qwen3 import EOS, token_logprobs
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tiny_qwen3 import make_model, token_logprobs
+from transformers import Qwen3ForCausalLM
 
 from vapo_megatron.config.rollout import RolloutConfig, SyncConfig
 from vapo_megatron.errors import RunFailed
@@ -25,23 +25,8 @@ Weights = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def model() -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=128,
-        hidden_size=256,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=EOS,
-        pad_token_id=2,
-        initializer_range=0.05,
-    )
-    return Qwen3ForCausalLM(config).bfloat16().eval()
+    wide = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 3, "head_dim": 64}
+    return make_model(0, initializer_range=0.05, **wide).bfloat16()
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_qwen3 import EOS, token_logprobs
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from tiny_qwen3 import EOS, make_moe, token_logprobs
+from transformers import Qwen3MoeForCausalLM
 
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig, SyncConfig
 from vapo_megatron.errors import RunFailed
@@ -39,32 +39,9 @@ EXPERT = "model.layers.1.mlp.experts.{}.{}_proj.weight"
 Weights = dict[str, torch.Tensor]
 
 
-def make_moe(seed: int, normalised_tied: bool) -> Qwen3MoeForCausalLM:
-    torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=128,
-        hidden_size=64,
-        moe_intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=6,
-        num_experts_per_tok=2,
-        norm_topk_prob=normalised_tied,
-        tie_word_embeddings=normalised_tied,
-        max_position_embeddings=256,
-        bos_token_id=0,
-        eos_token_id=EOS,
-        pad_token_id=2,
-        initializer_range=0.1,
-    )
-    return Qwen3MoeForCausalLM(config).float().eval()
-
-
 @pytest.fixture(scope="module", params=[True, False], ids=["normalised-tied", "not-normalised-untied"])
 def moe(request: pytest.FixtureRequest) -> Qwen3MoeForCausalLM:
-    return make_moe(3, request.param)
+    return make_moe(3, norm_topk_prob=request.param, tie_word_embeddings=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +94,7 @@ def test_an_engine_says_which_experts_each_token_went_through(
     moe_server: EngineServer, moe: Qwen3MoeForCausalLM, tmp_path: Path
 ) -> None:
     """Tokens of prompts that it has in its cache as well, and those of the weights that it has now."""
-    other = make_moe(4, moe.config.tie_word_embeddings)
+    other = make_moe(4, norm_topk_prob=moe.config.norm_topk_prob, tie_word_embeddings=moe.config.tie_word_embeddings)
     other.save_pretrained(tmp_path)
     seen = []
     with Dispatcher([moe_server.address], CONFIG, stop_token_ids=[EOS]) as dispatcher:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_qwen3 import EOS, token_logprobs
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from tiny_qwen3 import make_moe, token_logprobs
+from transformers import Qwen3MoeForCausalLM
 
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.errors import RunFailed
@@ -30,26 +30,8 @@ Weights = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def moe() -> Qwen3MoeForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=128,
-        hidden_size=256,
-        moe_intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        tie_word_embeddings=False,
-        max_position_embeddings=256,
-        bos_token_id=0,
-        eos_token_id=EOS,
-        pad_token_id=2,
-        initializer_range=0.05,
-    )
-    return Qwen3MoeForCausalLM(config).float().eval()
+    wide = {"hidden_size": 256, "head_dim": 64, "moe_intermediate_size": 128, "num_experts": 4}
+    return make_moe(0, initializer_range=0.05, **wide)
 
 
 @pytest.fixture(scope="module")

@@ -218,6 +218,15 @@ def test_a_job_that_gets_nowhere_is_given_up(job: Job) -> None:
     assert not job.asked.exists() or "requeue" not in job.asked.read_text()
 
 
+def test_a_job_whose_tries_cannot_be_counted_is_not_tried_again(job: Job) -> None:
+    """The file system that holds the record fails for good, and so will every save of the run."""
+    job.exits([(75, "a")])
+    job.stand_in("sed", "echo 'sed: cannot write: Input/output error' >&2; exit 4")
+    ended = job.bash("end_job 75")
+    assert ended.returncode == 1 and "tries cannot be written" in ended.stdout
+    assert not job.asked.exists() or "requeue" not in job.asked.read_text()
+
+
 @pytest.mark.parametrize(
     "ends,count",
     [

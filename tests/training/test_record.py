@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from damage import flip
 
 from vapo_megatron.checkpoint.manifest import (
     FileFacts,
@@ -136,12 +137,6 @@ def refusal(unit: Path) -> str | None:
     except BadInput as error:
         return str(error)
     return check_contents(unit, needed_files(unit, manifest))
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-5] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize(

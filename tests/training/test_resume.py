@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from damage import flip
 from lives import (
     End,
     World,
@@ -201,12 +203,6 @@ def recording(shared: World) -> TrainConfig:
     return config
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(content)
-
-
 @pytest.mark.parametrize(
     "harm,message",
     [
@@ -280,6 +276,23 @@ def test_a_config_that_does_not_fit_is_refused_before_anything_is_touched(copy: 
     assert (Path(config.run.directory) / "config.yaml").read_bytes() == before
     meant = other.run.model_copy(update={"allow_config_change": ("batch.samples_per_prompt",)})
     assert refusal(other.model_copy(update={"run": meant})) == "rank 0 would go on"
+
+
+@pytest.mark.parametrize("harm", [lambda lines: lines[1:], lambda lines: [*lines[:-1], lines[-1].replace("plus", "+")]])
+def test_other_problems_under_the_same_path_are_refused_before_anything_is_touched(
+    copy: tuple[TrainConfig, Path], harm: Callable[[list[str]], list[str]]
+) -> None:
+    config, unit = copy
+    (unit.parent / ".step_000004.half").mkdir()
+    path, before = Path(config.data.train), stamps(config)
+    lines = path.read_text().splitlines(keepends=True)
+    try:
+        path.write_text("".join(harm(lines)))
+        said = refusal(config)
+    finally:
+        path.write_text("".join(lines))
+    assert re.match(r"data: (prompts|fingerprint) is \w+ and was \w+ in the checkpoint", said), said
+    assert stamps(config) == before
 
 
 def stamps(config: TrainConfig) -> dict[Path, int]:
@@ -357,6 +370,16 @@ def test_fine_tuning_goes_on_as_well(tmp_path: Path) -> None:
     assert [end.code for end in ends] == [0, 75, 75, 75, 75, 0, 0]
     straight, limited = tmp_path / "runs" / "straight", tmp_path / "runs" / "limited"
     assert metrics(limited) == metrics(straight) and len(metrics(straight)) == 5
+    shutil.rmtree(limited / "checkpoints")
+    files = {path: path.stat().st_mtime_ns for path in limited.rglob("*")}
+    rows = Path(user["data"]["path"])
+    content = rows.read_text()
+    rows.write_text(content.replace("1 plus 1", "2 plus 1"))
+    end = fine_tune(SftConfig.model_validate(user))
+    assert end.code == 2 and f"data.path={rows}: its fingerprint is" in end.said
+    assert files == {path: path.stat().st_mtime_ns for path in limited.rglob("*")}, "refused before anything is changed"
+    rows.write_text(content)
+    assert fine_tune(SftConfig.model_validate(user)).code == 0
     weights = "checkpoints/final/actor/model.safetensors"
     assert (limited / weights).read_bytes() == (straight / weights).read_bytes()
     for epochs, finished in ((2, True), (3, False)):  # two steps an epoch

@@ -1,9 +1,12 @@
 """How far a run is: the small, readable part of a saved unit."""
 
+import json
+from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
+from vapo_megatron.checkpoint.manifest import Manifest, check_contents, damaged
 from vapo_megatron.config.base import Section
 
 PROGRESS_FILE = "progress.json"
@@ -23,10 +26,28 @@ class PretrainingProgress(Section):
 
 
 class Progress(Section):
-    """How far a run is. sft has neither engines nor prompts nor value pretraining."""
+    """How far a run is. sft has neither engines nor prompts nor value pretraining, and demonstrations instead."""
 
     step: int = Field(ge=0, description="steps done")
     pretraining: PretrainingProgress = PretrainingProgress()
     prompts: dict[str, Any] = Field(default_factory=dict, description="PromptSource.state()")
+    demonstrations: str | None = Field(None, description="fingerprint of sft's data; older units have none")
     weight_version: int = Field(0, description="hand-overs to the engines; samples are marked with it")
     probe: list[list[int]] = Field(default_factory=list, description="sequences on which engines are compared next")
+
+
+def read_progress(unit: Path, manifest: Manifest) -> Progress:
+    """How far the run was when a unit was saved.
+
+    Raises:
+        BadInput: it is not what was saved.
+    """
+    path = unit / PROGRESS_FILE
+    facts = manifest.files.get(PROGRESS_FILE)
+    wrong = check_contents(unit, {path: facts}) if facts is not None else f"its manifest knows no {PROGRESS_FILE}"
+    if wrong is not None:
+        raise damaged(unit, wrong)
+    try:
+        return Progress.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except (ValidationError, ValueError) as error:
+        raise damaged(unit, f"{PROGRESS_FILE} cannot be read ({' '.join(str(error).split())[:200]})") from None

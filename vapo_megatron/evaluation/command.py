@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from vapo_megatron.checkpoint.lease import Lease
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.data import EvalSet
 from vapo_megatron.config.load import dump_config
@@ -38,7 +39,8 @@ def evaluate_checkpoint(settings: EvaluateConfig) -> None:
     come: with run.resume=auto the same command goes on where it stopped.
 
     Raises:
-        BadInput: something in the config cannot work; nothing was written.
+        BadInput: something in the config cannot work, or another process works in the run directory; nothing was
+            written.
         RunFailed, TryAgain: an engine or server did not start, refused, or went away.
     """
     plan = check_evaluation(settings, current_platform())
@@ -47,7 +49,9 @@ def evaluate_checkpoint(settings: EvaluateConfig) -> None:
         previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         stack.callback(signal.signal, signal.SIGTERM, previous)
         verifier = stack.enter_context(VerifierPool(settings.reward))
-        run_dir = _run_dir(settings)
+        run_dir = Path(settings.run.directory)
+        stack.enter_context(Lease(run_dir)).take()
+        _have_run_dir(settings, run_dir)
         console = RunConsole()
         console.header(f"vapo-megatron evaluate: {settings.run.name}", facts(plan, run_dir))
         work = _Work(plan, run_dir, verifier, console)
@@ -154,11 +158,9 @@ class _Work:
         return self.run_dir / "evaluation" / f"{name}{ending}"
 
 
-def _run_dir(settings: EvaluateConfig) -> Path:
-    run_dir = Path(settings.run.directory)
-    if settings.run.resume == "auto" and (run_dir / "config.yaml").is_file():
-        return run_dir
-    return make_run_dir(settings, settings.run)
+def _have_run_dir(settings: EvaluateConfig, run_dir: Path) -> None:
+    if settings.run.resume == "never" or not (run_dir / "config.yaml").is_file():
+        make_run_dir(settings, settings.run)
 
 
 def _answerer(plan: Evaluation, run_dir: Path, console: RunConsole, stack: ExitStack) -> Answerer:

@@ -1,6 +1,5 @@
 """Going on from a saved unit: it is proven whole, and the run directory is put back to where the unit was saved."""
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import ValidationError
 
 from vapo_megatron.checkpoint.manifest import (
     Manifest,
@@ -19,7 +17,7 @@ from vapo_megatron.checkpoint.manifest import (
     needed_files,
     read_manifest,
 )
-from vapo_megatron.checkpoint.progress import PROGRESS_FILE, Progress
+from vapo_megatron.checkpoint.progress import Progress, read_progress
 from vapo_megatron.checkpoint.units import UnitName, remove_leftovers
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.base import Section
@@ -89,11 +87,7 @@ def open_resumed(unit: Path) -> Resumed:
         raise error
     name = UnitName.parse(unit.name)
     assert name is not None
-    try:
-        progress = Progress.model_validate(json.loads((unit / PROGRESS_FILE).read_text(encoding="utf-8")))
-    except (ValidationError, ValueError) as error:
-        raise damaged(unit, f"{PROGRESS_FILE} cannot be read ({' '.join(str(error).split())[:200]})") from None
-    return Resumed(unit, name, manifest, progress)
+    return Resumed(unit, name, manifest, read_progress(unit, manifest))
 
 
 def restore_run_files(run_dir: Path, resumed: Resumed, settings: Section) -> None:

@@ -1,5 +1,6 @@
 """Supervised fine-tuning: the cold start of a policy, on the same Megatron code as everything after it."""
 
+import hashlib
 import math
 import random
 from functools import partial
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from vapo_megatron.checkpoint.progress import Progress
 from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.batch import ExperienceBatch, from_samples
 from vapo_megatron.experience.demonstrations import read_demonstrations
 from vapo_megatron.experience.tokenizer import TextTokenizer
@@ -60,15 +62,35 @@ def batch_order(rows: int, batch_size: int, steps: int, seed: int) -> list[list[
     return [stream[i * batch_size : (i + 1) * batch_size] for i in range(steps)]
 
 
+def fingerprint(demonstrations: ExperienceBatch) -> str:
+    """Of all tokens, and of where each demonstration and its response begin."""
+    digest = hashlib.sha256()
+    for tensor in (demonstrations.tokens, demonstrations.cu_seqlens, demonstrations.prompt_lengths):
+        digest.update(tensor.contiguous().numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def check_same_data(config: SftConfig, now: str, saved: str | None) -> None:
+    """Raises BadInput where a run would go on with other demonstrations; saved: None of a unit that does not tell."""
+    if saved not in (None, now):
+        raise BadInput(
+            f"data.path={config.data.path}: its fingerprint is {now} and was {saved} when the run was saved: resume "
+            "with the data, template and tokenizer that the run was started with, or choose another run.name"
+        )
+
+
 def sft_rank(config: SftConfig, run_dir: Path, unit: Path | None = None) -> None:
     """Collective: the whole fine-tuning of one rank; ends with a Hugging Face directory.
 
     unit: the saved state that it goes on from; None for a new run.
     """
-    resumed = open_resumed(unit) if unit is not None else None
-    if resumed is not None and dist.get_rank() == 0:
-        restore_run_files(run_dir, resumed, config)
     batch = load_demonstrations(config)
+    data = fingerprint(batch)
+    resumed = open_resumed(unit) if unit is not None else None
+    if resumed is not None:
+        on_rank_zero(partial(check_same_data, config, data, resumed.progress.demonstrations))
+        if dist.get_rank() == 0:
+            restore_run_files(run_dir, resumed, config)
     spec = read_spec(Path(config.model.path))
     mesh = make_mesh(config.actor.layout, "actor")
     actor = Trainable(spec, config.model, config.actor, mesh, "lm", name="actor", seed=config.run.seed)
@@ -121,7 +143,9 @@ def sft_rank(config: SftConfig, run_dir: Path, unit: Path | None = None) -> None
                 last = step == steps
                 every = config.checkpoint.every is not None and step % config.checkpoint.every == 0
                 checkpointer.safe_point(
-                    Snapshot(Progress(step=step), {}), due=every or (last and config.checkpoint.at_end), last=last
+                    Snapshot(Progress(step=step, demonstrations=data), {}),
+                    due=every or (last and config.checkpoint.at_end),
+                    last=last,
                 )
         final = final_dir(run_dir) / "actor"
         on_rank_zero(partial(begin_final, run_dir))

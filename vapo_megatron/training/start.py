@@ -7,11 +7,14 @@ from pathlib import Path
 
 from vapo_megatron.checkpoint.config_change import check_config_change
 from vapo_megatron.checkpoint.manifest import check_structure, read_manifest
+from vapo_megatron.checkpoint.progress import Progress, read_progress
 from vapo_megatron.checkpoint.units import newest_unit
 from vapo_megatron.config.run_directory import make_run_dir
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
+from vapo_megatron.experience.prompts import PromptSource, train_prompts
+from vapo_megatron.experience.tokenizer import TextTokenizer
 from vapo_megatron.monitoring.metrics import read_metrics
 from vapo_megatron.training.final_model import final_step
 from vapo_megatron.training.sft import load_demonstrations, planned_steps
@@ -44,7 +47,8 @@ def prepare_start(settings: Settings, check: Callable[[], None], take: Callable[
     run_dir = Path(settings.run.directory)
     if settings.run.resume == "never":
         check()
-        if settings.run.overwrite or not run_dir.exists():
+        # Without it there may be an empty folder, in which two starts at once would both begin.
+        if settings.run.overwrite or not (run_dir / "config.yaml").is_file():
             take()
         make_run_dir(settings, settings.run)
         return Start()
@@ -69,6 +73,8 @@ def prepare_start(settings: Settings, check: Callable[[], None], take: Callable[
     check_config_change(settings, unit, settings.run.allow_config_change)
     check()
     _check_fit(settings, unit)
+    if isinstance(settings, TrainConfig):
+        _check_prompts(settings, read_progress(unit, manifest))
     return Start(unit)
 
 
@@ -99,6 +105,12 @@ def _check_fit(settings: Settings, unit: Path) -> None:
             f"model.path={path}: config.json is not that of the model in {unit / 'actor'}: give back the model that "
             "the run started from, or choose another run.name"
         )
+
+
+def _check_prompts(config: TrainConfig, progress: Progress) -> None:
+    """Raises BadInput where the run would draw other prompts, or in another order, than up to its saved state."""
+    tokenizer = TextTokenizer(Path(config.model.path), config.data.prompt)
+    PromptSource(train_prompts(config.data, tokenizer), config.run.seed, config.data.shuffle).restore(progress.prompts)
 
 
 def _set_aside_exports(run_dir: Path) -> None:
