@@ -221,8 +221,8 @@ class ActorConfig(TrainableConfig):
     logprob_chunk: int | None = Field(
         None,
         ge=1,
-        description="rows of logits held at once, in fp32, on a rank; null: as many as 256 MiB hold. The last ones stay "
-        "from forward to backward, the others are computed again",
+        description="rows of logits held at once, in fp32, on a rank; null: as many as 256 MiB hold. The last ones "
+        "stay from forward to backward, the others are computed again",
     )
 
     def logprob_rows(self, words: int) -> int:
