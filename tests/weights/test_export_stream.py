@@ -170,11 +170,11 @@ def wait_for_the_next(model_dir: Path) -> None:
     load_hf(chunks, spec, model_dir, mesh, "lm")
     made = threading.Event()
     copy = export.SharedFiller._copy
-    filled: list[int] = []
+    filled: dict[int, Bucket] = {}
 
-    def watched(self: Any, batch: Any, bucket: Bucket) -> None:
-        copy(self, batch, bucket)
-        filled.append(len(filled))
+    def watched(self: Any, bucket: Bucket) -> None:
+        copy(self, bucket)
+        filled[id(bucket)] = bucket
         made.set()
 
     export.SharedFiller._copy = watched

@@ -128,7 +128,7 @@ Fp8Recipe = Literal["none", "tensorwise", "delayed", "blockwise", "mxfp8"]
 
 # Rows of a matrix product that FP8 kernels take at a time: 16 for cuBLAS; as many as share a scale where they do.
 # Bytes of the fp32 logits held at once where the rows are not given.
-_LOGITS_BYTES = 256 << 20
+_LOGITS_BYTES = 512 << 20
 _FP8_ROWS = {"none": 1, "tensorwise": 16, "delayed": 16, "blockwise": 128, "mxfp8": 32}
 
 
@@ -221,7 +221,7 @@ class ActorConfig(TrainableConfig):
     logprob_chunk: int | None = Field(
         None,
         ge=1,
-        description="rows of logits held at once, in fp32, on a rank; null: as many as 256 MiB hold. The last ones "
+        description="rows of logits held at once, in fp32, on a rank; null: as many as 512 MiB hold. The last ones "
         "stay from forward to backward, the others are computed again",
     )
 

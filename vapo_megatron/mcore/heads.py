@@ -12,7 +12,7 @@ from vapo_megatron.mcore.platform import current_platform
 
 # Bytes of logits that are exponentiated at a time: on a CPU they stay in a core's cache through all passes over them.
 _BLOCK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 26}
-# Rows of a weight in its own type that are turned into fp32 at a time, where a product needs them so.
+# Rows of a weight that are turned into fp32 at a time where a product needs them so, and of its gradient's parts.
 _CAST_ROWS = 4096
 
 
@@ -175,11 +175,12 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, in fp32; where a and b are fp32 too, without a copy of the product."""
+    """total += a b, in fp32, of which never more than _CAST_ROWS rows stand beside total."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    else:
-        total += _product(a, b)
+        return
+    for rows, into in zip(a.split(_CAST_ROWS), total.split(_CAST_ROWS), strict=True):
+        into += _product(rows, b)
 
 
 class LogProbHead(tensor_parallel.ColumnParallelLinear):

@@ -109,6 +109,11 @@ def checksum(tensor: Tensor) -> int:
     return int(_sum_of_words(tensor.reshape(-1).view(torch.uint8)))
 
 
+def add_checksums(a: int, b: int) -> int:
+    """checksum() of two runs of bytes one after the other, the first of a multiple of 8, from theirs."""
+    return (a + b + 2**63) % 2**64 - 2**63
+
+
 def copy_summed(target: Tensor, source: Tensor, of: Tensor) -> int:
     """Copy source to target, of equal shape, and return checksum() of one of them.
 

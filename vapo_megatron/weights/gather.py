@@ -6,9 +6,11 @@ but its owner. Others (GPUs, machines) gather shards in pieces and arrange them 
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, Protocol
 
 import torch
@@ -17,10 +19,14 @@ from megatron.core import fp8_utils
 from torch import Tensor
 from torch.nn import Parameter
 
-from vapo_megatron.weights.bucket import Bucket, Memory, Place, copy_summed, lay_out
+from vapo_megatron.weights.bucket import Bucket, Memory, Place, add_checksums, copy_summed, lay_out
 from vapo_megatron.weights.mapping import Entry, MeshView
 from vapo_megatron.weights.part_times import PartTimes
+from vapo_megatron.weights.rules import Placing
 from vapo_megatron.weights.spec import ModelSpec
+
+# Bytes of a tensor that one thread copies before it looks for more.
+_COPIED_AT_ONCE = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -102,26 +108,44 @@ class Source:
 class SharedFiller:
     """Every rank of the block copies its shards into memory that all of them see.
 
-    The copies are made in a thread, while the bucket before is in use; collectives stay in the main thread.
+    The copies are made in a thread while the bucket before is in use, and who asks for the bucket helps with what is
+    left of them. Collectives stay in the main thread.
     """
 
     def __init__(self, source: Source, times: PartTimes, sums: bool) -> None:
-        """sums: a bucket's checksums are made with it, where this rank has all of it: one thread less at work later."""
-        self._source, self._times, self._sums = source, times, sums
+        """sums: a bucket's checksums are made with it, where this rank has all of it, for less than they cost later."""
+        self._source, self._times = source, times
+        self._sums = sums and source.block is None  # else others' shards may still be on their way
         threads = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(1, "vapo-export", initializer=lambda: torch.set_num_threads(threads))
-        self._copies: Future[None] | None = None
+        self._left: deque[tuple[int, Placing]] = deque()
+        self._lock = Lock()
+        self._helper: Future[None] | None = None
         self._bucket: Bucket | None = None
 
+    @torch.no_grad()
     def begin(self, batch: list[Owned], memory: Memory) -> None:
         """See Filler."""
-        self._bucket = Bucket(memory, *lay_out_entries(batch, self._source.spec))
-        self._copies = self._pool.submit(self._copy, batch, self._bucket)
+        source, mesh = self._source, self._source.mesh
+        self._bucket = Bucket(memory, *lay_out_entries(batch, source.spec))
+        if self._sums:
+            self._bucket.sums = [0] * len(self._bucket)
+        first = 0
+        for one in batch:
+            wholes = [tensor for _, tensor in self._bucket[first : first + len(one.entry.hf)]]
+            if source.places(one):
+                shard = source.shard(one.entry)
+                placings = one.entry.rule.placings(shard, wholes, source.spec, mesh.tp_rank, mesh.tp_size)
+                for index, placing in enumerate(placings, first):
+                    self._left.extend((index, piece) for piece in _rows(placing))
+            first += len(wholes)
+        self._helper = self._pool.submit(self._copy, self._bucket)
 
     def finish(self) -> Bucket:
         """See Filler."""
-        assert self._copies is not None and self._bucket is not None
-        self._copies.result()
+        assert self._helper is not None and self._bucket is not None
+        self._copy(self._bucket)
+        self._helper.result()
         self._barrier()
         bucket, self._bucket = self._bucket, None
         return bucket
@@ -131,22 +155,19 @@ class SharedFiller:
         self._pool.shutdown()
         self._barrier()
 
-    def _copy(self, batch: list[Owned], bucket: Bucket) -> None:
-        source = self._source
-        tensors, sums = iter(bucket), list[int]()
+    def _copy(self, bucket: Bucket) -> None:
         with torch.no_grad(), self._times.part("convert"):
-            for one in batch:
-                wholes = [tensor for _, tensor in itertools.islice(tensors, len(one.entry.hf))]
-                if not source.places(one):
+            while True:
+                try:
+                    index, (target, part) = self._left.popleft()
+                except IndexError:  # the other thread may have taken the last
+                    return
+                if bucket.sums is None:
+                    target.copy_(part)
                     continue
-                shard, mesh = source.shard(one.entry), source.mesh
-                placings = one.entry.rule.placings(shard, wholes, source.spec, mesh.tp_rank, mesh.tp_size)
-                for target, part in placings:
-                    if self._sums and source.block is None:  # then a target is a whole tensor
-                        sums.append(copy_summed(target, part, of=target))
-                    else:
-                        target.copy_(part)
-            bucket.sums = sums or None
+                found = copy_summed(target, part, of=target)
+                with self._lock:
+                    bucket.sums[index] = add_checksums(bucket.sums[index], found)
 
     def _barrier(self) -> None:
         if self._source.block is not None:
@@ -179,6 +200,8 @@ class GatheringFiller:
             self._flying = self._launch(next(self._pieces), wait=False)
             return
         self._stream.wait_stream(torch.cuda.current_stream())
+        # Should nobody ask for the end of the stream, the memory is not given away before this is done.
+        memory.buffer.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             for piece in self._pieces:
                 self._arrange(self._launch(piece, wait=True))
@@ -188,7 +211,6 @@ class GatheringFiller:
         assert self._bucket is not None
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
-            self._bucket.buffer.record_stream(torch.cuda.current_stream())
         while self._flying is not None:
             following = next(self._pieces, None)
             flying, self._flying = self._flying, None if following is None else self._launch(following, wait=False)
@@ -255,6 +277,13 @@ class _Flight:
     shapes: list[tuple[int, ...]]
     gathered: Tensor
     work: Any
+
+
+def _rows(placing: Placing) -> Iterator[Placing]:
+    """A large placing in several of consecutive rows, of a multiple of 8 each, so that checksums of words add up."""
+    target, part = placing
+    rows = max(1, _COPIED_AT_ONCE * len(target) // (8 * target.nbytes)) * 8
+    return zip(target.split(rows), part.split(rows), strict=True)
 
 
 def batches(owned: list[Owned], limit: int) -> Iterator[list[Owned]]:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 
 import torch
 
@@ -12,6 +13,7 @@ class PartTimes:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
+        self._lock = Lock()  # a part may be at work in several threads
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
@@ -34,7 +36,8 @@ class PartTimes:
 
     def add(self, name: str, seconds: float) -> None:
         """Add seconds that were measured elsewhere."""
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        with self._lock:
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def read(self) -> dict[str, float]:
         """Seconds by part so far; waits for the device."""
