@@ -206,6 +206,8 @@ def random_model(shape: Shape, config: ActorConfig, dtype: str, optimizer: bool 
     trainable = Trainable(shape.spec(), model, config, mesh, "lm", name="actor", seed=1)
     if optimizer:
         trainable.prepare()
+    else:
+        trainable.freeze()
     return trainable
 
 

@@ -27,6 +27,7 @@ from vapo_megatron.training.probe import probe_batch, random_sequences, split_lo
 from vapo_megatron.weights.bucket import Bucket, SharedSlots, pack, packed_size
 from vapo_megatron.weights.export import make_slots, stream_hf
 from vapo_megatron.weights.load import load_hf
+from vapo_megatron.weights.shared_weights import SharedWeights
 from vapo_megatron.weights.spec import read_spec
 
 KINDS = ["shared_memory", "distributed", "disk"]
@@ -59,7 +60,7 @@ def restored(server: EngineServer, model: Qwen3ForCausalLM) -> Iterator[EngineSe
 def make_sync(kind: str, address: EngineAddress, engine_tp: int, folder: Path) -> WeightSync:
     client = EngineClient(address, DEADLINE)
     transport: Transport
-    if kind == "shared_memory":
+    if kind in ("shared_memory", "lent"):
         transport = SharedMemoryTransport(client, engine_tp)
     elif kind == "distributed":
         transport = DistributedTransport([client], engine_tp, DEADLINE)
@@ -94,8 +95,10 @@ def train_and_hand_over(
     slots = make_slots(mesh, torch.device("cpu"))
     batch = probe_batch(SEQUENCES)
     leads = dist.get_rank() == 0
+    # Weights that are whole on a rank are also read where they are.
+    kinds = KINDS if actor.shared_weights is None else [*KINDS, "lent"]
     syncs = [
-        (kind, address, make_sync(kind, address, tp, folder)) for address, tp in engines for kind in KINDS if leads
+        (kind, address, make_sync(kind, address, tp, folder)) for address, tp in engines for kind in kinds if leads
     ]
     differences: list[float] = []
     losses, versions, version = [], [], 0
@@ -104,10 +107,11 @@ def train_and_hand_over(
             actor.train_step(batch, range(batch.samples), LikelihoodLoss(batch.response_tokens)).figures["loss"]
         )
         ours = split_logprobs(batch, actor.score(batch, temperature=1.0)[:, 0])
-        for i in range(len(engines) * len(KINDS)):
+        for i in range(len(engines) * len(kinds)):
             version += 1
+            lent = actor.shared_weights if kinds[i % len(kinds)] == "lent" else None
             # Small buckets: several of them go each way.
-            stream = stream_hf(actor.chunks, spec, mesh, "lm", bucket_bytes=60_000, slots=slots)
+            stream = stream_hf(actor.chunks, spec, mesh, "lm", bucket_bytes=60_000, slots=slots, lent=lent)
             if not leads:
                 for _ in stream:
                     pass
@@ -146,7 +150,7 @@ def test_a_trainer_of_one_rank_feeds_an_engine_of_two(
 ) -> None:
     engines = [(wide_server.address, 2)]
     answers = run_ranks(1, train_and_hand_over, model_path, LayoutConfig(), engines, tmp_path, deadline=240)
-    check(answers[0], hand_overs=9)
+    check(answers[0], hand_overs=12)
 
 
 def check(answer: dict[str, Any], hand_overs: int) -> None:
@@ -190,6 +194,40 @@ def test_a_bucket_damaged_on_its_way_is_named(sync: WeightSync, others: Tensors)
 
     with pytest.raises(RunFailed, match=rf"weights were not accepted: {UP.format(1)} arrived damaged[^;]*$"):
         sync.push(damage(in_slots(others)), version=1)
+
+
+def test_what_was_lent_is_sent_by_every_transport(sync: WeightSync, others: Tensors) -> None:
+    sync.push(lending(others), version=1)
+    assert sync.differing_tensors([others]) == []
+
+
+def test_a_lent_tensor_read_in_the_wrong_place_is_named(wide_server: EngineServer, others: Tensors) -> None:
+    def shifted(buckets: Iterator[Bucket]) -> Iterator[Bucket]:
+        for bucket in buckets:
+            for index, where in bucket.lent.items():
+                if bucket[index][0] == UP.format(1):
+                    bucket.lent[index] = where._replace(start=where.start - 64)
+            yield bucket
+
+    with (
+        make_sync("lent", wide_server.address, 2, Path("unused")) as sync,
+        pytest.raises(RunFailed, match=rf"weights were not accepted: {UP.format(1)} arrived damaged[^;]*$"),
+    ):
+        sync.push(shifted(lending(others)), version=1)
+
+
+def lending(tensors: Tensors) -> Iterator[Bucket]:
+    """Like in_slots, matrices read where they are."""
+    copies = {name: tensor.clone() for name, tensor in tensors}
+    memory = SharedWeights(copies.values())
+    for bucket in in_slots(list(copies.items())):
+        for index, (name, tensor) in enumerate(bucket):
+            if tensor.ndim == 2:
+                where = memory.whereabouts(copies[name])
+                assert where is not None
+                tensor.zero_()  # the buffer's, which nobody is to read
+                bucket.lend(index, copies[name], where)
+        yield bucket
 
 
 def test_a_tensor_dropped_on_its_way_is_named(sync: WeightSync, others: Tensors) -> None:

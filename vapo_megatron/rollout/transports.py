@@ -68,7 +68,8 @@ class Transport(ABC):
 
 
 class SharedMemoryTransport(Transport):
-    """Host memory that the server's processes map: the bucket's own where it lies in such memory, else a copy."""
+    """Host memory that the server's processes map: the bucket's own, and what is lent to it, where that is such memory;
+    else a copy."""
 
     def __init__(self, client: EngineClient | None, engine_tp: int) -> None:
         super().__init__([] if client is None else [client])
@@ -145,7 +146,7 @@ class IpcTransport(Transport):
         torch.cuda.ipc_collect()
 
     def _placed(self, bucket: NamedTensors) -> Bucket:
-        if isinstance(bucket, Bucket) and bucket.buffer.is_cuda:
+        if isinstance(bucket, Bucket) and bucket.buffer.is_cuda and not bucket.lent:
             return bucket
         return pack(bucket, self._slots.take(0, packed_size(bucket)))
 
@@ -227,7 +228,7 @@ class DistributedTransport(Transport):
         self._group = None
 
     def _placed(self, bucket: NamedTensors) -> Bucket:
-        if isinstance(bucket, Bucket) and bucket.buffer.device == self._device:
+        if isinstance(bucket, Bucket) and bucket.buffer.device == self._device and not bucket.lent:
             if bucket.buffer.is_cuda:
                 # The broadcast is another thread's, on another stream.
                 torch.cuda.current_stream(self._device).synchronize()
@@ -290,7 +291,7 @@ class DiskTransport(Transport):
     def _write(self, bucket: NamedTensors) -> None:
         assert self._directory is not None
         placed = bucket
-        if not isinstance(bucket, Bucket) or bucket.buffer.device.type != "cpu":
+        if not isinstance(bucket, Bucket) or bucket.buffer.device.type != "cpu" or bucket.lent:
             placed = pack(bucket, DeviceSlots(torch.device("cpu")).take(0, packed_size(bucket)))
         assert isinstance(placed, Bucket)
         sums = dict(zip((name for name, _ in placed), placed.checksums(), strict=True))

@@ -25,6 +25,7 @@ def announce(bucket: Bucket | None, purpose: Purpose, *, first: bool, last: bool
     return {
         "places": [tuple(place) for place in places],
         "size": 0 if bucket is None else bucket.buffer.numel(),
+        "lent": {} if bucket is None else {index: tuple(where) for index, where in bucket.lent.items()},
         "purpose": purpose,
         "first": first,
         "last": last,
@@ -43,7 +44,14 @@ def unpack(description: Mapping[str, Any], buffer: torch.Tensor | None = None) -
         return []
     if buffer is None:
         buffer = _map(description["path"], description["size"])
-    return [(place.name, view(buffer, place)) for place in places]
+    found = []
+    for index, place in enumerate(places):
+        memory = buffer
+        if index in description["lent"]:
+            path, size, start = description["lent"][index]
+            memory, place = _map(path, size), place._replace(start=start)
+        found.append((place.name, view(memory, place)))
+    return found
 
 
 def _map(path: str, size: int) -> torch.Tensor:

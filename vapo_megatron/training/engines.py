@@ -296,7 +296,11 @@ class Engines:
             self._slots = make_slots(actor.mesh, current_platform().device)
         limit = self._config.sync.bucket_mib << 20
         slots, sums = self._slots, self._fp8 is None
-        return stream_hf(actor.chunks, actor.spec, actor.mesh, "lm", limit, slots=slots, times=times, sums=sums)
+        # Quantised tensors are made of the bucket's, and other transports send the buffer alone.
+        lent = actor.shared_weights if sums and self._transport_name == "shared_memory" else None
+        return stream_hf(
+            actor.chunks, actor.spec, actor.mesh, "lm", limit, slots=slots, times=times, sums=sums, lent=lent
+        )
 
     def _stream_for_others(self, actor: Trainable, times: PartTimes | None = None) -> None:
         """Take part in the collectives of a stream that this rank has no use for."""

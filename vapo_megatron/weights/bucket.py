@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vapo_megatron.weights.shared_weights import Whereabouts
+
 NamedTensors = Sequence[tuple[str, Tensor]]
 
-_PIECE_BYTES = 1 << 19
+_PIECE_BYTES = 1 << 21
 _ALIGNMENT = 16  # bytes: a slice can be viewed as any dtype
 
 
@@ -51,12 +53,13 @@ def view(buffer: Tensor, place: Place) -> Tensor:
 
 
 class Bucket(Sequence[tuple[str, Tensor]]):
-    """(name, tensor) pairs whose tensors are contiguous views of one buffer.
+    """(name, tensor) pairs whose tensors are contiguous views of one buffer, but for those that were lent.
 
     Attributes:
         memory: what the buffer lies in.
         buffer: uint8 [bytes].
-        places: of the tensors, in their order.
+        places: of the tensors in it, in their order; that of one that was lent stays unused.
+        lent: by a tensor's index, where it lies instead.
         sums: checksum() of each tensor as it was put in, where it was made then.
     """
 
@@ -64,12 +67,18 @@ class Bucket(Sequence[tuple[str, Tensor]]):
         self.memory, self.places = memory, places
         self.buffer = memory.buffer[:size]
         self._tensors = [(place.name, view(self.buffer, place)) for place in places]
+        self.lent: dict[int, Whereabouts] = {}
         self.sums: list[int] | None = None
+
+    def lend(self, index: int, tensor: Tensor, whereabouts: Whereabouts) -> None:
+        """Have a contiguous tensor that lies elsewhere in the place of one of the buffer's, of equal shape."""
+        self._tensors[index] = (self.places[index].name, tensor)
+        self.lent[index] = whereabouts
 
     def checksums(self) -> list[int]:
         """checksum() of each tensor, as it was when they were asked for first; on a GPU all at once."""
         if self.sums is None:
-            sums = [_sum_of_words(self.buffer[place.start : place.start + place.nbytes]) for place in self.places]
+            sums = [_sum_of_words(tensor.reshape(-1).view(torch.uint8)) for _, tensor in self]
             self.sums = torch.stack(sums).tolist() if sums else []
         return self.sums
 

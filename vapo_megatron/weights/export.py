@@ -31,6 +31,7 @@ from vapo_megatron.weights.gather import (
 )
 from vapo_megatron.weights.mapping import Entry, MeshView, entries, local_parameters
 from vapo_megatron.weights.part_times import PartTimes
+from vapo_megatron.weights.shared_weights import SharedWeights
 from vapo_megatron.weights.spec import Head, ModelSpec
 
 BUCKET_BYTES = 512 << 20
@@ -49,6 +50,7 @@ def stream_hf(
     slots: Slots | None = None,
     times: PartTimes | None = None,
     sums: bool = False,
+    lent: SharedWeights | None = None,
 ) -> Iterator[Bucket]:
     """The model as (Hugging Face name, whole tensor) pairs, on every rank of this rank's block: max(tp, ep) x pp ranks.
 
@@ -71,6 +73,8 @@ def stream_hf(
             tensors live as long as they are held.
         times: gets the seconds of "gather" (collectives) and "convert" (copies into place, and their checksums).
         sums: every bucket's checksums will be asked for: they are made ahead, where that saves time.
+        lent: who reads the buckets can map this: what a rank without a block has in it as a whole tensor of the dtype
+            asked for is not copied. A bucket's buffer is then not all of it.
 
     Yields:
         Buckets of contiguous tensors on the model's device. The parameters must not change until the stream has ended.
@@ -81,7 +85,7 @@ def stream_hf(
     local: dict[Entry, Parameter] = {}
     for entry, parameter in local_parameters(chunks, spec, head, mesh.tp_size):
         local.setdefault(entry, parameter)
-    source = Source(local, spec, mesh, next(iter(local.values())).device)
+    source = Source(local, spec, mesh, next(iter(local.values())).device, lent)
     ahead, places = slots is not None, slots or _fresh_slots(source)
     filler, limit = _filler(source, places.shared, bucket_bytes, times or PartTimes(), sums)
     plan = list(batches(_owners(local, spec, mesh, head, dtype), limit))

@@ -19,10 +19,11 @@ from megatron.core import fp8_utils
 from torch import Tensor
 from torch.nn import Parameter
 
-from vapo_megatron.weights.bucket import Bucket, Memory, Place, add_checksums, copy_summed, lay_out
+from vapo_megatron.weights.bucket import Bucket, Memory, Place, add_checksums, checksum, copy_summed, lay_out
 from vapo_megatron.weights.mapping import Entry, MeshView
 from vapo_megatron.weights.part_times import PartTimes
 from vapo_megatron.weights.rules import Placing
+from vapo_megatron.weights.shared_weights import SharedWeights
 from vapo_megatron.weights.spec import ModelSpec
 
 # Bytes of a tensor that one thread copies before it looks for more.
@@ -73,12 +74,16 @@ class Filler(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """What a filler reads: this rank's parameters, what they are shards of, and how they are laid out over ranks."""
+    """What a filler reads: this rank's parameters, what they are shards of, and how they are laid out over ranks.
+
+    lent: what readers of a bucket can read where it is; it is then not copied.
+    """
 
     local: Mapping[Entry, Parameter]
     spec: ModelSpec
     mesh: MeshView
     device: torch.device
+    lent: SharedWeights | None = None
 
     def shard(self, entry: Entry) -> Tensor:
         """This rank's shard of an entry, in floating point: of a parameter kept in FP8 what it stands for."""
@@ -115,6 +120,7 @@ class SharedFiller:
     def __init__(self, source: Source, times: PartTimes, sums: bool) -> None:
         """sums: a bucket's checksums are made with it, where this rank has all of it, for less than they cost later."""
         self._source, self._times = source, times
+        self._lent = source.lent if source.block is None else None
         self._sums = sums and source.block is None  # else others' shards may still be on their way
         threads = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(1, "vapo-export", initializer=lambda: torch.set_num_threads(threads))
@@ -137,7 +143,7 @@ class SharedFiller:
                 shard = source.shard(one.entry)
                 placings = one.entry.rule.placings(shard, wholes, source.spec, mesh.tp_rank, mesh.tp_size)
                 for index, placing in enumerate(placings, first):
-                    self._left.extend((index, piece) for piece in _rows(placing))
+                    self._plan(self._bucket, index, placing)
             first += len(wholes)
         self._helper = self._pool.submit(self._copy, self._bucket)
 
@@ -155,6 +161,14 @@ class SharedFiller:
         self._pool.shutdown()
         self._barrier()
 
+    def _plan(self, bucket: Bucket, index: int, placing: Placing) -> None:
+        target, part = placing
+        where = None if self._lent is None or part.dtype != target.dtype else self._lent.whereabouts(part)
+        if where is not None:
+            bucket.lend(index, part.view(bucket[index][1].shape), where)
+        if where is None or self._sums:
+            self._left.extend((index, piece) for piece in _rows((part if where else target, part)))
+
     def _copy(self, bucket: Bucket) -> None:
         with torch.no_grad(), self._times.part("convert"):
             while True:
@@ -165,7 +179,8 @@ class SharedFiller:
                 if bucket.sums is None:
                     target.copy_(part)
                     continue
-                found = copy_summed(target, part, of=target)
+                lent = target.data_ptr() == part.data_ptr()
+                found = checksum(part) if lent else copy_summed(target, part, of=target)
                 with self._lock:
                     bucket.sums[index] = add_checksums(bucket.sums[index], found)
 
