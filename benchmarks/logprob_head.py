@@ -1,6 +1,6 @@
 """Log-probs and entropy from chunks of logits against whole logits: time, and the most memory beyond the inputs.
 
-    python -m benchmarks.logprob_head [--words 151936] [--tokens 8192] [--hidden 1536] [--chunk 1024] [--json FILE]
+    python -m benchmarks.logprob_head [--words 151936] [--tokens 8192] [--hidden 1536] [--chunk ROWS] [--json FILE]
 
 Forward and backward of both; "plain" is log_softmax over fp32 logits, then gather and entropy, as trainers without a
 fused head do it. On a CPU memory is what the process holds resident at most, beyond what it held before, measured in a
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.common import best_seconds, one_rank, parser, publish
+from vapo_megatron.config.model import ActorConfig
 from vapo_megatron.mcore.heads import logprobs_and_entropy
 from vapo_megatron.mcore.platform import current_platform
 
@@ -84,11 +85,12 @@ def main() -> None:
     arguments.add_argument("--words", type=int, default=151936)
     arguments.add_argument("--tokens", type=int, default=8192)
     arguments.add_argument("--hidden", type=int, default=1536)
-    arguments.add_argument("--chunk", type=int, default=1024)
+    arguments.add_argument("--chunk", type=int, help="rows of logits held at once; as a run has it where left out")
     arguments.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     arguments.add_argument("--repeats", type=int, default=3)
     arguments.add_argument("--only", choices=("plain", "chunked"), help="where the plain way does not fit")
     given = arguments.parse_args()
+    given.chunk = ActorConfig(logprob_chunk=given.chunk).logprob_rows(given.words)
     rows = []
     context = multiprocessing.get_context("spawn")
     for entropy in (False, True):
