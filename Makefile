@@ -72,7 +72,7 @@ bench: $(STAMP)
 	  echo "== $$name"; $(BIN)/python -W ignore -m benchmarks.$$name $$([ $$name = gae ] || echo --json runs/benchmarks/$$name.json)
 	done
 	echo "== logprob_head"
-	$(BIN)/python -W ignore -m benchmarks.logprob_head --tokens 2048 --hidden 512 --json runs/benchmarks/logprob_head.json
+	$(BIN)/python -W ignore -m benchmarks.logprob_head --tokens 1024 --hidden 512 --dtype float32 --json runs/benchmarks/logprob_head.json
 	echo "== gpu"
 	$(BIN)/python -W ignore -m benchmarks.gpu $$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "--tiny")') \
 	  --json runs/benchmarks/gpu.json
