@@ -43,6 +43,7 @@ def test_moved_tensors_keep_their_values_and_stay_views_of_one_another() -> None
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             assert pool.apply(read, (where, len(mine))) == mine.tolist()
     assert shared.whereabouts(flat[::2]) is None and shared.whereabouts(before[0]) is None
+    assert shared.whereabouts(flat[1:]) is None, "no sum of 8-byte words can be made of it"
 
 
 def lend_after_a_step(model_dir: Path, distributed: bool) -> dict[str, Any]:

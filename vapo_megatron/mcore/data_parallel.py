@@ -7,7 +7,7 @@ with overlap_param_gather a bucket of updated weights is gathered when the next 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from torch import Tensor
 
 from vapo_megatron.config.model import OptimizerSettings, TrainableConfig
@@ -48,6 +48,11 @@ def wrap(
         no_sync = [chunk.no_sync for chunk in wrapped]
         transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return wrapped
+
+
+def sum_model_grads(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+    """Megatron's reduction of gradients without its division by tokens: the loss weights hold the denominators."""
+    finalize_model_grads(model, None, **kwargs)
 
 
 def weight_tensors(wrapped: Iterable[DistributedDataParallel]) -> Iterator[Tensor]:

@@ -1,6 +1,7 @@
 """Numbers that ranks work out apart and report together."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -8,6 +9,16 @@ from torch import Tensor
 
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.mcore.token_loss import TokenLoss
+
+
+@dataclass
+class StepResult:
+    """What one optimizer step reports, the same on every rank."""
+
+    grad_norm: float
+    lr: float
+    figures: dict[str, float] = field(default_factory=dict)
+    outputs: Tensor | None = None
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -6,13 +6,12 @@ function of local tensors; everything about layout stays in here.
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
@@ -21,8 +20,8 @@ from vapo_megatron.config.model import ActorConfig, ModelConfig, TrainableConfig
 from vapo_megatron.experience.balance import Cost, plan_microbatches
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.experience.microbatch import MicroBatch, pack
-from vapo_megatron.mcore.data_parallel import share_whole_weights, weight_tensors, wrap
-from vapo_megatron.mcore.figures import FigureTotals, sum_over_ranks
+from vapo_megatron.mcore.data_parallel import share_whole_weights, sum_model_grads, weight_tensors, wrap
+from vapo_megatron.mcore.figures import FigureTotals, StepResult, sum_over_ranks
 from vapo_megatron.mcore.layer_spec import parameters_of
 from vapo_megatron.mcore.mesh import Mesh
 from vapo_megatron.mcore.model import Head, build_model, check_model_layout, transformer_config
@@ -42,16 +41,6 @@ from vapo_megatron.mcore.sleep import PARTS, Footprint, Part, Sleeper
 from vapo_megatron.mcore.token_loss import PackedTokens, TokenLoss
 from vapo_megatron.weights.shared_weights import SharedWeights
 from vapo_megatron.weights.spec import ModelSpec
-
-
-@dataclass
-class StepResult:
-    """What one optimizer step reports, the same on every rank."""
-
-    grad_norm: float
-    lr: float
-    figures: dict[str, float] = field(default_factory=dict)
-    outputs: Tensor | None = None
 
 
 class Trainable:
@@ -117,7 +106,7 @@ class Trainable:
         self._optimizer, self.scheduler = make_optimizer(self.config, self.wrapped, self.mesh, self.dtype)
         self.scheduler.step(0)
         self.transformer.grad_scale_func = self._optimizer.scale_loss
-        self.transformer.finalize_model_grads_func = _sum_model_grads
+        self.transformer.finalize_model_grads_func = sum_model_grads
         forget_exact_values(self._chunks)
 
     def freeze(self) -> None:
@@ -400,8 +389,3 @@ def _shares(batch: ExperienceBatch, on_done: Callable[[int], None] | None) -> Ca
             told = done
 
     return on_forward
-
-
-def _sum_model_grads(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-    """Megatron's reduction of gradients without its division by tokens: the loss weights hold the denominators."""
-    finalize_model_grads(model, None, **kwargs)

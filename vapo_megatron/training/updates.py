@@ -13,7 +13,8 @@ from vapo_megatron.algorithms.selection import split_minibatches
 from vapo_megatron.algorithms.shaping import overlong_filter_mask
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.experience.batch import ExperienceBatch
-from vapo_megatron.mcore.trainable import StepResult, Trainable
+from vapo_megatron.mcore.figures import StepResult
+from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.training.figures import importance_figures, mean_of
 from vapo_megatron.training.losses import PolicyLoss, ValueLoss
 from vapo_megatron.training.run import Run

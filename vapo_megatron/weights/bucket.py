@@ -13,6 +13,7 @@ from vapo_megatron.weights.shared_weights import Whereabouts
 
 NamedTensors = Sequence[tuple[str, Tensor]]
 
+# Of a tensor that is copied and summed: a cache still holds them when they are summed. Chosen by measuring hand-overs.
 _PIECE_BYTES = 1 << 21
 _ALIGNMENT = 16  # bytes: a slice can be viewed as any dtype
 
@@ -126,7 +127,7 @@ def add_checksums(a: int, b: int) -> int:
 def copy_summed(target: Tensor, source: Tensor, of: Tensor) -> int:
     """Copy source to target, of equal shape, and return checksum() of one of them.
 
-    On a CPU piece by piece: a core's cache still holds what is summed.
+    On a CPU piece by piece: a cache still holds what is summed.
     """
     if not all(tensor.is_contiguous() and tensor.device.type == "cpu" for tensor in (target, source)):
         target.copy_(source)

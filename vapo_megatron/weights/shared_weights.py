@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+_WORD = 8  # bytes of what checksum() adds up
 _ALIGNMENT = 256  # bytes: no two storages share a cache line
 
 
@@ -54,11 +55,13 @@ class SharedWeights:
             tensor.data = torch.empty(0, dtype=tensor.dtype).set_(room.untyped_storage(), *place)
 
     def whereabouts(self, tensor: Tensor) -> Whereabouts | None:
-        """Where a tensor lies, None where it is not contiguous or not of this memory."""
+        """Where a tensor lies, None where it is not contiguous, not of this memory, or where checksums cannot be made
+        of its words."""
         start = self._starts.get(tensor.untyped_storage().data_ptr())
-        if start is None or not tensor.is_contiguous():
+        offset = int(tensor.storage_offset()) * tensor.itemsize
+        if start is None or not tensor.is_contiguous() or offset % _WORD:
             return None
-        return Whereabouts(self._path, self._size, start + int(tensor.storage_offset()) * tensor.itemsize)
+        return Whereabouts(self._path, self._size, start + offset)
 
     def __del__(self) -> None:
         if hasattr(self, "_fd"):
