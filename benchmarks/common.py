@@ -28,7 +28,7 @@ from vapo_megatron.mcore.mesh import make_mesh
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.training.losses import NegativeLogLikelihood
-from vapo_megatron.training.probe import probe_batch
+from vapo_megatron.weight_sync.probe import probe_batch
 from vapo_megatron.weights.spec import ModelSpec, read_spec
 
 make_torchvision_importable()

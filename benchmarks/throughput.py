@@ -10,7 +10,7 @@ on both sides; packing, the fp32 sums of gradients and their reduction count her
 
 The optimizer's update is left out of "forward+backward"; "whole step" has it (transformers: gradients clipped, torch's
 fused AdamW). Both sides take turns; the best of --repeats after one that does not count. "of CPU time" compares what
-the process used instead of what the clock says: on a CPU that others use too it is the figure to read, on a GPU it says
+the process used instead of what the clock says: on a CPU that others use too it is the metric to read, on a GPU it says
 nothing.
 """
 

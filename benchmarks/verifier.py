@@ -1,4 +1,4 @@
-"""How far the verifier agrees with other people's verdicts, beside math-verify in the same run.
+"""How far the verifier agrees with other people's grades, beside math-verify in the same run.
 
     .venv/bin/python benchmarks/verifier.py --cases ../shared/data/answer_equivalence_public.jsonl \
         --cases ../shared/data/real_responses_public.jsonl
@@ -24,39 +24,39 @@ def _first(row: dict[str, Any], *names: str) -> Any:
     return next(row[name] for name in names if name in row)
 
 
-def _math_verify(gold: str, response: str) -> bool:
+def _math_verify(ground_truth: str, response: str) -> bool:
     try:
-        return bool(math_verify.verify(math_verify.parse(gold), math_verify.parse(response)))
+        return bool(math_verify.verify(math_verify.parse(ground_truth), math_verify.parse(response)))
     except Exception:  # it raises what sympy raises
         return False
 
 
 def main(
-    cases: Annotated[list[Path], typer.Option(help="JSONL of cases with verdicts. Repeatable.")],
+    cases: Annotated[list[Path], typer.Option(help="JSONL of cases with grades. Repeatable.")],
     workers: Annotated[int, typer.Option(help="Verifier processes.")] = 2,
 ) -> None:
     """Print agreement, speed and disagreements."""
     with VerifierPool(RewardConfig(protocol="auto", workers=workers)) as pool:
         for path in cases:
             rows = [row for _, row in read_rows(path) if not row.get("tags")]
-            golds = [str(_first(row, "gold", "answer")) for row in rows]
+            ground_truths = [str(_first(row, "gold", "answer")) for row in rows]
             responses = [str(_first(row, "prediction", "response")) for row in rows]
             expected = [bool(_first(row, "expected", "correct")) for row in rows]
             start = time.perf_counter()
-            verdicts = pool.grade_batch(list(zip(golds, responses, strict=True)))
+            grades = pool.grade_batch(list(zip(ground_truths, responses, strict=True)))
             seconds = time.perf_counter() - start
-            ours = [verdict.correct for verdict in verdicts]
-            theirs = [_math_verify(*pair) for pair in zip(golds, responses, strict=True)]
+            ours = [grade.correct for grade in grades]
+            theirs = [_math_verify(*pair) for pair in zip(ground_truths, responses, strict=True)]
             print(f"\n{path.name}: {len(rows)} cases in {seconds:.1f} s with {workers} processes")
             for name, found in (("this verifier", ours), ("math-verify", theirs)):
                 agreed = sum(one == other for one, other in zip(found, expected, strict=True))
                 print(f"  {name:14} agrees on {agreed} ({agreed / len(rows):.1%})")
-            for row, verdict, other, wanted in zip(rows, verdicts, theirs, expected, strict=True):
-                if verdict.correct != wanted:
-                    said = f"ours {verdict.correct} ({verdict.reason}), math-verify {other}"
+            for row, grade, other, wanted in zip(rows, grades, theirs, expected, strict=True):
+                if grade.correct != wanted:
+                    said = f"ours {grade.correct} ({grade.reason}), math-verify {other}"
                     print(f"  {row.get('id')}: wanted {wanted}, {said}")
-                    print(f"    gold {json.dumps(str(_first(row, 'gold', 'answer')))}")
-                    print(f"    read {json.dumps(verdict.extracted[-200:])}")
+                    print(f"    ground_truth {json.dumps(str(_first(row, 'gold', 'answer')))}")
+                    print(f"    read {json.dumps(grade.extracted[-200:])}")
 
 
 if __name__ == "__main__":

@@ -37,9 +37,9 @@ begin_job() {
     trap on_term TERM
 
     [[ $(tries_from_here) -lt $MAX_TRIES ]] || give_up
-    echo "$(date +%FT%T) $SLURM_JOB_ID restart=$RESTART nodes=$SLURM_JOB_NODELIST from=$(newest_unit)" >>"$RECORD/tries" ||
+    echo "$(date +%FT%T) $SLURM_JOB_ID restart=$RESTART nodes=$SLURM_JOB_NODELIST from=$(latest_checkpoint)" >>"$RECORD/tries" ||
         refuse "RUNS=$RUNS: $RECORD/tries cannot be written"
-    say "$SLURM_JOB_NAME: try $((RESTART + 1)) of job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, from $(newest_unit)"
+    say "$SLURM_JOB_NAME: try $((RESTART + 1)) of job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, from $(latest_checkpoint)"
 
     MASTER_ADDR=$(job_nodes | head -n 1)
     MASTER_PORT=$(free_port)
@@ -78,7 +78,7 @@ job_field() { # FIELD [JOB]
 
 job_nodes() { scontrol show hostnames "$SLURM_JOB_NODELIST"; } # in the order of SLURM_NODEID
 
-newest_unit() {
+latest_checkpoint() {
     local newest
     # Whatever is still being written has a hidden name.
     newest=$(ls -1t "$PROGRESS" 2>/dev/null | head -n 1)
@@ -87,7 +87,7 @@ newest_unit() {
 }
 
 tries_from_here() { # tries of this job in a row that began where the next one would, and failed by themselves
-    awk -v job="$SLURM_JOB_ID" -v from="from=$(newest_unit)" \
+    awk -v job="$SLURM_JOB_ID" -v from="from=$(latest_checkpoint)" \
         '$2 != job || $5 != from { tries = 0; next } $6 == "ended=75" { tries++ } END { print tries + 0 }' "$RECORD/tries"
 }
 
@@ -96,7 +96,7 @@ record_end() { # of this try: a code; 75_by_slurm and 75_node_left_out (and none
 }
 
 give_up() {
-    say "$MAX_TRIES tries in a row began at $(newest_unit) and saved nothing: not tried again. What stopped them stands" \
+    say "$MAX_TRIES tries in a row began at $(latest_checkpoint) and saved nothing: not tried again. What stopped them stands" \
         "above and in $RUN_DIR/logs; once that is mended, submit the job anew"
     exit 1
 }
@@ -146,7 +146,7 @@ run_step() {
     [[ $STEP_CODE = 0 || -n $ENDING ]] || clean_nodes
 }
 
-verdict() { # of a step, from the code of srun and from what its tasks recorded ("code node time", a file a task)
+grade_response() { # of a step, from the code of srun and from what its tasks recorded ("code node time", a file a task)
     # srun tells only the highest code of all tasks, those included that Slurm ended because of the first one.
     local code node
     read -r code node < <(first_failure) || :
@@ -227,7 +227,7 @@ on_usr1() {
 
 on_term() {
     ENDING=1
-    # The tasks were sent TERM as well. A run that did not save in time goes on from its last unit.
+    # The tasks were sent TERM as well. A run that did not save in time goes on from its last checkpoint.
     if [[ $(job_field Reason) = TimeLimit ]]; then
         say "the time limit was reached; what was not saved by then is done again (--signal=B:USR1@SECONDS gives it longer)"
         end_job 75

@@ -15,6 +15,8 @@ from vapo_megatron.experience.torchvision_ops import make_torchvision_importable
 
 make_torchvision_importable()
 
+pytest_plugins = ["engine_server"]
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the whole test run."""

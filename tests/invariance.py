@@ -79,7 +79,7 @@ class Split:
     max_tokens: int = 1000
     optimizer: OptimizerSettings = OPTIMIZER
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
-    sleep: str = "auto"
+    offload: str = "auto"
     dtype: str = "float32"
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class Split:
         extras += [self.recompute.granularity] * (self.recompute.granularity != "none")
         extras += ["whole-optimizer"] * (not self.optimizer.distributed)
         extras += ["overlap"] * (self.optimizer.overlap_grad_reduce is True)
-        extras += ["sleep"] * (self.sleep == "always")
+        extras += ["sleep"] * (self.offload == "always")
         extras += ["bf16"] * (self.dtype == "bfloat16")
         return "-".join(extras)
 
@@ -157,7 +157,7 @@ def train(
     split: Split,
     mutate: Callable[[str, Any, Split], Any] | None = None,
 ) -> dict[str, Any]:
-    """On every rank: each case's figures and gradient norm of each step, gradients of the last, weights after it.
+    """On every rank: each case's metrics and gradient norm of each step, gradients of the last, weights after it.
 
     mutate may exchange a loss for a wrong one.
     """
@@ -179,7 +179,7 @@ def _train_case(
         "optimizer": split.optimizer,
         "recompute": split.recompute,
         "max_tokens_per_microbatch": split.max_tokens,
-        "sleep": split.sleep,
+        "offload": split.offload,
     }
     section = ActorConfig(**shared, logprob_chunk=7) if case.head == "lm" else CriticConfig(**shared)
     model = ModelConfig(path=str(model_dir), dtype=split.dtype)  # type: ignore[arg-type]
@@ -192,10 +192,10 @@ def _train_case(
     steps = []
     for _ in range(STEPS):
         result = trainable.train_step(batch, range(batch.samples), loss)
-        steps.append(result.figures | {"grad_norm": result.grad_norm})
+        steps.append(result.metrics | {"grad_norm": result.grad_norm})
         gradients = _gradients(trainable)
-        if split.sleep == "always":
-            trainable.sleep()
+        if split.offload == "always":
+            trainable.offload()
     scores = trainable.score(batch).numpy()
     weights = _tensors(trainable)
     if dist.get_rank() != 0:
@@ -245,12 +245,12 @@ def run_split(
 
 
 def assert_same(found: list[dict[str, Any]], expected: dict[str, Any], rel: float = 1e-5) -> None:
-    """Every rank's report equals the reference: figures, norms and scores; gradients and weights, which rank 0 has."""
+    """Every rank's report equals the reference: metrics, norms and scores; gradients and weights, which rank 0 has."""
     for name, reference in expected.items():
         for rank, report in enumerate(found):
-            for step, (figures, wanted) in enumerate(zip(report[name]["steps"], reference["steps"], strict=True)):
+            for step, (metrics, wanted) in enumerate(zip(report[name]["steps"], reference["steps"], strict=True)):
                 for key, value in wanted.items():
-                    error = abs(figures[key] - value)
+                    error = abs(metrics[key] - value)
                     # A sum of parts that cancel has the rounding of the parts, not of the sum.
                     assert error <= rel * abs(value) + 0.1 * rel, f"{name}, rank {rank}, step {step}, {key}: {error}"
             _assert_close(report[name]["scores"], reference["scores"], rel, f"{name}, rank {rank}, scores")

@@ -1,6 +1,6 @@
 """Quantise a trained policy for serving: a Hugging Face directory in, an FP8 or NVFP4 directory that SGLang loads out.
 
-python tools/export_fp8.py --hf runs/NAME/checkpoints/final/actor --out actor-fp8 --calibration prompts.jsonl
+python tools/export_fp8.py --hf runs/NAME/hf/final/actor --out actor-fp8 --calibration prompts.jsonl
 """
 
 from enum import StrEnum
@@ -16,7 +16,7 @@ from vapo_megatron.errors import BadInput, told_in_one_line
 from vapo_megatron.experience.jsonl import read_rows
 from vapo_megatron.experience.tokenizer import load_tokenizer
 from vapo_megatron.experience.torchvision_ops import make_torchvision_importable
-from vapo_megatron.weights.quantized_export import REPORT_FILE, Report, check_source, export_quantized
+from vapo_megatron.operations.quantized_export import REPORT_FILE, Report, check_source, export_quantized
 
 _WORST_LAYERS = 10
 

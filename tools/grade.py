@@ -1,4 +1,5 @@
-"""Grade predictions against gold answers: rows {gold, prediction} in, the same rows with "correct" and "reason" out."""
+"""Grade predictions against ground-truth answers: rows {gold, prediction} in, the same rows with "correct" and
+"reason" out."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,14 +34,14 @@ def grade_file(cases: Path, out: Path, config: RewardConfig) -> tuple[int, int]:
     """Grade the rows of cases into out; return how many are correct and how many there are."""
     rows = read_cases(cases)
     with VerifierPool(config) as pool:
-        verdicts = pool.grade_batch([(row["gold"], row["prediction"]) for row in rows])
+        grades = pool.grade_batch([(row["gold"], row["prediction"]) for row in rows])
 
     def graded() -> Iterator[dict[str, Any]]:
-        for row, verdict in zip(rows, verdicts, strict=True):
-            yield {**row, "correct": verdict.correct, "reason": verdict.reason, "extracted": verdict.extracted}
+        for row, grade in zip(rows, grades, strict=True):
+            yield {**row, "correct": grade.correct, "reason": grade.reason, "extracted": grade.extracted}
 
     write_rows(out, graded())
-    return sum(verdict.correct for verdict in verdicts), len(verdicts)
+    return sum(grade.correct for grade in grades), len(grades)
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -52,10 +53,10 @@ def main(
     out: Annotated[Path, typer.Option(help="JSONL to write: the rows with correct, reason and extracted.")],
     protocol: Annotated[str, typer.Option(help="auto, marked, boxed, answer_line, answer_tag or hash.")] = "auto",
     workers: Annotated[int, typer.Option(help="Verifier processes.")] = 2,
-    deadline_seconds: Annotated[float, typer.Option(help="Time for one row.")] = 10.0,
+    response_timeout_s: Annotated[float, typer.Option(help="Time for one row.")] = 10.0,
 ) -> None:
     """Grade every row and write them all, or nothing."""
-    settings = {"protocol": protocol, "workers": workers, "deadline_seconds": deadline_seconds}
+    settings = {"protocol": protocol, "workers": workers, "response_timeout_s": response_timeout_s}
     with told_in_one_line("error"):
         try:
             config = RewardConfig.model_validate(settings)

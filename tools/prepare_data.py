@@ -17,8 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.errors import BadInput, told_in_one_line
-from vapo_megatron.preparation.layouts import LAYOUTS
-from vapo_megatron.preparation.prepare import OVERLAP_LIMIT, prepare
+from vapo_megatron.operations.preparation.layouts import LAYOUTS
+from vapo_megatron.operations.preparation.prepare import OVERLAP_LIMIT, prepare
 
 PROMPTS = {
     "chat": (

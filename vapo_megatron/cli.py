@@ -64,7 +64,7 @@ def engine(
     port: Annotated[int, typer.Option(min=0, max=65535, help="to listen on; 0: a free one")] = 30000,
     host: Annotated[str, typer.Option(help="address of this machine to listen on")] = "127.0.0.1",
 ) -> None:
-    """Serve rollouts of a training config from GPUs that the trainer does not use; see rollout.addresses."""
+    """Serve rollouts of a training config from GPUs that the trainer does not use; see rollout.external_urls."""
     from vapo_megatron.config.load import load_config
     from vapo_megatron.config.train import TrainConfig
 
@@ -93,8 +93,8 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
 ) -> None:
     """Compare two evaluations of the same problems: difference of avg@k, its interval, a paired test."""
-    from vapo_megatron.evaluation.compare import compare_runs
-    from vapo_megatron.evaluation.compare_table import comparison_json, comparison_table
+    from vapo_megatron.operations.comparison.compare import compare_runs
+    from vapo_megatron.operations.comparison.table import comparison_json, comparison_table
 
     comparisons = compare_runs(first, second)
     if as_json:
@@ -116,7 +116,7 @@ def plan(
     from vapo_megatron.config.train import TrainConfig
 
     settings = load_config(TrainConfig, config, overrides or [], PRESETS)
-    from vapo_megatron.cluster.plan.command import plan_run
+    from vapo_megatron.operations.plan.command import plan_run
 
     plan_run(settings, gpus, nodes, json)
 
@@ -136,7 +136,7 @@ def doctor(
     from vapo_megatron.config.train import TrainConfig
 
     settings = load_config(TrainConfig, config, overrides or [], PRESETS)
-    from vapo_megatron.cluster.doctor import command
+    from vapo_megatron.operations.doctor import command
 
     names = [name for name in node_names.split(",") if name]
     command.leave(command.doctor(settings, quick, json, wait, broken_nodes, names))
@@ -145,7 +145,7 @@ def doctor(
 @app.command()
 def report(run_dir: Annotated[Path, typer.Argument(help="a run directory", show_default=False)]) -> None:
     """Draw curves.png and write report.html from the metrics of a run."""
-    from vapo_megatron.monitoring.report import write_report
+    from vapo_megatron.operations.report.report import write_report
 
     if not (run_dir / "metrics.jsonl").is_file():
         raise BadInput(f"{run_dir}: holds no metrics.jsonl: give the directory of a run, such as runs/vapo")

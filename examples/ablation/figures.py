@@ -1,4 +1,4 @@
-"""The figures: accuracy of every row, the collapse of the length, and what lambda does to a reward that comes late."""
+"""The metrics: accuracy of every row, the collapse of the length, and what lambda does to a reward that comes late."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,14 +9,14 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.gridspec import GridSpec
+from matplotlib.metric import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter
 from reward_decay import LEARNT, SETTINGS, Course
 from table import RowResult, Table
 
 from vapo_megatron.config.atomic import atomic_write
-from vapo_megatron.monitoring.curves import BLUE, GREEN, GREY, INK, ORANGE, PAPER, PURPLE, RED, STYLE
+from vapo_megatron.operations.report.curves import BLUE, GREEN, GREY, INK, ORANGE, PAPER, PURPLE, RED, STYLE
 
 DPI = 150
 PART_COLORS = {"ablation": BLUE, "family": GREEN, "collapse": ORANGE}
@@ -37,39 +37,39 @@ def save_ablation_figure(table: Table, path: Path) -> None:
     """Accuracy of every row with all its seeds; response length by step; bias of the critics that runs start from."""
     with matplotlib.rc_context(STYLE):
         rows = len(table.rows) + len({result.row.part for result in table.rows}) - 1
-        figure = _figure(14.0, max(7.0, 1.5 + 0.4 * rows))
-        grid = GridSpec(2, 2, figure=figure, width_ratios=(1.35, 1.0), height_ratios=(1.25, 1.0))
-        _accuracies(figure.add_subplot(grid[:, 0]), table)
-        _lengths(figure.add_subplot(grid[0, 1]), table)
-        _critics(figure.add_subplot(grid[1, 1]), table)
-        _save(figure, path)
+        metric = _figure(14.0, max(7.0, 1.5 + 0.4 * rows))
+        grid = GridSpec(2, 2, metric=metric, width_ratios=(1.35, 1.0), height_ratios=(1.25, 1.0))
+        _accuracies(metric.add_subplot(grid[:, 0]), table)
+        _lengths(metric.add_subplot(grid[0, 1]), table)
+        _critics(metric.add_subplot(grid[1, 1]), table)
+        _save(metric, path)
 
 
 def save_decay_figure(courses: Sequence[Course], path: Path) -> None:
     """Chance of the good token by iteration, time to learn by delay, and the value error along the response."""
     with matplotlib.rc_context(STYLE):
-        figure = _figure(14.0, 4.3)
-        grid = GridSpec(1, 3, figure=figure)
+        metric = _figure(14.0, 4.3)
+        grid = GridSpec(1, 3, metric=metric)
         longest = max(course.tokens for course in courses)
         late = [course for course in courses if course.tokens == longest]
-        _chances(figure.add_subplot(grid[0]), late)
-        _delays(figure.add_subplot(grid[1]), courses)
-        _value_errors(figure.add_subplot(grid[2]), late)
-        handles, labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(SETTINGS), fontsize=9.5)
-        _save(figure, path)
+        _chances(metric.add_subplot(grid[0]), late)
+        _delays(metric.add_subplot(grid[1]), courses)
+        _value_errors(metric.add_subplot(grid[2]), late)
+        handles, labels = metric.axes[0].get_legend_handles_labels()
+        metric.legend(handles, labels, loc="outside lower center", ncols=len(SETTINGS), fontsize=9.5)
+        _save(metric, path)
 
 
 def _figure(width: float, height: float) -> Figure:
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor=PAPER)
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)  # type: ignore[union-attr,call-arg]
-    FigureCanvasAgg(figure)
-    return figure
+    metric = Figure(figsize=(width, height), layout="constrained", facecolor=PAPER)
+    metric.get_layout_engine().set(w_pad=0.12, h_pad=0.12)  # type: ignore[union-attr,call-arg]
+    FigureCanvasAgg(metric)
+    return metric
 
 
-def _save(figure: Figure, path: Path) -> None:
+def _save(metric: Figure, path: Path) -> None:
     with atomic_write(path, "wb") as file:
-        figure.savefig(file, format="png", dpi=DPI)
+        metric.savefig(file, format="png", dpi=DPI)
 
 
 def _accuracies(axes: Axes, table: Table) -> None:

@@ -49,7 +49,7 @@ def _seed_jobs(config: AblationConfig, seed: int, folder: Path) -> Iterator[Job]
         f"seed{seed}/{name}" for name in ("task", "cold_start", "value_critic", "reward_model")
     )
     yield _task(config.task, seed, folder / "task", task)
-    policy = f"model.path={folder / 'cold_start' / 'checkpoints' / 'final' / 'actor'}"
+    policy = f"model.path={folder / 'cold_start' / 'hf' / 'final' / 'actor'}"
     place = [f"run.seed={seed}", f"run.root={folder}"]
     demonstrations = folder / "task" / "sft.jsonl"
 
@@ -89,8 +89,8 @@ def _seed_jobs(config: AblationConfig, seed: int, folder: Path) -> Iterator[Job]
     yield _train("value_critic", "vapo", [*shared, *pretraining], folder, (cold_start,), 1, SECONDS["value_critic"])
 
     critics = {
-        "pretrained": ("value_checkpoint", folder / "value_critic" / "checkpoints" / "value_pretrained" / "critic"),
-        "reward_model": ("reward_model", folder / "reward_model" / "checkpoints" / "final" / "critic"),
+        "pretrained": ("value_checkpoint", folder / "value_critic" / "hf" / "value_pretrained" / "critic"),
+        "reward_model": ("reward_model", folder / "reward_model" / "hf" / "final" / "critic"),
     }
     needs = {"pretrained": value_critic, "reward_model": reward_model}
     for row in config.rows:
@@ -131,7 +131,7 @@ def _cli(command: str, config: Path, overrides: list[str]) -> tuple[str, ...]:
 
 def is_finished(run_dir: Path, wanted: Section, steps: int) -> bool:
     """Whether a run of just this config has its last step in metrics.jsonl, and its models beside it."""
-    if not (run_dir / "checkpoints" / "final").is_dir():
+    if not (run_dir / "hf" / "final").is_dir():
         return False
     try:
         found = load_config(type(wanted), run_dir / "config.yaml", [], PRESETS)

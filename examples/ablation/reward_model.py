@@ -2,7 +2,7 @@
 
 VC-PPO (arXiv 2503.01491) finds that a critic which starts from a reward model undervalues early tokens,
 since a reward model is trained at the end token alone and takes a prefix for a bad answer. Here that is made explicit:
-the cold-start policy with a new scalar head is fitted, on the project's own Megatron code, to the verifier's verdict
+the cold-start policy with a new scalar head is fitted, on the project's own Megatron code, to the verifier's grade
 (+1 or -1) behind the end token and to -1 at every position before it, both halves weighing the same. What comes out is
 a Hugging Face directory (...ForTokenClassification with one label) for critic.init=reward_model.
 """
@@ -33,7 +33,7 @@ from vapo_megatron.experience.tokenizer import TextTokenizer
 from vapo_megatron.mcore.mesh import make_mesh
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.rewards.math import verdict
+from vapo_megatron.rewards.math import grade_response
 from vapo_megatron.training.losses import ValueLoss
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.save import save_hf
@@ -44,7 +44,7 @@ HELD_OUT = 512
 
 
 def judged_solutions(config: RewardModelConfig) -> ExperienceBatch:
-    """Demonstrations with the verifier's verdict as reward, each one token longer than it is.
+    """Demonstrations with the verifier's grade as reward, each one token longer than it is.
 
     Outputs at position j speak about token j + 1: the value behind the end token is that of a padding token after it.
     """
@@ -54,7 +54,7 @@ def judged_solutions(config: RewardModelConfig) -> ExperienceBatch:
         config.demonstrations, tokenizer.encode_prompt, tokenizer.encode_response, tokenizer.eos_id, 128
     )
     for sample in samples:
-        sample.correct = verdict(
+        sample.correct = grade_response(
             answers[sample.prompt.problem], tokenizer.decode(sample.response_ids.tolist()), "hash"
         ).correct
         sample.reward = 1.0 if sample.correct else -1.0
@@ -82,7 +82,7 @@ def position_weights(batch: ExperienceBatch, ends: torch.Tensor, samples: list[i
     return 0.5 * here / here.sum() + 0.5 * before / before.sum()
 
 
-def figures(critic: Trainable, batch: ExperienceBatch) -> dict[str, float]:
+def metrics(critic: Trainable, batch: ExperienceBatch) -> dict[str, float]:
     """Collective: what the model says of held-out solutions."""
     values, (targets, ends) = critic.score(batch)[:, 0], labels(batch)
     agree = (values[ends] > 0) == (targets[ends] > 0)
@@ -96,7 +96,7 @@ def figures(critic: Trainable, batch: ExperienceBatch) -> dict[str, float]:
 
 
 def fit(config: RewardModelConfig, run_dir: Path) -> None:
-    """Collective: fit, measure on solutions not seen, write checkpoints/final/critic."""
+    """Collective: fit, measure on solutions not seen, write hf/final/critic."""
     batch, source = judged_solutions(config), Path(config.model.path)
     spec, critic_config = read_spec(source), CriticConfig(optimizer=config.optimizer)
     mesh = make_mesh(critic_config.layout, "critic")
@@ -107,19 +107,19 @@ def fit(config: RewardModelConfig, run_dir: Path) -> None:
     order = list(range(batch.samples))
     random.Random(config.run.seed).shuffle(order)
     held_out, training = order[:HELD_OUT], order[HELD_OUT:]
-    with Recorder(run_dir, MonitoringConfig(tensorboard=False), speaks=dist.get_rank() == 0) as recorder:
+    with Recorder(run_dir, MonitoringConfig(tensorboard=False), is_main_rank=dist.get_rank() == 0) as recorder:
         with recorder.phase("fit_reward_model", total=config.steps) as advance:
             for step in range(1, config.steps + 1):
                 first = (step - 1) * config.batch_size
                 samples = [training[i % len(training)] for i in range(first, first + config.batch_size)]
                 loss = ValueLoss(ValueLossConfig(), targets, targets, position_weights(batch, ends, samples))
                 result = critic.train_step(batch, samples, loss)
-                recorder.add({"reward_model/loss": result.figures["value_loss"], "critic/lr": result.lr})
+                recorder.add({"reward_model/loss": result.metrics["value_loss"], "critic/lr": result.lr})
                 advance(1)
                 if step < config.steps:
                     recorder.write(step)
-        recorder.add(figures(critic, batch.select(held_out)))
-        save_hf(critic.chunks, critic.spec, mesh, "value", source, run_dir / "checkpoints" / "final" / "critic")
+        recorder.add(metrics(critic, batch.select(held_out)))
+        save_hf(critic.chunks, critic.spec, mesh, "value", source, run_dir / "hf" / "final" / "critic")
         row = recorder.write(config.steps)
         recorder.console.closing(f"{config.run.name} finished", {name: f"{row[name]:.3f}" for name in sorted(row)})
 
@@ -132,7 +132,7 @@ def main(
     with told_in_one_line("reward_model"):
         settings = load_config(RewardModelConfig, config, overrides or [], config.parent)
         run_dir = make_run_dir(settings, settings.run)
-        start_ranks(1, partial(fit, settings, run_dir), timeout_minutes=10)
+        start_ranks(1, partial(fit, settings, run_dir), collective_timeout_s=600)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""VAPO's ablation at small scale, on the program that trains at any scale: a table, figures, and what they show.
+"""VAPO's ablation at small scale, on the program that trains at any scale: a table, metrics, and what they show.
 
 `python examples/ablation/run.py` runs what is missing and presents what is there; run it again after an interruption.
 """
@@ -37,7 +37,7 @@ def main(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="over ablation.yaml, such as steps=12")
     ] = None,
-    out: Annotated[Path, typer.Option(help="folder of all runs, of the table and of the figures")] = Path(
+    out: Annotated[Path, typer.Option(help="folder of all runs, of the table and of the metrics")] = Path(
         "runs/ablation"
     ),
     only: Annotated[list[str] | None, typer.Option(help="a row to run; may be given again. VAPO is always run")] = None,
@@ -67,8 +67,8 @@ def main(
 
 
 def present(config: AblationConfig, out: Path, jobs: list[Job], outcome: Outcome, docs: bool, seconds: float) -> None:
-    """Write table and figures of all that is finished, and the page where all is; fail where a job failed."""
-    from figures import save_ablation_figure, save_decay_figure
+    """Write table and metrics of all that is finished, and the page where all is; fail where a job failed."""
+    from metrics import save_ablation_figure, save_decay_figure
     from page import write_page
     from reward_decay import measure_decay
     from table import make_table, markdown, write_table
@@ -85,7 +85,7 @@ def present(config: AblationConfig, out: Path, jobs: list[Job], outcome: Outcome
     console.print(
         f"[bold green]{len(outcome.done)} jobs run, {len(outcome.skipped)} were finished before[/bold green] "
         f"({seconds / 60:.1f} minutes)\n  table    {out / 'table.md'}, {out / 'table.json'}\n"
-        f"  figures  {out / 'ablation.png'}, {out / 'reward_decay.png'}"
+        f"  metrics  {out / 'ablation.png'}, {out / 'reward_decay.png'}"
     )
     if outcome.failed:
         raise RunFailed(f"failed: {failures}")

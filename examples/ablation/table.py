@@ -116,7 +116,7 @@ def make_table(config: AblationConfig, out: Path, finished: set[str]) -> Table:
 
 
 def read_seed(run_dir: Path) -> SeedResult:
-    """The figures of a finished run."""
+    """The metrics of a finished run."""
     steps = [row for row in read_metrics(run_dir) if row["step"] > 0]
     bias = {position: steps[0].get(f"{names.VALUE_BIAS}{position}") for position in names.BIAS_POSITIONS}
     return SeedResult(
@@ -166,7 +166,7 @@ def _line(table: Table, result: RowResult) -> str:
 
 
 def write_table(table: Table, decay: Sequence[Course], out: Path) -> None:
-    """table.md and table.json, the second with every number that table and figures are made of."""
+    """table.md and table.json, the second with every number that table and metrics are made of."""
     rows = [
         {
             "row": result.row.model_dump(mode="json"),

@@ -64,7 +64,7 @@ def main(
         "vapo-megatron",
         "train",
         str(HERE / "vapo.yaml"),
-        f"model.path={out / 'sft' / 'checkpoints' / 'final' / 'actor'}",
+        f"model.path={out / 'sft' / 'hf' / 'final' / 'actor'}",
         f"data.train={task / 'train.jsonl'}",
         f"data.eval=[{{name: unseen, path: {task / 'eval.jsonl'}, samples: 4}}]",
         f"run.steps={steps}",
@@ -80,7 +80,7 @@ def main(
         f"  picture   {out / 'vapo' / 'curves.png'}\n"
         f"  report    {out / 'vapo' / 'report.html'}\n"
         f"  samples   {out / 'vapo' / 'samples'}\n"
-        f"  model     {out / 'vapo' / 'checkpoints' / 'final' / 'actor'}  (a Hugging Face directory)\n"
+        f"  model     {out / 'vapo' / 'hf' / 'final' / 'actor'}  (a Hugging Face directory)\n"
         f"  charts    .venv/bin/tensorboard --logdir {out}",
         soft_wrap=True,
     )

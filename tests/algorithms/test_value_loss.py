@@ -1,4 +1,4 @@
-"""Value losses, and the figures that say whether a critic can be trusted."""
+"""Value losses, and the metrics that say whether a critic can be trusted."""
 
 import statistics
 

@@ -22,7 +22,7 @@ def config(changes: dict[str, Any]) -> TrainConfig:
 
 
 @pytest.fixture
-def unit(tmp_path: Path) -> Path:
+def checkpoint(tmp_path: Path) -> Path:
     dump_config(config({}), tmp_path / "config.yaml")
     return tmp_path
 
@@ -34,11 +34,11 @@ def unit(tmp_path: Path) -> Path:
         {"run": {"steps": 500, "resume": "auto", "overwrite": True}},
         {"actor": {"layout": {"tp": 4}, "max_tokens_per_microbatch": 1000}, "cluster": {"ranks": 8}},
         {"evaluation": {"every": 3}, "export": {"every": 5}, "monitoring": {"tensorboard": False}},
-        {"checkpoint": {"every": 1, "keep": {"last": 5}}, "rollout": {"engines": 2}},
+        {"checkpoint": {"every": 1, "keep": {"last": 5}}, "rollout": {"num_engines": 2}},
     ],
 )
-def test_how_far_where_and_how_visibly_a_run_goes_may_change(unit: Path, changes: dict[str, Any]) -> None:
-    check_config_change(config(changes), unit, ())
+def test_how_far_where_and_how_visibly_a_run_goes_may_change(checkpoint: Path, changes: dict[str, Any]) -> None:
+    check_config_change(config(changes), checkpoint, ())
 
 
 @pytest.mark.parametrize(
@@ -54,16 +54,16 @@ def test_how_far_where_and_how_visibly_a_run_goes_may_change(unit: Path, changes
         ({"rollout": {"seeded_sampling": False}}, "rollout.seeded_sampling=False"),
     ],
 )
-def test_what_a_run_learns_from_may_not_unless_it_is_meant(unit: Path, changes: dict[str, Any], key: str) -> None:
+def test_what_a_run_learns_from_may_not_unless_it_is_meant(checkpoint: Path, changes: dict[str, Any], key: str) -> None:
     with pytest.raises(BadInput) as raised:
-        check_config_change(config(changes), unit, ())
-    assert str(raised.value).startswith(key) and str(unit) in str(raised.value)
+        check_config_change(config(changes), checkpoint, ())
+    assert str(raised.value).startswith(key) and str(checkpoint) in str(raised.value)
     name = key.partition("=")[0]
     assert f"run.allow_config_change=[{name}]" in str(raised.value)
-    check_config_change(config(changes), unit, (name,))
-    check_config_change(config(changes), unit, (name.rpartition(".")[0],))
+    check_config_change(config(changes), checkpoint, (name,))
+    check_config_change(config(changes), checkpoint, (name.rpartition(".")[0],))
     with pytest.raises(BadInput):
-        check_config_change(config(changes), unit, (name[:-1],))
+        check_config_change(config(changes), checkpoint, (name[:-1],))
 
 
 def test_differences_are_told_by_their_dotted_keys() -> None:

@@ -1,4 +1,4 @@
-"""Whatever happens to a file of a unit is found, and told of by its name."""
+"""Whatever happens to a file of a checkpoint is found, and told of by its name."""
 
 import json
 from collections.abc import Callable
@@ -8,8 +8,8 @@ import pytest
 from damage import flip
 
 from vapo_megatron.checkpoint.manifest import (
-    Half,
     Manifest,
+    ModelPart,
     check_contents,
     check_structure,
     file_facts,
@@ -21,37 +21,40 @@ from vapo_megatron.checkpoint.progress import PROGRESS_FILE, Progress, read_prog
 from vapo_megatron.errors import BadInput
 
 
-def make_unit(folder: Path, unit_id: str = "u1", step: int = 7) -> Path:
+def make_unit(folder: Path, checkpoint_id: str = "u1", step: int = 7) -> Path:
     facts = {}
     for name in ("actor", "critic"):
         (folder / name).mkdir(parents=True)
         (folder / name / "weights").write_bytes(bytes(range(200)))
-        write_json(folder / name / "half.json", Half(unit_id=unit_id, run_id="r", step=step).model_dump())
-        facts |= file_facts(folder, [folder / name / "weights", folder / name / "half.json"])
+        write_json(
+            folder / name / "model_part.json",
+            ModelPart(checkpoint_id=checkpoint_id, run_id="r", step=step).model_dump(),
+        )
+        facts |= file_facts(folder, [folder / name / "weights", folder / name / "model_part.json"])
     manifest = Manifest(
-        unit_id=unit_id,
+        checkpoint_id=checkpoint_id,
         run_id="r",
         step=step,
         kind="train",
         models=("actor", "critic"),
         world_size=1,
         layouts={},
-        figures={},
+        metrics={},
         files=facts,
     )
     write_json(folder / "manifest.json", manifest.model_dump(mode="json"))
     return folder
 
 
-def check(unit: Path) -> str | None:
-    """Everything that is checked before a unit is loaded."""
-    manifest = read_manifest(unit)
-    check_structure(unit, manifest)
-    return check_contents(unit, needed_files(unit, manifest))
+def check(checkpoint: Path) -> str | None:
+    """Everything that is checked before a checkpoint is loaded."""
+    manifest = read_manifest(checkpoint)
+    check_structure(checkpoint, manifest)
+    return check_contents(checkpoint, needed_files(checkpoint, manifest))
 
 
 def test_a_whole_unit_passes(tmp_path: Path) -> None:
-    assert check(make_unit(tmp_path / "unit")) is None
+    assert check(make_unit(tmp_path / "checkpoint")) is None
 
 
 @pytest.mark.parametrize(
@@ -64,61 +67,64 @@ def test_a_whole_unit_passes(tmp_path: Path) -> None:
 def test_progress_is_read_as_it_was_saved_or_not_at_all(
     tmp_path: Path, harm: Callable[[Path], None], message: str
 ) -> None:
-    unit = make_unit(tmp_path / "unit")
-    path = unit / PROGRESS_FILE
+    checkpoint = make_unit(tmp_path / "checkpoint")
+    path = checkpoint / PROGRESS_FILE
     saved = Progress(step=7, prompts={"cursor": 28}, weight_version=8)
     write_json(path, saved.model_dump(mode="json"))
-    manifest = read_manifest(unit)
-    with pytest.raises(BadInput, match=r"unit: its manifest knows no progress\.json: the unit is damaged"):
-        read_progress(unit, manifest)
-    manifest = manifest.model_copy(update={"files": manifest.files | file_facts(unit, [path])})
-    assert read_progress(unit, manifest) == saved
+    manifest = read_manifest(checkpoint)
+    with pytest.raises(BadInput, match=r"checkpoint: its manifest knows no progress\.json: the checkpoint is damaged"):
+        read_progress(checkpoint, manifest)
+    manifest = manifest.model_copy(update={"files": manifest.files | file_facts(checkpoint, [path])})
+    assert read_progress(checkpoint, manifest) == saved
     harm(path)
     with pytest.raises(BadInput, match=message):
-        read_progress(unit, manifest)
+        read_progress(checkpoint, manifest)
 
 
 def test_a_flipped_bit_is_named(tmp_path: Path) -> None:
-    unit = make_unit(tmp_path / "unit")
-    flip(unit / "critic" / "weights")
-    assert "critic/weights has changed" in str(check(unit))
+    checkpoint = make_unit(tmp_path / "checkpoint")
+    flip(checkpoint / "critic" / "weights")
+    assert "critic/weights has changed" in str(check(checkpoint))
 
 
 @pytest.mark.parametrize(
     "harm,message",
     [
         (
-            lambda unit: (unit / "actor" / "weights").write_bytes(b"x"),
+            lambda checkpoint: (checkpoint / "actor" / "weights").write_bytes(b"x"),
             "actor/weights has 1 bytes, its manifest says 200",
         ),
-        (lambda unit: (unit / "critic" / "weights").unlink(), "critic/weights is missing"),
-        (lambda unit: (unit / "critic" / "half.json").unlink(), "critic/half.json is missing"),
-        (lambda unit: (unit / "manifest.json").unlink(), "manifest.json is missing"),
-        (lambda unit: (unit / "manifest.json").write_text("{"), "manifest.json"),
-        (lambda unit: (unit / "manifest.json").write_text('{"step": 1}'), "manifest.json: unit_id: Field required"),
+        (lambda checkpoint: (checkpoint / "critic" / "weights").unlink(), "critic/weights is missing"),
+        (lambda checkpoint: (checkpoint / "critic" / "model_part.json").unlink(), "critic/model_part.json is missing"),
+        (lambda checkpoint: (checkpoint / "manifest.json").unlink(), "manifest.json is missing"),
+        (lambda checkpoint: (checkpoint / "manifest.json").write_text("{"), "manifest.json"),
+        (
+            lambda checkpoint: (checkpoint / "manifest.json").write_text('{"step": 1}'),
+            "manifest.json: checkpoint_id: Field required",
+        ),
     ],
 )
 def test_damage_is_named_with_the_unit_and_what_to_do(
     tmp_path: Path, harm: Callable[[Path], object], message: str
 ) -> None:
-    unit = make_unit(tmp_path / "step_000007")
-    harm(unit)
+    checkpoint = make_unit(tmp_path / "step_000007")
+    harm(checkpoint)
     with pytest.raises(BadInput) as raised:
-        check(unit)
+        check(checkpoint)
     text = str(raised.value)
-    assert text.startswith(str(unit)) and message in text and "delete this folder" in text and "\n" not in text
+    assert text.startswith(str(checkpoint)) and message in text and "delete this folder" in text and "\n" not in text
 
 
 def test_halves_of_two_units_are_not_mixed(tmp_path: Path) -> None:
-    unit, other = make_unit(tmp_path / "unit"), make_unit(tmp_path / "other", "u2", step=3)
-    (other / "critic" / "half.json").rename(unit / "critic" / "half.json")
-    with pytest.raises(BadInput, match=r"critic/ is of this run's step 3 \(unit u2\), the manifest is of step 7"):
-        check(unit)
+    checkpoint, other = make_unit(tmp_path / "checkpoint"), make_unit(tmp_path / "other", "u2", step=3)
+    (other / "critic" / "model_part.json").rename(checkpoint / "critic" / "model_part.json")
+    with pytest.raises(BadInput, match=r"critic/ is of this run's step 3 \(u2\), the manifest of step 7"):
+        check(checkpoint)
 
 
 def test_a_newer_format_is_refused_as_such(tmp_path: Path) -> None:
-    unit = make_unit(tmp_path / "unit")
-    content = json.loads((unit / "manifest.json").read_text())
-    (unit / "manifest.json").write_text(json.dumps(content | {"format": 2, "something": "new"}))
+    checkpoint = make_unit(tmp_path / "checkpoint")
+    content = json.loads((checkpoint / "manifest.json").read_text())
+    (checkpoint / "manifest.json").write_text(json.dumps(content | {"format": 2, "something": "new"}))
     with pytest.raises(BadInput, match="format 2, this version reads up to 1"):
-        check(unit)
+        check(checkpoint)

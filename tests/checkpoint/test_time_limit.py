@@ -72,8 +72,8 @@ def test_without_a_deadline_time_is_never_short() -> None:
 
 def test_the_earlier_of_the_configs_and_slurms_limit_counts() -> None:
     assert earliest_deadline(1000, None, None) is None
-    assert earliest_deadline(1000, 2, None) == 1120
-    assert earliest_deadline(1000, 2, 1100) == earliest_deadline(1000, None, 1100) == 1100
+    assert earliest_deadline(1000, 120, None) == 1120
+    assert earliest_deadline(1000, 120, 1100) == earliest_deadline(1000, None, 1100) == 1100
     assert job_end_time({"SLURM_JOB_END_TIME": "1760000000"}) == 1_760_000_000
     assert (
         job_end_time({})

@@ -117,7 +117,7 @@ def test_the_configs_that_the_cases_spoil_are_good(
         ("train", "algorithm.policy_loss.kind=gspo", ["algorithm.policy_loss", "sequence_mean"]),
         ("train", "actor.layout.sequence_parallel=true actor.layout.tp=1", ["actor.layout", "sequence_parallel"]),
         ("evaluate", "rollout.load_format=dummy", ["rollout.load_format=dummy", "auto"]),
-        ("evaluate", "rollout.addresses=[http://127.0.0.1:9]", ["rollout.addresses", "section server"]),
+        ("evaluate", "rollout.external_urls=[http://127.0.0.1:9]", ["rollout.external_urls", "section server"]),
         ("evaluate", "data.eval=[]", ["data.eval", "at least 1"]),
     ],
 )
@@ -156,7 +156,7 @@ def test_a_config_that_is_not_there(command: Command, capfd: pytest.CaptureFixtu
         (["rollout.router_replay=true"], ["rollout.router_replay", "qwen3"]),
         (["rollout.quantization=fp8", "rollout.load_format=dummy"], ["rollout.quantization=fp8", "multiple of 128"]),
         (
-            ["rollout.addresses=[http://127.0.0.1:9]", "rollout.api_key_variable=VAPO_NO_KEY"],
+            ["rollout.external_urls=[http://127.0.0.1:9]", "rollout.api_key_variable=VAPO_NO_KEY"],
             ["rollout.api_key_variable=VAPO_NO_KEY", "no such variable"],
         ),
         (["evaluation.max_new_tokens=112"], ["evaluation.max_new_tokens=112", "context is 128"]),
@@ -341,7 +341,7 @@ def test_a_run_is_replaced_only_once_its_successor_is_written(
     command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_config(command.folder / "config.yaml", train_config(command.folder, command.model))
-    earlier = command.run_dir / "checkpoints" / "weights"
+    earlier = command.run_dir / "hf" / "weights"
     earlier.parent.mkdir(parents=True)
     earlier.write_text("worth keeping")
     (command.run_dir / "config.yaml").write_text("run: {}\n")
@@ -380,7 +380,7 @@ def test_what_is_there_already_stays(
 def test_a_run_directory_in_which_a_live_run_works(
     command: Command, capfd: pytest.CaptureFixture[str], name: str, setting: str
 ) -> None:
-    (command.run_dir / "checkpoints").mkdir(parents=True)
+    (command.run_dir / "hf").mkdir(parents=True)
     (command.run_dir / "config.yaml").write_text("run: {}\n")
     with Lease(command.run_dir) as lease:
         lease.take()

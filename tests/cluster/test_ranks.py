@@ -22,7 +22,7 @@ from vapo_megatron.cluster.ranks import (
     RankPlace,
     node_name,
     place_from_environment,
-    run_as_foreign_rank,
+    run_as_external_rank,
     start_ranks,
 )
 from vapo_megatron.config.model import LayoutConfig
@@ -50,7 +50,7 @@ def killed_on_one(folder: Path) -> None:
 
 
 def test_every_rank_runs_once_in_one_world(tmp_path: Path) -> None:
-    start_ranks(3, partial(write_rank, tmp_path), 1)
+    start_ranks(3, partial(write_rank, tmp_path), 60)
     found = {int(path.name): path.read_text().split() for path in tmp_path.iterdir()}
     assert sorted(found) == [0, 1, 2]
     assert {size for _, size in found.values()} == {"3"}
@@ -65,7 +65,7 @@ def write_timeouts(folder: Path) -> None:
 
 
 def test_every_group_waits_as_long_as_the_config_says(tmp_path: Path) -> None:
-    start_ranks(2, partial(write_timeouts, tmp_path), 7)
+    start_ranks(2, partial(write_timeouts, tmp_path), 420)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["420.0", "420.0"]
 
 
@@ -79,7 +79,7 @@ def test_every_group_waits_as_long_as_the_config_says(tmp_path: Path) -> None:
 def test_the_first_failure_ends_all_ranks(tmp_path: Path, body: object, error: type[Exception], message: str) -> None:
     started = time.monotonic()
     with pytest.raises(error, match=message):
-        start_ranks(3, partial(body, tmp_path), 1)  # type: ignore[operator]
+        start_ranks(3, partial(body, tmp_path), 60)  # type: ignore[operator]
     assert time.monotonic() - started < 45, "the others were waited for"
     for path in tmp_path.iterdir():
         assert not psutil.pid_exists(int(path.read_text().split()[0]))
@@ -174,7 +174,7 @@ def end_on_one(end: Callable[[], None]) -> None:
 def test_what_an_error_means_where_the_ranks_were_started_here(name: str) -> None:
     end, kind, _, told = ENDS[name]
     with pytest.raises(kind or RunFailed) as ended:
-        start_ranks(2, partial(end_on_one, end), 1)
+        start_ranks(2, partial(end_on_one, end), 60)
     said = str(ended.value)
     assert all(words in said for words in told), said
     if kind is not None:
@@ -224,5 +224,5 @@ def foreign_rank(folder: Path, rank: int, body: Callable[[], None]) -> NoReturn:
     said = os.open(folder / f"said{rank}", os.O_CREAT | os.O_WRONLY)
     os.dup2(said, 2)
     sys.stderr = os.fdopen(2, "w")
-    run_as_foreign_rank(RankPlace(rank, 2, rank, f"file://{folder / 'store'}"), body, 1)
+    run_as_external_rank(RankPlace(rank, 2, rank, f"file://{folder / 'store'}"), body, 60)
     os._exit(0)

@@ -32,7 +32,7 @@ def test_the_defaults_are_vapo() -> None:
     "change,message",
     [
         ({"sampling": {"max_new_tokens": 16, "temperature": 0}}, "sampling.temperature=0 is greedy"),
-        ({"cluster": {"timeout_minutes": 60}}, "rollout.collect_deadline=7200 s is not below"),
+        ({"cluster": {"collective_timeout_s": 3600}}, "rollout.collect_timeout_s=7200 s is not below"),
     ],
 )
 def test_sections_that_disagree_are_refused_by_name(change: dict[str, Any], message: str) -> None:

@@ -31,7 +31,7 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
         (["preset=dapo", "batch.samples_per_prompt=1"], "batch.samples_per_prompt=1"),
         (["algorithm.dynamic_sampling.enabled=true", "batch.samples_per_prompt=1"], "dynamic_sampling.enabled=true"),
         (["algorithm.advantage.lambda_policy=1.5"], "lambda_policy"),
-        (["algorithm.kl.coef=0.1"], "where=none with coef=0.1"),
+        (["algorithm.kl.coef=0.1"], "placement=none with coef=0.1"),
         (["preset=grpo", "value_pretraining.enabled=true"], "value_pretraining.enabled=true with algorithm.advantage"),
         (["preset=grpo", "critic.freeze_attention=true"], "critic.freeze_attention=true with algorithm.advantage"),
         (
@@ -43,8 +43,8 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
             "critic.init=reward_model with algorithm.value_loss.kind=hl_gauss",
         ),
         (["algorithm.value_loss.kind=hl_gauss", "reward.correct=2.0"], "does not hold reward.incorrect=0"),
-        (SCORES, "positive_nll.positives=verdict needs the verifier's verdict"),
-        ([*SCORES, "preset=dapo"], "dynamic_sampling.enabled=true needs the verifier's verdict"),
+        (SCORES, "positive_nll.positives=correct needs the verifier's grade"),
+        ([*SCORES, "preset=dapo"], "dynamic_sampling.enabled=true needs the verifier's grade"),
         (["reward.correct_above=null"], "correct_above=null with verifier=math"),
     ],
 )

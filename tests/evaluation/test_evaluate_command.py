@@ -67,9 +67,9 @@ def _responses(run_dir: Path, name: str) -> list[dict[str, Any]]:
 
 def test_the_figures_are_those_of_the_responses(finished: tuple[Path, str]) -> None:
     run_dir, _ = finished
-    figures = json.loads((run_dir / "evaluation.json").read_text())
-    assert [entry["name"] for entry in figures["sets"]] == ["first", "again", "part"]
-    first, rows = figures["sets"][0], _responses(run_dir, "first")
+    metrics = json.loads((run_dir / "evaluation.json").read_text())
+    assert [entry["name"] for entry in metrics["sets"]] == ["first", "again", "part"]
+    first, rows = metrics["sets"][0], _responses(run_dir, "first")
     assert len(rows) == 12 * SAMPLES and (first["problems"], first["samples"]) == (12, SAMPLES)
     groups = [rows[start : start + SAMPLES] for start in range(0, len(rows), SAMPLES)]
     assert [{row["id"] for row in group} for group in groups] == [{f"p{n}"} for n in range(12)]
@@ -102,10 +102,10 @@ def test_a_set_depends_on_its_problems_and_the_seed_alone(finished: tuple[Path, 
 
 def test_the_table_tells_of_every_set_and_of_where_everything_lies(finished: tuple[Path, str]) -> None:
     run_dir, output = finished
-    figures = json.loads((run_dir / "evaluation.json").read_text())
+    metrics = json.loads((run_dir / "evaluation.json").read_text())
     for title in ("avg@k", "95 % interval", "pass@k", "maj@k", "tokens", "truncated"):
         assert title in output
-    for entry in figures["sets"]:
+    for entry in metrics["sets"]:
         line = next(line for line in output.splitlines() if line.strip().startswith(entry["name"] + " "))
         for name in ("avg_at_k", "low", "high", "pass_at_k", "maj_at_k"):
             assert f"{entry[name]:.3f}" in line
@@ -124,7 +124,7 @@ CPU = Platform("cpu", "gloo", "fork")
 @pytest.mark.parametrize(("tp", "engines"), [(1, 8), (2, 4), (8, 1)])
 def test_engines_take_all_gpus_of_a_machine(monkeypatch: pytest.MonkeyPatch, tp: int, engines: int) -> None:
     monkeypatch.setattr(Platform, "device_count", lambda self: 8 if self.is_cuda else 0)
-    config = RolloutConfig(tp=tp, engines=3)
+    config = RolloutConfig(tp=tp, num_engines=3)
     assert engine_count(config, replace(CPU, device_type="cuda")) == engines
     assert engine_count(config, CPU) == 3
 

@@ -1,4 +1,4 @@
-"""One evaluation set, with responses and verdicts made up here."""
+"""One evaluation set, with responses and grades made up here."""
 
 import json
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class Engine:
         for sample in samples:
             answer = ANSWERS[sample.group][sample.index]
             sample.text, sample.extracted = f"#### {answer}", answer or ""
-            sample.correct, sample.verdict = answer == sample.prompt.answer, "equal"
+            sample.correct, sample.grade_reason = answer == sample.prompt.answer, "equal"
 
     def _sample(self, prompt: Prompt, group: int, index: int) -> Sample:
         length = group + index + 1
@@ -97,10 +97,10 @@ def test_every_problem_has_a_cursor_of_its_own_that_depends_on_its_place_alone()
 def test_metric_names_carry_set_and_k() -> None:
     engine = Engine()
     result = answer_set("aime2024", PROMPTS, 4, engine.collect, engine.grade)
-    figures = result.figures()
-    assert figures["evaluation/aime2024_avg@4"] == result.avg_at_k
-    assert figures["evaluation/aime2024_pass@4"] == result.pass_at_k
-    assert figures["evaluation/aime2024_truncated"] == result.truncated
+    metrics = result.metrics()
+    assert metrics["evaluation/aime2024_avg@4"] == result.avg_at_k
+    assert metrics["evaluation/aime2024_pass@4"] == result.pass_at_k
+    assert metrics["evaluation/aime2024_truncated"] == result.truncated
     assert "avg@4 0.583" in result.line("step 3") and result.line("step 3").startswith("step 3: aime2024")
 
 
@@ -117,7 +117,7 @@ def test_every_response_is_kept_for_people_to_read(tmp_path: Path) -> None:
         "response": "#### None",
         "extracted": "",
         "correct": False,
-        "verdict": "equal",
+        "grade_reason": "equal",
         "tokens": 4,
         "finish_reason": "length",
         "weight_version": 3,

@@ -102,7 +102,7 @@ def test_rows_share_all_but_what_they_are_about(ablation: ModuleType, tmp_path: 
     assert rows["ppo"].critic.optimizer.lr < rows["ppo"].actor.optimizer.lr / 4
     pretraining = found["seed1/value_critic"]
     assert pretraining.value_pretraining.enabled and pretraining.critic.init == "policy"
-    assert rows["vapo"].critic.init_path == f"{tmp_path}/seed1/value_critic/checkpoints/value_pretrained/critic"
+    assert rows["vapo"].critic.init_path == f"{tmp_path}/seed1/value_critic/hf/value_pretrained/critic"
 
 
 def test_rows_are_chosen_by_name_and_a_wrong_name_is_refused(ablation: ModuleType) -> None:
@@ -127,7 +127,7 @@ def test_a_run_is_finished_by_its_last_step_and_its_config(ablation: ModuleType,
     assert not job.finished()
     write(["run.overwrite=true"], 2)
     assert not job.finished(), "the model is not there"
-    (job.directory / "checkpoints" / "final").mkdir(parents=True)
+    (job.directory / "hf" / "final").mkdir(parents=True)
     assert job.finished()
     write(["actor.optimizer.lr=1.0e-4"], 2)
     assert not job.finished()

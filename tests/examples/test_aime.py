@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from vapo_megatron.cli import PRESETS
-from vapo_megatron.cluster.plan.plan import make_plan
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.train import EvaluateConfig, TrainConfig
+from vapo_megatron.operations.plan.plan import make_plan
 
 FOLDER = Path(__file__).parents[2] / "examples" / "aime_qwen2.5_32b"
 TRAIN = sorted(path.stem for path in FOLDER.glob("*.yaml") if not path.stem.startswith("evaluate"))

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from vapo_megatron.config.data import PromptTemplate
 from vapo_megatron.experience.tokenizer import TextTokenizer
-from vapo_megatron.rewards.math import verdict
+from vapo_megatron.rewards.math import grade_response
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "quickstart" / "make_task.py"
 
@@ -97,8 +97,8 @@ def test_a_faithful_chain_is_graded_correct_and_its_text_survives_the_tokenizer(
         ids = tokenizer.encode_response(response)
         assert len(ids) == 2 * steps + 2
         assert tokenizer.decode([*ids, tokenizer.eos_id]) == response
-        assert verdict(row["answer"], tokenizer.decode(ids), "hash").correct
-        assert not verdict(row["answer"], tokenizer.decode(ids[:-1]), "hash").correct
+        assert grade_response(row["answer"], tokenizer.decode(ids), "hash").correct
+        assert not grade_response(row["answer"], tokenizer.decode(ids[:-1]), "hash").correct
 
 
 def test_cold_start_solutions_guess_and_slip_as_often_as_stated(script: ModuleType, task: Path) -> None:
@@ -106,7 +106,7 @@ def test_cold_start_solutions_guess_and_slip_as_often_as_stated(script: ModuleTy
     rows = _rows(task / "sft.jsonl")
     direct = [row for row in rows if row["response"].startswith("####")]
     chains = [row for row in rows if not row["response"].startswith("####")]
-    correct = sum(verdict(answers[row["problem"]], row["response"], "hash").correct for row in chains)
+    correct = sum(grade_response(answers[row["problem"]], row["response"], "hash").correct for row in chains)
     assert abs(len(direct) / len(rows) - script.DIRECT_SHARE) < 0.03
     # 17 steps on average without a slip: 0.97 ** 17 = 0.60
     assert 0.5 < correct / len(chains) < 0.7

@@ -55,8 +55,8 @@ def test_every_response_token_is_read_once_over_all_cp_ranks_and_labels_itself(c
         index = micro.response_index[micro.response_index >= 0]
         seen[index] += 1
         assert torch.equal(micro.labels[micro.response_index >= 0], labels[index].long())
-        assert torch.equal(micro.take(labels.float())[micro.response_index >= 0], labels[index].float())
-        assert micro.take(labels.float())[micro.response_index < 0].eq(0).all()
+        assert torch.equal(micro.gather(labels.float())[micro.response_index >= 0], labels[index].float())
+        assert micro.gather(labels.float())[micro.response_index < 0].eq(0).all()
         assert sum(micro.lengths) % (alignment * 2) == 0
     expected = torch.zeros_like(seen)
     for s in samples:

@@ -12,7 +12,7 @@ from vapo_megatron.config.model import ActorConfig, LayoutConfig, ModelConfig, O
 from vapo_megatron.mcore.mesh import make_mesh
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.training.losses import NegativeLogLikelihood
-from vapo_megatron.training.probe import probe_batch, random_sequences
+from vapo_megatron.weight_sync.probe import probe_batch, random_sequences
 from vapo_megatron.weights.export import stream_hf
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.spec import read_spec

@@ -13,9 +13,9 @@ from hf_models import write_model
 from trainables import loss_of, make_trainable
 
 from vapo_megatron.config.model import LayoutConfig
+from vapo_megatron.mcore.offload import PARTS
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.mcore.precision import CAPABILITY, keeps_fp8
-from vapo_megatron.mcore.sleep import PARTS
 from vapo_megatron.mcore.trainable import Trainable
 
 pytestmark = [
@@ -130,11 +130,11 @@ def phases(trainable: Trainable, sleeps: bool) -> list[Any]:
     loss = loss_of(trainable, batch)
     for _ in range(3):
         if sleeps:
-            trainable.hold()
-            trainable.hold("weights")
+            trainable.onload_only()
+            trainable.onload_only("weights")
         found.append(trainable.score(batch).tolist())
         if sleeps:
-            trainable.hold(*PARTS)
+            trainable.onload_only(*PARTS)
         found.append(trainable.train_step(batch, range(batch.samples), loss).grad_norm)
     return found
 
@@ -155,11 +155,11 @@ def test_training_goes_on_to_the_bit_after_sleep(model_dir: Path, attention: str
         skip_unless(precision["fp8"])
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        awake = phases(make(model_dir, attention, sleep="never", precision=precision), False)
-        slept = phases(make(model_dir, attention, sleep="always", precision=precision), True)
+        onloaded = phases(make(model_dir, attention, offload="never", precision=precision), False)
+        slept = phases(make(model_dir, attention, offload="always", precision=precision), True)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert slept == awake
+    assert slept == onloaded
 
 
 @needs_te
@@ -185,15 +185,15 @@ def test_sleep_gives_the_memory_back(tmp_path: Path, gather: bool) -> None:
     gc.collect()  # models of other tests, whose memory would come back in between
     torch.cuda.empty_cache()
     before, free_before = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
-    trainable = make(wide, sleep="always", precision=fp8, layout=LayoutConfig())
+    trainable = make(wide, offload="always", precision=fp8, layout=LayoutConfig())
     batch = make_batch()
     trainable.train_step(batch, range(batch.samples), loss_of(trainable, batch))
     held = sum(part.device for part in trainable.footprint().values())
-    trainable.hold()
+    trainable.onload_only()
     assert all(part.device == 0 for part in trainable.footprint().values())
     left, taken = torch.cuda.memory_allocated() - before, free_before - torch.cuda.mem_get_info()[0]
     assert left < 0.02 * held, f"{left} of {held} bytes are still allocated"
     assert taken < 0.2 * held, "the driver did not get the memory back"
-    trainable.hold("weights")
+    trainable.onload_only("weights")
     weights = trainable.footprint()["weights"].device
     assert weights < torch.cuda.memory_allocated() - before < 1.1 * weights + left

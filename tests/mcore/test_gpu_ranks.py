@@ -51,14 +51,14 @@ def steps(model_dir: Path, layout: LayoutConfig, precision: dict[str, Any]) -> F
         optimizer={"lr": 1e-4},
         layout=layout,
         precision=precision,
-        sleep="always",
+        offload="always",
         max_tokens_per_microbatch=256,
     )
     batch, norms = make_batch(), []
     loss, scores = loss_of(trainable, batch), [trainable.score(batch)]
     for _ in range(2):
         norms.append(trainable.train_step(batch, range(batch.samples), loss).grad_norm)
-        trainable.hold()
+        trainable.onload_only()
     scores.append(trainable.score(batch))
     return [score.flatten().tolist() for score in scores], norms
 

@@ -35,7 +35,7 @@ SPLITS: list[Split | tuple[Split, tuple[str, ...]]] = [
     (Split(8, LayoutConfig(cp=8), 16), ("policy", "terminal")),
     (Split(8, LayoutConfig(tp=2, pp=2, cp=2, sequence_parallel=True), 40, optimizer=OVERLAP), ("policy", "value")),
     (
-        Split(8, LayoutConfig(tp=2, pp=2, vpp=2, sequence_parallel=True), 40, recompute=SELECTIVE, sleep="always"),
+        Split(8, LayoutConfig(tp=2, pp=2, vpp=2, sequence_parallel=True), 40, recompute=SELECTIVE, offload="always"),
         ("policy", "value"),
     ),
 ]
@@ -90,11 +90,11 @@ class LocalMean:
         self.sums, self.maxima = loss.sums, loss.maxima
 
     def __call__(self, outputs: Tensor, local: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        total, figures = self.loss(outputs, local)
+        total, metrics = self.loss(outputs, local)
         everywhere = make_batch().response_tokens
-        here = local.take(torch.ones(everywhere)).sum().clamp(min=1)
+        here = local.gather(torch.ones(everywhere)).sum().clamp(min=1)
         parts = self.split.world // (self.split.layout.tp * self.split.layout.pp)
-        return total * everywhere / here / parts, figures
+        return total * everywhere / here / parts, metrics
 
 
 def with_local_denominators(name: str, loss: Any, split: Split) -> LocalMean:

@@ -57,7 +57,7 @@ def splits() -> list[Split]:
             tokens if layout.cp == 1 else max(tokens // layout.cp, 16),
             optimizer,
             recompute,
-            sleep="always" if index % 4 == 0 else "auto",
+            offload="always" if index % 4 == 0 else "auto",
         )
         for index, ((world, layout), optimizer, recompute, tokens) in enumerate(turns)
     ]

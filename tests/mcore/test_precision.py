@@ -302,7 +302,7 @@ class PaddedActor(ActorConfig):
 
 
 def norms(model_dir: Path, head: Any, fields: dict[str, Any], padded: bool = False, dtype: str = "float32") -> Any:
-    """Gradient norm and loss figures of three steps, and the rank's dtype of weights."""
+    """Gradient norm and loss metrics of three steps, and the rank's dtype of weights."""
     trainable = make_trainable(model_dir, head, dtype=dtype, max_tokens_per_microbatch=512 if padded else 40, **fields)
     if padded:
         trainable.config = PaddedActor.model_validate(trainable.config.model_dump())
@@ -311,7 +311,7 @@ def norms(model_dir: Path, head: Any, fields: dict[str, Any], padded: bool = Fal
     loss, results = loss_of(trainable, batch), []
     for _ in range(3):
         result = trainable.train_step(batch, range(batch.samples), loss)
-        results.append((result.grad_norm, result.figures))
+        results.append((result.grad_norm, result.metrics))
     return results, sizes, str(next(trainable.chunks[0].parameters()).dtype)
 
 
@@ -320,9 +320,9 @@ def test_padding_for_a_recipe_weighs_nothing(model_dir: Path) -> None:
     plain = run_ranks(1, norms, model_dir, "lm", {})[0][0]
     for results, sizes, _ in run_ranks(4, norms, model_dir, "lm", {"layout": layout}, True):
         assert all(size % 256 == 0 for size in sizes)
-        for (norm, figures), (expected_norm, expected) in zip(results, plain, strict=True):
+        for (norm, metrics), (expected_norm, expected) in zip(results, plain, strict=True):
             assert norm == pytest.approx(expected_norm, rel=2e-5)
-            assert figures["policy_loss"] == pytest.approx(expected["policy_loss"], rel=2e-5, abs=2e-6)
+            assert metrics["policy_loss"] == pytest.approx(expected["policy_loss"], rel=2e-5, abs=2e-6)
 
 
 def test_bfloat16_is_float32_to_its_rounding(model_dir: Path) -> None:
@@ -333,10 +333,10 @@ def test_bfloat16_is_float32_to_its_rounding(model_dir: Path) -> None:
     for results, _, dtype in rounded:
         assert dtype == "torch.bfloat16"
         assert results == rounded[0][0]  # whatever the rounding, it is the same on all ranks
-        for (norm, figures), (expected_norm, expected) in list(zip(results, exact, strict=True))[:2]:
+        for (norm, metrics), (expected_norm, expected) in list(zip(results, exact, strict=True))[:2]:
             assert norm == pytest.approx(expected_norm, rel=4 * 2**-8)
             assert norm != expected_norm
-            assert figures["update_entropy"] == pytest.approx(expected["update_entropy"], rel=2**-8)
+            assert metrics["update_entropy"] == pytest.approx(expected["update_entropy"], rel=2**-8)
 
 
 def test_a_critic_has_a_precision_of_its_own(model_dir: Path) -> None:

@@ -101,13 +101,13 @@ def train(
     for _ in range(STEPS):
         if head == "lm":
             result = trainable.train_step(batch, range(batch.samples), policy_loss(batch))
-            figures = result.figures
-            loss = figures["policy_loss"] + 0.1 * figures["nll_loss"] - 0.01 * figures["update_entropy"]
+            metrics = result.metrics
+            loss = metrics["policy_loss"] + 0.1 * metrics["nll_loss"] - 0.01 * metrics["update_entropy"]
         else:
             t = token_tensors(batch)
             value = ValueLoss(ValueLossConfig(), t["targets"], t["targets"], t["weights"])
             result = trainable.train_step(batch, range(batch.samples), value)
-            loss = result.figures["value_loss"]
+            loss = result.metrics["value_loss"]
         steps.append((loss, result.grad_norm))
     return steps, float(trainable.score(batch).double().square().sum())
 

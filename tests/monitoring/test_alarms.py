@@ -11,10 +11,10 @@ HEALTHY: dict[str, Any] = {
     "actor/grad_norm": 0.4,
     "critic/grad_norm": 1.0,
     "actor/entropy": 0.5,
-    "actor/rollout_kl": 1e-4,
+    "actor/train_infer_kl": 1e-4,
     "response_length/mean": 100.0,
     "response_length/truncated": 0.1,
-    "reward/equal_groups": 0.4,
+    "reward/frac_zero_std_groups": 0.4,
 }
 CONFIG = AlarmsConfig(reference_steps=2)
 
@@ -26,10 +26,10 @@ CONFIG = AlarmsConfig(reference_steps=2)
         ("actor/grad_norm", float("nan")),
         ("critic/grad_norm", float("inf")),
         ("actor/entropy", 0.009),
-        ("actor/rollout_kl", 0.06),
+        ("actor/train_infer_kl", 0.06),
         ("response_length/mean", 24.0),
         ("response_length/truncated", 0.51),
-        ("reward/equal_groups", 0.96),
+        ("reward/frac_zero_std_groups", 0.96),
     ],
 )
 def test_trouble_is_named_once_while_it_lasts(name: str, value: float | None) -> None:

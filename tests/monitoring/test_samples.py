@@ -21,7 +21,7 @@ def sample(group: int, index: int) -> Sample:
         text=f"ζ {group}\n{index}",
         reward=1.0,
         correct=True,
-        verdict="equal",
+        grade_reason="equal",
     )
 
 
@@ -42,7 +42,7 @@ def test_the_first_groups_of_a_step_are_kept_whole(tmp_path: Path) -> None:
         "finish_reason": "stop",
         "reward": 1.0,
         "correct": True,
-        "verdict": "equal",
+        "grade_reason": "equal",
         "weight_version": 4,
     }
     assert "ζ" in path.read_text(encoding="utf-8")

@@ -36,9 +36,9 @@ def math_pool() -> Iterator[VerifierPool]:
 def test_verdicts_keep_the_order_of_the_cases(math_pool: VerifierPool) -> None:
     cases = [("4", "#### 4"), (r"\sqrt{12}", r"\boxed{2\sqrt{3}}"), ("4", "#### 5"), ("(x+1)^2", r"\boxed{x^2+2x+1}")]
     seen: list[int] = []
-    verdicts = math_pool.grade_batch(cases * 3, on_done=lambda index, verdict: seen.append(index))
-    assert [verdict.correct for verdict in verdicts] == [True, True, False, True] * 3
-    assert [verdict.score for verdict in verdicts] == [1.0, 1.0, -1.0, 1.0] * 3
+    grades = math_pool.grade_batch(cases * 3, on_done=lambda index, grade: seen.append(index))
+    assert [grade.correct for grade in grades] == [True, True, False, True] * 3
+    assert [grade.score for grade in grades] == [1.0, 1.0, -1.0, 1.0] * 3
     assert sorted(seen) == list(range(12))
 
 
@@ -53,8 +53,8 @@ def test_an_empty_batch_has_no_verdicts(math_pool: VerifierPool) -> None:
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_worker_passes_over_stop_signals_from_its_first_moment_on(number: signal.Signals) -> None:
-    greeting = {"function": None, "correct_above": None, "memory_mib": 4096, "deadline_seconds": 5.0}
-    worker = WorkerProcess(greeting, startup_seconds=60)
+    greeting = {"function": None, "correct_above": None, "memory_mib": 4096, "response_timeout_s": 5.0}
+    worker = WorkerProcess(greeting, startup_timeout_s=60)
     try:
         worker.process.send_signal(number)  # Python has not started in it
         worker.write()
@@ -75,13 +75,13 @@ def test_a_worker_passes_over_stop_signals_from_its_first_moment_on(number: sign
 
 @pytest.mark.usefixtures("functions_importable")
 def test_what_an_answer_does_to_a_worker_becomes_its_verdict_and_no_others() -> None:
-    with VerifierPool(_function_config("obey", workers=2, deadline_seconds=1.0)) as pool:
+    with VerifierPool(_function_config("obey", workers=2, response_timeout_s=1.0)) as pool:
         responses = ["b", "hang", "exit", "b", "allocate", "raise", "x"]
-        verdicts = pool.grade_batch([Case("ab", response, problem="a") for response in responses])
-        reasons = [verdict.reason for verdict in verdicts]
+        grades = pool.grade_batch([Case("ab", response, problem="a") for response in responses])
+        reasons = [grade.reason for grade in grades]
         assert reasons == ["scored", "timeout", "crashed", "scored", "memory", "error", "scored"]
-        assert [verdict.correct for verdict in verdicts] == [True, False, False, True, False, False, False]
-        assert "KeyError" in verdicts[5].detail and "\n" not in verdicts[5].detail
+        assert [grade.correct for grade in grades] == [True, False, False, True, False, False, False]
+        assert "KeyError" in grades[5].detail and "\n" not in grades[5].detail
         assert pool.grade_batch([Case("ab", "b", problem="a")])[0].correct
 
 
@@ -136,10 +136,10 @@ def test_a_worker_lost_between_batches_costs_no_case() -> None:
 @pytest.mark.usefixtures("functions_importable")
 def test_close_ends_the_workers() -> None:
     pool = VerifierPool(_function_config("obey", workers=1))
-    (verdict,) = pool.grade_batch([Case("", "pid")])
+    (grade,) = pool.grade_batch([Case("", "pid")])
     pool.close()
     pool.close()
-    assert not _alive(int(verdict.score))
+    assert not _alive(int(grade.score))
     with pytest.raises(RuntimeError, match="closed"):
         pool.grade_batch([Case("", "pid")])
 

@@ -16,7 +16,7 @@ from vapo_megatron.experience.sample import Prompt
 from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.routed_experts import ExpertChoices
 from vapo_megatron.rollout.server import EngineServer
-from vapo_megatron.rollout.sync import WeightSync
+from vapo_megatron.weight_sync.session import WeightSync
 from vapo_megatron.weights.hf_files import HFTensors
 
 # The last two begin alike, so that one finds the other's tokens in the engine's cache.
@@ -29,8 +29,8 @@ CHOICES = ExpertChoices(layers=2, experts=6, per_token=2)
 CONFIG = RolloutConfig(
     max_running_requests=8,
     max_total_tokens=4096,
-    start_deadline=240,
-    collect_deadline=120,
+    start_timeout_s=240,
+    collect_timeout_s=120,
     router_replay=True,
     seeded_sampling=False,
 )
@@ -100,7 +100,7 @@ def test_an_engine_says_which_experts_each_token_went_through(
     with Dispatcher([moe_server.address], CONFIG, stop_token_ids=[EOS]) as dispatcher:
         for version, model in ((0, moe), (7, other)):
             if version:
-                with WeightSync.through_shared_memory(moe_server.address, SyncConfig(deadline=120)) as sync:
+                with WeightSync.through_shared_memory(moe_server.address, SyncConfig(request_timeout_s=120)) as sync:
                     sync.push([list(read_weights(tmp_path).items())], version)
             for _ in range(2):
                 for sample in dispatcher.collect(
@@ -130,7 +130,7 @@ def test_experts_in_each_others_place_are_named(
 ) -> None:
     sequence = list(range(10, 60))
     expected = [token_logprobs(moe, sequence)]
-    with WeightSync.through_shared_memory(moe_server.address, SyncConfig(deadline=120)) as sync:
+    with WeightSync.through_shared_memory(moe_server.address, SyncConfig(request_timeout_s=120)) as sync:
         sync.push([list(weights.items())], version=1)
         assert sync.verify([sequence], expected, tolerance=1e-4) < 1e-4
         names = [(EXPERT.format(0, part), EXPERT.format(4, part)) for part in ("gate", "up", "down")]
@@ -145,14 +145,14 @@ def test_experts_in_each_others_place_are_named(
 
 
 def test_an_expert_left_out_is_named(moe_server: EngineServer, weights: Weights) -> None:
-    with WeightSync.through_shared_memory(moe_server.address, SyncConfig(deadline=120)) as sync:
+    with WeightSync.through_shared_memory(moe_server.address, SyncConfig(request_timeout_s=120)) as sync:
         del weights[EXPERT.format(3, "up")]
         with pytest.raises(RunFailed, match=r"layers\.1\.mlp\.experts\.w13_weight .* was not sent in full"):
             sync.push([list(weights.items())], version=3)
 
 
 def test_an_expert_too_many_is_named(moe_server: EngineServer, weights: Weights) -> None:
-    with WeightSync.through_shared_memory(moe_server.address, SyncConfig(deadline=120)) as sync:
+    with WeightSync.through_shared_memory(moe_server.address, SyncConfig(request_timeout_s=120)) as sync:
         weights[EXPERT.format(6, "up")] = weights[EXPERT.format(5, "up")]
         with pytest.raises(RunFailed, match=r"experts\.6\.up_proj\.weight of shape \[48, 64\]"):
             sync.push([list(weights.items())], version=4)

@@ -12,14 +12,14 @@ from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.rollout.client import EngineClient
 from vapo_megatron.rollout.server import EngineServer
-from vapo_megatron.rollout.sync import WeightSync
-from vapo_megatron.rollout.transports import DiskTransport, DistributedTransport, SharedMemoryTransport, Transport
+from vapo_megatron.weight_sync.session import WeightSync
+from vapo_megatron.weight_sync.transports import DiskTransport, DistributedTransport, SharedMemoryTransport, Transport
 from vapo_megatron.weights.fp8 import SCALE_SUFFIX, BlockFp8, dequantize, quantize
 from vapo_megatron.weights.hf_files import HFTensors
 
 RECIPE = BlockFp8()
 CONFIG = RolloutConfig(
-    quantization="fp8", load_format="dummy", max_running_requests=8, max_total_tokens=2048, start_deadline=240
+    quantization="fp8", load_format="dummy", max_running_requests=8, max_total_tokens=2048, start_timeout_s=240
 )
 DEADLINE = 120.0
 TOKENS = list(range(10, 60))

@@ -36,13 +36,13 @@ def test_tolerance_follows_the_dtype_unless_given() -> None:
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        ({"addresses": ["10.0.0.7:30000"]}, "not of the form http://host:port"),
-        ({"addresses": ["https://10.0.0.7:30000"]}, "not of the form http://host:port"),
-        ({"addresses": ["http://10.0.0.7"]}, "not of the form http://host:port"),
-        ({"addresses": ["http://10.0.0.7:30000/v1"]}, "not of the form http://host:port"),
-        ({"addresses": ["http://a:1", "http://a:1"]}, "given twice"),
-        ({"addresses": ["http://a:1"], "sync": {"transport": "ipc"}}, "sync.transport=ipc with addresses"),
-        ({"addresses": ["http://a:1"], "engines": 2}, "engines=2 with addresses"),
+        ({"external_urls": ["10.0.0.7:30000"]}, "not of the form http://host:port"),
+        ({"external_urls": ["https://10.0.0.7:30000"]}, "not of the form http://host:port"),
+        ({"external_urls": ["http://10.0.0.7"]}, "not of the form http://host:port"),
+        ({"external_urls": ["http://10.0.0.7:30000/v1"]}, "not of the form http://host:port"),
+        ({"external_urls": ["http://a:1", "http://a:1"]}, "given twice"),
+        ({"external_urls": ["http://a:1"], "sync": {"transport": "ipc"}}, "sync.transport=ipc with external_urls"),
+        ({"external_urls": ["http://a:1"], "num_engines": 2}, "num_engines=2 with external_urls"),
         ({"server_args": {"api_key": "1"}}, "rollout.api_key_variable"),
     ],
 )
@@ -52,7 +52,7 @@ def test_engines_elsewhere_are_given_by_address_and_share_nothing(values: dict, 
 
 
 def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = RolloutConfig(addresses=("http://[::1]:30000",), api_key_variable="VAPO_NO_KEY")
+    config = RolloutConfig(external_urls=("http://[::1]:30000",), api_key_variable="VAPO_NO_KEY")
     monkeypatch.delenv("VAPO_NO_KEY", raising=False)
     with pytest.raises(BadInput, match=r"rollout\.api_key_variable=VAPO_NO_KEY: the environment has no such variable"):
         config.api_key()

@@ -12,7 +12,7 @@ from vapo_megatron.errors import RunFailed
 from vapo_megatron.experience.sample import Prompt
 from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.server import EngineServer
-from vapo_megatron.rollout.sync import WeightSync
+from vapo_megatron.weight_sync.session import WeightSync
 
 PROMPTS = [
     Prompt(id=str(i), problem="", answer="", token_ids=tuple(range(3 + i, 8 + 2 * i)), cursor=100 + i) for i in range(6)
@@ -30,7 +30,7 @@ def dispatcher(server: EngineServer, config: RolloutConfig) -> Iterator[Dispatch
 @pytest.fixture
 def sync(server: EngineServer, model: Qwen3ForCausalLM) -> Iterator[WeightSync]:
     """Leaves the server with the weights of model, version 0, however the test ends."""
-    with WeightSync.through_shared_memory(server.address, SyncConfig(deadline=60)) as running:
+    with WeightSync.through_shared_memory(server.address, SyncConfig(request_timeout_s=60)) as running:
         yield running
         running.push(buckets_of(model), version=0)
 

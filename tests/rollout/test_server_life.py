@@ -23,7 +23,7 @@ from pathlib import Path
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.rollout.server import EngineServer
 
-config = RolloutConfig(max_total_tokens=2048, start_deadline=120)
+config = RolloutConfig(max_total_tokens=2048, start_timeout_s=120)
 server = EngineServer(sys.argv[1], config, "float32", Path(sys.argv[2]))
 server.start()
 server.wait_until_ready()

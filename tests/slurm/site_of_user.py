@@ -46,9 +46,9 @@ class Site:
         config = train_config(self.folder, self.model)
         config["run"]["steps"] = steps
         config["data"]["eval"] = []
-        config["rollout"] = {"engines": engines}
+        config["rollout"] = {"num_engines": engines}
         config["export"] = {"critic": False}
-        config["checkpoint"] = {"every": 1, "every_minutes": None, "margin_minutes": 0}
+        config["checkpoint"] = {"every": 1, "every_minutes": None, "margin_s": 0}
         return write_config(self.folder / "train.yaml", config)
 
     def submit(
@@ -80,8 +80,8 @@ class Site:
             raise
 
     def saved_step(self, run: str) -> int:
-        """The step of the newest unit of a run; 0 where there is none."""
-        found = [re.fullmatch(r"step_(\d+)", path.name) for path in (self.runs / run / "state").glob("step_*")]
+        """The step of the newest checkpoint of a run; 0 where there is none."""
+        found = [re.fullmatch(r"step_(\d+)", path.name) for path in (self.runs / run / "checkpoints").glob("step_*")]
         return max((int(match[1]) for match in found if match), default=0)
 
     def tries(self, run: str) -> list[dict[str, str]]:

@@ -51,7 +51,7 @@ class Job:
             "RUNS": str(self.folder),
             "RUN_DIR": str(self.folder / "run"),
             "RECORD": str(self.record),
-            "PROGRESS": str(self.folder / "run" / "state"),
+            "PROGRESS": str(self.folder / "run" / "checkpoints"),
             "EXITS": str(self.record / "exits"),
             "CONTAINER": "",
             "MOUNTS": "",
@@ -141,7 +141,7 @@ def job(tmp_path: Path) -> Job:
 )
 def test_verdict_of_a_step(job: Job, srun_code: int, tasks: Sequence[tuple[int, str]], expected: str) -> None:
     job.exits(tasks)
-    assert job.bash(f"verdict {srun_code}").stdout.strip() == expected
+    assert job.bash(f"grade {srun_code}").stdout.strip() == expected
 
 
 @pytest.mark.parametrize("first", [135, 76])
@@ -203,8 +203,8 @@ def test_no_node_is_left_out_that_the_job_cannot_do_without(job: Job) -> None:
 )
 def test_tries_that_came_to_nothing_are_counted(job: Job, tries: Sequence[str], expected: int) -> None:
     for name in ("step_000001", "step_000002", ".step_000003.half"):
-        (job.folder / "run" / "state" / name).mkdir(parents=True)
-        os.utime(job.folder / "run" / "state" / name, (int(name[-1], 36), int(name[-1], 36)))
+        (job.folder / "run" / "checkpoints" / name).mkdir(parents=True)
+        os.utime(job.folder / "run" / "checkpoints" / name, (int(name[-1], 36), int(name[-1], 36)))
     lines = [f"time {each.split()[0]} restart=0 nodes=a from={each.split()[1]} ended=75\n" for each in tries]
     (job.record / "tries").write_text("".join(lines))
     assert job.bash("tries_from_here").stdout.strip() == str(expected)

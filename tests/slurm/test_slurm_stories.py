@@ -32,7 +32,7 @@ def test_a_job_goes_on_unattended_until_its_run_is_finished(site: Site) -> None:
         DOCTOR="quick",
         MAX_TRIES="2",
     )
-    model = site.runs / run / "checkpoints" / "final" / "actor"
+    model = site.runs / run / "hf" / "final" / "actor"
     evaluation = site.submit(
         "evaluate.sbatch",
         write_config(site.folder / "evaluate.yaml", evaluate_config(site.folder, model)),

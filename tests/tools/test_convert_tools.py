@@ -82,7 +82,7 @@ def test_a_policy_becomes_a_critic_with_a_head_of_zeros(tmp_path: Path) -> None:
 
 
 def test_actor_or_critic_of_a_runs_state(tmp_path: Path) -> None:
-    state = tmp_path / "state" / "step_000010"
+    state = tmp_path / "checkpoints" / "step_000010"
     source = write_model(tmp_path / "policy", "qwen2")
     for model, head in (("actor", "lm"), ("critic", "value")):
         assert _call(convert_hf_to_megatron, "--hf", source, "--out", state / model, "--head", head)[0] == 0

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from tools.export_fp8 import app
 from vapo_megatron.config.rollout import RolloutConfig, SyncConfig
 from vapo_megatron.rollout.server import EngineServer
-from vapo_megatron.rollout.sync import WeightSync
+from vapo_megatron.weight_sync.session import WeightSync
 from vapo_megatron.weights.fp8 import quantize
 from vapo_megatron.weights.tiny import CHATML_TEMPLATE, word_tokenizer
 
@@ -100,7 +100,7 @@ def test_fp8_has_what_the_loader_of_sglang_reads(exports: dict[str, Path], sourc
 
 
 @needs_modelopt
-def test_block_fp8_is_the_same_as_what_a_hand_over_makes(exports: dict[str, Path], source: Path) -> None:
+def test_block_fp8_is_the_same_as_what_a_weight_sync_makes(exports: dict[str, Path], source: Path) -> None:
     """sglang/srt/layers/quantization/fp8.py, Fp8Config.from_config and Fp8LinearMethod.create_weights."""
     config = json.loads((exports["fp8_block"] / "config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "fp8" and config["activation_scheme"] == "dynamic"
@@ -155,7 +155,7 @@ def test_tokenizer_and_config_are_carried_over(exports: dict[str, Path], source:
 @pytest.fixture(scope="module")
 def servers(exports: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, EngineServer]]:
     logs = tmp_path_factory.mktemp("logs")
-    config = RolloutConfig(max_running_requests=8, max_total_tokens=2048, start_deadline=280)
+    config = RolloutConfig(max_running_requests=8, max_total_tokens=2048, start_timeout_s=280)
     device = range(1) if torch.cuda.is_available() else None
     running = {
         name: EngineServer(exports[name], config, "bfloat16", logs / f"{name}.log", device)
@@ -186,7 +186,7 @@ def original_logprobs(source: Path) -> list[list[float]]:
 def test_sglang_serves_it(servers: dict[str, EngineServer], source: Path, name: str) -> None:
     expected = original_logprobs(source)
     spread = torch.tensor([value for row in expected for value in row]).std()
-    with WeightSync.through_shared_memory(servers[name].address, SyncConfig(deadline=120)) as sync:
+    with WeightSync.through_shared_memory(servers[name].address, SyncConfig(request_timeout_s=120)) as sync:
         largest = sync.verify(SEQUENCES, expected, tolerance=float("inf"))
     assert largest < 0.5 * float(spread), "the engine computes something else than the checkpoint"
 
@@ -197,10 +197,10 @@ def test_sglang_serves_nvfp4(exports: dict[str, Path], source: Path, tmp_path: P
     """Its kernels are those of Blackwell."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (10, 0):
         pytest.skip("needs a GPU with FP4 (compute capability 10)")
-    config = RolloutConfig(max_running_requests=8, max_total_tokens=2048, start_deadline=280, memory_saver=False)
+    config = RolloutConfig(max_running_requests=8, max_total_tokens=2048, start_timeout_s=280, memory_saver=False)
     with (
         EngineServer(exports["nvfp4"], config, "bfloat16", tmp_path / "engine.log", range(1)) as server,
-        WeightSync.through_shared_memory(server.address, SyncConfig(deadline=120)) as sync,
+        WeightSync.through_shared_memory(server.address, SyncConfig(request_timeout_s=120)) as sync,
     ):
         assert sync.verify(SEQUENCES, original_logprobs(source), tolerance=float("inf")) < 3.0
 

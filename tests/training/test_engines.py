@@ -1,4 +1,4 @@
-"""The engine runs the weights that the trainer has: re-sharded, checked after every hand-over, and named if not."""
+"""The engine runs the weights that the trainer has: re-sharded, checked after every weight sync, and named if not."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from vapo_megatron.experience.sample import Prompt
 from vapo_megatron.mcore.mesh import make_mesh
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.training.engines import Engines
-from vapo_megatron.training.probe import probe_batch, random_sequences
+from vapo_megatron.weight_sync.probe import probe_batch, random_sequences
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.spec import read_spec
 
@@ -28,7 +28,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(path, "qwen2", vocab_size=VOCAB, max_position_embeddings=256, eos_token_id=VOCAB - 1)
 
 
-def hand_over_three_times_and_break(model_dir: Path, log_dir: Path) -> tuple[list[float], float, str]:
+def weight_sync_three_times_and_break(model_dir: Path, log_dir: Path) -> tuple[list[float], float, str]:
     spec, layout = read_spec(model_dir), LayoutConfig(tp=2, pp=2, sequence_parallel=True)
     mesh = make_mesh(layout)
     model = ModelConfig(path=str(model_dir), dtype="float32")
@@ -46,7 +46,7 @@ def hand_over_three_times_and_break(model_dir: Path, log_dir: Path) -> tuple[lis
                     noise = torch.Generator().manual_seed(dist.get_rank() + len(name))
                     if parameter.ndim == 2:  # norms are the same on every tensor-parallel rank
                         parameter.add_(torch.randn(parameter.shape, generator=noise) * 0.05)
-            engines.hand_over(actor)
+            engines.sync_weights(actor)
             differences.append(engines.check(actor, sequences))
         responses = []
         if dist.get_rank() == 0:
@@ -59,7 +59,7 @@ def hand_over_three_times_and_break(model_dir: Path, log_dir: Path) -> tuple[lis
         ours = actor.score(batch)[:, 0].split(batch.response_lengths.tolist())
         theirs = [torch.tensor(logprobs) for _, logprobs in box[0]]
         sampled = max(float((row[4:] - logprobs).abs().max()) for row, logprobs in zip(ours, theirs, strict=True))
-        # A trainer that goes on without a hand-over: the check must say so, and which tensor it is.
+        # A trainer that goes on without a weight sync: the check must say so, and which tensor it is.
         with torch.no_grad():
             for name, parameter in actor.chunks[0].named_parameters():
                 if name == "decoder.layers.1.mlp.linear_fc2.weight" and mesh.pp_rank == 0:
@@ -74,10 +74,10 @@ def hand_over_three_times_and_break(model_dir: Path, log_dir: Path) -> tuple[lis
 
 def test_resharded_weights_arrive_and_a_stale_engine_is_named(model_dir: Path, tmp_path: Path) -> None:
     """Training TP2 PP2 with sequence parallel, engine TP1."""
-    answers = run_ranks(4, hand_over_three_times_and_break, model_dir, tmp_path, deadline=150)
+    answers = run_ranks(4, weight_sync_three_times_and_break, model_dir, tmp_path, deadline=150)
     for differences, sampled, message in answers:
         assert len(differences) == 4 and max(differences) < 1e-4
         assert sampled < 1e-4, "log-probs of sampled tokens differ from the trainer's"
-        assert "after the hand-over of version 3" in message
+        assert "after the weight sync of version 3" in message
         assert "model.layers.1.mlp.down_proj.weight differs" in message
         assert message.count("differs") == 1

@@ -86,8 +86,8 @@ def test_the_rows_of_a_run(run_dir: Path) -> None:
     assert sorted(steps) == [0, 1, 2]
     for step in (1, 2):
         row = steps[step]
-        assert row["rollout/sync_logprob_difference"] < 1e-4
-        assert row["actor/rollout_logprob_difference_max"] < 1e-4, "engine and trainer disagree on sampled tokens"
+        assert row["rollout/train_infer_logprob_diff"] < 1e-4
+        assert row["actor/train_infer_logprob_diff_max"] < 1e-4, "engine and trainer disagree on sampled tokens"
         assert row["actor/grad_norm"] > 0 and row["critic/grad_norm"] > 0
         assert row["actor/updates"] == row["critic/updates"] == 2
         assert 1 <= row["response_length/min"] <= row["response_length/max"] <= NEW_TOKENS
@@ -113,7 +113,7 @@ def test_sampled_tokens_decode_to_text(folder: Path, run_dir: Path) -> None:
 
 @needs_data
 def test_the_policy_is_an_ordinary_directory_that_has_learnt(folder: Path, run_dir: Path) -> None:
-    directory = run_dir / "checkpoints" / "final" / "actor"
+    directory = run_dir / "hf" / "final" / "actor"
     trained, report = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert trained.config.model_type == "qwen2" and trained.config.vocab_size == VOCABULARY
@@ -151,4 +151,4 @@ def test_both_configs_ask_in_the_same_way() -> None:
         train.evaluation.temperature,
         train.evaluation.top_p,
     )
-    assert evaluate.model.path == f"{train.run.directory}/checkpoints/final/actor"
+    assert evaluate.model.path == f"{train.run.directory}/hf/final/actor"

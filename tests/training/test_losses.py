@@ -68,13 +68,13 @@ def train_policy(model_dir: Path, layout: LayoutConfig, max_tokens: int, setting
     actor.prepare()
     loss = policy_loss(batch, actor.score(batch)[:, 0], settings)
     results = [actor.train_step(batch, range(batch.samples), loss) for _ in range(STEPS)]
-    return [(r.grad_norm, r.figures) for r in results], float(actor.score(batch).double().square().sum())
+    return [(r.grad_norm, r.metrics) for r in results], float(actor.score(batch).double().square().sum())
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "gspo": {"loss": {"kind": "gspo", "aggregation": "sequence_mean"}, "kl": {}},
     "sao": {"loss": {"kind": "sao"}, "kl": {}},
-    "k3": {"loss": {"dual_clip": 3.0}, "kl": {"where": "loss", "estimator": "k3", "coef": 0.3}},
+    "k3": {"loss": {"dual_clip": 3.0}, "kl": {"placement": "loss", "estimator": "k3", "coef": 0.3}},
 }
 LAYOUTS = [
     (2, LayoutConfig(cp=2), 1000),
@@ -100,22 +100,22 @@ def test_layout_does_not_change_a_policy_loss(
     expected_steps, expected_sum = one_rank[name]
     for steps, total in run_ranks(world_size, train_policy, model_dir, layout, max_tokens, SETTINGS[name]):
         assert total == pytest.approx(expected_sum, rel=1e-5)
-        for (norm, figures), (expected_norm, expected) in zip(steps, expected_steps, strict=True):
+        for (norm, metrics), (expected_norm, expected) in zip(steps, expected_steps, strict=True):
             assert norm == pytest.approx(expected_norm, rel=2e-5)
-            assert figures == pytest.approx(expected, rel=2e-5, abs=2e-6)
+            assert metrics == pytest.approx(expected, rel=2e-5, abs=2e-6)
 
 
 def test_gspo_clips_whole_responses(model_dir: Path, one_rank: dict[str, Any]) -> None:
     """The clip fractions are those of the six mean log-ratios, counted with their tokens."""
     batch = make_batch()
-    (_, figures), *_ = one_rank["gspo"][0]
+    (_, metrics), *_ = one_rank["gspo"][0]
     log_ratio = -0.2 * noise(1, batch.response_tokens)
     advantages, lengths = noise(4, batch.response_tokens), batch.response_lengths.tolist()
     ratios = torch.cat([part.mean().exp().expand(len(part)) for part in log_ratio.split(lengths)])
     low, high = ((ratios < 0.9) & (advantages < 0)).float().mean(), ((ratios > 1.1) & (advantages > 0)).float().mean()
     assert low + high > 0
-    assert figures["clip_fraction_low"] == pytest.approx(float(low), abs=1e-6)
-    assert figures["clip_fraction_high"] == pytest.approx(float(high), abs=1e-6)
+    assert metrics["clip_fraction_low"] == pytest.approx(float(low), abs=1e-6)
+    assert metrics["clip_fraction_high"] == pytest.approx(float(high), abs=1e-6)
 
 
 def train_critic(model_dir: Path, layout: LayoutConfig, max_tokens: int, out: Path) -> Any:
@@ -133,7 +133,7 @@ def train_critic(model_dir: Path, layout: LayoutConfig, max_tokens: int, out: Pa
     loss = ValueLoss(HL_GAUSS, noise(1, total), torch.zeros(total), torch.full((total,), 1 / total))
     before = values(critic, batch, HL_GAUSS)
     results = [critic.train_step(batch, range(batch.samples), loss) for _ in range(STEPS)]
-    steps = [(r.figures["value_loss"], r.grad_norm) for r in results]
+    steps = [(r.metrics["value_loss"], r.grad_norm) for r in results]
     return before.tolist(), steps, values(critic, batch, HL_GAUSS).tolist()
 
 
@@ -206,9 +206,9 @@ def frozen_scores(model_dir: Path, layout: LayoutConfig) -> Any:
     loss = policy_loss(batch, actor.score(batch)[:, 0], SETTINGS["k3"])
 
     def difference() -> float:
-        reference.wake()
+        reference.onload()
         found = float((reference.score(batch) - actor.score(batch)).abs().max())
-        reference.sleep()
+        reference.offload()
         return found
 
     found = [difference()]

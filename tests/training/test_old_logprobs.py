@@ -27,14 +27,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Recorder:
-    """Keeps figures and the names of phases."""
+    """Keeps metrics and the names of phases."""
 
     def __init__(self) -> None:
         self.row: dict[str, float] = {}
         self.phases: list[str] = []
 
-    def add(self, figures: dict[str, float]) -> None:
-        self.row |= figures
+    def add(self, metrics: dict[str, float]) -> None:
+        self.row |= metrics
 
     @contextmanager
     def phase(self, name: str, total: int) -> Any:
@@ -118,8 +118,8 @@ def test_kept_outputs_are_those_before_the_step_at_the_sampling_temperature(
         ({"update": {"critic_updates_per_policy_update": 2}}, True),
         ({"update": {"old_logprobs": "score"}}, False),
         ({"importance_sampling": {"kind": "tis"}}, False),
-        ({"kl": {"where": "reward", "coef": 0.1}}, False),
-        ({"kl": {"where": "loss", "estimator": "k3", "coef": 0.1}}, True),
+        ({"kl": {"placement": "reward", "coef": 0.1}}, False),
+        ({"kl": {"placement": "loss", "estimator": "k3", "coef": 0.1}}, True),
         ({"advantage": {"function": FUNCTION}}, False),
         ({"filter_function": FUNCTION}, False),
     ],

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lives
+import attempts
 import psutil
 import pytest
 from tiny_runs import make_model, problems, write_config, write_rows
@@ -22,14 +22,14 @@ from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput, RunFailed, TryAgain
 from vapo_megatron.experience.sample import Prompt
-from vapo_megatron.rollout.broadcast_group import BroadcastGroup
 from vapo_megatron.rollout.client import EngineClient
 from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.remote_engines import take_over_engines, what_must_agree
 from vapo_megatron.rollout.server import EngineAddress, EngineServer
-from vapo_megatron.rollout.sync import WeightSync
-from vapo_megatron.rollout.transports import DiskTransport
 from vapo_megatron.training.serve_engine import serve_engine
+from vapo_megatron.weight_sync.broadcast_group import BroadcastGroup
+from vapo_megatron.weight_sync.session import WeightSync
+from vapo_megatron.weight_sync.transports import DiskTransport
 from vapo_megatron.weights.hf_files import HFTensors
 from vapo_megatron.weights.spec import read_spec
 
@@ -42,16 +42,16 @@ _SAYS = re.compile(r"engine at (http://127\.0\.0\.1:\d+), log (.*)")
 class Fleet:
     """Two engines of the command line, and the run whose config they were started from."""
 
-    world: lives.World
+    world: attempts.World
     urls: list[str]
     processes: list["subprocess.Popen[str]"]
 
     def config(self, name: str, *overrides: str) -> TrainConfig:
-        return lives.config_of(
+        return attempts.config_of(
             self.world,
             name,
             {"tp": 2},
-            f"rollout.addresses=[{','.join(self.urls)}]",
+            f"rollout.external_urls=[{','.join(self.urls)}]",
             f"rollout.api_key_variable={KEY_VARIABLE}",
             "value_pretraining.enabled=false",
             "run.steps=2",
@@ -69,8 +69,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("fleet")
     model = make_model(folder / "model")
     train, evaluation = (write_rows(folder / f"{name}.jsonl", problems(64)) for name in ("train", "eval"))
-    world = lives.World(folder, model, train, evaluation, EngineAddress("", ""))
-    config = write_config(folder / "engine.yaml", lives.config_of(world, "tiny", {"tp": 2}).model_dump(mode="json"))
+    world = attempts.World(folder, model, train, evaluation, EngineAddress("", ""))
+    config = write_config(folder / "engine.yaml", attempts.config_of(world, "tiny", {"tp": 2}).model_dump(mode="json"))
     os.environ[KEY_VARIABLE] = KEY
     command = [sys.executable, "-m", "vapo_megatron.cli", "engine", str(config), "--port", "0"]
     command += [f"rollout.api_key_variable={KEY_VARIABLE}"]
@@ -95,7 +95,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 def rollout_of(*urls: str, **changes: Any) -> RolloutConfig:
-    return RolloutConfig(addresses=urls, api_key_variable=KEY_VARIABLE, start_deadline=2.0, **changes)
+    return RolloutConfig(external_urls=urls, api_key_variable=KEY_VARIABLE, start_timeout_s=2.0, **changes)
 
 
 def test_what_is_asked_without_the_key_is_refused(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,12 +128,12 @@ def test_an_engine_of_another_config_is_named_with_what_differs(fleet: Fleet, ke
 
 def test_an_engine_of_another_protocol_is_refused(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vapo_megatron.rollout.remote_engines.PROTOCOL", 2)
-    with pytest.raises(BadInput, match="speaks version 1 of the hand-over and this trainer version 2"):
+    with pytest.raises(BadInput, match="speaks version 1 of the weight sync and this trainer version 2"):
         take_over_engines(rollout_of(fleet.urls[0]), fleet.agreed())
 
 
 def test_an_engine_that_is_not_there_is_something_passing(fleet: Fleet) -> None:
-    with pytest.raises(TryAgain, match=r"http://127\.0\.0\.1:9 did not answer within rollout\.start_deadline=2 s"):
+    with pytest.raises(TryAgain, match=r"http://127\.0\.0\.1:9 did not answer within rollout\.start_timeout_s=2 s"):
         take_over_engines(rollout_of("http://127.0.0.1:9"), fleet.agreed())
 
 
@@ -171,26 +171,26 @@ def die_in_a_broadcast(call: int) -> None:
     BroadcastGroup.broadcast = trap  # type: ignore[method-assign]
 
 
-def test_a_trainer_killed_in_a_hand_over_goes_on_with_the_same_engines(fleet: Fleet) -> None:
+def test_a_trainer_killed_in_a_weight_sync_goes_on_with_the_same_engines(fleet: Fleet) -> None:
     """To the bit as one that was not: the engines wait for bytes that never come, in a session that nobody ends."""
     whole = fleet.config("whole")
-    end = lives.live(fleet.world, whole, 2)
+    end = attempts.live(fleet.world, whole, 2)
     assert end.code == 0, end.said
     config = fleet.config("killed", "run.resume=auto")
-    end = lives.live(fleet.world, config, 2, prepare=lambda: die_in_a_broadcast(3))
+    end = attempts.live(fleet.world, config, 2, prepare=lambda: die_in_a_broadcast(3))
     assert end.code != 0
-    end = lives.live(fleet.world, config, 2)
+    end = attempts.live(fleet.world, config, 2)
     assert end.code == 0, end.said
-    rows, expected = (lives.metrics(Path(one.run.directory)) for one in (config, whole))
+    rows, expected = (attempts.metrics(Path(one.run.directory)) for one in (config, whole))
     assert [row["step"] for row in rows] == [row["step"] for row in expected]
     assert rows == expected
-    assert max(row["rollout/sync_logprob_difference"] for row in rows) < 1e-4
+    assert max(row["rollout/train_infer_logprob_diff"] for row in rows) < 1e-4
     assert [row["rollout/weight_version"] for row in rows if row["step"] > 0] == [1.0, 2.0]
 
 
 def test_an_engine_open_to_a_network_needs_a_key(fleet: Fleet) -> None:
     with pytest.raises(BadInput, match=r"--host 0\.0\.0\.0 without rollout\.api_key_variable"):
-        serve_engine(lives.config_of(fleet.world, "open", {"tp": 1}), "0.0.0.0", 0)
+        serve_engine(attempts.config_of(fleet.world, "open", {"tp": 1}), "0.0.0.0", 0)
 
 
 def test_a_port_in_use_is_named(fleet: Fleet, tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from damage import flip
-from lives import (
+from attempts import (
     End,
     World,
     config_of,
@@ -25,10 +24,11 @@ from lives import (
     refuse_units,
     world,
 )
+from damage import flip
 from ranks import run_ranks
 from tiny_runs import make_model, sft_config
 
-from vapo_megatron.checkpoint.units import units as saved_units
+from vapo_megatron.checkpoint.checkpoints import checkpoints as saved_units
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
@@ -60,17 +60,17 @@ def straight(shared: World) -> Callable[[int], Path]:
     return run
 
 
-def units(config: TrainConfig) -> list[str]:
+def list_checkpoints(config: TrainConfig) -> list[str]:
     """Oldest first."""
     return [path.name for path in saved_units(Path(config.run.directory)).values()]
 
 
 def recorded(config: TrainConfig) -> list[str]:
-    return sorted(path.name for path in (Path(config.run.directory) / "record").glob("*"))
+    return sorted(path.name for path in (Path(config.run.directory) / "recorded_rollouts").glob("*"))
 
 
 def leftovers(config: TrainConfig) -> list[Path]:
-    return list((Path(config.run.directory) / "state").glob(".*"))
+    return list((Path(config.run.directory) / "checkpoints").glob(".*"))
 
 
 def assert_equal(found: Path, expected: Path) -> None:
@@ -84,7 +84,7 @@ def test_killed_in_every_phase_on_two_ranks(shared: World, straight: Callable[[i
     # What is written in the background may or may not be there when a kill comes; here every save is waited for.
     config = config_of(shared, "killed", LAYOUTS[2], RESUME, "checkpoint.asynchronous=false")
     traps = [
-        # Phase, call and rank of the kill; the newest unit after it.
+        # Phase, call and rank of the kill; the newest checkpoint after it.
         ("rollout", 3, 0, "step_000000_pretraining_000001"),  # evaluation comes first
         ("value pretraining", 2, 1, "step_000000_pretraining_000003"),
         ("save", 5, 0, "step_000000"),
@@ -93,7 +93,7 @@ def test_killed_in_every_phase_on_two_ranks(shared: World, straight: Callable[[i
     for phase, call, victim, newest in traps:
         end = live(shared, config, 2, partial(kill_at, phase, call, victim))
         assert end.code == 1 and f"rank{victim} ended with signal 9" in end.said, end
-        assert units(config)[-1] == newest, phase
+        assert list_checkpoints(config)[-1] == newest, phase
         assert bool(leftovers(config)) is (phase == "save"), "what a save that was killed has written"
         if phase == "value pretraining":
             assert recorded(config) == ["rollouts_00000.safetensors", "rollouts_00001.safetensors"]
@@ -107,7 +107,7 @@ def test_asked_to_stop_and_killed(shared: World, straight: Callable[[int], Path]
     config = config_of(shared, f"stopped{count}", LAYOUTS[count], RESUME, "checkpoint.every_minutes=null")
     end = live(shared, config, count, stop="samples/step_000001.jsonl")
     assert end.code == 75 and "because of SIGUSR1" in end.said and "\n" not in end.said
-    assert units(config)[-1] in end.said
+    assert list_checkpoints(config)[-1] in end.said
     assert live(shared, config, count, partial(kill_at, "policy update", 2)).code == 1
     assert live(shared, config, count) == End(0, "")
     assert_equal(Path(config.run.directory), straight(count))
@@ -116,15 +116,15 @@ def test_asked_to_stop_and_killed(shared: World, straight: Callable[[int], Path]
 def test_it_stops_before_its_time_limit_and_makes_progress_in_every_life(
     shared: World, straight: Callable[[int], Path]
 ) -> None:
-    config = config_of(shared, "limited", LAYOUTS[1], RESUME, "checkpoint.time_limit_minutes=1e-9")
+    config = config_of(shared, "limited", LAYOUTS[1], RESUME, "checkpoint.job_timeout_s=1e-7")
     seen: list[str] = []
     for _ in range(20):
         end = live(shared, config, 1)
         if end.code == 0:
             break
         assert end.code == 75 and "its time limit" in end.said
-        assert units(config)[-1] not in seen
-        seen.append(units(config)[-1])
+        assert list_checkpoints(config)[-1] not in seen
+        seen.append(list_checkpoints(config)[-1])
     assert end.code == 0 and len(seen) >= 5
     assert_equal(Path(config.run.directory), straight(1))
 
@@ -135,7 +135,7 @@ def test_another_layout_goes_on_to_rounding(shared: World, straight: Callable[[i
     config = config_of(shared, "relaid", {"pp": 2}, RESUME, "critic.layout={}", "evaluation.every=null")
     run_dir = Path(config.run.directory)
     shutil.copytree(source, run_dir)
-    shutil.rmtree(run_dir / "state" / "step_000003")
+    shutil.rmtree(run_dir / "checkpoints" / "step_000003")
     shutil.rmtree(run_dir / "checkpoints")
     assert live(shared, config, 2) == End(0, "")
     found, expected = metrics(run_dir)[-1], metrics(source)[-1]
@@ -160,35 +160,37 @@ def test_a_full_disk_loses_nothing(shared: World, straight: Callable[[int], Path
     config = config_of(shared, "full", LAYOUTS[1], RESUME, "checkpoint.every_minutes=null", "run.steps=4")
     run_dir = Path(config.run.directory)
     shutil.copytree(straight(1), run_dir)
-    before = units(config)
+    before = list_checkpoints(config)
     end = live(shared, config, 1, partial(fill_the_disk, 200_000))
     assert end.code == 2 and "\n" not in end.said
     assert "state/step_000004: cannot be saved (File too large)" in end.said
-    assert units(config) == before and not leftovers(config), "nothing half-written is left, nothing whole is gone"
+    assert list_checkpoints(config) == before and not leftovers(config), (
+        "nothing half-written is left, nothing whole is gone"
+    )
 
 
 @pytest.fixture
 def copy(shared: World, straight: Callable[[int], Path], request: pytest.FixtureRequest) -> tuple[TrainConfig, Path]:
-    """A run of one rank with two more steps to make, and its newest unit."""
+    """A run of one rank with two more steps to make, and its newest checkpoint."""
     name = f"copy_{abs(hash(request.node.name))}"
     config = config_of(shared, name, LAYOUTS[1], RESUME, "run.steps=5")
     shutil.copytree(straight(1), Path(config.run.directory))
-    return config, Path(config.run.directory) / "state" / "step_000003"
+    return config, Path(config.run.directory) / "checkpoints" / "step_000003"
 
 
 def refusal(config: TrainConfig) -> str:
     """What a start says, before any rank is started or else on one rank."""
     try:
         start = prepare_start(config, lambda: None, lambda: None)
-        assert start.unit is not None
-        return str(run_ranks(1, opened, start.unit)[0])
+        assert start.checkpoint is not None
+        return str(run_ranks(1, opened, start.checkpoint)[0])
     except BadInput as error:
         return str(error)
 
 
-def opened(unit: Path) -> str:
+def opened(checkpoint: Path) -> str:
     try:
-        open_resumed(unit)
+        open_resumed(checkpoint)
     except BadInput as error:
         return str(error)
     return f"rank {dist.get_rank()} would go on"
@@ -197,9 +199,9 @@ def opened(unit: Path) -> str:
 @pytest.fixture(scope="module")
 def recording(shared: World) -> TrainConfig:
     """A run of one rank that stopped when it had recorded two rollouts."""
-    config = config_of(shared, "recording", LAYOUTS[1], RESUME, "checkpoint.time_limit_minutes=1e-9")
+    config = config_of(shared, "recording", LAYOUTS[1], RESUME, "checkpoint.job_timeout_s=1e-7")
     assert [live(shared, config, 1).code for _ in range(2)] == [75, 75]
-    assert units(config)[-1] == "step_000000_pretraining_000002"
+    assert list_checkpoints(config)[-1] == "step_000000_pretraining_000002"
     return config
 
 
@@ -208,11 +210,11 @@ def recording(shared: World) -> TrainConfig:
     [
         (flip, r"rollouts_00001.safetensors has changed since it was saved"),
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"rollouts_00001.safetensors has \d+ bytes"),
-        (Path.unlink, r"rollouts_00001.safetensors is missing: the unit is damaged"),
+        (Path.unlink, r"rollouts_00001.safetensors is missing: the checkpoint is damaged"),
     ],
 )
 def test_a_damaged_record_is_refused_by_name(recording: TrainConfig, harm: Callable[[Path], Any], message: str) -> None:
-    path = Path(recording.run.directory) / "record" / "rollouts_00001.safetensors"
+    path = Path(recording.run.directory) / "recorded_rollouts" / "rollouts_00001.safetensors"
     whole = path.read_bytes()
     harm(path)
     said = refusal(recording)
@@ -223,48 +225,51 @@ def test_a_damaged_record_is_refused_by_name(recording: TrainConfig, harm: Calla
     assert refusal(recording) == "rank 0 would go on"
 
 
-def flip_a_bit(unit: Path) -> None:
-    flip(max((unit / "critic").glob("*.distcp"), key=lambda path: path.stat().st_size))
+def flip_a_bit(checkpoint: Path) -> None:
+    flip(max((checkpoint / "critic").glob("*.distcp"), key=lambda path: path.stat().st_size))
 
 
-def cut_short(unit: Path) -> None:
-    path = next((unit / "actor").glob("*.distcp"))
+def cut_short(checkpoint: Path) -> None:
+    path = next((checkpoint / "actor").glob("*.distcp"))
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def mix(unit: Path) -> None:
-    shutil.rmtree(unit / "critic")
-    shutil.copytree(unit.with_name("step_000002") / "critic", unit / "critic")
+def mix(checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint / "critic")
+    shutil.copytree(checkpoint.with_name("step_000002") / "critic", checkpoint / "critic")
 
 
-def of_the_future(unit: Path) -> None:
-    content = json.loads((unit / "manifest.json").read_text())
-    (unit / "manifest.json").write_text(json.dumps(content | {"format": 99}))
+def of_the_future(checkpoint: Path) -> None:
+    content = json.loads((checkpoint / "manifest.json").read_text())
+    (checkpoint / "manifest.json").write_text(json.dumps(content | {"format": 99}))
 
 
 @pytest.mark.parametrize(
     "harm,message",
     [
         (flip_a_bit, r"step_000003: the content of critic/__0_\d.distcp has changed since it was saved"),
-        (cut_short, r"step_000003: actor/__0_\d.distcp has \d+ bytes, its manifest says \d+: the unit is damaged"),
-        (mix, r"step_000003: critic/ is of this run's step 2 .* halves of two units cannot be mixed"),
+        (
+            cut_short,
+            r"step_000003: actor/__0_\d.distcp has \d+ bytes, its manifest says \d+: the checkpoint is damaged",
+        ),
+        (mix, r"step_000003: critic/ is of this run's step 2 .* model parts of two checkpoints cannot be mixed"),
         (of_the_future, r"format 99, this version reads up to 1"),
-        (lambda unit: (unit / "manifest.json").unlink(), r"step_000003: manifest.json is missing"),
+        (lambda checkpoint: (checkpoint / "manifest.json").unlink(), r"step_000003: manifest.json is missing"),
     ],
 )
 def test_a_damaged_unit_is_refused_by_name_and_can_be_deleted(
     copy: tuple[TrainConfig, Path], harm: Callable[[Path], Any], message: str
 ) -> None:
-    config, unit = copy
-    harm(unit)
-    (unit.parent / ".step_000004.half").mkdir()
+    config, checkpoint = copy
+    harm(checkpoint)
+    (checkpoint.parent / ".step_000004.half").mkdir()
     before = stamps(config)
     said = refusal(config)
     assert stamps(config) == before, "nothing is written before all of it is proven"
     assert "\n" not in said
     with pytest.raises(BadInput, match=message):
         raise BadInput(said)
-    shutil.rmtree(unit)
+    shutil.rmtree(checkpoint)
     assert refusal(config) == "rank 0 would go on"
 
 
@@ -282,8 +287,8 @@ def test_a_config_that_does_not_fit_is_refused_before_anything_is_touched(copy: 
 def test_other_problems_under_the_same_path_are_refused_before_anything_is_touched(
     copy: tuple[TrainConfig, Path], harm: Callable[[list[str]], list[str]]
 ) -> None:
-    config, unit = copy
-    (unit.parent / ".step_000004.half").mkdir()
+    config, checkpoint = copy
+    (checkpoint.parent / ".step_000004.half").mkdir()
     path, before = Path(config.data.train), stamps(config)
     lines = path.read_text().splitlines(keepends=True)
     try:
@@ -301,12 +306,12 @@ def stamps(config: TrainConfig) -> dict[Path, int]:
 
 
 def test_exported_models_without_saved_state_are_set_aside(copy: tuple[TrainConfig, Path]) -> None:
-    """What a life leaves that ended after an export and before a unit; nobody has to come for it."""
-    config, unit = copy
+    """What a attempt leaves that ended after an export and before a checkpoint; nobody has to come for it."""
+    config, checkpoint = copy
     run_dir = Path(config.run.directory)
-    shutil.rmtree(unit.parent)
+    shutil.rmtree(checkpoint.parent)
     exported = {path.relative_to(run_dir): path.read_bytes() for path in run_dir.rglob("*.safetensors")}
-    assert exported and prepare_start(config, lambda: None, lambda: None).unit is None
+    assert exported and prepare_start(config, lambda: None, lambda: None).checkpoint is None
     assert [path.name for path in run_dir.iterdir()] == ["config.yaml"]
     aside = run_dir.with_name(f"{run_dir.name}.earlier_1")
     assert {name: (aside / name).read_bytes() for name in exported} == exported
@@ -315,8 +320,8 @@ def test_exported_models_without_saved_state_are_set_aside(copy: tuple[TrainConf
 def test_another_model_under_the_same_path_is_refused_before_anything_is_touched(
     copy: tuple[TrainConfig, Path],
 ) -> None:
-    config, unit = copy
-    (unit.parent / ".step_000004.half").mkdir()
+    config, checkpoint = copy
+    (checkpoint.parent / ".step_000004.half").mkdir()
     before, path = stamps(config), Path(config.model.path) / "config.json"
     content = path.read_text()
     try:
@@ -324,7 +329,9 @@ def test_another_model_under_the_same_path_is_refused_before_anything_is_touched
         said = refusal(config)
     finally:
         path.write_text(content)
-    assert said.startswith(f"model.path={config.model.path}: config.json is not that of the model in {unit}/actor")
+    assert said.startswith(
+        f"model.path={config.model.path}: config.json is not that of the model in {checkpoint}/actor"
+    )
     assert stamps(config) == before
 
 
@@ -335,21 +342,21 @@ def test_a_save_that_fails_is_tried_once_more(
     more = ("checkpoint.every_minutes=null", "run.steps=4", "evaluation.every=4")
     config = config_of(shared, f"refused{times}", LAYOUTS[1], RESUME, *more)
     shutil.copytree(straight(1), Path(config.run.directory))
-    before = units(config)
+    before = list_checkpoints(config)
     end = live(shared, config, 1, partial(refuse_units, errno.EIO, times))
     assert end.code == code, end
-    assert units(config) == ([before[-1], "step_000004"] if code == 0 else before) and not leftovers(config)
+    assert list_checkpoints(config) == ([before[-1], "step_000004"] if code == 0 else before) and not leftovers(config)
     if code:
         assert "state/step_000004: cannot be saved (Input/output error), tried twice: start again" in end.said
 
 
 @pytest.mark.parametrize("steps", [3, 2])
 def test_the_final_model_is_made_up_for(shared: World, straight: Callable[[int], Path], steps: int) -> None:
-    """Of a run that was ended between its last unit and its export, or that has done more than it is to do now."""
+    """Of a run that was ended between its last checkpoint and its export, or that did more than it is to do now."""
     config = config_of(shared, f"unexported{steps}", LAYOUTS[1], RESUME, f"run.steps={steps}")
     run_dir = Path(config.run.directory)
     shutil.copytree(straight(1), run_dir)
-    shutil.rmtree(run_dir / "checkpoints" / "final")
+    shutil.rmtree(run_dir / "hf" / "final")
     assert live(shared, config, 1) == End(0, "")
     assert left_behind(run_dir) == left_behind(straight(1))
     longer = config.model_copy(update={"run": config.run.model_copy(update={"steps": 4})})
@@ -357,7 +364,7 @@ def test_the_final_model_is_made_up_for(shared: World, straight: Callable[[int],
 
 
 def test_fine_tuning_goes_on_as_well(tmp_path: Path) -> None:
-    """A step a life, as its time limit is always near; the last start finds nothing to do."""
+    """A step per attempt, as its time limit is always near; the last start finds nothing to do."""
     model = make_model(tmp_path / "model")
     user = sft_config(tmp_path, model)
     user["data"]["steps"] = 5
@@ -365,7 +372,7 @@ def test_fine_tuning_goes_on_as_well(tmp_path: Path) -> None:
     for name, limits in (("straight", [None]), ("limited", [1e-9] * 6)):
         for limit in limits:
             user["run"] = {"name": name, "root": str(tmp_path / "runs"), "resume": "auto"}
-            user["checkpoint"] = {"time_limit_minutes": limit, "every": None, "every_minutes": None}
+            user["checkpoint"] = {"job_timeout_s": limit, "every": None, "every_minutes": None}
             ends.append(fine_tune(SftConfig.model_validate(user)))
     assert [end.code for end in ends] == [0, 75, 75, 75, 75, 0, 0]
     straight, limited = tmp_path / "runs" / "straight", tmp_path / "runs" / "limited"
@@ -380,7 +387,7 @@ def test_fine_tuning_goes_on_as_well(tmp_path: Path) -> None:
     assert files == {path: path.stat().st_mtime_ns for path in limited.rglob("*")}, "refused before anything is changed"
     rows.write_text(content)
     assert fine_tune(SftConfig.model_validate(user)).code == 0
-    weights = "checkpoints/final/actor/model.safetensors"
+    weights = "hf/final/actor/model.safetensors"
     assert (limited / weights).read_bytes() == (straight / weights).read_bytes()
     for epochs, finished in ((2, True), (3, False)):  # two steps an epoch
         user["data"] |= {"steps": None, "epochs": epochs}

@@ -60,7 +60,7 @@ def train_arguments(task: Path, name: str, *more: str) -> list[str]:
     return [
         "train",
         str(QUICKSTART / "vapo.yaml"),
-        f"model.path={task / 'sft/checkpoints/final/actor'}",
+        f"model.path={task / 'sft/hf/final/actor'}",
         f"data.train={task / 'train.jsonl'}",
         f"data.eval=[{{name: unseen, path: {task / 'eval.jsonl'}, samples: 2, limit: 16}}]",
         f"run.root={task}",
@@ -92,8 +92,8 @@ def test_a_run_leaves_what_it_promises(two_ranks: Path) -> None:
     assert steps[2]["rollout/weight_version"] == steps[1]["rollout/weight_version"] + 1
     for step in (1, 2):
         row = steps[step]
-        assert row["rollout/sync_logprob_difference"] < 1e-4
-        assert row["actor/rollout_logprob_difference_max"] < 1e-4, "engine and trainer disagree on sampled tokens"
+        assert row["rollout/train_infer_logprob_diff"] < 1e-4
+        assert row["actor/train_infer_logprob_diff_max"] < 1e-4, "engine and trainer disagree on sampled tokens"
         assert row["actor/updates"] == row["critic/updates"] == 2
         assert row["actor/grad_norm"] > 0 and row["critic/grad_norm"] > 0
         assert row["response_length/min"] <= row["response_length/mean"] <= row["response_length/max"] <= 64
@@ -107,7 +107,7 @@ def test_a_run_leaves_what_it_promises(two_ranks: Path) -> None:
 
 
 def test_actor_and_critic_are_ordinary_hugging_face_directories(two_ranks: Path) -> None:
-    final = two_ranks / "checkpoints" / "final"
+    final = two_ranks / "hf" / "final"
     actor = AutoModelForCausalLM.from_pretrained(final / "actor")
     tokenizer = AutoTokenizer.from_pretrained(final / "actor")
     messages = [{"role": "user", "content": "s1 c10"}]
@@ -129,7 +129,7 @@ def test_another_layout_trains_alike_and_starts_from_a_value_checkpoint(task: Pa
         "critic.layout={cp: 2}",
         "actor.max_tokens_per_microbatch=400",
     ]
-    critic = two_ranks / "checkpoints" / "value_pretrained" / "critic"
+    critic = two_ranks / "hf" / "value_pretrained" / "critic"
     shared = ["value_pretraining.enabled=false", "critic.init=value_checkpoint", f"critic.init_path={critic}"]
     shared += ["run.steps=1", "evaluation.before_training=false", "data.eval=[]"]
     vapo(*train_arguments(task, "four", *layouts, *shared))

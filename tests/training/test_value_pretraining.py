@@ -80,10 +80,10 @@ def test_every_epoch_replays_every_sample_once_in_an_order_of_its_own() -> None:
 def test_it_stops_where_every_stop_that_is_set_is_reached(
     stop: dict[str, float], explained: float, bias: float, expected: bool
 ) -> None:
-    figures = {names.EXPLAINED_VARIANCE: explained} | {f"{names.VALUE_BIAS}{p}": 0.0 for p in names.BIAS_POSITIONS}
-    figures[f"{names.VALUE_BIAS}{names.BIAS_POSITIONS[-1]}"] = bias
-    assert largest_bias(figures) == abs(bias)
-    assert good_enough(figures, ValuePretrainingConfig(**stop)) is expected
+    metrics = {names.EXPLAINED_VARIANCE: explained} | {f"{names.VALUE_BIAS}{p}": 0.0 for p in names.BIAS_POSITIONS}
+    metrics[f"{names.VALUE_BIAS}{names.BIAS_POSITIONS[-1]}"] = bias
+    assert largest_bias(metrics) == abs(bias)
+    assert good_enough(metrics, ValuePretrainingConfig(**stop)) is expected
 
 
 def test_values_are_not_held_near_old_ones_that_do_not_exist_yet() -> None:

@@ -105,7 +105,7 @@ def test_megatron_loads_a_converted_model_at_every_layout(
     assert run_ranks(world_size, equal_when_loaded, layout, pairs) == [[]] * world_size
 
 
-def save_state(source: Path, folder: Path) -> None:
+def save_checkpoint(source: Path, folder: Path) -> None:
     """What a run saves: model and optimizer after a step, cut over four ranks."""
     trainable = make_trainable(source, "lm", layout=LayoutConfig(tp=2, pp=2))
     if torch.distributed.get_rank() == 0:
@@ -121,7 +121,7 @@ def save_state(source: Path, folder: Path) -> None:
 
 def test_a_runs_state_becomes_a_directory(models: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     source, _ = models["llama-float32-untied"]
-    run_ranks(4, save_state, source, tmp_path / "actor")
+    run_ranks(4, save_checkpoint, source, tmp_path / "actor")
     assert any(key.startswith("optimizer.") for key in PartReader(tmp_path / "actor").tensors)
     megatron_to_hf(tmp_path / "actor", tmp_path / "out", Silent(), shard_bytes=SMALL)
     assert_same_tensors(tmp_path / "out", source)

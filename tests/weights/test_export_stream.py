@@ -46,8 +46,8 @@ def streams(model_dir: Path, layout: LayoutConfig) -> dict[str, list[tuple[str, 
     seen = {}
     for name, places in (("fresh", None), ("shared", slots), ("gathered", DeviceSlots(CPU))):
         if name == "gathered":
-            export_single = export._filler
-            export._filler = always_gather  # one rank would copy
+            export_single = export._assembler
+            export._assembler = always_gather  # one rank would copy
         found = []
         for bucket in stream_hf(chunks, spec, mesh, "lm", LIMIT, slots=places):
             assert bucket.buffer.numel() <= LIMIT
@@ -55,7 +55,7 @@ def streams(model_dir: Path, layout: LayoutConfig) -> dict[str, list[tuple[str, 
             found += [(tensor_name, digest(tensor)) for tensor_name, tensor in bucket]
         seen[name] = found
         if name == "gathered":
-            export._filler = export_single
+            export._assembler = export_single
     dist.barrier()
     slots.close()
     return seen
@@ -63,7 +63,7 @@ def streams(model_dir: Path, layout: LayoutConfig) -> dict[str, list[tuple[str, 
 
 def always_gather(source: Any, shared: bool, bucket_bytes: int, times: Any, sums: bool) -> Any:
     piece = max(1, bucket_bytes // export.PIECES)
-    return export.GatheringFiller(source, piece, times), bucket_bytes - 3 * piece // 2
+    return export.GatheringAssembler(source, piece, times), bucket_bytes - 3 * piece // 2
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.describe(layout.model_size))
@@ -133,14 +133,14 @@ def most_bytes_beyond_the_shards(model_dir: Path, layout: LayoutConfig, limit: i
     most = 0
     gc.collect()
     gc.freeze()
-    arrange = export.GatheringFiller._arrange
+    arrange = export.GatheringAssembler._arrange
 
     def watched(self: Any, flight: Any) -> None:
         nonlocal most
         most = max(most, live_bytes(shards))  # a piece has come, the next is under way
         arrange(self, flight)
 
-    export.GatheringFiller._arrange = watched
+    export.GatheringAssembler._arrange = watched
     for _ in stream_hf(chunks, spec, mesh, "lm", limit, slots=slots):
         most = max(most, live_bytes(shards))
     dist.barrier()
@@ -169,7 +169,7 @@ def wait_for_the_next(model_dir: Path) -> None:
     chunks, mesh = megatron(spec, LayoutConfig(), "lm")
     load_hf(chunks, spec, model_dir, mesh, "lm")
     made = threading.Event()
-    copy = export.SharedFiller._copy
+    copy = export.SharedMemoryAssembler._copy
     filled: dict[int, Bucket] = {}
 
     def watched(self: Any, bucket: Bucket) -> None:
@@ -177,7 +177,7 @@ def wait_for_the_next(model_dir: Path) -> None:
         filled[id(bucket)] = bucket
         made.set()
 
-    export.SharedFiller._copy = watched
+    export.SharedMemoryAssembler._copy = watched
     slots = SharedSlots()
     stream = stream_hf(chunks, spec, mesh, "lm", LIMIT, slots=slots)
     next(stream)

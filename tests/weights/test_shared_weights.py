@@ -90,9 +90,9 @@ def test_a_stream_lends_what_needs_no_rearranging(tmp_path: Path) -> None:
         assert copied and all(name.split(".")[-2] in ("q_proj", "k_proj", "v_proj") for name in copied), copied
 
 
-def shared_of(model_dir: Path, layout: LayoutConfig, sleep: str) -> bool:
+def shared_of(model_dir: Path, layout: LayoutConfig, offload: str) -> bool:
     spec, mesh = read_spec(model_dir), make_mesh(layout)
-    section = ActorConfig(layout=layout, sleep=sleep)  # type: ignore[arg-type]
+    section = ActorConfig(layout=layout, offload=offload)  # type: ignore[arg-type]
     actor = Trainable(spec, ModelConfig(path=str(model_dir), dtype="float32"), section, mesh, "lm", name="a", seed=1)
     load_hf(actor.chunks, spec, model_dir, mesh, "lm")
     actor.prepare()

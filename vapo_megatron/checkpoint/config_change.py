@@ -19,22 +19,22 @@ _HARMLESS = (
     *("cluster", "evaluation", "data.eval", "data.steps", "data.epochs", "export", "monitoring", "checkpoint"),
     *("actor.layout", "actor.recompute", "actor.max_tokens_per_microbatch", "actor.logprob_chunk"),
     *("critic.layout", "critic.recompute", "critic.max_tokens_per_microbatch"),
-    *("rollout.engines", "rollout.tp", "rollout.max_running_requests", "rollout.max_total_tokens", "rollout.sync"),
-    *("rollout.mem_fraction_static", "rollout.memory_saver", "rollout.start_deadline", "rollout.collect_deadline"),
-    *("rollout.load_format", "rollout.context_length", "rollout.addresses", "rollout.api_key_variable"),
-    *("reward.workers", "reward.deadline_seconds", "reward.memory_mib", "reward.startup_seconds"),
+    *("rollout.num_engines", "rollout.tp", "rollout.max_running_requests", "rollout.max_total_tokens", "rollout.sync"),
+    *("rollout.mem_fraction_static", "rollout.memory_saver", "rollout.start_timeout_s", "rollout.collect_timeout_s"),
+    *("rollout.load_format", "rollout.context_length", "rollout.external_urls", "rollout.api_key_variable"),
+    *("reward.workers", "reward.response_timeout_s", "reward.memory_mib", "reward.startup_timeout_s"),
 )
 
 
-def check_config_change(now: SectionT, unit: Path, allowed: Sequence[str]) -> None:
-    """Raises BadInput, naming the key, where the config is not the one that a unit was saved with.
+def check_config_change(now: SectionT, checkpoint: Path, allowed: Sequence[str]) -> None:
+    """Raises BadInput, naming the key, where the config is not the one that a checkpoint was saved with.
 
     Args:
-        now: the config of this life of the run.
-        unit: holds the config of the life before, config.yaml.
+        now: the config of this attempt of the run.
+        checkpoint: holds the config of the life before, config.yaml.
         allowed: keys, or sections, in which a change is meant (run.allow_config_change).
     """
-    path = unit / "config.yaml"
+    path = checkpoint / "config.yaml"
     try:
         before = type(now).model_validate(OmegaConf.to_container(OmegaConf.load(path), resolve=True))
     except ValidationError as error:
@@ -46,8 +46,8 @@ def check_config_change(now: SectionT, unit: Path, allowed: Sequence[str]) -> No
     for key, old, new in differences(before.model_dump(mode="json"), now.model_dump(mode="json")):
         if not _within(key, (*_HARMLESS, *allowed)):
             raise BadInput(
-                f"{key}={new}: the run was saved with {old} ({unit}); set it back, start another run, or mean it with "
-                f"run.allow_config_change=[{key}]"
+                f"{key}={new}: the run was saved with {old} ({checkpoint}); set it back, start another run, or mean it "
+                f"with run.allow_config_change=[{key}]"
             )
 
 

@@ -1,4 +1,4 @@
-"""The manifest of a saved unit: what belongs to it, of which size and content, so that damage is found by name."""
+"""The manifest of a checkpoint: what belongs to it, of which size and content, so that damage is found by name."""
 
 import hashlib
 import json
@@ -9,41 +9,41 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from vapo_megatron.checkpoint.units import UNIT_HELP
+from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_HELP
 from vapo_megatron.config.base import Section
 from vapo_megatron.errors import BadInput
 
 MANIFEST_FILE = "manifest.json"
-HALF_FILE = "half.json"
+MODEL_PART_FILE = "model_part.json"
 FORMAT = 1
 
 
 class FileFacts(Section):
-    """A file of a unit."""
+    """A file of a checkpoint."""
 
     bytes: int = Field(ge=0, description="size")
     sha256: str = Field(description="hexadecimal digest of the content")
 
 
-class Half(Section):
-    """What a model's folder in a unit says of itself: the unit that it was saved with."""
+class ModelPart(Section):
+    """What a model's folder in a checkpoint says of itself: the checkpoint that it was saved with."""
 
-    unit_id: str = Field(description="of the unit, as in its manifest")
+    checkpoint_id: str = Field(description="of the checkpoint, as in its manifest")
     run_id: str = Field(description="of the run, the same over all its lives")
     step: int = Field(ge=0, description="steps done when it was saved")
 
 
-class Manifest(Half):
-    """What a unit is made of."""
+class Manifest(ModelPart):
+    """What a checkpoint is made of."""
 
-    format: int = Field(FORMAT, description="of the unit; a newer one is refused")
+    format: int = Field(FORMAT, description="of the checkpoint; a newer one is refused")
     kind: Literal["train", "sft"] = Field(description="command that saved it")
-    models: tuple[str, ...] = Field(description="folders of the unit that hold models")
+    models: tuple[str, ...] = Field(description="folders of the checkpoint that hold models")
     world_size: int = Field(ge=1, description="ranks that saved it")
     layouts: dict[str, str] = Field(description="how each model was cut over them")
     seconds: float = Field(0.0, ge=0, description="what saving took")
-    figures: dict[str, float] = Field(description="evaluation figures of the step, for retention")
-    files: dict[str, FileFacts] = Field(description="every file but the manifest, by its path in the unit")
+    metrics: dict[str, float] = Field(description="evaluation metrics of the step, for retention")
+    files: dict[str, FileFacts] = Field(description="every file but the manifest, by its path in the checkpoint")
     record: dict[str, FileFacts] = Field(
         default_factory=dict,
         description="rollouts of value pretraining that are needed to go on, by their path in the run directory",
@@ -68,13 +68,13 @@ def write_json(path: Path, content: Any) -> None:
         os.fsync(file.fileno())
 
 
-def read_manifest(unit: Path) -> Manifest:
-    """The manifest of a committed unit.
+def read_manifest(checkpoint: Path) -> Manifest:
+    """The manifest of a committed checkpoint.
 
     Raises:
         BadInput: it is not there, cannot be read, or is of a format that this version does not know.
     """
-    path = unit / MANIFEST_FILE
+    path = checkpoint / MANIFEST_FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(content, dict) and isinstance(content.get("format"), int) and content["format"] > FORMAT:
@@ -84,48 +84,48 @@ def read_manifest(unit: Path) -> Manifest:
             )
         return Manifest.model_validate(content)
     except FileNotFoundError:
-        raise damaged(unit, f"{MANIFEST_FILE} is missing") from None
+        raise damaged(checkpoint, f"{MANIFEST_FILE} is missing") from None
     except ValidationError as error:
         first = error.errors()[0]
-        raise damaged(unit, f"{MANIFEST_FILE}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise damaged(checkpoint, f"{MANIFEST_FILE}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     except (OSError, ValueError) as error:
-        raise damaged(unit, f"{MANIFEST_FILE} cannot be read ({' '.join(str(error).split())})") from None
+        raise damaged(checkpoint, f"{MANIFEST_FILE} cannot be read ({' '.join(str(error).split())})") from None
 
 
-def needed_files(unit: Path, manifest: Manifest) -> dict[Path, FileFacts]:
-    """What a unit is made of, where it lies: its own files, and what it needs of the run directory."""
-    own = {unit / name: facts for name, facts in manifest.files.items()}
-    return own | {unit.parents[1] / name: facts for name, facts in manifest.record.items()}
+def needed_files(checkpoint: Path, manifest: Manifest) -> dict[Path, FileFacts]:
+    """What a checkpoint is made of, where it lies: its own files, and what it needs of the run directory."""
+    own = {checkpoint / name: facts for name, facts in manifest.files.items()}
+    return own | {checkpoint.parents[1] / name: facts for name, facts in manifest.record.items()}
 
 
-def check_structure(unit: Path, manifest: Manifest) -> None:
-    """Raises BadInput where the halves of a unit are of several units, or a file is missing or cut short."""
+def check_structure(checkpoint: Path, manifest: Manifest) -> None:
+    """Raises BadInput where the model parts are of several checkpoints, or a file is missing or cut short."""
     for name in manifest.models:
         try:
-            half = Half.model_validate_json((unit / name / HALF_FILE).read_bytes())
+            part = ModelPart.model_validate_json((checkpoint / name / MODEL_PART_FILE).read_bytes())
         except FileNotFoundError:
-            raise damaged(unit, f"{name}/{HALF_FILE} is missing") from None
+            raise damaged(checkpoint, f"{name}/{MODEL_PART_FILE} is missing") from None
         except (OSError, ValidationError):
-            raise damaged(unit, f"{name}/{HALF_FILE} cannot be read") from None
-        if half.unit_id != manifest.unit_id:
-            whose = "of another run" if half.run_id != manifest.run_id else f"of this run's step {half.step}"
+            raise damaged(checkpoint, f"{name}/{MODEL_PART_FILE} cannot be read") from None
+        if part.checkpoint_id != manifest.checkpoint_id:
+            whose = "of another run" if part.run_id != manifest.run_id else f"of this run's step {part.step}"
             raise BadInput(
-                f"{unit}: {name}/ is {whose} (unit {half.unit_id}), the manifest is of step {manifest.step} (unit "
-                f"{manifest.unit_id}): halves of two units cannot be mixed; {UNIT_HELP}"
+                f"{checkpoint}: {name}/ is {whose} ({part.checkpoint_id}), the manifest of step {manifest.step} ("
+                f"{manifest.checkpoint_id}): model parts of two checkpoints cannot be mixed; {CHECKPOINT_HELP}"
             )
-    for path, facts in needed_files(unit, manifest).items():
+    for path, facts in needed_files(checkpoint, manifest).items():
         try:
             size = path.stat().st_size
         except OSError:
-            raise damaged(unit, f"{_shown(path, unit)} is missing") from None
+            raise damaged(checkpoint, f"{_shown(path, checkpoint)} is missing") from None
         if size != facts.bytes:
-            raise damaged(unit, f"{_shown(path, unit)} has {size} bytes, its manifest says {facts.bytes}")
+            raise damaged(checkpoint, f"{_shown(path, checkpoint)} has {size} bytes, its manifest says {facts.bytes}")
 
 
-def check_contents(unit: Path, files: Mapping[Path, FileFacts]) -> str | None:
-    """What is wrong with the first of some files of a unit that differs from its digest; None if nothing is."""
+def check_contents(checkpoint: Path, files: Mapping[Path, FileFacts]) -> str | None:
+    """What is wrong with the first of some files of a checkpoint that differs from its digest; None if nothing is."""
     for path, facts in files.items():
-        name = _shown(path, unit)
+        name = _shown(path, checkpoint)
         try:
             (found,) = file_facts(path.parent, [path]).values()
         except OSError as error:
@@ -138,11 +138,11 @@ def check_contents(unit: Path, files: Mapping[Path, FileFacts]) -> str | None:
     return None
 
 
-def _shown(path: Path, unit: Path) -> str:
-    """A file as messages about a unit name it."""
-    return path.relative_to(unit).as_posix() if path.is_relative_to(unit) else str(path)
+def _shown(path: Path, checkpoint: Path) -> str:
+    """A file as messages about a checkpoint name it."""
+    return path.relative_to(checkpoint).as_posix() if path.is_relative_to(checkpoint) else str(path)
 
 
-def damaged(unit: Path, what: str) -> BadInput:
-    """The error for a unit that must not be loaded."""
-    return BadInput(f"{unit}: {what}: the unit is damaged; {UNIT_HELP}")
+def damaged(checkpoint: Path, what: str) -> BadInput:
+    """The error for a checkpoint that must not be loaded."""
+    return BadInput(f"{checkpoint}: {what}: the checkpoint is damaged; {CHECKPOINT_HELP}")

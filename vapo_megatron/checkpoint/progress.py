@@ -1,4 +1,4 @@
-"""How far a run is: the small, readable part of a saved unit."""
+"""How far a run is: the small, readable part of a checkpoint."""
 
 import json
 from pathlib import Path
@@ -31,23 +31,23 @@ class Progress(Section):
     step: int = Field(ge=0, description="steps done")
     pretraining: PretrainingProgress = PretrainingProgress()
     prompts: dict[str, Any] = Field(default_factory=dict, description="PromptSource.state()")
-    demonstrations: str | None = Field(None, description="fingerprint of sft's data; older units have none")
-    weight_version: int = Field(0, description="hand-overs to the engines; samples are marked with it")
+    demonstrations: str | None = Field(None, description="fingerprint of sft's data; older checkpoints have none")
+    weight_version: int = Field(0, description="weight syncs to the engines; samples are marked with it")
     probe: list[list[int]] = Field(default_factory=list, description="sequences on which engines are compared next")
 
 
-def read_progress(unit: Path, manifest: Manifest) -> Progress:
-    """How far the run was when a unit was saved.
+def read_progress(checkpoint: Path, manifest: Manifest) -> Progress:
+    """How far the run was when a checkpoint was saved.
 
     Raises:
         BadInput: it is not what was saved.
     """
-    path = unit / PROGRESS_FILE
+    path = checkpoint / PROGRESS_FILE
     facts = manifest.files.get(PROGRESS_FILE)
-    wrong = check_contents(unit, {path: facts}) if facts is not None else f"its manifest knows no {PROGRESS_FILE}"
+    wrong = check_contents(checkpoint, {path: facts}) if facts is not None else f"its manifest knows no {PROGRESS_FILE}"
     if wrong is not None:
-        raise damaged(unit, wrong)
+        raise damaged(checkpoint, wrong)
     try:
         return Progress.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except (ValidationError, ValueError) as error:
-        raise damaged(unit, f"{PROGRESS_FILE} cannot be read ({' '.join(str(error).split())[:200]})") from None
+        raise damaged(checkpoint, f"{PROGRESS_FILE} cannot be read ({' '.join(str(error).split())[:200]})") from None

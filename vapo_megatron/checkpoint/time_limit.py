@@ -12,7 +12,7 @@ class TimeLimit:
     def __init__(self, deadline: float | None, margin: float, clock: Callable[[], float] = time.time) -> None:
         """deadline None: there is none. margin: left besides the longest stretch and the longest save."""
         self._deadline, self._margin, self._clock = deadline, margin, clock
-        # Of this life: an evaluation or an export comes once in many steps, and comes again.
+        # Of this attempt: an evaluation or an export comes once in many steps, and comes again.
         self._longest_stretch = self._longest_save = 0.0
         self._last: float | None = None
 
@@ -40,11 +40,11 @@ class TimeLimit:
         return self._clock() + needed > self._deadline
 
 
-def earliest_deadline(started: float, limit_minutes: float | None, job_end: float | None) -> float | None:
+def earliest_deadline(started: float, limit_s: float | None, job_end: float | None) -> float | None:
     """The earlier of the config's limit, counted from `started`, and the job's end (Unix times); None for neither."""
     ends = [job_end] if job_end is not None else []
-    if limit_minutes is not None:
-        ends.append(started + 60 * limit_minutes)
+    if limit_s is not None:
+        ends.append(started + limit_s)
     return min(ends, default=None)
 
 

@@ -72,11 +72,11 @@ def place_from_environment(environment: Mapping[str, str]) -> RankPlace | None:
     return None
 
 
-def run_as_rank(place: RankPlace, body: Callable[[], None], timeout_minutes: float) -> None:
+def run_as_rank(place: RankPlace, body: Callable[[], None], collective_timeout_s: float) -> None:
     """Join the world, run body, leave it in order."""
     platform = current_platform()
     platform.bind(place.local_rank)
-    timeout = timedelta(minutes=timeout_minutes)
+    timeout = timedelta(seconds=collective_timeout_s)
     meeting = min(_MEETING_TIMEOUT, timeout)
     store, rank, count = next(dist.rendezvous(place.init_method, place.rank, place.world_size, timeout=meeting))
     store.set_timeout(timeout)
@@ -86,14 +86,14 @@ def run_as_rank(place: RankPlace, body: Callable[[], None], timeout_minutes: flo
     dist.destroy_process_group()
 
 
-def run_as_foreign_rank(place: RankPlace, body: Callable[[], None], timeout_minutes: float) -> None:
+def run_as_external_rank(place: RankPlace, body: Callable[[], None], collective_timeout_s: float) -> None:
     """run_as_rank where torchrun or Slurm started the ranks: a failure is told at once and ends this process at once.
 
     The others hear of it through their broken connections, or from whoever started them (`srun --kill-on-bad-exit`,
     torchrun), and not only when a collective times out.
     """
     try:
-        run_as_rank(place, body, timeout_minutes)
+        run_as_rank(place, body, collective_timeout_s)
     except VapoError as error:
         if str(error) and (place.rank == 0 or not error.shared):
             print(f"vapo-megatron: rank {place.rank}: {error}", file=sys.stderr, flush=True)
@@ -130,7 +130,7 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _started_rank(place: RankPlace, body: Callable[[], None], timeout_minutes: float, failures: Any) -> None:
+def _started_rank(place: RankPlace, body: Callable[[], None], collective_timeout_s: float, failures: Any) -> None:
     _die_with_parent()
     # Ctrl-C reaches the whole terminal group; the starter turns it into one orderly end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -138,7 +138,7 @@ def _started_rank(place: RankPlace, body: Callable[[], None], timeout_minutes: f
     listen()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
-        run_as_rank(place, body, timeout_minutes)
+        run_as_rank(place, body, collective_timeout_s)
     except VapoError as error:
         failures.put((place.rank, error))
         sys.exit(error.exit_code)
@@ -150,7 +150,7 @@ def _started_rank(place: RankPlace, body: Callable[[], None], timeout_minutes: f
         sys.exit(_LOST_A_PEER if isinstance(told, LostPeer) else told.exit_code)
 
 
-def start_ranks(count: int, body: Callable[[], None], timeout_minutes: float) -> None:
+def start_ranks(count: int, body: Callable[[], None], collective_timeout_s: float) -> None:
     """Run body on `count` ranks of this machine; forked where that is safe, which saves each of them the imports.
 
     The first rank to fail ends the others. A signal to stop is passed on to all of them, who save first; Ctrl-C ends
@@ -167,7 +167,7 @@ def start_ranks(count: int, body: Callable[[], None], timeout_minutes: float) ->
         ranks = [
             context.Process(
                 target=_started_rank,
-                args=(RankPlace(rank, count, rank, meeting), body, timeout_minutes, failures),
+                args=(RankPlace(rank, count, rank, meeting), body, collective_timeout_s, failures),
                 name=f"rank{rank}",
             )
             for rank in range(count)

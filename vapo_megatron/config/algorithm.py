@@ -60,8 +60,8 @@ class PositiveNllConfig(Section):
     """Language-model loss on correct responses."""
 
     coef: float = Field(0.1, ge=0, description="0 switches it off")
-    positives: Literal["verdict", "reward"] = Field(
-        "verdict", description="who is positive: responses that verified as correct, or with a shaped reward above"
+    positives: Literal["correct", "reward"] = Field(
+        "correct", description="who is positive: responses that verified as correct, or with a shaped reward above"
     )
     reward_above: float = Field(0.0, description="the bound, for positives=reward")
 
@@ -129,7 +129,7 @@ class ValueLossConfig(Section):
 class KlConfig(Section):
     """Distance kept from a reference policy."""
 
-    where: Literal["none", "reward", "loss"] = Field(
+    placement: Literal["none", "reward", "loss"] = Field(
         "none",
         description="reward: taken from every token's reward (gae, reinforce_pp), or its sum from that of the response",
     )
@@ -143,19 +143,19 @@ class KlConfig(Section):
 
     @model_validator(mode="after")
     def _estimator_fits(self) -> Self:
-        if self.where == "none" and self.replace_reference_every is not None:
+        if self.placement == "none" and self.replace_reference_every is not None:
             raise ValueError(
                 f"replace_reference_every={self.replace_reference_every} with where=none: there is no reference, set "
                 "where to reward or loss, or remove it"
             )
-        if (self.where == "none") != (self.coef == 0):
+        if (self.placement == "none") != (self.coef == 0):
             raise ValueError(
-                f"where={self.where} with coef={self.coef}: set where to reward or loss and coef above 0 together, "
-                "or neither"
+                f"placement={self.placement} with coef={self.coef}: set placement to reward or loss together with coef "
+                "above 0, or neither"
             )
-        if self.where == "loss" and self.estimator == "k1":
-            raise ValueError("where=loss with estimator=k1: its gradient is 0 on average, choose k2 or k3")
-        if self.where == "reward" and self.estimator != "k1":
+        if self.placement == "loss" and self.estimator == "k1":
+            raise ValueError("placement=loss with estimator=k1: its gradient is 0 on average, choose k2 or k3")
+        if self.placement == "reward" and self.estimator != "k1":
             raise ValueError(
                 f"where=reward with estimator={self.estimator}: in the reward only k1 is unbiased, choose it"
             )
@@ -254,14 +254,14 @@ class AlgorithmConfig(Section):
     @property
     def uses_reference(self) -> bool:
         """Whether a reference policy is built."""
-        return self.kl.where != "none"
+        return self.kl.placement != "none"
 
     def update_gives_logprobs(self, samples: int, groups: int) -> bool:
         """Whether the policy's update reads each response of a rollout once and all of them before its only optimizer
         step: its forward pass then computes the old log-probs, exactly, and nothing before it needs them."""
         update = self.update
         needed_before = (
-            self.kl.where == "reward",
+            self.kl.placement == "reward",
             self.importance_sampling.kind != "none",
             self.advantage.function is not None,
             self.filter_function is not None,

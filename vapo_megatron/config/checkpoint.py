@@ -8,16 +8,16 @@ from vapo_megatron.config.base import Section
 
 
 class RetentionConfig(Section):
-    """Which saved units stay; all that are not named here are removed."""
+    """Which checkpoint stay; all that are not named here are removed."""
 
     last: int = Field(2, ge=1, description="the newest")
     every: int | None = Field(None, ge=1, description="also those of steps that are a multiple of this")
-    best: str | None = Field(None, description="also the best by this figure, such as evaluation/aime24_avg@32")
-    best_is: Literal["highest", "lowest"] = Field("highest", description="which value of that figure is the best")
+    best: str | None = Field(None, description="also the best by this metric, such as evaluation/aime24_avg@32")
+    best_is: Literal["highest", "lowest"] = Field("highest", description="which value of that metric is the best")
 
 
 class CheckpointConfig(Section):
-    """Units of saved state under state/, from which run.resume=auto goes on."""
+    """Checkpoints of saved state under state/, from which run.resume=auto goes on."""
 
     every: int | None = Field(10, ge=1, description="steps between saves; none: no saves by steps")
     every_minutes: float | None = Field(
@@ -26,9 +26,9 @@ class CheckpointConfig(Section):
     at_end: bool = Field(True, description="save after the last step, so that a larger run.steps can go on from there")
     asynchronous: bool = Field(True, description="write while training goes on, from a copy in host memory")
     keep: RetentionConfig = RetentionConfig()
-    time_limit_minutes: float | None = Field(
-        None, gt=0, description="the run ends before this; Slurm's own limit (SLURM_JOB_END_TIME) counts besides"
+    job_timeout_s: float | None = Field(
+        None, gt=0, description="seconds after which the run saves and ends; SLURM_JOB_END_TIME counts besides"
     )
-    margin_minutes: float = Field(
-        3.0, ge=0, description="left before a time limit, over what the longest step and the longest save took"
+    margin_s: float = Field(
+        180.0, ge=0, description="seconds left before a time limit, over the longest step and the longest save"
     )

@@ -52,7 +52,7 @@ class HardwareConfig(Section):
         3.0, ge=0, description="GPU memory of a rank beside its tensors: CUDA context, NCCL, workspaces; an assumption"
     )
     engine_overhead_gib: float = Field(
-        2.5, ge=0, description="GPU memory of a sleeping engine: CUDA context, NCCL, captured graphs; an assumption"
+        2.5, ge=0, description="GPU memory of a offloaded engine: CUDA context, NCCL, captured graphs; an assumption"
     )
     fragmentation: float = Field(
         0.05, ge=0, lt=0.5, description="share of GPU memory that the allocator cannot use; an assumption"

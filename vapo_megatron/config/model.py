@@ -189,7 +189,7 @@ class TrainableConfig(Section):
     recompute: RecomputeConfig = RecomputeConfig()
     precision: PrecisionConfig = PrecisionConfig()
     max_tokens_per_microbatch: int = Field(16384, ge=1, description="padded tokens of one packed micro-batch")
-    sleep: Literal["auto", "always", "never"] = Field(
+    offload: Literal["auto", "always", "never"] = Field(
         "auto",
         description="what a phase does not need of the model goes to host memory; auto: where engines share the GPU",
     )

@@ -6,22 +6,22 @@ from vapo_megatron.config.base import Section
 
 
 class AlarmsConfig(Section):
-    """Limits beyond which a step's figures are called trouble. Collapses are measured against the first steps."""
+    """Limits beyond which a step's metrics are called trouble. Collapses are measured against the first steps."""
 
     reference_steps: int = Field(3, ge=1, description="first steps whose mean entropy and length are the reference")
     entropy_collapse: float = Field(0.02, ge=0, le=1, description="entropy below this share of the reference")
     length_collapse: float = Field(
         0.25, ge=0, le=1, description="mean response length below this share of the reference"
     )
-    rollout_kl: float = Field(
-        0.05, gt=0, description="mean KL of the trainer's policy to the rollout policy, nats a token"
+    train_infer_kl: float = Field(
+        0.05, gt=0, description="mean KL of the trainer's policy to the rollout policy, nats per token"
     )
     truncated_share: float = Field(0.5, gt=0, le=1, description="share of responses cut off at the token limit")
-    equal_reward_share: float = Field(0.95, gt=0, le=1, description="share of groups whose rewards are all equal")
+    frac_zero_std_groups: float = Field(0.95, gt=0, le=1, description="share of groups whose rewards are all equal")
 
 
 class MonitoringConfig(Section):
-    """Where the figures go besides metrics.jsonl."""
+    """Where the metrics go besides metrics.jsonl."""
 
     tensorboard: bool = Field(True, description="scalars under tensorboard/")
     sample_groups_per_step: int = Field(8, ge=0, description="groups whose responses are kept under samples/; 0: none")

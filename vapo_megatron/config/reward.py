@@ -8,7 +8,7 @@ from vapo_megatron.config.base import Section
 
 
 class RewardConfig(Section):
-    """The verifier, what its verdict is worth, and the processes that it runs in."""
+    """The verifier, what its grade is worth, and the processes that it runs in."""
 
     verifier: Literal["math", "function"] = Field(
         "math", description="built-in mathematics, or a function of one's own"
@@ -20,7 +20,7 @@ class RewardConfig(Section):
     )
     correct_above: float | None = Field(
         0.5,
-        description="a function's score above this counts as correct; null: its scores are no verdicts, and no "
+        description="a function's score above this counts as correct; null: its scores are no grades, and no "
         "response counts as correct",
     )
     protocol: Literal["auto", "marked", "boxed", "answer_line", "answer_tag", "hash"] = Field(
@@ -31,8 +31,8 @@ class RewardConfig(Section):
     correct: float = Field(1.0, description="reward of a correct response (verifier=math)")
     incorrect: float = Field(0.0, description="reward of any other response, and of one whose verification failed")
     workers: int = Field(4, ge=1, description="verifier processes, started when first needed")
-    deadline_seconds: float = Field(10.0, gt=0, description="time for one response, then its worker is replaced")
-    startup_seconds: float = Field(60.0, gt=0, description="time for a worker to import the verifier")
+    response_timeout_s: float = Field(10.0, gt=0, description="time for one response, then its worker is replaced")
+    startup_timeout_s: float = Field(60.0, gt=0, description="time for a worker to import the verifier")
     memory_mib: int = Field(2048, ge=256, description="address space of a worker, MiB")
 
     @model_validator(mode="after")
@@ -43,5 +43,5 @@ class RewardConfig(Section):
                 "set verifier=function and function=package.module:name together, or neither"
             )
         if self.verifier == "math" and self.correct_above is None:
-            raise ValueError("correct_above=null with verifier=math: its verdict is correct or not, remove it")
+            raise ValueError("correct_above=null with verifier=math: its grade is correct or not, remove it")
         return self

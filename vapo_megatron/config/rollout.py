@@ -29,19 +29,19 @@ class SamplingConfig(Section):
 
 
 class SyncConfig(Section):
-    """The hand-over of weights to the engines, and the comparison that follows each."""
+    """The weight sync of weights to the engines, and the comparison that follows each."""
 
     transport: Transport = Field(
         "auto",
         description="ipc: CUDA handles, engine and rank on one GPU; shared_memory: the machine's; distributed: the "
         "network; disk: files that the engine reads; auto: ipc with GPUs, else shared_memory; distributed to "
-        "rollout.addresses",
+        "rollout.external_urls",
     )
     directory: str | None = Field(
         None, description="transport disk: where the files are for a moment; none: beside the engines' logs"
     )
     bucket_mib: int = Field(512, ge=1, description="weights sent at once; two buffers of this size stay allocated")
-    deadline: float = Field(600.0, gt=0, description="seconds for one answer of the server during the hand-over")
+    request_timeout_s: float = Field(600.0, gt=0, description="seconds for one answer of the server during a sync")
     probe_sequences: int = Field(4, ge=1, description="sequences whose log-probs engine and trainer compare")
     probe_length: int = Field(32, ge=2, description="tokens of each")
     tolerance: float | None = Field(
@@ -64,7 +64,7 @@ class SyncConfig(Section):
 class RolloutConfig(Section):
     """The SGLang servers. One server takes `tp` devices of one node."""
 
-    addresses: tuple[str, ...] = Field(
+    external_urls: tuple[str, ...] = Field(
         (),
         description="engines on devices of their own, each started by `vapo-megatron engine` and given as "
         "http://host:port; none: the run starts its engines, beside its ranks",
@@ -74,12 +74,12 @@ class RolloutConfig(Section):
         description="environment variable with the key that engines on devices of their own want; needed where they "
         "listen on more than 127.0.0.1",
     )
-    engines: int = Field(1, ge=1, description="servers on a machine without GPUs; with GPUs they follow from tp")
+    num_engines: int = Field(1, ge=1, description="servers on a machine without GPUs; with GPUs they follow from tp")
     tp: int = Field(1, ge=1, description="tensor-parallel size of one server")
     dtype: Dtype | Literal["auto"] = Field("auto", description="auto: the dtype of the model")
     quantization: Literal["none", "fp8"] = Field(
         "none",
-        description="fp8: weights in e4m3 with a scale for each block of 128 x 128, made during the hand-over; needs "
+        description="fp8: weights in e4m3 with a scale for each block of 128 x 128, made during the weight sync; needs "
         "load_format=dummy and GPUs with FP8",
     )
     fp8_scales: Literal["auto", "float32", "power_of_two"] = Field(
@@ -87,7 +87,7 @@ class RolloutConfig(Section):
         description="of the blocks; auto: powers of two where actor.precision.fp8=blockwise makes such, else float32",
     )
     load_format: Literal["auto", "dummy"] = Field(
-        "auto", description="dummy: skip reading the checkpoint, the first hand-over brings the weights"
+        "auto", description="dummy: skip reading the checkpoint, the first weight sync brings the weights"
     )
     context_length: int | None = Field(None, ge=2, description="prompt and response; none: what the model allows")
     max_running_requests: int = Field(256, ge=1, description="responses that one server generates at once")
@@ -100,15 +100,15 @@ class RolloutConfig(Section):
     router_replay: bool = Field(
         False, description="experts: the policy is scored and trained with those that the engines chose for each token"
     )
-    start_deadline: float = Field(300.0, gt=0, description="seconds until a server must answer")
-    collect_deadline: float = Field(7200.0, gt=0, description="seconds for all responses of one collection")
+    start_timeout_s: float = Field(300.0, gt=0, description="seconds until a server must answer")
+    collect_timeout_s: float = Field(7200.0, gt=0, description="seconds for all responses of one collection")
     server_args: dict[str, bool | int | float | str] = Field(
         default_factory=dict, description="further SGLang arguments, named as in `sglang serve --help`, no dashes"
     )
     sync: SyncConfig = SyncConfig()
 
     @model_validator(mode="after")
-    def _fp8_weights_come_with_the_hand_over(self) -> "RolloutConfig":
+    def _fp8_weights_come_with_the_send(self) -> "RolloutConfig":
         if self.quantization == "fp8" and self.load_format != "dummy":
             raise ValueError(
                 f"quantization=fp8 with load_format={self.load_format}: the checkpoint is not in FP8, "
@@ -122,23 +122,23 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _engines_elsewhere_share_nothing(self) -> "RolloutConfig":
-        if self.addresses and self.sync.transport not in ("auto", "distributed", "disk"):
+        if self.external_urls and self.sync.transport not in ("auto", "distributed", "disk"):
             raise ValueError(
-                f"sync.transport={self.sync.transport} with addresses: their engines share no memory with the trainer, "
-                "set auto or disk"
+                f"sync.transport={self.sync.transport} with external_urls: their engines share no memory with the "
+                "trainer, set auto or disk"
             )
-        if self.addresses and self.engines != 1:
-            raise ValueError(f"engines={self.engines} with addresses: a run starts none then, leave engines out")
+        if self.external_urls and self.num_engines != 1:
+            raise ValueError(f"num_engines={self.num_engines} with external_urls: the run starts none, leave it out")
         return self
 
-    @field_validator("addresses")
+    @field_validator("external_urls")
     @classmethod
-    def _addresses_are_of_servers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _urls_are_of_servers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for address in value:
             if not _is_address(address):
-                raise ValueError(f"addresses: {address!r} is not of the form http://host:port")
+                raise ValueError(f"external_urls: {address!r} is not of the form http://host:port")
         if len(set(value)) < len(value):
-            raise ValueError("addresses: the same one is given twice")
+            raise ValueError("external_urls: the same one is given twice")
         return value
 
     def api_key(self) -> str | None:
@@ -178,7 +178,7 @@ _SET_BY_US = {
     "model_path": "use model.path",
     "device": "it follows the machine",
     "skip_tokenizer_init": "requests carry token ids",
-    "weight_version": "it counts the hand-overs",
+    "weight_version": "it counts the weight syncs",
     "tp_size": "use rollout.tp",
     "dtype": "use rollout.dtype",
     "load_format": "use rollout.load_format",

@@ -45,7 +45,7 @@ class ClusterConfig(Section):
     ranks: int | None = Field(
         None, ge=1, description="ranks started by hand; default: one an accelerator, on the CPU what a replica takes"
     )
-    timeout_minutes: float = Field(180.0, gt=0, description="longest wait for another rank, a whole rollout included")
+    collective_timeout_s: float = Field(10800.0, gt=0, description="longest wait for another rank, a rollout included")
 
 
 class BatchConfig(Section):
@@ -56,7 +56,7 @@ class BatchConfig(Section):
 
 
 class ExportConfig(Section):
-    """Hugging Face directories written from the run, under checkpoints/."""
+    """Hugging Face directories written from the run, under hf/."""
 
     every: int | None = Field(None, ge=1, description="steps between exports; the last step is always exported")
     critic: bool = Field(True, description="export the critic as a value checkpoint as well")

@@ -18,8 +18,8 @@ class ServerConfig(Section):
     )
     api_key_variable: str | None = Field(None, description="environment variable that holds the key; none: no key")
     concurrency: int = Field(64, ge=1, description="requests on their way at once")
-    deadline: float = Field(3600.0, gt=0, description="seconds for one response")
-    patience: float = Field(
+    request_timeout_s: float = Field(3600.0, gt=0, description="seconds for one response")
+    retry_timeout_s: float = Field(
         900.0, ge=0, description="seconds for which a request is tried again: the server may start, or be too busy"
     )
     extra: dict[str, JsonValue] = Field(

@@ -58,7 +58,7 @@ class TrainConfig(Section):
                     )
         if algorithm.value_loss.kind == "hl_gauss":
             self._bins_fit()
-        self._verdict_is_there()
+        self._grade_is_there()
         self._rollouts_fit()
         return self
 
@@ -82,25 +82,25 @@ class TrainConfig(Section):
                 "sampling.temperature=0 is greedy: policy gradients need sampled responses, 1.0 is usual "
                 "(evaluation.temperature may be 0)"
             )
-        if self.rollout.collect_deadline >= self.cluster.timeout_minutes * 60:
+        if self.rollout.collect_timeout_s >= self.cluster.collective_timeout_s:
             raise ValueError(
-                f"rollout.collect_deadline={self.rollout.collect_deadline:g} s is not below cluster.timeout_minutes="
-                f"{self.cluster.timeout_minutes:g}: ranks would give up on a rollout that is still allowed, raise the "
-                "latter"
+                f"rollout.collect_timeout_s={self.rollout.collect_timeout_s:g} s is not below "
+                f"cluster.collective_timeout_s={self.cluster.collective_timeout_s:g} s: "
+                "ranks would give up on a rollout that is still allowed, raise the latter"
             )
 
-    def _verdict_is_there(self) -> None:
+    def _grade_is_there(self) -> None:
         nll, algorithm = self.algorithm.policy_loss.positive_nll, self.algorithm
         if self.reward.correct_above is not None:
             return
         for key, on in (
-            ("policy_loss.positive_nll.positives=verdict", nll.coef > 0 and nll.positives == "verdict"),
+            ("policy_loss.positive_nll.positives=correct", nll.coef > 0 and nll.positives == "correct"),
             ("dynamic_sampling.enabled=true", algorithm.dynamic_sampling.enabled),
             ("shaping.length_reward_coef", algorithm.shaping.length_reward_coef > 0),
         ):
             if on:
                 raise ValueError(
-                    f"algorithm.{key} needs the verifier's verdict, reward.correct_above=null leaves none: give "
+                    f"algorithm.{key} needs the verifier's grade, reward.correct_above=null leaves none: give "
                     "reward.correct_above, or switch it off"
                 )
 
@@ -128,7 +128,9 @@ class EvaluateConfig(Section):
     def _one_source(self) -> Self:
         if (self.model is None) == (self.server is None):
             what = "neither is" if self.model is None else "both are"
-            raise ValueError(f"{what} given of model (engines of our own) and server (a foreign one): give one of them")
+            raise ValueError(
+                f"{what} given of model (engines of our own) and server (an external one): give one of them"
+            )
         if self.server is not None and self.server.api == "completions" and self.data.prompt.chat_template:
             raise ValueError(
                 "server.api=completions with data.prompt.chat_template=true: plain text has no chat template, set "
@@ -140,9 +142,9 @@ class EvaluateConfig(Section):
     def _engines_read_the_checkpoint(self) -> Self:
         if self.rollout.load_format == "dummy":
             raise ValueError("rollout.load_format=dummy leaves the engines without the checkpoint's weights: set auto")
-        if self.rollout.addresses:
+        if self.rollout.external_urls:
             raise ValueError(
-                "rollout.addresses: those engines have a trainer's weights, leave it out, or give a server that is not "
-                "ours as section server"
+                "rollout.external_urls: those engines have a trainer's weights, leave it out, or give a server that is "
+                "not ours as section server"
             )
         return self

@@ -32,7 +32,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a checked config comes to. prompts: of every set, by its name; checkpoint: None with a foreign server."""
+    """What a checked config comes to. prompts: of every set, by its name; checkpoint: None with an external server."""
 
     settings: EvaluateConfig
     prompts: dict[str, list[Prompt]]
@@ -48,10 +48,10 @@ class Evaluation:
         return settings.model.path
 
     def graded_by(self, name: str) -> str:
-        """Fingerprint of what the verdicts on a set depend on besides the responses: gold answers and verifier."""
-        reward = self.settings.reward.model_dump(mode="json", exclude={"workers", "startup_seconds"})
-        golds = [[prompt.id, prompt.answer] for prompt in self.prompts[name]]
-        return _fingerprint({"reward": reward, "golds": golds})
+        """Fingerprint of what the grades on a set depend on besides the responses: ground truth and verifier."""
+        reward = self.settings.reward.model_dump(mode="json", exclude={"workers", "startup_timeout_s"})
+        ground_truths = [[prompt.id, prompt.answer] for prompt in self.prompts[name]]
+        return _fingerprint({"reward": reward, "ground_truths": ground_truths})
 
     def origin(self, name: str) -> str:
         """Fingerprint of all that the responses of a set depend on, but for their number."""
@@ -109,13 +109,13 @@ def check_evaluation(settings: EvaluateConfig, platform: Platform) -> Evaluation
 
 
 def engine_count(config: RolloutConfig, platform: Platform) -> int:
-    """Servers to start: with GPUs as many as tp lets share this machine, else config.engines.
+    """Servers to start: with GPUs as many as tp lets share this machine, else config.num_engines.
 
     Raises:
         BadInput: tp does not divide this machine's GPUs.
     """
     if not platform.is_cuda:
-        return config.engines
+        return config.num_engines
     devices = platform.device_count()
     if devices % config.tp:
         raise BadInput(f"rollout.tp={config.tp} does not divide the {devices} GPUs of this machine: choose a divisor")

@@ -1,4 +1,4 @@
-"""Evaluation of a checkpoint or of a foreign server, apart from any training: every set, one table."""
+"""Evaluation of a checkpoint or of an external server, apart from any training: every set, one table."""
 
 import json
 import signal
@@ -16,8 +16,7 @@ from vapo_megatron.config.run_directory import make_run_dir
 from vapo_megatron.config.train import EvaluateConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.check import Evaluation, check_evaluation, facts, unanswered
-from vapo_megatron.evaluation.compare import PROBLEMS
-from vapo_megatron.evaluation.engines import Answerer, own_engines
+from vapo_megatron.evaluation.generator import Generator, own_engines
 from vapo_megatron.evaluation.openai_client import OpenAIClient
 from vapo_megatron.evaluation.responses import Response, ResponseLog, in_order, read_outputs
 from vapo_megatron.evaluation.sets import SetResult, problem_results, summarise, write_outputs
@@ -25,7 +24,8 @@ from vapo_megatron.experience.jsonl import write_rows
 from vapo_megatron.experience.sample import Prompt
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.monitoring.console import RunConsole
-from vapo_megatron.rewards.grading import TRUNCATED, verdicts_on
+from vapo_megatron.operations.comparison.compare import PROBLEMS
+from vapo_megatron.rewards.grading import TRUNCATED, grades_of
 from vapo_megatron.rewards.pool import Case, VerifierPool
 
 _PARTIAL = ".partial.jsonl"
@@ -35,7 +35,7 @@ def evaluate_checkpoint(settings: EvaluateConfig) -> None:
     """Answer every set of data.eval and print what was reached.
 
     The run directory gets evaluation.json (rewritten after each set), evaluation/<set>.jsonl with every response,
-    evaluation/<set>_problems.jsonl with the figures of every problem, and the engines' logs. Responses are kept as they
+    evaluation/<set>_problems.jsonl with the metrics of every problem, and the engines' logs. Responses are kept as they
     come: with run.resume=auto the same command goes on where it stopped.
 
     Raises:
@@ -61,17 +61,17 @@ def evaluate_checkpoint(settings: EvaluateConfig) -> None:
             _write(plan, list(done.values()), run_dir)
         dump_config(settings, run_dir / "config.yaml")  # of an earlier start, sets or limits may have been others
         if len(done) < len(settings.data.eval):
-            answerer = _answerer(plan, run_dir, console, stack)
+            generator = _generator(plan, run_dir, console, stack)
             for entry in settings.data.eval:
                 if entry.name not in done:
-                    done[entry.name] = work.answer(entry, answerer)
+                    done[entry.name] = work.answer(entry, generator)
                     _write(plan, [done[e.name] for e in settings.data.eval if e.name in done], run_dir)
                     work.forget_partial(entry.name)
         results = [done[entry.name] for entry in settings.data.eval]
         console.table(*_table(results))
         console.closing(
             f"{settings.run.name} finished",
-            {"figures": run_dir / "evaluation.json", "responses": run_dir / "evaluation", "logs": run_dir / "logs"},
+            {"metrics": run_dir / "evaluation.json", "responses": run_dir / "evaluation", "logs": run_dir / "logs"},
         )
 
 
@@ -106,11 +106,11 @@ class _Work:
         if len(responses) != len(prompts) * entry.samples:
             return None
         if graded_by != self.plan.graded_by(entry.name):
-            self.console.note(f"{entry.name}: gold answers or reward changed, its responses are graded again")
+            self.console.note(f"{entry.name}: ground_truth answers or reward changed, its responses are graded again")
             return self._conclude(entry.name, prompts, responses, entry.samples)
         return summarise(entry.name, problem_results(prompts, responses), entry.samples)
 
-    def answer(self, entry: EvalSet, answerer: Answerer) -> SetResult:
+    def answer(self, entry: EvalSet, generator: Generator) -> SetResult:
         """Answer what is not answered yet, grade all of it, write it down."""
         name, k, prompts = entry.name, entry.samples, self.plan.prompts[entry.name]
         with ResponseLog(self._file(name, _PARTIAL), self.plan.origin(name)) as log:
@@ -124,7 +124,7 @@ class _Work:
             with self.console.phase(f"{name}: responses", total=len(prompts) * k) as advance:
                 advance((len(prompts) - len(missing)) * k)
                 if missing:
-                    answerer.collect(missing, k, keep, advance)
+                    generator.collect(missing, k, keep, advance)
         return self._conclude(name, prompts, in_order(groups, prompts), k)
 
     def _conclude(self, name: str, prompts: Sequence[Prompt], responses: Sequence[Response], k: int) -> SetResult:
@@ -145,14 +145,14 @@ class _Work:
             None if one.truncated else Case(by_id[one.id].answer, one.text, problem=by_id[one.id].problem)
             for one in responses
         ]
-        with self.console.phase(f"{name}: verdicts", total=len(cases)) as advance:
-            verdicts = verdicts_on(cases, self.verifier, advance)
-        for response, verdict in zip(responses, verdicts, strict=True):
-            if verdict is None:
-                response.correct, response.verdict, response.extracted = False, TRUNCATED, ""
+        with self.console.phase(f"{name}: grades", total=len(cases)) as advance:
+            grades = grades_of(cases, self.verifier, advance)
+        for response, grade in zip(responses, grades, strict=True):
+            if grade is None:
+                response.correct, response.grade_reason, response.extracted = False, TRUNCATED, ""
             else:
-                response.correct, response.verdict = verdict.correct, verdict.reason
-                response.extracted = verdict.extracted
+                response.correct, response.grade_reason = grade.correct, grade.reason
+                response.extracted = grade.extracted
 
     def _file(self, name: str, ending: str) -> Path:
         return self.run_dir / "evaluation" / f"{name}{ending}"
@@ -163,7 +163,7 @@ def _have_run_dir(settings: EvaluateConfig, run_dir: Path) -> None:
         make_run_dir(settings, settings.run)
 
 
-def _answerer(plan: Evaluation, run_dir: Path, console: RunConsole, stack: ExitStack) -> Answerer:
+def _generator(plan: Evaluation, run_dir: Path, console: RunConsole, stack: ExitStack) -> Generator:
     settings = plan.settings
     if plan.checkpoint is not None:
         return stack.enter_context(own_engines(plan, plan.checkpoint, run_dir / "logs", current_platform(), console))

@@ -36,7 +36,7 @@ def maj_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool]) -> flo
     Raises ValueError where the lengths differ.
     """
     if len(answers) != len(correct):
-        raise ValueError(f"maj@k needs a verdict for each answer, got {len(answers)} and {len(correct)}")
+        raise ValueError(f"maj@k needs a grade for each answer, got {len(answers)} and {len(correct)}")
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
         return 0.0

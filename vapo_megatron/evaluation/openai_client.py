@@ -49,7 +49,7 @@ class OpenAIClient:
 
         Raises:
             RunFailed: the server refuses a request or answers something else than a completion.
-            TryAgain: it is not there or too busy for longer than server.patience.
+            TryAgain: it is not there or too busy for longer than server.retry_timeout_s.
         """
         asyncio.run(self._collect(prompts, k, on_group, advance))
 
@@ -61,7 +61,7 @@ class OpenAIClient:
         advance: Callable[[int], None],
     ) -> None:
         free = asyncio.Semaphore(self._config.concurrency)
-        timeout = aiohttp.ClientTimeout(total=self._config.deadline)
+        timeout = aiohttp.ClientTimeout(total=self._config.request_timeout_s)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(headers=self._headers, timeout=timeout, connector=connector) as session:
 
@@ -105,16 +105,16 @@ class OpenAIClient:
                             raise RunFailed(f"{self._url}: refused the request for problem {prompt.id} ({reason})")
                         wanted = _seconds(answer.headers.get("Retry-After"))
             except TimeoutError:
-                reason = f"no answer within server.deadline={self._config.deadline:g} s"
+                reason = f"no answer within server.request_timeout_s={self._config.request_timeout_s:g} s"
             except aiohttp.ClientError as error:
                 reason = f"{type(error).__name__}: {error}"
             failing_since = asked if failing_since is None else failing_since
             pause = max(pause, wanted)
-            if time.monotonic() + pause - failing_since > self._config.patience:
+            if time.monotonic() + pause - failing_since > self._config.retry_timeout_s:
                 raise TryAgain(
-                    f"{self._url}: problem {prompt.id} was not answered within server.patience="
-                    f"{self._config.patience:g} s, the last try: {reason}; what is answered is kept, start again with "
-                    "run.resume=auto"
+                    f"{self._url}: problem {prompt.id} was not answered within server.retry_timeout_s="
+                    f"{self._config.retry_timeout_s:g} s, the last try: {reason}; what is answered is kept, start "
+                    "again with run.resume=auto"
                 )
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)

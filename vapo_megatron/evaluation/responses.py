@@ -15,7 +15,8 @@ from vapo_megatron.experience.sample import Prompt, Sample
 
 @dataclass(slots=True)
 class Response:
-    """A response to the problem of this id. tokens: its length; weight_version: None where a foreign server made it."""
+    """A response to the problem of this id. tokens: its length; weight_version: None where an external server made
+    it."""
 
     id: str
     index: int
@@ -24,7 +25,7 @@ class Response:
     finish_reason: str
     weight_version: int | None = None
     correct: bool = False
-    verdict: str = ""
+    grade_reason: str = ""
     extracted: str = ""
 
     @property
@@ -42,7 +43,7 @@ class Response:
             "response": self.text,
             "extracted": self.extracted,
             "correct": self.correct,
-            "verdict": self.verdict,
+            "grade_reason": self.grade_reason,
             "tokens": self.tokens,
             "finish_reason": self.finish_reason,
             "weight_version": self.weight_version,
@@ -59,7 +60,7 @@ def response_of(sample: Sample, text: str) -> Response:
         finish_reason=sample.finish_reason,
         weight_version=sample.weight_version,
         correct=bool(sample.correct),
-        verdict=sample.verdict,
+        grade_reason=sample.grade_reason,
         extracted=sample.extracted,
     )
 

@@ -20,7 +20,7 @@ Grade = Callable[[Sequence[Sample]], None]
 
 @dataclass(frozen=True)
 class ProblemResult:
-    """The figures of one problem, which digest tells from others with its id.
+    """The metrics of one problem, which digest tells from others with its id.
 
     majority is the answer with the most votes, the first of several with as many.
     """
@@ -38,7 +38,7 @@ class ProblemResult:
 
 @dataclass(frozen=True)
 class SetResult:
-    """The figures of one set; shares in [0, 1], lengths in tokens.
+    """The metrics of one set; shares in [0, 1], lengths in tokens.
 
     low and high bound avg@k with 95 % confidence (bootstrap over problems), the intervals of pass@k and maj@k theirs.
     pass_at holds pass@j, without bias, for j = 1, 2, 4, ... and k.
@@ -58,7 +58,7 @@ class SetResult:
     response_length: float
     truncated: float
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """As metrics of a run."""
         prefix = f"evaluation/{self.name}_"
         return {
@@ -97,7 +97,7 @@ def answer_set(
         prompts: its problems.
         k: responses to each.
         collect: from prompts and k to samples in the order of prompt and index.
-        grade: fills text, correct and verdict of samples.
+        grade: fills text, correct and grade of samples.
         outputs: where every raw response goes, as jsonl; None keeps none.
     """
     samples = collect(numbered(name, prompts), k)
@@ -109,20 +109,20 @@ def answer_set(
 
 
 def write_outputs(path: Path, prompts: Sequence[Prompt], responses: Sequence[Response]) -> None:
-    """Every raw response with its verdict, as jsonl."""
+    """Every raw response with its grade, as jsonl."""
     by_id = {prompt.id: prompt for prompt in prompts}
     write_rows(path, (response.row(by_id[response.id]) for response in responses))
 
 
 def problem_results(prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[ProblemResult]:
-    """The figures of each problem, from responses in the order of prompts, as many to each."""
+    """The metrics of each problem, from responses in the order of prompts, as many to each."""
     k = len(responses) // len(prompts)
     groups = [responses[i : i + k] for i in range(0, len(responses), k)]
     return [_problem(prompt, group) for prompt, group in zip(prompts, groups, strict=True)]
 
 
 def summarise(name: str, problems: Sequence[ProblemResult], k: int) -> SetResult:
-    """The figures of a set, from those of its problems."""
+    """The metrics of a set, from those of its problems."""
     shares = [one.correct / k for one in problems]
     solved = [pass_at_k(k, one.correct, k) for one in problems]
     votes = [one.maj_at_k for one in problems]

@@ -1,7 +1,7 @@
 """One rollout's samples as flat tensors, the same on every rank.
 
 Everything that algorithms see of a rollout is a table over response tokens with `cu_seqlens`. The table is replicated
-rather than cut (about 40 bytes a token on the host): advantages, whitening, denominators and mini-batches are then
+rather than cut (about 40 bytes per token on the host): advantages, whitening, denominators and mini-batches are then
 computed on every rank from the same numbers, and no parallel layout can change them.
 """
 
@@ -26,10 +26,10 @@ class ExperienceBatch:
         response_cu_seqlens: int64 [S+1], where each response begins in tensors over response tokens.
         rollout_logprobs: float32 [T], under the sampling temperature, from the engine.
         rewards: float32 [S], before shaping.
-        correct: bool [S], the verifier's verdict.
+        correct: bool [S], the verifier's grade.
         truncated: bool [S], ended for want of room.
         group_ids: int64 [S], samples of one prompt share one.
-        routed_experts: the experts that the engine chose, uint8 or int16 [N - S, layers * experts a token], a row for
+        routed_experts: the experts that the engine chose, uint8 or int16 [N - S, layers * experts per token], a row for
             each token but a sample's last; None where they were not asked for.
         token_fields: float32 [T] tensors by name, added as phases compute them: old_logprobs, entropies, values,
             advantages, returns.

@@ -21,7 +21,7 @@ class MicroBatch:
         ids, labels, positions: int64 [t].
         response_index: int64 [t], index of the position's label among the batch's response tokens; -1 elsewhere.
         lengths: positions of each packed sequence over all CP ranks, padding included.
-        experts: uint8 or int16 [t, layers * experts a token], the experts that each position is to go through; None
+        experts: uint8 or int16 [t, layers * experts per token], the experts that each position is to go through; None
             lets the model choose.
     """
 
@@ -39,14 +39,14 @@ class MicroBatch:
         rows = (self.response_index >= 0).nonzero()[:, 0]
         return rows if len(rows) else torch.zeros(1, dtype=torch.int64)
 
-    def take(self, values: Tensor) -> Tensor:
+    def gather(self, values: Tensor) -> Tensor:
         """A tensor over response tokens [T] at this micro-batch's positions [t]; 0 where no response token is."""
         found = self.response_index >= 0
         if not len(values):
             return torch.zeros(len(found), dtype=values.dtype)
         return torch.where(found, values[self.response_index.clamp_min(0)], torch.zeros((), dtype=values.dtype))
 
-    def put(self, into: Tensor, values: Tensor) -> None:
+    def scatter(self, into: Tensor, values: Tensor) -> None:
         """The other way: write values [t] of response positions into a tensor over response tokens [T]."""
         found = self.response_index >= 0
         into[self.response_index[found]] = values[found]

@@ -14,7 +14,7 @@ FinishReason = Literal["stop", "length", "abort"]
 class Prompt:
     """A problem, ready to be sent to an engine.
 
-    token_ids holds the prompt as the model reads it (chat template applied); answer is the gold answer
+    token_ids holds the prompt as the model reads it (chat template applied); answer is the ground-truth answer
     for the verifier; cursor numbers the prompts of a run in the order in which they were drawn.
     """
 
@@ -34,10 +34,10 @@ class Sample:
     rollout_logprobs has one natural logarithm per response token, under the sampling temperature, as the
     engine reported it. weight_version is the version of the weights that made the last token (the oldest
     one that took part is weight_version_oldest). reward is what the algorithm is given before shaping;
-    correct is the verifier's verdict and stays apart from every shaping;
+    correct is the verifier's grade and stays apart from every shaping;
     extracted is the answer that it read out of the text. routed_experts, where they were asked for, are the experts
-    that the engine chose for each token but the last: uint8 or int16 [prompt + response - 1, layers * experts a token].
-    A sample equals itself alone.
+    that the engine chose for each token but the last: uint8 or int16 [prompt + response - 1, layers * experts per
+    token]. A sample equals itself alone.
     """
 
     prompt: Prompt
@@ -52,7 +52,7 @@ class Sample:
     text: str = ""
     reward: float | None = None
     correct: bool | None = None
-    verdict: str = ""
+    grade_reason: str = ""
     extracted: str = ""
     extra: dict[str, float] = field(default_factory=dict)
     routed_experts: Tensor | None = None

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from vapo_megatron.checkpoint.units import UNIT_HELP
+from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_HELP
 from vapo_megatron.config.atomic import sync
 from vapo_megatron.errors import BadInput
 from vapo_megatron.mcore import dist_optimizer
@@ -91,8 +91,8 @@ class _PlanningStrategy(TorchDistSaveShardedStrategy):
         ours = {"async_strategy": "mcore"} if _KNOWS_SAVERS else {}
         return super().async_save(sharded_state_dict, checkpoint_dir, **ours)
 
-    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any, *_: Any) -> Any:
-        return writer, save_state_dict_ret[1]
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_checkpoint_dict_ret: Any, *_: Any) -> Any:
+        return writer, save_checkpoint_dict_ret[1]
 
 
 def plan_save(trainable: Trainable, folder: Path) -> PlannedSave:
@@ -137,7 +137,7 @@ def load_training_state(trainable: Trainable, folder: Path) -> None:
     except LOAD_ERRORS as error:
         raise BadInput(
             f"{folder}: does not fit this model, or is damaged ({load_reason(error)}): resume with the config it was "
-            f"saved with; if that is so, {UNIT_HELP}"
+            f"saved with; if that is so, {CHECKPOINT_HELP}"
         ) from None
     dist.barrier()
 

@@ -38,8 +38,8 @@ class Mesh:
     ep_rank: int
 
     @property
-    def in_first_block(self) -> bool:
-        """Whether this rank is one of the first that together hold the whole model (stream_hf's block)."""
+    def in_first_model_parallel_group(self) -> bool:
+        """Whether this rank is one of the first that together hold the whole model (stream_hf's group)."""
         rank = (self.dp_rank * self.cp_size + self.cp_rank) * self.tp_size + self.tp_rank
         return rank < max(self.tp_size, self.ep_size)
 
@@ -49,7 +49,7 @@ class Mesh:
         return self.pp_rank == self.pp_size - 1
 
     @property
-    def speaks(self) -> bool:
+    def is_output_rank(self) -> bool:
         """Whether this rank contributes its stage's outputs: one tensor-parallel rank of the last stage."""
         return self.is_last_stage and self.tp_rank == 0
 

@@ -16,7 +16,7 @@ from vapo_megatron.mcore.mesh import Mesh
 class TokenLoss(Protocol):
     """What one optimizer step minimises, as a sum over local positions.
 
-    sums and maxima name the figures it returns: sums are added up over all ranks and micro-batches, maxima compared.
+    sums and maxima name the metrics it returns: sums are added up over all ranks and micro-batches, maxima compared.
     """
 
     @property
@@ -27,14 +27,14 @@ class TokenLoss(Protocol):
     def __call__(self, outputs: Tensor, local: "LocalTokens") -> tuple[Tensor, dict[str, Tensor]]:
         """outputs: [t, 2] log-probs and entropies, or [t, n] of the value head, float32, of the local positions; where
         no response token is, the loss must have weight 0. Returns the local sum (denominators are already in its
-        weights) and the figures, detached scalars.
+        weights) and the metrics, detached scalars.
         """
 
 
 class LocalTokens(Protocol):
     """The t positions of a model's outputs, as a loss sees them; it need not know how sequences are cut."""
 
-    def take(self, values: Tensor) -> Tensor:
+    def gather(self, values: Tensor) -> Tensor:
         """A tensor over response tokens [T] at these positions [t]; 0 where no response token is."""
 
     def sequence_mean(self, x: Tensor) -> Tensor:
@@ -52,8 +52,8 @@ class PackedTokens:
     mesh: Mesh
     device: torch.device
 
-    def take(self, values: Tensor) -> Tensor:
-        return self.microbatch.take(values).to(self.device)
+    def gather(self, values: Tensor) -> Tensor:
+        return self.microbatch.gather(values).to(self.device)
 
     @torch.no_grad()
     def sequence_mean(self, x: Tensor) -> Tensor:

@@ -21,10 +21,11 @@ from vapo_megatron.experience.balance import Cost, plan_microbatches
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.experience.microbatch import MicroBatch, pack
 from vapo_megatron.mcore.data_parallel import share_whole_weights, sum_model_grads, weight_tensors, wrap
-from vapo_megatron.mcore.figures import FigureTotals, StepResult, sum_over_ranks
 from vapo_megatron.mcore.layer_spec import parameters_of
 from vapo_megatron.mcore.mesh import Mesh
+from vapo_megatron.mcore.metrics import MetricTotals, StepResult, sum_over_ranks
 from vapo_megatron.mcore.model import Head, build_model, check_model_layout, transformer_config
+from vapo_megatron.mcore.offload import PARTS, Footprint, Offloader, Part
 from vapo_megatron.mcore.optimizer import make_optimizer, optimizer_tensors
 from vapo_megatron.mcore.packed import packed_sequences
 from vapo_megatron.mcore.platform import current_platform
@@ -37,7 +38,6 @@ from vapo_megatron.mcore.precision import (
     stored_bytes,
 )
 from vapo_megatron.mcore.router_replay import replay_experts, replaying
-from vapo_megatron.mcore.sleep import PARTS, Footprint, Part, Sleeper
 from vapo_megatron.mcore.token_loss import PackedTokens, TokenLoss
 from vapo_megatron.weights.shared_weights import SharedWeights
 from vapo_megatron.weights.spec import ModelSpec
@@ -80,7 +80,9 @@ class Trainable:
             mesh,
             head,
             attention=model.attention,
-            logprob_chunk=config.logprob_rows(spec.local_words(mesh.tp_size)) if isinstance(config, ActorConfig) else 1,
+            logprob_chunk=config.logprob_rows(spec.vocab_shard_size(mesh.tp_size))
+            if isinstance(config, ActorConfig)
+            else 1,
         )
         self.wrapped: list[Any] = []
         self._optimizer: Any = None
@@ -88,9 +90,9 @@ class Trainable:
         self._gathering = False
         platform = current_platform()
         # A reference works once a step: it always makes room where room is short.
-        asked = "auto" if name == "reference" and config.sleep == "never" else config.sleep
+        asked = "auto" if name == "reference" and config.offload == "never" else config.offload
         sleeps = asked == "always" or (asked == "auto" and platform.engines_share_device)
-        self._sleeper = Sleeper(self._tensors, platform, sleeps, self._before_sleep)
+        self._offloader = Offloader(self._tensors, platform, sleeps, self._before_offload)
         self.shared_weights: SharedWeights | None = None
 
     def prepare(self, frozen: Sequence[str] = ()) -> None:
@@ -117,28 +119,28 @@ class Trainable:
         forget_exact_values(self._chunks)
 
     def _share(self, weights: Iterable[Tensor]) -> None:
-        if self.head == "lm" and not self._sleeper.enabled:  # what sleeps does not stay where it is
+        if self.head == "lm" and not self._offloader.enabled:  # what sleeps does not stay where it is
             self.shared_weights = share_whole_weights(weights, self.mesh)
 
     @property
     def chunks(self) -> list[Any]:
-        """This rank's shards, one a virtual pipeline stage, their weights awake and complete. Collective after a
+        """This rank's shards, one a virtual pipeline stage, their weights onloaded and complete. Collective after a
         train_step whose gather of updated weights is still to come (optimizer.overlap_param_gather)."""
         self._finish_gathering()
-        self._sleeper.need("weights")
+        self._offloader.require("weights")
         return self._chunks
 
     @property
     def optimizer(self) -> Any:
-        """Megatron's optimizer with its states awake; None for a model that is not trained."""
+        """Megatron's optimizer with its states onloaded; None for a model that is not trained."""
         if self._optimizer is not None:
-            self._sleeper.need("optimizer")
+            self._offloader.require("optimizer")
         return self._optimizer
 
     @property
-    def awake(self) -> frozenset[Part]:
+    def onloaded(self) -> frozenset[Part]:
         """The parts that are on the device."""
-        return self._sleeper.awake
+        return self._offloader.onloaded
 
     @torch.no_grad()
     def copy_from(self, other: "Trainable") -> None:
@@ -147,21 +149,21 @@ class Trainable:
             for parameter, source in zip(mine.parameters(), theirs.parameters(), strict=True):
                 parameter.copy_(source)
 
-    def hold(self, *parts: Part) -> None:
-        """Have exactly these parts on the device; the rest sleeps in host memory (see TrainableConfig.sleep)."""
-        self._sleeper.hold(parts)
+    def onload_only(self, *parts: Part) -> None:
+        """Have exactly these parts on the device; the rest sleeps in host memory (see TrainableConfig.offload)."""
+        self._offloader.onload_only(parts)
 
-    def sleep(self) -> None:
+    def offload(self) -> None:
         """Nothing of the model stays on the device."""
-        self.hold()
+        self.onload_only()
 
-    def wake(self) -> None:
+    def onload(self) -> None:
         """All parts of the model return to the device."""
-        self.hold(*PARTS)
+        self.onload_only(*PARTS)
 
     def footprint(self) -> dict[Part, Footprint]:
         """Bytes of each part now, by place."""
-        return {part: self._sleeper.footprint(part) for part in PARTS}
+        return {part: self._offloader.footprint(part) for part in PARTS}
 
     def _tensors(self, part: Part) -> Iterator[Tensor]:
         """The tensors of a part."""
@@ -175,7 +177,7 @@ class Trainable:
         elif self._optimizer is not None:
             yield from optimizer_tensors(self._optimizer)
 
-    def _before_sleep(self) -> None:
+    def _before_offload(self) -> None:
         self._finish_gathering()
         drop_fp8_copies(self._chunks)
 
@@ -245,16 +247,16 @@ class Trainable:
         Returns:
             float32 [T, 2] log-probs and entropies, or [T, 1] values; the same on every rank.
         """
-        self._sleeper.need("weights")
+        self._offloader.require("weights")
         result = torch.zeros(batch.response_tokens, 2 if self.head == "lm" else 1)
         microbatches = self.microbatches(batch, range(batch.samples))
 
         def collect(microbatch: MicroBatch, output: Tensor, non_loss_data: bool = True) -> None:
-            if self.mesh.speaks:
+            if self.mesh.is_output_rank:
                 found = output[0].float()
                 if self.head == "value":
                     found = (found[:, 0] if read is None else read(found))[:, None]
-                microbatch.put(result, found.cpu())
+                microbatch.scatter(result, found.cpu())
 
         self._run(microbatches, collect, forward_only=True, temperature=temperature, on_forward=_shares(batch, on_done))
         return sum_over_ranks(result)
@@ -270,20 +272,20 @@ class Trainable:
         totals = self._backward(batch, samples, loss, kept)
         # Before the update, so that the first of n warm-up steps is made with lr / n and not with 0.
         self.scheduler.step(1)
-        self._sleeper.need("optimizer")
+        self._offloader.require("optimizer")
         _, grad_norm, _ = self._optimizer.step()
         self._gathering = self.wrapped[0].ddp_config.overlap_param_gather
-        figures = totals.over_ranks()
+        metrics = totals.over_ranks()
         outputs = None
         if kept is not None:
             outputs = torch.zeros(batch.response_tokens, 2 if self.head == "lm" else self.spec.value_outputs)
             for microbatch, found in kept:
-                microbatch.put(outputs, found.cpu())
+                microbatch.scatter(outputs, found.cpu())
             outputs = sum_over_ranks(outputs)
-        return StepResult(float(grad_norm), float(self._optimizer.param_groups[0]["lr"]), figures, outputs)
+        return StepResult(float(grad_norm), float(self._optimizer.param_groups[0]["lr"]), metrics, outputs)
 
     def gradients(self, batch: ExperienceBatch, samples: Sequence[int], loss: TokenLoss) -> dict[str, float]:
-        """Collective: train_step() without the update; returns the loss's figures. Gradients are left in main_grad of
+        """Collective: train_step() without the update; returns the loss's metrics. Gradients are left in main_grad of
         the parameters, in fp32; of a model that was not prepared, in grad, and of this rank's samples alone."""
         return self._backward(batch, samples, loss).over_ranks()
 
@@ -293,22 +295,22 @@ class Trainable:
         samples: Sequence[int],
         loss: TokenLoss,
         kept: list[tuple[MicroBatch, Tensor]] | None = None,
-    ) -> FigureTotals:
+    ) -> MetricTotals:
         """Forward and backward over this rank's part of some samples, whose outputs are added to `kept`."""
-        self._sleeper.need("weights", "gradients")
+        self._offloader.require("weights", "gradients")
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         for owner in [self._optimizer] if self._optimizer is not None else self._chunks:
             owner.zero_grad(set_to_none=True)
         device = current_platform().device
-        totals = FigureTotals(loss, device)
+        totals = MetricTotals(loss, device)
 
         def local_loss(microbatch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            if kept is not None and self.mesh.speaks:
+            if kept is not None and self.mesh.is_output_rank:
                 kept.append((microbatch, output[0].detach().float()))
-            total, figures = loss(output[0].float(), PackedTokens(microbatch, self.mesh, device))
-            if self.mesh.speaks:
-                totals.add(figures)
+            total, metrics = loss(output[0].float(), PackedTokens(microbatch, self.mesh, device))
+            if self.mesh.is_output_rank:
+                totals.add(metrics)
             return total, torch.ones((), dtype=torch.int, device=device), {}
 
         self._run(self.microbatches(batch, samples), local_loss, forward_only=False)

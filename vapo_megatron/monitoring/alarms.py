@@ -1,4 +1,4 @@
-"""Trouble that the figures of a step give away, each in one line."""
+"""Trouble that the metrics of a step give away, each in one line."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +13,7 @@ Metrics = Mapping[str, float | None]
 class Alarms:
     """Watches the metrics of one step after the other.
 
-    history are the rows before this life of the run (read_metrics), so that a resumed run measures collapses against
+    history are the rows before this attempt of the run (read_metrics), so that a resumed run measures collapses against
     the same first steps.
     """
 
@@ -27,7 +27,7 @@ class Alarms:
     def check(self, metrics: Metrics) -> list[str]:
         """One line for each trouble that was not there a step before; `active` names those that hold now.
 
-        A figure that is absent raises no alarm; one that is NaN, infinite or None does if it is a gradient norm.
+        A metric that is absent raises no alarm; one that is NaN, infinite or None does if it is a gradient norm.
         """
         found = {kind: text for kind, text in self._found(metrics)}
         fresh = [text for kind, text in found.items() if kind not in self.active]
@@ -46,9 +46,17 @@ class Alarms:
         yield from self._collapse(metrics, names.ENTROPY, config.entropy_collapse, "the policy stopped exploring")
         yield from self._collapse(metrics, names.LENGTH, config.length_collapse, "responses are losing their reasoning")
         limits: tuple[tuple[str, float, Callable[[float], str]], ...] = (
-            (names.ROLLOUT_KL, config.rollout_kl, lambda v: f"{v:.3g} nats: the engine samples from another policy"),
+            (
+                names.TRAIN_INFER_KL,
+                config.train_infer_kl,
+                lambda v: f"{v:.3g} nats: the engine samples from another policy",
+            ),
             (names.TRUNCATED, config.truncated_share, lambda v: f"{v:.0%}: responses hit the token limit"),
-            (names.EQUAL_REWARD_GROUPS, config.equal_reward_share, lambda v: f"{v:.0%}: nearly no group tells apart"),
+            (
+                names.FRAC_ZERO_STD_GROUPS,
+                config.frac_zero_std_groups,
+                lambda v: f"{v:.0%}: nearly no group tells apart",
+            ),
         )
         for name, limit, describe in limits:
             value = metrics.get(name)

@@ -25,14 +25,14 @@ HEAD_EVERY = 20  # lines between repetitions of the table's head
 LOG_WIDTH = 120
 LOG_SECONDS = 30.0  # between two lines of progress in a log
 
-# Title, width, figure and format of each column after the step's own.
+# Title, width, metric and format of each column after the step's own.
 COLUMNS: tuple[tuple[str, int, str, str], ...] = (
     ("accuracy", 8, names.ACCURACY, ".3f"),
     ("reward", 7, names.REWARD, ".3f"),
     ("length", 8, names.LENGTH, ".1f"),
     ("value EV", 8, names.EXPLAINED_VARIANCE, ".3f"),
     ("entropy", 8, names.ENTROPY, ".4f"),
-    ("KL", 8, names.ROLLOUT_KL, ".1e"),
+    ("KL", 8, names.TRAIN_INFER_KL, ".1e"),
     ("tok/s", 8, names.TOKENS_PER_SECOND, ",.0f"),
     ("s/step", 7, names.STEP_TIME, ".2f"),
 )
@@ -69,7 +69,7 @@ class RunConsole:
         self._print(text, "dim")
 
     def table(self, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """A table with its first column to the left and figures to the right."""
+        """A table with its first column to the left and metrics to the right."""
         table = Table(box=box.SIMPLE_HEAD)
         for column, title in enumerate(titles):
             table.add_column(title, justify="right" if column else "left", no_wrap=True)
@@ -83,7 +83,7 @@ class RunConsole:
         self._print(f"ALARM  {text}", "bold red")
 
     def step(self, step: int, steps: int, metrics: Metrics) -> None:
-        """The line of a step, `step` of `steps`; figures that are absent or not finite show as '-'."""
+        """The line of a step, `step` of `steps`; metrics that are absent or not finite show as '-'."""
         counter = len(str(steps)) * 2 + 1
         if self._lines % HEAD_EVERY == 0:
             head = "step".rjust(max(counter, 4)) + "".join(f"  {title:>{width}}" for title, width, _, _ in COLUMNS)
@@ -145,5 +145,5 @@ class RunConsole:
 
 
 def _cell(value: float | None, form: str) -> str:
-    # NaN and the infinities have no place in a column of figures: alarms tell of them.
+    # NaN and the infinities have no place in a column of metrics: alarms tell of them.
     return "-" if value is None or value - value != 0 else format(value, form)

@@ -1,4 +1,4 @@
-"""The figures of a run, one row a step: metrics.jsonl and TensorBoard."""
+"""The metrics of a run, one row a step: metrics.jsonl and TensorBoard."""
 
 import json
 import math
@@ -57,7 +57,7 @@ class Stat:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Stat":
-        """The figures of `values`."""
+        """The metrics of `values`."""
         stat = cls()
         for value in values:
             stat.add(value)
@@ -65,10 +65,10 @@ class Stat:
 
 
 class MetricsWriter:
-    """Appends a JSON object a step to run_dir/metrics.jsonl, and its figures to run_dir/tensorboard.
+    """Appends a JSON object a step to run_dir/metrics.jsonl, and its metrics to run_dir/tensorboard.
 
-    Rows of steps from start_step on, left by an earlier life of the run, are removed first: 0 starts afresh.
-    `nonfinite` counts the NaN and infinite figures written, as null, in this life.
+    Rows of steps from start_step on, left by an earlier attempt of the run, are removed first: 0 starts afresh.
+    `nonfinite` counts the NaN and infinite metrics written, as null, in this attempt.
     """
 
     def __init__(self, run_dir: Path, tensorboard: bool = True, start_step: int = 0) -> None:
@@ -89,8 +89,8 @@ class MetricsWriter:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the row of `step`; it is in the file when this returns.
 
-        In TensorBoard a figure is drawn against the step, or against `<group>/iteration` where the row has such a
-        counter for the figure's group (value_pretraining/loss against value_pretraining/iteration).
+        In TensorBoard a metric is drawn against the step, or against `<group>/iteration` where the row has such a
+        counter for the metric's group (value_pretraining/loss against value_pretraining/iteration).
         Raises BadInput where the row cannot be written; no part of it is left in the file then.
         """
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}

@@ -1,12 +1,12 @@
-"""The names of the figures that console, alarms and report look for in a step's metrics.
+"""The names of the metrics that console, alarms and report look for in a step's metrics.
 
 Lower parts of the program write any name they like; these are the ones with a meaning here. Lengths are in response
-tokens, entropies and divergences in nats a token, times in seconds, memory in GiB.
+tokens, entropies and divergences in nats per token, times in seconds, memory in GiB.
 """
 
 ACCURACY = "accuracy/mean"
 REWARD = "reward/mean"
-EQUAL_REWARD_GROUPS = "reward/equal_groups"  # share of groups whose rewards are all equal
+FRAC_ZERO_STD_GROUPS = "reward/frac_zero_std_groups"  # share of groups whose rewards are all equal
 
 LENGTH = "response_length/mean"
 LENGTH_MIN = "response_length/min"
@@ -17,8 +17,8 @@ ENTROPY = "actor/entropy"
 CLIP_LOW = "actor/clip_fraction_low"
 CLIP_HIGH = "actor/clip_fraction_high"
 ACTOR_GRAD_NORM = "actor/grad_norm"
-ROLLOUT_KL = "actor/rollout_kl"  # k3 estimate of KL(rollout policy || trainer's policy), mean over tokens
-ROLLOUT_KL_MAX = "actor/rollout_kl_max"
+TRAIN_INFER_KL = "actor/train_infer_kl"  # k3 estimate of KL(rollout policy || trainer's policy), mean over tokens
+TRAIN_INFER_KL_MAX = "actor/train_infer_kl_max"
 REFERENCE_KL = "actor/ref_kl"  # k3 estimate of KL(policy || reference policy), mean over tokens
 REFERENCE_KL_MAX = "actor/ref_kl_max"
 
@@ -38,5 +38,5 @@ PRETRAINING = "value_pretraining/"  # value_pretraining/value_loss, .../explaine
 
 
 def own_counter(name: str) -> str:
-    """The key that a figure is drawn against where its row has it, instead of the step: value_pretraining/iteration."""
+    """The key that a metric is drawn against where its row has it, instead of the step: value_pretraining/iteration."""
     return name.partition("/")[0] + "/iteration"

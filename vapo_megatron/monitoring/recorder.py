@@ -13,9 +13,9 @@ from vapo_megatron.monitoring.alarms import Alarms
 from vapo_megatron.monitoring.console import Advance, RunConsole
 from vapo_megatron.monitoring.facts import write_environment
 from vapo_megatron.monitoring.metrics import MetricsWriter, read_metrics
-from vapo_megatron.monitoring.report import write_report
 from vapo_megatron.monitoring.samples import SampleWriter
 from vapo_megatron.monitoring.timers import MemoryGauge, PhaseTimer, host_gauge
+from vapo_megatron.operations.report.report import write_report
 
 
 class Recorder:
@@ -25,7 +25,7 @@ class Recorder:
         self,
         run_dir: Path,
         config: MonitoringConfig,
-        speaks: bool,
+        is_main_rank: bool,
         start_step: int = 0,
         device_gauges: Mapping[str, tuple[Callable[[], object], Callable[[], int]]] | None = None,
         synchronize: Callable[[], object] = lambda: None,
@@ -33,15 +33,15 @@ class Recorder:
         """start_step: rows of metrics from this step on are removed first (a resumed run); 0 starts afresh.
         device_gauges: high-water marks beside the host's, as (reset, peak) by name; synchronize waits for the device.
         """
-        self.run_dir, self.speaks = run_dir, speaks
-        self.console = RunConsole(enabled=speaks)
+        self.run_dir, self.is_main_rank = run_dir, is_main_rank
+        self.console = RunConsole(enabled=is_main_rank)
         gauges = {name: MemoryGauge(*calls) for name, calls in (device_gauges or {}).items()}
         self.timer = PhaseTimer({"memory": host_gauge()} | gauges, synchronize)
         self._row: dict[str, float] = {}
-        self._metrics = MetricsWriter(run_dir, config.tensorboard, start_step) if speaks else None
-        self._samples = SampleWriter(run_dir, config.sample_groups_per_step) if speaks else None
-        self._alarms = Alarms(config.alarms, read_metrics(run_dir) if start_step and speaks else ())
-        if speaks:
+        self._metrics = MetricsWriter(run_dir, config.tensorboard, start_step) if is_main_rank else None
+        self._samples = SampleWriter(run_dir, config.sample_groups_per_step) if is_main_rank else None
+        self._alarms = Alarms(config.alarms, read_metrics(run_dir) if start_step and is_main_rank else ())
+        if is_main_rank:
             write_environment(run_dir)
 
     @contextmanager
@@ -50,12 +50,12 @@ class Recorder:
         with self.timer(name), self.console.phase(title or name.replace("_", " "), total) as advance:
             yield advance
 
-    def add(self, figures: Mapping[str, float]) -> None:
-        """Put figures into the row that the next write ends."""
-        self._row.update(figures)
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Put metrics into the row that the next write ends."""
+        self._row.update(metrics)
 
-    def drop_row(self) -> None:
-        """Forget the figures and times that no write has ended."""
+    def discard_pending(self) -> None:
+        """Forget the metrics and times that no write has ended."""
         self._row = {}
         self.timer.take()
 
@@ -74,7 +74,7 @@ class Recorder:
         return row
 
     def write_pretraining(self, updates: int, samples: int) -> None:
-        """End a row of value pretraining: the critic's figures so far, under names of their own and by updates."""
+        """End a row of value pretraining: the critic's metrics so far, under names of their own and by updates."""
         row = {
             f"{names.PRETRAINING}{name.partition('/')[2]}": value
             for name, value in self._row.items()
@@ -92,7 +92,7 @@ class Recorder:
 
     def report(self) -> None:
         """Draw the curves and write the report."""
-        if self.speaks:
+        if self.is_main_rank:
             write_report(self.run_dir)
 
     def __enter__(self) -> Self:

@@ -42,6 +42,6 @@ def _row(sample: Sample) -> dict[str, Any]:
         "finish_reason": sample.finish_reason,
         "reward": sample.reward,
         "correct": sample.correct,
-        "verdict": sample.verdict,
+        "grade_reason": sample.grade_reason,
         "weight_version": sample.weight_version,
     }

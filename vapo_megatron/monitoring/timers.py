@@ -58,7 +58,7 @@ class PhaseTimer:
     def __init__(
         self, gauges: dict[str, MemoryGauge] | None = None, synchronize: Callable[[], object] = lambda: None
     ) -> None:
-        """gauges by the name their figures get (default: {"memory": host_gauge()}); synchronize waits for the device,
+        """gauges by the name their metrics get (default: {"memory": host_gauge()}); synchronize waits for the device,
         so that a phase is charged with what it launched."""
         self._gauges = {"memory": host_gauge()} if gauges is None else gauges
         self._synchronize = synchronize
@@ -88,11 +88,11 @@ class PhaseTimer:
         return self._seconds.get(phase, 0.0)
 
     def take(self) -> dict[str, float]:
-        """The figures since the last take, which then start anew."""
-        figures = {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
-        figures |= {f"{gauge}/{phase}_gib": peak / GIB for (gauge, phase), peak in self._peaks.items()}
+        """The metrics since the last take, which then start anew."""
+        metrics = {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
+        metrics |= {f"{gauge}/{phase}_gib": peak / GIB for (gauge, phase), peak in self._peaks.items()}
         self._seconds, self._peaks = {}, {}
-        return figures
+        return metrics
 
     def _charge_peaks(self) -> None:
         """Charge the open phases with the memory reached since the last phase began or ended."""

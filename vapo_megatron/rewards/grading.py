@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 
 from vapo_megatron.experience.sample import Sample
-from vapo_megatron.rewards.math import Verdict
+from vapo_megatron.rewards.math import Grade
 from vapo_megatron.rewards.pool import Case, VerifierPool
 
-# The verdict on a response that was cut: nothing was verified.
+# The grade on a response that was cut: nothing was verified.
 TRUNCATED = "truncated"
 
 
@@ -17,7 +17,7 @@ def grade_samples(
     incorrect: float,
     advance: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Fill text, reward, correct, verdict and extracted of every sample.
+    """Fill text, reward, correct, grade and extracted of every sample.
 
     A truncated response is not verified: it counts as incorrect, whatever it may have said on its way.
 
@@ -31,18 +31,18 @@ def grade_samples(
     for sample in samples:
         sample.text = decode(sample.response_ids.tolist())
     cases = [None if s.truncated else Case(s.prompt.answer, s.text, problem=s.prompt.problem) for s in samples]
-    for sample, verdict in zip(samples, verdicts_on(cases, verifier, advance), strict=True):
-        if verdict is None:
-            sample.reward, sample.correct, sample.verdict = incorrect, False, TRUNCATED
+    for sample, grade in zip(samples, grades_of(cases, verifier, advance), strict=True):
+        if grade is None:
+            sample.reward, sample.correct, sample.grade_reason = incorrect, False, TRUNCATED
             continue
-        sample.reward, sample.correct, sample.verdict = verdict.score, verdict.correct, verdict.reason
-        sample.extracted = verdict.extracted
+        sample.reward, sample.correct, sample.grade_reason = grade.score, grade.correct, grade.reason
+        sample.extracted = grade.extracted
 
 
-def verdicts_on(
+def grades_of(
     cases: Sequence[Case | None], verifier: VerifierPool, advance: Callable[[int], None] = lambda _: None
-) -> list[Verdict | None]:
-    """The verdict on each case; None stands for a truncated response, here as there.
+) -> list[Grade | None]:
+    """The grade on each case; None stands for a truncated response, here as there.
 
     advance is told of each case that is done.
     """

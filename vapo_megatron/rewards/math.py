@@ -1,4 +1,4 @@
-r"""The verdict on a response to a mathematics problem.
+r"""The grade on a response to a mathematics problem.
 
 Extraction by protocol (rewards.extract), then strings and plain numbers (rewards.equivalence), then math-verify
 (rewards.symbolic). The first two are cheap and safe in any process; the third belongs into a worker (rewards.pool).
@@ -10,18 +10,27 @@ from typing import Literal
 from vapo_megatron.rewards.equivalence import quick_comparison
 from vapo_megatron.rewards.extract import Protocol, boxed, count_words, extract_answer, final_part
 
-# equal, different: the answers were compared. no_answer: none found by the protocol. no_gold: the reference is empty.
+# equal, different: the answers were compared. no_answer: none found by the protocol. no_ground_truth: there is none.
 # too_complex: refused unread. timeout, memory, crashed: what became of the worker. error: a function raised.
 # scored: by a user's function.
 Reason = Literal[
-    "equal", "different", "no_answer", "no_gold", "too_complex", "timeout", "memory", "crashed", "error", "scored"
+    "equal",
+    "different",
+    "no_answer",
+    "no_ground_truth",
+    "too_complex",
+    "timeout",
+    "memory",
+    "crashed",
+    "error",
+    "scored",
 ]
 
 LONGEST_ANSWER = 2_000  # characters; a longer one is not read
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Grade:
     """What a verifier says of one response.
 
     extracted is the answer that was compared, detail explains reasons such as error, score is the reward
@@ -39,49 +48,49 @@ class Verdict:
 class Comparison:
     """Two answers that strings and plain numbers could not settle."""
 
-    gold: str
+    ground_truth: str
     answer: str
     answer_is_formula: bool
 
 
 def grade(gold: str, response: str) -> bool:
-    """Whether the response answers with gold. Runs math-verify in this process, without a time limit."""
-    return verdict(gold, response).correct
+    """Whether the response gives the ground truth `gold`. Runs math-verify in this process, without a limit."""
+    return grade_response(gold, response).correct
 
 
-def verdict(gold: str, response: str, protocol: Protocol = "auto") -> Verdict:
-    """The verdict on a response, with its reason. Runs math-verify in this process, without a time limit."""
-    prepared = prepare(gold, response, protocol)
-    return prepared if isinstance(prepared, Verdict) else settle(prepared)
+def grade_response(ground_truth: str, response: str, protocol: Protocol = "auto") -> Grade:
+    """The grade on a response, with its reason. Runs math-verify in this process, without a time limit."""
+    prepared = prepare(ground_truth, response, protocol)
+    return prepared if isinstance(prepared, Grade) else settle(prepared)
 
 
-def prepare(gold: str, response: str, protocol: Protocol = "auto") -> Verdict | Comparison:
-    """A verdict if plain string handling gives one, else what is left to compare. Never imports sympy."""
-    gold_answer = boxed(gold) or final_part(gold).strip()
-    if not gold_answer:
-        return Verdict(False, "no_gold")
+def prepare(ground_truth: str, response: str, protocol: Protocol = "auto") -> Grade | Comparison:
+    """A grade if plain string handling gives one, else what is left to compare. Never imports sympy."""
+    true_answer = boxed(ground_truth) or final_part(ground_truth).strip()
+    if not true_answer:
+        return Grade(False, "no_ground_truth")
     found = extract_answer(response, protocol)
     if not found.text:
-        return Verdict(False, "no_answer")
+        return Grade(False, "no_answer")
     if len(found.text) > LONGEST_ANSWER:
-        return Verdict(False, "too_complex", found.text[:LONGEST_ANSWER])
+        return Grade(False, "too_complex", found.text[:LONGEST_ANSWER])
     if found.marker != "free_text":
-        same = quick_comparison(gold_answer, found.text)
+        same = quick_comparison(true_answer, found.text)
         if same is not None:
             return _verdict(same, found.text)
     enclosed = found.marker in ("boxed", "answer_tag", "hash")
-    return Comparison(gold_answer, found.text, answer_is_formula=enclosed or count_words(found.text) <= 1)
+    return Comparison(true_answer, found.text, answer_is_formula=enclosed or count_words(found.text) <= 1)
 
 
-def settle(comparison: Comparison) -> Verdict:
-    """The verdict of math-verify on a comparison."""
+def settle(comparison: Comparison) -> Grade:
+    """The grade of math-verify on a comparison."""
     from vapo_megatron.rewards.symbolic import equivalent, too_costly
 
     if comparison.answer_is_formula and too_costly(comparison.answer):
-        return Verdict(False, "too_complex", comparison.answer)
-    same = equivalent(comparison.gold, comparison.answer, comparison.answer_is_formula)
+        return Grade(False, "too_complex", comparison.answer)
+    same = equivalent(comparison.ground_truth, comparison.answer, comparison.answer_is_formula)
     return _verdict(same, comparison.answer)
 
 
-def _verdict(same: bool, answer: str) -> Verdict:
-    return Verdict(same, "equal" if same else "different", answer, score=float(same))
+def _verdict(same: bool, answer: str) -> Grade:
+    return Grade(same, "equal" if same else "different", answer, score=float(same))

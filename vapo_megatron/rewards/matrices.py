@@ -32,19 +32,19 @@ def vector_entries(text: str) -> list[str] | None:
     return _entries(inner) if inner is not None and "," in inner else None
 
 
-def paired_entries(gold: str, answer: str) -> list[tuple[str, str]] | None:
+def paired_entries(ground_truth: str, answer: str) -> list[tuple[str, str]] | None:
     """Entries to compare one by one; [] if the shapes differ; None unless one text is a matrix and both have entries.
 
     A vector may be written as a row, a column or a list; other matrices must have the same shape.
     """
-    gold_rows, answer_rows = matrix_rows(gold), matrix_rows(answer)
+    gold_rows, answer_rows = matrix_rows(ground_truth), matrix_rows(answer)
     if gold_rows is None and answer_rows is None:
         return None
     if gold_rows is not None and answer_rows is not None:
         if (len(gold_rows), len(gold_rows[0])) == (len(answer_rows), len(answer_rows[0])):
             return list(zip(chain(*gold_rows), chain(*answer_rows), strict=True))
         return []
-    gold_vector, answer_vector = vector_entries(gold), vector_entries(answer)
+    gold_vector, answer_vector = vector_entries(ground_truth), vector_entries(answer)
     if gold_vector is None or answer_vector is None:
         return None
     return list(zip(gold_vector, answer_vector, strict=True)) if len(gold_vector) == len(answer_vector) else []

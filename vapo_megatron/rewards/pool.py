@@ -11,17 +11,17 @@ from typing import Any
 
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.errors import BadInput
-from vapo_megatron.rewards.math import Comparison, Reason, Verdict, prepare
+from vapo_megatron.rewards.math import Comparison, Grade, Reason, prepare
 from vapo_megatron.rewards.worker_process import WorkerProcess
 
-OnDone = Callable[[int, Verdict], None]
+OnDone = Callable[[int, Grade], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """A response to verify. problem and extra are for a user's function; extra must go into JSON."""
 
-    gold: str
+    ground_truth: str
     response: str
     problem: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class VerifierPool:
     """Grades batches of responses.
 
     Answers that are equal as strings or plain numbers are settled here; the rest goes to worker processes, each case
-    under config.deadline_seconds and config.memory_mib. A worker that breaks is replaced and its case gets a verdict
+    under config.response_timeout_s and config.memory_mib. A worker that breaks is replaced and its case gets a grade
     with the reason timeout, memory or crashed. Workers start when they are first needed; a user's function is imported
     at once, so that a wrong path is known before a run starts.
 
@@ -46,26 +46,26 @@ class VerifierPool:
         if config.verifier == "function":
             with self._lock:
                 self._start_worker()
-                self._serve(deque(), {}, lambda index, verdict: None)
+                self._serve(deque(), {}, lambda index, grade: None)
 
-    def grade_batch(self, cases: Sequence[Case | tuple[str, str]], on_done: OnDone | None = None) -> list[Verdict]:
-        """The verdicts on cases, each a Case or (gold, response), in their order.
+    def grade_batch(self, cases: Sequence[Case | tuple[str, str]], on_done: OnDone | None = None) -> list[Grade]:
+        """The grades on cases, each a Case or (ground_truth, response), in their order.
 
-        on_done(index, verdict) is called in this thread as each verdict comes.
+        on_done(index, grade) is called in this thread as each grade comes.
         """
-        verdicts: dict[int, Verdict] = {}
+        grades: dict[int, Grade] = {}
 
-        def done(index: int, verdict: Verdict) -> None:
-            verdicts[index] = self._with_score(verdict)
+        def done(index: int, grade: Grade) -> None:
+            grades[index] = self._with_score(grade)
             if on_done is not None:
-                on_done(index, verdicts[index])
+                on_done(index, grades[index])
 
         waiting: deque[int] = deque()
         messages: dict[int, dict[str, Any]] = {}
         for index, given in enumerate(cases):
             case = given if isinstance(given, Case) else Case(*given)
             prepared = self._prepare(case)
-            if isinstance(prepared, Verdict):
+            if isinstance(prepared, Grade):
                 done(index, prepared)
             else:
                 waiting.append(index)
@@ -75,7 +75,7 @@ class VerifierPool:
                 if self._closed:
                     raise RuntimeError("the verifier pool is closed")
                 self._serve(waiting, messages, done)
-        return [verdicts[index] for index in range(len(cases))]
+        return [grades[index] for index in range(len(cases))]
 
     def close(self) -> None:
         """End all workers. The pool cannot be used afterwards; closing twice does nothing."""
@@ -92,20 +92,20 @@ class VerifierPool:
     ) -> None:
         self.close()
 
-    def _prepare(self, case: Case) -> Verdict | dict[str, Any]:
+    def _prepare(self, case: Case) -> Grade | dict[str, Any]:
         if self._config.verifier == "function":
             extra = dict(case.extra)
-            return {"problem": case.problem, "gold": case.gold, "response": case.response, "extra": extra}
-        prepared = prepare(case.gold, case.response, self._config.protocol)
+            return {"problem": case.problem, "gold": case.ground_truth, "response": case.response, "extra": extra}
+        prepared = prepare(case.ground_truth, case.response, self._config.protocol)
         if isinstance(prepared, Comparison):
             formula = prepared.answer_is_formula
-            return {"gold": prepared.gold, "answer": prepared.answer, "answer_is_formula": formula}
+            return {"gold": prepared.ground_truth, "answer": prepared.answer, "answer_is_formula": formula}
         return prepared
 
-    def _with_score(self, verdict: Verdict) -> Verdict:
-        if verdict.reason == "scored":
-            return verdict
-        return replace(verdict, score=self._config.correct if verdict.correct else self._config.incorrect)
+    def _with_score(self, grade: Grade) -> Grade:
+        if grade.reason == "scored":
+            return grade
+        return replace(grade, score=self._config.correct if grade.correct else self._config.incorrect)
 
     def _start_worker(self) -> None:
         config = self._config
@@ -113,9 +113,9 @@ class VerifierPool:
             "function": config.function,
             "correct_above": config.correct_above,
             "memory_mib": config.memory_mib,
-            "deadline_seconds": config.deadline_seconds,
+            "response_timeout_s": config.response_timeout_s,
         }
-        self._workers.append(WorkerProcess(greeting, config.startup_seconds))
+        self._workers.append(WorkerProcess(greeting, config.startup_timeout_s))
 
     def _serve(self, waiting: deque[int], messages: dict[int, dict[str, Any]], done: OnDone) -> None:
         """Work off the waiting cases, and wait for workers that are starting if there are none."""
@@ -129,7 +129,7 @@ class VerifierPool:
                 for worker in self._workers:
                     if waiting and worker.idle:
                         index = waiting.popleft()
-                        worker.send(index, messages[index], self._config.deadline_seconds)
+                        worker.send(index, messages[index], self._config.response_timeout_s)
                 self._wait(messages, done)
         except BaseException:
             # An interrupted batch leaves workers in the middle of cases that nobody waits for.
@@ -181,7 +181,7 @@ class VerifierPool:
             return
         assert worker.case is not None
         index, worker.case = worker.case, None
-        done(index, Verdict(extracted=messages[index].get("answer", ""), **message))
+        done(index, Grade(extracted=messages[index].get("answer", ""), **message))
 
     def _replace(
         self, worker: WorkerProcess, reason: Reason, messages: dict[int, dict[str, Any]], done: OnDone
@@ -191,12 +191,12 @@ class VerifierPool:
         worker.kill()
         code = worker.process.returncode
         if not worker.ready:
-            ended = "did not start in reward.startup_seconds" if reason == "timeout" else f"ended with code {code}"
-            raise self._cannot_start(f"{ended}={self._config.startup_seconds:g}" if reason == "timeout" else ended)
+            ended = "did not start in reward.startup_timeout_s" if reason == "timeout" else f"ended with code {code}"
+            raise self._cannot_start(f"{ended}={self._config.startup_timeout_s:g}" if reason == "timeout" else ended)
         if worker.case is not None:
             detail = f"worker ended with code {code}" if reason == "crashed" else ""
             answer = messages[worker.case].get("answer", "")
-            done(worker.case, Verdict(False, reason, answer, detail=detail))
+            done(worker.case, Grade(False, reason, answer, detail=detail))
 
     def _cannot_start(self, detail: str) -> BadInput:
         if self._config.function is not None:

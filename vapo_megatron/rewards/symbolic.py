@@ -40,17 +40,17 @@ def too_costly(text: str) -> bool:
     return any(e > _LARGEST_EXPONENT for e in exponents) or any(f > _LARGEST_FACTORIAL for f in factorials)
 
 
-def equivalent(gold: str, answer: str, answer_is_formula: bool) -> bool:
+def equivalent(ground_truth: str, answer: str, answer_is_formula: bool) -> bool:
     """Whether math-verify, given both texts in normal form, finds them equal.
 
     answer_is_formula: the answer is a formula alone; else one is looked for in it, by math-verify's own rules.
     MemoryError passes through; whatever else goes wrong within the libraries means "not equal".
     """
-    if answer_is_formula and (pairs := paired_entries(_rows_kept(gold), _rows_kept(answer))) is not None:
+    if answer_is_formula and (pairs := paired_entries(_rows_kept(ground_truth), _rows_kept(answer))) is not None:
         return bool(pairs) and all(_same_entry(one, other) for one, other in pairs)
-    gold_forms = _parsed(gold, True)
+    truth_forms = _parsed(ground_truth, True)
     answer_forms = _parsed(answer, answer_is_formula)
-    return any(_verify(one, other) for one in gold_forms for other in answer_forms)
+    return any(_verify(one, other) for one in truth_forms for other in answer_forms)
 
 
 def reads_formula(text: str) -> bool:
@@ -63,9 +63,9 @@ def _rows_kept(text: str) -> str:
     return text.strip().strip("$").strip() if r"\begin" in text else normal_form(text)
 
 
-def _same_entry(gold: str, answer: str) -> bool:
-    same = quick_comparison(gold, answer)
-    return same if same is not None else equivalent(gold, answer, True)
+def _same_entry(ground_truth: str, answer: str) -> bool:
+    same = quick_comparison(ground_truth, answer)
+    return same if same is not None else equivalent(ground_truth, answer, True)
 
 
 def _parsed(text: str, is_formula: bool) -> list[object]:
@@ -95,9 +95,9 @@ def _union_of_relations(text: str) -> Set | None:
         return None
 
 
-def _verify(gold: object, answer: object) -> bool:
+def _verify(ground_truth: object, answer: object) -> bool:
     try:
-        return verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
+        return verify(ground_truth, answer, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
     except MemoryError:
         raise
     except Exception:  # untrusted text may raise anything inside sympy, and none of it is an error of ours

@@ -38,7 +38,7 @@ def main() -> None:
         for message in decoder.feed(piece):
             if handler is None:
                 _limit_memory(message["memory_mib"])
-                deadline = message["deadline_seconds"]
+                deadline = message["response_timeout_s"]
                 try:
                     handler = _load(message)
                     reply: dict[str, Any] = {"status": "ready"}
@@ -79,8 +79,8 @@ def _load(message: dict[str, Any]) -> Handler:
         importlib.import_module("vapo_megatron.rewards.symbolic")  # the slow import, before the first deadline runs
 
         def compare(case: dict[str, Any]) -> dict[str, Any]:
-            verdict = settle(Comparison(case["gold"], case["answer"], case["answer_is_formula"]))
-            return {"correct": verdict.correct, "reason": verdict.reason}
+            grade = settle(Comparison(case["gold"], case["answer"], case["answer_is_formula"]))
+            return {"correct": grade.correct, "reason": grade.reason}
 
         return compare
 

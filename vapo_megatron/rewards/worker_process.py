@@ -18,7 +18,7 @@ class WorkerProcess:
     it starts or waits; due is when it must have answered (time.monotonic seconds).
     """
 
-    def __init__(self, greeting: dict[str, Any], startup_seconds: float) -> None:
+    def __init__(self, greeting: dict[str, Any], startup_timeout_s: float) -> None:
         # The child must find what we find (a user's function, an uninstalled checkout), whatever way we found it.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         with stop_signals_blocked():  # which are sent to every process of a job; the worker ends when we do
@@ -39,7 +39,7 @@ class WorkerProcess:
         self._decoder = Decoder()
         self.ready = False
         self.case: int | None = None
-        self.due = time.monotonic() + startup_seconds
+        self.due = time.monotonic() + startup_timeout_s
         self._outgoing.append(encode(greeting))
 
     @property
@@ -52,10 +52,10 @@ class WorkerProcess:
         """Whether a part of what it was sent has not gone into its pipe yet."""
         return bool(self._outgoing)
 
-    def send(self, case: int, message: dict[str, Any], deadline_seconds: float) -> None:
+    def send(self, case: int, message: dict[str, Any], response_timeout_s: float) -> None:
         """Give it a case; the deadline counts from now."""
         self.case = case
-        self.due = time.monotonic() + deadline_seconds
+        self.due = time.monotonic() + response_timeout_s
         self._outgoing.append(encode(message))
 
     def write(self) -> None:

@@ -13,14 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vapo_megatron.engine.server_main import IDENTITY_PATH
 from vapo_megatron.errors import BadInput, RunFailed, TryAgain
 from vapo_megatron.experience.sample import FinishReason
-from vapo_megatron.rollout.broadcast_group import Backend
 from vapo_megatron.rollout.routed_experts import ExpertChoices
 from vapo_megatron.rollout.server import EngineAddress
-from vapo_megatron.rollout.server_main import IDENTITY_PATH
-from vapo_megatron.rollout.strict_loading import BROADCAST_GROUP, LOAD_FORMAT
-from vapo_megatron.rollout.weight_bucket import Purpose
+from vapo_megatron.weight_sync.broadcast_group import Backend
+from vapo_megatron.weight_sync.bucket_message import Purpose
+from vapo_megatron.weight_sync.strict_loading import BROADCAST_GROUP, LOAD_FORMAT
 
 _OWNER_END = ":"
 
@@ -89,7 +89,7 @@ class EngineClient:
         (at temperature 0, of the plain logits). Source: sglang/srt/layers/sampler.py, Sampler.forward.
 
         routed_experts, of a server that has rollout.router_replay, asks for the experts that each token but the last
-        went through: uint8 or int16 [prompt + response - 1, layers * experts a token], layer by layer.
+        went through: uint8 or int16 [prompt + response - 1, layers * experts per token], layer by layer.
         """
         body = {
             "input_ids": [list(prompt) for prompt in prompts],
@@ -168,7 +168,7 @@ class EngineClient:
         """Hand over one bucket: a pickled weight_bucket.announce() for each tensor-parallel rank, with the "path" or
         the "buffer" (CUDA IPC) of its bytes.
 
-        A version ends the hand-over: it marks what is generated from now on, and what the cache holds of the old
+        A version ends the weight sync: it marks what is generated from now on, and what the cache holds of the old
         weights is dropped. All ways to hand weights over (this, receive_broadcast, read_directory) answer alike.
         """
         body = {
@@ -238,7 +238,7 @@ class EngineClient:
         if owner != self._address.owner:
             raise RunFailed(
                 f"{self._where()}: it runs weights that another trainer handed over: an engine serves one run at a "
-                "time, give each run engines of its own as rollout.addresses"
+                "time, give each run engines of its own as rollout.external_urls"
             )
         return int(number)
 

@@ -46,7 +46,7 @@ class Dispatcher:
     def __init__(self, engines: Sequence[EngineAddress], config: RolloutConfig, stop_token_ids: Sequence[int]) -> None:
         self._config = config
         self._stop_token_ids = list(stop_token_ids)
-        self._engines = [_Engine(EngineClient(address, config.collect_deadline)) for address in engines]
+        self._engines = [_Engine(EngineClient(address, config.collect_timeout_s)) for address in engines]
         self._runner = asyncio.Runner()
 
     def collect(
@@ -75,7 +75,7 @@ class Dispatcher:
         Raises:
             RunFailed: a response came from weights of another version or with experts that cannot be, or a server
                 refused a request.
-            TryAgain: a server is gone, or rollout.collect_deadline passed.
+            TryAgain: a server is gone, or rollout.collect_timeout_s passed.
         """
         return self._runner.run(
             self._collect(prompts, n, sampling, seed, weight_version, on_done, routed_experts, on_group)
@@ -135,7 +135,7 @@ class Dispatcher:
             return samples
 
         try:
-            async with asyncio.timeout(self._config.collect_deadline), asyncio.TaskGroup() as tasks:
+            async with asyncio.timeout(self._config.collect_timeout_s), asyncio.TaskGroup() as tasks:
                 groups = []
                 for group, prompt in enumerate(prompts):
                     async with freed:
@@ -146,8 +146,8 @@ class Dispatcher:
                     groups.append(tasks.create_task(sample_group(engine, group, prompt)))
         except TimeoutError:
             raise TryAgain(
-                f"{finished} of {n * len(prompts)} responses came within rollout.collect_deadline="
-                f"{self._config.collect_deadline:g} s: raise it, or look into the servers' logs, the first of them "
+                f"{finished} of {n * len(prompts)} responses came within rollout.collect_timeout_s="
+                f"{self._config.collect_timeout_s:g} s: raise it, or look into the servers' logs, the first of them "
                 f"{self._engines[0].client.address.log_file}"
             ) from None
         except BaseExceptionGroup as errors:
@@ -185,7 +185,7 @@ class Dispatcher:
             raise RunFailed(
                 f"{address.url} (log {address.log_file}): a response was made by weights of version "
                 f"{completion.weight_version_oldest} to {completion.weight_version}, expected {weight_version}: "
-                "a hand-over of weights was missed"
+                "a weight sync of weights was missed"
             )
         return Sample(
             prompt=prompt,

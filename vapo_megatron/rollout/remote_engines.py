@@ -22,7 +22,7 @@ from vapo_megatron.weights.fp8 import BlockFp8
 from vapo_megatron.weights.spec import ModelSpec
 
 PROTOCOL = 1
-"""Of the hand-over: to be raised with every change of weight_bucket.announce, strict_loading or broadcast_group."""
+"""Of the weight sync: to be raised with every change of weight_bucket.announce, strict_loading or broadcast_group."""
 
 _ANSWER_SECONDS = 30.0
 _POLL_SECONDS = 1.0
@@ -66,27 +66,28 @@ class RemoteEngines:
 
 
 def take_over_engines(config: RolloutConfig, agreed: Mapping[str, JsonValue]) -> RemoteEngines:
-    """Meet the engines of rollout.addresses, which may still be starting, and leave nothing of an earlier trainer's.
+    """Meet the engines of rollout.external_urls, which may still be starting, and leave nothing of an earlier
+    trainer's.
 
-    They take requests again after the first hand-over.
+    They take requests again after the first weight sync.
 
     Raises:
         BadInput: one is no engine of ours, wants another key, or differs in something that must agree.
-        TryAgain: one did not answer within rollout.start_deadline.
+        TryAgain: one did not answer within rollout.start_timeout_s.
     """
     owner, key = secrets.token_hex(4), config.api_key() or ""
     return asyncio.run(_take_over_all(config, agreed, owner, key))
 
 
 async def _take_over_all(config: RolloutConfig, agreed: Mapping[str, JsonValue], owner: str, key: str) -> RemoteEngines:
-    identities = await asyncio.gather(*(_meet(url, key, config.start_deadline) for url in config.addresses))
+    identities = await asyncio.gather(*(_meet(url, key, config.start_timeout_s) for url in config.external_urls))
     addresses = []
-    for url, identity in zip(config.addresses, identities, strict=True):
+    for url, identity in zip(config.external_urls, identities, strict=True):
         _check(url, identity, agreed)
         here = identity["host"] == socket.gethostname()
         log_file = identity["log_file"] if here else f"{identity['host']}:{identity['log_file']}"
         addresses.append(EngineAddress(url, log_file, key, owner))
-    await asyncio.gather(*(_take_over(address, config.sync.deadline) for address in addresses))
+    await asyncio.gather(*(_take_over(address, config.sync.request_timeout_s) for address in addresses))
     return RemoteEngines(tuple(addresses), all(identity["cuda"] for identity in identities))
 
 
@@ -101,7 +102,7 @@ async def _meet(url: str, key: str, deadline: float) -> dict[str, Any]:
             except TryAgain as error:
                 if time.monotonic() > end:
                     raise TryAgain(
-                        f"rollout.addresses: {url} did not answer within rollout.start_deadline={deadline:g} s "
+                        f"rollout.external_urls: {url} did not answer within rollout.start_timeout_s={deadline:g} s "
                         f"({str(error.__cause__ or error.__context__ or 'silent').splitlines()[0]}): start "
                         "`vapo-megatron engine` there, or take it out"
                     ) from None
@@ -109,11 +110,11 @@ async def _meet(url: str, key: str, deadline: float) -> dict[str, Any]:
     finally:
         await client.close()
     if identity is None or "protocol" not in identity:
-        raise BadInput(f"rollout.addresses: {url} is no engine of ours: start it by `vapo-megatron engine`")
+        raise BadInput(f"rollout.external_urls: {url} is no engine of ours: start it by `vapo-megatron engine`")
     if identity["protocol"] != PROTOCOL:
         raise BadInput(
-            f"rollout.addresses: {url} speaks version {identity['protocol']} of the hand-over and this trainer version "
-            f"{PROTOCOL}: start both from one version of vapo_megatron"
+            f"rollout.external_urls: {url} speaks version {identity['protocol']} of the weight sync and this trainer "
+            f"version {PROTOCOL}: start both from one version of vapo_megatron"
         )
     return identity
 
@@ -131,6 +132,6 @@ def _check(url: str, identity: Mapping[str, Any], agreed: Mapping[str, JsonValue
     for key in dict.fromkeys((*agreed, *theirs)):
         if theirs.get(key) != agreed.get(key):
             raise BadInput(
-                f"rollout.addresses: {url} was started with {key}={theirs.get(key)} and this run has "
+                f"rollout.external_urls: {url} was started with {key}={theirs.get(key)} and this run has "
                 f"{agreed.get(key)}: start both from the same config"
             )

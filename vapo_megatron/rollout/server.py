@@ -23,9 +23,9 @@ from pydantic import JsonValue
 
 import vapo_megatron
 from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.engine.server_main import KEY_VARIABLE
 from vapo_megatron.errors import BadInput, RunFailed
 from vapo_megatron.rollout.cuda_environment import cuda_environment
-from vapo_megatron.rollout.server_main import KEY_VARIABLE
 from vapo_megatron.weights.fp8 import BlockFp8
 
 _CPU_TOTAL_TOKENS = 65536
@@ -146,7 +146,7 @@ class EngineServer:
             self._port = listener.getsockname()[1]
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "vapo_megatron.rollout.server_main"),
+                    *(sys.executable, "-m", "vapo_megatron.engine.server_main"),
                     *(str(listener.fileno()), str(os.getpid()), str(self._scratch), json.dumps(self._identity)),
                     *self._engine_args(),
                 ],
@@ -167,12 +167,12 @@ class EngineServer:
         """Return when the server answers.
 
         Raises:
-            RunFailed: it ended, or did not answer within config.start_deadline; the cause is taken from its log.
+            RunFailed: it ended, or did not answer within config.start_timeout_s; the cause is taken from its log.
         """
         if self._process is None:
             self.start()
         assert self._process is not None
-        deadline = self._started_at + self._config.start_deadline
+        deadline = self._started_at + self._config.start_timeout_s
         while not self._is_healthy():
             code = self._process.poll()
             if code is not None:
@@ -183,8 +183,8 @@ class EngineServer:
             if time.monotonic() > deadline:
                 self.stop()
                 raise RunFailed(
-                    f"{self._log_file}: the server did not answer within rollout.start_deadline="
-                    f"{self._config.start_deadline:g} s (raise it for a large model): {self._cause()}"
+                    f"{self._log_file}: the server did not answer within rollout.start_timeout_s="
+                    f"{self._config.start_timeout_s:g} s (raise it for a large model): {self._cause()}"
                 )
             time.sleep(_POLL_SECONDS)
 
@@ -256,7 +256,7 @@ class EngineServer:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         environment["TMPDIR"] = str(scratch)
         environment[KEY_VARIABLE] = self._key  # not an argument: those are for every user to see
-        environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "vapo_megatron.rollout.served_models"
+        environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "vapo_megatron.engine.served_models"
         # A file instead of a TCP port for the rendezvous of its ranks: two servers cannot clash.
         environment["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/rendezvous"
         if self._devices is None:

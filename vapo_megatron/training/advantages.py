@@ -76,7 +76,7 @@ def shaped_rewards(batch: Graded, config: ShapingConfig) -> Tensor:
 
 def kl_penalty(batch: ExperienceBatch, config: KlConfig) -> Tensor:
     """What the KL to the reference takes from the reward of every token, float32 [T]."""
-    if config.where != "reward":
+    if config.placement != "reward":
         return torch.zeros(batch.response_tokens)
     return config.coef * k1(batch.token_fields["old_logprobs"], batch.token_fields["ref_logprobs"])
 

@@ -1,7 +1,7 @@
-"""One unit on its way to the disk, in a thread of every rank, while training goes on.
+"""One checkpoint on its way to the disk, in a thread of every rank, while training goes on.
 
-Nothing here uses the collectives of training: ranks meet in a process group that only these threads use. The unit is
-committed as soon as all have written, whatever the training is doing then.
+Nothing here uses the collectives of training: ranks meet in a process group that only these threads use. The
+checkpoint is committed as soon as all have written, whatever the training is doing then.
 """
 
 import errno
@@ -16,17 +16,23 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
+from vapo_megatron.checkpoint.checkpoints import (
+    CheckpointName,
+    commit_checkpoint,
+    list_checkpoints,
+    remove_checkpoint,
+    to_remove,
+)
 from vapo_megatron.checkpoint.manifest import (
-    HALF_FILE,
     MANIFEST_FILE,
+    MODEL_PART_FILE,
     FileFacts,
-    Half,
     Manifest,
+    ModelPart,
     file_facts,
     read_manifest,
     write_json,
 )
-from vapo_megatron.checkpoint.units import UnitName, commit_unit, remove_unit, to_remove, units
 from vapo_megatron.config.checkpoint import RetentionConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.mcore.dist_saver import PlannedSave
@@ -57,27 +63,27 @@ class Problem:
 class Outcome:
     """How a save ended; the same on every rank."""
 
-    unit: Path
+    checkpoint: Path
     seconds: float
     problem: Problem | None = None
 
 
 @dataclass(frozen=True)
-class UnitJob:
-    """What one rank writes of a unit; everything in it is a copy that training leaves alone.
+class CheckpointJob:
+    """What one rank writes of a checkpoint; everything in it is a copy that training leaves alone.
 
     Attributes:
         run_dir: of the run.
-        name: of the unit.
-        folder: hidden, where the unit is written.
+        name: of the checkpoint.
+        folder: hidden, where the checkpoint is written.
         models: this rank's part of each model.
         writers: of this rank's other files; each is given the folder and may raise OSError or BadInput.
         manifest: what rank 0 writes at the end; its files are filled in.
-        keep: which units stay once this one is there.
+        keep: which checkpoints stay once this one is there.
     """
 
     run_dir: Path
-    name: UnitName
+    name: CheckpointName
     folder: Path
     models: Mapping[str, PlannedSave]
     writers: Sequence[Callable[[Path], None]]
@@ -97,13 +103,13 @@ class _Part:
 class BackgroundSave:
     """A save that has begun."""
 
-    def __init__(self, job: UnitJob, group: Any) -> None:
+    def __init__(self, job: CheckpointJob, group: Any) -> None:
         """Collective. group: a CPU process group of all ranks that no other thread uses."""
         self._job, self._group = job, group
         self._outcome: Outcome | None = None
         self._broken: Exception | None = None
         self._started = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="save-state", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="save-checkpoint", daemon=True)
         self._thread.start()
 
     @property
@@ -126,13 +132,13 @@ class BackgroundSave:
 
     def _run(self) -> None:
         job, rank = self._job, dist.get_rank()
-        unit = job.folder.with_name(str(job.name))
+        checkpoint = job.folder.with_name(str(job.name))
         try:
             own = self._write()
             parts: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
             dist.gather_object(own, parts, dst=0, group=self._group)
             problem = self._close(parts) if parts is not None else None
-            box = [Outcome(unit, time.monotonic() - self._started, problem)]
+            box = [Outcome(checkpoint, time.monotonic() - self._started, problem)]
             dist.broadcast_object_list(box, src=0, group=self._group)
             self._outcome = box[0]
         except Exception as error:  # wait() raises it in the training's own thread
@@ -151,15 +157,17 @@ class BackgroundSave:
             return _Part({}, {}, Problem.of(error))
 
     def _close(self, parts: Sequence[_Part]) -> Problem | None:
-        """On rank 0: commit the unit and let go of others; what was in the way, if something was."""
+        """On rank 0: commit the checkpoint and let go of others; what was in the way, if something was."""
         job = self._job
         problem = next((part.problem for part in parts if part.problem is not None), None)
         try:
             if problem is None:
                 for name, plan in job.models.items():
                     plan.close([part.results[name] for part in parts])
-                    half = Half(unit_id=job.manifest.unit_id, run_id=job.manifest.run_id, step=job.manifest.step)
-                    write_json(job.folder / name / HALF_FILE, half.model_dump())
+                    part = ModelPart(
+                        checkpoint_id=job.manifest.checkpoint_id, run_id=job.manifest.run_id, step=job.manifest.step
+                    )
+                    write_json(job.folder / name / MODEL_PART_FILE, part.model_dump())
                 files = {name: facts for part in parts for name, facts in part.files.items()}
                 rest = [path for path in sorted(job.folder.rglob("*")) if path.is_file()]
                 rest = [path for path in rest if path.relative_to(job.folder).as_posix() not in files]
@@ -167,7 +175,7 @@ class BackgroundSave:
                 seconds = time.monotonic() - self._started
                 manifest = job.manifest.model_copy(update={"files": dict(sorted(files.items())), "seconds": seconds})
                 write_json(job.folder / MANIFEST_FILE, manifest.model_dump(mode="json"))
-                commit_unit(job.folder, job.name)
+                commit_checkpoint(job.folder, job.name)
                 self._retain()
         except (OSError, BadInput, RuntimeError) as error:
             problem = Problem.of(error)
@@ -176,13 +184,13 @@ class BackgroundSave:
         return problem
 
     def _retain(self) -> None:
-        found = units(self._job.run_dir)
-        figures = {}
+        found = list_checkpoints(self._job.run_dir)
+        metrics = {}
         for name, path in found.items():
             try:
-                figures[name] = read_manifest(path).figures
+                metrics[name] = read_manifest(path).metrics
             except BadInput:
-                figures[name] = {}  # it is damaged, which is told of when somebody wants to go on from it
-        for name in to_remove(list(found), figures, self._job.keep):
-            with suppress(OSError):  # the new unit is there; the next save tries again
-                remove_unit(found[name])
+                metrics[name] = {}  # it is damaged, which is told of when somebody wants to go on from it
+        for name in to_remove(list(found), metrics, self._job.keep):
+            with suppress(OSError):  # the new checkpoint is there; the next save tries again
+                remove_checkpoint(found[name])

@@ -12,10 +12,16 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from vapo_megatron.checkpoint.checkpoints import (
+    CHECKPOINT_FOLDER,
+    CheckpointName,
+    best_checkpoint,
+    list_checkpoints,
+    open_checkpoint,
+)
 from vapo_megatron.checkpoint.manifest import FileFacts, Manifest, read_manifest, write_json
 from vapo_megatron.checkpoint.progress import PROGRESS_FILE, Progress
 from vapo_megatron.checkpoint.time_limit import TimeLimit, earliest_deadline, process_start
-from vapo_megatron.checkpoint.units import STATE_FOLDER, UnitName, best_unit, open_unit, units
 from vapo_megatron.config.atomic import sync
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.checkpoint import CheckpointConfig
@@ -27,32 +33,34 @@ from vapo_megatron.mcore.rng import rng_state
 from vapo_megatron.monitoring.names import EVALUATION
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.signals import job_end_time, stop_requested
-from vapo_megatron.training.background_save import BackgroundSave, Problem, UnitJob
+from vapo_megatron.training.background_save import BackgroundSave, CheckpointJob, Problem
 from vapo_megatron.training.broadcast import on_rank_zero
-from vapo_megatron.training.record import remove_unneeded
+from vapo_megatron.training.recorded_rollouts import remove_unneeded
 from vapo_megatron.training.resume import RUN_FILES, Resumed, SavedModel, layouts
 from vapo_megatron.weights.torch_dist import write_model_card
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a unit holds besides models, generators and files.
+    """What a checkpoint holds besides models, generators and files.
 
     Attributes:
         progress: how far the run is.
-        figures: of the step that was done last, by name; rank 0's count.
+        metrics: of the step that was done last, by name; rank 0's count.
         record: the files of what value pretraining has recorded, where that is not over.
     """
 
     progress: Progress
-    figures: Mapping[str, float]
+    metrics: Mapping[str, float]
     record: Mapping[str, FileFacts] = field(default_factory=dict)
 
     @property
-    def name(self) -> UnitName:
-        """Of the unit."""
+    def name(self) -> CheckpointName:
+        """Of the checkpoint."""
         pretraining = self.progress.pretraining
-        return UnitName(self.progress.step, pretraining.count) if self.record else UnitName(self.progress.step)
+        return (
+            CheckpointName(self.progress.step, pretraining.count) if self.record else CheckpointName(self.progress.step)
+        )
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ class _Decision:
 
 
 class Checkpointer:
-    """Saves units of state at safe points, and ends the run there when it is asked to or its time is short."""
+    """Saves checkpoints of state at safe points, and ends the run there when it is asked to or its time is short."""
 
     def __init__(
         self,
@@ -86,14 +94,14 @@ class Checkpointer:
             run_dir: of the run.
             models: by the name of their folder.
             recorder: times saves and tells of them.
-            resumed: the unit that this life of the run goes on from; None for a new run.
+            resumed: the checkpoint that this attempt of the run goes on from; None for a new run.
         """
         self._config, self._settings, self._kind, self._run_dir = config, settings, kind, run_dir
         self._models, self._recorder = models, recorder
         self._run_id = resumed.manifest.run_id if resumed is not None else secrets.token_hex(8)
         self._began_at = self._last = resumed.name if resumed is not None else None
-        deadline = earliest_deadline(process_start(), config.time_limit_minutes, job_end_time())
-        self._limit = TimeLimit(deadline, 60 * config.margin_minutes)
+        deadline = earliest_deadline(process_start(), config.job_timeout_s, job_end_time())
+        self._limit = TimeLimit(deadline, config.margin_s)
         if resumed is not None:
             self._limit.saved(resumed.manifest.seconds)
         self._limit.left_point()
@@ -121,8 +129,8 @@ class Checkpointer:
 
         Raises:
             TryAgain: the run is saved and stops here: a signal asked for it, or a time limit is near.
-            BadInput, TryAgain: a save failed, and so did a second one; by whether trying again could help. The units
-                before it are untouched.
+            BadInput, TryAgain: a save failed, and so did a second one; by whether trying again could help. The
+            checkpoints before it are untouched.
         """
         self._limit.reached_point()
         decision = self._agree(snapshot, due)
@@ -148,10 +156,10 @@ class Checkpointer:
         self._limit.left_point()
 
     def _agree(self, snapshot: Snapshot, due: bool) -> _Decision:
-        """Collective: what any rank was told, and what rank 0's clock and figures say."""
+        """Collective: what any rank was told, and what rank 0's clock and metrics say."""
         short = by_time = better = False
         if dist.get_rank() == 0:
-            # A life that has got nowhere yet goes on: stopped here, the next one would stop here again.
+            # A attempt that has got nowhere yet goes on: stopped here, the next one would stop here again.
             short = self._limit.is_short and snapshot.name != self._began_at
             minutes = (time.monotonic() - self._saved_at) / 60
             by_time = self._config.every_minutes is not None and minutes >= self._config.every_minutes
@@ -169,16 +177,16 @@ class Checkpointer:
 
     def _is_best(self, snapshot: Snapshot) -> bool:
         keep = self._config.keep
-        if keep.best is None or keep.best not in snapshot.figures:
+        if keep.best is None or keep.best not in snapshot.metrics:
             return False
-        figures: dict[UnitName, Mapping[str, float]] = {}
-        for name, path in units(self._run_dir).items():
+        metrics: dict[CheckpointName, Mapping[str, float]] = {}
+        for name, path in list_checkpoints(self._run_dir).items():
             try:
-                figures[name] = read_manifest(path).figures
+                metrics[name] = read_manifest(path).metrics
             except BadInput:
                 continue
-        figures[snapshot.name] = snapshot.figures
-        return best_unit(figures, keep) == snapshot.name
+        metrics[snapshot.name] = snapshot.metrics
+        return best_checkpoint(metrics, keep) == snapshot.name
 
     def _begin(self, snapshot: Snapshot, making_room: Callable[[], AbstractContextManager[None]]) -> None:
         name, rank = snapshot.name, dist.get_rank()
@@ -188,34 +196,34 @@ class Checkpointer:
             self._unopened = opened
             return
         folder: Path = opened
-        with making_room(), self._recorder.timer("save_state"):
+        with making_room(), self._recorder.timer("save_checkpoint"):
             plans = {}
             for key, saved in self._models.items():
-                awake = saved.model.awake
+                onloaded = saved.model.onloaded
                 plans[key] = plan_save(saved.model, folder / key)
-                saved.model.hold(*awake)
+                saved.model.onload_only(*onloaded)
             writers: list[Callable[[Path], None]] = [partial(_write_generators, rank, rng_state())]
             if rank == 0:
                 writers += self._rank_zero_writers(snapshot)
         manifest = Manifest(
-            unit_id=secrets.token_hex(8),
+            checkpoint_id=secrets.token_hex(8),
             run_id=self._run_id,
             step=snapshot.progress.step,
             kind=self._kind,
             models=tuple(self._models),
             world_size=dist.get_world_size(),
             layouts=layouts(self._models),
-            figures={key: value for key, value in snapshot.figures.items() if key.startswith(EVALUATION)},
+            metrics={key: value for key, value in snapshot.metrics.items() if key.startswith(EVALUATION)},
             files={},
             record=dict(snapshot.record),
         )
-        job = UnitJob(self._run_dir, name, folder, plans, writers, manifest, self._config.keep)
+        job = CheckpointJob(self._run_dir, name, folder, plans, writers, manifest, self._config.keep)
         self._running = BackgroundSave(job, self._group)
         self._last = name
 
-    def _open(self, name: UnitName) -> Path | Problem:
+    def _open(self, name: CheckpointName) -> Path | Problem:
         try:
-            folder = open_unit(self._run_dir, name)
+            folder = open_checkpoint(self._run_dir, name)
             for part in ("ranks", *self._models):
                 (folder / part).mkdir()
             return folder
@@ -254,13 +262,13 @@ class Checkpointer:
             self._recorder.console.alarm(f"saving failed ({problem.reason})")
         return problem
 
-    def _refused(self, name: UnitName, problem: Problem) -> VapoError:
-        unit = self._run_dir / STATE_FOLDER / str(name)
+    def _refused(self, name: CheckpointName, problem: Problem) -> VapoError:
+        checkpoint = self._run_dir / CHECKPOINT_FOLDER / str(name)
         kind: type[VapoError] = BadInput if problem.lasting else TryAgain
         first = "make room or mend it, then " if problem.lasting else ""
         return kind(
-            f"{unit}: cannot be saved ({problem.reason}), tried twice: {first}start again with run.resume=auto; units "
-            "saved before are untouched",
+            f"{checkpoint}: cannot be saved ({problem.reason}), tried twice: {first}start again with run.resume=auto; "
+            "checkpoints saved before are untouched",
             shared=True,
         )
 

@@ -1,4 +1,4 @@
-"""Collecting a rollout: prompts out, responses back, verdicts on them, the same batch on every rank."""
+"""Collecting a rollout: prompts out, responses back, grades on them, the same batch on every rank."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from vapo_megatron.rewards.grading import grade_samples
 from vapo_megatron.rollout.routed_experts import ExpertChoices
 from vapo_megatron.training.advantages import shaped_rewards
 from vapo_megatron.training.broadcast import broadcast_batch, broadcast_value
-from vapo_megatron.training.figures import rollout_figures
+from vapo_megatron.training.metrics import rollout_metrics
 from vapo_megatron.training.run import Run
 
 
@@ -43,7 +43,7 @@ def collect(run: Run, every_group: bool = False, for_policy: bool = True) -> Exp
             batch.token_fields["greedy_rewards"] = found
             run.recorder.add({"reward/greedy_mean": float(found[batch.response_cu_seqlens[:-1]].mean())})
     run.remember_probe(batch)
-    run.recorder.add(rollout_figures(batch))
+    run.recorder.add(rollout_metrics(batch))
     run.recorder.add(
         {"rollout/tokens": float(batch.response_tokens), "rollout/weight_version": float(run.engines.version)}
     )

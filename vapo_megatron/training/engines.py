@@ -1,8 +1,8 @@
 """The engines of a run: asked for responses by rank 0, fed with weights by all.
 
 With GPUs, `rollout.tp` consecutive ranks share their GPUs with one engine, which the first of them starts and owns.
-Without, each of the first ranks owns one. Engines of rollout.addresses run on devices of their own and were started by
-somebody else; rank 0 feeds all of them, by one broadcast.
+Without, each of the first ranks owns one. Engines of rollout.external_urls run on devices of their own and were
+started by somebody else; rank 0 feeds all of them, by one broadcast.
 """
 
 import asyncio
@@ -24,22 +24,22 @@ from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.mcore.mesh import world_timeout
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.mcore.trainable import Trainable
-from vapo_megatron.rollout.broadcast_group import Backend, address_towards
 from vapo_megatron.rollout.client import EngineClient
 from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.remote_engines import RemoteEngines, take_over_engines, what_must_agree
 from vapo_megatron.rollout.routed_experts import ExpertChoices
 from vapo_megatron.rollout.server import EngineAddress, EngineServer
-from vapo_megatron.rollout.sync import WeightSync
-from vapo_megatron.rollout.transports import (
+from vapo_megatron.training.broadcast import on_rank_zero
+from vapo_megatron.weight_sync.broadcast_group import Backend, address_towards
+from vapo_megatron.weight_sync.probe import probe_batch, split_logprobs
+from vapo_megatron.weight_sync.session import WeightSync
+from vapo_megatron.weight_sync.transports import (
     DiskTransport,
     DistributedTransport,
     IpcTransport,
     SharedMemoryTransport,
     Transport,
 )
-from vapo_megatron.training.broadcast import on_rank_zero
-from vapo_megatron.training.probe import probe_batch, split_logprobs
 from vapo_megatron.weights.bucket import Bucket, DeviceSlots, NamedTensors, SharedSlots
 from vapo_megatron.weights.export import make_slots, stream_hf
 from vapo_megatron.weights.fp8 import BlockFp8
@@ -75,18 +75,18 @@ class Engines:
         self._server: EngineServer | None = None
         self._sync: WeightSync | None = None
         self._slots: DeviceSlots | SharedSlots | None = None
-        self.hand_over_seconds: dict[str, float] = {}
+        self.sync_seconds: dict[str, float] = {}
         self._dispatcher: Dispatcher | None = None
         self.version = self.count = 0
-        self._asleep: set[str] = set()
+        self._offloaded: set[str] = set()
         self._group: Any = None
-        if not config.addresses:
+        if not config.external_urls:
             self._own_server()
 
     @property
     def share_device(self) -> bool:
         """Whether engines live in the trainer's memory, and so have to take turns with it."""
-        return current_platform().engines_share_device and not self._config.addresses
+        return current_platform().engines_share_device and not self._config.external_urls
 
     def _own_server(self) -> None:
         """Collective: the server of this rank, where it owns one."""
@@ -95,7 +95,7 @@ class Engines:
         host = _reachable_host()
         self._group = _engine_group(config.tp) if platform.is_cuda else None
         index = rank // config.tp if platform.is_cuda else rank
-        owns = rank % config.tp == 0 if platform.is_cuda else rank < config.engines
+        owns = rank % config.tp == 0 if platform.is_cuda else rank < config.num_engines
         if owns:
             devices = None
             if platform.is_cuda:
@@ -118,7 +118,7 @@ class Engines:
             RunFailed: one did not start; its log's cause is named.
             BadInput, TryAgain: see take_over_engines.
         """
-        if self._config.addresses:
+        if self._config.external_urls:
             self._meet_remote()
             return
         address = None
@@ -154,7 +154,7 @@ class Engines:
         advance: Callable[[int], None],
         routed_experts: ExpertChoices | None = None,
     ) -> list[Sample]:
-        """On rank 0: n responses to each prompt, by the weights of the last hand-over. advance counts them.
+        """On rank 0: n responses to each prompt, by the weights of the last weight sync. advance counts them.
 
         routed_experts: see Dispatcher.collect.
         """
@@ -168,7 +168,7 @@ class Engines:
 
         return self._dispatcher.collect(prompts, n, sampling, seed, self.version, on_done, routed_experts)
 
-    def hand_over(self, actor: Trainable) -> None:
+    def sync_weights(self, actor: Trainable) -> None:
         """Collective: the engines get the actor's weights, re-sharded, under the next version.
 
         Raises:
@@ -180,11 +180,11 @@ class Engines:
             self._sync.push(self._buckets(actor, times), self.version, times)
         else:
             self._stream_for_others(actor, times)
-        self.hand_over_seconds = times.read()
+        self.sync_seconds = times.read()
         self._free_device_buffers()
 
     def _free_device_buffers(self) -> None:
-        """On a GPU the buffers of a hand-over give way to caches, activations and optimizer states."""
+        """On a GPU the buffers of a weight sync give way to caches, activations and optimizer states."""
         if current_platform().is_cuda and self._slots is not None:
             self._slots.close()
             self._slots = None
@@ -215,33 +215,33 @@ class Engines:
             self._explain(actor, float(found), tolerance)
         return float(found)
 
-    def sleep(self) -> None:
+    def offload(self) -> None:
         """Collective: the engines give their GPU memory to the trainer."""
         if self.share_device and self._config.memory_saver:
             self._memory("release_memory", ("kv_cache", "weights"))
-            self._asleep = {"kv_cache", "weights"}
+            self._offloaded = {"kv_cache", "weights"}
 
     @contextmanager
-    def cache_lent(self) -> Iterator[None]:
-        """Collective: engines that are awake give the memory of their caches, with what is in them, for a while."""
-        lends = self.lend_cache()
+    def kv_cache_offloaded(self) -> Iterator[None]:
+        """Collective: engines give the memory of their KV caches, with what is in them, for a while."""
+        lends = self.offload_kv_cache()
         yield
         if lends:
-            self.wake("kv_cache")
+            self.onload("kv_cache")
 
-    def lend_cache(self) -> bool:
-        """Collective: engines that are awake give up their caches until wake("kv_cache"). Returns whether they do."""
-        lends = self.share_device and self._config.memory_saver and not self._asleep
+    def offload_kv_cache(self) -> bool:
+        """Collective: engines with a KV cache give it up until onload("kv_cache"). Returns whether they do."""
+        lends = self.share_device and self._config.memory_saver and not self._offloaded
         if lends:
             self._memory("release_memory", ("kv_cache",))
-            self._asleep = {"kv_cache"}
+            self._offloaded = {"kv_cache"}
         return lends
 
-    def wake(self, tag: str) -> None:
-        """Collective: the engines take memory again; "weights" before a hand-over, "kv_cache" after it."""
-        if tag in self._asleep:
+    def onload(self, tag: str) -> None:
+        """Collective: the engines take memory again; "weights" before a weight sync, "kv_cache" after it."""
+        if tag in self._offloaded:
             self._memory("resume_memory", (tag,))
-            self._asleep.discard(tag)
+            self._offloaded.discard(tag)
 
     def close(self) -> None:
         """End this rank's server and connections."""
@@ -264,7 +264,7 @@ class Engines:
     def _transport(self, address: EngineAddress | None) -> Transport | None:
         """Of this rank to its engine; None where it has no part in it."""
         config, name = self._config.sync, self._transport_name
-        client = None if address is None else EngineClient(address, config.deadline)
+        client = None if address is None else EngineClient(address, config.request_timeout_s)
         if name == "ipc":
             several = self._config.tp > 1
             gather = partial(_gather_payloads, group=self._group) if several else None
@@ -273,7 +273,7 @@ class Engines:
         if client is None:
             return None
         if name == "distributed":
-            return DistributedTransport([client], self._config.tp, config.deadline)
+            return DistributedTransport([client], self._config.tp, config.request_timeout_s)
         if name == "disk":
             return DiskTransport([client], Path(config.directory or self._log_dir))
         return SharedMemoryTransport(client, self._config.tp)
@@ -281,11 +281,11 @@ class Engines:
     def _remote_transport(self, engines: RemoteEngines) -> Transport:
         """Of rank 0 to all engines that are not the run's own."""
         config = self._config.sync
-        clients = [EngineClient(address, config.deadline) for address in engines.addresses]
+        clients = [EngineClient(address, config.request_timeout_s) for address in engines.addresses]
         if self._transport_name == "disk":
             return DiskTransport(clients, Path(config.directory or self._log_dir))
         backend: Backend = "nccl" if engines.cuda and current_platform().is_cuda else "gloo"
-        return DistributedTransport(clients, self._config.tp, config.deadline, backend)
+        return DistributedTransport(clients, self._config.tp, config.request_timeout_s, backend)
 
     def _buckets(self, actor: Trainable, times: PartTimes | None = None) -> Iterator[NamedTensors]:
         stream = self._stream(actor, times)
@@ -310,7 +310,7 @@ class Engines:
     def _memory(self, method: str, tags: tuple[str, ...]) -> None:
         current_platform().empty_cache()
         if self._server is not None:
-            client = EngineClient(self._server.address, self._config.sync.deadline)
+            client = EngineClient(self._server.address, self._config.sync.request_timeout_s)
 
             async def call() -> None:
                 await getattr(client, method)(tags)
@@ -320,7 +320,7 @@ class Engines:
         dist.barrier()
 
     def _explain(self, actor: Trainable, largest: float, tolerance: float) -> None:
-        self.lend_cache()
+        self.offload_kv_cache()
         lines: list[str] = []
         if self._sync is not None:
             lines = self._sync.differing_tensors(self._buckets(actor))
@@ -332,7 +332,7 @@ class Engines:
         what = "; ".join(named[:_NAMED_IN_AN_ERROR]) or "every tensor is equal, so the two compute differently"
         more = f"; and {len(named) - _NAMED_IN_AN_ERROR} more" if len(named) > _NAMED_IN_AN_ERROR else ""
         raise RunFailed(
-            f"log-probs of engine and trainer differ by {largest:.3g} after the hand-over of version {self.version} "
+            f"log-probs of engine and trainer differ by {largest:.3g} after the weight sync of version {self.version} "
             f"(rollout.sync.{'tolerance' if self._fp8 is None else 'fp8_tolerance'} {tolerance:g}): {what}{more}"
         )
 
@@ -341,7 +341,7 @@ def _transport_name(config: RolloutConfig, is_cuda: bool) -> str:
     name = config.sync.transport
     if name == "ipc" and not is_cuda:
         raise BadInput("rollout.sync.transport=ipc needs GPUs and there are none: set it to auto")
-    if config.addresses:
+    if config.external_urls:
         return "disk" if name == "disk" else "distributed"
     if name == "auto":
         return "ipc" if is_cuda else "shared_memory"

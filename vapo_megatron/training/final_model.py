@@ -6,13 +6,14 @@ from pathlib import Path
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.errors import BadInput
 
+HF_FOLDER = "hf"
 FINAL = "final"
 _STEP_FILE = "step.json"
 
 
 def final_dir(run_dir: Path) -> Path:
     """Where it lies: a folder for each model."""
-    return run_dir / "checkpoints" / FINAL
+    return run_dir / HF_FOLDER / FINAL
 
 
 def final_step(run_dir: Path) -> int | None:

@@ -9,7 +9,7 @@ from vapo_megatron.checkpoint.lease import Lease
 from vapo_megatron.cluster.ranks import (
     environment_place,
     machine_default_ranks,
-    run_as_foreign_rank,
+    run_as_external_rank,
     start_ranks,
 )
 from vapo_megatron.config.sft import SftConfig
@@ -21,7 +21,8 @@ Body = Callable[[Path, Path | None], None]
 
 
 def launch(settings: Settings, body: Body, check: Callable[[Any, int], None]) -> None:
-    """Check everything, make the run directory or find the saved state in it, run body(run_dir, unit) on all ranks.
+    """Check everything, make the run directory or find the saved state in it, run body(run_dir, checkpoint) on all
+    ranks.
 
     Where torchrun or Slurm started this process it is one of their ranks; else the ranks of this machine are started.
     A run that is finished is told of, and nothing is started.
@@ -35,15 +36,15 @@ def launch(settings: Settings, body: Body, check: Callable[[Any, int], None]) ->
     place = environment_place()
     sizes = [settings.actor.layout.model_size] if isinstance(settings, SftConfig) else settings.model_sizes.values()
     count = place.world_size if place else settings.cluster.ranks or machine_default_ranks(list(sizes))
-    run_dir, timeout = Path(settings.run.directory), settings.cluster.timeout_minutes
+    run_dir, timeout = Path(settings.run.directory), settings.cluster.collective_timeout_s
     prepare = partial(prepare_start, settings, partial(check, settings, count))
     if place is not None:
-        run_as_foreign_rank(place, partial(_prepared, prepare, body, run_dir), timeout)
+        run_as_external_rank(place, partial(_prepared, prepare, body, run_dir), timeout)
         return
     with Lease(run_dir) as lease:
         start = prepare(lease.take)
         if not start.finished:
-            start_ranks(count, partial(body, run_dir, start.unit), timeout)
+            start_ranks(count, partial(body, run_dir, start.checkpoint), timeout)
 
 
 def _prepared(prepare: Callable[[Callable[[], None]], Start], body: Body, run_dir: Path) -> None:
@@ -51,4 +52,4 @@ def _prepared(prepare: Callable[[Callable[[], None]], Start], body: Body, run_di
     with Lease(run_dir) as lease:
         start = on_rank_zero(partial(prepare, lease.take))
         if not start.finished:
-            body(run_dir, start.unit)
+            body(run_dir, start.checkpoint)

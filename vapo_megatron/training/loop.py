@@ -24,13 +24,13 @@ def train(run: Run) -> None:
 
     for _ in run.steps():
         batch = collect(run)
-        run.sleep_engines()
+        run.offload_engines()
         score(run, batch)
         estimate_advantages(run, batch)
         update_critic(run, batch)
         update_policy(run, batch)
         replace_reference(run)
-        run.hand_over()
+        run.sync_weights()
         run.evaluate()
         run.export()
         run.record(batch)

@@ -21,7 +21,7 @@ class PolicyLoss:
     """L = L_policy + mu L_NLL + beta KL - c H + self-imitation (VAPO, sections 4.2 and 4.3; GRPO, eq. 3).
 
     weights and nll_weights hold the aggregation and its global denominators; mean_weights is 1 / N on the N tokens of
-    the mini-batch, for the figures. old_logprobs are those of the policy that optimisation starts from; None where this
+    the mini-batch, for the metrics. old_logprobs are those of the policy that optimisation starts from; None where this
     very forward pass computes them: every ratio is then 1 and its gradient that of the log-prob. importance corrects
     the policy loss alone for the engine's policy.
     """
@@ -42,46 +42,46 @@ class PolicyLoss:
 
     @property
     def sums(self) -> Sequence[str]:
-        """Figures that are added up; those of a part of the loss only where it is on."""
+        """Metrics that are added up; those of a part of the loss only where it is on."""
         always = ("policy_loss", "nll_loss", "update_entropy", "clip_fraction_low", "clip_fraction_high")
         return (
             *(*always, "ratio_mean", "approx_kl"),
             *(("clip_fraction_dual",) if self.config.dual_clip is not None else ()),
-            *(("kl_loss",) if self.kl.where == "loss" else ()),
+            *(("kl_loss",) if self.kl.placement == "loss" else ()),
             *(("self_imitation_loss",) if self.config.self_imitation_coef else ()),
         )
 
     def __call__(self, outputs: Tensor, local: LocalTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """outputs [t, 2]: log-probs and entropies."""
-        config, take = self.config, local.take
+        config, gather = self.config, local.gather
         logprobs, entropies = outputs.unbind(-1)
-        weights = take(self.weights)
+        weights = gather(self.weights)
         parts = {
-            "policy_loss": (weights * take(self.importance) * self._surrogate(logprobs, local)).sum(),
-            "nll_loss": -(take(self.nll_weights) * logprobs).sum(),
+            "policy_loss": (weights * gather(self.importance) * self._surrogate(logprobs, local)).sum(),
+            "nll_loss": -(gather(self.nll_weights) * logprobs).sum(),
         }
         loss = parts["policy_loss"] + config.positive_nll.coef * parts["nll_loss"]
-        if self.kl.where == "loss":
+        if self.kl.placement == "loss":
             estimate = {"k2": kl.k2, "k3": kl.k3}[self.kl.estimator]
-            parts["kl_loss"] = (weights * estimate(logprobs, take(self.ref_logprobs))).sum()
+            parts["kl_loss"] = (weights * estimate(logprobs, gather(self.ref_logprobs))).sum()
             loss = loss + self.kl.coef * parts["kl_loss"]
         if config.entropy_coef:
             loss = loss + config.entropy_coef * (weights * policy_loss.entropy_bonus(entropies)).sum()
         if config.self_imitation_coef:
-            imitation = policy_loss.self_imitation(logprobs, take(self.positive_advantages))
+            imitation = policy_loss.self_imitation(logprobs, gather(self.positive_advantages))
             parts["self_imitation_loss"] = (weights * imitation).sum()
             loss = loss + config.self_imitation_coef * parts["self_imitation_loss"]
-        figures = {name: part.detach() for name, part in parts.items()}
-        return loss, figures | self._figures(logprobs.detach(), entropies.detach(), local)
+        metrics = {name: part.detach() for name, part in parts.items()}
+        return loss, metrics | self._figures(logprobs.detach(), entropies.detach(), local)
 
     def _surrogate(self, logprobs: Tensor, local: LocalTokens) -> Tensor:
-        config, old, advantages = self.config, self._old(logprobs, local), local.take(self.advantages)
+        config, old, advantages = self.config, self._old(logprobs, local), local.gather(self.advantages)
         if config.kind == "reinforce":
             return policy_loss.reinforce(logprobs, advantages)
         if config.kind == "cispo":
             return policy_loss.cispo(logprobs, old, advantages, config.clip_high)
         if config.kind == "sao":
-            rollout = local.take(self.rollout_logprobs)
+            rollout = local.gather(self.rollout_logprobs)
             return policy_loss.sao(logprobs, rollout, advantages, config.clip_low, config.clip_high)
         if config.kind == "gspo":
             sequence = local.sequence_mean(logprobs - old)
@@ -89,15 +89,15 @@ class PolicyLoss:
         return policy_loss.ppo_clip(logprobs, old, advantages, config.clip_low, config.clip_high, config.dual_clip)
 
     def _old(self, logprobs: Tensor, local: LocalTokens) -> Tensor:
-        return logprobs.detach() if self.old_logprobs is None else local.take(self.old_logprobs)
+        return logprobs.detach() if self.old_logprobs is None else local.gather(self.old_logprobs)
 
     @torch.no_grad()
     def _figures(self, logprobs: Tensor, entropies: Tensor, local: LocalTokens) -> dict[str, Tensor]:
-        mean, old = local.take(self.mean_weights), self._old(logprobs, local)
+        mean, old = local.gather(self.mean_weights), self._old(logprobs, local)
         log_ratio = torch.where(mean > 0, logprobs - old, 0)
         ratio = log_ratio.exp()
         low, high, dual = self._bounded(log_ratio, logprobs, local)
-        figures = {
+        metrics = {
             "update_entropy": (mean * entropies).sum(),
             "clip_fraction_low": (mean * low).sum(),
             "clip_fraction_high": (mean * high).sum(),
@@ -106,7 +106,7 @@ class PolicyLoss:
             "approx_kl": (mean * (ratio - 1 - log_ratio)).sum(),
             "ratio_max": ratio.max(),
         }
-        return {name: value for name, value in figures.items() if name in (*self.sums, *self.maxima)}
+        return {name: value for name, value in metrics.items() if name in (*self.sums, *self.maxima)}
 
     def _bounded(self, log_ratio: Tensor, logprobs: Tensor, local: LocalTokens) -> tuple[Tensor, Tensor, Tensor]:
         """1 on the tokens that a low, high or dual bound of this kind of loss acts on, else 0."""
@@ -116,11 +116,11 @@ class PolicyLoss:
         if config.kind == "cispo":
             return none, (log_ratio.exp() > 1 + config.clip_high).float(), none
         if config.kind == "sao":
-            ratio = (logprobs - local.take(self.rollout_logprobs)).exp()
+            ratio = (logprobs - local.gather(self.rollout_logprobs)).exp()
             return (ratio <= 1 - config.clip_low).float(), (ratio >= 1 + config.clip_high).float(), none
         if config.kind == "gspo":
             log_ratio = local.sequence_mean(log_ratio)
-        advantages = local.take(self.advantages)
+        advantages = local.gather(self.advantages)
         return policy_loss.clip_indicators(log_ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
 
 
@@ -145,20 +145,20 @@ class ValueLoss:
 
     def __call__(self, outputs: Tensor, local: LocalTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """outputs [t, n]: values (n = 1), or logits of the bins (hl_gauss)."""
-        config, targets, weights = self.config, local.take(self.targets), local.take(self.weights)
+        config, targets, weights = self.config, local.gather(self.targets), local.gather(self.weights)
         if config.kind == "hl_gauss":
             per_token = value_loss.hl_gauss(outputs, targets, config.low, config.high, config.sigma_bins)
         elif config.kind == "clipped":
-            old = local.take(self.old_values)
+            old = local.gather(self.old_values)
             per_token = value_loss.clipped_value_loss(outputs[:, 0], old, targets, config.clip)
         else:
             per_token = value_loss.value_mse(outputs[:, 0], targets)
         loss = (weights * per_token).sum()
-        figures = {"value_loss": loss.detach()}
+        metrics = {"value_loss": loss.detach()}
         if config.self_imitation_coef:
             imitation = value_loss.self_imitation_value_loss(outputs[:, 0], targets)
             loss = loss + config.self_imitation_coef * (weights * imitation).sum()
-        return loss, figures
+        return loss, metrics
 
 
 @dataclass(frozen=True)
@@ -172,6 +172,6 @@ class NegativeLogLikelihood:
 
     def __call__(self, outputs: Tensor, local: LocalTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """outputs [t, 2]: log-probs and entropies."""
-        weights = local.take(self.weights)
+        weights = local.gather(self.weights)
         loss = -(weights * outputs[:, 0]).sum()
         return loss, {"nll_loss": loss.detach(), "entropy": (weights * outputs[:, 1]).sum().detach()}

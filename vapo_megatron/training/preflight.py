@@ -17,10 +17,10 @@ from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.mcore.precision import check_delayed_scaling, check_trainable
 from vapo_megatron.rewards.pool import VerifierPool
 from vapo_megatron.rollout.context import check_context
-from vapo_megatron.rollout.quantization import engine_fp8
-from vapo_megatron.training.record import BYTES_PER_TOKEN
+from vapo_megatron.training.recorded_rollouts import BYTES_PER_TOKEN
 from vapo_megatron.training.sft import load_demonstrations
 from vapo_megatron.training.user_functions import check_functions
+from vapo_megatron.weight_sync.quantization import engine_fp8
 from vapo_megatron.weights.load import check_weights
 from vapo_megatron.weights.spec import ModelSpec, read_spec
 
@@ -114,14 +114,14 @@ def check_capacity(section: TrainableConfig, name: str, longest: int, what: str)
 def check_rollout_groups(config: TrainConfig, world_size: int) -> None:
     """Raises BadInput where engines cannot share the accelerators of the ranks, or have no key for those elsewhere."""
     platform, rollout = current_platform(), config.rollout
-    if rollout.addresses:
+    if rollout.external_urls:
         rollout.api_key()
         return
     if not platform.is_cuda:
-        if rollout.engines > world_size:
+        if rollout.num_engines > world_size:
             raise BadInput(
-                f"rollout.engines={rollout.engines} is above the {world_size} ranks of the run: a rank owns one engine "
-                "at most, lower it"
+                f"rollout.num_engines={rollout.num_engines} is above the {world_size} ranks of the run: a rank owns "
+                "one engine at most, lower it"
             )
         return
     local = min(world_size, platform.device_count())

@@ -1,4 +1,5 @@
-"""Going on from a saved unit: it is proven whole, and the run directory is put back to where the unit was saved."""
+"""Going on from a checkpoint: it is proven whole, and the run directory is put back to where the checkpoint was
+saved."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vapo_megatron.checkpoint.checkpoints import CheckpointName, remove_leftovers
 from vapo_megatron.checkpoint.manifest import (
     Manifest,
     check_contents,
@@ -18,16 +20,15 @@ from vapo_megatron.checkpoint.manifest import (
     read_manifest,
 )
 from vapo_megatron.checkpoint.progress import Progress, read_progress
-from vapo_megatron.checkpoint.units import UnitName, remove_leftovers
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.load import dump_config
 from vapo_megatron.mcore.dist_saver import load_training_state
 from vapo_megatron.mcore.rng import set_rng_state
 from vapo_megatron.mcore.trainable import Trainable
-from vapo_megatron.training.record import remove_unneeded
+from vapo_megatron.training.recorded_rollouts import remove_unneeded
 
-# Files of the run directory that go along with a unit, so that a resumed run has them as they were.
+# Files of the run directory that go along with a checkpoint, so that a resumed run has them as they were.
 RUN_FILES = ("metrics.jsonl", "evaluation.json")
 _STEP_FILE = re.compile(r"step_(\d+)[_.].*")
 
@@ -42,21 +43,21 @@ class SavedModel:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A unit that is proven whole."""
+    """A checkpoint that is proven whole."""
 
-    unit: Path
-    name: UnitName
+    checkpoint: Path
+    name: CheckpointName
     manifest: Manifest
     progress: Progress
 
     def load(self, model: Trainable, name: str) -> None:
         """Collective: fill a prepared (or frozen) model."""
-        load_training_state(model, self.unit / name)
+        load_training_state(model, self.checkpoint / name)
 
     def restore_generators(self, models: Mapping[str, SavedModel]) -> None:
         """This rank's random generators, where this rank holds what it held: at another layout they start afresh."""
         if dist.get_world_size() == self.manifest.world_size and layouts(models) == self.manifest.layouts:
-            path = self.unit / "ranks" / f"{dist.get_rank():05d}.pt"
+            path = self.checkpoint / "ranks" / f"{dist.get_rank():05d}.pt"
             state: dict[str, Any] = torch.load(path, weights_only=True)
             set_rng_state(state)
 
@@ -66,32 +67,33 @@ def layouts(models: Mapping[str, SavedModel]) -> dict[str, str]:
     return {name: saved.model.config.layout.model_dump_json() for name, saved in models.items()}
 
 
-def open_resumed(unit: Path) -> Resumed:
-    """Collective: read a unit and compare every byte of it with its manifest, each rank a share of the files.
+def open_resumed(checkpoint: Path) -> Resumed:
+    """Collective: read a checkpoint and compare every byte of it with its manifest, each rank a share of the files.
 
     Raises:
-        BadInput: on every rank, naming what is wrong with the unit.
+        BadInput: on every rank, naming what is wrong with the checkpoint.
     """
-    manifest = read_manifest(unit)
-    check_structure(unit, manifest)
+    manifest = read_manifest(checkpoint)
+    check_structure(checkpoint, manifest)
     rank, world = dist.get_rank(), dist.get_world_size()
-    files = needed_files(unit, manifest)
+    files = needed_files(checkpoint, manifest)
     by_size = sorted(files, key=lambda path: (files[path].bytes, path))
-    wrong = check_contents(unit, {path: files[path] for path in by_size[rank::world]})
+    wrong = check_contents(checkpoint, {path: files[path] for path in by_size[rank::world]})
     found: list[str | None] = [None] * world
     dist.all_gather_object(found, wrong)
     first = next((text for text in found if text is not None), None)
     if first is not None:
-        error = damaged(unit, first)
+        error = damaged(checkpoint, first)
         error.shared = True
         raise error
-    name = UnitName.parse(unit.name)
+    name = CheckpointName.parse(checkpoint.name)
     assert name is not None
-    return Resumed(unit, name, manifest, read_progress(unit, manifest))
+    return Resumed(checkpoint, name, manifest, read_progress(checkpoint, manifest))
 
 
 def restore_run_files(run_dir: Path, resumed: Resumed, settings: Section) -> None:
-    """On rank 0: config.yaml is of this life, metrics and evaluation as they were at the unit; what came later goes.
+    """On rank 0: config.yaml is of this attempt, metrics and evaluation as they were at the checkpoint; what came
+    later goes.
 
     Exported models stay: the same step writes the same ones again.
     """
@@ -100,7 +102,7 @@ def restore_run_files(run_dir: Path, resumed: Resumed, settings: Section) -> Non
     for name in RUN_FILES:
         if name in resumed.manifest.files:
             with atomic_write(run_dir / name, "wb") as file:
-                file.write((resumed.unit / name).read_bytes())
+                file.write((resumed.checkpoint / name).read_bytes())
         else:
             (run_dir / name).unlink(missing_ok=True)
     is_later: Callable[[re.Match[str]], bool] = lambda found: int(found[1]) > resumed.progress.step  # noqa: E731

@@ -1,4 +1,4 @@
-"""A run as one rank holds it: its models, engines, data and records, and the steps of its life."""
+"""A run as one rank holds it: its models, engines, data and records, and the steps of its attempt."""
 
 import time
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.experience.prompts import PromptSource, eval_prompts, train_prompts
 from vapo_megatron.experience.tokenizer import TextTokenizer
+from vapo_megatron.mcore.memory_plan import MemoryPlan
 from vapo_megatron.mcore.mesh import Mesh, make_mesh
 from vapo_megatron.mcore.platform import current_platform
-from vapo_megatron.mcore.residency import Residency
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.metrics import read_metrics
@@ -24,10 +24,10 @@ from vapo_megatron.training.broadcast import broadcast_value, on_rank_zero
 from vapo_megatron.training.checkpoint import Checkpointer, SavedModel, Snapshot
 from vapo_megatron.training.engines import Engines
 from vapo_megatron.training.evaluation import evaluate_sets
-from vapo_megatron.training.final_model import FINAL, begin_final, end_final, final_dir, final_step
-from vapo_megatron.training.probe import random_sequences, sequences_of
-from vapo_megatron.training.record import RecordedRollouts
+from vapo_megatron.training.final_model import FINAL, HF_FOLDER, begin_final, end_final, final_dir, final_step
+from vapo_megatron.training.recorded_rollouts import RecordedRollouts
 from vapo_megatron.training.resume import Resumed
+from vapo_megatron.weight_sync.probe import random_sequences, sequences_of
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.save import save_hf
 from vapo_megatron.weights.spec import Head, read_spec
@@ -48,11 +48,11 @@ class Run:
     ) -> None:
         """Collective: load the models while the engines start, and see that both compute the same.
 
-        resumed: the saved unit that the run goes on from.
+        resumed: the checkpoint that the run goes on from.
         """
         self.config, self.run_dir, self.recorder = config, run_dir, recorder
         self.engines, self.tokenizer, self.verifier = engines, tokenizer, verifier
-        self._resumed, self._row = resumed, dict[str, float]()
+        self._resumed, self._step_metrics = resumed, dict[str, float]()
         self.step = resumed.progress.step if resumed is not None else 0
         self.pretraining = resumed.progress.pretraining if resumed is not None else PretrainingProgress()
         # What value pretraining has recorded so far, empty once it is over.
@@ -79,14 +79,14 @@ class Run:
                 broadcast_value(None)
                 engines.start()
             engines.wait_until_ready()
-        self.memory = Residency(self._by_name(), shares_device=not config.rollout.addresses)
+        self.memory = MemoryPlan(self._by_name(), shares_device=not config.rollout.external_urls)
         self._header()
         sync = config.rollout.sync
         self._probe = random_sequences(sync.probe_sequences, sync.probe_length, self.spec.vocab_size, config.run.seed)
         if resumed is not None:
             self._go_on(resumed)
-        elif config.rollout.load_format == "dummy" or config.rollout.addresses:
-            self.hand_over()
+        elif config.rollout.load_format == "dummy" or config.rollout.external_urls:
+            self.sync_weights()
         else:
             self._check_engines()
         self._checkpointer = Checkpointer(
@@ -95,7 +95,7 @@ class Run:
 
     @property
     def is_new(self) -> bool:
-        """Whether this is the first life of the run."""
+        """Whether this is the first attempt of the run."""
         return self._resumed is None
 
     @property
@@ -124,10 +124,10 @@ class Run:
             probe=self._probe,
         )
         self._checkpointer.safe_point(
-            Snapshot(progress, self._row, self.recorded.files),
+            Snapshot(progress, self._step_metrics, self.recorded.files),
             due=periodic or (last and config.at_end),
             last=last,
-            making_room=self.engines.cache_lent,
+            making_room=self.engines.kv_cache_offloaded,
         )
 
     def steps(self) -> Iterator[int]:
@@ -141,19 +141,19 @@ class Run:
         sync = self.config.rollout.sync
         self._probe = sequences_of(batch, sync.probe_sequences, sync.probe_length)
 
-    def sleep_engines(self) -> None:
+    def offload_engines(self) -> None:
         """Collective: the engines give their memory to the trainer, whose phases wake what they need."""
-        self.engines.sleep()
+        self.engines.offload()
 
-    def hand_over(self) -> None:
+    def sync_weights(self) -> None:
         """Collective: the engines get the actor's weights; engine and trainer must then agree on the probe."""
-        self.engines.lend_cache()
-        self.memory.enter("hand_over")
-        with self.recorder.timer("hand_over"):
-            self.engines.wake("weights")
-            self.engines.hand_over(self.actor)
-            parts = self.engines.hand_over_seconds
-            self.recorder.add({f"hand_over/{part}_seconds": seconds for part, seconds in parts.items()})
+        self.engines.offload_kv_cache()
+        self.memory.enter("weight_sync")
+        with self.recorder.timer("weight_sync"):
+            self.engines.onload("weights")
+            self.engines.sync_weights(self.actor)
+            parts = self.engines.sync_seconds
+            self.recorder.add({f"weight_sync/{part}_seconds": seconds for part, seconds in parts.items()})
         self._check_engines()
 
     def evaluate(self) -> None:
@@ -165,7 +165,7 @@ class Run:
         if dist.get_rank() == 0:
             with self.recorder.phase("evaluation"):
                 for result in evaluate_sets(self):
-                    self.recorder.add(result.figures())
+                    self.recorder.add(result.metrics())
                     self.recorder.console.note(result.line(f"step {self.step}"))
         broadcast_value(None)  # the others wait, on the CPU
         if self.step == 0:
@@ -193,14 +193,14 @@ class Run:
         return every is not None and self.step % every == 0
 
     def save(self, name: str, critic_only: bool = False) -> None:
-        """Collective: checkpoints/<name>/actor and critic."""
-        with self.engines.cache_lent():
+        """Collective: hf/<name>/actor and critic."""
+        with self.engines.kv_cache_offloaded():
             for model in self.models():
                 skipped = critic_only if model.name == "actor" else not self.config.export.critic
                 if skipped:
                     continue
                 self.memory.enter("export_policy" if model.name == "actor" else "export_critic")
-                folder = self.run_dir / "checkpoints" / name / model.name
+                folder = self.run_dir / HF_FOLDER / name / model.name
                 save_hf(model.chunks, model.spec, model.mesh, model.head, self.source_dir(model.name), folder)
             self.memory.enter("rollout")
 
@@ -228,21 +228,21 @@ class Run:
                 names.TOKENS_PER_SECOND: float(batch.lengths.sum()) / seconds,
                 "memory/rank_gib": current_platform().memory_bytes() / 2**30,
             }
-            | self.memory.figures()
+            | self.memory.metrics()
         )
         if self.step == 1:
             self.recorder.console.table(*self.memory.table())
-        self._row = self.recorder.write(self.step)
-        self.recorder.step_line(self.step, self.config.run.steps, self._row)
+        self._step_metrics = self.recorder.write(self.step)
+        self.recorder.step_line(self.step, self.config.run.steps, self._step_metrics)
 
     def finish(self) -> None:
         """Collective: have the final model, draw the report and say where everything lies."""
         if on_rank_zero(partial(final_step, self.run_dir)) != self.step:
-            # No step was left to do: it was saved by a life that ended before the export, or run.steps is lower now.
+            # No step was left to do: it was saved by a attempt that ended before the export, or run.steps is lower now.
             with self.recorder.phase("export"):
                 self._save_final()
         self.recorder.report()
-        rows = read_metrics(self.run_dir) if self.recorder.speaks else []
+        rows = read_metrics(self.run_dir) if self.recorder.is_main_rank else []
         reached: dict[str, object] = {
             name: f"{found[0]:.3f} -> {found[-1]:.3f}"
             for name in sorted({name for row in rows for name in row if "/avg@" in name})
@@ -273,33 +273,33 @@ class Run:
         self.recorder.console.header(f"vapo-megatron train: {config.run.name}", facts)
 
     def _saved_models(self) -> dict[str, SavedModel]:
-        """What a saved unit holds: actor, critic, and a reference policy that is not the model the run started from."""
+        """What a checkpoint holds: actor, critic, and a reference policy that is not the model the run started from."""
         saved = {model.name: SavedModel(model, self.source_dir(model.name)) for model in self.models()}
         if self.reference is not None and self.config.algorithm.kl.replace_reference_every is not None:
             saved["reference"] = SavedModel(self.reference, self.model_dir)
         return saved
 
     def _go_on(self, resumed: Resumed) -> None:
-        """Collective: engines and figures as they were when the unit was saved."""
+        """Collective: engines and metrics as they were when the checkpoint was saved."""
         resumed.restore_generators(self._saved_models())
         self._probe = [list(ids) for ids in resumed.progress.probe]
         self.engines.version = resumed.progress.weight_version - 1
-        self.hand_over()
+        self.sync_weights()
         # What loading took and found belongs to no step.
-        self.recorder.drop_row()
-        self.recorder.console.note(f"goes on from {resumed.unit}")
+        self.recorder.discard_pending()
+        self.recorder.console.note(f"goes on from {resumed.checkpoint}")
 
     def _check_engines(self) -> None:
         """The actor's weights and the engines' caches are never on the device together: both may not have room."""
-        self.engines.lend_cache()
-        self.memory.enter("hand_over")
+        self.engines.offload_kv_cache()
+        self.memory.enter("weight_sync")
         with self.recorder.timer("sync_check"):
             largest = self.engines.check(self.actor, self._probe, before_asking=self._make_room_for_engines)
-        self.recorder.add({"rollout/sync_logprob_difference": largest})
+        self.recorder.add({"rollout/train_infer_logprob_diff": largest})
 
     def _make_room_for_engines(self) -> None:
         self.memory.enter("rollout")
-        self.engines.wake("kv_cache")
+        self.engines.onload("kv_cache")
 
     def _load(self, name: str, meshes: dict[str, Mesh]) -> Trainable:
         config = self.config
@@ -333,5 +333,5 @@ class Run:
             model.prepare(frozen=(".self_attention.",) if freezes else ())
         if self._resumed is not None and resumes:
             self._resumed.load(model, name)
-        model.sleep()
+        model.offload()
         return model

@@ -8,8 +8,8 @@ from torch import Tensor
 from vapo_megatron.config.algorithm import AlgorithmConfig, ValueLossConfig
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore.trainable import Trainable
-from vapo_megatron.training.figures import policy_figures, reference_figures, value_figures
 from vapo_megatron.training.losses import values_of
+from vapo_megatron.training.metrics import policy_metrics, reference_metrics, value_metrics
 from vapo_megatron.training.reference import score_reference
 from vapo_megatron.training.run import Run
 
@@ -40,9 +40,9 @@ def record_policy(run: Run, batch: ExperienceBatch, outputs: Tensor) -> None:
     """Fill old_logprobs and entropies [T] from the policy's outputs [T, 2], and put what they tell into the row."""
     batch.token_fields["old_logprobs"] = outputs[:, 0].contiguous()
     batch.token_fields["entropies"] = outputs[:, 1].contiguous()
-    run.recorder.add(policy_figures(batch))
+    run.recorder.add(policy_metrics(batch))
     if "ref_logprobs" in batch.token_fields:
-        run.recorder.add(reference_figures(batch))
+        run.recorder.add(reference_metrics(batch))
 
 
 def values(
@@ -56,4 +56,4 @@ def record_values(run: Run, batch: ExperienceBatch) -> None:
     """Put the quality of the critic's values into the step's row."""
     if run.critic is not None:
         fields = batch.token_fields
-        run.recorder.add(value_figures(fields["values"], fields["returns"], batch.response_cu_seqlens))
+        run.recorder.add(value_metrics(fields["values"], fields["returns"], batch.response_cu_seqlens))

@@ -9,10 +9,10 @@ from vapo_megatron.config.run_directory import check_room
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput, TryAgain
 from vapo_megatron.mcore.platform import current_platform
-from vapo_megatron.rollout.quantization import engine_fp8
 from vapo_megatron.rollout.remote_engines import identity_of_engine, what_must_agree
 from vapo_megatron.rollout.server import EngineServer
 from vapo_megatron.signals import listen, stop_requested
+from vapo_megatron.weight_sync.quantization import engine_fp8
 from vapo_megatron.weights.spec import read_spec
 
 _POLL_SECONDS = 0.5
@@ -66,8 +66,8 @@ def serve_engine(config: TrainConfig, host: str, port: int) -> None:
     )
     with server:
         print(f"vapo-megatron: engine at {server.address.url}, log {log_file}", flush=True)
-        asleep = threading.Event()
+        offloaded = threading.Event()
         while stop_requested() is None:
             if (cause := server.ended()) is not None:
                 raise TryAgain(f"{log_file}: the engine ended ({cause})")
-            asleep.wait(_POLL_SECONDS)
+            offloaded.wait(_POLL_SECONDS)

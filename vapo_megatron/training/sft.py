@@ -71,7 +71,7 @@ def fingerprint(demonstrations: ExperienceBatch) -> str:
 
 
 def check_same_data(config: SftConfig, now: str, saved: str | None) -> None:
-    """Raises BadInput where a run would go on with other demonstrations; saved: None of a unit that does not tell."""
+    """Raises BadInput where a run would go on with other demonstrations; saved None: the checkpoint does not tell."""
     if saved not in (None, now):
         raise BadInput(
             f"data.path={config.data.path}: its fingerprint is {now} and was {saved} when the run was saved: resume "
@@ -79,14 +79,14 @@ def check_same_data(config: SftConfig, now: str, saved: str | None) -> None:
         )
 
 
-def sft_rank(config: SftConfig, run_dir: Path, unit: Path | None = None) -> None:
+def sft_rank(config: SftConfig, run_dir: Path, checkpoint: Path | None = None) -> None:
     """Collective: the whole fine-tuning of one rank; ends with a Hugging Face directory.
 
-    unit: the saved state that it goes on from; None for a new run.
+    checkpoint: the saved state that it goes on from; None for a new run.
     """
     batch = load_demonstrations(config)
     data = fingerprint(batch)
-    resumed = open_resumed(unit) if unit is not None else None
+    resumed = open_resumed(checkpoint) if checkpoint is not None else None
     if resumed is not None:
         on_rank_zero(partial(check_same_data, config, data, resumed.progress.demonstrations))
         if dist.get_rank() == 0:
@@ -106,7 +106,7 @@ def sft_rank(config: SftConfig, run_dir: Path, unit: Path | None = None) -> None
     steps = planned_steps(config, batch.samples)
     order = batch_order(batch.samples, config.data.batch_size, steps, config.run.seed)
     start_step = 0 if resumed is None else first
-    with Recorder(run_dir, config.monitoring, speaks=dist.get_rank() == 0, start_step=start_step) as recorder:
+    with Recorder(run_dir, config.monitoring, is_main_rank=dist.get_rank() == 0, start_step=start_step) as recorder:
         checkpointer = Checkpointer(config.checkpoint, config, "sft", run_dir, saved, recorder, resumed)
         recorder.console.header(
             f"vapo-megatron sft: {config.run.name}",
@@ -119,7 +119,7 @@ def sft_rank(config: SftConfig, run_dir: Path, unit: Path | None = None) -> None
             },
         )
         if resumed is not None:
-            recorder.console.note(f"goes on from {resumed.unit}")
+            recorder.console.note(f"goes on from {resumed.checkpoint}")
         losses = []
         with recorder.console.phase("fine-tuning", total=steps) as advance:
             advance(first - 1)
@@ -128,11 +128,11 @@ def sft_rank(config: SftConfig, run_dir: Path, unit: Path | None = None) -> None
                     part = batch.select(samples)
                     weights = torch.full((part.response_tokens,), 1 / part.response_tokens)
                     result = actor.train_step(part, range(part.samples), NegativeLogLikelihood(weights))
-                losses.append(result.figures["nll_loss"])
+                losses.append(result.metrics["nll_loss"])
                 recorder.add(
                     {
                         "sft/nll_loss": losses[-1],
-                        "sft/entropy": result.figures["entropy"],
+                        "sft/entropy": result.metrics["entropy"],
                         "sft/tokens": float(part.lengths.sum()),
                         "actor/grad_norm": result.grad_norm,
                         "actor/lr": result.lr,

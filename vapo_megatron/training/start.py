@@ -1,14 +1,14 @@
-"""Where a run begins: anew, or at the saved state of its last life; or not at all, where it is finished."""
+"""Where a run begins: anew, or at the saved state of its last attempt; or not at all, where it is finished."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
+from vapo_megatron.checkpoint.checkpoints import latest_checkpoint
 from vapo_megatron.checkpoint.config_change import check_config_change
 from vapo_megatron.checkpoint.manifest import check_structure, read_manifest
 from vapo_megatron.checkpoint.progress import Progress, read_progress
-from vapo_megatron.checkpoint.units import newest_unit
 from vapo_megatron.config.run_directory import make_run_dir
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import TrainConfig
@@ -16,7 +16,7 @@ from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.prompts import PromptSource, train_prompts
 from vapo_megatron.experience.tokenizer import TextTokenizer
 from vapo_megatron.monitoring.metrics import read_metrics
-from vapo_megatron.training.final_model import final_step
+from vapo_megatron.training.final_model import HF_FOLDER, final_step
 from vapo_megatron.training.sft import load_demonstrations, planned_steps
 from vapo_megatron.weights.spec import read_spec
 from vapo_megatron.weights.torch_dist import read_model_card
@@ -26,9 +26,9 @@ Settings = TrainConfig | SftConfig
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins. unit: the saved state; None for a new run."""
+    """Where a run begins. checkpoint: the saved state; None for a new run."""
 
-    unit: Path | None = None
+    checkpoint: Path | None = None
     finished: bool = False
 
 
@@ -57,25 +57,25 @@ def prepare_start(settings: Settings, check: Callable[[], None], take: Callable[
         return Start(finished=True)
     if run_dir.exists():
         take()
-    unit = newest_unit(run_dir)
-    if unit is None:
+    checkpoint = latest_checkpoint(run_dir)
+    if checkpoint is None:
         check()
         take()
         if not settings.run.overwrite:
             _set_aside_exports(run_dir)
         make_run_dir(settings, settings.run.model_copy(update={"overwrite": True}))
         return Start()
-    manifest = read_manifest(unit)
+    manifest = read_manifest(checkpoint)
     kind = "train" if isinstance(settings, TrainConfig) else "sft"
     if manifest.kind != kind:
-        raise BadInput(f"run.name={settings.run.name}: {unit} is of a {manifest.kind} run: choose another name")
-    check_structure(unit, manifest)
-    check_config_change(settings, unit, settings.run.allow_config_change)
+        raise BadInput(f"run.name={settings.run.name}: {checkpoint} is of a {manifest.kind} run: choose another name")
+    check_structure(checkpoint, manifest)
+    check_config_change(settings, checkpoint, settings.run.allow_config_change)
     check()
-    _check_fit(settings, unit)
+    _check_fit(settings, checkpoint)
     if isinstance(settings, TrainConfig):
-        _check_prompts(settings, read_progress(unit, manifest))
-    return Start(unit)
+        _check_prompts(settings, read_progress(checkpoint, manifest))
+    return Start(checkpoint)
 
 
 def is_finished(settings: Settings) -> bool:
@@ -95,15 +95,15 @@ def is_finished(settings: Settings) -> bool:
     return min(exported, max((row["step"] for row in read_metrics(run_dir)), default=0)) >= steps
 
 
-def _check_fit(settings: Settings, unit: Path) -> None:
+def _check_fit(settings: Settings, checkpoint: Path) -> None:
     """Raises BadInput where the model at model.path has another shape than the one that was saved."""
     path = Path(settings.model.path)
-    saved, now = read_model_card(unit / "actor").spec, read_spec(path)
+    saved, now = read_model_card(checkpoint / "actor").spec, read_spec(path)
     # The dtype is what the weights lie in at model.path, which a resumed run does not read.
     if replace(now, dtype=saved.dtype, value_outputs=saved.value_outputs) != saved:
         raise BadInput(
-            f"model.path={path}: config.json is not that of the model in {unit / 'actor'}: give back the model that "
-            "the run started from, or choose another run.name"
+            f"model.path={path}: config.json is not that of the model in {checkpoint / 'actor'}: give back the model "
+            "that the run started from, or choose another run.name"
         )
 
 
@@ -114,12 +114,12 @@ def _check_prompts(config: TrainConfig, progress: Progress) -> None:
 
 
 def _set_aside_exports(run_dir: Path) -> None:
-    """An earlier life exported models and ended before it saved a unit: a new start must not cost them.
+    """An earlier attempt exported models and ended before it saved a checkpoint: a new start must not cost them.
 
     Raises:
         BadInput: the file system refuses.
     """
-    exports = run_dir / "checkpoints"
+    exports = run_dir / HF_FOLDER
     if not exports.is_dir() or not any(exports.iterdir()):
         return
     names = (run_dir.with_name(f"{run_dir.name}.earlier_{number}") for number in count(1))

@@ -13,10 +13,10 @@ from vapo_megatron.algorithms.selection import split_minibatches
 from vapo_megatron.algorithms.shaping import overlong_filter_mask
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.experience.batch import ExperienceBatch
-from vapo_megatron.mcore.figures import StepResult
+from vapo_megatron.mcore.metrics import StepResult
 from vapo_megatron.mcore.trainable import Trainable
-from vapo_megatron.training.figures import importance_figures, mean_of
 from vapo_megatron.training.losses import PolicyLoss, ValueLoss
+from vapo_megatron.training.metrics import importance_metrics, mean_of
 from vapo_megatron.training.run import Run
 from vapo_megatron.training.score import record_policy, update_gives_logprobs
 
@@ -33,7 +33,7 @@ def update_critic(run: Run, batch: ExperienceBatch) -> None:
         for minibatch in minibatches(run, batch, rounds, salt=1):
             results.append(critic_step(run.critic, minibatch, run.config.algorithm))
             advance(minibatch.samples)
-    run.recorder.add(update_figures("critic", results, ()))
+    run.recorder.add(update_metrics("critic", results, ()))
 
 
 def critic_step(critic: Trainable, minibatch: ExperienceBatch, config: AlgorithmConfig) -> StepResult:
@@ -61,7 +61,7 @@ def update_policy(run: Run, batch: ExperienceBatch) -> None:
                 record_policy(run, minibatch, result.outputs)
             results.append(result)
             advance(minibatch.samples)
-    run.recorder.add(update_figures("actor", results, PolicyLoss.maxima))
+    run.recorder.add(update_metrics("actor", results, PolicyLoss.maxima))
 
 
 def policy_loss(batch: ExperienceBatch, config: AlgorithmConfig) -> PolicyLoss:
@@ -102,13 +102,13 @@ def correct_for_rollout(run: Run, batch: ExperienceBatch) -> None:
     else:
         found = importance.mis(log_ratio, settings.low, settings.high)
     batch.token_fields["importance"] = found
-    run.recorder.add(importance_figures(found, log_ratio))
+    run.recorder.add(importance_metrics(found, log_ratio))
 
 
 def positives(batch: ExperienceBatch, config: AlgorithmConfig) -> Tensor:
     """Responses that the language-model loss imitates; a truncated one never is. bool [S]."""
     settings = config.policy_loss.positive_nll
-    if settings.positives == "verdict":
+    if settings.positives == "correct":
         return batch.correct & ~batch.truncated
     first = batch.response_cu_seqlens[:-1]
     return (batch.token_fields["shaped_rewards"][first] > settings.reward_above) & ~batch.truncated
@@ -133,11 +133,11 @@ def minibatches(run: Run, batch: ExperienceBatch, rounds: int, salt: int) -> Ite
             yield batch.select(part.tolist())
 
 
-def update_figures(name: str, results: list[StepResult], maxima: Sequence[str]) -> dict[str, float]:
+def update_metrics(name: str, results: list[StepResult], maxima: Sequence[str]) -> dict[str, float]:
     """The row of several optimizer steps of one model."""
-    figures = {f"{name}/{key}": value for key, value in mean_of([r.figures for r in results], maxima).items()}
-    figures[f"{name}/grad_norm"] = sum(r.grad_norm for r in results) / len(results)
-    figures[f"{name}/grad_norm_max"] = max(r.grad_norm for r in results)
-    figures[f"{name}/lr"] = results[-1].lr
-    figures[f"{name}/updates"] = float(len(results))
-    return figures
+    metrics = {f"{name}/{key}": value for key, value in mean_of([r.metrics for r in results], maxima).items()}
+    metrics[f"{name}/grad_norm"] = sum(r.grad_norm for r in results) / len(results)
+    metrics[f"{name}/grad_norm_max"] = max(r.grad_norm for r in results)
+    metrics[f"{name}/lr"] = results[-1].lr
+    metrics[f"{name}/updates"] = float(len(results))
+    return metrics

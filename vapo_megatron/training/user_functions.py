@@ -24,14 +24,14 @@ class ScoredResponses:
     Attributes:
         cu_seqlens: int64 [S + 1]; response s has the tokens cu_seqlens[s] to cu_seqlens[s + 1].
         rewards: float32 [S], the verifier's after shaping; a KL penalty is not in it.
-        correct: bool [S], the verifier's verdict.
+        correct: bool [S], the verifier's grade.
         truncated: bool [S], whether the response was cut off.
         group_ids: int64 [S], the same for the responses to one prompt.
         rollout_logprobs: float32 [T], the engine's.
         old_logprobs: float32 [T], the trainer's, by the same weights.
         entropies: float32 [T], in nats, of the trainer's distribution at each token.
         values: float32 [T], of the state before each token; None without a critic (advantage.estimator other than gae).
-        ref_logprobs: float32 [T], the reference policy's; None without one (kl.where=none).
+        ref_logprobs: float32 [T], the reference policy's; None without one (kl.placement=none).
     """
 
     cu_seqlens: Tensor

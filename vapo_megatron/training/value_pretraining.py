@@ -1,6 +1,7 @@
 """Value pretraining (VAPO, section 4.1; VC-PPO): the critic learns the returns of a policy that stands still.
 
-Rollouts are recorded once, in files (training/record.py), and replayed. Targets are Monte-Carlo returns (lambda = 1),
+Rollouts are recorded once, in files (training/recorded_rollouts.py), and replayed. Targets are Monte-Carlo returns
+(lambda = 1),
 so they do not depend on the critic. Part of the record is held out; on it explained variance and the bias along the
 response are measured, since a critic can explain no variance and still be free of bias, or the other way round.
 """
@@ -20,8 +21,8 @@ from vapo_megatron.monitoring import names
 from vapo_megatron.training.advantages import shaped_rewards
 from vapo_megatron.training.broadcast import on_rank_zero
 from vapo_megatron.training.collect import collect
-from vapo_megatron.training.figures import mean_of, value_figures
-from vapo_megatron.training.record import RecordedRollouts, write_rollout
+from vapo_megatron.training.metrics import mean_of, value_metrics
+from vapo_megatron.training.recorded_rollouts import RecordedRollouts, write_rollout
 from vapo_megatron.training.run import Run
 from vapo_megatron.training.score import values
 from vapo_megatron.training.updates import critic_step
@@ -39,47 +40,47 @@ def pretrain_value(run: Run) -> None:
     assert critic is not None
     algorithm = for_pretraining(run.config.algorithm)
     record = record_rollouts(run)
-    run.sleep_engines()
+    run.offload_engines()
     run.memory.enter("update_critic")
     targets = Targets(record, run.config.algorithm)
     train, held_out = split_groups(record.group_ids, run.config.batch.prompts_per_step, run.config.run.seed)
     updates = replay_order(train, config, run.config.run.seed)
     check_every = max(1, len(updates) // _CHECKS)
-    figures = measure(critic, targets.select(held_out), run.config.algorithm.value_loss)
+    metrics = measure(critic, targets.select(held_out), run.config.algorithm.value_loss)
     done = number = run.pretraining.updates
     if done == 0:
-        run.recorder.add(figures)
+        run.recorder.add(metrics)
         run.recorder.write_pretraining(0, 0)
     results: list[dict[str, float]] = []
     with run.recorder.phase("value_pretraining", total=len(updates)) as advance:
         advance(done)
         for number, samples in enumerate(updates[done:], done + 1):
             result = critic_step(critic, targets.select(samples), algorithm)
-            results.append({"value_loss": result.figures["value_loss"], "grad_norm": result.grad_norm, "lr": result.lr})
+            results.append({"value_loss": result.metrics["value_loss"], "grad_norm": result.grad_norm, "lr": result.lr})
             advance(1)
             if number % check_every and number < len(updates):
                 continue
-            figures = measure(critic, targets.select(held_out), run.config.algorithm.value_loss)
-            run.recorder.add(figures | {f"critic/{key}": value for key, value in mean_of(results).items()})
+            metrics = measure(critic, targets.select(held_out), run.config.algorithm.value_loss)
+            run.recorder.add(metrics | {f"critic/{key}": value for key, value in mean_of(results).items()})
             run.recorder.write_pretraining(number, number * config.minibatch_size)
             results = []
-            if good_enough(figures, config):
+            if good_enough(metrics, config):
                 break
             run.pretraining = run.pretraining.model_copy(update={"updates": number})
             run.safe_point()
     run.recorder.console.note(
-        f"value pretraining: {number} updates, explained variance {figures[names.EXPLAINED_VARIANCE]:.3f}, "
-        f"largest bias {largest_bias(figures):.3f} on held-out responses"
+        f"value pretraining: {number} updates, explained variance {metrics[names.EXPLAINED_VARIANCE]:.3f}, "
+        f"largest bias {largest_bias(metrics):.3f} on held-out responses"
     )
     run.save("value_pretrained", critic_only=True)
-    run.hand_over()
+    run.sync_weights()
     run.recorded = RecordedRollouts(run.run_dir)
     run.pretraining = run.pretraining.model_copy(update={"updates": number, "finished": True})
     run.safe_point(milestone=True)
 
 
 def record_rollouts(run: Run) -> RecordedRollouts:
-    """Collective: what the policy that stands still writes, with what an earlier life of the run has recorded."""
+    """Collective: what the policy that stands still writes, with what an earlier attempt of the run has recorded."""
     iterations = run.config.value_pretraining.iterations
     for done in range(run.pretraining.iterations + 1, iterations + 1):
         batch, name = collect(run, every_group=True, for_policy=False), run.recorded.next_name
@@ -147,19 +148,19 @@ def replay_order(samples: list[int], config: ValuePretrainingConfig, seed: int) 
 def measure(critic: Trainable, held_out: ExperienceBatch, config: ValueLossConfig) -> dict[str, float]:
     """Collective: quality of the critic on held-out samples with their returns."""
     found = values(critic, held_out, config)
-    return value_figures(found, held_out.token_fields["returns"], held_out.response_cu_seqlens)
+    return value_metrics(found, held_out.token_fields["returns"], held_out.response_cu_seqlens)
 
 
-def largest_bias(figures: dict[str, float]) -> float:
+def largest_bias(metrics: dict[str, float]) -> float:
     """The largest |mean V - R| over the positions that are measured."""
-    return max(abs(figures[f"{names.VALUE_BIAS}{position}"]) for position in names.BIAS_POSITIONS)
+    return max(abs(metrics[f"{names.VALUE_BIAS}{position}"]) for position in names.BIAS_POSITIONS)
 
 
-def good_enough(figures: dict[str, float], config: ValuePretrainingConfig) -> bool:
+def good_enough(metrics: dict[str, float], config: ValuePretrainingConfig) -> bool:
     """Whether every stop that is set is reached; never without one."""
     reached = []
     if config.stop_explained_variance is not None:
-        reached.append(figures[names.EXPLAINED_VARIANCE] >= config.stop_explained_variance)
+        reached.append(metrics[names.EXPLAINED_VARIANCE] >= config.stop_explained_variance)
     if config.stop_bias is not None:
-        reached.append(largest_bias(figures) <= config.stop_bias)
+        reached.append(largest_bias(metrics) <= config.stop_bias)
     return bool(reached) and all(reached)

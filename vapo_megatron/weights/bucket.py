@@ -13,7 +13,8 @@ from vapo_megatron.weights.shared_weights import Whereabouts
 
 NamedTensors = Sequence[tuple[str, Tensor]]
 
-# Of a tensor that is copied and summed: a cache still holds them when they are summed. Chosen by measuring hand-overs.
+# Of a tensor that is copied and summed: a cache still holds them when they are summed. Chosen by measuring weight
+# syncs.
 _PIECE_BYTES = 1 << 21
 _ALIGNMENT = 16  # bytes: a slice can be viewed as any dtype
 
@@ -166,7 +167,7 @@ class Slots(Protocol):
 
     @property
     def shared(self) -> bool:
-        """Whether all ranks of a block write into the same memory."""
+        """Whether all ranks of a model-parallel group write into the same memory."""
 
     def take(self, index: int, nbytes: int) -> Memory:
         """Memory for bucket `index`, of at least nbytes. What two buckets before was put there may be gone."""

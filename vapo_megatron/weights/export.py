@@ -1,6 +1,6 @@
 """Megatron shards as whole Hugging Face tensors, in a stream of bounded buckets.
 
-The one way out of Megatron: checkpoint export, conversion and the hand-over to the engines all read this stream.
+The one way out of Megatron: checkpoint export, conversion and the weight sync to the engines all read this stream.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,14 +20,14 @@ from vapo_megatron.weights.bucket import (
     share_memory,
 )
 from vapo_megatron.weights.gather import (
-    Filler,
-    GatheringFiller,
-    Owned,
-    SharedFiller,
-    Source,
+    BucketAssembler,
+    GatheringAssembler,
+    ParamShard,
+    ShardReader,
+    SharedMemoryAssembler,
     batches,
-    block_group,
     lay_out_entries,
+    model_parallel_group,
 )
 from vapo_megatron.weights.mapping import Entry, MeshView, entries, local_parameters
 from vapo_megatron.weights.part_times import PartTimes
@@ -52,10 +52,12 @@ def stream_hf(
     sums: bool = False,
     lent: SharedWeights | None = None,
 ) -> Iterator[Bucket]:
-    """The model as (Hugging Face name, whole tensor) pairs, on every rank of this rank's block: max(tp, ep) x pp ranks.
+    """The model as (Hugging Face name, whole tensor) pairs, on every rank of this rank's model-parallel group:
+    max(tp, ep) x pp ranks.
 
-    Collective over the block's tensor-, expert- and pipeline-parallel groups: each of its ranks iterates to the end.
-    Other blocks need not. The order is the model's from input to output, whatever the layout; tied weights come once,
+    Collective over the model-parallel group's tensor-, expert- and pipeline-parallel groups: each of its ranks
+    iterates to the end.
+    Other groups need not. The order is the model's from input to output, whatever the layout; tied weights come once,
     padding rows of the vocabulary not at all, as transformers' save_pretrained does.
 
     Memory beyond the shards: two buckets, what is gathered included. A parameter larger than a bucket is a bucket of
@@ -73,8 +75,8 @@ def stream_hf(
             tensors live as long as they are held.
         times: gets the seconds of "gather" (collectives) and "convert" (copies into place, and their checksums).
         sums: every bucket's checksums will be asked for: they are made ahead, where that saves time.
-        lent: who reads the buckets can map this: what a rank without a block has in it as a whole tensor of the dtype
-            asked for is not copied. A bucket's buffer is then not all of it.
+        lent: who reads the buckets can map this: what a rank without a model-parallel group has in it as a whole
+        tensor of the dtype asked for is not copied. A bucket's buffer is then not all of it.
 
     Yields:
         Buckets of contiguous tensors on the model's device. The parameters must not change until the stream has ended.
@@ -85,51 +87,53 @@ def stream_hf(
     local: dict[Entry, Parameter] = {}
     for entry, parameter in local_parameters(chunks, spec, head, mesh.tp_size):
         local.setdefault(entry, parameter)
-    source = Source(local, spec, mesh, next(iter(local.values())).device, lent)
+    source = ShardReader(local, spec, mesh, next(iter(local.values())).device, lent)
     ahead, places = slots is not None, slots or _fresh_slots(source)
-    filler, limit = _filler(source, places.shared, bucket_bytes, times or PartTimes(), sums)
+    assembler, limit = _assembler(source, places.shared, bucket_bytes, times or PartTimes(), sums)
     plan = list(batches(_owners(local, spec, mesh, head, dtype), limit))
     sizes = [lay_out_entries(batch, spec)[1] for batch in plan]
     for i, batch in enumerate(plan):
         if i == 0 or not ahead:
-            filler.begin(batch, places.take(i, sizes[i]))
-        bucket = filler.finish()
+            assembler.begin(batch, places.take(i, sizes[i]))
+        bucket = assembler.finish()
         if ahead and i + 1 < len(plan):
-            filler.begin(plan[i + 1], places.take(i + 1, sizes[i + 1]))
+            assembler.begin(plan[i + 1], places.take(i + 1, sizes[i + 1]))
         yield bucket
         del bucket
-    filler.close()
+    assembler.close()
 
 
 def make_slots(mesh: MeshView, device: torch.device) -> DeviceSlots | SharedSlots:
-    """Collective over a block: two places for the buckets of its streams, to be closed at the end.
+    """Collective over a model-parallel group: two places for the buckets of its streams, to be closed at the end.
 
     Without a GPU the ranks of one machine share them, with each other and with the engines.
     """
-    block = block_group(mesh)
-    if device.type == "cpu" and (block is None or share_memory(block)):
-        return SharedSlots(block)
+    group = model_parallel_group(mesh)
+    if device.type == "cpu" and (group is None or share_memory(group)):
+        return SharedSlots(group)
     return DeviceSlots(device)
 
 
-def _fresh_slots(source: Source) -> Slots:
-    if source.device.type == "cpu" and source.block is not None and share_memory(source.block):
-        return FreshSharedSlots(source.block)
+def _fresh_slots(source: ShardReader) -> Slots:
+    if source.device.type == "cpu" and source.group is not None and share_memory(source.group):
+        return FreshSharedSlots(source.group)
     return FreshSlots(source.device)
 
 
-def _filler(source: Source, shared: bool, bucket_bytes: int, times: PartTimes, sums: bool) -> tuple[Filler, int]:
+def _assembler(
+    source: ShardReader, shared: bool, bucket_bytes: int, times: PartTimes, sums: bool
+) -> tuple[BucketAssembler, int]:
     """What fills the buckets, and the bytes of one so that two, and what fills them, stay within 2 x bucket_bytes."""
-    if shared or (source.block is None and source.device.type == "cpu"):
-        return SharedFiller(source, times, sums), bucket_bytes
+    if shared or (source.group is None and source.device.type == "cpu"):
+        return SharedMemoryAssembler(source, times, sums), bucket_bytes
     piece = max(1, bucket_bytes // PIECES)
     # Two pieces are under way at most, each with the shards that this rank adds to it.
-    return GatheringFiller(source, piece, times), bucket_bytes - 3 * piece // 2
+    return GatheringAssembler(source, piece, times), bucket_bytes - 3 * piece // 2
 
 
 def _owners(
     local: dict[Entry, Parameter], spec: ModelSpec, mesh: MeshView, head: Head, dtype: torch.dtype | None
-) -> list[Owned]:
+) -> list[ParamShard]:
     """Every entry of the model with the first stage that holds it; the same on every rank."""
     every = entries(spec, head)
     mine = _over_experts({i: local[entry].dtype for i, entry in enumerate(every) if entry in local}, mesh)
@@ -137,7 +141,7 @@ def _owners(
     if mesh.pp_size > 1:
         stages = [{}] * mesh.pp_size
         dist.all_gather_object(stages, mine, group=mesh.pg.pp)
-    owned = []
+    shards = []
     for i, entry in enumerate(every):
         stage = next((stage for stage, held in enumerate(stages) if i in held), None)
         if stage is None:
@@ -145,8 +149,8 @@ def _owners(
         found = stages[stage][i]
         target = dtype or found
         nbytes = entry.rule.count(spec) * target.itemsize
-        owned.append(Owned(entry, stage, entry.owner(spec, mesh.ep_size), found, target, nbytes))
-    return owned
+        shards.append(ParamShard(entry, stage, entry.owner(spec, mesh.ep_size), found, target, nbytes))
+    return shards
 
 
 def _over_experts(mine: dict[int, torch.dtype], mesh: MeshView) -> dict[int, torch.dtype]:

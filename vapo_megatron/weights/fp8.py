@@ -35,7 +35,7 @@ class BlockFp8:
     Attributes:
         power_of_two: scales are rounded up to powers of two, as Transformer Engine's blockwise recipe does by default.
             A block then has the values that the trainer's own matrix products use, if it is a block there as well:
-            the trainer counts blocks from the edges of what its rank stacks (see docs/handover.md).
+            the trainer counts blocks from the edges of what its rank stacks (see docs/weight_sync.md).
         kept_layers: transformer layers that stay as they are.
     """
 
@@ -80,7 +80,7 @@ def quantize(weight: Tensor, power_of_two: bool = False) -> tuple[Tensor, Tensor
     """
     rows, columns = weight.shape
     padding = (0, -columns % BLOCK, 0, -rows % BLOCK)
-    # The only copy in float32: a hand-over has little memory beside the model.
+    # The only copy in float32: a weight sync has little memory beside the model.
     whole = F.pad(weight.float(), padding) if any(padding) else weight.to(torch.float32, copy=True)
     blocks = whole.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [R, 128, C, 128]
     largest = torch.maximum(blocks.amax(dim=(1, 3)), -blocks.amin(dim=(1, 3)))

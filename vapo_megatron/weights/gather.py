@@ -1,4 +1,4 @@
-"""The two ways in which the shards of a block's ranks become buckets of whole Hugging Face tensors.
+"""The two ways in which the shards of a model-parallel group's ranks become buckets of whole Hugging Face tensors.
 
 Ranks that see the same memory each copy their shards to where they belong in it: every byte is moved once, by nobody
 but its owner. Others (GPUs, machines) gather shards in pieces and arrange them in a bucket of their own.
@@ -31,7 +31,7 @@ _COPIED_AT_ONCE = 32 << 20
 
 
 @dataclass(frozen=True)
-class Owned:
+class ParamShard:
     """An entry, the pipeline stage that holds it, of an expert's the expert-parallel rank of the stage that does; the
     dtypes of its parameters and of its tensors in a bucket, and the size of these in bytes."""
 
@@ -43,7 +43,7 @@ class Owned:
     nbytes: int
 
 
-def lay_out_entries(batch: list[Owned], spec: ModelSpec) -> tuple[list[Place], int]:
+def lay_out_entries(batch: list[ParamShard], spec: ModelSpec) -> tuple[list[Place], int]:
     """Places for all Hugging Face tensors of some entries, and the bytes they take."""
     return lay_out(
         (name, one.target, shape)
@@ -52,29 +52,29 @@ def lay_out_entries(batch: list[Owned], spec: ModelSpec) -> tuple[list[Place], i
     )
 
 
-def block_group(mesh: MeshView) -> Any:
+def model_parallel_group(mesh: MeshView) -> Any:
     """The group of the ranks that together hold the model; None where it is this rank alone."""
     if max(mesh.tp_size, mesh.ep_size) * mesh.pp_size == 1:
         return None
     return mesh.pg.tp_ep_pp if mesh.ep_size > mesh.tp_size else mesh.pg.mp
 
 
-class Filler(Protocol):
-    """Fills one bucket after another. Collective over the block, on every rank from its main thread."""
+class BucketAssembler(Protocol):
+    """Fills one bucket after another. Collective over the model-parallel group, on every rank from its main thread."""
 
-    def begin(self, batch: list[Owned], memory: Memory) -> None:
+    def begin(self, batch: list[ParamShard], memory: Memory) -> None:
         """Start to fill memory with the tensors of a batch."""
 
     def finish(self) -> Bucket:
-        """The bucket begun last, whole. Every rank of the block is done with the one before when this returns."""
+        """The bucket begun last, whole. Every rank of the group is done with the one before when this returns."""
 
     def close(self) -> None:
-        """The stream has ended; every rank of the block is done with its last bucket when this returns."""
+        """The stream has ended; every rank of the group is done with its last bucket when this returns."""
 
 
 @dataclass(frozen=True)
-class Source:
-    """What a filler reads: this rank's parameters, what they are shards of, and how they are laid out over ranks.
+class ShardReader:
+    """What a assembler reads: this rank's parameters, what they are shards of, and how they are laid out over ranks.
 
     lent: what readers of a bucket can read where it is; it is then not copied.
     """
@@ -91,18 +91,18 @@ class Source:
         return fp8_utils.dequantize_fp8_tensor(parameter) if fp8_utils.is_float8tensor(parameter) else parameter
 
     @property
-    def block(self) -> Any:
-        """See block_group."""
-        return block_group(self.mesh)
+    def group(self) -> Any:
+        """See model_parallel_group."""
+        return model_parallel_group(self.mesh)
 
     @property
     def position(self) -> int:
         """This rank's place among the ranks of its stage and block."""
-        block = self.block
-        return 0 if block is None else block.rank() % (block.size() // self.mesh.pp_size)
+        group = self.group
+        return 0 if group is None else group.rank() % (group.size() // self.mesh.pp_size)
 
-    def places(self, one: Owned) -> bool:
-        """Whether this rank has a shard that no other rank of the block places as well."""
+    def places(self, one: ParamShard) -> bool:
+        """Whether this rank has a shard that no other rank of the model-parallel group places as well."""
         if one.stage != self.mesh.pp_rank:
             return False
         if one.expert_rank is not None:
@@ -110,18 +110,18 @@ class Source:
         return self.position < self.mesh.tp_size
 
 
-class SharedFiller:
-    """Every rank of the block copies its shards into memory that all of them see.
+class SharedMemoryAssembler:
+    """Every rank of the model-parallel group copies its shards into memory that all of them see.
 
     The copies are made in a thread while the bucket before is in use, and who asks for the bucket helps with what is
     left of them. Collectives stay in the main thread.
     """
 
-    def __init__(self, source: Source, times: PartTimes, sums: bool) -> None:
+    def __init__(self, source: ShardReader, times: PartTimes, sums: bool) -> None:
         """sums: a bucket's checksums are made with it, where this rank has all of it, for less than they cost later."""
         self._source, self._times = source, times
-        self._lent = source.lent if source.block is None else None
-        self._sums = sums and source.block is None  # else others' shards may still be on their way
+        self._lent = source.lent if source.group is None else None
+        self._sums = sums and source.group is None  # else others' shards may still be on their way
         threads = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(1, "vapo-export", initializer=lambda: torch.set_num_threads(threads))
         self._left: deque[tuple[int, Placing]] = deque()
@@ -130,8 +130,8 @@ class SharedFiller:
         self._bucket: Bucket | None = None
 
     @torch.no_grad()
-    def begin(self, batch: list[Owned], memory: Memory) -> None:
-        """See Filler."""
+    def begin(self, batch: list[ParamShard], memory: Memory) -> None:
+        """See BucketAssembler."""
         source, mesh = self._source, self._source.mesh
         self._bucket = Bucket(memory, *lay_out_entries(batch, source.spec))
         if self._sums:
@@ -148,7 +148,7 @@ class SharedFiller:
         self._helper = self._pool.submit(self._copy, self._bucket)
 
     def finish(self) -> Bucket:
-        """See Filler."""
+        """See BucketAssembler."""
         assert self._helper is not None and self._bucket is not None
         self._copy(self._bucket)
         self._helper.result()
@@ -157,7 +157,7 @@ class SharedFiller:
         return bucket
 
     def close(self) -> None:
-        """See Filler."""
+        """See BucketAssembler."""
         self._pool.shutdown()
         self._barrier()
 
@@ -185,13 +185,13 @@ class SharedFiller:
                     bucket.sums[index] = add_checksums(bucket.sums[index], found)
 
     def _barrier(self) -> None:
-        if self._source.block is not None:
+        if self._source.group is not None:
             with self._times.part("gather"):
-                dist.barrier(self._source.block)
+                dist.barrier(self._source.group)
 
 
-class GatheringFiller:
-    """Every rank of the block gets every shard and arranges them in memory of its own.
+class GatheringAssembler:
+    """Every rank of the model-parallel group gets every shard and arranges them in memory of its own.
 
     A piece of a bucket travels at once: over tp by all-gather (experts by broadcast from the one rank of ep that holds
     them) within its stage, then over pp by broadcast. On a GPU all of it is enqueued on a stream beside the current
@@ -199,15 +199,15 @@ class GatheringFiller:
     in use.
     """
 
-    def __init__(self, source: Source, piece_bytes: int, times: PartTimes) -> None:
+    def __init__(self, source: ShardReader, piece_bytes: int, times: PartTimes) -> None:
         self._source, self._piece_bytes, self._times = source, piece_bytes, times
         self._stream = torch.cuda.Stream(source.device) if source.device.type == "cuda" else None
         self._bucket: Bucket | None = None
-        self._pieces: Iterator[list[Owned]] = iter(())
+        self._pieces: Iterator[list[ParamShard]] = iter(())
         self._flying: _Flight | None = None
 
-    def begin(self, batch: list[Owned], memory: Memory) -> None:
-        """See Filler."""
+    def begin(self, batch: list[ParamShard], memory: Memory) -> None:
+        """See BucketAssembler."""
         self._bucket = Bucket(memory, *lay_out_entries(batch, self._source.spec))
         self._pieces = _pieces(batch, self._piece_bytes)
         self._tensors = iter(self._bucket)
@@ -222,7 +222,7 @@ class GatheringFiller:
                 self._arrange(self._launch(piece, wait=True))
 
     def finish(self) -> Bucket:
-        """See Filler."""
+        """See BucketAssembler."""
         assert self._bucket is not None
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
@@ -235,10 +235,10 @@ class GatheringFiller:
         return bucket
 
     def close(self) -> None:
-        """See Filler."""
+        """See BucketAssembler."""
 
     @torch.no_grad()
-    def _launch(self, piece: list[Owned], wait: bool) -> "_Flight":
+    def _launch(self, piece: list[ParamShard], wait: bool) -> "_Flight":
         """Start the first collective of a piece; with `wait` later work on this stream waits for it."""
         source, mesh = self._source, self._source.mesh
         first = piece[0]
@@ -288,7 +288,7 @@ class GatheringFiller:
 class _Flight:
     """A piece on its way: gathered is [ranks that hold a shard, elements]."""
 
-    piece: list[Owned]
+    piece: list[ParamShard]
     shapes: list[tuple[int, ...]]
     gathered: Tensor
     work: Any
@@ -301,11 +301,11 @@ def _rows(placing: Placing) -> Iterator[Placing]:
     return zip(target.split(rows), part.split(rows), strict=True)
 
 
-def batches(owned: list[Owned], limit: int) -> Iterator[list[Owned]]:
+def batches(shards: list[ParamShard], limit: int) -> Iterator[list[ParamShard]]:
     """Consecutive entries of together at most limit bytes, or one that is larger."""
-    batch: list[Owned] = []
+    batch: list[ParamShard] = []
     size = 0
-    for one in owned:
+    for one in shards:
         if batch and size + one.nbytes > limit:
             yield batch
             batch, size = [], 0
@@ -315,7 +315,7 @@ def batches(owned: list[Owned], limit: int) -> Iterator[list[Owned]]:
         yield batch
 
 
-def _pieces(bucket: list[Owned], limit: int) -> Iterator[list[Owned]]:
+def _pieces(bucket: list[ParamShard], limit: int) -> Iterator[list[ParamShard]]:
     """Like batches, and all of one dtype and held by the same ranks: what a single collective can move."""
     for _, alike in itertools.groupby(bucket, key=lambda one: (one.stage, one.expert_rank, one.dtype)):
         yield from batches(list(alike), limit)

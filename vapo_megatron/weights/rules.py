@@ -162,7 +162,7 @@ class Vocabulary(Rule):
     def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
         """See Rule."""
         _, *rest = _sizes(self.shape, spec)
-        return (spec.local_words(tp_size), *rest)
+        return (spec.vocab_shard_size(tp_size), *rest)
 
     def to_shard(self, sources: Sequence[Source], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
         """See Rule."""

@@ -47,7 +47,7 @@ def save_hf(
         BadInput: on every rank, where source_dir has no config.json or the file system refuses.
     """
     refusal: list[str | None] = [None]
-    if mesh.in_first_block:
+    if mesh.in_first_model_parallel_group:
         # Memory of this rank's own: no file, so that no limit of files can stand in the way.
         slots = DeviceSlots(next(iter(chunks[0].parameters())).device)
         stream = stream_hf(chunks, spec, mesh, head, dtype=dtype, slots=slots)

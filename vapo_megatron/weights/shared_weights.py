@@ -1,6 +1,6 @@
 """Weights in memory that other processes of this machine read where it is.
 
-Without a GPU an engine can so take a tensor out of the trainer's own parameter: of the two copies that a hand-over
+Without a GPU an engine can so take a tensor out of the trainer's own parameter: of the two copies that a weight sync
 through buckets makes of every byte, one is left.
 """
 

@@ -89,7 +89,7 @@ class ModelSpec:
         multiple = self.vocab_divisible_by * tp_size
         return -(-self.vocab_size // multiple) * multiple
 
-    def local_words(self, tp_size: int) -> int:
+    def vocab_shard_size(self, tp_size: int) -> int:
         """Rows of the word embeddings, and columns of logits, on a tensor-parallel rank."""
         return self.padded_vocab_size(tp_size) // tp_size
 
@@ -268,7 +268,7 @@ def _experts(read: _HFConfig, path: Path) -> dict[str, Any]:
     if chosen == 1 and read.norm_topk_prob:
         raise BadInput(
             f"{path}: norm_topk_prob is true with num_experts_per_tok 1: every chosen expert has weight 1 then and the "
-            "router no gradient, expected 2 or more experts a token"
+            "router no gradient, expected 2 or more experts per token"
         )
     return {
         "num_experts": count,

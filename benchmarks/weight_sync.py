@@ -1,0 +1,216 @@
+"""A weight sync to a real SGLang server against a plain memory copy of the same bytes, in one run.
+
+    python -m benchmarks.weight_sync [--shape 50m] [--dtype bfloat16] [--layouts 1x1,2x1,2x2] [--engine-tp 1]
+                                   [--transport auto] [--bucket-mib 512] [--project-32b] [--json FILE]
+
+A layout is TP x PP of the trainer. Each row is a layout and what is done:
+
+    stream      the model's shards become whole Hugging Face tensors in two buckets in turn, and nothing else
+    weight sync   the same, and a server takes them: every check of a training run is on
+
+Columns:
+
+    GB/s        bytes of the Hugging Face tensors over the time of the whole, best of several; the first, in which
+                buffers are made, is not among them
+    of a copy   GB/s over that of a memory copy of the same bytes, bucket by bucket, in rank 0 of the same run
+    gather      seconds of collectives and of waiting for other ranks; convert: of copies into place, and of checksums
+                where one rank has all of a bucket; send: of announcing buckets and of answers, and else of checksums;
+                load: of the server's loading, its checksums beside it. On rank 0; they overlap, so that their sum may
+                be more than the whole
+    MiB beyond  most memory of a rank beyond what it held before, over all ranks: RSS without a GPU (pages of shared
+                buckets count in every rank), else allocated device memory
+
+--project-32b, on GPUs, scales load, convert, send and gather by bytes to the 65.5 GB of Qwen2.5-32B in bfloat16 on 8
+GPUs: TP=8 for trainer and engine. It needs a run with tp 8 for its gather; of a run with fewer it says what is missing.
+"""
+
+import json
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from benchmarks.common import SHAPES, Shape, best_seconds, over_ranks, parser, publish, random_model
+from vapo_megatron.config.model import ActorConfig, LayoutConfig
+from vapo_megatron.config.rollout import RolloutConfig, SyncConfig
+from vapo_megatron.mcore.platform import current_platform
+from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.training.engines import Engines
+from vapo_megatron.weights.export import make_slots, stream_hf
+from vapo_megatron.weights.part_times import PartTimes
+
+REPEATS = 5
+PARTS = ("gather", "convert", "send", "load")
+_BYTES_32B = 65.5e9
+
+
+class MemoryPeak:
+    """The most memory that this rank holds inside the context, beyond what it held before."""
+
+    def __enter__(self) -> "MemoryPeak":
+        self._process, self._done = psutil.Process(), threading.Event()
+        if current_platform().is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+            return self
+        self._before = self._most = self._process.memory_info().rss
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if current_platform().is_cuda:
+            self._most = torch.cuda.max_memory_allocated()
+        else:
+            self._done.set()
+            self._watcher.join()
+        self.mib = (self._most - self._before) / 2**20
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.005):
+            self._most = max(self._most, self._process.memory_info().rss)
+
+
+def copy_seconds(total: int, bucket: int, device: torch.device) -> float:
+    """Of copying `total` bytes, bucket by bucket, between two buffers that were touched before."""
+    source, target = (torch.ones(min(total, bucket), dtype=torch.uint8, device=device) for _ in range(2))
+    pieces = [min(bucket, total - start) for start in range(0, total, bucket)]
+    return best_seconds(lambda: [target[:n].copy_(source[:n]) for n in pieces], REPEATS)
+
+
+def measure(work: Callable[[], dict[str, float]]) -> dict[str, Any]:
+    """Collective: the fastest of several runs after a first, its parts, and the memory of all ranks together."""
+    found: list[tuple[float, dict[str, float]]] = []
+    with MemoryPeak() as memory:
+        for _ in range(REPEATS + 1):
+            dist.barrier()
+            start = time.perf_counter()
+            parts = work()
+            current_platform().synchronize()
+            dist.barrier()
+            found.append((time.perf_counter() - start, parts))
+    peak = torch.tensor([memory.mib], device=current_platform().device)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    seconds, parts = min(found[1:], key=lambda one: one[0])
+    return {"seconds": seconds, "parts": parts, "mib": float(peak)}
+
+
+def stream(actor: Trainable, bucket: int) -> dict[str, Any]:
+    """measure() of the stream alone."""
+    slots = make_slots(actor.mesh, current_platform().device)
+
+    def run() -> dict[str, float]:
+        times = PartTimes()
+        for _ in stream_hf(actor.chunks, actor.spec, actor.mesh, "lm", bucket, slots=slots, times=times):
+            pass
+        return times.read()
+
+    answer = measure(run)
+    slots.close()
+    return answer
+
+
+def sync_weights(
+    actor: Trainable, shape: Shape, sync: SyncConfig, engine_tp: int, dtype: str, logs: Path
+) -> dict[str, Any]:
+    """measure() of weight syncs to a server."""
+    model_dir = logs / "model"
+    if dist.get_rank() == 0:
+        config = shape.hf_config()
+        config.architectures = ["Qwen2ForCausalLM"]
+        config.save_pretrained(model_dir)
+    dist.barrier()
+    rollout = RolloutConfig(
+        tp=engine_tp, sync=sync, load_format="dummy", max_running_requests=8, max_total_tokens=4096, context_length=1024
+    )
+    with Engines(rollout, model_dir, dtype, logs, [0]) as engines:
+        engines.start()
+        engines.wait_until_ready()
+
+        def run() -> dict[str, float]:
+            engines.sync_weights(actor)
+            return engines.sync_seconds
+
+        return measure(run)
+
+
+def one_layout(
+    shape: Shape, tp: int, pp: int, sync: SyncConfig, engine_tp: int, dtype: str, logs: str
+) -> dict[str, Any]:
+    """On every rank: the copy, the stream and the weight sync of a layout."""
+    actor = random_model(shape, ActorConfig(layout=LayoutConfig(tp=tp, pp=pp)), dtype, optimizer=False)
+    total = actor.spec.parameter_count() * getattr(torch, dtype).itemsize
+    bucket = sync.bucket_mib << 20
+    plain = copy_seconds(total, bucket, current_platform().device) if dist.get_rank() == 0 else 0.0
+    dist.barrier()
+    return {
+        "bytes": total,
+        "copy": plain,
+        "stream": stream(actor, bucket),
+        "weight sync": sync_weights(actor, shape, sync, engine_tp, dtype, Path(logs)),
+    }
+
+
+def row(layout: str, what: str, answer: dict[str, Any]) -> dict[str, Any]:
+    """One line of the table."""
+    done, total = answer[what], answer["bytes"]
+    return {
+        "trainer": layout,
+        "what": what,
+        "GB": total / 1e9,
+        "seconds": done["seconds"],
+        "GB/s": total / done["seconds"] / 1e9,
+        "of a copy": answer["copy"] / done["seconds"],
+        **{part: float(done["parts"].get(part, 0.0)) for part in PARTS},
+        "MiB beyond": done["mib"],
+    }
+
+
+def projection(answers: dict[str, dict[str, Any]]) -> str:
+    """Seconds of a weight sync of 32B parameters, from the widest layout measured."""
+    layout, answer = max(answers.items(), key=lambda item: int(item[0].split("x")[0]))
+    parts = {part: answer["weight sync"]["parts"].get(part, 0.0) * _BYTES_32B / answer["bytes"] for part in PARTS}
+    said = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in parts.items())
+    whole = answer["weight sync"]["seconds"] * _BYTES_32B / answer["bytes"]
+    missing = "" if layout.startswith("8x") else f"; measured at {layout}: the gather over 8 GPUs is not in it"
+    return f"32B in bfloat16, scaled by bytes: {whole:.2f} s ({said}){missing}"
+
+
+def main() -> None:
+    """Print the table."""
+    arguments_of = parser(__doc__)
+    arguments_of.add_argument("--shape", choices=sorted(SHAPES), default="50m")
+    arguments_of.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    arguments_of.add_argument("--layouts", default="1x1,2x1,2x2")
+    arguments_of.add_argument("--engine-tp", type=int, default=1)
+    arguments_of.add_argument("--transport", default="auto")
+    arguments_of.add_argument("--bucket-mib", type=int, default=512)
+    arguments_of.add_argument("--project-32b", action="store_true")
+    arguments = arguments_of.parse_args()
+    if arguments.project_32b and not current_platform().is_cuda:
+        arguments_of.error("--project-32b is made of parts measured on GPUs, and there are none here")
+    sync = SyncConfig(transport=arguments.transport, bucket_mib=arguments.bucket_mib)
+    answers: dict[str, dict[str, Any]] = {}
+    for layout in arguments.layouts.split(","):
+        tp, pp = map(int, layout.split("x"))
+        with tempfile.TemporaryDirectory() as logs:
+            answers[layout] = over_ranks(
+                tp * pp, one_layout, SHAPES[arguments.shape], tp, pp, sync, arguments.engine_tp, arguments.dtype, logs
+            )
+    rows = [row(layout, what, answer) for layout, answer in answers.items() for what in ("stream", "weight sync")]
+    title = f"{arguments.shape}, {arguments.dtype}, engine TP{arguments.engine_tp}, transport {arguments.transport}"
+    publish(title, rows, arguments.json)
+    copies = {layout: f"{answer['bytes'] / answer['copy'] / 1e9:.1f} GB/s" for layout, answer in answers.items()}
+    print(f"plain copy: {json.dumps(copies)}")
+    if arguments.project_32b:
+        print(projection(answers))
+
+
+if __name__ == "__main__":
+    main()

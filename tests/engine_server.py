@@ -1,0 +1,43 @@
+"""One real SGLang server on a tiny random Qwen3, shared by all tests that need no more of it (a pytest plugin)."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tiny_qwen3 import make_model
+from transformers import Qwen3ForCausalLM
+
+from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.rollout.server import EngineServer
+
+# On a GPU, compile kernels when they are met: DeepGEMM otherwise spends minutes on all that an engine may ever need.
+os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0")
+
+
+@pytest.fixture(scope="session")
+def model() -> Qwen3ForCausalLM:
+    return make_model(0)
+
+
+@pytest.fixture(scope="session")
+def other_model() -> Qwen3ForCausalLM:
+    return make_model(1)
+
+
+@pytest.fixture(scope="session")
+def model_path(model: Qwen3ForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def config() -> RolloutConfig:
+    return RolloutConfig(max_running_requests=64, max_total_tokens=16384, start_timeout_s=120, collect_timeout_s=60)
+
+
+@pytest.fixture(scope="session")
+def server(model_path: Path, config: RolloutConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
+    with EngineServer(model_path, config, "float32", tmp_path_factory.mktemp("logs") / "engine.log") as running:
+        yield running

@@ -1,0 +1,185 @@
+"""Doctor as it runs: on this machine alone, and as several nodes that meet, with one that hangs or sees other files."""
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks  # noqa: F401  (imports what processes need before they are forked)
+from tiny_runs import make_model, train_config, write_config
+
+from vapo_megatron import cli
+from vapo_megatron.config.load import load_config
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.operations.doctor import bandwidth, checks, command
+from vapo_megatron.operations.doctor.checks import Check, Examination, perform
+from vapo_megatron.operations.doctor.meeting import Meeting
+from vapo_megatron.operations.doctor.report import Line
+from vapo_megatron.operations.doctor.system import write_rate
+
+WAIT = 60.0
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("doctor")
+    return write_config(folder / "train.yaml", train_config(folder, make_model(folder / "model")))
+
+
+@pytest.fixture
+def config(config_file: Path) -> TrainConfig:
+    return load_config(TrainConfig, config_file, [], cli.PRESETS)
+
+
+def names_of(world: int) -> list[str]:
+    return [f"n{rank}" for rank in range(world)]
+
+
+def node(rank: int, world: int, port: int, config_file: Path, out: Path, overrides: list[str], offloaded: bool) -> None:
+    """One process of doctor, as srun starts it on a node called n<rank>."""
+    os.environ |= {"SLURM_NTASKS": str(world), "SLURM_PROCID": str(rank), "SLURM_LOCALID": "0"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SLURMD_NODENAME": f"n{rank}"}
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    if offloaded:
+        stuck = (Check("versions", lambda _: time.sleep(3600) or [], 1.0),)
+        command.checks = lambda *_: (*stuck, *checks.checks(config, WAIT)[1:])  # type: ignore[assignment]
+    config = load_config(TrainConfig, config_file, overrides, cli.PRESETS)
+    with out.open("w") as file:
+        sys.stdout = file
+        code = command.doctor(
+            config,
+            quick=True,
+            as_text=True,
+            wait=WAIT,
+            broken_file=out.with_suffix(".broken"),
+            node_names=names_of(world),
+        )
+    os._exit(code)
+
+
+def run_nodes(
+    folder: Path, config_file: Path, overrides: list[list[str]], offloaded: int | None = None, absent: int | None = None
+) -> Any:
+    """What node 0 says of as many nodes as there are overrides; the exit codes must tell the same."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context: Any = multiprocessing.get_context("fork")
+    processes = [
+        context.Process(
+            target=node, args=(rank, len(overrides), port, config_file, folder / str(rank), given, rank == offloaded)
+        )
+        for rank, given in enumerate(overrides)
+        if rank != absent
+    ]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(240)
+            assert process.exitcode is not None, "a node did not end"
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+    said = json.loads((folder / "0").read_text())
+    assert processes[0].exitcode == (1 if said["broken_nodes"] else 0)
+    assert all(process.exitcode == 0 for process in processes[1:])
+    return said
+
+
+def lines_of(said: Any, node: str, check: str) -> list[Any]:
+    (report,) = [report for report in said["nodes"] if report["node"] == node]
+    return [line for line in report["lines"] if line["check"] == check]
+
+
+def test_three_sound_nodes(tmp_path: Path, config_file: Path) -> None:
+    said = run_nodes(tmp_path, config_file, [[], [], []])
+    assert [report["node"] for report in said["nodes"]] == ["n0", "n1", "n2"]
+    assert said["broken_nodes"] == []
+    for name in ("n0", "n1", "n2"):
+        for check in ("model", "data", "ports", "clock", "shared files", "alike"):
+            assert [line["status"] for line in lines_of(said, name, check)] == ["ok"], (name, check)
+    root = Path(config_file.parent)
+    assert not list(root.rglob(".doctor*")), "a file was left behind"
+
+
+def test_the_node_that_hangs_or_sees_other_files_is_named(tmp_path: Path, config_file: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "train.jsonl").write_text('{"problem": "1 plus 1", "answer": "2"}\n')
+    other_files = [f"data.train={elsewhere / 'train.jsonl'}"]
+    said = run_nodes(tmp_path, config_file, [[], other_files, []], offloaded=2)
+    assert said["broken_nodes"] == ["n1", "n2"]
+    (hanging,) = lines_of(said, "n2", "versions")
+    assert hanging["status"] == "fault" and "hangs" in hanging["found"] and hanging["remedy"]
+    (different,) = lines_of(said, "n1", "alike")
+    assert different["status"] == "fault" and "files" in different["found"]
+    assert [line["status"] for line in lines_of(said, "n2", "model")] == ["ok"], "later checks go on"
+
+
+def test_a_node_that_does_not_come_is_named(tmp_path: Path, config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "WAIT", 15.0)
+    said = run_nodes(tmp_path, config_file, [[], [], []], absent=1)
+    assert said["broken_nodes"] == ["n1"] and (tmp_path / "0.broken").read_text() == "n1\n"
+    (line,) = lines_of(said, "n1", "ranks")
+    assert line["status"] == "fault" and "rank 1" in line["found"]
+
+
+def test_alone_with_an_engine_and_bandwidth(config: TrainConfig) -> None:
+    alone = Examination(config, Meeting(None, "here", 1), quick=False, wait=1)
+    by_name = {check.name: check for check in checks.checks(config, 1)}
+    (engine,) = perform(by_name["engine"], alone)
+    assert engine.status == "ok", engine.found
+    (reduced,) = perform(by_name["all-reduce"], alone)
+    assert reduced.status == "ok", reduced.found
+    (memory,) = perform(by_name["memory bandwidth"], alone)
+    assert memory.status == "ok", memory.found
+
+
+def test_what_a_check_raises_is_its_line(config: TrainConfig) -> None:
+    def broken(_: Examination) -> list[Line]:
+        raise ValueError("no such thing")
+
+    alone = Examination(config, Meeting(None, "here", 1), quick=True, wait=1)
+    (line,) = perform(Check("broken", broken, 30), alone)
+    assert line.status == "fault" and "ValueError: no such thing" in line.found
+    (line,) = perform(Check("slow", broken, 30, slow=True), alone)
+    assert line.status == "skipped"
+
+
+def test_a_truncated_model_is_a_fault_and_the_exit_code_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = write_config(tmp_path / "train.yaml", train_config(tmp_path, make_model(tmp_path / "model")))
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    codes: list[int] = []
+    monkeypatch.setattr(command, "leave", codes.append)
+    monkeypatch.setattr("sys.argv", ["vapo-megatron", "doctor", str(file), "--quick", "--json"])
+    for name in ("RANK", "WORLD_SIZE", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit):
+        cli.main()
+    said = json.loads(capfd.readouterr().out)
+    assert codes == [1] and said["status"] == "fault" and len(said["broken_nodes"]) == 1
+    (model,) = [line for line in said["nodes"][0]["lines"] if line["check"] == "model"]
+    assert model["status"] == "fault" and "model.safetensors" in model["found"]
+
+
+def test_a_bandwidth_process_that_hangs_is_killed() -> None:
+    process = bandwidth.start(("allreduce", "cpu", 0, 2, "127.0.0.1", 9))
+    (said,) = bandwidth.answers([process], 0.2)
+    assert isinstance(said, str) and process.poll() is not None
+
+
+def test_write_speed_leaves_nothing_behind(tmp_path: Path) -> None:
+    assert write_rate(tmp_path, 1 << 24) > 0
+    assert not list(tmp_path.iterdir())

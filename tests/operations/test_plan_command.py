@@ -1,0 +1,189 @@
+"""Plans as a whole: they add up, more tokens never need less, proposals fit, and the command says so."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from plans import ROOT, model_dir, planned_config
+from tiny_runs import make_model
+
+from vapo_megatron import cli
+from vapo_megatron.config.load import load_config
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.errors import BadInput
+from vapo_megatron.operations.plan.plan import Plan, make_plan
+from vapo_megatron.operations.plan.search import largest_budget, propose
+
+SMALL, LARGE = "qwen2.5-math-1.5b.derived.json", "qwen2.5-32b.json"
+MIXTURE = "qwen3-30b-a3b.third-party-unsloth.json"
+LONG = (
+    "sampling.max_new_tokens=20480",
+    "rollout.context_length=null",
+    "batch.prompts_per_step=512",
+    "batch.samples_per_prompt=16",
+    "actor.max_tokens_per_microbatch=24576",
+    "critic.max_tokens_per_microbatch=24576",
+)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_dir(tmp_path_factory.mktemp("small"), SMALL)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_dir(tmp_path_factory.mktemp("large"), LARGE)
+
+
+def test_engines_on_gpus_of_their_own_are_not_planned(small: Path) -> None:
+    config = planned_config(small, "rollout.external_urls=[http://10.0.0.7:30000]")
+    with pytest.raises(
+        BadInput, match=r"rollout\.external_urls: a plan knows engines that share the GPUs of the run alone"
+    ):
+        make_plan(config, 8)
+
+
+def with_budget(config: TrainConfig, name: str, budget: int) -> TrainConfig:
+    section = getattr(config, name).model_copy(update={"max_tokens_per_microbatch": budget})
+    return config.model_copy(update={name: section})
+
+
+def totals(plan: Plan) -> list[float]:
+    return [phase.total for phase in plan.memory.phases]
+
+
+@pytest.mark.parametrize("overrides", [(), ("algorithm.kl={placement: loss, estimator: k3, coef: 0.001}",)])
+def test_json_adds_up(small: Path, capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...]) -> None:
+    from vapo_megatron.operations.plan.command import plan_run
+
+    plan_run(planned_config(small, *overrides), 8, None, True)
+    said = json.loads(capsys.readouterr().out)
+    phases = said["memory"]["phases"]
+    for holding in (*phases, said["memory"]["node"]):
+        assert holding["total"] == pytest.approx(sum(holding["parts"].values()))
+    time = said["time"]
+    assert time["step"] == pytest.approx(sum(time["phases"].values()))
+    assert said["run"]["gpu_hours"] == pytest.approx(8 * sum(said["run"]["seconds"].values()) / 3600)
+    assert said["run"]["seconds"]["steps"] == pytest.approx(200 * time["step"])
+    assert ("reference" in said["models"]) == bool(overrides)
+    # A phase holds just what its table of sleepers says.
+    for holding in phases:
+        for name, parts in said["memory"]["on_device"][holding["phase"]].items():
+            found = {part.removeprefix(f"{name} ") for part in holding["parts"] if part.startswith(f"{name} ")}
+            assert found == {part for part in parts if f"{name} {part}" in holding["parts"]}
+    assert said["assumptions"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        (),
+        ("actor.recompute.granularity=full",),
+        ("actor.layout={tp: 2, pp: 2, sequence_parallel: true}",),
+        ("actor.layout={tp: 1, pp: 2, vpp: 2, sequence_parallel: false}",),
+        ("actor.layout={tp: 1, cp: 2, sequence_parallel: false}", "model.attention=sdpa"),
+    ],
+)
+def test_more_tokens_never_need_less(small: Path, changes: tuple[str, ...]) -> None:
+    config = planned_config(small, *changes)
+    found = [totals(make_plan(with_budget(config, "actor", budget), 8)) for budget in range(2048, 40960, 2048)]
+    for less, more in itertools.pairwise(found):
+        assert all(a <= b for a, b in zip(less, more, strict=True))
+    longer = make_plan(
+        planned_config(small, *changes, "sampling.max_new_tokens=2048", "rollout.context_length=4096"), 8
+    )
+    assert all(a <= b for a, b in zip(totals(make_plan(config, 8)), totals(longer), strict=True))
+
+
+@pytest.mark.parametrize("name", ["actor", "critic"])
+def test_the_largest_budget_is_the_largest(small: Path, name: str) -> None:
+    plan = make_plan(planned_config(small), 8)
+    budget = largest_budget(plan, name)
+    assert budget is not None
+    assert make_plan(with_budget(plan.config, name, budget), 8).fits
+    assert not make_plan(with_budget(plan.config, name, budget + 1024), 8).fits
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "overrides"),
+    [(SMALL, 8, ()), (SMALL, 1, ()), (LARGE, 128, LONG), (LARGE, 32, LONG), (MIXTURE, 32, LONG)],
+)
+def test_a_proposal_fits_and_is_no_slower(tmp_path: Path, model: str, world: int, overrides: tuple[str, ...]) -> None:
+    layouts = ("actor.layout={tp: 1, sequence_parallel: false}", "critic.layout={tp: 1, sequence_parallel: false}")
+    config = planned_config(model_dir(tmp_path, model), *layouts, *overrides)
+    given = make_plan(config, world)
+    found = propose(given)
+    assert found is not None and found.plan.fits
+    if given.fits:
+        assert sum(found.plan.seconds.values()) <= sum(given.seconds.values())
+    # What it tells to change, and nothing else, makes the plan.
+    again = planned_config(tmp_path, *layouts, *overrides, *(f"{k}={v}" for k, v in found.changes.items()))
+    assert make_plan(again, world).time.step == pytest.approx(found.plan.time.step)
+
+
+def test_more_gpus_do_not_take_longer(large: Path) -> None:
+    best = [propose(make_plan(planned_config(large, *LONG), world)) for world in (32, 64, 128)]
+    seconds = [found.plan.time.step for found in best if found is not None]
+    assert len(seconds) == 3 and seconds == sorted(seconds, reverse=True)
+
+
+def test_a_32b_model_that_does_not_fit_is_refused_with_one_that_does(
+    large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    example = str(ROOT / "examples" / "gsm8k" / "vapo.yaml")
+    command = ["vapo-megatron", "plan", example, f"model.path={large}", *LONG, "--nodes", "16"]
+    monkeypatch.setattr("sys.argv", command)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    said = capfd.readouterr()
+    assert len(said.err.splitlines()) == 1 and "does not fit 128 x h100-80g" in said.err
+    proposed = said.err.strip().partition(": try ")[2].split()
+    assert proposed
+    monkeypatch.setattr("sys.argv", [*command, *proposed])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    said = capfd.readouterr()
+    assert end.value.code == 0, said.err
+    assert "GPU-hours" in said.out and "Assumed" in said.out
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("rollout.tp=3", "rollout.tp=3"),
+        ("actor.layout.tp=8", "actor.layout.tp=8"),
+        ("plan.mean_response_tokens=5000", "plan.mean_response_tokens=5000"),
+        ("hardware.kind=h100", "hardware.kind"),
+        ("plan.gpus=12", "12 GPUs"),
+    ],
+)
+def test_what_cannot_be_planned_is_named(
+    small: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], override: str, named: str
+) -> None:
+    example = str(ROOT / "examples" / "gsm8k" / "vapo.yaml")
+    monkeypatch.setattr("sys.argv", ["vapo-megatron", "plan", example, f"model.path={small}", override])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    lines = capfd.readouterr().err.splitlines()
+    assert end.value.code == 2 and len(lines) == 1 and named in lines[0]
+
+
+def test_efficiencies_are_the_configs(small: Path) -> None:
+    given = make_plan(planned_config(small), 8)
+    slower = make_plan(planned_config(small, "hardware.efficiency={linear: 0.225, attention: 0.175}"), 8)
+    assert slower.time.phases["update_policy"] > 1.7 * given.time.phases["update_policy"]
+    less_memory = make_plan(planned_config(small, "hardware.device_memory_gib=20"), 8)
+    assert not less_memory.fits
+
+
+@pytest.mark.parametrize("name", ["quickstart/vapo", "gsm8k/vapo", "ablation/train"])
+def test_examples_can_be_planned(name: str, tmp_path: Path) -> None:
+    model = model_dir(tmp_path, SMALL) if name == "gsm8k/vapo" else make_model(tmp_path)
+    path = ROOT / "examples" / f"{name}.yaml"
+    preset = ["preset=vapo"] if name == "ablation/train" else []  # its rows are presets
+    settings = load_config(TrainConfig, path, [f"model.path={model}", *preset], cli.PRESETS)
+    plan = make_plan(settings, settings.cluster.ranks or 8)
+    assert plan.fits, plan.memory.problems

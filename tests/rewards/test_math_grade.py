@@ -1,0 +1,163 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vapo_megatron.rewards.math import Grade, grade, grade_response, prepare
+
+SHARED_DATA = Path(__file__).parents[2].parent / "shared" / "data"
+
+SAME = [
+    ("1000", r"\boxed{1{,}000}"),
+    ("1000", r"\boxed{1\,000}"),
+    ("1{,}000{,}000", "Answer: 1,000,000"),
+    ("-5", "\\boxed{\u22125}"),
+    ("1/2", r"\boxed{\frac12}"),
+    (r"\frac12", "Answer: 0.5"),
+    (r"12\frac{3}{5}", r"\boxed{63/5}"),
+    ("34", "**Answer:** 34"),
+    ("34", "Answer: 034"),
+    ("34", "Answer: 34.0"),
+    ("34", r"so it is \boxed{34}"),
+    ("34", "**Final Answer:**\n\n34"),
+    ("34", "<think>7?</think><answer>34</answer>"),
+    ("34", r"<answer>\boxed{34}</answer>"),
+    ("34", "s1 c0 #### 34"),
+    ("0.333333", r"\boxed{\frac{1}{3}}"),
+    ("10 %", r"\boxed{10\%}"),
+    ("0.1", r"\boxed{10\%}"),
+    ("1101_2", r"\boxed{1101_{2}}"),
+    ("[-2,7]", r"\boxed{-2 \le x \le 7}"),
+    (r"-2 \le x \le 7", r"\boxed{x \in [-2,7]}"),
+    (r"(-\infty,-1)\cup(2,\infty)", r"\boxed{x<-1 \text{ or } x>2}"),
+    (r"\{1,2,3\}", r"\boxed{\{3,2,1\}}"),
+    ("(1,2)", r"\boxed{\left( 1, 2 \right)}"),
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\boxed{\begin{bmatrix} 1 \\ \frac42 \end{bmatrix}}"),
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\boxed{[1, 2]}"),
+    (r"2\sqrt{3}", r"\boxed{\sqrt{12}}"),
+    ("x^2+2x+1", r"\boxed{(x+1)^2}"),
+    ("x = 2, x = -3", r"\boxed{x = 2, x = -3}"),
+    (r"2\pm\sqrt3", r"\boxed{2+\sqrt{3}, 2-\sqrt{3}}"),
+    ("A", r"\boxed{\textbf{(A)}}"),
+    ("odd", r"\boxed{\text{Odd}}"),
+    (r"100\text{ square units}", r"\boxed{100}"),
+    ("18", r"\boxed{\$18.00}"),
+    ("7", "The answer is 7."),
+]
+DIFFERENT = [
+    ("10", r"\boxed{10\%}"),
+    ("10%", r"\boxed{10}"),
+    ("1101_2", r"\boxed{1101}"),
+    ("1101", r"\boxed{1101_2}"),
+    ("7", r"\boxed{7} or \boxed{8}"),
+    ("8", r"\boxed{7}, \boxed{8}"),
+    ("3", r"\boxed{3, 4}"),
+    ("12", r"\boxed{1 2}"),
+    ("32349", r"\boxed{32, 349}"),
+    ("5", r"\boxed{5.001}"),
+    ("1/3", r"\boxed{0.33}"),
+    ("0.0000001", r"\boxed{0.0000002}"),
+    ("(1,2)", r"\boxed{(2,1)}"),
+    ("(1,2)", r"\boxed{[1,2]}"),
+    (r"\begin{pmatrix} 1 & 2 \end{pmatrix}", r"\boxed{[1, 3]}"),
+    ("x>3", r"\boxed{x\ge 3}"),
+    ("2021", r"\boxed{\pm 2021}"),
+    ("A", r"\boxed{B}"),
+    ("34", "Answer: 35"),
+]
+
+
+@pytest.mark.parametrize(("ground_truth", "response"), SAME)
+def test_spellings_of_one_answer_are_equal(ground_truth: str, response: str) -> None:
+    assert grade_response(ground_truth, response).reason == "equal"
+
+
+@pytest.mark.parametrize(("ground_truth", "response"), DIFFERENT)
+def test_other_answers_are_different(ground_truth: str, response: str) -> None:
+    assert grade_response(ground_truth, response).reason == "different"
+
+
+def test_a_second_thought_replaces_the_first_box() -> None:
+    response = r"It is \boxed{7}. Hmm, wait, \boxed{8}."
+    assert grade("8", response)
+    assert not grade("7", response)
+
+
+@pytest.mark.parametrize("response", ["", "<think>so \\boxed{42}", "so \\boxed{42", "words only"])
+def test_a_response_without_answer_is_not_correct(response: str) -> None:
+    assert not grade("42", response)
+
+
+def test_an_empty_gold_is_never_matched() -> None:
+    assert grade_response("", r"\boxed{}").reason == "no_ground_truth"
+
+
+@pytest.mark.parametrize(
+    "bomb", ["9^{9^{9^9}}", "99999!", "10^{100000000}", "(" * 900 + "1" + ")" * 900, "1" * 5_000, "2**3**4**5"]
+)
+def test_a_bomb_is_refused_unread(bomb: str) -> None:
+    assert grade_response("x+1", rf"\boxed{{{bomb}}}").reason == "too_complex"
+
+
+def test_marked_protocol_does_not_search_free_text() -> None:
+    assert grade_response("7", "so we get 7", "auto").correct
+    assert grade_response("7", "so we get 7", "marked").reason == "no_answer"
+    assert grade_response("7", "#### 7", "boxed").reason == "no_answer"
+
+
+def test_plain_answers_are_settled_without_sympy() -> None:
+    code = (
+        "import sys\n"
+        "from vapo_megatron.rewards.math import grade\n"
+        "assert grade('1000', r'\\boxed{1{,}000}') and not grade('3', '#### 4') and grade('1/2', 'Answer: 0.5')\n"
+        "assert 'sympy' not in sys.modules and 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=60)
+
+
+def test_mathematics_is_left_to_a_comparison() -> None:
+    assert not isinstance(prepare(r"\sqrt{12}", r"\boxed{2\sqrt{3}}"), Grade)
+    assert prepare("12", r"\boxed{12}") == Grade(True, "equal", "12", 1.0)
+
+
+def _shared_rows(name: str) -> list[dict]:
+    path = SHARED_DATA / name
+    if not path.is_file():
+        pytest.skip(f"{path} is not there")
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_agreement_on_public_equivalence_cases_is_at_least_that_of_math_verify() -> None:
+    import math_verify
+
+    rows = [row for row in _shared_rows("answer_equivalence_public.jsonl") if not row["tags"]]
+    ours = sum(grade(row["gold"], row["prediction"]) == row["expected"] for row in rows)
+    theirs = sum(
+        math_verify.verify(math_verify.parse(row["gold"]), math_verify.parse(row["prediction"])) == row["expected"]
+        for row in rows
+    )
+    assert ours >= theirs
+    assert ours / len(rows) > 0.95
+
+
+def test_agreement_on_real_responses() -> None:
+    rows = _shared_rows("real_responses_public.jsonl")
+    agreed = sum(grade(row["answer"], row["response"]) == row["correct"] for row in rows)
+    assert agreed / len(rows) > 0.97
+
+
+@pytest.mark.parametrize(
+    "response,correct",
+    [
+        ("#### 5 #### 4", True),  # the last marker counts, also on one line
+        ("#### 4 #### 5", False),
+        ("#### 5 7 #### 5 plus 4", False),
+        ("#### 4 5", False),  # several answers are no answer
+        ("#### 0 1 2 3 4", False),
+    ],
+)
+def test_several_hash_answers_cannot_be_a_lottery(response: str, correct: bool) -> None:
+    assert grade_response("4", response, "hash").correct is correct
+    assert grade_response("4", response, "marked").correct is correct

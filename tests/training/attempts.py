@@ -1,0 +1,255 @@
+"""Whole tiny runs that are stopped, killed and started again, in processes forked from the test."""
+
+import json
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ranks  # noqa: F401  (imports what ranks need before they are forked)
+import torch.distributed as dist
+from tiny_runs import make_model, problems, write_config, write_rows
+
+import vapo_megatron.training.background_save as background_save
+import vapo_megatron.training.engines as engines
+import vapo_megatron.training.updates as updates
+import vapo_megatron.training.value_pretraining as value_pretraining
+from vapo_megatron.config import algorithm
+from vapo_megatron.config.load import load_config
+from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.errors import VapoError
+from vapo_megatron.rollout.server import EngineAddress, EngineServer
+from vapo_megatron.training import launch, rank, sft
+
+PRESETS = Path(algorithm.__file__).parent / "presets"
+# One response at a time and no cache: how requests happen to meet in a batch shows in the last bit of log-probs.
+ENGINE: dict[str, Any] = {
+    "max_running_requests": 1,
+    "max_total_tokens": 8192,
+    "context_length": 64,
+    "server_args": {"disable_radix_cache": True},
+}
+DEADLINE = 240
+
+
+@dataclass(frozen=True)
+class World:
+    """What all runs share: model, data, one server."""
+
+    folder: Path
+    model: Path
+    train: Path
+    evaluation: Path
+    address: EngineAddress
+
+
+@contextmanager
+def world(folder: Path) -> Iterator[World]:
+    """A model, problems, and a running engine."""
+    model = make_model(folder / "model")
+    train = write_rows(folder / "train.jsonl", problems(64))
+    evaluation = write_rows(folder / "eval.jsonl", problems(4))
+    with EngineServer(model, RolloutConfig(**ENGINE), "float32", folder / "engine.log") as server:
+        yield World(folder, model, train, evaluation, server.address)
+
+
+class SharedServer:
+    """Stands where a run would start a server of its own."""
+
+    address: EngineAddress
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def start(self) -> None: ...
+    def wait_until_ready(self) -> None: ...
+    def stop(self) -> None: ...
+
+
+def config_of(world: World, name: str, layout: Mapping[str, int], *overrides: str) -> TrainConfig:
+    """VAPO in small: two recorded rollouts, three steps, an evaluation at each, a checkpoint at every safe point."""
+    optimizer = {"lr": 1e-3, "warmup_steps": 4}
+    user: dict[str, Any] = {
+        "run": {"name": name, "root": str(world.folder / "runs"), "steps": 3},
+        "model": {"path": str(world.model), "dtype": "float32"},
+        "actor": {"layout": dict(layout), "optimizer": optimizer},
+        "critic": {"layout": dict(layout), "optimizer": optimizer},
+        "data": {
+            "train": str(world.train),
+            "eval": [{"name": "sums", "path": str(world.evaluation), "samples": 2}],
+            "max_prompt_tokens": 16,
+        },
+        "batch": {"prompts_per_step": 4, "samples_per_prompt": 4},
+        "sampling": {"max_new_tokens": 12},
+        "rollout": {"load_format": "dummy", **ENGINE},
+        "reward": {"verifier": "function", "function": "parity_grade:verify", "workers": 1},
+        "algorithm": {
+            "update": {"minibatch_size": 8},
+            # A reference policy that is replaced is state as well.
+            "kl": {"placement": "loss", "estimator": "k3", "coef": 0.01, "replace_reference_every": 2},
+        },
+        "value_pretraining": {"iterations": 2, "replay_epochs": 1, "minibatch_size": 8},
+        "evaluation": {"every": 1},
+        "checkpoint": {"every": 1, "every_minutes": 1e-9},
+        "monitoring": {"tensorboard": False},
+    }
+    path = write_config(world.folder / f"{name}.yaml", user)
+    return load_config(TrainConfig, path, overrides, PRESETS)
+
+
+@dataclass(frozen=True)
+class End:
+    """How a attempt ended."""
+
+    code: int
+    said: str
+
+
+def live(
+    world: World, config: TrainConfig, count: int, prepare: Callable[[], None] = lambda: None, stop: str | None = None
+) -> End:
+    """One life of a run on `count` ranks, started as `vapo-megatron train` starts it.
+
+    Args:
+        world: of the run.
+        config: of the run.
+        count: ranks.
+        prepare: called in the starter before its ranks are forked; may lay a trap.
+        stop: once this file is there, relative to the run directory, SIGUSR1 is sent to the starter and to all that
+            it has started: ranks and verifiers.
+    """
+    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"ranks": count})})
+    SharedServer.address = world.address
+    return _life(config, partial(rank.train_rank, config), prepare, stop)
+
+
+def fine_tune(config: SftConfig) -> End:
+    """One life of `vapo-megatron sft` on one rank."""
+    return _life(config, partial(sft.sft_rank, config))
+
+
+def _life(
+    config: TrainConfig | SftConfig,
+    body: Callable[[Path, Path | None], None],
+    prepare: Callable[[], None] = lambda: None,
+    stop: str | None = None,
+) -> End:
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    starter = context.Process(target=_start, args=(config, body, prepare, writer))
+    starter.start()
+    writer.close()
+    end = time.monotonic() + DEADLINE
+    if stop is not None:
+        mark = Path(config.run.directory) / stop
+        while not mark.exists() and starter.is_alive() and time.monotonic() < end:
+            time.sleep(0.02)
+        assert starter.pid is not None
+        for _ in range(2):  # Slurm says it twice, and to every process of a step
+            os.killpg(starter.pid, signal.SIGUSR1)
+    try:
+        said = reader.recv() if reader.poll(max(0.1, end - time.monotonic())) else ""
+    except EOFError:
+        said = ""
+    starter.join(max(0.1, end - time.monotonic()))
+    if starter.is_alive():
+        starter.kill()
+        raise AssertionError(f"{config.run.name}: no end within {DEADLINE} s")
+    assert starter.exitcode is not None
+    return End(starter.exitcode, said)
+
+
+def _start(config: Any, body: Callable[[Path, Path | None], None], prepare: Callable[[], None], writer: Any) -> None:
+    os.setsid()
+    engines.EngineServer = SharedServer  # type: ignore[assignment,misc]
+    prepare()
+    code, said = 0, ""
+    try:
+        launch.launch(config, body, lambda *_: None)
+    except VapoError as error:
+        code, said = error.exit_code, str(error)
+    except BaseException:
+        code, said = 99, traceback.format_exc()
+    writer.send(said)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def kill_at(place: str, call: int, victim: int = 0) -> None:
+    """Have a rank kill itself with SIGKILL in its call-th call of a place."""
+    module, name = PLACES[place]
+    original, calls = getattr(module, name), 0
+
+    def trap(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += dist.get_rank() == victim
+        if calls == call and dist.get_rank() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    setattr(module, name, trap)
+
+
+PLACES: dict[str, tuple[Any, str]] = {
+    "rollout": (engines.Dispatcher, "collect"),
+    "value pretraining": (value_pretraining, "critic_step"),
+    "policy update": (updates, "policy_loss"),
+    "save": (background_save, "commit_checkpoint"),
+}
+
+
+def fill_the_disk(limit: int) -> None:
+    """While a checkpoint is written the kernel lets no file grow beyond a size, as a full disk would."""
+    write = background_save.BackgroundSave._write
+
+    def refused(save: Any) -> Any:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        try:
+            return write(save)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    background_save.BackgroundSave._write = refused  # type: ignore[method-assign]
+
+
+def refuse_units(number: int, times: int) -> None:
+    """Have the file system refuse, with an error number, to give the first checkpoints that are written their names."""
+    commit, left = background_save.commit_checkpoint, times
+
+    def refused(*args: Any) -> Any:
+        nonlocal left
+        if left:
+            left -= 1
+            raise OSError(number, os.strerror(number))
+        return commit(*args)
+
+    background_save.commit_checkpoint = refused  # type: ignore[assignment]
+
+
+_NOT_REPRODUCIBLE = re.compile(r"(^|/)(time|memory|device_memory|throughput)/|_seconds$")
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of a run without seconds and bytes."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if not _NOT_REPRODUCIBLE.search(name)} for row in rows]
+
+
+def left_behind(run_dir: Path) -> dict[str, bytes]:
+    """What a run is for, by file: exported models, samples, evaluations."""
+    found = {}
+    for folder in ("checkpoints", "samples", "evaluation"):
+        for path in sorted((run_dir / folder).rglob("*")):
+            if path.is_file():
+                found[path.relative_to(run_dir).as_posix()] = path.read_bytes()
+    return found | {"evaluation.json": (run_dir / "evaluation.json").read_bytes()}

@@ -1,0 +1,117 @@
+"""The folder of a run's checkpoint: which there are, which of them stay, and how one comes to be there.
+
+A checkpoint is written into a hidden folder and renamed once all of it is on the disk: what has a checkpoint's name
+is whole. The newest is found by looking; there is no pointer that could be stale.
+"""
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from vapo_megatron.config.atomic import sync
+from vapo_megatron.config.checkpoint import RetentionConfig
+
+CHECKPOINT_FOLDER = "checkpoints"
+CHECKPOINT_HELP = "restore it from a copy, or delete this folder to go on from the checkpoint before it"
+_NAME = re.compile(r"step_(\d{6,})(?:_pretraining_(\d{6,}))?")
+
+
+@dataclass(frozen=True, order=True)
+class CheckpointName:
+    """Where in its life the run was: steps done and, within value pretraining, rollouts and updates done."""
+
+    step: int
+    pretraining: float = float("inf")
+
+    def __str__(self) -> str:
+        tail = "" if self.pretraining == float("inf") else f"_pretraining_{int(self.pretraining):06d}"
+        return f"step_{self.step:06d}{tail}"
+
+    @classmethod
+    def parse(cls, name: str) -> Self | None:
+        """None for what is no checkpoint's name."""
+        found = _NAME.fullmatch(name)
+        if found is None:
+            return None
+        return cls(int(found[1]), int(found[2]) if found[2] else float("inf"))
+
+
+def list_checkpoints(run_dir: Path) -> dict[CheckpointName, Path]:
+    """The checkpoints of a run, oldest first."""
+    folder = run_dir / CHECKPOINT_FOLDER
+    if not folder.is_dir():
+        return {}
+    found = {name: path for path in folder.iterdir() if (name := CheckpointName.parse(path.name)) is not None}
+    return dict(sorted(found.items()))
+
+
+def latest_checkpoint(run_dir: Path) -> Path | None:
+    """The checkpoint to go on from."""
+    return next(reversed(list_checkpoints(run_dir).values()), None)
+
+
+def open_checkpoint(run_dir: Path, name: CheckpointName) -> Path:
+    """A new hidden folder in which a checkpoint is written. Raises OSError."""
+    folder = run_dir / CHECKPOINT_FOLDER / f".{name}.{secrets.token_hex(4)}"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def commit_checkpoint(folder: Path, name: CheckpointName) -> Path:
+    """Give a written folder its name, once all of it is on the disk. Raises OSError; the folder is then as it was."""
+    for parent, _, _ in os.walk(folder):
+        sync(Path(parent))
+    target = folder.with_name(str(name))
+    folder.rename(target)
+    sync(target.parent)
+    return target
+
+
+def remove_leftovers(run_dir: Path) -> None:
+    """Remove what saves that were interrupted, and removals that were, have left."""
+    folder = run_dir / CHECKPOINT_FOLDER
+    if folder.is_dir():
+        for path in folder.iterdir():
+            if path.name.startswith("."):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint; it loses its name at once, so that no half of it is ever taken for one."""
+    hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    path.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def to_remove(
+    names: Sequence[CheckpointName], metrics: Mapping[CheckpointName, Mapping[str, float]], config: RetentionConfig
+) -> list[CheckpointName]:
+    """The checkpoints that retention does not keep.
+
+    Args:
+        names: of all checkpoints.
+        metrics: evaluation metrics of their steps, by checkpoint.
+        config: how many stay, and which.
+    """
+    ordered = sorted(names)
+    kept = set(ordered[-config.last :])
+    if config.every is not None:
+        kept |= {name for name in ordered if name.step > 0 and name.step % config.every == 0}
+    best = best_checkpoint(metrics, config)
+    return [name for name in ordered if name not in kept and name != best]
+
+
+def best_checkpoint(
+    metrics: Mapping[CheckpointName, Mapping[str, float]], config: RetentionConfig
+) -> CheckpointName | None:
+    """The checkpoint with the best value of the metric that retention looks at, the earliest of equals."""
+    if config.best is None:
+        return None
+    sign = 1 if config.best_is == "highest" else -1
+    found = {name: sign * values[config.best] for name, values in sorted(metrics.items()) if config.best in values}
+    return max(found, key=lambda name: found[name], default=None)

@@ -1,0 +1,32 @@
+"""The functions that SGLang runs in the child processes of a server.
+
+They are pickled by name: a spawned child imports this module, and with it the CPU shim, before it uses SGLang.
+"""
+
+import signal
+from typing import Any
+
+from vapo_megatron.engine import cpu_shim
+
+_on_cpu = cpu_shim.install()
+
+from sglang.srt.managers.scheduler import run_scheduler_process  # noqa: E402
+from sglang.srt.utils.common import kill_itself_when_parent_died  # noqa: E402
+
+from vapo_megatron.engine.cpu_fp8 import install_cpu_fp8  # noqa: E402
+from vapo_megatron.weight_sync.strict_loading import install_strict_loading  # noqa: E402
+
+
+def run_scheduler(*args: Any, **kwargs: Any) -> None:
+    """SGLang's scheduler, with weight updates that name what they could not place."""
+    install_strict_loading()
+    if _on_cpu:
+        install_cpu_fp8()
+    run_scheduler_process(*args, **kwargs)
+
+
+def run_idle_detokenizer(*_: Any, **__: Any) -> None:
+    """Stands where SGLang wants a detokenizer: token-in token-out servers never send it anything."""
+    kill_itself_when_parent_died()
+    while True:
+        signal.pause()

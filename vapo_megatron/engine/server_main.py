@@ -1,0 +1,73 @@
+"""Entry of a server subprocess:
+
+    python -m vapo_megatron.engine.server_main LISTEN_FD OWNER_PID SCRATCH IDENTITY [SGLang args]
+
+LISTEN_FD is a bound TCP socket, inherited from the owner, so that no other process can take the port between its
+choice and its use. Standard input is the lifeline of owner_guard. IDENTITY, a JSON object, is what the server answers
+under IDENTITY_PATH. The key that requests must carry is in the environment; it is not given to SGLang,
+which would write it into its log.
+"""
+
+import functools
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from multiprocessing import set_start_method
+
+from vapo_megatron.engine.owner_guard import kill_group_with_owner
+
+KEY_VARIABLE = "VAPO_ENGINE_KEY"
+IDENTITY_PATH = "vapo_engine"
+
+
+def main(argv: list[str]) -> None:
+    listen_fd, owner_pid, scratch, identity, *engine_args = argv
+    key = os.environ.pop(KEY_VARIABLE, "")
+    # Slurm's signals to save and stop go to every process of a job; how a server ends is its owner's affair. Blocked
+    # rather than ignored: SGLang sets handlers of its own, and its children inherit this.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
+    kill_group_with_owner(sys.stdin.fileno(), int(owner_pid), scratch)
+    listener = socket.socket(fileno=int(listen_fd))
+
+    # After the guard: importing SGLang takes seconds, in which the owner may die.
+    from vapo_megatron.engine import cpu_shim
+
+    on_cpu = cpu_shim.install()
+
+    import uvicorn
+    from sglang.srt.entrypoints import engine
+    from sglang.srt.entrypoints.http_server import app, launch_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils.auth import add_api_key_middleware
+
+    from vapo_megatron.engine import processes
+
+    uvicorn.Server.run = functools.partialmethod(uvicorn.Server.run, sockets=[listener])  # type: ignore[method-assign,assignment]
+    told = json.loads(identity)
+    app.add_api_route(f"/{IDENTITY_PATH}", lambda: told)
+    if key:
+        add_api_key_middleware(app, api_key=key, admin_api_key=None)
+    if on_cpu:
+        engine._set_envs_and_config = _then_fork(engine._set_envs_and_config)
+    launch_server(
+        prepare_server_args(engine_args),
+        run_scheduler_process_func=processes.run_scheduler,
+        run_detokenizer_process_func=processes.run_idle_detokenizer,
+    )
+
+
+def _then_fork(set_envs_and_config: Callable[[object], None]) -> Callable[[object], None]:
+    """SGLang spawns its children for the sake of CUDA; without CUDA a fork saves a second import of everything."""
+
+    def run(server_args: object) -> None:
+        set_envs_and_config(server_args)
+        set_start_method("fork", force=True)
+
+    return run
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,56 @@
+"""Numbers that ranks work out apart and report together."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vapo_megatron.mcore.platform import current_platform
+from vapo_megatron.mcore.token_loss import TokenLoss
+
+
+@dataclass
+class StepResult:
+    """What one optimizer step reports, the same on every rank."""
+
+    grad_norm: float
+    lr: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    outputs: Tensor | None = None
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Collective: sum over all ranks of CPU tensors to which each token's speaker alone contributes."""
+    return _over_ranks(values, dist.ReduceOp.SUM)
+
+
+def _over_ranks(values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+    moved = values.to(current_platform().device)
+    dist.all_reduce(moved, op=op)
+    return moved.cpu()
+
+
+class MetricTotals:
+    """A loss's metrics: added up, or compared, over micro-batches on the device and over ranks at the end."""
+
+    def __init__(self, loss: TokenLoss, device: torch.device) -> None:
+        self._sums = {name: torch.zeros((), device=device) for name in loss.sums}
+        self._maxima = {name: torch.full((), float("-inf"), device=device) for name in loss.maxima}
+
+    def add(self, metrics: Mapping[str, Tensor]) -> None:
+        """Take in what the loss said of one micro-batch."""
+        for name, total in self._sums.items():
+            total += metrics[name]
+        for name, largest in self._maxima.items():
+            self._maxima[name] = torch.maximum(largest, metrics[name])
+
+    def over_ranks(self) -> dict[str, float]:
+        """Collective: the metrics of all ranks, the same on each. Waits for the device."""
+        found: dict[str, float] = {}
+        for metrics, op in ((self._sums, dist.ReduceOp.SUM), (self._maxima, dist.ReduceOp.MAX)):
+            if metrics:
+                values = _over_ranks(torch.stack([value.cpu() for value in metrics.values()]), op)
+                found |= dict(zip(metrics, values.tolist(), strict=True))
+        return found

@@ -1,0 +1,148 @@
+"""`vapo-megatron doctor CONFIG`, on one node or on all of a job."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from vapo_megatron.cluster.ranks import environment_place, node_name
+from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.operations.doctor import bandwidth
+from vapo_megatron.operations.doctor.checks import Check, Examination, checks, perform
+from vapo_megatron.operations.doctor.meeting import Meeting
+from vapo_megatron.operations.doctor.report import (
+    Line,
+    NodeReport,
+    as_json,
+    broken_nodes,
+    exit_code,
+    from_json,
+    show,
+)
+
+# The name under which stands what no single node can be blamed for.
+BETWEEN = "(between nodes)"
+# Nodes that have met have imported what they need: from then on they wait for each other no longer than this.
+_AMONG_THOSE_PRESENT = 120.0
+
+
+def doctor(
+    config: TrainConfig,
+    quick: bool,
+    as_text: bool,
+    wait: float,
+    broken_file: Path | None = None,
+    node_names: Sequence[str] = (),
+) -> int:
+    """Examine this node, and with the others of the job what only they show together; rank 0 prints the result.
+
+    Args:
+        config: of the run that is to follow.
+        quick: without the slow checks.
+        as_text: JSON on standard output in place of a table.
+        wait: seconds to wait for other nodes to come.
+        broken_file: gets the names of nodes with a fault, one a line; what no node can be blamed for is left out.
+        node_names: of all nodes in the order of their ranks, equally many on each, so that those that do not come
+            have a name; empty where it is not known.
+
+    Returns:
+        The exit code: on rank 0 1 where any node has a fault; 0 elsewhere.
+
+    Raises:
+        RunFailed: this process does not reach the others.
+    """
+    place = environment_place()
+    meeting = Meeting(place, node_name(), wait)
+    if not meeting.leads:
+        return 0
+    among = min(wait, _AMONG_THOSE_PRESENT)
+    examination = Examination(config, meeting, quick, among)
+    table = checks(config, among)
+    own = NodeReport(meeting.node, meeting.rank, tuple(line for check in table for line in perform(check, examination)))
+    between = [] if quick else _all_reduce(examination)
+    if meeting.index:
+        meeting.put(f"report/{meeting.index}", as_json([own])["nodes"][0])
+        return 0
+    reports = [own, *_others(meeting, table, among)]
+    for rank in meeting.missing:
+        line = Line("ranks", "fault", f"rank {rank} did not come within {wait:g} s", "see its output and its node")
+        if place is not None and node_names:
+            reports.append(NodeReport(node_names[rank * len(node_names) // place.world_size], rank, (line,)))
+        else:
+            between.append(line)
+    if between:
+        reports.append(NodeReport(BETWEEN, 0, tuple(between)))
+    if as_text:
+        print(json.dumps(as_json(reports), indent=2))
+    else:
+        show(reports, Console(width=None if Console().is_terminal else 160))
+    if broken_file is not None:
+        with atomic_write(broken_file) as file:
+            file.write("".join(f"{node}\n" for node in broken_nodes(reports) if node != BETWEEN))
+    return exit_code(reports)
+
+
+def leave(code: int) -> None:
+    """End without waiting for checks that hang in their threads."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _others(meeting: Meeting, table: Sequence[Check], wait: float) -> list[NodeReport]:
+    """The reports of all nodes but this one; of a node that gives none, a fault that says so."""
+    end = time.monotonic() + wait + max(check.deadline for check in table)
+    found = []
+    for index, (node, rank) in enumerate(zip(meeting.nodes, meeting.ranks, strict=True)):
+        if index == 0:
+            continue
+        report = meeting.get(f"report/{index}", max(0.0, end - time.monotonic()))
+        if report is None:
+            line = Line("report", "fault", "the node gave no report in time", "leave it out, and see its output")
+            found.append(NodeReport(node, rank, (line,)))
+        else:
+            found.append(from_json(report))
+    return found
+
+
+def _all_reduce(examination: Examination) -> list[Line]:
+    """All-reduce over the devices of all nodes, told of on node 0 alone."""
+    meeting, hardware, gpus = examination.meeting, examination.hardware, examination.gpus
+    if examination.nodes == 1:
+        return []
+    here = gpus or 1
+    meeting.put(f"allreduce/devices/{meeting.index}", here)
+    counts = [meeting.get(f"allreduce/devices/{other}", examination.wait + 600) for other in range(examination.nodes)]
+    if None in counts:
+        silent = ", ".join(node for node, count in zip(meeting.nodes, counts, strict=True) if count is None)
+        return [Line("all-reduce over nodes", "fault", f"not tried: {silent} did not come", "see their lines")]
+    if meeting.index == 0:
+        meeting.put("allreduce/at", _meeting_point())
+    at = meeting.get("allreduce/at", examination.wait)
+    if at is None:
+        return [Line("all-reduce over nodes", "fault", "node 0 named no port", "see its lines")]
+    first, world = sum(counts[: meeting.index]), sum(counts)
+    processes = [
+        bandwidth.start(("allreduce", f"cuda:{index}" if gpus else "cpu", first + index, world, *at))
+        for index in range(here)
+    ]
+    expected = hardware.network * hardware.efficiency.network if gpus else None
+    remedy = (
+        "see the lines on infiniband; NCCL_DEBUG=INFO says which way it went, NCCL_IB_HCA which adapters may be used"
+    )
+    return bandwidth.judge("all-reduce over nodes", bandwidth.answers(processes, 180), expected, remedy)
+
+
+def _meeting_point() -> tuple[str, int]:
+    """An address of this node that the others know, and a port that was free just now."""
+    import socket
+
+    host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return host, int(probe.getsockname()[1])

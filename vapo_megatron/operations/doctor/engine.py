@@ -1,0 +1,48 @@
+"""Whether an engine starts on a node and answers."""
+
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.operations.doctor.report import Line
+from vapo_megatron.rollout.client import EngineClient
+from vapo_megatron.rollout.server import EngineAddress, EngineServer
+from vapo_megatron.weight_sync.quantization import engine_fp8
+from vapo_megatron.weights.spec import read_spec
+
+_PROMPT = [1, 2, 3, 4]
+_NEW_TOKENS = 8
+
+
+def check_engine(config: TrainConfig, gpus: int) -> list[Line]:
+    """Start a server as the run would, have it write a few tokens, end it. gpus: of this node, 0 on the CPU.
+
+    Raises:
+        BadInput: the model's sizes do not suit rollout.quantization.
+        RunFailed, TryAgain: it does not start, or does not answer; the cause in its log is named.
+    """
+    if config.rollout.external_urls:
+        return [Line("engine", "not applicable", "the run's engines are elsewhere (rollout.external_urls)")]
+    devices = range(config.rollout.tp) if gpus else None
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="vapo-doctor-") as folder:
+        log = Path(folder) / "engine.log"
+        fp8 = engine_fp8(config.rollout, config.actor.precision, read_spec(Path(config.model.path)))
+        with EngineServer(config.model.path, config.rollout, config.model.dtype, log, devices, fp8=fp8) as server:
+            ready = time.monotonic() - started
+            asyncio.run(_ask(server.address, config.rollout.sync.request_timeout_s))
+    seconds = time.monotonic() - started - ready
+    return [
+        Line("engine", "ok", f"TP{config.rollout.tp} started in {ready:.0f} s, {_NEW_TOKENS} tokens in {seconds:.1f} s")
+    ]
+
+
+async def _ask(address: EngineAddress, deadline: float) -> None:
+    client = EngineClient(address, deadline)
+    try:
+        sampling = {"max_new_tokens": _NEW_TOKENS, "temperature": 1.0, "ignore_eos": True}
+        await client.generate([_PROMPT], [sampling])
+    finally:
+        await client.close()

@@ -1,0 +1,42 @@
+"""What a plan takes for granted, in words, each with the key that changes it."""
+
+from vapo_megatron.operations.hardware import GIB
+from vapo_megatron.operations.plan.activations import EXPERT_IMBALANCE
+from vapo_megatron.operations.plan.plan import Plan
+
+
+def assumptions(plan: Plan) -> list[str]:
+    """One line each."""
+    hardware, lengths = plan.hardware, plan.lengths
+    reached = hardware.efficiency
+    lines = [
+        f"{hardware.kind}: {hardware.device_memory / GIB:.1f} GiB, {hardware.bf16 / 1e12:.0f} TFLOP/s dense bf16, "
+        f"memory {hardware.memory_rate / 1e9:.0f} GB/s, NVLink {hardware.nvlink / 1e9:.0f} GB/s, network "
+        f"{hardware.network / 1e9:.0f} GB/s a GPU, PCIe {hardware.pcie / 1e9:.0f} GB/s, each in one direction, as the "
+        f"maker states them (hardware.*)",
+        f"of these rates are reached: linear layers {reached.linear:g}, attention {reached.attention:g}, memory "
+        f"{reached.memory:g}, NVLink {reached.nvlink:g}, network {reached.network:g}, PCIe {reached.pcie:g}; a "
+        f"decoding step waits {reached.decode_overhead * 1000:g} ms besides (hardware.efficiency.*; not measured on "
+        "your machines)",
+        f"prompts have {lengths.prompt:.0f} tokens, responses {lengths.mean:.0f} on average with a tail up to "
+        f"{lengths.longest} (plan.mean_prompt_tokens, plan.mean_response_tokens)",
+        f"{hardware.trainer_overhead / GIB:g} GiB of a GPU go to the trainer's context and NCCL, "
+        f"{hardware.engine_overhead / GIB:g} GiB to a offloaded engine's, {hardware.fragmentation:.0%} are lost to "
+        "fragmentation (hardware.trainer_overhead_gib, .engine_overhead_gib, .fragmentation)",
+        "communication does not overlap with computation; nothing is lost to stragglers; grades come while responses "
+        "are still generated; starting, checkpoints and dynamic sampling's further rounds are not counted",
+    ]
+    if any(model.spec.num_experts for model in plan.models.values()):
+        lines.append(f"the rank whose experts get most tokens gets {EXPERT_IMBALANCE:g} times the mean")
+    if any(model.config.precision.fp8 != "none" for model in plan.models.values()):
+        lines.append(
+            f"FP8 makes linear layers {reached.fp8_gain:g} times as fast as bf16 (hardware.efficiency.fp8_gain); their "
+            "matrices are kept twice in FP8, by rows and by columns; activations are counted as in bf16"
+        )
+    if any(model.fused for model in plan.models.values()):
+        lines.append(
+            "layers are Transformer Engine's, as on GPUs with it (model.attention=sdpa: PyTorch's, which keep more)"
+        )
+    if plan.evaluations and not plan.evaluation_samples:
+        lines.append("evaluations are not counted: the files of data.eval cannot be read here")
+    return lines

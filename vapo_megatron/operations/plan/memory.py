@@ -1,0 +1,254 @@
+"""Bytes on the worst GPU in each phase, and on the worst node."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.mcore.memory_plan import Phase
+from vapo_megatron.operations.hardware import GIB, Hardware
+from vapo_megatron.operations.plan.engines import PlannedEngine
+from vapo_megatron.operations.plan.lengths import Lengths
+from vapo_megatron.operations.plan.models import PlannedModel
+from vapo_megatron.operations.plan.offload import ENGINE_ONLOADED, ENGINE_WEIGHTS, PHASES, on_device, phases_of
+
+# ExperienceBatch: token, rollout log-prob; old log-probs, entropies, values, advantages, returns, shaped rewards,
+# importance, reference log-probs; four bytes each.
+_BATCH_BYTES = 4 + 4 + 8 * 4
+# A packed micro-batch: ids, labels, positions and response_index, int64.
+_MICROBATCH_BYTES = 32
+# Rank 0 has the samples as well: token and log-prob, four bytes each, and the text, about four characters a token.
+_SAMPLE_BYTES = 4 + 4 + 4
+# While a weight sync lasts: two buckets, and what is gathered beside a parameter above their size.
+_BUCKETS = 2
+_GATHERED = 1 / 8
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a GPU, or a node, holds at one time, by name; bytes. The total is the sum of the parts."""
+
+    phase: str
+    parts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What does not fit, in one line: a sample into a micro-batch, a phase onto a GPU, a cache, a node's memory."""
+
+    kind: Literal["budget", "device", "engine", "host"]
+    line: str
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of a run.
+
+    Attributes:
+        phases: for each phase the GPU that holds most.
+        host: the node that holds most, at its fullest moment.
+        engine: one server.
+        problems: each thing that does not fit.
+    """
+
+    phases: tuple[Holding, ...]
+    host: Holding
+    engine: PlannedEngine
+    problems: tuple[Problem, ...]
+
+    @property
+    def worst(self) -> Holding:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+
+def plan_memory(config: TrainConfig, models: dict[str, PlannedModel], hardware: Hardware, lengths: Lengths) -> Memory:
+    """What every phase takes, and what of it does not fit."""
+    phases, engine = [], _engine(config, models, hardware)
+    for phase in phases_of(config):
+        holdings = [_device(phase, stages, config, models, hardware, lengths, engine) for stages in _ranks(models)]
+        phases.append(max(holdings, key=lambda holding: holding.total))
+    host = _host(config, models, hardware, lengths)
+    problems = _problems(config, models, hardware, lengths, engine, phases, host)
+    return Memory(tuple(phases), host, engine, tuple(problems))
+
+
+def _ranks(models: dict[str, PlannedModel]) -> list[dict[str, int]]:
+    """The pipeline stages of every model on each kind of rank."""
+    world = next(iter(models.values())).world
+    step = math.gcd(*(world // model.layout.pp for model in models.values()))
+    kinds = [tuple((name, model.stage(rank)) for name, model in models.items()) for rank in range(0, world, step)]
+    return [dict(kind) for kind in dict.fromkeys(kinds)]
+
+
+def _offloaded(stages: dict[str, int], models: dict[str, PlannedModel]) -> float:
+    """Bytes of all models that stay on a rank's GPU during a rollout."""
+    return sum(
+        model.bytes_of(part, stages[name])
+        for name, model in models.items()
+        for part in on_device("rollout", name, model.config)
+    )
+
+
+def _engine(config: TrainConfig, models: dict[str, PlannedModel], hardware: Hardware) -> PlannedEngine:
+    """The engine on the GPU that leaves it least."""
+    actor = models["actor"]
+    width = {"auto": actor.width, "float32": 4, "bfloat16": 2}[config.rollout.dtype]
+    taken = max(_offloaded(stages, models) for stages in _ranks(models)) + hardware.trainer_overhead
+    return PlannedEngine(actor.spec, config.rollout, width, hardware, taken)
+
+
+def _device(
+    phase: Phase,
+    stages: dict[str, int],
+    config: TrainConfig,
+    models: dict[str, PlannedModel],
+    hardware: Hardware,
+    lengths: Lengths,
+    engine: PlannedEngine,
+) -> Holding:
+    parts: dict[str, float] = {}
+    for name, model in models.items():
+        for part in on_device(phase, name, model.config):
+            parts[f"{name} {part}"] = model.bytes_of(part, stages[name])
+    working = PHASES[phase]
+    if working is not None:
+        model, training = models[working], phase.startswith("update")
+        stage, tokens = stages[working], float(model.config.max_tokens_per_microbatch)
+        activations = model.activations
+        if training:
+            parts["activations kept"] = activations.kept(tokens, stage, _step_tokens(model, config, lengths))
+        parts["activations in passing"] = activations.passing(tokens, training)
+        parts["chunk of logits"] = activations.logits(tokens, stage, training)
+    # For engines in FP8 the tensors of a bucket are quantised, and packed into a third buffer.
+    quantised = config.rollout.quantization == "fp8"
+    buckets = _BUCKETS + _GATHERED + 2 * quantised if phase == "weight_sync" else 0
+    parts["weight sync buffers"] = buckets * _bucket(config, models["actor"])
+    onloaded = phase in ENGINE_ONLOADED or not config.rollout.memory_saver
+    if onloaded or phase in ENGINE_WEIGHTS:
+        parts["engine weights"] = engine.weights
+    if onloaded:
+        parts["KV cache"] = engine.cache
+    parts["engine workspace"] = engine.workspace if onloaded else hardware.engine_overhead
+    parts["trainer beside tensors"] = hardware.trainer_overhead
+    return Holding(phase, {name: size for name, size in parts.items() if size})
+
+
+def microbatches(model: PlannedModel, config: TrainConfig, lengths: Lengths) -> int:
+    """Micro-batches of one optimizer step on a rank, from the mean length."""
+    samples = minibatch_samples(config)
+    capacity = model.config.max_tokens_per_microbatch * model.layout.cp
+    per_rank = math.ceil(samples / model.dp) * lengths.sample
+    count = max(1, math.ceil(per_rank / capacity))
+    multiple = model.layout.pp if model.layout.vpp else 1
+    return -(-count // multiple) * multiple
+
+
+def _step_tokens(model: PlannedModel, config: TrainConfig, lengths: Lengths) -> float:
+    """Tokens of one optimizer step on a rank, were every sample as long as the longest."""
+    return math.ceil(minibatch_samples(config) / model.dp) * lengths.longest_sample / model.layout.cp
+
+
+def minibatch_samples(config: TrainConfig) -> int:
+    """Samples of one optimizer step."""
+    update, batch = config.algorithm.update, config.batch
+    samples = update.minibatch_size * (batch.samples_per_prompt if update.minibatch_unit == "groups" else 1)
+    return min(samples, batch.prompts_per_step * batch.samples_per_prompt)
+
+
+def _bucket(config: TrainConfig, actor: PlannedModel) -> float:
+    """Bytes of the largest bucket: a parameter above its size is a bucket of its own, a small model is one bucket."""
+    largest = actor.spec.vocab_size * actor.spec.hidden_size * actor.width
+    return float(min(max(config.rollout.sync.bucket_mib << 20, largest), actor.spec.parameter_count() * actor.width))
+
+
+def _host(config: TrainConfig, models: dict[str, PlannedModel], hardware: Hardware, lengths: Lengths) -> Holding:
+    """The node of rank 0, while a scored rollout is there and all models sleep.
+
+    The record of value pretraining is no part of it: its files are mapped, and their pages, once for all ranks of a
+    node, are page cache that the kernel drops where memory is short. What of it is in use at a time, a mini-batch or
+    the held-out part, is no more than a rollout.
+    """
+    world = models["actor"].world
+    ranks = min(hardware.gpus_per_node, world)
+    step_samples = config.batch.prompts_per_step * config.batch.samples_per_prompt
+    tokens = step_samples * lengths.sample
+    minibatch = minibatch_samples(config) * lengths.sample
+    packed = max(minibatch / (model.dp * model.layout.cp) for model in models.values())
+    replay_bytes = _replay_bytes(config, models["actor"])
+    offloaded = max(
+        sum(
+            model.bytes_of(part, stages[name])
+            for name, model in models.items()
+            for part in ("weights", "optimizer")
+            if part not in on_device("rollout", name, model.config)
+        )
+        for stages in _ranks(models)
+    )
+    parts = {
+        "rollout, on every rank": ranks * tokens * _BATCH_BYTES,
+        # Once for the node, and for a moment once more on rank 0, which collects them.
+        "experts of the rollout": 2 * tokens * replay_bytes,
+        "mini-batches": ranks * (minibatch * (_BATCH_BYTES + replay_bytes) + packed * _MICROBATCH_BYTES),
+        "samples, on rank 0": tokens * _SAMPLE_BYTES,
+        "sleeping weights and optimizers": ranks * offloaded,
+        "ranks and engines beside tensors": ranks * hardware.rank_memory,
+    }
+    copied = max(
+        sum(model.bytes_saved(stages[name]) for name, model in models.items() if name != "reference")
+        for stages in _ranks(models)
+    )
+    parts["copy of the state that is being saved"] = ranks * copied
+    return Holding("host", {name: size for name, size in parts.items() if size})
+
+
+def _replay_bytes(config: TrainConfig, actor: PlannedModel) -> int:
+    """Bytes per token of the experts that the engines chose."""
+    if not config.rollout.router_replay:
+        return 0
+    spec = actor.spec
+    return spec.num_layers * spec.experts_per_token * (1 if spec.num_experts <= 256 else 2)
+
+
+def _problems(
+    config: TrainConfig,
+    models: dict[str, PlannedModel],
+    hardware: Hardware,
+    lengths: Lengths,
+    engine: PlannedEngine,
+    phases: list[Holding],
+    host: Holding,
+) -> list[Problem]:
+    found, longest, usable = [], lengths.longest_sample, hardware.usable_memory / GIB
+    for name, model in models.items():
+        section = model.config
+        if name != "reference" and section.longest_sample < longest:
+            line = (
+                f"{name}.max_tokens_per_microbatch={section.max_tokens_per_microbatch} with cp={model.layout.cp} holds "
+                f"samples of at most {section.longest_sample} tokens, the longest has {longest}"
+            )
+            found.append(Problem("budget", line))
+    over = [phase for phase in phases if phase.total > hardware.usable_memory]
+    if over:
+        worst = max(over, key=lambda phase: phase.total)
+        line = f"{worst.phase} needs {worst.total / GIB:.1f} GiB on a GPU, {usable:.1f} GiB are usable"
+        found.append(Problem("device", line))
+    if engine.cache_tokens < longest:
+        line = (
+            f"an engine of rollout.tp={config.rollout.tp} and rollout.mem_fraction_static="
+            f"{config.rollout.mem_fraction_static:g} has a KV cache of {max(0, engine.cache_tokens)} tokens, the "
+            f"longest sample has {longest}"
+        )
+        found.append(Problem("engine", line))
+    if host.total > hardware.node_memory:
+        line = (
+            f"a node needs {host.total / GIB:.0f} GiB of its own memory, hardware.node_memory_gib is "
+            f"{hardware.node_memory / GIB:g}"
+        )
+        found.append(Problem("host", line))
+    return found

@@ -1,0 +1,134 @@
+"""The models of a run as a plan sees them: shapes, layouts, bytes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from vapo_megatron.checkpoint.size import OPTIMIZER_BYTES
+from vapo_megatron.config.model import ActorConfig, LayoutConfig, TrainableConfig
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.errors import BadInput
+from vapo_megatron.mcore.mesh import check_layout
+from vapo_megatron.mcore.model import check_model_layout
+from vapo_megatron.mcore.offload import Part
+from vapo_megatron.operations.plan.activations import Activations
+from vapo_megatron.operations.plan.shards import Shard, shard
+from vapo_megatron.weights.spec import Head, ModelSpec, read_spec
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """One model over all ranks.
+
+    Attributes:
+        name: "actor", "critic" or "reference".
+        spec, head: what it is.
+        config: the section it is built from (the actor's for the reference).
+        world: ranks of the run.
+        width: bytes of a weight and of an activation's element.
+        fused: whether layers are Transformer Engine's.
+    """
+
+    name: str
+    spec: ModelSpec
+    head: Head
+    config: TrainableConfig
+    world: int
+    width: int
+    fused: bool
+
+    @property
+    def layout(self) -> LayoutConfig:
+        """How it is cut."""
+        return self.config.layout
+
+    @property
+    def dp(self) -> int:
+        """Replicas, each of which takes a part of the samples."""
+        return self.world // self.layout.model_size
+
+    @property
+    def activations(self) -> Activations:
+        """Bytes of its activations."""
+        words = self.spec.vocab_shard_size(self.layout.tp)
+        chunk = self.config.logprob_rows(words) if isinstance(self.config, ActorConfig) else 1
+        return Activations(self.spec, self.layout, self.config.recompute, self.width, self.fused, self.head, chunk)
+
+    def stage(self, rank: int) -> int:
+        """The pipeline stage of a rank: stages are runs of consecutive ranks (mcore/mesh.py)."""
+        return rank // (self.world // self.layout.pp)
+
+    def shard(self, stage: int) -> Shard:
+        """Parameters of a rank."""
+        return shard(self.spec, self.head, self.layout, stage)
+
+    def bytes_of(self, part: Part, stage: int) -> float:
+        """Bytes that a rank of a stage holds of one part while it is onloaded."""
+        held = self.shard(stage)
+        if part == "weights":
+            return held.parameters * self._bytes_a_weight()
+        if self.name == "reference":
+            return 0.0
+        if part == "gradients":
+            return held.parameters * 4.0
+        # Adam's two moments in fp32, and the fp32 weights where the model's own are narrower.
+        state = 8.0 if self.width == 4 else 12.0
+        if not self.config.optimizer.distributed:
+            return held.parameters * state
+        return state * self._share(held)
+
+    def bytes_saved(self, stage: int) -> float:
+        """Bytes of a saved unit that a rank of a stage copies and writes: its share of what it and its replicas hold.
+
+        A unit has fp32 weights and both moments of every parameter, whatever the optimizer keeps.
+        """
+        return (self.width + OPTIMIZER_BYTES) * self._share(self.shard(stage))
+
+    def _share(self, held: Shard) -> float:
+        """Parameters of a rank, shared out among the ranks that hold the same ones."""
+        layout = self.layout
+        return held.dense / (self.dp * layout.cp) + held.expert / (self.world // (layout.pp * layout.ep))
+
+    def _bytes_a_weight(self) -> float:
+        precision = self.config.precision
+        if precision.fp8 == "none":
+            return float(self.width)
+        # Transformer Engine keeps each matrix in FP8 by rows and by columns, over the micro-batches of a step.
+        return 2.0 + (0.0 if precision.fp8_param_gather else self.width)
+
+
+def planned_models(config: TrainConfig, world: int) -> dict[str, PlannedModel]:
+    """Actor, critic and reference, those that the algorithm has, by name.
+
+    Raises:
+        BadInput: config.json cannot be read, or a layout cannot be made of these ranks and this model.
+    """
+    spec = read_spec(Path(config.model.path))
+    models = {"actor": _model("actor", spec, "lm", config.actor, config, world)}
+    if config.algorithm.uses_critic:
+        source = Path(config.critic.init_path or config.model.path)
+        critic = read_spec(source, value_outputs=config.algorithm.value_loss.outputs)
+        models["critic"] = _model("critic", critic, "value", config.critic, config, world)
+    if config.algorithm.uses_reference:
+        models["reference"] = _model("reference", spec, "lm", config.actor, config, world)
+    return models
+
+
+def _model(
+    name: str, spec: ModelSpec, head: Head, section: TrainableConfig, config: TrainConfig, world: int
+) -> PlannedModel:
+    width = 4 if section.dtype(config.model) == "float32" else 2
+    model = PlannedModel(name, spec, head, section, world, width, config.model.attention != "sdpa")
+    key = "actor" if name == "reference" else name
+    check_layout(section.layout, world, key)
+    check_model_layout(spec, section.layout, key)
+    return model
+
+
+def can_be_cut(spec: ModelSpec, layout: LayoutConfig, world: int) -> bool:
+    """Whether a model can be laid out over these ranks in this way."""
+    try:
+        check_layout(layout, world, "")
+        check_model_layout(spec, layout, "")
+    except BadInput:
+        return False
+    return True

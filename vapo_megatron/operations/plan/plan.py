@@ -1,0 +1,89 @@
+"""A config with all that follows from it: models, memory, time."""
+
+from dataclasses import dataclass
+
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.errors import BadInput
+from vapo_megatron.operations.hardware import Hardware, resolve
+from vapo_megatron.operations.plan.lengths import Lengths, planned_lengths
+from vapo_megatron.operations.plan.memory import Memory, plan_memory
+from vapo_megatron.operations.plan.models import PlannedModel, planned_models
+from vapo_megatron.operations.plan.time import StepTime, plan_time
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run on `world` GPUs needs and takes.
+
+    evaluations counts those of the whole run, evaluation_samples the responses of one.
+    """
+
+    config: TrainConfig
+    world: int
+    hardware: Hardware
+    lengths: Lengths
+    models: dict[str, PlannedModel]
+    memory: Memory
+    time: StepTime
+    evaluation_samples: int
+    evaluations: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether everything has room."""
+        return not self.memory.problems
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of the whole run by what they are spent on; starting and checkpoints are not among them."""
+        return {
+            "value pretraining": self.time.pretraining,
+            "steps": self.config.run.steps * self.time.step,
+            "evaluations": self.evaluations * self.time.evaluation,
+        }
+
+    @property
+    def gpu_hours(self) -> float:
+        """GPU-hours of the whole run."""
+        return self.world * sum(self.seconds.values()) / 3600
+
+
+def default_world(config: TrainConfig) -> int:
+    """GPUs where the command line names none: plan.gpus, cluster.ranks, or one node."""
+    return config.plan.gpus or config.cluster.ranks or config.hardware.gpus_per_node
+
+
+def make_plan(config: TrainConfig, world: int, evaluation_samples: int = 0) -> Plan:
+    """The plan of a config; evaluation_samples: responses of one evaluation over all sets.
+
+    Raises:
+        BadInput: the model's config.json cannot be read, or the model or the engines cannot be laid out over `world`
+            GPUs as the config says. What has no room is in the plan's memory.problems.
+    """
+    hardware, lengths = resolve(config.hardware), planned_lengths(config)
+    models = planned_models(config, world)
+    if config.rollout.external_urls:
+        raise BadInput(
+            "rollout.external_urls: a plan knows engines that share the GPUs of the run alone: leave it out, and "
+            "what plan says of the trainer's memory is an upper bound"
+        )
+    local = min(world, hardware.gpus_per_node)
+    if local % config.rollout.tp or world % config.rollout.tp:
+        raise BadInput(f"rollout.tp={config.rollout.tp} does not divide the {local} GPUs of a node: choose a divisor")
+    if world > hardware.gpus_per_node and world % hardware.gpus_per_node:
+        raise BadInput(
+            f"{world} GPUs are no whole number of nodes of hardware.gpus_per_node={hardware.gpus_per_node}: choose a "
+            "multiple"
+        )
+    memory = plan_memory(config, models, hardware, lengths)
+    time = plan_time(config, models, memory.engine, hardware, lengths, evaluation_samples)
+    return Plan(config, world, hardware, lengths, models, memory, time, evaluation_samples, _evaluations(config))
+
+
+def _evaluations(config: TrainConfig) -> int:
+    """Evaluations of a run: before it if asked for, every so many steps, and after the last step."""
+    if not config.data.eval:
+        return 0
+    every, steps = config.evaluation.every, config.run.steps
+    during = 1 if every is None else -(-steps // every)
+    return during + int(config.evaluation.before_training)

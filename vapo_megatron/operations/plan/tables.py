@@ -1,0 +1,190 @@
+"""A plan as a person reads it, and as JSON."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from vapo_megatron.mcore.memory_plan import Phase
+from vapo_megatron.mcore.offload import PARTS
+from vapo_megatron.operations.hardware import GIB
+from vapo_megatron.operations.plan.assumptions import assumptions
+from vapo_megatron.operations.plan.offload import on_device, phases_of
+from vapo_megatron.operations.plan.plan import Plan
+from vapo_megatron.operations.plan.search import Proposal
+
+_FORMAT = 1
+
+
+def as_json(plan: Plan, budgets: Mapping[str, int | None], proposal: Proposal | None) -> dict[str, Any]:
+    """Everything, in bytes and seconds; null stands for a time without end. Totals are sums of the parts."""
+    memory, time, engine = plan.memory, plan.time, plan.memory.engine
+    return {
+        "format": _FORMAT,
+        "gpus": plan.world,
+        "kind": plan.hardware.kind,
+        "models": {
+            name: {
+                "family": model.spec.family,
+                "parameters": model.spec.parameter_count(model.head),
+                "active_parameters": model.spec.active_parameter_count(model.head),
+                "layout": model.layout.describe(plan.world),
+            }
+            for name, model in plan.models.items()
+        },
+        "fits": plan.fits,
+        "problems": [problem.line for problem in memory.problems],
+        "memory": {
+            "usable": plan.hardware.usable_memory,
+            "phases": [{"phase": h.phase, "parts": h.parts, "total": h.total} for h in memory.phases],
+            "node": {"usable": plan.hardware.node_memory, "parts": memory.host.parts, "total": memory.host.total},
+            "on_device": {phase: _awake(plan, phase) for phase in phases_of(plan.config)},
+        },
+        "engine": {
+            "count": plan.world // engine.config.tp,
+            "cache_tokens": max(0, engine.cache_tokens),
+            "responses_at_once": engine.at_once(plan.lengths.prompt + plan.lengths.mean / 2),
+        },
+        "time": {
+            "phases": _finite(time.phases),
+            "step": _number(time.step),
+            "value_pretraining": _finite(time.value_pretraining),
+            "evaluation": _number(time.evaluation),
+        },
+        "run": {"seconds": _finite(plan.seconds), "gpu_hours": _number(plan.gpu_hours)},
+        "largest_max_tokens_per_microbatch": dict(budgets),
+        "proposal": None
+        if proposal is None
+        else {
+            "overrides": proposal.changes,
+            "step": proposal.plan.time.step,
+            "gpu_hours": proposal.plan.gpu_hours,
+            "worst": {"phase": proposal.plan.memory.worst.phase, "total": proposal.plan.memory.worst.total},
+        },
+        "assumptions": assumptions(plan),
+    }
+
+
+def _awake(plan: Plan, phase: Phase) -> dict[str, list[str]]:
+    return {name: list(on_device(phase, name, model.config)) for name, model in plan.models.items()}
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: _number(value) for name, value in values.items()}
+
+
+def show(plan: Plan, budgets: Mapping[str, int | None], proposal: Proposal | None, console: Console) -> None:
+    """Print the tables."""
+    actor = plan.models["actor"]
+    active = actor.spec.active_parameter_count()
+    of_them = f", {active:,} of them active" if active != actor.spec.parameter_count() else ""
+    console.print(
+        f"[bold]{plan.config.model.path}[/]: {actor.spec.family}, {actor.spec.parameter_count():,} parameters"
+        f"{of_them}; {plan.world} x {plan.hardware.kind}"
+    )
+    for name, model in plan.models.items():
+        recompute = model.config.recompute.granularity
+        console.print(
+            f"  {name}: {model.layout.describe(plan.world)}, {model.config.max_tokens_per_microbatch} tokens a "
+            f"micro-batch, recompute {recompute}"
+        )
+    console.print(_memory_table(plan))
+    console.print(_node_table(plan))
+    console.print(_sleep_table(plan))
+    console.print(_time_table(plan))
+    engine = plan.memory.engine
+    at_once = engine.at_once(plan.lengths.prompt + plan.lengths.mean / 2)
+    console.print(
+        f"engines: {plan.world // engine.config.tp} x TP{engine.config.tp}, KV cache of "
+        f"{max(0, engine.cache_tokens):,} tokens, {at_once:.0f} responses at once"
+    )
+    for name, budget in budgets.items():
+        found = "none fits" if budget is None else f"{budget:,}"
+        console.print(f"largest {name}.max_tokens_per_microbatch that fits, all else as it is: {found}")
+    console.print(f"the run: {_duration(sum(plan.seconds.values()))}, {_hours(plan.gpu_hours)} GPU-hours")
+    console.print("\n[bold]Assumed[/]")
+    for line in assumptions(plan):
+        console.print(f"  - {line}")
+    for problem in plan.memory.problems:
+        console.print(f"[bold red]does not fit[/]: {problem.line}")
+    if proposal is not None and proposal.changes:
+        better = proposal.plan
+        console.print(
+            f"\n[bold]{'Faster' if plan.fits else 'Fits'}[/]: {better.time.step:.0f} s a step, at most "
+            f"{better.memory.worst.total / GIB:.1f} GiB on a GPU, {_hours(better.gpu_hours)} GPU-hours with"
+        )
+        console.print(f"  {proposal.overrides}", soft_wrap=True, highlight=False)
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right")
+    return table
+
+
+def _memory_table(plan: Plan) -> Table:
+    phases = plan.memory.phases
+    usable = plan.hardware.usable_memory
+    table = _table(f"GiB on the worst GPU ({usable / GIB:.1f} usable)", ["", *(h.phase for h in phases)])
+    for part in dict.fromkeys(part for holding in phases for part in holding.parts):
+        table.add_row(part, *(f"{h.parts[part] / GIB:.2f}" if part in h.parts else "" for h in phases))
+    totals = [f"{h.total / GIB:.2f}" if h.total <= usable else f"[red]{h.total / GIB:.2f}[/]" for h in phases]
+    table.add_row("[bold]total[/]", *totals)
+    return table
+
+
+def _node_table(plan: Plan) -> Table:
+    table = _table(f"GiB of the worst node's own memory ({plan.hardware.node_memory / GIB:.0f} there)", ["", "GiB"])
+    for part, size in plan.memory.host.parts.items():
+        table.add_row(part, f"{size / GIB:.1f}")
+    table.add_row("[bold]total[/]", f"{plan.memory.host.total / GIB:.1f}")
+    return table
+
+
+def _sleep_table(plan: Plan) -> Table:
+    phases = phases_of(plan.config)
+    table = _table("On the GPU (all else sleeps in the node's memory; gradients are dropped)", ["", *phases])
+    for name, model in plan.models.items():
+        cells = []
+        for phase in phases:
+            onloaded = on_device(phase, name, model.config)
+            cells.append("all" if onloaded == PARTS else ", ".join(onloaded))
+        table.add_row(name, *cells)
+    return table
+
+
+def _time_table(plan: Plan) -> Table:
+    table = _table("Seconds", ["", "s", "share of a step"])
+    step = plan.time.step
+    for phase, seconds in plan.time.phases.items():
+        share = f"{seconds / step:.0%}" if math.isfinite(step) else ""
+        table.add_row(phase, _seconds(seconds), share)
+    table.add_row("[bold]step[/]", _seconds(step))
+    for part, seconds in plan.time.value_pretraining.items():
+        table.add_row(f"value pretraining: {part}", _seconds(seconds))
+    if plan.time.evaluation:
+        table.add_row(f"evaluation ({plan.evaluations} of them)", _seconds(plan.time.evaluation))
+    return table
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f}" if math.isfinite(value) else "never ends"
+
+
+def _hours(value: float) -> str:
+    return f"{value:,.0f}" if math.isfinite(value) else "no end of"
+
+
+def _duration(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "never ends"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"

@@ -1,0 +1,235 @@
+"""Seconds of a step by phase, from operations, bytes, stated rates and the shares of them that are reached."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.mcore.memory_plan import Phase
+from vapo_megatron.operations.hardware import Hardware
+from vapo_megatron.operations.plan.engines import PlannedEngine
+from vapo_megatron.operations.plan.flops import Flops, forward_flops, matrix_parameters, training_flops
+from vapo_megatron.operations.plan.lengths import Lengths
+from vapo_megatron.operations.plan.memory import microbatches, minibatch_samples
+from vapo_megatron.operations.plan.models import PlannedModel
+from vapo_megatron.operations.plan.offload import on_device, phases_of
+
+# Points at which the batch of a decoding engine is looked at while its last responses run out.
+_TAIL_POINTS = 128
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of each phase of one step, of value pretraining before the first, and of one evaluation problem set."""
+
+    phases: dict[str, float]
+    value_pretraining: dict[str, float]
+    evaluation: float
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step."""
+        return sum(self.phases.values())
+
+    @property
+    def pretraining(self) -> float:
+        """Seconds of value pretraining as a whole."""
+        return sum(self.value_pretraining.values())
+
+
+def rollout_seconds(
+    engine: PlannedEngine, prompts: float, samples: float, lengths: Lengths, hardware: Hardware
+) -> float:
+    """Seconds in which one engine answers: prompts are read once, then responses run, as many as the cache holds.
+
+    While responses wait the batch is full; the last ones run out as their lengths are distributed.
+    """
+    at_once = min(samples, engine.at_once(lengths.prompt + lengths.mean / 2))
+    if at_once < 1:
+        return math.inf
+    spec, tp = engine.spec, engine.config.tp
+    rate = hardware.bf16 * hardware.efficiency.linear
+    prefill = prompts * forward_flops(spec, "lm", lengths.prompt, lengths.prompt**2, 1).total / (rate * tp)
+    waiting = (samples - at_once) * lengths.mean
+    full = waiting / at_once * _decode_seconds(engine, at_once, lengths.prompt + lengths.mean / 2, hardware)
+    width = lengths.longest / _TAIL_POINTS
+    tail = 0.0
+    for point in range(_TAIL_POINTS):
+        produced = (point + 0.5) * width
+        running = max(1.0, at_once * lengths.still_running(produced))
+        tail += width * _decode_seconds(engine, running, lengths.prompt + produced, hardware)
+    return prefill + full + tail
+
+
+def _decode_seconds(engine: PlannedEngine, batch: float, context: float, hardware: Hardware) -> float:
+    """Seconds of one decoding step: weights and cache are read, and each token goes through the weights."""
+    spec, tp, efficiency = engine.spec, engine.config.tp, hardware.efficiency
+    outside = spec.vocab_size * spec.hidden_size
+    active = matrix_parameters(spec) + outside
+    read = active
+    if spec.num_experts:
+        # Experts that at least one token of the batch is routed to are read.
+        hit = 1 - (1 - spec.experts_per_token / spec.num_experts) ** batch
+        experts = spec.parameter_count() - spec.active_parameter_count()
+        chosen = experts * spec.experts_per_token / (spec.num_experts - spec.experts_per_token or 1)
+        read = active - chosen + hit * (experts + chosen)
+    moved = read * engine.width / tp + batch * context * engine.cache_bytes_per_token
+    memory = moved / (hardware.memory_rate * efficiency.memory)
+    compute = 2 * active * batch / (tp * hardware.bf16 * efficiency.linear)
+    # Two sums over the GPUs of a server in every layer.
+    sums = 4 * spec.num_layers * batch * spec.hidden_size * engine.width * (tp - 1) / tp / hardware.link(tp)
+    return max(memory, compute) + sums + efficiency.decode_overhead
+
+
+def _compute_seconds(model: PlannedModel, flops: Flops, hardware: Hardware) -> float:
+    efficiency = hardware.efficiency
+    gain = efficiency.fp8_gain if model.config.precision.fp8 != "none" else 1.0
+    # Only the ranks of a pipeline's last stage compute the head, and all others wait for them.
+    head = flops.head * model.layout.pp / efficiency.linear
+    body = flops.linear / (efficiency.linear * gain) + flops.attention / efficiency.attention
+    return (body + head) / (hardware.bf16 * model.world)
+
+
+def _pass_bytes_seconds(model: PlannedModel, tokens: float, training: bool, hardware: Hardware) -> float:
+    """Seconds that a rank waits for other ranks in passes over some tokens of the whole run."""
+    layout, spec, width = model.layout, model.spec, model.width
+    layers = spec.num_layers / layout.pp
+    mine = tokens / (model.dp * layout.cp)
+    full = training and model.config.recompute.granularity == "full"
+    seconds = 0.0
+    if layout.tp > 1:
+        # Gather and scatter round attention and MLP (or sums of twice the bytes), backward as well and once more for
+        # the gradients of weights.
+        times = 4 + (6 if training else 0) + (4 if full else 0)
+        moved = times * layers * mine * spec.hidden_size * width * (layout.tp - 1) / layout.tp
+        seconds += moved / hardware.link(layout.tp)
+    if layout.cp > 1:
+        times = 1 + (2 if training else 0) + (1 if full else 0)
+        moved = times * layers * mine * 2 * spec.kv_size / layout.tp * width * (layout.cp - 1)
+        seconds += moved / hardware.link(layout.tp * layout.cp)
+    if layout.ep > 1:
+        times = 2 * (1 + (2 if training else 0) + (1 if full else 0))
+        share = mine / (layout.tp if layout.sequence_parallel else 1) * spec.experts_per_token
+        seconds += (
+            times * layers * share * spec.hidden_size * width * (layout.ep - 1) / layout.ep / hardware.link(layout.ep)
+        )
+    if layout.pp > 1:
+        times = (2 if training else 1) * (layout.vpp or 1)
+        cut = layout.tp if layout.sequence_parallel else 1
+        seconds += times * mine * spec.hidden_size * width / cut / hardware.link(model.world // layout.pp + 1)
+    return seconds
+
+
+def _bubble(model: PlannedModel, count: int) -> float:
+    """Time of a pipelined pass in units of the time without waiting (Narayanan et al. 2021, section 2.2)."""
+    return 1 + (model.layout.pp - 1) / (count * (model.layout.vpp or 1))
+
+
+def _unevenness(model: PlannedModel, samples: float) -> float:
+    """Work of the rank with most samples in units of the mean."""
+    per_rank = samples / model.dp
+    return math.ceil(per_rank) / per_rank
+
+
+def score_seconds(
+    model: PlannedModel, samples: float, lengths: Lengths, config: TrainConfig, hardware: Hardware
+) -> float:
+    """Seconds of one forward pass over some samples."""
+    tokens = samples * lengths.sample
+    flops = forward_flops(model.spec, model.head, tokens, samples * lengths.mean_square, samples * lengths.mean)
+    count = max(1, math.ceil(tokens / model.dp / (model.config.max_tokens_per_microbatch * model.layout.cp)))
+    seconds = _compute_seconds(model, flops, hardware) * _unevenness(model, samples)
+    return (seconds + _pass_bytes_seconds(model, tokens, False, hardware)) * _bubble(model, count)
+
+
+def update_seconds(
+    model: PlannedModel, samples: float, lengths: Lengths, config: TrainConfig, hardware: Hardware
+) -> float:
+    """Seconds of training once on some samples, in optimizer steps of a mini-batch each."""
+    minibatch = minibatch_samples(config)
+    tokens = samples * lengths.sample
+    forward = forward_flops(model.spec, model.head, tokens, samples * lengths.mean_square, samples * lengths.mean)
+    flops = training_flops(model.spec, forward, model.layout, model.config.recompute)
+    seconds = _compute_seconds(model, flops, hardware) * _unevenness(model, min(samples, minibatch))
+    seconds = (seconds + _pass_bytes_seconds(model, tokens, True, hardware)) * _bubble(
+        model, microbatches(model, config, lengths)
+    )
+    return seconds + max(1.0, samples / minibatch) * optimizer_seconds(model, hardware)
+
+
+def optimizer_seconds(model: PlannedModel, hardware: Hardware) -> float:
+    """Seconds of one optimizer step: gradients are reduced, states updated, weights gathered; nothing overlaps."""
+    stages = range(model.layout.pp)
+    parameters = max(model.shard(stage).parameters for stage in stages)
+    state = max(model.bytes_of("optimizer", stage) for stage in stages)
+    replicas = model.dp * model.layout.cp
+    moved = parameters * (4 + model.width) * (replicas - 1) / replicas
+    # The ranks of one stage stand side by side.
+    seconds = moved / hardware.link(model.world // model.layout.pp) if replicas > 1 else 0.0
+    touched = 2 * state + parameters * (8 + model.width) / replicas
+    return seconds + touched / (hardware.memory_rate * hardware.efficiency.memory)
+
+
+def move_seconds(model: PlannedModel, phases: Sequence[Phase], hardware: Hardware) -> float:
+    """Seconds of a step in which parts of a model come to the GPU and go again; gradients are made anew."""
+    link, seconds = hardware.pcie * hardware.efficiency.pcie, 0.0
+    held = [{*on_device(phase, model.name, model.config)} - {"gradients"} for phase in phases]
+    changes = [part for before, after in itertools.pairwise([*held, held[0]]) for part in before ^ after]
+    for stage in range(model.layout.pp):
+        seconds = max(seconds, sum(model.bytes_of(part, stage) for part in changes) / link)
+    return seconds
+
+
+def sync_seconds(actor: PlannedModel, engine: PlannedEngine, hardware: Hardware) -> float:
+    """Seconds in which every rank gathers the whole model and the engines copy their part of it."""
+    size = actor.spec.parameter_count() * actor.width
+    block = actor.layout.tp * actor.layout.pp * actor.layout.ep
+    spans = actor.world if actor.layout.pp > 1 else block
+    gather = size * (block - 1) / block / hardware.link(spans) if block > 1 else 0.0
+    copies = 2 * size + 2 * engine.weights
+    return gather + copies / (hardware.memory_rate * hardware.efficiency.memory)
+
+
+def plan_time(
+    config: TrainConfig,
+    models: dict[str, PlannedModel],
+    engine: PlannedEngine,
+    hardware: Hardware,
+    lengths: Lengths,
+    evaluation_samples: float,
+) -> StepTime:
+    """Seconds of every phase; evaluation_samples: responses of one evaluation over all sets."""
+    actor, critic = models["actor"], models.get("critic")
+    update, batch = config.algorithm.update, config.batch
+    samples = float(batch.prompts_per_step * batch.samples_per_prompt)
+    engines = actor.world // config.rollout.tp
+
+    def generate(prompts: float, responses: float) -> float:
+        return rollout_seconds(engine, prompts / engines, responses / engines, lengths, hardware)
+
+    rollout = generate(batch.prompts_per_step, samples)
+    phases: dict[str, float] = {"rollout": rollout}
+    wanted = phases_of(config)
+    for phase, name in (("score_reference", "reference"), ("score_policy", "actor"), ("score_values", "critic")):
+        if phase in wanted:
+            phases[phase] = score_seconds(models[name], samples, lengths, config, hardware)
+    if critic is not None:
+        once = update_seconds(critic, samples, lengths, config, hardware)
+        phases["update_critic"] = once * update.epochs * update.critic_updates_per_policy_update
+    phases["update_policy"] = update.epochs * update_seconds(actor, samples, lengths, config, hardware)
+    phases["sleep_and_wake"] = sum(move_seconds(model, wanted, hardware) for model in models.values())
+    phases["weight_sync"] = sync_seconds(actor, engine, hardware)
+    pretraining: dict[str, float] = {}
+    if critic is not None and config.value_pretraining.enabled:
+        settings = config.value_pretraining
+        recorded = settings.iterations * samples
+        trained = recorded * 7 / 8 * settings.replay_epochs
+        if settings.max_updates is not None:
+            trained = min(trained, settings.max_updates * settings.minibatch_size)
+        pretraining = {
+            "rollouts": settings.iterations * rollout,
+            "critic updates": update_seconds(critic, trained, lengths, config, hardware),
+        }
+    evaluation = generate(evaluation_samples, evaluation_samples) if evaluation_samples else 0.0
+    return StepTime(phases, pretraining, evaluation)

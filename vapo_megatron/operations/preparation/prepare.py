@@ -1,0 +1,231 @@
+"""From published sets to the rows that training and evaluation read, with an account of every row left out."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.config.reward import RewardConfig
+from vapo_megatron.errors import BadInput
+from vapo_megatron.experience.jsonl import write_rows
+from vapo_megatron.operations.preparation.layouts import RawProblem, find_layout, read_row
+from vapo_megatron.operations.preparation.overlap import OverlapIndex, identity
+from vapo_megatron.operations.preparation.sources import source_rows
+from vapo_megatron.rewards.equivalence import quick_comparison
+from vapo_megatron.rewards.normal_form import normal_form, plain_number
+from vapo_megatron.rewards.pool import Case, VerifierPool
+
+Progress = Callable[[str, int], Callable[[int], None]]
+"""From the name of a stage and its number of rows to a function that is told of rows done."""
+
+OVERLAP_LIMIT = 0.6
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A row that is not written. reason is one of a few words to count by; detail is for people."""
+
+    id: str
+    place: str
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a preparation. repeated: rows whose problem and answer came before; they are not listed."""
+
+    rows: int
+    kept: int
+    repeated: int
+    left_out: Sequence[LeftOut]
+
+    def counts(self) -> dict[str, int]:
+        """Rows left out, by reason, the most frequent first."""
+        counted = Counter(one.reason for one in self.left_out)
+        return dict((counted | Counter({"repeated": self.repeated}) if self.repeated else counted).most_common())
+
+
+def prepare(
+    sources: Sequence[str],
+    out: Path,
+    against: Sequence[Path] = (),
+    *,
+    layout: str = "auto",
+    overlap_limit: float = OVERLAP_LIMIT,
+    integers_only: bool = False,
+    limit: int | None = None,
+    verifier: RewardConfig | None = None,
+    progress: Progress = lambda stage, total: lambda count: None,
+) -> Outcome:
+    """Write rows {id, problem, answer} to out, and what was left out and why to <out>.report.json.
+
+    In this order a row goes where it has no problem or answer (empty), where one before it has the same words
+    (repeated, or conflicting_answers, and then all of them go), where it is too near to an evaluation problem
+    (contaminated), where its answer is no integer and only integers are wanted (not_an_integer), and where no verifier
+    could compare anything with its answer (unreadable_answer).
+
+    Args:
+        sources: files, or hub:ORG/NAME[@REVISION][:SPLIT].
+        out: a .jsonl file.
+        against: prepared files of problems that must not be trained on.
+        layout: of the rows; see layouts.LAYOUTS.
+        overlap_limit: share of common 8-grams, of the shorter text, from which on a row counts as contaminated.
+        integers_only: as DAPO's data.
+        limit: write the first rows only.
+        verifier: workers and limits of the processes that read the ground_truths.
+        progress: for people.
+
+    Raises:
+        BadInput: a source cannot be read, an id comes twice, or nothing is left.
+    """
+    if out.suffix != ".jsonl":
+        raise BadInput(f"--out {out}: expected a name that ends in .jsonl")
+    left_out: list[LeftOut] = []
+    rows, problems = _read(sources, layout, left_out, progress)
+    index = OverlapIndex((one.id, one.problem) for path in against for one in _prepared(path))
+    distinct, repeated = _distinct(problems, left_out)
+    clean = _uncontaminated(distinct, index, overlap_limit, left_out, progress) if against else distinct
+    if integers_only:
+        clean = _integers(clean, left_out)
+    _check_ids(clean)
+    readable = _readable(clean, left_out, verifier or RewardConfig(), progress)
+    kept = readable[:limit]
+    outcome = Outcome(rows, len(kept), repeated, left_out)
+    if not kept:
+        raise BadInput(
+            f"{', '.join(sources)}: no row is left of {rows} ({_told(outcome.counts())}); nothing was written"
+        )
+    write_rows(out, ({"id": one.id, "problem": one.problem, "answer": one.answer} for one in kept))
+    with atomic_write(out.with_name(out.name + ".report.json")) as file:
+        report = {
+            "sources": list(sources),
+            "against": [str(path) for path in against],
+            "overlap_limit": overlap_limit,
+            "rows": rows,
+            "kept": len(kept),
+            "left_out": outcome.counts(),
+            "rows_left_out": [asdict(one) for one in left_out],
+        }
+        json.dump(report, file, indent=1, ensure_ascii=False)
+    return outcome
+
+
+def _told(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in counts.items()) or "there were none"
+
+
+def _read(
+    sources: Sequence[str], layout: str, left_out: list[LeftOut], progress: Progress
+) -> tuple[int, list[RawProblem]]:
+    """Number of rows, and those with a problem and an answer."""
+    problems: list[RawProblem] = []
+    count = 0
+    for source in sources:
+        advance, found = progress(f"reading {source}", 0), None
+        for path, number, row in source_rows(source):
+            place = f"{path}:{number}"
+            found = found or find_layout(row, place, layout)
+            if any(field not in row for field in found.fields):
+                find_layout(row, place, found.name)
+            problem = read_row(row, found, path.name.partition(".")[0], number, place)
+            if problem is None:
+                left_out.append(LeftOut("", place, "empty", "no text in its problem or answer"))
+            else:
+                problems.append(problem)
+            count += 1
+            advance(1)
+    return count, problems
+
+
+def _prepared(path: Path) -> list[RawProblem]:
+    return _read([str(path)], "auto", [], lambda stage, total: lambda count: None)[1]
+
+
+def _distinct(problems: Sequence[RawProblem], left_out: list[LeftOut]) -> tuple[list[RawProblem], int]:
+    """One of each problem, and how many repeat one. Of a problem with several answers none is kept."""
+    first: dict[str, RawProblem] = {}
+    conflicts: set[str] = set()
+    repeated = 0
+    for one in problems:
+        key = identity(one.problem)
+        before = first.setdefault(key, one)
+        if before is one:
+            continue
+        if quick_comparison(before.answer, one.answer) is True:
+            repeated += 1
+            continue
+        conflicts.add(key)
+        detail = f"the problem of {before.id} with the answer {one.answer[:80]}, not {before.answer[:80]}"
+        left_out.append(LeftOut(one.id, one.place, "conflicting_answers", detail))
+    for key in conflicts:
+        one = first.pop(key)
+        left_out.append(LeftOut(one.id, one.place, "conflicting_answers", "other rows have the problem with another"))
+    return list(first.values()), repeated
+
+
+def _uncontaminated(
+    problems: Sequence[RawProblem], index: OverlapIndex, limit: float, left_out: list[LeftOut], progress: Progress
+) -> list[RawProblem]:
+    clean: list[RawProblem] = []
+    advance = progress("comparing with the evaluation sets", len(problems))
+    for one in problems:
+        match = index.nearest(one.problem)
+        if match is not None and match.overlap >= limit:
+            detail = f"{match.overlap:.0%} of its 8-grams are in evaluation problem {match.id}"
+            left_out.append(LeftOut(one.id, one.place, "contaminated", detail))
+        else:
+            clean.append(one)
+        advance(1)
+    return clean
+
+
+def _integers(problems: Sequence[RawProblem], left_out: list[LeftOut]) -> list[RawProblem]:
+    kept: list[RawProblem] = []
+    for one in problems:
+        number = plain_number(normal_form(one.answer))
+        if number is not None and number.exact and number.value.denominator == 1:
+            kept.append(one)
+        else:
+            left_out.append(LeftOut(one.id, one.place, "not_an_integer", f"answer {one.answer[:80]}"))
+    return kept
+
+
+def _readable(
+    problems: Sequence[RawProblem], left_out: list[LeftOut], verifier: RewardConfig, progress: Progress
+) -> list[RawProblem]:
+    """Those whose answer ground_truths.readable accepts, each read once in a process of its own limits."""
+    advance = progress("reading the answers", len(problems))
+    function = {
+        "verifier": "function",
+        "function": "vapo_megatron.operations.preparation.ground_truths:readable",
+        "correct_above": 0.5,
+    }
+    with VerifierPool(verifier.model_copy(update=function)) as pool:
+        cases = [Case(one.answer, "", problem=one.problem) for one in problems]
+        grades = pool.grade_batch(cases, on_done=lambda *_: advance(1))
+        # Once more what a busy machine may have been to blame for.
+        again = [number for number, grade in enumerate(grades) if grade.reason in ("timeout", "crashed")]
+        for number, grade in zip(again, pool.grade_batch([cases[number] for number in again]), strict=True):
+            grades[number] = grade
+    kept: list[RawProblem] = []
+    for one, grade in zip(problems, grades, strict=True):
+        if grade.correct:
+            kept.append(one)
+            continue
+        why = "no number, formula or few words" if grade.reason == "scored" else grade.reason
+        left_out.append(LeftOut(one.id, one.place, "unreadable_answer", f"{why}: {one.answer[:200]}"))
+    return kept
+
+
+def _check_ids(problems: Sequence[RawProblem]) -> None:
+    places: dict[str, str] = {}
+    for one in problems:
+        if one.id in places:
+            raise BadInput(
+                f"{one.place}: id {one.id} is also that of {places[one.id]}; make the ids differ, or prepare the files "
+                "one by one"
+            )
+        places[one.id] = one.place

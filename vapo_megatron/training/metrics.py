@@ -1,0 +1,94 @@
+"""What a step reports of its rollout: reward, lengths, agreement with the engine, quality of the critic."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.algorithms.kl import k3
+from vapo_megatron.algorithms.value_loss import bias_by_position, explained_variance
+from vapo_megatron.experience.batch import ExperienceBatch
+from vapo_megatron.monitoring import names
+
+
+def rollout_metrics(batch: ExperienceBatch) -> dict[str, float]:
+    """Reward, accuracy and length of the samples."""
+    lengths, rewards = batch.response_lengths.float(), batch.rewards
+    return {
+        names.REWARD: float(rewards.mean()),
+        "reward/min": float(rewards.min()),
+        "reward/max": float(rewards.max()),
+        names.FRAC_ZERO_STD_GROUPS: _frac_zero_std_groups(rewards, batch.group_ids),
+        names.ACCURACY: float(batch.correct.float().mean()),
+        names.LENGTH: float(lengths.mean()),
+        names.LENGTH_MIN: float(lengths.min()),
+        names.LENGTH_MAX: float(lengths.max()),
+        names.TRUNCATED: float(batch.truncated.float().mean()),
+    }
+
+
+def _frac_zero_std_groups(rewards: Tensor, group_ids: Tensor) -> float:
+    groups = int(group_ids.max()) + 1
+    low = torch.full((groups,), float("inf")).scatter_reduce(0, group_ids, rewards, "amin")
+    high = torch.full((groups,), float("-inf")).scatter_reduce(0, group_ids, rewards, "amax")
+    present = high >= low
+    return float((low == high)[present].float().mean())
+
+
+def policy_metrics(batch: ExperienceBatch) -> dict[str, float]:
+    """How far the trainer's policy is from the one that sampled: k3 of KL(rollout || trainer) a token, and its largest.
+
+    Source: Schulman, "Approximating KL divergence" (2020); x ~ rollout, r = trainer / rollout, k3 = r - 1 - log r.
+    """
+    log_ratio = batch.token_fields["old_logprobs"] - batch.rollout_logprobs
+    divergence = k3(batch.rollout_logprobs, batch.token_fields["old_logprobs"])
+    return {
+        names.TRAIN_INFER_KL: float(divergence.mean()),
+        names.TRAIN_INFER_KL_MAX: float(divergence.max()),
+        "actor/train_infer_logprob_diff_max": float(log_ratio.abs().max()),
+        names.ENTROPY: float(batch.token_fields["entropies"].mean()),
+    }
+
+
+def reference_metrics(batch: ExperienceBatch) -> dict[str, float]:
+    """k3 of KL(policy || reference) a token, and its largest."""
+    divergence = k3(batch.token_fields["old_logprobs"], batch.token_fields["ref_logprobs"])
+    return {names.REFERENCE_KL: float(divergence.mean()), names.REFERENCE_KL_MAX: float(divergence.max())}
+
+
+def importance_metrics(weights: Tensor, log_ratio: Tensor) -> dict[str, float]:
+    """Of importance weights [T] and the log ratios that they were cut from: mean, least, share that was cut."""
+    return {
+        "importance/weight_mean": float(weights.mean()),
+        "importance/weight_min": float(weights.min()),
+        "importance/ratio_max": float(log_ratio.exp().max()),
+        "importance/cut_share": float((weights != log_ratio.exp()).float().mean()),
+    }
+
+
+def value_metrics(values: Tensor, returns: Tensor, cu_seqlens: Tensor) -> dict[str, float]:
+    """Explained variance, and the bias of the values along the response, of S packed responses.
+
+    Args:
+        values, returns: float32 [T].
+        cu_seqlens: int64 [S + 1].
+    """
+    biases = bias_by_position(values, returns, cu_seqlens, tuple(p / 100 for p in names.BIAS_POSITIONS))
+    metrics = {
+        names.EXPLAINED_VARIANCE: float(explained_variance(values, returns)),
+        "critic/value_mean": float(values.mean()),
+    }
+    return metrics | {
+        f"{names.VALUE_BIAS}{position}": float(bias)
+        for position, bias in zip(names.BIAS_POSITIONS, biases, strict=True)
+    }
+
+
+def mean_of(rows: Sequence[dict[str, float]], maxima: Sequence[str] = ()) -> dict[str, float]:
+    """One row out of several updates: means, and the largest of what is a maximum already."""
+    if not rows:
+        return {}
+    return {
+        name: max(row[name] for row in rows) if name in maxima else sum(row[name] for row in rows) / len(rows)
+        for name in rows[0]
+    }

@@ -1,0 +1,168 @@
+"""The rollouts that value pretraining records: immutable files, of which only what is asked for comes into memory.
+
+At 32B scale a record has some 10^9 tokens, more than every rank could hold. Each recorded rollout is one file below the
+run directory, written once by rank 0. Every rank maps it: its pages are in the page cache once for all ranks of a node,
+and the kernel lets go of them where memory is short. In memory are a few numbers a sample. Saved checkpoints name
+the files and their digests (checkpoint/manifest.py) and hold no copy.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from vapo_megatron.checkpoint.checkpoints import list_checkpoints
+from vapo_megatron.checkpoint.manifest import FileFacts, read_manifest
+from vapo_megatron.config.atomic import atomic_write, sync
+from vapo_megatron.errors import BadInput
+from vapo_megatron.experience.batch import ExperienceBatch, offsets
+
+RECORD_FOLDER = "recorded_rollouts"
+# On the disk: token and rollout log-prob.
+BYTES_PER_TOKEN = 8
+_OVER_TOKENS = ("tokens", "rollout_logprobs")
+
+
+class RecordedRollouts:
+    """Recorded rollouts in the order in which they were recorded; groups of several rollouts stay apart.
+
+    Attributes:
+        files: size and digest of each file, by its path from the run directory.
+        prompt_lengths, response_lengths, group_ids: int64 [S].
+        rewards: float32 [S], before shaping.
+        correct, truncated: bool [S].
+    """
+
+    def __init__(self, run_dir: Path, files: Mapping[str, FileFacts] | None = None) -> None:
+        """files: of an earlier attempt of the run, which were found whole.
+
+        Raises:
+            BadInput: one of them cannot be mapped.
+        """
+        self._run_dir = run_dir
+        self.files: dict[str, FileFacts] = {}
+        self._tokens: list[Tensor] = []
+        self._logprobs: list[Tensor] = []
+        # Of each sample: its file, and where it and its response begin there.
+        self._file = self._start = self._response_start = torch.zeros(0, dtype=torch.int64)
+        self.prompt_lengths = self.response_lengths = self.group_ids = torch.zeros(0, dtype=torch.int64)
+        self.rewards = torch.zeros(0)
+        self.correct = self.truncated = torch.zeros(0, dtype=torch.bool)
+        for name, facts in sorted((files or {}).items()):
+            self.add(name, facts)
+
+    @property
+    def samples(self) -> int:
+        """S."""
+        return len(self.group_ids)
+
+    @property
+    def next_name(self) -> str:
+        """Of the next rollout's file."""
+        return f"{RECORD_FOLDER}/rollouts_{len(self.files):05d}.safetensors"
+
+    def add(self, name: str, facts: FileFacts) -> None:
+        """Append a rollout that write_rollout() wrote. Raises BadInput where it cannot be mapped."""
+        rollout = _mapped(self._run_dir / name)
+        group = int(self.group_ids.max()) + 1 if self.samples else 0
+        file = torch.full((rollout.samples,), len(self.files), dtype=torch.int64)
+        self.files[name] = facts
+        self._tokens.append(rollout.tokens)
+        self._logprobs.append(rollout.rollout_logprobs)
+        self._file = torch.cat((self._file, file))
+        self._start = torch.cat((self._start, rollout.cu_seqlens[:-1]))
+        self._response_start = torch.cat((self._response_start, rollout.response_cu_seqlens[:-1]))
+        self.prompt_lengths = torch.cat((self.prompt_lengths, rollout.prompt_lengths))
+        self.response_lengths = torch.cat((self.response_lengths, rollout.response_lengths))
+        self.group_ids = torch.cat((self.group_ids, rollout.group_ids + group))
+        self.rewards = torch.cat((self.rewards, rollout.rewards))
+        self.correct = torch.cat((self.correct, rollout.correct))
+        self.truncated = torch.cat((self.truncated, rollout.truncated))
+
+    def select(self, samples: Sequence[int]) -> ExperienceBatch:
+        """Some of the samples, in the order given, in memory of their own."""
+        chosen = torch.tensor(samples, dtype=torch.int64)
+        responses = self.response_lengths[chosen]
+        lengths = self.prompt_lengths[chosen] + responses
+        files = self._file[chosen]
+        return ExperienceBatch(
+            tokens=_joined(self._tokens, files, self._start[chosen], lengths),
+            cu_seqlens=offsets(lengths),
+            prompt_lengths=self.prompt_lengths[chosen],
+            response_cu_seqlens=offsets(responses),
+            rollout_logprobs=_joined(self._logprobs, files, self._response_start[chosen], responses),
+            rewards=self.rewards[chosen],
+            correct=self.correct[chosen],
+            truncated=self.truncated[chosen],
+            group_ids=self.group_ids[chosen],
+        )
+
+
+def _joined(sources: Sequence[Tensor], files: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
+    """A copy of one stretch after another; files, starts and lengths int64 [S] say where each lies."""
+    stretches = zip(files.tolist(), starts.tolist(), lengths.tolist(), strict=True)
+    return torch.cat([sources[file][start : start + length] for file, start, length in stretches])
+
+
+def write_rollout(batch: ExperienceBatch, path: Path) -> FileFacts:
+    """On rank 0: a rollout as a file, whole and on the disk when this returns; its size and digest.
+
+    routed_experts and token_fields are left out.
+
+    Raises:
+        BadInput: it cannot be written.
+    """
+    content = save({name: tensor for name, tensor in batch.tensors().items() if name != "routed_experts"})
+    with atomic_write(path, "wb") as file:
+        file.write(content)
+    try:
+        sync(path.parent)
+    except OSError as error:
+        raise BadInput(f"{path.parent}: cannot be synced ({error.strerror}): look after that disk") from None
+    return FileFacts(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+
+
+def remove_unneeded(run_dir: Path) -> None:
+    """On rank 0, while no checkpoint is being written and nothing is being recorded: remove the files that no
+    checkpoint names.
+
+    Nothing goes where a checkpoint cannot be read: it may name any of them.
+    """
+    folder = run_dir / RECORD_FOLDER
+    if not folder.is_dir():
+        return
+    try:
+        needed = {
+            run_dir / name
+            for checkpoint in list_checkpoints(run_dir).values()
+            for name in read_manifest(checkpoint).record
+        }
+    except BadInput:
+        return
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if path not in needed:
+                path.unlink()
+        if not needed:
+            folder.rmdir()
+
+
+def _mapped(path: Path) -> ExperienceBatch:
+    """A file as a batch: what is large is mapped, the rest read."""
+    tensors: dict[str, Tensor] = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                tensors[name] = file.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise BadInput(
+            f"{path}: cannot be read ({' '.join(str(error).split())}): every rank has to see the same run.root"
+        ) from None
+    fields: dict[str, Any] = {name: t if name in _OVER_TOKENS else t.clone() for name, t in tensors.items()}
+    return ExperienceBatch(**fields)

@@ -1,0 +1,145 @@
+"""The weight sync of the trainer's weights to servers, and the proof that they arrived."""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+
+import torch
+
+from vapo_megatron.config.rollout import SyncConfig
+from vapo_megatron.errors import RunFailed
+from vapo_megatron.rollout.client import EngineClient
+from vapo_megatron.rollout.server import EngineAddress
+from vapo_megatron.weight_sync.bucket_message import Purpose
+from vapo_megatron.weight_sync.transports import SharedMemoryTransport, Transport
+from vapo_megatron.weights.bucket import NamedTensors
+from vapo_megatron.weights.part_times import PartTimes
+
+_NAMED_IN_AN_ERROR = 8
+
+
+class WeightSync:
+    """One server, or several that get the same bytes, and the trainer ranks that feed them, by one transport.
+
+    Every rank calls push() and differing_tensors() with the same buckets; prompt_logprobs() and verify() are the
+    owner's. The buckets may come from a stream that puts them into two places in turn.
+
+    Args:
+        transport: to the servers. Its clients are closed with this object.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._runner = asyncio.Runner()
+
+    @staticmethod
+    def through_shared_memory(address: EngineAddress, config: SyncConfig, engine_tp: int = 1) -> "WeightSync":
+        """To a server of this process on a machine without GPUs."""
+        return WeightSync(SharedMemoryTransport(EngineClient(address, config.request_timeout_s), engine_tp))
+
+    @property
+    def owns(self) -> bool:
+        """Whether this rank may ask servers for log-probs."""
+        return bool(self._transport.clients)
+
+    def push(self, buckets: Iterable[NamedTensors], version: int, times: PartTimes | None = None) -> None:
+        """Replace the server's weights; what it generates from now on is marked with version.
+
+        buckets are (Hugging Face name, whole tensor) pairs. A running response is aborted. The server's cache is
+        dropped. times gets the owner's seconds of "load" (in the server) and "send" (the rest of sending).
+
+        Raises:
+            RunFailed: a name the server does not know, a shape that does not fit, parameters that were not sent, or
+                tensors that arrived damaged. The server then takes no requests until a later push succeeds.
+        """
+        self._session(buckets, "load", version, times or PartTimes())
+
+    def differing_tensors(self, buckets: Iterable[NamedTensors]) -> list[str]:
+        """Compare without changing anything: one line for each tensor that differs bit by bit from the server's.
+
+        Names the server does not know and parameters missing from buckets are told of likewise. On ranks that do not
+        own the server the list is empty.
+        """
+        return self._session(buckets, "compare", None, PartTimes())
+
+    def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """EngineClient.prompt_logprobs of every server."""
+        return self._runner.run(self._transport.each(lambda client: client.prompt_logprobs(sequences)))
+
+    def verify(
+        self, sequences: Sequence[Sequence[int]], trainer_logprobs: Sequence[Sequence[float]], tolerance: float
+    ) -> float:
+        """The largest |difference| of the log-probs that a server and the trainer give the tokens of sequences.
+
+        trainer_logprobs are those of every token but the first, at temperature 1.
+
+        Raises:
+            RunFailed: it is above tolerance, or not a number.
+        """
+        found = [_largest_difference(trainer_logprobs, logprobs) for logprobs in self.prompt_logprobs(sequences)]
+        for client, largest in zip(self._transport.clients, found, strict=True):
+            if largest > tolerance:
+                address = client.address
+                raise RunFailed(
+                    f"{address.url} (log {address.log_file}): log-probs of engine and trainer differ by {largest:.3g}, "
+                    f"rollout.sync.tolerance allows {tolerance:g}"
+                )
+        return max(found)
+
+    def close(self) -> None:
+        """Close the connection and give the buffers back."""
+        self._transport.close()
+        self._runner.run(self._transport.each(EngineClient.close))
+        self._runner.close()
+
+    def __enter__(self) -> "WeightSync":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _session(
+        self, buckets: Iterable[NamedTensors], purpose: Purpose, version: int | None, times: PartTimes
+    ) -> list[str]:
+        transport, run = self._transport, self._runner.run
+        run(transport.each(EngineClient.pause))
+        run(transport.open())
+        problems: list[str] = []
+        first = True
+        for bucket in buckets:
+            problems += self._send(bucket, purpose, first, None, times)
+            first = False
+        # Nothing ends the weight sync: to know which bucket is the last one would be to hold two.
+        problems += self._send(None, purpose, first, version, times)
+        run(transport.shut())
+        if problems and purpose == "load":
+            raise self._rejected(problems)
+        run(transport.each(EngineClient.resume))
+        return problems
+
+    def _send(
+        self, bucket: NamedTensors | None, purpose: Purpose, first: bool, version: int | None, times: PartTimes
+    ) -> list[str]:
+        with times.part("send"):
+            answer = self._runner.run(self._transport.send(bucket, purpose, first=first, version=version))
+        times.add("load", answer.seconds)
+        times.add("send", -answer.seconds)
+        return answer.problems
+
+    def _rejected(self, problems: Sequence[str]) -> RunFailed:
+        named = "; ".join(problems[:_NAMED_IN_AN_ERROR])
+        more = f"; and {len(problems) - _NAMED_IN_AN_ERROR} more" if len(problems) > _NAMED_IN_AN_ERROR else ""
+        addresses = (client.address for client in self._transport.clients)
+        where = ", ".join(f"{address.url} (log {address.log_file})" for address in addresses)
+        return RunFailed(f"{where}: weights were not accepted: {named}{more}")
+
+
+def _largest_difference(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> float:
+    largest = 0.0
+    for one, other in zip(ours, theirs, strict=True):
+        difference = torch.tensor(one, dtype=torch.float64) - torch.tensor(other, dtype=torch.float64)
+        # Not Python's max(): a NaN would pass unnoticed.
+        largest = max(largest, float("inf") if difference.isnan().any() else float(difference.abs().max()))
+    return largest
