@@ -28,7 +28,7 @@ from damage import flip
 from ranks import run_ranks
 from tiny_runs import make_model, sft_config
 
-from vapo_megatron.checkpoint.checkpoints import checkpoints as saved_units
+from vapo_megatron.checkpoint.checkpoints import list_checkpoints
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
@@ -60,9 +60,9 @@ def straight(shared: World) -> Callable[[int], Path]:
     return run
 
 
-def list_checkpoints(config: TrainConfig) -> list[str]:
+def checkpoint_names(config: TrainConfig) -> list[str]:
     """Oldest first."""
-    return [path.name for path in saved_units(Path(config.run.directory)).values()]
+    return [path.name for path in list_checkpoints(Path(config.run.directory)).values()]
 
 
 def recorded(config: TrainConfig) -> list[str]:
@@ -93,7 +93,7 @@ def test_killed_in_every_phase_on_two_ranks(shared: World, straight: Callable[[i
     for phase, call, victim, newest in traps:
         end = live(shared, config, 2, partial(kill_at, phase, call, victim))
         assert end.code == 1 and f"rank{victim} ended with signal 9" in end.said, end
-        assert list_checkpoints(config)[-1] == newest, phase
+        assert checkpoint_names(config)[-1] == newest, phase
         assert bool(leftovers(config)) is (phase == "save"), "what a save that was killed has written"
         if phase == "value pretraining":
             assert recorded(config) == ["rollouts_00000.safetensors", "rollouts_00001.safetensors"]
@@ -107,7 +107,7 @@ def test_asked_to_stop_and_killed(shared: World, straight: Callable[[int], Path]
     config = config_of(shared, f"stopped{count}", LAYOUTS[count], RESUME, "checkpoint.every_minutes=null")
     end = live(shared, config, count, stop="samples/step_000001.jsonl")
     assert end.code == 75 and "because of SIGUSR1" in end.said and "\n" not in end.said
-    assert list_checkpoints(config)[-1] in end.said
+    assert checkpoint_names(config)[-1] in end.said
     assert live(shared, config, count, partial(kill_at, "policy update", 2)).code == 1
     assert live(shared, config, count) == End(0, "")
     assert_equal(Path(config.run.directory), straight(count))
@@ -123,8 +123,8 @@ def test_it_stops_before_its_time_limit_and_makes_progress_in_every_life(
         if end.code == 0:
             break
         assert end.code == 75 and "its time limit" in end.said
-        assert list_checkpoints(config)[-1] not in seen
-        seen.append(list_checkpoints(config)[-1])
+        assert checkpoint_names(config)[-1] not in seen
+        seen.append(checkpoint_names(config)[-1])
     assert end.code == 0 and len(seen) >= 5
     assert_equal(Path(config.run.directory), straight(1))
 
@@ -160,11 +160,11 @@ def test_a_full_disk_loses_nothing(shared: World, straight: Callable[[int], Path
     config = config_of(shared, "full", LAYOUTS[1], RESUME, "checkpoint.every_minutes=null", "run.steps=4")
     run_dir = Path(config.run.directory)
     shutil.copytree(straight(1), run_dir)
-    before = list_checkpoints(config)
+    before = checkpoint_names(config)
     end = live(shared, config, 1, partial(fill_the_disk, 200_000))
     assert end.code == 2 and "\n" not in end.said
     assert "state/step_000004: cannot be saved (File too large)" in end.said
-    assert list_checkpoints(config) == before and not leftovers(config), (
+    assert checkpoint_names(config) == before and not leftovers(config), (
         "nothing half-written is left, nothing whole is gone"
     )
 
@@ -201,7 +201,7 @@ def recording(shared: World) -> TrainConfig:
     """A run of one rank that stopped when it had recorded two rollouts."""
     config = config_of(shared, "recording", LAYOUTS[1], RESUME, "checkpoint.job_timeout_s=1e-7")
     assert [live(shared, config, 1).code for _ in range(2)] == [75, 75]
-    assert list_checkpoints(config)[-1] == "step_000000_pretraining_000002"
+    assert checkpoint_names(config)[-1] == "step_000000_pretraining_000002"
     return config
 
 
@@ -342,10 +342,10 @@ def test_a_save_that_fails_is_tried_once_more(
     more = ("checkpoint.every_minutes=null", "run.steps=4", "evaluation.every=4")
     config = config_of(shared, f"refused{times}", LAYOUTS[1], RESUME, *more)
     shutil.copytree(straight(1), Path(config.run.directory))
-    before = list_checkpoints(config)
+    before = checkpoint_names(config)
     end = live(shared, config, 1, partial(refuse_units, errno.EIO, times))
     assert end.code == code, end
-    assert list_checkpoints(config) == ([before[-1], "step_000004"] if code == 0 else before) and not leftovers(config)
+    assert checkpoint_names(config) == ([before[-1], "step_000004"] if code == 0 else before) and not leftovers(config)
     if code:
         assert "state/step_000004: cannot be saved (Input/output error), tried twice: start again" in end.said
 
