@@ -145,8 +145,8 @@ class KlConfig(Section):
     def _estimator_fits(self) -> Self:
         if self.placement == "none" and self.replace_reference_every is not None:
             raise ValueError(
-                f"replace_reference_every={self.replace_reference_every} with where=none: there is no reference, set "
-                "where to reward or loss, or remove it"
+                f"replace_reference_every={self.replace_reference_every} with placement=none: there is no reference, set "
+                "placement to reward or loss, or remove it"
             )
         if (self.placement == "none") != (self.coef == 0):
             raise ValueError(
@@ -157,7 +157,7 @@ class KlConfig(Section):
             raise ValueError("placement=loss with estimator=k1: its gradient is 0 on average, choose k2 or k3")
         if self.placement == "reward" and self.estimator != "k1":
             raise ValueError(
-                f"where=reward with estimator={self.estimator}: in the reward only k1 is unbiased, choose it"
+                f"placement=reward with estimator={self.estimator}: in the reward only k1 is unbiased, choose it"
             )
         return self
 
