@@ -145,8 +145,8 @@ class KlConfig(Section):
     def _estimator_fits(self) -> Self:
         if self.placement == "none" and self.replace_reference_every is not None:
             raise ValueError(
-                f"replace_reference_every={self.replace_reference_every} with placement=none: there is no reference, set "
-                "placement to reward or loss, or remove it"
+                f"replace_reference_every={self.replace_reference_every} with placement=none: there is no reference, "
+                "set placement to reward or loss, or remove it"
             )
         if (self.placement == "none") != (self.coef == 0):
             raise ValueError(
