@@ -1,11 +1,7 @@
-"""Value losses per token, un-reduced, and how good values are. All arguments [T] unless said otherwise."""
-
-from collections.abc import Sequence
+"""Value losses per token, un-reduced. All arguments [T] unless said otherwise."""
 
 import torch
 from torch import Tensor
-
-from vapo_megatron.algorithms.segments import check_bounds
 
 
 def value_mse(values: Tensor, returns: Tensor) -> Tensor:
@@ -62,43 +58,3 @@ def hl_gauss_value(logits: Tensor, low: float, high: float) -> Tensor:
 def self_imitation_value_loss(values: Tensor, returns: Tensor) -> Tensor:
     """((R - V)+)^2 / 2 (arXiv 1806.05635, eq. 3)."""
     return (returns.detach() - values).clamp(min=0).square() / 2
-
-
-@torch.no_grad()
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor | None = None) -> Tensor:
-    """1 - Var(R - V) / Var(R) over the tokens whose mask is not 0 (all without one): scalar float64.
-
-    1 at best, without lower bound; 0 where all returns are equal or there are none: nothing is there to explain.
-    """
-    actual, predicted = returns.double(), values.double()
-    if mask is not None:
-        actual, predicted = actual[mask != 0], predicted[mask != 0]
-    if actual.numel() == 0:
-        return actual.new_zeros(())
-    variance = actual.var(correction=0)
-    residual = (actual - predicted).var(correction=0)
-    return torch.where(variance > 0, 1 - residual / variance.where(variance > 0, 1), 0)
-
-
-@torch.no_grad()
-def bias_by_position(
-    values: Tensor,
-    returns: Tensor,
-    cu_seqlens: Tensor,
-    quantiles: Sequence[float] = (0, 0.25, 0.5, 0.75, 0.95),
-) -> Tensor:
-    """Mean over responses of V - R at the token floor(q (l - 1)) of each response of l tokens.
-
-    Returns float64, one entry per quantile; empty responses do not count, and with none at all it is 0.
-    Raises ValueError for a quantile outside [0, 1].
-    """
-    check_bounds(cu_seqlens, values.numel())
-    if any(not 0 <= q <= 1 for q in quantiles):
-        raise ValueError(f"quantiles must be in [0, 1], got {tuple(quantiles)}")
-    cu_seqlens = cu_seqlens.to(values.device, torch.int64)
-    lengths = cu_seqlens.diff()
-    starts, lengths = cu_seqlens[:-1][lengths > 0], lengths[lengths > 0]
-    q = torch.tensor(list(quantiles), dtype=torch.float64, device=values.device)
-    token = starts + (q[:, None] * (lengths - 1)).floor().long()
-    bias = values[token].double() - returns[token].double()
-    return bias.sum(dim=1) / max(1, lengths.numel())

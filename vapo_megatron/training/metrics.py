@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vapo_megatron.algorithms.critic_metrics import bias_by_position, explained_variance
 from vapo_megatron.algorithms.kl import k3
-from vapo_megatron.algorithms.value_loss import bias_by_position, explained_variance
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.monitoring import names
 

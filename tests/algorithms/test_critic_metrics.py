@@ -1,0 +1,248 @@
+"""How good values are, against loops over tokens in plain floats."""
+
+import math
+import random
+import statistics
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from vapo_megatron.algorithms import baselines
+from vapo_megatron.algorithms import critic_metrics as cm
+
+LENGTHS = [5, 1, 0, 7, 3, 12, 2, 4, 9]
+GROUPS = [4, 4, 4, 7, 7, 9, 9, 9, 2]  # the last one is alone
+
+
+class Case:
+    """A batch with observations, tokens that count nowhere, as lists and as tensors."""
+
+    def __init__(self, seed: int = 0, masked: bool = True) -> None:
+        rng = random.Random(seed)
+        self.bounds = [sum(LENGTHS[:i]) for i in range(len(LENGTHS) + 1)]
+        total = self.bounds[-1]
+        self.owner = [s for s, length in enumerate(LENGTHS) for _ in range(length)]
+        rewards = [rng.choice([-1.0, 1.0]) for _ in LENGTHS]
+        self.rewards = rewards
+        self.returns = [rewards[s] for s in self.owner]
+        self.values = [rng.gauss(0.3 * r, 0.5) for r in self.returns]
+        self.mask = [int(not masked or rng.random() < 0.7) for _ in range(total)]
+        self.kept = [t for t in range(total) if self.mask[t]]
+        self.cu = torch.tensor(self.bounds, dtype=torch.int32)
+
+    def position(self, token: int) -> int:
+        return sum(self.mask[self.bounds[self.owner[token]] : token])
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return tuple(torch.tensor(x) for x in (self.values, self.returns, self.mask))  # type: ignore[return-value]
+
+
+def explained(values: list[float], returns: list[float]) -> float:
+    residual = statistics.pvariance([r - v for r, v in zip(returns, values, strict=True)])
+    return 1 - residual / statistics.pvariance(returns)
+
+
+def leave_one_out_loop(rewards: list[float], groups: list[int]) -> list[float]:
+    found = []
+    for i in range(len(rewards)):
+        others = [r for j, r in enumerate(rewards) if j != i and groups[j] == groups[i]]
+        others = others or [r for j, r in enumerate(rewards) if j != i]
+        found.append(sum(others) / len(others) if others else 0.0)
+    return found
+
+
+def position_bin_loop(case: Case, bins: int) -> dict[int, int]:
+    place = {t: case.position(t) for t in range(len(case.owner))}
+    return {t: min(bins - 1, sum(place[u] < place[t] for u in case.kept) * bins // len(case.kept)) for t in case.kept}
+
+
+def by_position_loop(case: Case, bins: int) -> dict[int, float]:
+    bin_of = position_bin_loop(case, bins)
+    found = {}
+    for t in case.kept:
+        others = [u for u in case.kept if GROUPS[case.owner[u]] != GROUPS[case.owner[t]]]
+        same = [u for u in others if bin_of[u] == bin_of[t]] or others
+        found[t] = sum(case.returns[u] for u in same) / len(same)
+    return found
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("bins", [1, 3, 32])
+def test_table_by_position_is_fitted_without_the_group_it_is_read_for(masked: bool, bins: int) -> None:
+    case = Case(1, masked)
+    _, returns, mask = case.tensors()
+    found = baselines.by_position(returns, case.cu, torch.tensor(GROUPS), bins, mask)
+    for t, expected in by_position_loop(case, bins).items():
+        assert float(found[t]) == pytest.approx(expected, abs=1e-12), t
+    bin_of = baselines.position_bins(case.cu, bins, mask=mask)
+    assert all(int(bin_of[t]) == b for t, b in position_bin_loop(case, bins).items())
+
+
+def test_positions_count_what_the_mask_keeps_and_relative_bins_are_parts_of_the_response() -> None:
+    case = Case(2)
+    mask = case.tensors()[2]
+    found, relative = baselines.positions(case.cu, mask), baselines.position_bins(case.cu, 4, True, mask)
+    for t in case.kept:
+        start, end = case.bounds[case.owner[t]], case.bounds[case.owner[t] + 1]
+        assert int(found[t]) == case.position(t)
+        assert int(relative[t]) == case.position(t) * 4 // sum(case.mask[start:end])
+
+
+@pytest.mark.parametrize("groups", [GROUPS, [0] * 9, list(range(9))])
+def test_leave_one_out(groups: list[int]) -> None:
+    rewards = Case(3).rewards
+    found = baselines.leave_one_out(torch.tensor(rewards), torch.tensor(groups))
+    assert found.tolist() == pytest.approx(leave_one_out_loop(rewards, groups), abs=1e-12)
+    assert baselines.leave_one_out(torch.tensor([5.0]), torch.tensor([0])).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_baselines_are_measured_on_the_tokens_of_the_critic(masked: bool) -> None:
+    case = Case(4, masked)
+    values, returns, mask = case.tensors()
+    found = cm.explained_beside_baselines(values, returns, case.cu, torch.tensor(GROUPS), mask)
+    actual = [case.returns[t] for t in case.kept]
+    present = [s for s in range(len(LENGTHS)) if any(case.owner[t] == s for t in case.kept)]
+    siblings = leave_one_out_loop([case.rewards[s] for s in present], [GROUPS[s] for s in present])
+    of = dict(zip(present, siblings, strict=True))
+    table = by_position_loop(case, 32)
+    expected = [
+        explained([case.values[t] for t in case.kept], actual),
+        explained([of[case.owner[t]] for t in case.kept], actual),
+        explained([table[t] for t in case.kept], actual),
+    ]
+    assert [float(x) for x in found[:3]] == pytest.approx(expected, abs=1e-6)
+    assert float(found.gain) == pytest.approx(expected[0] - max(0, *expected[1:]), abs=1e-6)
+
+
+def test_a_baseline_explains_nothing_of_what_is_random() -> None:
+    """A table that had seen its own response would: with 2 responses a bin it would explain half."""
+    torch.manual_seed(0)
+    cu = torch.arange(0, 4001, 10, dtype=torch.int32)
+    returns = torch.randint(0, 2, (400,)).float().repeat_interleave(10)
+    groups = torch.arange(400) // 2
+    found = cm.explained_beside_baselines(torch.zeros(4000), returns, cu, groups)
+    assert float(found.position) < 0.01 and float(found.leave_one_out) < 0.1
+    assert float(found.critic) == 0
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_calibration_and_reliability(masked: bool) -> None:
+    case = Case(5, masked)
+    values, returns, mask = case.tensors()
+    pairs = [(case.values[t], case.returns[t]) for t in case.kept]
+    slope, intercept = statistics.linear_regression(*zip(*pairs, strict=True))
+    found = cm.calibration(values, returns, mask)
+    assert (float(found.slope), float(found.intercept)) == pytest.approx((slope, intercept), abs=1e-6)
+    bins = cm.reliability(values, returns, 4, mask)
+    assert int(bins.tokens.sum()) == len(pairs) and len(bins.tokens) == 4
+    assert int(bins.tokens.max()) - int(bins.tokens.min()) <= 1
+    pairs.sort()
+    start = 0
+    for value, mean, count in zip(*(x.tolist() for x in bins), strict=True):
+        part = pairs[start : start + count]
+        assert value == pytest.approx(statistics.fmean(v for v, _ in part), abs=1e-6)
+        assert mean == pytest.approx(statistics.fmean(r for _, r in part), abs=1e-6)
+        start += count
+
+
+def test_calibration_says_how_far_values_are_stretched() -> None:
+    returns = torch.tensor([-1.0, 1.0, -1.0, 1.0])
+    known = torch.tensor([-0.5, 0.5, -0.5, 0.5])
+    assert [float(x) for x in cm.calibration(known, returns)] == [2.0, 0.0]
+    assert float(cm.calibration(3 * returns + 1, returns).slope) == pytest.approx(1 / 3)
+    assert [float(x) for x in cm.calibration(torch.full((4,), 0.1), returns + 1)] == [0.0, 1.0]
+    assert [float(x) for x in cm.calibration(known[:0], returns[:0])] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_bias_by_position_and_outcome(masked: bool) -> None:
+    case = Case(6, masked)
+    values, returns, mask = case.tensors()
+    correct = torch.tensor([r > 0 for r in case.rewards])
+    quantiles = (0, 0.3, 0.5, 1.0)
+    by_response = [[t for t in case.kept if case.owner[t] == s] for s in range(len(LENGTHS))]
+    by_response = [tokens for tokens in by_response if tokens]
+    expected = [
+        statistics.fmean(
+            case.values[tokens[math.floor(q * (len(tokens) - 1))]] - case.returns[tokens[0]] for tokens in by_response
+        )
+        for q in quantiles
+    ]
+    assert cm.bias_by_position(values, returns, case.cu, quantiles, mask).tolist() == pytest.approx(expected, abs=1e-6)
+    for good, found, end in zip(
+        (True, False),
+        cm.bias_by_outcome(values, returns, correct, case.cu, mask),
+        cm.bias_at_end(values, returns, correct, case.cu, mask),
+        strict=True,
+    ):
+        errors = [case.values[t] - case.returns[t] for t in case.kept if (case.returns[t] > 0) == good]
+        assert float(found) == pytest.approx(statistics.fmean(errors), abs=1e-6)
+        last = [case.values[x[-1]] - case.returns[x[-1]] for x in by_response if (case.returns[x[-1]] > 0) == good]
+        assert float(end) == pytest.approx(statistics.fmean(last), abs=1e-6)
+    assert bool(cm.bias_by_outcome(values, returns, torch.ones(len(LENGTHS)), case.cu, mask)[1].isnan())
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_sign_agreement(masked: bool) -> None:
+    case = Case(7, masked)
+    values, _, mask = case.tensors()
+    signs = [math.copysign(1, case.values[t]) for t in case.kept]
+    expected = statistics.correlation(signs, [case.returns[t] for t in case.kept])
+    outcomes = torch.tensor(case.rewards)
+    assert float(cm.sign_agreement(values, outcomes, case.cu, mask)) == pytest.approx(expected, abs=1e-9)
+    assert float(cm.sign_agreement(values.abs(), outcomes, case.cu, mask)) == 0.0
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        lambda v, r, c, g, m: torch.stack(cm.explained_beside_baselines(v, r, c, g, m)),
+        lambda v, r, c, g, m: torch.stack(cm.calibration(v, r, m)),
+        lambda v, r, c, g, m: cm.bias_by_position(v, r, c, mask=m),
+        lambda v, r, c, g, m: torch.stack(cm.bias_by_outcome(v, r, g == 4, c, m)),
+        lambda v, r, c, g, m: cm.sign_agreement(v, g.float(), c, m),
+    ],
+)
+def test_what_the_mask_leaves_out_is_not_read(metric: Callable[..., Tensor]) -> None:
+    case = Case(8)
+    values, returns, mask = case.tensors()
+    groups = torch.tensor(GROUPS)
+    found = metric(values, returns, case.cu, groups, mask)
+    values[mask == 0], returns[mask == 0] = torch.nan, torch.inf
+    assert torch.equal(metric(values, returns, case.cu, groups, mask), found)
+
+
+def test_explained_variance() -> None:
+    returns, mask = torch.tensor([0.0, 1.0, 2.0, 99.0]), torch.tensor([1, 1, 1, 0])
+    assert float(cm.explained_variance(returns + 7, returns, mask)) == 1.0
+    assert float(cm.explained_variance(torch.zeros(4), returns, mask)) == 0.0
+    assert float(cm.explained_variance(-returns, returns, mask)) == pytest.approx(-3.0)
+    values = torch.tensor([0.5, 0.5, 1.0, 0.0])
+    residual = statistics.pvariance((returns - values)[:3].tolist())
+    expected = 1 - residual / statistics.pvariance(returns[:3].tolist())
+    assert float(cm.explained_variance(values, returns, mask)) == pytest.approx(expected)
+    assert float(cm.explained_variance(values[:3], returns[:3])) == pytest.approx(expected)
+
+
+def test_explained_variance_without_variance_is_zero() -> None:
+    assert float(cm.explained_variance(torch.randn(4), torch.ones(4), torch.ones(4))) == 0.0
+    assert float(cm.explained_variance(torch.randn(4), torch.ones(4), torch.zeros(4))) == 0.0
+
+
+def test_bias_by_position() -> None:
+    # Lengths 5, 0, 1, 2; positions floor(q (l - 1)) = 0,1,2,3,3 / - / 0,... / 0,0,0,0,0.
+    cu_seqlens = torch.tensor([0, 5, 5, 6, 8], dtype=torch.int32)
+    values = torch.tensor([10.0, 20.0, 30.0, 40.0, 50.0, 1.0, 5.0, 6.0])
+    got = cm.bias_by_position(values, torch.ones(8), cu_seqlens)
+    assert got.tolist() == pytest.approx([(v - 1 + 0 + 4) / 3 for v in (10, 20, 30, 40, 40)])
+    last = cm.bias_by_position(values, torch.ones(8), cu_seqlens, quantiles=(1.0,))
+    assert last.tolist() == pytest.approx([(49 + 0 + 5) / 3])
+
+
+def test_bias_by_position_of_nothing_and_of_a_bad_quantile() -> None:
+    assert cm.bias_by_position(torch.zeros(0), torch.zeros(0), torch.tensor([0, 0])).tolist() == [0.0] * 5
+    with pytest.raises(ValueError, match="quantiles"):
+        cm.bias_by_position(torch.zeros(1), torch.zeros(1), torch.tensor([0, 1]), quantiles=(1.5,))
