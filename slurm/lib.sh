@@ -2,7 +2,7 @@
 #
 #   begin_job RUN_DIR PROGRESS   prepare a try, or end here where earlier tries came to nothing.
 #                                PROGRESS is a folder: as long as its newest entry is the same, no try came to anything.
-#   run_step NAME COMMAND...     run COMMAND in every task of the job and wait. The verdict is in STEP_CODE:
+#   run_step NAME COMMAND...     run COMMAND in every task of the job and wait. How it ended is in STEP_CODE:
 #                                0 done, 75 start again, 2 bad input, anything else a failure to look at.
 #   end_job CODE                 75: requeue this job; anything else: end with it.
 #
@@ -141,12 +141,12 @@ run_step() {
     STEP=$!
     while kill -0 $STEP 2>/dev/null; do wait $STEP; done
     wait $STEP
-    STEP_CODE=$(verdict $?)
+    STEP_CODE=$(code_of_step $?)
     say "$name ended with code $STEP_CODE"
     [[ $STEP_CODE = 0 || -n $ENDING ]] || clean_nodes
 }
 
-grade_response() { # of a step, from the code of srun and from what its tasks recorded ("code node time", a file a task)
+code_of_step() { # of a step, from the code of srun and from what its tasks recorded ("code node time", a file a task)
     # srun tells only the highest code of all tasks, those included that Slurm ended because of the first one.
     local code node
     read -r code node < <(first_failure) || :
@@ -179,12 +179,12 @@ clean_nodes() { # what tasks left that were killed before they could clean up th
         bash -c 'rm -rf "$LOCAL_TMP/vapo-$SLURM_JOB_ID.$RESTART.$SLURM_NODEID"' || true
 }
 
-check_nodes() { # `doctor` with the arguments of `train`; nodes with a fault are left out on the next try
+check_nodes() { # `doctor` with the arguments of `train` and DOCTOR_OVERRIDES; nodes with a fault are left out on the next try
     local options=() broken=$RECORD/broken_nodes node blamed
     [[ $DOCTOR != 0 ]] || return 0
     [[ $DOCTOR != quick ]] || options+=(--quick)
     rm -f "$broken"
-    run_step doctor python3 -m vapo_megatron.cli doctor "$@" --broken-nodes "$broken" --wait "$DOCTOR_WAIT" \
+    run_step doctor python3 -m vapo_megatron.cli doctor "$@" ${DOCTOR_OVERRIDES[@]+"${DOCTOR_OVERRIDES[@]}"} --broken-nodes "$broken" --wait "$DOCTOR_WAIT" \
         --node-names "$(job_nodes | paste -sd ,)" "${options[@]}"
     [[ $STEP_CODE != 0 ]] || return 0
     [[ -z $ENDING ]] || end_job "$STEP_CODE"

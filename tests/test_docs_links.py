@@ -12,6 +12,7 @@ import typer
 from vapo_megatron.cli import PRESETS, app
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.load import load_config
+from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.suggest import known_keys
 from vapo_megatron.config.train import EvaluateConfig, TrainConfig
@@ -24,6 +25,7 @@ BASES: dict[type[Section], Path] = {
     TrainConfig: ROOT / "examples" / "gsm8k" / "vapo.yaml",
     SftConfig: ROOT / "examples" / "quickstart" / "sft.yaml",
     EvaluateConfig: ROOT / "examples" / "gsm8k" / "evaluate.yaml",
+    PlanConfig: ROOT / "examples" / "aime_qwen2.5_32b" / "plan.yaml",
 }
 KEYS = {key for model in BASES for key in known_keys(model)}
 # Mappings whose keys are those of others.

@@ -15,24 +15,34 @@ from pydantic_core import PydanticUndefined
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.base import Section
+from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import EvaluateConfig, TrainConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
-COMMANDS: dict[str, type[Section]] = {"train": TrainConfig, "sft": SftConfig, "evaluate": EvaluateConfig}
+COMMANDS: dict[str, type[Section]] = {
+    "train": TrainConfig,
+    "sft": SftConfig,
+    "evaluate": EvaluateConfig,
+    "plan": PlanConfig,
+}
 
 INTRODUCTION = """\
 # Configuration
 
 <!-- Written by tools/describe_config.py from the models in vapo_megatron/config; do not edit. -->
 
-`vapo-megatron train CONFIG [SECTION.KEY=VALUE]...`, and `sft` and `evaluate` alike, take one YAML file. Values come in
-layers, each over the one before:
+`vapo-megatron train CONFIG [SECTION.KEY=VALUE]...`, and `sft`, `evaluate`, `plan` and `doctor` alike, take one YAML
+file. Values come in layers, each over the one before:
 
 1. the defaults below;
-2. the preset that the file's key `preset` names (`train` alone): the published settings of an algorithm;
-3. the file;
-4. overrides on the command line, `section.key=value`, the value read as YAML.
+2. the preset that the file's key `preset` names (`train`, `plan` and `doctor`): the published settings of an algorithm;
+3. the YAML that the file's key `extends` names, beside it;
+4. the file;
+5. overrides on the command line, `section.key=value`, the value read as YAML.
+
+`plan` and `doctor` take a training config and the sections `hardware` and `plan`, which `train` refuses: as overrides,
+or in a file that extends the training config (`examples/aime_qwen2.5_32b/plan.yaml`). Below, `plan` stands for both.
 
 ```
 vapo-megatron train examples/gsm8k/vapo.yaml model.path=models/Qwen3-8B actor.layout.tp=4 run.name=qwen3 \\

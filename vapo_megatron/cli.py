@@ -113,9 +113,9 @@ def plan(
 ) -> None:
     """Say what a run needs and takes before any GPU is held: memory and time by phase, layouts that fit."""
     from vapo_megatron.config.load import load_config
-    from vapo_megatron.config.train import TrainConfig
+    from vapo_megatron.config.plan import PlanConfig
 
-    settings = load_config(TrainConfig, config, overrides or [], PRESETS)
+    settings = load_config(PlanConfig, config, overrides or [], PRESETS)
     from vapo_megatron.operations.plan.command import plan_run
 
     plan_run(settings, gpus, nodes, json)
@@ -133,9 +133,9 @@ def doctor(
 ) -> None:
     """Say whether the machines are fit for a run: one process a node, through srun or torchrun, or by hand for one."""
     from vapo_megatron.config.load import load_config
-    from vapo_megatron.config.train import TrainConfig
+    from vapo_megatron.config.plan import PlanConfig
 
-    settings = load_config(TrainConfig, config, overrides or [], PRESETS)
+    settings = load_config(PlanConfig, config, overrides or [], PRESETS)
     from vapo_megatron.operations.doctor import command
 
     names = [name for name in node_names.split(",") if name]

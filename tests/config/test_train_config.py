@@ -1,11 +1,15 @@
 """What holds between sections is checked before anything starts."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from vapo_megatron.cli import PRESETS
+from vapo_megatron.config.load import load_config
 from vapo_megatron.config.model import LayoutConfig, OptimizerSettings
+from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.balance import Cost, plan_microbatches
@@ -15,6 +19,7 @@ MINIMAL: dict[str, Any] = {
     "data": {"train": "train.jsonl"},
     "sampling": {"max_new_tokens": 16},
 }
+EXAMPLE = Path(__file__).parents[2] / "examples" / "gsm8k" / "vapo.yaml"
 
 
 def test_the_defaults_are_vapo() -> None:
@@ -80,3 +85,11 @@ def test_the_longest_sample_of_a_layout_just_fits(layout: LayoutConfig, max_toke
     plan(longest + 1)  # a sample of n tokens has n - 1 positions
     with pytest.raises(BadInput):
         plan(longest + 2)
+
+
+@pytest.mark.parametrize("key", ["hardware.kind=h200-141g", "plan.gpus=8"])
+def test_what_only_plan_reads_is_refused_with_where_it_belongs(key: str) -> None:
+    with pytest.raises(BadInput, match=rf"{key.partition('.')[0]} is a section of `vapo-megatron plan`"):
+        load_config(TrainConfig, EXAMPLE, [key], PRESETS)
+    planned = load_config(PlanConfig, EXAMPLE, [key], PRESETS)
+    assert isinstance(planned, TrainConfig) and (planned.hardware.kind == "h200-141g" or planned.plan.gpus == 8)

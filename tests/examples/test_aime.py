@@ -7,11 +7,13 @@ import pytest
 
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.load import load_config
+from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.train import EvaluateConfig, TrainConfig
-from vapo_megatron.operations.plan.plan import make_plan
+from vapo_megatron.operations.plan.plan import default_world, make_plan
 
 FOLDER = Path(__file__).parents[2] / "examples" / "aime_qwen2.5_32b"
-TRAIN = sorted(path.stem for path in FOLDER.glob("*.yaml") if not path.stem.startswith("evaluate"))
+TRAIN = sorted(path.stem for path in FOLDER.glob("*.yaml") if not path.stem.startswith(("evaluate", "plan")))
+PLAN = sorted(path.stem for path in FOLDER.glob("plan*.yaml"))
 EVALUATE = sorted(path.stem for path in FOLDER.glob("evaluate*.yaml"))
 
 
@@ -44,13 +46,12 @@ def test_the_longest_sample_fits_every_layout(name: str) -> None:
 
 
 @pytest.mark.skipif(not CONFIGS.is_dir(), reason=f"no config.json of Qwen2.5 at {CONFIGS}")
-@pytest.mark.parametrize("name", TRAIN)
+@pytest.mark.parametrize("name", [*TRAIN, *PLAN])
 def test_every_config_fits_the_gpus_it_is_for(name: str, tmp_path: Path) -> None:
-    config = _train(name)
+    config = load_config(PlanConfig, FOLDER / f"{name}.yaml", [], PRESETS)
     shutil.copy(CONFIGS / MODELS[config.model.path], tmp_path / "config.json")
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path)})})
-    assert config.cluster.ranks is not None
-    plan = make_plan(config, config.cluster.ranks)
+    plan = make_plan(config, default_world(config))
     assert plan.fits, plan.memory.problems
 
 

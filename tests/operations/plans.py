@@ -9,7 +9,7 @@ import pytest
 
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.load import load_config
-from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.config.plan import PlanConfig
 
 ROOT = Path(__file__).parents[2]
 HF_CONFIGS = ROOT.parent / "shared" / "data" / "hf_configs"
@@ -31,7 +31,7 @@ def model_dir(folder: Path, name: str) -> Path:
     return folder
 
 
-def planned_config(model: Path, *overrides: str) -> TrainConfig:
+def planned_config(model: Path, *overrides: str) -> PlanConfig:
     """The GSM8K example with this model."""
     example = ROOT / "examples" / "gsm8k" / "vapo.yaml"
-    return load_config(TrainConfig, example, [f"model.path={model}", *overrides], PRESETS)
+    return load_config(PlanConfig, example, [f"model.path={model}", *overrides], PRESETS)

@@ -15,7 +15,7 @@ from tiny_runs import make_model, train_config, write_config
 
 from vapo_megatron import cli
 from vapo_megatron.config.load import load_config
-from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.operations.doctor import bandwidth, checks, command
 from vapo_megatron.operations.doctor.checks import Check, Examination, perform
 from vapo_megatron.operations.doctor.meeting import Meeting
@@ -32,8 +32,8 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def config(config_file: Path) -> TrainConfig:
-    return load_config(TrainConfig, config_file, [], cli.PRESETS)
+def config(config_file: Path) -> PlanConfig:
+    return load_config(PlanConfig, config_file, [], cli.PRESETS)
 
 
 def names_of(world: int) -> list[str]:
@@ -49,7 +49,7 @@ def node(rank: int, world: int, port: int, config_file: Path, out: Path, overrid
     if offloaded:
         stuck = (Check("versions", lambda _: time.sleep(3600) or [], 1.0),)
         command.checks = lambda *_: (*stuck, *checks.checks(config, WAIT)[1:])  # type: ignore[assignment]
-    config = load_config(TrainConfig, config_file, overrides, cli.PRESETS)
+    config = load_config(PlanConfig, config_file, overrides, cli.PRESETS)
     with out.open("w") as file:
         sys.stdout = file
         code = command.doctor(
@@ -133,7 +133,7 @@ def test_a_node_that_does_not_come_is_named(tmp_path: Path, config_file: Path, m
     assert line["status"] == "fault" and "rank 1" in line["found"]
 
 
-def test_alone_with_an_engine_and_bandwidth(config: TrainConfig) -> None:
+def test_alone_with_an_engine_and_bandwidth(config: PlanConfig) -> None:
     alone = Examination(config, Meeting(None, "here", 1), quick=False, wait=1)
     by_name = {check.name: check for check in checks.checks(config, 1)}
     (engine,) = perform(by_name["engine"], alone)
@@ -144,7 +144,7 @@ def test_alone_with_an_engine_and_bandwidth(config: TrainConfig) -> None:
     assert memory.status == "ok", memory.found
 
 
-def test_what_a_check_raises_is_its_line(config: TrainConfig) -> None:
+def test_what_a_check_raises_is_its_line(config: PlanConfig) -> None:
     def broken(_: Examination) -> list[Line]:
         raise ValueError("no such thing")
 

@@ -10,7 +10,7 @@ from tiny_runs import make_model
 
 from vapo_megatron import cli
 from vapo_megatron.config.load import load_config
-from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.plan.plan import Plan, make_plan
 from vapo_megatron.operations.plan.search import largest_budget, propose
@@ -45,7 +45,7 @@ def test_engines_on_gpus_of_their_own_are_not_planned(small: Path) -> None:
         make_plan(config, 8)
 
 
-def with_budget(config: TrainConfig, name: str, budget: int) -> TrainConfig:
+def with_budget(config: PlanConfig, name: str, budget: int) -> PlanConfig:
     section = getattr(config, name).model_copy(update={"max_tokens_per_microbatch": budget})
     return config.model_copy(update={name: section})
 
@@ -184,6 +184,6 @@ def test_examples_can_be_planned(name: str, tmp_path: Path) -> None:
     model = model_dir(tmp_path, SMALL) if name == "gsm8k/vapo" else make_model(tmp_path)
     path = ROOT / "examples" / f"{name}.yaml"
     preset = ["preset=vapo"] if name == "ablation/train" else []  # its rows are presets
-    settings = load_config(TrainConfig, path, [f"model.path={model}", *preset], cli.PRESETS)
+    settings = load_config(PlanConfig, path, [f"model.path={model}", *preset], cli.PRESETS)
     plan = make_plan(settings, settings.cluster.ranks or 8)
     assert plan.fits, plan.memory.problems

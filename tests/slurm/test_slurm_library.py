@@ -139,9 +139,9 @@ def job(tmp_path: Path) -> Job:
         (134, [(75, "a"), (134, "b"), (1, "c")], "1"),
     ],
 )
-def test_verdict_of_a_step(job: Job, srun_code: int, tasks: Sequence[tuple[int, str]], expected: str) -> None:
+def test_the_code_of_a_step(job: Job, srun_code: int, tasks: Sequence[tuple[int, str]], expected: str) -> None:
     job.exits(tasks)
-    assert job.bash(f"grade {srun_code}").stdout.strip() == expected
+    assert job.bash(f"code_of_step {srun_code}").stdout.strip() == expected
 
 
 @pytest.mark.parametrize("first", [135, 76])

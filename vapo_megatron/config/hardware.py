@@ -1,4 +1,4 @@
-"""What the run is planned for: the accelerators, what of their stated rates is reached, and how long responses are."""
+"""The section `hardware`: the accelerators, their stated rates, and the shares of these rates that a run reaches."""
 
 from typing import Literal
 
@@ -20,9 +20,7 @@ class EfficiencyConfig(Section):
         "pretraining steps on H100",
     )
     attention: float = Field(0.35, gt=0, le=1, description="likewise, for core attention, forward and backward")
-    fp8_gain: float = Field(
-        1.3, ge=1, le=2, description="speed of the linear layers in FP8, in units of their speed in bf16"
-    )
+    fp8_gain: float = Field(1.3, ge=1, le=2, description="speed of the linear layers in FP8, relative to bf16")
     memory: float = Field(0.7, gt=0, le=1, description="memory bandwidth that decoding and optimizer steps reach")
     nvlink: float = Field(0.7, gt=0, le=1, description="NVLink bandwidth, one direction, that collectives reach")
     network: float = Field(0.7, gt=0, le=1, description="network bandwidth of a GPU that collectives reach")
@@ -33,7 +31,7 @@ class EfficiencyConfig(Section):
 
 
 class HardwareConfig(Section):
-    """The accelerators of `plan`, and what `doctor` measures against. `train` does not read it."""
+    """The accelerators that `plan` plans for and that `doctor` measures against."""
 
     kind: Kind = Field("h100-80g", description="fills in the rates below that are not given")
     gpus_per_node: int = Field(8, ge=1, description="GPUs of a node; they are linked by NVLink")
@@ -52,7 +50,7 @@ class HardwareConfig(Section):
         3.0, ge=0, description="GPU memory of a rank beside its tensors: CUDA context, NCCL, workspaces; an assumption"
     )
     engine_overhead_gib: float = Field(
-        2.5, ge=0, description="GPU memory of a offloaded engine: CUDA context, NCCL, captured graphs; an assumption"
+        2.5, ge=0, description="GPU memory of an offloaded engine: CUDA context, NCCL, captured graphs; an assumption"
     )
     fragmentation: float = Field(
         0.05, ge=0, lt=0.5, description="share of GPU memory that the allocator cannot use; an assumption"
@@ -63,13 +61,3 @@ class HardwareConfig(Section):
         description="node memory of a rank and its engine beside tensors: libraries, pinned buffers; an assumption",
     )
     efficiency: EfficiencyConfig = EfficiencyConfig()
-
-
-class PlanConfig(Section):
-    """What `plan` cannot know: how many GPUs, how long prompts and responses are."""
-
-    gpus: int | None = Field(None, ge=1, description="GPUs of the run; none: cluster.ranks, else one node")
-    mean_prompt_tokens: int | None = Field(None, ge=1, description="none: half of data.max_prompt_tokens")
-    mean_response_tokens: int | None = Field(
-        None, ge=1, description="over the whole run; none: half of sampling.max_new_tokens"
-    )

@@ -1,6 +1,6 @@
 """The configs of `vapo-megatron train` and `vapo-megatron evaluate`: all sections, and what holds between them."""
 
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
@@ -8,7 +8,6 @@ from vapo_megatron.config.algorithm import AlgorithmConfig, ValuePretrainingConf
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.checkpoint import CheckpointConfig
 from vapo_megatron.config.data import DataConfig, EvaluationDataConfig
-from vapo_megatron.config.hardware import HardwareConfig, PlanConfig
 from vapo_megatron.config.model import ActorConfig, CriticConfig, ModelConfig
 from vapo_megatron.config.monitoring import MonitoringConfig
 from vapo_megatron.config.reward import RewardConfig
@@ -37,8 +36,17 @@ class TrainConfig(Section):
     export: ExportConfig = ExportConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitoring: MonitoringConfig = MonitoringConfig()
-    hardware: HardwareConfig = HardwareConfig()
-    plan: PlanConfig = PlanConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_sections_of_plan(cls, values: Any) -> Any:
+        for key in ("hardware", "plan"):
+            if key not in cls.model_fields and isinstance(values, dict) and key in values:
+                raise ValueError(
+                    f"{key} is a section of `vapo-megatron plan` and `doctor` alone: give its keys to them as "
+                    "overrides or in a YAML that extends this config, and take it out here"
+                )
+        return values
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:

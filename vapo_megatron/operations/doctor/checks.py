@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from vapo_megatron.checkpoint.size import checkpoint_bytes
-from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.errors import VapoError
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.operations.doctor import bandwidth, nvidia
@@ -35,7 +35,7 @@ _TOOL_DEADLINE = 30.0
 class Examination:
     """What every check is given: the config, this node's place among the nodes, and whether to leave slow ones out."""
 
-    config: TrainConfig
+    config: PlanConfig
     meeting: Meeting
     quick: bool
     wait: float
@@ -224,7 +224,7 @@ def _free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def checks(config: TrainConfig, wait: float) -> tuple[Check, ...]:
+def checks(config: PlanConfig, wait: float) -> tuple[Check, ...]:
     """All checks in their order; wait: seconds to wait for other nodes.
 
     Those between nodes come last but one, so that a node that hangs in an earlier one is a matter of that node alone.

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from vapo_megatron.cluster.ranks import environment_place, node_name
 from vapo_megatron.config.atomic import atomic_write
-from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.operations.doctor import bandwidth
 from vapo_megatron.operations.doctor.checks import Check, Examination, checks, perform
 from vapo_megatron.operations.doctor.meeting import Meeting
@@ -32,7 +32,7 @@ _AMONG_THOSE_PRESENT = 120.0
 
 
 def doctor(
-    config: TrainConfig,
+    config: PlanConfig,
     quick: bool,
     as_text: bool,
     wait: float,

@@ -4,7 +4,7 @@ import json
 
 from rich.console import Console
 
-from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.rows import read_problems
 from vapo_megatron.operations.plan.plan import Plan, default_world, make_plan
@@ -15,7 +15,7 @@ from vapo_megatron.operations.plan.tables import as_json, show
 _WORTH_TELLING = 0.05
 
 
-def plan_run(config: TrainConfig, gpus: int | None, nodes: int | None, as_text: bool) -> None:
+def plan_run(config: PlanConfig, gpus: int | None, nodes: int | None, as_text: bool) -> None:
     """Print what a run needs and takes on `gpus` GPUs, or on `nodes` nodes; neither: what the config says.
 
     as_text: JSON on standard output in place of tables.
@@ -47,7 +47,7 @@ def worth_telling(plan: Plan, proposal: Proposal | None) -> Proposal | None:
     return proposal if then < (1 - _WORTH_TELLING) * now else None
 
 
-def evaluation_samples(config: TrainConfig) -> int:
+def evaluation_samples(config: PlanConfig) -> int:
     """Responses of one evaluation over all sets of data.eval; 0 where one of their files is not here."""
     total = 0
     for entry in config.data.eval:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.errors import BadInput
 
 
@@ -48,7 +48,7 @@ class Lengths:
         return float(1 - (tokens / self.longest) ** (1 / self.exponent))
 
 
-def planned_lengths(config: TrainConfig) -> Lengths:
+def planned_lengths(config: PlanConfig) -> Lengths:
     """The lengths of a config: its own means, or half of what is allowed.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.hardware import Hardware, resolve
 from vapo_megatron.operations.plan.lengths import Lengths, planned_lengths
@@ -18,7 +18,7 @@ class Plan:
     evaluations counts those of the whole run, evaluation_samples the responses of one.
     """
 
-    config: TrainConfig
+    config: PlanConfig
     world: int
     hardware: Hardware
     lengths: Lengths
@@ -48,12 +48,12 @@ class Plan:
         return self.world * sum(self.seconds.values()) / 3600
 
 
-def default_world(config: TrainConfig) -> int:
+def default_world(config: PlanConfig) -> int:
     """GPUs where the command line names none: plan.gpus, cluster.ranks, or one node."""
     return config.plan.gpus or config.cluster.ranks or config.hardware.gpus_per_node
 
 
-def make_plan(config: TrainConfig, world: int, evaluation_samples: int = 0) -> Plan:
+def make_plan(config: PlanConfig, world: int, evaluation_samples: int = 0) -> Plan:
     """The plan of a config; evaluation_samples: responses of one evaluation over all sets.
 
     Raises:
@@ -80,7 +80,7 @@ def make_plan(config: TrainConfig, world: int, evaluation_samples: int = 0) -> P
     return Plan(config, world, hardware, lengths, models, memory, time, evaluation_samples, _evaluations(config))
 
 
-def _evaluations(config: TrainConfig) -> int:
+def _evaluations(config: PlanConfig) -> int:
     """Evaluations of a run: before it if asked for, every so many steps, and after the last step."""
     if not config.data.eval:
         return 0

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vapo_megatron.config.model import LayoutConfig, RecomputeConfig, TrainableConfig
-from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.mcore.offload import PARTS
 from vapo_megatron.operations.plan.memory import plan_memory
 from vapo_megatron.operations.plan.models import PlannedModel, can_be_cut, planned_models
@@ -164,7 +164,7 @@ def _pairs(candidates: dict[str, list[_Candidate]]) -> Iterator[dict[str, Traina
         yield sections
 
 
-def _with_engines(start: Plan, config: TrainConfig) -> Plan | None:
+def _with_engines(start: Plan, config: PlanConfig) -> Plan | None:
     """The fastest plan of a config over the engines' sizes; None where none fits."""
     rollout, heads = config.rollout, start.models["actor"].spec.num_heads
     fractions = dict.fromkeys((rollout.mem_fraction_static, *_FRACTIONS))
@@ -180,7 +180,7 @@ def _with_engines(start: Plan, config: TrainConfig) -> Plan | None:
     return best
 
 
-def _changes(old: TrainConfig, new: TrainConfig) -> dict[str, str]:
+def _changes(old: PlanConfig, new: PlanConfig) -> dict[str, str]:
     """Dotted keys whose values differ."""
 
     def flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
