@@ -14,6 +14,7 @@ from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig, SyncConf
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.experience.sample import Prompt
 from vapo_megatron.rollout.dispatcher import Dispatcher
+from vapo_megatron.rollout.request import GenerationRequest
 from vapo_megatron.rollout.routed_experts import ExpertChoices
 from vapo_megatron.rollout.server import EngineServer
 from vapo_megatron.weight_sync.session import WeightSync
@@ -104,7 +105,7 @@ def test_an_engine_says_which_experts_each_token_went_through(
                     sync.push([list(read_weights(tmp_path).items())], version)
             for _ in range(2):
                 for sample in dispatcher.collect(
-                    PROMPTS, 2, SamplingConfig(max_new_tokens=16), 1, version, None, CHOICES
+                    GenerationRequest(PROMPTS, 2, SamplingConfig(max_new_tokens=16), 1, version, CHOICES)
                 ):
                     tokens = [*sample.prompt.token_ids, *sample.response_ids.tolist()]
                     expected = token_logprobs(model, tokens)[-len(sample.response_ids) :]
@@ -122,7 +123,7 @@ def test_experts_of_another_model_end_the_collection(moe_server: EngineServer) -
         choices = ExpertChoices(layers=3, experts=6, per_token=2)
         told = rf"{moe_server.address.log_file}\): \d+ routed experts came for \d+ tokens, expected 6 for each"
         with pytest.raises(RunFailed, match=told):
-            dispatcher.collect(PROMPTS, 1, SamplingConfig(max_new_tokens=4), 1, 7, None, choices)
+            dispatcher.collect(GenerationRequest(PROMPTS, 1, SamplingConfig(max_new_tokens=4), 1, 7, choices))
 
 
 def test_experts_in_each_others_place_are_named(

@@ -11,6 +11,7 @@ from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig, SyncConf
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.experience.sample import Prompt
 from vapo_megatron.rollout.dispatcher import Dispatcher
+from vapo_megatron.rollout.request import GenerationRequest
 from vapo_megatron.rollout.server import EngineServer
 from vapo_megatron.weight_sync.session import WeightSync
 
@@ -45,7 +46,7 @@ def test_rollout_logprobs_are_those_of_the_temperature_and_the_whole_vocabulary(
     dispatcher: Dispatcher, model: Qwen3ForCausalLM, temperature: float, top_p: float, top_k: int
 ) -> None:
     sampling = SamplingConfig(max_new_tokens=24, temperature=temperature, top_p=top_p, top_k=top_k)
-    for sample in dispatcher.collect(PROMPTS, 2, sampling, seed=1, weight_version=0):
+    for sample in dispatcher.collect(GenerationRequest(PROMPTS, 2, sampling, seed=1, weight_version=0)):
         tokens = [*sample.prompt.token_ids, *sample.response_ids]
         expected = token_logprobs(model, tokens, temperature)[-len(sample.response_ids) :]
         assert sample.rollout_logprobs == pytest.approx(expected, abs=1e-4)
@@ -53,24 +54,26 @@ def test_rollout_logprobs_are_those_of_the_temperature_and_the_whole_vocabulary(
 
 def test_samples_come_in_order_and_say_where_they_come_from(dispatcher: Dispatcher) -> None:
     counts: list[int] = []
-    samples = dispatcher.collect(PROMPTS, 3, SAMPLING, seed=2, weight_version=0, on_done=counts.append)
+    samples = dispatcher.collect(
+        GenerationRequest(PROMPTS, 3, SAMPLING, seed=2, weight_version=0), on_done=counts.append
+    )
     assert [(sample.group, sample.index) for sample in samples] == [(g, i) for g in range(6) for i in range(3)]
     assert all(sample.prompt is PROMPTS[sample.group] for sample in samples)
     assert {(sample.weight_version_oldest, sample.weight_version) for sample in samples} == {(0, 0)}
     assert len({sample.seed for sample in samples}) == 18
-    assert counts == [3, 6, 9, 12, 15, 18]
+    assert counts == [3] * 6
 
 
 def test_a_response_depends_on_its_seed_and_not_on_its_batch(dispatcher: Dispatcher) -> None:
-    together = dispatcher.collect(PROMPTS, 4, SAMPLING, seed=3, weight_version=0)
-    alone = dispatcher.collect(PROMPTS[4:5], 2, SAMPLING, seed=3, weight_version=0)
+    together = dispatcher.collect(GenerationRequest(PROMPTS, 4, SAMPLING, seed=3, weight_version=0))
+    alone = dispatcher.collect(GenerationRequest(PROMPTS[4:5], 2, SAMPLING, seed=3, weight_version=0))
     assert [list(sample.response_ids) for sample in alone] == [list(sample.response_ids) for sample in together[16:18]]
-    other_seed = dispatcher.collect(PROMPTS, 4, SAMPLING, seed=4, weight_version=0)
+    other_seed = dispatcher.collect(GenerationRequest(PROMPTS, 4, SAMPLING, seed=4, weight_version=0))
     assert all(list(a.response_ids) != list(b.response_ids) for a, b in zip(together, other_seed, strict=True))
 
 
 def test_a_response_ends_with_the_end_token_or_at_the_limit(dispatcher: Dispatcher) -> None:
-    samples = dispatcher.collect(PROMPTS, 32, SAMPLING, seed=5, weight_version=0)
+    samples = dispatcher.collect(GenerationRequest(PROMPTS, 32, SAMPLING, seed=5, weight_version=0))
     assert {sample.finish_reason for sample in samples} == {"stop", "length"}
     for sample in samples:
         assert EOS not in sample.response_ids[:-1]
@@ -87,13 +90,13 @@ def test_pushed_weights_are_the_ones_that_answer(
         sync.verify(SEQUENCES, expected, tolerance=1e-4)
     sync.push(buckets_of(other_model), version=7)
     assert sync.verify(SEQUENCES, expected, tolerance=1e-4) < 1e-4
-    samples = dispatcher.collect(PROMPTS, 1, SAMPLING, seed=1, weight_version=7)
+    samples = dispatcher.collect(GenerationRequest(PROMPTS, 1, SAMPLING, seed=1, weight_version=7))
     assert {sample.weight_version for sample in samples} == {7}
 
 
 def test_a_version_other_than_expected_ends_the_run(dispatcher: Dispatcher) -> None:
     with pytest.raises(RunFailed, match="of version 0 to 0, expected 1"):
-        dispatcher.collect(PROMPTS, 1, SAMPLING, seed=1, weight_version=1)
+        dispatcher.collect(GenerationRequest(PROMPTS, 1, SAMPLING, seed=1, weight_version=1))
 
 
 def test_a_name_the_engine_does_not_know_is_refused_and_named(sync: WeightSync, model: Qwen3ForCausalLM) -> None:
@@ -131,7 +134,7 @@ def test_the_tensor_that_differs_is_named(sync: WeightSync, model: Qwen3ForCausa
 def test_a_request_the_server_refuses_is_told_in_one_line(dispatcher: Dispatcher, server: EngineServer) -> None:
     too_long = Prompt(id="long", problem="", answer="", token_ids=tuple([5] * 300))
     with pytest.raises(RunFailed) as raised:
-        dispatcher.collect([too_long], 1, SAMPLING, seed=1, weight_version=0)
+        dispatcher.collect(GenerationRequest([too_long], 1, SAMPLING, seed=1, weight_version=0))
     assert server.address.log_file in str(raised.value)
     assert "256" in str(raised.value)
     assert "\n" not in str(raised.value)

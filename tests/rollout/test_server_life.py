@@ -14,6 +14,7 @@ from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.experience.sample import Prompt
 from vapo_megatron.rollout.dispatcher import Dispatcher
+from vapo_megatron.rollout.request import GenerationRequest
 from vapo_megatron.rollout.server import EngineServer, cause_in_log
 
 # Starts a server, forks a process that inherits the server's lifeline and outlives its parent, then waits for its end.
@@ -89,7 +90,9 @@ def test_a_server_that_dies_is_something_passing_and_stop_leaves_nothing(
         with Dispatcher([server.address], config, stop_token_ids=[1]) as dispatcher:
             os.killpg(group, signal.SIGKILL)
             with pytest.raises(TryAgain, match=r"127\.0\.0\.1:\d+ \(log .*engine\.log\): the server is gone"):
-                dispatcher.collect([prompt], 1, SamplingConfig(max_new_tokens=4), seed=0, weight_version=0)
+                dispatcher.collect(
+                    GenerationRequest([prompt], 1, SamplingConfig(max_new_tokens=4), seed=0, weight_version=0)
+                )
     assert wait_until_gone(group, seconds=10) == []
     assert not scratch.exists()
 

@@ -14,6 +14,7 @@ from vapo_megatron.errors import RunFailed
 from vapo_megatron.experience.sample import Prompt
 from vapo_megatron.mcore.mesh import make_mesh
 from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.rollout.request import GenerationRequest
 from vapo_megatron.training.engines import Engines
 from vapo_megatron.weight_sync.probe import probe_batch, random_sequences
 from vapo_megatron.weights.load import load_hf
@@ -51,7 +52,9 @@ def weight_sync_three_times_and_break(model_dir: Path, log_dir: Path) -> tuple[l
         responses = []
         if dist.get_rank() == 0:
             prompts = [Prompt(str(i), "", "", tuple(ids[:5]), cursor=i) for i, ids in enumerate(sequences)]
-            responses = engines.collect(prompts, 2, SamplingConfig(max_new_tokens=12), 7, lambda _: None)
+            responses = engines.collect(
+                GenerationRequest(prompts, 2, SamplingConfig(max_new_tokens=12), 7, engines.version)
+            )
             assert {s.weight_version for s in responses} == {3}
         box = [[([*s.prompt.token_ids, *map(int, s.response_ids)], s.rollout_logprobs) for s in responses]]
         dist.broadcast_object_list(box, src=0)

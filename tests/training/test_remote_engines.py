@@ -25,6 +25,7 @@ from vapo_megatron.experience.sample import Prompt
 from vapo_megatron.rollout.client import EngineClient
 from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.remote_engines import take_over_engines, what_must_agree
+from vapo_megatron.rollout.request import GenerationRequest
 from vapo_megatron.rollout.server import EngineAddress, EngineServer
 from vapo_megatron.training.serve_engine import serve_engine
 from vapo_megatron.weight_sync.broadcast_group import BroadcastGroup
@@ -148,12 +149,12 @@ def test_engines_serve_one_trainer_at_a_time(fleet: Fleet, tmp_path: Path) -> No
         with WeightSync(DiskTransport([EngineClient(address, DEADLINE)], tmp_path)) as sync:
             sync.push([weights], version=1)
         with Dispatcher([address], config, stop_token_ids=[1]) as dispatcher:
-            assert len(dispatcher.collect(prompts, 2, sampling, 0, weight_version=1)) == 2
+            assert len(dispatcher.collect(GenerationRequest(prompts, 2, sampling, 0, weight_version=1))) == 2
     with (
         Dispatcher([first], config, stop_token_ids=[1]) as dispatcher,
         pytest.raises(RunFailed, match="it runs weights that another trainer handed over"),
     ):
-        dispatcher.collect(prompts, 2, sampling, 0, weight_version=1)
+        dispatcher.collect(GenerationRequest(prompts, 2, sampling, 0, weight_version=1))
 
 
 def die_in_a_broadcast(call: int) -> None:

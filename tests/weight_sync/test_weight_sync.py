@@ -20,6 +20,7 @@ from vapo_megatron.mcore.mesh import make_mesh
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.rollout.client import EngineClient
 from vapo_megatron.rollout.dispatcher import Dispatcher
+from vapo_megatron.rollout.request import GenerationRequest
 from vapo_megatron.rollout.server import EngineAddress, EngineServer
 from vapo_megatron.weight_sync.probe import probe_batch, random_sequences, split_logprobs
 from vapo_megatron.weight_sync.session import WeightSync
@@ -132,7 +133,9 @@ def sampled_version(address: EngineAddress, version: int) -> bool:
     config = RolloutConfig(collect_timeout_s=DEADLINE)
     prompts = [Prompt("p", "", "", tuple(SEQUENCES[0][:5]))]
     with Dispatcher([address], config, stop_token_ids=[1]) as dispatcher:
-        samples = dispatcher.collect(prompts, 2, SamplingConfig(max_new_tokens=4), 0, weight_version=version)
+        samples = dispatcher.collect(
+            GenerationRequest(prompts, 2, SamplingConfig(max_new_tokens=4), 0, weight_version=version)
+        )
     return all(sample.weight_version == sample.weight_version_oldest == version for sample in samples)
 
 

@@ -11,6 +11,7 @@ from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.mcore.platform import Platform
 from vapo_megatron.monitoring.console import RunConsole
 from vapo_megatron.rollout.dispatcher import Dispatcher
+from vapo_megatron.rollout.request import GenerationRequest
 from vapo_megatron.rollout.server import EngineServer
 
 # Engines that read a checkpoint and are never handed weights stay at the version they start with.
@@ -50,7 +51,7 @@ class EngineGenerator:
             advance(len(samples))
 
         sampling, seed = self._settings.sampling, self._settings.run.seed
-        self._dispatcher.collect(prompts, k, sampling, seed, _WEIGHT_VERSION, on_group=keep)
+        self._dispatcher.collect(GenerationRequest(prompts, k, sampling, seed, _WEIGHT_VERSION), on_group=keep)
 
 
 @contextmanager

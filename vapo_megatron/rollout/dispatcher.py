@@ -12,7 +12,7 @@ from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.rollout.client import Completion, EngineClient
-from vapo_megatron.rollout.routed_experts import ExpertChoices
+from vapo_megatron.rollout.request import GenerationRequest
 from vapo_megatron.rollout.server import EngineAddress
 
 # Groups waiting in a server keep its batch full while finished ones are on their way back.
@@ -51,35 +51,25 @@ class Dispatcher:
 
     def collect(
         self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: SamplingConfig,
-        seed: int,
-        weight_version: int,
+        request: GenerationRequest,
         on_done: Callable[[int], None] | None = None,
-        routed_experts: ExpertChoices | None = None,
         on_group: Callable[[list[Sample]], None] | None = None,
     ) -> list[Sample]:
-        """n responses to each prompt, ordered by (group, index); group is the prompt's place in prompts.
+        """The responses to a request, ordered by (group, index); group is the prompt's place in request.prompts.
 
-        Every group goes to the server with the fewest tokens outstanding. With rollout.seeded_sampling a response
-        depends on (seed, prompt.cursor, index) and the weights alone.
+        Every group goes to the server with the fewest tokens outstanding.
 
         Args:
-            weight_version: what all servers must have.
-            on_done: called with the number of responses finished so far.
-            routed_experts: of the model, where samples are to hold the experts of their tokens; needs
-                rollout.router_replay.
-            on_group: called with the n responses to a prompt as soon as they are there.
+            request: what to generate.
+            on_done: called with the number of responses that have just finished.
+            on_group: called with the responses to a prompt as soon as they are there.
 
         Raises:
             RunFailed: a response came from weights of another version or with experts that cannot be, or a server
                 refused a request.
             TryAgain: a server is gone, or rollout.collect_timeout_s passed.
         """
-        return self._runner.run(
-            self._collect(prompts, n, sampling, seed, weight_version, on_done, routed_experts, on_group)
-        )
+        return self._runner.run(self._collect(request, on_done, on_group))
 
     def close(self) -> None:
         """Close all connections. The servers live on."""
@@ -100,15 +90,11 @@ class Dispatcher:
 
     async def _collect(
         self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: SamplingConfig,
-        seed: int,
-        weight_version: int,
+        request: GenerationRequest,
         on_done: Callable[[int], None] | None,
-        routed_experts: ExpertChoices | None,
         on_group: Callable[[list[Sample]], None] | None,
     ) -> list[Sample]:
+        n = request.samples_per_prompt
         for engine in self._engines:
             engine.requests = engine.tokens = 0
         finished = 0
@@ -116,19 +102,19 @@ class Dispatcher:
 
         async def sample_group(engine: _Engine, group: int, prompt: Prompt) -> list[Sample]:
             nonlocal finished
-            seeds = [response_seed(seed, prompt.cursor, index) for index in range(n)]
-            params = [self._sampling_params(sampling, request_seed) for request_seed in seeds]
-            completions = await engine.client.generate([prompt.token_ids] * n, params, routed_experts)
+            seeds = [response_seed(request.seed, prompt.cursor, index) for index in range(n)]
+            params = [self._sampling_params(request.sampling, seed) for seed in seeds]
+            completions = await engine.client.generate([prompt.token_ids] * n, params, request.routed_experts)
             async with freed:
                 engine.requests -= n
-                engine.tokens -= _tokens(prompt, n, sampling)
+                engine.tokens -= request.max_tokens(prompt)
                 freed.notify_all()
             finished += n
             if on_done is not None:
-                on_done(finished)
+                on_done(n)
+            _check_version(engine.client.address, completions, request.weight_version)
             samples = [
-                self._sample(engine, prompt, group, index, seeds[index], completion, weight_version)
-                for index, completion in enumerate(completions)
+                _sample(prompt, group, index, seeds[index], completion) for index, completion in enumerate(completions)
             ]
             if on_group is not None:
                 on_group(samples)
@@ -137,16 +123,16 @@ class Dispatcher:
         try:
             async with asyncio.timeout(self._config.collect_timeout_s), asyncio.TaskGroup() as tasks:
                 groups = []
-                for group, prompt in enumerate(prompts):
+                for group, prompt in enumerate(request.prompts):
                     async with freed:
                         await freed.wait_for(lambda: any(self._has_room(engine, n) for engine in self._engines))
                     engine = min((e for e in self._engines if self._has_room(e, n)), key=lambda e: e.tokens)
                     engine.requests += n
-                    engine.tokens += _tokens(prompt, n, sampling)
+                    engine.tokens += request.max_tokens(prompt)
                     groups.append(tasks.create_task(sample_group(engine, group, prompt)))
         except TimeoutError:
             raise TryAgain(
-                f"{finished} of {n * len(prompts)} responses came within rollout.collect_timeout_s="
+                f"{finished} of {request.num_samples} responses came within rollout.collect_timeout_s="
                 f"{self._config.collect_timeout_s:g} s: raise it, or look into the servers' logs, the first of them "
                 f"{self._engines[0].client.address.log_file}"
             ) from None
@@ -170,40 +156,30 @@ class Dispatcher:
             params["sampling_seed"] = seed
         return params
 
-    def _sample(
-        self,
-        engine: _Engine,
-        prompt: Prompt,
-        group: int,
-        index: int,
-        seed: int,
-        completion: Completion,
-        weight_version: int,
-    ) -> Sample:
-        if not completion.weight_version_oldest == completion.weight_version == weight_version:
-            address = engine.client.address
+
+def _check_version(address: EngineAddress, completions: Sequence[Completion], expected: int) -> None:
+    for completion in completions:
+        if not completion.weight_version_oldest == completion.weight_version == expected:
             raise RunFailed(
                 f"{address.url} (log {address.log_file}): a response was made by weights of version "
-                f"{completion.weight_version_oldest} to {completion.weight_version}, expected {weight_version}: "
-                "a weight sync of weights was missed"
+                f"{completion.weight_version_oldest} to {completion.weight_version}, expected {expected}: "
+                "a weight sync was missed"
             )
-        return Sample(
-            prompt=prompt,
-            group=group,
-            index=index,
-            seed=seed,
-            response_ids=completion.token_ids,
-            rollout_logprobs=completion.logprobs,
-            finish_reason=completion.finish_reason,
-            weight_version=completion.weight_version,
-            weight_version_oldest=completion.weight_version_oldest,
-            routed_experts=completion.routed_experts,
-        )
 
 
-def _tokens(prompt: Prompt, n: int, sampling: SamplingConfig) -> int:
-    """What a group may come to: the length of a response is not known beforehand."""
-    return n * (len(prompt.token_ids) + sampling.max_new_tokens)
+def _sample(prompt: Prompt, group: int, index: int, seed: int, completion: Completion) -> Sample:
+    return Sample(
+        prompt=prompt,
+        group=group,
+        index=index,
+        seed=seed,
+        response_ids=completion.token_ids,
+        rollout_logprobs=completion.logprobs,
+        finish_reason=completion.finish_reason,
+        weight_version=completion.weight_version,
+        weight_version_oldest=completion.weight_version_oldest,
+        routed_experts=completion.routed_experts,
+    )
 
 
 def _first(errors: BaseExceptionGroup) -> BaseException:

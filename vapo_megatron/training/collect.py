@@ -11,6 +11,7 @@ from vapo_megatron.config.algorithm import DynamicSamplingConfig
 from vapo_megatron.experience.batch import ExperienceBatch, from_samples
 from vapo_megatron.experience.sample import Sample
 from vapo_megatron.rewards.grading import grade_samples
+from vapo_megatron.rollout.request import GenerationRequest
 from vapo_megatron.rollout.routed_experts import ExpertChoices
 from vapo_megatron.training.advantages import shaped_rewards
 from vapo_megatron.training.broadcast import broadcast_batch, broadcast_value
@@ -57,8 +58,9 @@ def collect_groups(run: Run, prompts: int, for_policy: bool = True) -> list[Samp
     drawn = run.source.take(prompts)
     config = run.config
     experts = ExpertChoices.of(run.spec) if config.rollout.router_replay and for_policy else None
-    with run.recorder.phase("rollout", total=prompts * n) as advance:
-        samples = run.engines.collect(drawn, n, config.sampling, config.run.seed, advance, experts)
+    request = GenerationRequest(drawn, n, config.sampling, config.run.seed, run.engines.version, experts)
+    with run.recorder.phase("rollout", total=request.num_samples) as advance:
+        samples = run.engines.collect(request, advance)
     with run.recorder.phase("verify", total=len(samples)) as advance:
         grade_samples(samples, run.verifier, run.tokenizer.decode, run.config.reward.incorrect, advance)
     return samples
@@ -72,8 +74,9 @@ def greedy_rewards(run: Run, samples: Sequence[Sample]) -> Tensor:
     assert run.verifier is not None
     prompts = list({sample.group: sample.prompt for sample in samples}.values())
     sampling = run.config.sampling.model_copy(update={"temperature": 0.0})
+    request = GenerationRequest(prompts, 1, sampling, run.config.run.seed, run.engines.version)
     with run.recorder.phase("rollout_greedy", total=len(prompts)) as advance:
-        answers = run.engines.collect(prompts, 1, sampling, run.config.run.seed, advance)
+        answers = run.engines.collect(request, advance)
     grade_samples(answers, run.verifier, run.tokenizer.decode, run.config.reward.incorrect)
     by_group = dict(
         zip(

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vapo_megatron.config.rollout import Dtype, RolloutConfig, SamplingConfig
+from vapo_megatron.config.rollout import Dtype, RolloutConfig
 from vapo_megatron.errors import BadInput, RunFailed
-from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.experience.sample import Sample
 from vapo_megatron.mcore.mesh import world_timeout
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.rollout.client import EngineClient
 from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.remote_engines import RemoteEngines, take_over_engines, what_must_agree
-from vapo_megatron.rollout.routed_experts import ExpertChoices
+from vapo_megatron.rollout.request import GenerationRequest
 from vapo_megatron.rollout.server import EngineAddress, EngineServer
 from vapo_megatron.training.broadcast import on_rank_zero
 from vapo_megatron.weight_sync.broadcast_group import Backend, address_towards
@@ -145,28 +145,10 @@ class Engines:
         if dist.get_rank() == 0:
             self._dispatcher = Dispatcher(servers, self._config, self._stop_token_ids)
 
-    def collect(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: SamplingConfig,
-        seed: int,
-        advance: Callable[[int], None],
-        routed_experts: ExpertChoices | None = None,
-    ) -> list[Sample]:
-        """On rank 0: n responses to each prompt, by the weights of the last weight sync. advance counts them.
-
-        routed_experts: see Dispatcher.collect.
-        """
+    def collect(self, request: GenerationRequest, on_done: Callable[[int], None] | None = None) -> list[Sample]:
+        """On rank 0: see Dispatcher.collect. A request's weight_version is that of the last weight sync, `version`."""
         assert self._dispatcher is not None
-        seen = 0
-
-        def on_done(finished: int) -> None:
-            nonlocal seen
-            advance(finished - seen)
-            seen = finished
-
-        return self._dispatcher.collect(prompts, n, sampling, seed, self.version, on_done, routed_experts)
+        return self._dispatcher.collect(request, on_done)
 
     def sync_weights(self, actor: Trainable) -> None:
         """Collective: the engines get the actor's weights, re-sharded, under the next version.

@@ -7,6 +7,7 @@ from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.rollout import SamplingConfig
 from vapo_megatron.evaluation.sets import SetResult, answer_set
 from vapo_megatron.rewards.grading import grade_samples
+from vapo_megatron.rollout.request import GenerationRequest
 
 if TYPE_CHECKING:
     from vapo_megatron.training.run import Run
@@ -30,7 +31,9 @@ def evaluate_sets(run: "Run") -> list[SetResult]:
             entry.name,
             prompts,
             entry.samples,
-            collect=lambda prompts, k: run.engines.collect(prompts, k, sampling, seed, lambda _: None),
+            collect=lambda prompts, k: run.engines.collect(
+                GenerationRequest(prompts, k, sampling, seed, run.engines.version)
+            ),
             grade=lambda samples: grade_samples(samples, verifier, run.tokenizer.decode, config.reward.incorrect),
             outputs=folder / f"step_{run.step:06d}_{entry.name}.jsonl",
         )
