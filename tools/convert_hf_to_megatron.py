@@ -4,17 +4,13 @@ An interrupted conversion goes on where it was when it is started again with the
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-import torch
 import typer
 
+from vapo_megatron.command_line import run_app
 from vapo_megatron.config.converter_options import DtypeOption, ShardSizeOption, VerifyOption
-from vapo_megatron.errors import told_in_one_line
-from vapo_megatron.mcore.parity import comparison
-from vapo_megatron.monitoring.conversion_progress import ConversionProgress
-from vapo_megatron.weights.convert import hf_to_megatron
-from vapo_megatron.weights.spec import Head
+from vapo_megatron.errors import BadInput, told_in_one_line
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -24,7 +20,8 @@ def main(
     hf: Annotated[Path, typer.Option(help="Model directory with config.json and safetensors.")],
     out: Annotated[Path, typer.Option(help="Directory to make; it must not exist.")],
     head: Annotated[
-        Head, typer.Option(help="lm: a policy. value: a critic; its head is that of a reward model, or new and zero.")
+        Literal["lm", "value"],
+        typer.Option(help="lm: a policy. value: a critic; its head is that of a reward model, or new and zero."),
     ] = "lm",
     value_outputs: Annotated[
         int, typer.Option(min=1, help="Numbers that a value head gives: 1, or the bins of algorithm.value_loss.")
@@ -34,12 +31,30 @@ def main(
     verify: VerifyOption = True,
 ) -> None:
     """Write the checkpoint, verified, or nothing."""
+    with told_in_one_line("error"):
+        if head == "lm" and value_outputs != 1:
+            raise BadInput(
+                f"--value-outputs {value_outputs} with --head lm: a policy has no value head; give --head value"
+            )
+        echo_conversion(hf, out, head, value_outputs, dtype, shard_gib, verify)
+
+
+def echo_conversion(
+    hf: Path, out: Path, head: Literal["lm", "value"], value_outputs: int, dtype: str | None, gib: float, verify: bool
+) -> None:
+    """Convert, and say what came of it."""
+    import torch
+
+    from vapo_megatron.mcore.parity import comparison
+    from vapo_megatron.monitoring.conversion_progress import ConversionProgress
+    from vapo_megatron.weights.convert import hf_to_megatron
+
     remarks: list[str] = []
 
     def compare(folder: Path) -> None:
         remarks.append(comparison(folder, hf))
 
-    with told_in_one_line("error"), ConversionProgress() as progress:
+    with ConversionProgress() as progress:
         made = hf_to_megatron(
             hf,
             out,
@@ -47,7 +62,7 @@ def main(
             head=head,
             value_outputs=value_outputs,
             dtype=getattr(torch, dtype) if dtype else None,
-            shard_bytes=int(shard_gib * 2**30),
+            shard_bytes=int(gib * 2**30),
             verify=verify,
             check=compare if verify else None,
         )
@@ -55,4 +70,4 @@ def main(
 
 
 if __name__ == "__main__":
-    app()
+    run_app(app, "error")

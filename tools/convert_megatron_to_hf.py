@@ -7,22 +7,25 @@ An interrupted conversion goes on where it was when it is started again with the
 from pathlib import Path
 from typing import Annotated, Literal
 
-import torch
 import typer
 
+from vapo_megatron.command_line import run_app
 from vapo_megatron.config.converter_options import DtypeOption, ShardSizeOption, VerifyOption
 from vapo_megatron.errors import BadInput, told_in_one_line
-from vapo_megatron.mcore.parity import comparison
-from vapo_megatron.monitoring.conversion_progress import ConversionProgress
-from vapo_megatron.weights.convert import megatron_to_hf
-from vapo_megatron.weights.torch_dist import CARD_FILE
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def saved_model(checkpoint: Path, model: str) -> Path:
     """The folder with the model: checkpoint itself, or its actor or critic. Raises BadInput where there is none."""
-    if (checkpoint / CARD_FILE).is_file() or not checkpoint.is_dir():
+    from vapo_megatron.weights.torch_dist import CARD_FILE, read_model_card
+
+    if (checkpoint / CARD_FILE).is_file():
+        head = read_model_card(checkpoint).head
+        if model == "critic" and head == "lm":
+            raise BadInput(f"--model critic: {checkpoint} is a policy, not the state of a run; leave --model out")
+        return checkpoint
+    if not checkpoint.is_dir():
         return checkpoint
     if not (checkpoint / model / CARD_FILE).is_file():
         raise BadInput(
@@ -42,25 +45,35 @@ def main(
     verify: VerifyOption = True,
 ) -> None:
     """Write the directory, verified, or nothing: of a policy ...ForCausalLM, of a critic ...ForTokenClassification."""
-    remarks: list[str] = []
     with told_in_one_line("error"):
-        source = saved_model(checkpoint, model)
+        echo_conversion(saved_model(checkpoint, model), out, dtype, shard_gib, verify)
 
-        def compare(folder: Path) -> None:
-            remarks.append(comparison(source, folder))
 
-        with ConversionProgress() as progress:
-            made = megatron_to_hf(
-                source,
-                out,
-                progress,
-                dtype=getattr(torch, dtype) if dtype else None,
-                shard_bytes=int(shard_gib * 2**30),
-                verify=verify,
-                check=compare if verify else None,
-            )
+def echo_conversion(source: Path, out: Path, dtype: str | None, gib: float, verify: bool) -> None:
+    """Convert, and say what came of it."""
+    import torch
+
+    from vapo_megatron.mcore.parity import comparison
+    from vapo_megatron.monitoring.conversion_progress import ConversionProgress
+    from vapo_megatron.weights.convert import megatron_to_hf
+
+    remarks: list[str] = []
+
+    def compare(folder: Path) -> None:
+        remarks.append(comparison(source, folder))
+
+    with ConversionProgress() as progress:
+        made = megatron_to_hf(
+            source,
+            out,
+            progress,
+            dtype=getattr(torch, dtype) if dtype else None,
+            shard_bytes=int(gib * 2**30),
+            verify=verify,
+            check=compare if verify else None,
+        )
     typer.echo("\n".join((f"{out}: {made.described}", *remarks)))
 
 
 if __name__ == "__main__":
-    app()
+    run_app(app, "error")

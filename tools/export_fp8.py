@@ -5,18 +5,16 @@ python tools/export_fp8.py --hf runs/NAME/hf/final/actor --out actor-fp8 --calib
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from vapo_megatron.command_line import run_app
 from vapo_megatron.errors import BadInput, told_in_one_line
 from vapo_megatron.experience.jsonl import read_rows
-from vapo_megatron.experience.tokenizer import load_tokenizer
-from vapo_megatron.experience.torchvision_ops import make_torchvision_importable
-from vapo_megatron.operations.quantized_export import REPORT_FILE, Report, check_source, export_quantized
+
+if TYPE_CHECKING:
+    from vapo_megatron.operations.quantized_export import Report
 
 _WORST_LAYERS = 10
 
@@ -34,6 +32,8 @@ def read_sequences(path: Path, field: str, hf_dir: Path, rows: int, tokens: int)
 
     Raises BadInput, naming file and line, where a row has no text, and where no text has two tokens.
     """
+    from vapo_megatron.experience.tokenizer import load_tokenizer
+
     tokenizer = load_tokenizer(hf_dir)
     sequences: list[list[int]] = []
     for number, row in read_rows(path):
@@ -51,8 +51,13 @@ def read_sequences(path: Path, field: str, hf_dir: Path, rows: int, tokens: int)
     return sequences
 
 
-def print_report(report: Report, out: Path) -> None:
+def print_report(report: "Report", out: Path) -> None:
     """The drift, and the layers that lost most."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from vapo_megatron.operations.quantized_export import REPORT_FILE
+
     console = Console(width=120)
     drift = report.drift
     console.print(
@@ -86,9 +91,16 @@ def main(
 ) -> None:
     """Quantise, write, and report what it costs; or write nothing."""
     with told_in_one_line("error"):
-        spec = check_source(hf, format.value)
         if out.exists():
             raise BadInput(f"{out}: exists already; name another place")
+        if not hf.is_dir():
+            raise BadInput(f"--hf {hf}: no such directory; give a Hugging Face model directory")
+        import torch
+
+        from vapo_megatron.experience.torchvision_ops import make_torchvision_importable
+        from vapo_megatron.operations.quantized_export import check_source, export_quantized
+
+        spec = check_source(hf, format.value)
         tokens = min(tokens, spec.max_position_embeddings)
         sequences = read_sequences(calibration, field, hf, rows, tokens)
         make_torchvision_importable()
@@ -98,4 +110,4 @@ def main(
 
 
 if __name__ == "__main__":
-    app()
+    run_app(app, "error")

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
+from vapo_megatron.command_line import run_app
 from vapo_megatron.config.explain import explain
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.errors import BadInput, told_in_one_line
@@ -67,4 +68,4 @@ def main(
 
 
 if __name__ == "__main__":
-    app()
+    run_app(app, "error")

@@ -6,16 +6,9 @@ from typing import Annotated
 import typer
 from pydantic import ValidationError
 
+from vapo_megatron.command_line import run_app
 from vapo_megatron.config.explain import explain
 from vapo_megatron.errors import BadInput, told_in_one_line
-from vapo_megatron.weights.tiny import (
-    CHATML_TEMPLATE,
-    Family,
-    TinyModel,
-    save_tiny_model,
-    tokenizer_from,
-    word_tokenizer,
-)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -23,7 +16,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def main(
     out: Annotated[Path, typer.Option(help="Directory to make.")],
-    family: Annotated[Family, typer.Option(help="Architecture.")] = "qwen3",
+    family: Annotated[str, typer.Option(help="Architecture: qwen2, qwen3, qwen3_moe or llama.")] = "qwen3",
     tokenizer_from_dir: Annotated[
         Path | None,
         typer.Option("--tokenizer-from", help="Directory to copy the tokenizer from; else one of 100 number words."),
@@ -45,6 +38,16 @@ def main(
 ) -> None:
     """Write a model directory that transformers, SGLang and this project load."""
     with told_in_one_line("error"):
+        if out.is_file() or (out.is_dir() and any(out.iterdir())):
+            raise BadInput(f"{out}: exists already; name another place, or remove it")
+        from vapo_megatron.weights.tiny import (
+            CHATML_TEMPLATE,
+            TinyModel,
+            save_tiny_model,
+            tokenizer_from,
+            word_tokenizer,
+        )
+
         tokenizer = (
             tokenizer_from(tokenizer_from_dir)
             if tokenizer_from_dir is not None
@@ -74,4 +77,4 @@ def main(
 
 
 if __name__ == "__main__":
-    app()
+    run_app(app, "error")

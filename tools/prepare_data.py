@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from vapo_megatron.command_line import run_app
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.errors import BadInput, told_in_one_line
 from vapo_megatron.operations.preparation.layouts import LAYOUTS
@@ -66,6 +67,8 @@ def main(
     with told_in_one_line("error"):
         if prompt is not None and prompt not in PROMPTS:
             raise BadInput(f"--prompt {prompt}: no such prompt; give one of {', '.join(PROMPTS)}")
+        if out.exists():
+            raise BadInput(f"--out {out}: exists already; name another place, or remove it")
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True) as bars:
 
@@ -92,4 +95,4 @@ def main(
 
 
 if __name__ == "__main__":
-    app()
+    run_app(app, "error")

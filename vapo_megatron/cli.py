@@ -1,15 +1,18 @@
 """The command line: vapo-megatron train | sft | engine | evaluate | compare | plan | doctor | report."""
 
 import os
-import sys
-import warnings
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vapo_megatron.errors import BadInput, told_in_one_line
+from vapo_megatron.command_line import run_app
+from vapo_megatron.errors import BadInput
+
+if TYPE_CHECKING:
+    from vapo_megatron.config.sft import SftConfig
+    from vapo_megatron.config.train import EvaluateConfig, TrainConfig
 
 PRESETS = Path(__file__).parent / "config" / "presets"
 
@@ -38,6 +41,7 @@ def train(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
     from vapo_megatron.config.train import TrainConfig
 
     settings = load_config(TrainConfig, config, overrides or [], PRESETS)
+    _look_first(settings)
     from vapo_megatron.training import launch, preflight
     from vapo_megatron.training.rank import train_rank
 
@@ -51,6 +55,7 @@ def sft(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
     from vapo_megatron.config.sft import SftConfig
 
     settings = load_config(SftConfig, config, overrides or [], PRESETS)
+    _look_first(settings)
     from vapo_megatron.training import launch, preflight
     from vapo_megatron.training.sft import sft_rank
 
@@ -81,6 +86,7 @@ def evaluate(config: ConfigArgument, overrides: OverridesArgument = None) -> Non
     from vapo_megatron.config.train import EvaluateConfig
 
     settings = load_config(EvaluateConfig, config, overrides or [], PRESETS)
+    _look_first(settings)
     from vapo_megatron.evaluation.command import evaluate_checkpoint
 
     evaluate_checkpoint(settings)
@@ -152,17 +158,18 @@ def report(run_dir: Annotated[Path, typer.Argument(help="a run directory", show_
     typer.echo(write_report(run_dir))
 
 
+def _look_first(settings: "TrainConfig | SftConfig | EvaluateConfig") -> None:
+    """Refuse in two seconds what takes ten to refuse with every library imported; ranks of a job leave it to one."""
+    from vapo_megatron.cluster.ranks import environment_place
+    from vapo_megatron.training.first_checks import look_first
+
+    if environment_place() is None:
+        look_first(settings)
+
+
 def main() -> None:
     """Run the command line; a failure is one line on standard error and its exit code."""
-    if not sys.warnoptions:
-        # Libraries' advice to their developers; our own messages do not come as warnings.
-        warnings.simplefilter("ignore")
-    try:
-        with told_in_one_line("vapo-megatron"):
-            app()
-    except KeyboardInterrupt:
-        print("vapo-megatron: interrupted", file=sys.stderr)
-        sys.exit(130)
+    run_app(app, "vapo-megatron")
 
 
 if __name__ == "__main__":

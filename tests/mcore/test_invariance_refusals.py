@@ -7,9 +7,8 @@ from hf_models import write_model
 
 from vapo_megatron.config.model import ActorConfig, LayoutConfig
 from vapo_megatron.errors import BadInput
-from vapo_megatron.mcore.mesh import check_layout
-from vapo_megatron.mcore.model import check_model_layout
-from vapo_megatron.training.preflight import check_capacity
+from vapo_megatron.mcore.mesh import check_layout, check_model_layout
+from vapo_megatron.training.first_checks import check_capacity
 from vapo_megatron.weights.spec import ModelSpec, read_spec
 
 

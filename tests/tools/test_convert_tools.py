@@ -90,7 +90,19 @@ def test_actor_or_critic_of_a_runs_state(tmp_path: Path) -> None:
     arguments = ("--checkpoint", state, "--out", tmp_path / "critic", "--model", "critic")
     assert _call(convert_megatron_to_hf, *arguments)[0] == 0
     assert "lm_head.weight" in read_tensors(tmp_path / "actor")
+    assert (tmp_path / "actor" / "model.safetensors").stat().st_mode & 0o044, "others cannot serve it"
+    code, output = _call(
+        convert_megatron_to_hf, "--checkpoint", state / "actor", "--out", tmp_path / "no", "--model", "critic"
+    )
+    assert code == 2 and "is a policy" in output and not (tmp_path / "no").exists()
     assert "score.weight" in read_tensors(tmp_path / "critic")
+
+
+def test_options_that_would_be_ignored_or_overflow_are_refused(tmp_path: Path) -> None:
+    places = ("--hf", tmp_path, "--out", tmp_path / "out")
+    for option, value in (("--value-outputs", 51), ("--shard-size", "inf"), ("--shard-size", "nan")):
+        code, output = _call(convert_hf_to_megatron, *places, option, value)
+        assert code == 2 and option in output and "Traceback" not in output
 
 
 @pytest.mark.parametrize("tool", [convert_hf_to_megatron, convert_megatron_to_hf])

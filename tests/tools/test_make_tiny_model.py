@@ -1,4 +1,6 @@
 import json
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -54,10 +56,24 @@ def test_sizes_that_do_not_fit_are_one_line_and_exit_2(tmp_path: Path, arguments
     assert not list(tmp_path.iterdir())
 
 
+def test_a_model_that_is_there_is_not_replaced_and_weights_are_for_whoever_may_read_the_rest(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        assert _make("--out", tmp_path / "model")[0] == 0
+    finally:
+        os.umask(before)
+    weights = tmp_path / "model" / "model.safetensors"
+    assert {stat.S_IMODE(path.stat().st_mode) for path in weights.parent.iterdir()} == {0o644}
+    content = weights.read_bytes()
+    code, output = _make("--out", tmp_path / "model", "--seed", 2)
+    assert code == 2 and "exists already" in output
+    assert weights.read_bytes() == content
+
+
 def test_a_directory_with_other_things_in_it_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     code, output = _make("--out", tmp_path)
-    assert code == 2 and "not a model directory" in output
+    assert code == 2 and "exists already" in output
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 

@@ -32,6 +32,13 @@ def atomic_write(path: Path, mode: str = "w") -> Iterator[IO]:
             temporary.unlink(missing_ok=True)
 
 
+def follow_umask(path: Path) -> None:
+    """Give a file the permissions that a plain open() would have: some libraries make theirs for the owner alone."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+
+
 def sync(path: Path) -> None:
     """Have a file or folder on the disk when this returns. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -38,7 +38,7 @@ def make_run_dir(config: Section, run: RunPlace) -> Path:
         BadInput: there is a run of this name already and run.overwrite is not set, or nothing can be written there.
     """
     run_dir = Path(run.directory)
-    _check_place(run, run_dir)
+    check_place(run)
     fresh = run_dir.with_name(f".{run_dir.name}.{secrets.token_hex(4)}")
     try:
         dump_config(config, fresh / "config.yaml")
@@ -57,7 +57,9 @@ def make_run_dir(config: Section, run: RunPlace) -> Path:
     return run_dir
 
 
-def _check_place(run: RunPlace, run_dir: Path) -> None:
+def check_place(run: RunPlace) -> None:
+    """Raises BadInput where something that run.overwrite does not allow to replace is in the place of a run."""
+    run_dir = Path(run.directory)
     if not run_dir.exists():
         return
     if not run_dir.is_dir():

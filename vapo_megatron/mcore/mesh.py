@@ -11,6 +11,7 @@ from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.mcore import cpu_torch
 from vapo_megatron.mcore.platform import current_platform
+from vapo_megatron.weights.spec import ModelSpec
 
 # From the fastest links outwards, as in Megatron's own order "tp-cp-ep-dp-pp".
 _DIMENSIONS = ["tp", "cp", "dp", "pp"]
@@ -65,6 +66,36 @@ def check_layout(layout: LayoutConfig, world_size: int, name: str) -> None:
         raise BadInput(
             f"{name}.layout.ep={layout.ep} does not divide the {world_size // layout.pp} ranks of a pipeline stage "
             f"({world_size} ranks, pp {layout.pp}): change {name}.layout or cluster.ranks"
+        )
+
+
+def check_model_layout(spec: ModelSpec, layout: LayoutConfig, name: str) -> None:
+    """Raises BadInput where a model cannot be cut as the layout asks; name is the config section."""
+    # Experts are whole on their ranks; only a dense MLP is cut.
+    columns = 0 if spec.num_experts else spec.ffn_size
+    for what, count in (
+        ("attention heads", spec.num_heads),
+        ("key-value heads", spec.num_kv_heads),
+        ("MLP columns", columns),
+    ):
+        if count % layout.tp:
+            raise BadInput(f"{name}.layout.tp={layout.tp} does not divide the model's {count} {what}: choose a divisor")
+    stages = layout.pp * (layout.vpp or 1)
+    if spec.num_layers % stages:
+        raise BadInput(
+            f"{name}.layout: pp {layout.pp} x vpp {layout.vpp or 1} = {stages} stages do not divide the model's "
+            f"{spec.num_layers} layers: choose a divisor"
+        )
+    if layout.ep > 1 and not spec.num_experts:
+        raise BadInput(f"{name}.layout.ep={layout.ep}: a {spec.family} model has no experts, leave ep out")
+    if spec.num_experts % layout.ep:
+        raise BadInput(
+            f"{name}.layout.ep={layout.ep} does not divide the model's {spec.num_experts} experts: choose a divisor"
+        )
+    if spec.num_experts and layout.tp > 1 and not layout.sequence_parallel:
+        raise BadInput(
+            f"{name}.layout.sequence_parallel=false with tp={layout.tp}: each token would go through its experts once "
+            "for every tensor-parallel rank, set it to true"
         )
 
 

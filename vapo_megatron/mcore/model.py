@@ -15,8 +15,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from vapo_megatron.config.model import LayoutConfig, ModelConfig, TrainableConfig
-from vapo_megatron.errors import BadInput
+from vapo_megatron.config.model import ModelConfig, TrainableConfig
 from vapo_megatron.mcore import cpu_torch
 from vapo_megatron.mcore.attention import SDPACoreAttention
 from vapo_megatron.mcore.heads import LogProbHead, ValueHead
@@ -31,36 +30,6 @@ from vapo_megatron.mcore.swiglu import install_swiglu
 from vapo_megatron.weights.spec import ModelSpec
 
 Head = Literal["lm", "value"]
-
-
-def check_model_layout(spec: ModelSpec, layout: LayoutConfig, name: str) -> None:
-    """Raises BadInput where a model cannot be cut as the layout asks; name is the config section."""
-    # Experts are whole on their ranks; only a dense MLP is cut.
-    columns = 0 if spec.num_experts else spec.ffn_size
-    for what, count in (
-        ("attention heads", spec.num_heads),
-        ("key-value heads", spec.num_kv_heads),
-        ("MLP columns", columns),
-    ):
-        if count % layout.tp:
-            raise BadInput(f"{name}.layout.tp={layout.tp} does not divide the model's {count} {what}: choose a divisor")
-    stages = layout.pp * (layout.vpp or 1)
-    if spec.num_layers % stages:
-        raise BadInput(
-            f"{name}.layout: pp {layout.pp} x vpp {layout.vpp or 1} = {stages} stages do not divide the model's "
-            f"{spec.num_layers} layers: choose a divisor"
-        )
-    if layout.ep > 1 and not spec.num_experts:
-        raise BadInput(f"{name}.layout.ep={layout.ep}: a {spec.family} model has no experts, leave ep out")
-    if spec.num_experts % layout.ep:
-        raise BadInput(
-            f"{name}.layout.ep={layout.ep} does not divide the model's {spec.num_experts} experts: choose a divisor"
-        )
-    if spec.num_experts and layout.tp > 1 and not layout.sequence_parallel:
-        raise BadInput(
-            f"{name}.layout.sequence_parallel=false with tp={layout.tp}: each token would go through its experts once "
-            "for every tensor-parallel rank, set it to true"
-        )
 
 
 def transformer_config(spec: ModelSpec, model: ModelConfig, trainable: TrainableConfig) -> TransformerConfig:

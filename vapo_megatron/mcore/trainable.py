@@ -22,9 +22,9 @@ from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.experience.microbatch import MicroBatch, pack
 from vapo_megatron.mcore.data_parallel import share_whole_weights, sum_model_grads, weight_tensors, wrap
 from vapo_megatron.mcore.layer_spec import parameters_of
-from vapo_megatron.mcore.mesh import Mesh
+from vapo_megatron.mcore.mesh import Mesh, check_model_layout
 from vapo_megatron.mcore.metrics import MetricTotals, StepResult, sum_over_ranks
-from vapo_megatron.mcore.model import Head, build_model, check_model_layout, transformer_config
+from vapo_megatron.mcore.model import Head, build_model, transformer_config
 from vapo_megatron.mcore.offload import PARTS, Footprint, Offloader, Part
 from vapo_megatron.mcore.optimizer import make_optimizer, optimizer_tensors
 from vapo_megatron.mcore.packed import packed_sequences

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vapo_megatron.config.atomic import sync
+from vapo_megatron.config.atomic import follow_umask, sync
 from vapo_megatron.errors import BadInput
 from vapo_megatron.weights.fp8 import SCALE_SUFFIX, BlockFp8, check_blocks, dequantize
 from vapo_megatron.weights.hf_card import GENERATION_CONFIG, TOKENIZER_FILES, copy_carried
@@ -127,6 +127,8 @@ def export_quantized(
         report = _report(source, temporary, format_, len(sequences), drift)
         copy_carried(source, temporary, (GENERATION_CONFIG, *TOKENIZER_FILES))
         (temporary / REPORT_FILE).write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+        for path in temporary.glob("*.safetensors"):
+            follow_umask(path)
         for path in (*temporary.rglob("*"), temporary):
             sync(path)  # a machine that is lost after the new name is on the disk must not leave empty files under it
         os.replace(temporary, out)
@@ -147,6 +149,10 @@ def _quantize_and_write(
 
         model = _load(source, device)
         before = _logprobs(model, sequences, device)
+        if not bool(before.isfinite().all()):
+            raise BadInput(
+                f"{source}: its log-probs are not finite: its weights hold NaN or infinity, take another one"
+            )
         recipe = copy.deepcopy(getattr(quantization, _RECIPES[format_]))
         # ModelOpt's FP4 activations are computed by a kernel for GPUs; calibration and export are not.
         emulated = format_ != "nvfp4" or device.type == "cuda"

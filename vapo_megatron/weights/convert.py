@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from vapo_megatron.config.atomic import follow_umask
 from vapo_megatron.weights.hf_card import (
     CONFIG,
     carried_files,
@@ -220,6 +221,7 @@ def _write_shard(
             tensors[hf_name] = tensor.to(dtype or tensor.dtype, copy=True)
     try:
         save_file(tensors, work.path / name, metadata={"format": "pt"})
+        follow_umask(work.path / name)
     except (SafetensorError, OSError) as error:
         raise work.refused(error) from None
 

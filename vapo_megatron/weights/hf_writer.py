@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vapo_megatron.config.atomic import sync
+from vapo_megatron.config.atomic import follow_umask, sync
 from vapo_megatron.errors import BadInput
 from vapo_megatron.weights.hf_card import CONFIG, copy_carried, shard_names, write_index, write_json
 
@@ -77,6 +77,7 @@ class HFWriter:
         path = self._temporary / f"{len(self._shards):05d}"
         try:
             save_file(self._pending, path, metadata={"format": "pt"})
+            follow_umask(path)
             sync(path)
         except (SafetensorError, OSError) as error:
             raise self._refused(error) from None

@@ -9,6 +9,7 @@ import torch
 from pydantic import Field, model_validator
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
+from vapo_megatron.config.atomic import follow_umask
 from vapo_megatron.config.base import Section
 from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.torchvision_ops import make_torchvision_importable
@@ -131,6 +132,8 @@ def save_tiny_model(shape: TinyModel, tokenizer: PreTrainedTokenizerBase, direct
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(temporary)
+        for weights in temporary.glob("*.safetensors"):
+            follow_umask(weights)
         tokenizer.save_pretrained(temporary)
         if directory.exists():
             shutil.rmtree(directory)

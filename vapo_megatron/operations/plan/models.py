@@ -7,8 +7,7 @@ from vapo_megatron.checkpoint.size import OPTIMIZER_BYTES
 from vapo_megatron.config.model import ActorConfig, LayoutConfig, TrainableConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
-from vapo_megatron.mcore.mesh import check_layout
-from vapo_megatron.mcore.model import check_model_layout
+from vapo_megatron.mcore.mesh import check_layout, check_model_layout
 from vapo_megatron.mcore.offload import Part
 from vapo_megatron.operations.plan.activations import Activations
 from vapo_megatron.operations.plan.shards import Shard, shard

@@ -1,0 +1,34 @@
+"""How a program with a command line runs and ends: quietly, and with one line for whatever it refuses."""
+
+import sys
+import warnings
+
+import typer
+
+from vapo_megatron.errors import told_in_one_line
+
+
+def run_app(app: typer.Typer, name: str) -> None:
+    """Run an app to the end of the process; name begins every line that tells of a failure.
+
+    A wrong option ends in one line and code 2, a VapoError in its own, Ctrl-C in 130. Libraries' warnings, advice to
+    their developers, are not shown.
+    """
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    try:
+        with told_in_one_line(name):
+            code = app(standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except (KeyboardInterrupt, typer.Abort):
+        print(f"{name}: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        # typer brings click along, or a copy of it, depending on its version: known by what its errors can do.
+        if not hasattr(error, "format_message"):
+            raise
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()  # type: ignore[attr-defined]
+        else:
+            print(f"{name}: {' '.join(error.format_message().split())} (see --help)", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,131 @@
+"""The checks that need neither transformers nor Megatron-Core: most mistakes are told of before those are imported."""
+
+from pathlib import Path
+
+from vapo_megatron.config.model import TrainableConfig
+from vapo_megatron.config.run_directory import check_place
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.config.train import EvaluateConfig, TrainConfig
+from vapo_megatron.errors import BadInput
+from vapo_megatron.experience.jsonl import read_rows
+from vapo_megatron.experience.rows import read_problems
+from vapo_megatron.mcore.mesh import check_layout, check_model_layout
+from vapo_megatron.mcore.platform import current_platform
+from vapo_megatron.rollout.context import check_context
+from vapo_megatron.weights.load import check_weights
+from vapo_megatron.weights.spec import ModelSpec, read_spec
+
+
+def look_first(settings: TrainConfig | SftConfig | EvaluateConfig) -> None:
+    """What a command started by hand looks at before it imports the rest of the program.
+
+    Raises:
+        BadInput: the run directory is taken, or the model, the data or the sizes cannot be used. Whatever this lets
+            pass is checked in full where the run is prepared; a run that may go on, or be finished, is left to that.
+    """
+    if settings.run.resume != "never" and Path(settings.run.directory).exists():
+        return
+    check_place(settings.run)
+    if isinstance(settings, TrainConfig):
+        check_train_numbers(settings, settings.cluster.ranks)
+        read_problems(settings.data.train, settings.data.fields)
+    elif isinstance(settings, SftConfig):
+        check_sft_numbers(settings, settings.cluster.ranks)
+        for _ in read_rows(Path(settings.data.path)):
+            pass
+    elif settings.model is not None:
+        check_weights(Path(settings.model.path), read_spec(Path(settings.model.path)), "lm")
+    if not isinstance(settings, SftConfig):
+        for entry in settings.data.eval:
+            read_problems(entry.path, settings.data.fields, entry.limit)
+
+
+def check_train_numbers(config: TrainConfig, world_size: int | None) -> ModelSpec:
+    """The policy's spec. world_size: ranks of the run; None: not known yet, or chosen to fit.
+
+    Raises:
+        BadInput: the models cannot be read, cut as the layouts ask, or hold what the lengths ask for.
+    """
+    spec = read_spec(Path(config.model.path))
+    sections: list[tuple[str, TrainableConfig, ModelSpec]] = [("actor", config.actor, spec)]
+    if config.algorithm.uses_critic:
+        sections.append(("critic", config.critic, check_critic_source(config, spec)))
+    for name, section, model in sections:
+        if world_size is not None:
+            check_layout(section.layout, world_size, name)
+        check_model_layout(model, section.layout, name)
+    if config.rollout.router_replay and not spec.num_experts:
+        raise BadInput(f"rollout.router_replay: model.path is a {spec.family} model without experts, set it to false")
+    if world_size is not None:
+        check_rollout_groups(config, world_size)
+    check_lengths(config, spec)
+    check_weights(Path(config.model.path), spec, "lm")
+    if config.critic.init_path and config.algorithm.uses_critic:
+        check_weights(Path(config.critic.init_path), sections[1][2], "value", value_head="saved")
+    return spec
+
+
+def check_sft_numbers(config: SftConfig, world_size: int | None) -> ModelSpec:
+    """The policy's spec, as check_train_numbers."""
+    spec = read_spec(Path(config.model.path))
+    if world_size is not None:
+        check_layout(config.actor.layout, world_size, "actor")
+    check_model_layout(spec, config.actor.layout, "actor")
+    check_weights(Path(config.model.path), spec, "lm")
+    return spec
+
+
+def check_critic_source(config: TrainConfig, policy: ModelSpec) -> ModelSpec:
+    """The critic's spec. Raises BadInput where critic.init_path cannot value the policy's tokens."""
+    source = Path(config.critic.init_path or config.model.path)
+    spec = read_spec(source, value_outputs=config.algorithm.value_loss.outputs)
+    if spec.vocab_size != policy.vocab_size:
+        raise BadInput(
+            f"critic.init_path={config.critic.init_path}: it has {spec.vocab_size} words and model.path has "
+            f"{policy.vocab_size}: give a critic with the policy's tokenizer"
+        )
+    return spec
+
+
+def check_lengths(config: TrainConfig, spec: ModelSpec) -> None:
+    """Raises BadInput where prompt and response cannot fit the model's context or a micro-batch."""
+    prompt = config.data.max_prompt_tokens
+    for key, new_tokens in (
+        ("sampling.max_new_tokens", config.sampling.max_new_tokens),
+        ("evaluation.max_new_tokens", config.evaluation.max_new_tokens),
+    ):
+        if new_tokens is not None:
+            check_context(prompt, key, new_tokens, config.rollout, spec.max_position_embeddings)
+    longest = prompt + config.sampling.max_new_tokens
+    for name, section in (("actor", config.actor), ("critic", config.critic)):
+        if name == "critic" and not config.algorithm.uses_critic:
+            continue
+        check_capacity(section, name, longest, "data.max_prompt_tokens + sampling.max_new_tokens")
+
+
+def check_capacity(section: TrainableConfig, name: str, longest: int, what: str) -> None:
+    """Raises BadInput where the longest sample does not fit a micro-batch."""
+    room = section.longest_sample
+    if longest > room:
+        raise BadInput(
+            f"{name}.max_tokens_per_microbatch={section.max_tokens_per_microbatch} with cp={section.layout.cp} holds "
+            f"samples of at most {room} tokens, padding included, and {what} = {longest}: raise it, or {name}.layout.cp"
+        )
+
+
+def check_rollout_groups(config: TrainConfig, world_size: int) -> None:
+    """Raises BadInput where engines cannot share the accelerators of the ranks, or have no key for those elsewhere."""
+    platform, rollout = current_platform(), config.rollout
+    if rollout.external_urls:
+        rollout.api_key()
+        return
+    if not platform.is_cuda:
+        if rollout.num_engines > world_size:
+            raise BadInput(
+                f"rollout.num_engines={rollout.num_engines} is above the {world_size} ranks of the run: a rank owns "
+                "one engine at most, lower it"
+            )
+        return
+    local = min(world_size, platform.device_count())
+    if local % rollout.tp:
+        raise BadInput(f"rollout.tp={rollout.tp} does not divide the {local} GPUs of a node: choose a divisor")
