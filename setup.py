@@ -6,7 +6,7 @@ from setuptools import find_packages, setup
 
 setup(
     name="vapo-megatron",
-    version="0.1.0",
+    version="0.2.0",
     description="VAPO (value-based PPO for long chain-of-thought reasoning) on Megatron-Core with SGLang rollouts",
     long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
@@ -24,6 +24,7 @@ setup(
         "matplotlib>=3.8",
         "megatron-core>=0.16.1,<0.20",
         "numpy>=1.26",
+        "nvidia-ml-py>=12.535",  # pynvml: what `doctor` asks of GPUs; pure Python, loads the driver's library
         "omegaconf>=2.3",
         "packaging>=24.2",
         "psutil>=5.9",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vapo_megatron import __version__, logs
 from vapo_megatron.command_line import run_app
 from vapo_megatron.errors import BadInput
 
@@ -34,6 +35,21 @@ OverridesArgument = Annotated[
 ]
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"vapo-megatron {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    log_level: Annotated[logs.LogLevel, typer.Option(help="what goes to standard error")] = logs.LogLevel.INFO,
+    _: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="show it")] = False,
+) -> None:
+    """What all commands have in common."""
+    logs.configure(log_level)
+
+
 @app.command()
 def train(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
     """Train a policy (and a critic, where the algorithm has one) by reinforcement learning."""
@@ -45,7 +61,10 @@ def train(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
     from vapo_megatron.training import launch, preflight
     from vapo_megatron.training.rank import train_rank
 
-    launch.launch(settings, partial(train_rank, settings), preflight.check_train)
+    if launch.launch(settings, partial(train_rank, settings), preflight.check_train):
+        from vapo_megatron.operations.report.report import write_report
+
+        typer.echo(f"report  {write_report(Path(settings.run.directory))}")
 
 
 @app.command()

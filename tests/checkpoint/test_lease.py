@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from vapo_megatron import logs
 from vapo_megatron.checkpoint.lease import Lease
 from vapo_megatron.errors import BadInput
 
@@ -65,6 +66,7 @@ def test_a_live_run_is_named_and_left_alone(tmp_path: Path) -> None:
 
 
 def test_after_kill_9_on_this_machine_nobody_waits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    logs.configure(logs.LogLevel.WARNING)
     with holder(tmp_path / "vapo") as other:
         os.kill(other.pid, signal.SIGKILL)
         other.join()
@@ -108,6 +110,7 @@ def test_of_another_machine_a_sign_of_life_is_waited_for(tmp_path: Path) -> None
 
 
 def test_without_a_sign_of_life_it_is_taken_over(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    logs.configure(logs.LogLevel.WARNING)
     run_dir = tmp_path / "vapo"
     with holder(run_dir) as other:
         other.kill()

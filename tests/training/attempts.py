@@ -24,6 +24,7 @@ import vapo_megatron.training.background_save as background_save
 import vapo_megatron.training.engines as engines
 import vapo_megatron.training.updates as updates
 import vapo_megatron.training.value_pretraining as value_pretraining
+from vapo_megatron import logs
 from vapo_megatron.config import algorithm
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.rollout import RolloutConfig
@@ -171,6 +172,7 @@ def _life(
 
 def _start(config: Any, body: Callable[[Path, Path | None], None], prepare: Callable[[], None], writer: Any) -> None:
     os.setsid()
+    logs.configure(logs.LogLevel.INFO)
     engines.EngineServer = SharedServer  # type: ignore[assignment,misc]
     prepare()
     code, said = 0, ""

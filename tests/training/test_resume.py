@@ -152,7 +152,7 @@ def test_a_finished_run_has_nothing_to_do(
     before = {path: path.stat().st_mtime_ns for path in straight(1).rglob("*")}
     config = config_of(shared, "straight1", LAYOUTS[1], RESUME)
     assert live(shared, config, 1) == End(0, "")
-    assert "straight1: finished already" in capfd.readouterr().out
+    assert "straight1: finished already" in capfd.readouterr().err
     assert before == {path: path.stat().st_mtime_ns for path in straight(1).rglob("*")}
 
 

@@ -5,10 +5,10 @@ Ages are taken from the file system's own clock, so that clocks of nodes may dif
 """
 
 import json
+import logging
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -19,6 +19,8 @@ from types import TracebackType
 from typing import Self
 
 from vapo_megatron.errors import BadInput
+
+_logger = logging.getLogger(__name__)
 
 _BEAT_SECONDS = 15.0
 # Without a sign of life for so long, whoever held it is gone. Network file systems show a touch up to 60 s late.
@@ -151,7 +153,7 @@ class Lease:
             if age > self._stale:
                 break
             if not told:
-                self._note(f"{holder or 'another process'} held it; waiting up to {self._stale - age:.0f} s for a sign")
+                self._warn(f"{holder or 'another process'} held it; waiting up to {self._stale - age:.0f} s for a sign")
                 told = True
             time.sleep(min(1.0, self._beat / 4))
             now_held_by, touched = _look(self._path)
@@ -170,7 +172,7 @@ class Lease:
         if _look(aside)[0] != holder:
             aside.rename(self._path)
             return
-        self._note(f"taken over from {holder or 'a process'}, which is gone")
+        self._warn(f"taken over from {holder or 'a process'}, which is gone")
         aside.unlink()
 
     def _now(self) -> float:
@@ -192,11 +194,13 @@ class Lease:
                     continue
                 missed += 1
                 if missed == 2:  # once, and it may be aside while another process looks whose it is
-                    self._note("its lease is gone: somebody has taken it over or removed it; two runs may write here")
+                    self._warn(
+                        "its lease is gone: another run took it over, or it was removed; two runs may write here"
+                    )
                     return
 
-    def _note(self, text: str) -> None:
-        print(f"vapo-megatron: {self._run_dir}: {text}", file=sys.stderr, flush=True)
+    def _warn(self, text: str) -> None:
+        _logger.warning("%s: %s", self._run_dir, text)
 
 
 def _look(path: Path) -> tuple[Holder | None, float | None]:

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from vapo_megatron import logs
 from vapo_megatron.cluster.failures import DeviceFault, LostPeer, explain
 from vapo_megatron.errors import BadInput, RunFailed, VapoError
 from vapo_megatron.mcore.platform import current_platform
@@ -74,6 +75,7 @@ def place_from_environment(environment: Mapping[str, str]) -> RankPlace | None:
 
 def run_as_rank(place: RankPlace, body: Callable[[], None], collective_timeout_s: float) -> None:
     """Join the world, run body, leave it in order."""
+    logs.set_rank(place.rank)
     platform = current_platform()
     platform.bind(place.local_rank)
     timeout = timedelta(seconds=collective_timeout_s)
@@ -130,8 +132,11 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _started_rank(place: RankPlace, body: Callable[[], None], collective_timeout_s: float, failures: Any) -> None:
+def _started_rank(
+    place: RankPlace, body: Callable[[], None], collective_timeout_s: float, failures: Any, level: logs.LogLevel
+) -> None:
     _die_with_parent()
+    logs.configure(level)  # a spawned process does not have it yet
     # Ctrl-C reaches the whole terminal group; the starter turns it into one orderly end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(_END_NOW, lambda *_: sys.exit(143))
@@ -167,7 +172,13 @@ def start_ranks(count: int, body: Callable[[], None], collective_timeout_s: floa
         ranks = [
             context.Process(
                 target=_started_rank,
-                args=(RankPlace(rank, count, rank, meeting), body, collective_timeout_s, failures),
+                args=(
+                    RankPlace(rank, count, rank, meeting),
+                    body,
+                    collective_timeout_s,
+                    failures,
+                    logs.configured_level(),
+                ),
                 name=f"rank{rank}",
             )
             for rank in range(count)

@@ -1,4 +1,4 @@
-"""One hand for everything that a run shows and keeps: console, metrics, samples, alarms, report."""
+"""Everything that a run shows and keeps, behind one object: console, metrics, samples, alarms."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,11 +15,10 @@ from vapo_megatron.monitoring.facts import write_environment
 from vapo_megatron.monitoring.metrics import MetricsWriter, read_metrics
 from vapo_megatron.monitoring.samples import SampleWriter
 from vapo_megatron.monitoring.timers import MemoryGauge, PhaseTimer, host_gauge
-from vapo_megatron.operations.report.report import write_report
 
 
 class Recorder:
-    """What rank 0 says and writes. On other ranks it only keeps time, so that the loop need not ask who it is."""
+    """What rank 0 prints and writes. On other ranks it only keeps time, so that the loop need not ask for the rank."""
 
     def __init__(
         self,
@@ -89,11 +88,6 @@ class Recorder:
     def step_line(self, step: int, steps: int, row: Mapping[str, float]) -> None:
         """The console's line of a step."""
         self.console.step(step, steps, row)
-
-    def report(self) -> None:
-        """Draw the curves and write the report."""
-        if self.is_main_rank:
-            write_report(self.run_dir)
 
     def __enter__(self) -> Self:
         return self

@@ -1,5 +1,6 @@
 """How long the phases of a step take and how much memory they reach."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,6 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from vapo_megatron import logs
+
+_logger = logging.getLogger(__name__)
 
 GIB = 2**30
 _NOTE = "in the phase "
@@ -70,6 +75,8 @@ class PhaseTimer:
     def __call__(self, phase: str) -> Iterator[None]:
         self._charge_peaks()
         self._open.append(phase)
+        logs.set_phase(phase)
+        _logger.debug("begins")
         self._synchronize()
         start = time.perf_counter()
         try:
@@ -79,9 +86,12 @@ class PhaseTimer:
             error.add_note(_NOTE + phase)
             raise
         finally:
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            _logger.debug("took %.3f s", seconds)
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
             self._charge_peaks()
             self._open.pop()
+            logs.set_phase(self._open[-1] if self._open else None)
 
     def seconds(self, phase: str) -> float:
         """What the phase took since the last take; 0 if it did not run."""

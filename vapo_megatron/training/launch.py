@@ -20,12 +20,15 @@ from vapo_megatron.training.start import Settings, Start, prepare_start
 Body = Callable[[Path, Path | None], None]
 
 
-def launch(settings: Settings, body: Body, check: Callable[[Any, int], None]) -> None:
+def launch(settings: Settings, body: Body, check: Callable[[Any, int], None]) -> bool:
     """Check everything, make the run directory or find the saved state in it, run body(run_dir, checkpoint) on all
     ranks.
 
     Where torchrun or Slurm started this process it is one of their ranks; else the ranks of this machine are started.
-    A run that is finished is told of, and nothing is started.
+    A run that is finished already is logged, and nothing is started.
+
+    Returns:
+        Whether this process now has a run to report on: it started the ranks or was rank 0, and there were steps to do.
 
     Raises:
         BadInput: something in the config cannot work, or the saved state cannot be used; nothing was written.
@@ -39,17 +42,20 @@ def launch(settings: Settings, body: Body, check: Callable[[Any, int], None]) ->
     run_dir, timeout = Path(settings.run.directory), settings.cluster.collective_timeout_s
     prepare = partial(prepare_start, settings, partial(check, settings, count))
     if place is not None:
-        run_as_external_rank(place, partial(_prepared, prepare, body, run_dir), timeout)
-        return
+        started: list[bool] = []
+        run_as_external_rank(place, partial(_prepared, prepare, body, run_dir, started), timeout)
+        return place.rank == 0 and any(started)
     with Lease(run_dir) as lease:
         start = prepare(lease.take)
         if not start.finished:
             start_ranks(count, partial(body, run_dir, start.checkpoint), timeout)
+        return not start.finished
 
 
-def _prepared(prepare: Callable[[Callable[[], None]], Start], body: Body, run_dir: Path) -> None:
-    """Collective: check and prepare on rank 0, then body; a refusal ends all, and rank 0 tells of it."""
+def _prepared(prepare: Callable[[Callable[[], None]], Start], body: Body, run_dir: Path, started: list[bool]) -> None:
+    """Collective: check and prepare on rank 0, then body, noted in `started`; a refusal ends all ranks."""
     with Lease(run_dir) as lease:
         start = on_rank_zero(partial(prepare, lease.take))
         if not start.finished:
             body(run_dir, start.checkpoint)
+        started.append(not start.finished)

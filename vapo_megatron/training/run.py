@@ -236,12 +236,11 @@ class Run:
         self.recorder.step_line(self.step, self.config.run.steps, self._step_metrics)
 
     def finish(self) -> None:
-        """Collective: have the final model, draw the report and say where everything lies."""
+        """Collective: have the final model and say where everything is."""
         if on_rank_zero(partial(final_step, self.run_dir)) != self.step:
             # No step was left to do: it was saved by a attempt that ended before the export, or run.steps is lower now.
             with self.recorder.phase("export"):
                 self._save_final()
-        self.recorder.report()
         rows = read_metrics(self.run_dir) if self.recorder.is_main_rank else []
         reached: dict[str, object] = {
             name: f"{found[0]:.3f} -> {found[-1]:.3f}"
@@ -249,8 +248,6 @@ class Run:
             if (found := [row[name] for row in rows if name in row])
         }
         places = {
-            "picture": self.run_dir / "curves.png",
-            "report": self.run_dir / "report.html",
             "metrics": self.run_dir / "metrics.jsonl",
             "samples": self.run_dir / "samples",
             "model": final_dir(self.run_dir) / "actor",

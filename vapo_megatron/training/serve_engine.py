@@ -1,5 +1,6 @@
 """`vapo-megatron engine`: an engine on devices of its own, which serves one trainer after another until it is ended."""
 
+import logging
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ from vapo_megatron.signals import listen, stop_requested
 from vapo_megatron.weight_sync.quantization import engine_fp8
 from vapo_megatron.weights.spec import read_spec
 
+_logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.5
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -65,9 +67,9 @@ def serve_engine(config: TrainConfig, host: str, port: int) -> None:
         identity=identity_of_engine(agreed, platform.is_cuda, str(log_file)),
     )
     with server:
-        print(f"vapo-megatron: engine at {server.address.url}, log {log_file}", flush=True)
-        offloaded = threading.Event()
+        _logger.info("engine at %s, log %s", server.address.url, log_file)
+        idle = threading.Event()
         while stop_requested() is None:
             if (cause := server.ended()) is not None:
                 raise TryAgain(f"{log_file}: the engine ended ({cause})")
-            offloaded.wait(_POLL_SECONDS)
+            idle.wait(_POLL_SECONDS)

@@ -1,5 +1,6 @@
 """Where a run begins: anew, or at the saved state of its last attempt; or not at all, where it is finished."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
@@ -22,6 +23,8 @@ from vapo_megatron.weights.spec import read_spec
 from vapo_megatron.weights.torch_dist import read_model_card
 
 Settings = TrainConfig | SftConfig
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def prepare_start(settings: Settings, check: Callable[[], None], take: Callable[
         make_run_dir(settings, settings.run)
         return Start()
     if is_finished(settings):
-        print(f"vapo-megatron: {run_dir}: finished already, nothing to do (a larger number of steps would go on)")
+        _logger.info("%s: finished already, nothing to do (a larger number of steps would go on)", run_dir)
         return Start(finished=True)
     if run_dir.exists():
         take()
@@ -129,4 +132,4 @@ def _set_aside_exports(run_dir: Path) -> None:
     except OSError as error:
         reason = error.strerror
         raise BadInput(f"{run_dir}: cannot be renamed to {aside.name} ({reason}): choose another run.name") from None
-    print(f"vapo-megatron: {run_dir}: exported models and no saved state, set aside as {aside}; the run starts anew")
+    _logger.warning("%s: exported models and no checkpoint, moved to %s; the run starts anew", run_dir, aside)

@@ -1,0 +1,60 @@
+"""The package's log: one format with time, rank and phase, on standard error; `--log-level` sets how much it says.
+
+Tables, step lines and results are not in it: they go to standard output (monitoring/console.py). The one line of a
+failed command goes to standard error as it is (errors.py).
+"""
+
+import logging
+import sys
+from enum import StrEnum
+
+_FORMAT = "%(asctime)s %(levelname)s rank %(rank)s %(phase)s: %(message)s"
+_LOGGER = logging.getLogger("vapo_megatron")
+_place = {"rank": "-", "phase": "-"}
+
+
+class LogLevel(StrEnum):
+    """The lowest level that is written: debug adds begin and seconds of every phase on every rank."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class _StandardError(logging.Handler):
+    """Writes to what sys.stderr is at the time, one flushed line a record."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
+def configure(level: LogLevel) -> None:
+    """Write records of this level and above to standard error. May be repeated, also in a forked or spawned process."""
+    handler = _StandardError()
+    handler.setFormatter(logging.Formatter(_FORMAT, "%Y-%m-%d %H:%M:%S"))
+    handler.addFilter(_add_place)
+    _LOGGER.handlers = [handler]
+    _LOGGER.setLevel(level.upper())
+    # Libraries give the root logger handlers of their own: each line would come twice.
+    _LOGGER.propagate = False
+
+
+def configured_level() -> LogLevel:
+    """The level of the last configure; info where there was none."""
+    return LogLevel(logging.getLevelName(_LOGGER.level).lower()) if _LOGGER.level else LogLevel.INFO
+
+
+def set_rank(rank: int) -> None:
+    """This process is rank `rank` of the run."""
+    _place["rank"] = str(rank)
+
+
+def set_phase(phase: str | None) -> None:
+    """This process is in this phase; None between phases."""
+    _place["phase"] = phase or "-"
+
+
+def _add_place(record: logging.LogRecord) -> bool:
+    record.__dict__.update(_place)
+    return True
