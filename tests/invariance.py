@@ -106,14 +106,14 @@ def make_batch() -> ExperienceBatch:
         lam_policy=length_adaptive_lambda(batch.response_lengths, 0.5),
         lam_critic=1.0,
     )
-    batch.token_fields |= {"values": values, "advantages": advantages, "returns": returns}
-    batch.token_fields["ref_logprobs"] = batch.rollout_logprobs + torch.randn(total, generator=generator) * 0.3
+    batch.values, batch.advantages, batch.returns = values, advantages, returns
+    batch.ref_logprobs = batch.rollout_logprobs + torch.randn(total, generator=generator) * 0.3
     return batch
 
 
 def make_loss(name: str, batch: ExperienceBatch) -> Any:
     """A loss with every term that can be on at once."""
-    fields, bounds, lengths = batch.token_fields, batch.response_cu_seqlens, batch.response_lengths
+    bounds, lengths = batch.response_cu_seqlens, batch.response_lengths
     mean = to_tokens(token_weights(lengths, "token_mean"), bounds)
     if name == "nll":
         return NegativeLogLikelihood(mean)
@@ -121,7 +121,7 @@ def make_loss(name: str, batch: ExperienceBatch) -> Any:
         return NegativeLogLikelihood(place_terminal(batch.rewards, bounds, batch.response_tokens))
     if name.startswith("value"):
         config = ValueLossConfig(kind="clipped" if name == "value_clipped" else "mse", self_imitation_coef=0.3)
-        return ValueLoss(config, fields["returns"], fields["values"], mean)
+        return ValueLoss(config, batch.returns, batch.values, mean)
     shared: dict[str, Any] = {"entropy_coef": 0.01, "self_imitation_coef": 0.2}
     if name == "gspo":
         config = PolicyLossConfig(kind="gspo", aggregation="sequence_mean", **shared)
@@ -129,12 +129,12 @@ def make_loss(name: str, batch: ExperienceBatch) -> Any:
         config = PolicyLossConfig(dual_clip=3.0, **shared)
     return PolicyLoss(
         config=config,
-        kl=KlConfig(where="loss", estimator="k3", coef=0.05),
+        kl=KlConfig(placement="loss", estimator="k3", coef=0.05),
         old_logprobs=batch.rollout_logprobs,
         rollout_logprobs=batch.rollout_logprobs,
-        ref_logprobs=fields["ref_logprobs"],
-        advantages=fields["advantages"],
-        positive_advantages=(fields["returns"] - fields["values"]).clamp(min=0),
+        ref_logprobs=batch.ref_logprobs,
+        advantages=batch.advantages,
+        positive_advantages=(batch.returns - batch.values).clamp(min=0),
         importance=torch.linspace(0.5, 1.5, batch.response_tokens),
         weights=to_tokens(token_weights(lengths, config.aggregation), bounds),
         nll_weights=to_tokens(nll_weights(lengths, batch.correct), bounds),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vapo_megatron.algorithms.selection import informative_groups, split_minibatches
+from vapo_megatron.algorithms.selection import informative_groups, loss_mask, split_minibatches
 
 GROUPS = torch.tensor([7, 3, 7, 3, 1, 1, 7, 3, 1, 0])
 
@@ -11,6 +11,15 @@ GROUPS = torch.tensor([7, 3, 7, 3, 1, 1, 7, 3, 1, 0])
 def test_groups_that_agree_teach_nothing() -> None:
     correct = torch.tensor([1, 0, 0, 0, 1, 1, 1, 0, 1, 1])
     assert informative_groups(correct, GROUPS).tolist() == [g == 7 for g in GROUPS.tolist()]
+
+
+def test_loss_is_carried_by_what_every_choice_keeps() -> None:
+    truncated = torch.tensor([False, True, False, True])
+    first, second = torch.tensor([True, True, False, True]), torch.tensor([True, True, True, False])
+    assert loss_mask(truncated, False).tolist() == [True] * 4
+    assert loss_mask(truncated, True).tolist() == [True, False, True, False]
+    assert loss_mask(truncated, False, first, None, second).tolist() == [True, True, False, False]
+    assert loss_mask(truncated, True, first, second).tolist() == [True, False, False, False]
 
 
 @pytest.mark.parametrize("unit", ["samples", "groups"])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vapo_megatron.algorithms.shaping import kimi_length_reward, overlong_filter_mask, soft_overlong
+from vapo_megatron.algorithms.shaping import kimi_length_reward, soft_overlong
 
 
 def test_soft_overlong_with_the_numbers_of_dapo() -> None:
@@ -24,8 +24,3 @@ def test_kimi_length_reward() -> None:
     correct = torch.tensor([1, 1, 1, 1, 0, 0, 0])
     assert kimi_length_reward(lengths, correct, groups).tolist() == [0.5, 0.0, 0.0, -0.5, 0.0, 0.0, 0.0]
     assert kimi_length_reward(lengths, 1 - correct, groups).tolist() == [0.0, 0.0, 0.0, -0.5, 0.25, 0.0, 0.5]
-
-
-def test_overlong_filter_drops_what_was_cut() -> None:
-    assert overlong_filter_mask(torch.tensor([0, 1, 0])).tolist() == [True, False, True]
-    assert overlong_filter_mask(torch.tensor([False, True])).tolist() == [True, False]

@@ -94,7 +94,7 @@ def responses_of(batch: dict[str, Tensor]) -> list[Response]:
                 bool(batch["truncated"][s]),
                 int(batch["group_ids"][s]),
                 batch["rollout_logprobs"][first:end].double(),
-                float(batch["greedy_rewards"][first]) if "greedy_rewards" in batch else 0.0,
+                float(batch["greedy_rewards"][s]) if "greedy_rewards" in batch else 0.0,
             )
         )
     return found

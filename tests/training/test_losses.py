@@ -230,5 +230,5 @@ def test_a_reference_stands_still_until_it_is_replaced(model_dir: Path, world_si
 def test_figures_of_parts_that_are_off_are_not_reported(model_dir: Path) -> None:
     batch = make_batch()
     off = policy_loss(batch, torch.zeros(batch.response_tokens), SETTINGS["sao"])
-    on = replace(off, kl=KlConfig(where="loss", estimator="k2", coef=0.1))
+    on = replace(off, kl=KlConfig(placement="loss", estimator="k2", coef=0.1))
     assert "kl_loss" not in off.sums and "kl_loss" in on.sums

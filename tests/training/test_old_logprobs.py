@@ -58,8 +58,8 @@ def one_step(model_dir: Path, layout: LayoutConfig, how: str, algorithm: dict[st
     )
     batch = make_batch()
     score(cast(Run, run), batch)
-    fields = batch.token_fields
-    fields["advantages"] = torch.randn(batch.response_tokens, generator=torch.Generator().manual_seed(3))
+    batch.selected = torch.ones(batch.samples, dtype=torch.bool)
+    batch.advantages = torch.randn(batch.response_tokens, generator=torch.Generator().manual_seed(3))
     update_policy(cast(Run, run), batch)
     return run.recorder.row, run.recorder.phases, float(actor.score(batch).double().square().sum())
 

@@ -118,7 +118,7 @@ def watched_run(config: TrainConfig, run_dir: Path, address: EngineAddress, othe
     def update_critic(run: Run, batch: Any) -> None:
         if run.step == 1:
             seen["begin"] = {
-                "batch": batch.tensors() | batch.token_fields,
+                "batch": batch.tensors(),
                 "actor": state_of(run.actor),
                 "critic": state_of(run.critic),
                 "reference": state_of(run.reference),

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from vapo_megatron.algorithms.selection import loss_mask
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.batch import ExperienceBatch, from_samples
 from vapo_megatron.experience.sample import Prompt, Sample
-from vapo_megatron.training.updates import selection
 from vapo_megatron.training.user_functions import (
     ScoredResponses,
     check_functions,
@@ -34,11 +34,9 @@ def scored_batch() -> ExperienceBatch:
     ]
     batch = from_samples(samples)
     total = batch.response_tokens
-    batch.token_fields |= {
-        "shaped_rewards": batch.rewards.repeat_interleave(batch.response_lengths) - 0.25,
-        "old_logprobs": torch.full((total,), -1.5),
-        "entropies": torch.arange(1.0, total + 1),
-    }
+    batch.shaped_rewards = batch.rewards - 0.25
+    batch.old_logprobs = torch.full((total,), -1.5)
+    batch.entropies = torch.arange(1.0, total + 1)
     return batch
 
 
@@ -77,9 +75,8 @@ def test_the_filter_takes_responses_out_of_the_loss() -> None:
     batch, path = scored_batch(), f"{EXAMPLE}:finished_and_not_too_short"
     kept = user_selection(path, batch)
     assert kept.tolist() == [False, True, True, False]
-    batch.token_fields["kept"] = kept.float().repeat_interleave(batch.response_lengths)
-    config = AlgorithmConfig.model_validate({"filter_function": path})
-    assert selection(batch.select([0, 1, 3]), config).tolist() == [False, True, False]
+    batch.selected = loss_mask(batch.truncated, False, kept)
+    assert batch.select([0, 1, 3]).selected.tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize(

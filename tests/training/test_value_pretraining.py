@@ -7,7 +7,7 @@ import torch
 
 from vapo_megatron.algorithms.gae import decoupled_gae
 from vapo_megatron.algorithms.segments import place_terminal
-from vapo_megatron.config.algorithm import AlgorithmConfig, ValueLossConfig, ValuePretrainingConfig
+from vapo_megatron.config.algorithm import ValueLossConfig, ValuePretrainingConfig
 from vapo_megatron.experience.batch import ExperienceBatch, from_samples
 from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.monitoring import names
@@ -41,10 +41,10 @@ def test_targets_are_those_of_gae_with_lambda_1_whatever_samples_are_beside_them
     found = monte_carlo_returns(batch.rewards, batch.response_cu_seqlens, gamma)
     torch.testing.assert_close(found, expected, rtol=1e-6 if gamma < 1 else 0, atol=0)
     assert found.dtype == torch.float32
-    batch.token_fields["returns"] = found
+    batch.returns = found
     part = batch.select([9, 3, 40])
     alone = monte_carlo_returns(part.rewards, part.response_cu_seqlens, gamma)
-    assert torch.equal(alone, part.token_fields["returns"])
+    assert part.returns is not None and torch.equal(alone, part.returns)
 
 
 def test_groups_are_never_cut_between_training_and_measuring() -> None:
@@ -87,7 +87,7 @@ def test_it_stops_where_every_stop_that_is_set_is_reached(
 
 
 def test_values_are_not_held_near_old_ones_that_do_not_exist_yet() -> None:
-    clipped = AlgorithmConfig(value_loss=ValueLossConfig(kind="clipped"))
-    assert for_pretraining(clipped).value_loss.kind == "mse"
-    assert clipped.value_loss.kind == "clipped", "training itself clips"
-    assert for_pretraining(AlgorithmConfig()) == AlgorithmConfig()
+    clipped = ValueLossConfig(kind="clipped")
+    assert for_pretraining(clipped).kind == "mse"
+    assert clipped.kind == "clipped", "training itself clips"
+    assert for_pretraining(ValueLossConfig()) == ValueLossConfig()

@@ -18,6 +18,19 @@ def informative_groups(correct: Tensor, group_ids: Tensor) -> Tensor:
     return ((hits > 0) & (hits < sizes))[index]
 
 
+def loss_mask(truncated: Tensor, drop_truncated: bool, *chosen: Tensor | None) -> Tensor:
+    """Responses that carry loss: all of them, less the truncated ones under overlong filtering (DAPO, section 3.4),
+    less those that any of `chosen` (a user's filter, RAFT's best of a group) leaves out.
+
+    truncated bool [S], chosen bool [S] or None -> bool [S].
+    """
+    kept = ~truncated if drop_truncated else torch.ones_like(truncated)
+    for choice in chosen:
+        if choice is not None:
+            kept = kept & choice
+    return kept
+
+
 def split_minibatches(group_ids: Tensor, size: int, unit: Unit, seed: int) -> list[Tensor]:
     """Cut a batch into mini-batches of `size` samples, or of `size` whole groups, in an order shuffled by `seed`.
 

@@ -29,8 +29,3 @@ def kimi_length_reward(lengths: Tensor, correct: Tensor, group_ids: Tensor) -> T
     reward = 0.5 - (length - shortest) / spread.clamp(min=1)
     reward = torch.where(correct != 0, reward, reward.clamp(max=0))
     return torch.where(spread > 0, reward, 0).float()
-
-
-def overlong_filter_mask(truncated: Tensor) -> Tensor:
-    """Responses that carry loss under overlong filtering: True unless cut off (DAPO, section 3.4). [S] -> bool [S]."""
-    return truncated == 0

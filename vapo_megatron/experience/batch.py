@@ -6,13 +6,27 @@ computed on every rank from the same numbers, and no parallel layout can change 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vapo_megatron.experience.sample import Sample
+
+# What the first dimension of a field goes over; select() and the shapes that are checked follow from it.
+#   tokens           N, prompt and response of each sample, cut at cu_seqlens
+#   positions        N - S, every token but a sample's last
+#   response_tokens  T, cut at response_cu_seqlens
+#   samples          S
+#   offsets          S + 1, where each sample's part begins and the last one ends
+Over = Literal["tokens", "positions", "response_tokens", "samples", "offsets"]
+
+
+def _over(over: Over, dtype: torch.dtype | None) -> dict[str, Any]:
+    """What a field is. dtype None: several are possible."""
+    return {"over": over, "dtype": dtype}
 
 
 @dataclass
@@ -31,21 +45,54 @@ class ExperienceBatch:
         group_ids: int64 [S], samples of one prompt share one.
         routed_experts: the experts that the engine chose, uint8 or int16 [N - S, layers * experts per token], a row for
             each token but a sample's last; None where they were not asked for.
-        token_fields: float32 [T] tensors by name, added as phases compute them: old_logprobs, entropies, values,
-            advantages, returns.
+
+    Phases fill in the others; None until then, or where the algorithm has no use for them:
+        greedy_rewards: float32 [S], the shaped reward of the greedy response to the sample's prompt (ReMax).
+        old_logprobs: float32 [T], of the policy that the updates start from, at the sampling temperature.
+        entropies: float32 [T], of that policy, in nats.
+        ref_logprobs: float32 [T], of the reference policy.
+        values: float32 [T], the critic's, of the state before each token.
+        shaped_rewards: float32 [S].
+        advantages: float32 [T].
+        returns: float32 [T], value targets.
+        selected: bool [S], whether the sample carries loss.
+        importance_weights: float32 [T], on the policy loss, for the engine's policy not being the trainer's.
+
+    Raises:
+        ValueError: a field's shape or dtype is not the one above.
     """
 
-    tokens: Tensor
-    cu_seqlens: Tensor
-    prompt_lengths: Tensor
-    response_cu_seqlens: Tensor
-    rollout_logprobs: Tensor
-    rewards: Tensor
-    correct: Tensor
-    truncated: Tensor
-    group_ids: Tensor
-    routed_experts: Tensor | None = None
-    token_fields: dict[str, Tensor] = field(default_factory=dict)
+    tokens: Tensor = field(metadata=_over("tokens", torch.int32))
+    cu_seqlens: Tensor = field(metadata=_over("offsets", torch.int64))
+    prompt_lengths: Tensor = field(metadata=_over("samples", torch.int64))
+    response_cu_seqlens: Tensor = field(metadata=_over("offsets", torch.int64))
+    rollout_logprobs: Tensor = field(metadata=_over("response_tokens", torch.float32))
+    rewards: Tensor = field(metadata=_over("samples", torch.float32))
+    correct: Tensor = field(metadata=_over("samples", torch.bool))
+    truncated: Tensor = field(metadata=_over("samples", torch.bool))
+    group_ids: Tensor = field(metadata=_over("samples", torch.int64))
+    routed_experts: Tensor | None = field(default=None, metadata=_over("positions", None))
+    greedy_rewards: Tensor | None = field(default=None, metadata=_over("samples", torch.float32))
+    old_logprobs: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
+    entropies: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
+    ref_logprobs: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
+    values: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
+    shaped_rewards: Tensor | None = field(default=None, metadata=_over("samples", torch.float32))
+    advantages: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
+    returns: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
+    selected: Tensor | None = field(default=None, metadata=_over("samples", torch.bool))
+    importance_weights: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
+
+    def __post_init__(self) -> None:
+        self._check()
+
+    def _check(self) -> None:
+        for f in fields(self):
+            tensor, size, dtype = getattr(self, f.name), self._size(f.metadata["over"]), f.metadata["dtype"]
+            if tensor is not None and (len(tensor) != size or dtype not in (None, tensor.dtype)):
+                raise ValueError(
+                    f"batch: {f.name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype or 'any dtype'} [{size}]"
+                )
 
     @property
     def samples(self) -> int:
@@ -68,23 +115,25 @@ class ExperienceBatch:
         return self.cu_seqlens.diff()
 
     def select(self, samples: Sequence[int]) -> "ExperienceBatch":
-        """Some of the samples, in the order given, with their token_fields."""
+        """Some of the samples, in the order given, with every field that is there, as copies.
+
+        Raises:
+            ValueError: a field that was filled in has another shape or dtype than it should.
+        """
+        self._check()
         chosen = torch.tensor(samples, dtype=torch.int64)
-        return ExperienceBatch(
-            tokens=_stretches(self.tokens, self.cu_seqlens, chosen),
-            cu_seqlens=offsets(self.lengths[chosen]),
-            prompt_lengths=self.prompt_lengths[chosen],
-            response_cu_seqlens=offsets(self.response_lengths[chosen]),
-            rollout_logprobs=_stretches(self.rollout_logprobs, self.response_cu_seqlens, chosen),
-            rewards=self.rewards[chosen],
-            correct=self.correct[chosen],
-            truncated=self.truncated[chosen],
-            group_ids=self.group_ids[chosen],
-            routed_experts=self._experts_of(samples),
-            token_fields={
-                name: _stretches(values, self.response_cu_seqlens, chosen) for name, values in self.token_fields.items()
-            },
-        )
+        taken = {}
+        for f in fields(self):
+            tensor, over = getattr(self, f.name), f.metadata["over"]
+            if tensor is None:
+                continue
+            if over == "offsets":
+                taken[f.name] = offsets(tensor.diff()[chosen])
+            elif over == "samples":
+                taken[f.name] = tensor[chosen]
+            else:
+                taken[f.name] = _stretches(tensor, self._bounds(over), chosen)
+        return ExperienceBatch(**taken)
 
     def sample_experts(self, sample: int) -> Tensor | None:
         """The rows of a sample in routed_experts."""
@@ -94,16 +143,24 @@ class ExperienceBatch:
             int(self.cu_seqlens[sample]) - sample : int(self.cu_seqlens[sample + 1]) - sample - 1
         ]
 
-    def _experts_of(self, samples: Sequence[int]) -> Tensor | None:
-        if self.routed_experts is None:
-            return None
-        rows = (self.sample_experts(sample) for sample in samples)
-        return torch.cat([self.routed_experts[:0], *(found for found in rows if found is not None)])
-
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that make up the batch, by name, without token_fields."""
-        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "token_fields"}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        """All fields that are there, by name."""
+        return {f.name: tensor for f in fields(self) if (tensor := getattr(self, f.name)) is not None}
+
+    def rollout_tensors(self) -> dict[str, Tensor]:
+        """The fields that every batch has: what was sampled and graded, without routed_experts."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.default is MISSING}
+
+    def _bounds(self, over: Over) -> Tensor:
+        """Where each sample begins in a tensor over tokens, positions or response tokens, int64 [S + 1]."""
+        if over == "response_tokens":
+            return self.response_cu_seqlens
+        return self.cu_seqlens if over == "tokens" else self.cu_seqlens - torch.arange(self.samples + 1)
+
+    def _size(self, over: Over) -> int:
+        if over in ("samples", "offsets"):
+            return self.samples + (over == "offsets")
+        return int(self._bounds(over)[-1])
 
 
 def offsets(lengths: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from vapo_megatron.algorithms import advantages, shaping
 from vapo_megatron.algorithms.gae import decoupled_gae, length_adaptive_lambda
 from vapo_megatron.algorithms.kl import k1
 from vapo_megatron.algorithms.segments import last_tokens, place_terminal, segment_sum, to_tokens
+from vapo_megatron.algorithms.selection import loss_mask
 from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig, KlConfig, Lambda, ShapingConfig
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.training.run import Run
@@ -18,10 +19,10 @@ from vapo_megatron.training.user_functions import user_advantages, user_selectio
 
 def estimate_advantages(run: Run, batch: ExperienceBatch) -> None:
     """Fill advantages and, where there is a critic, returns [T] of a scored batch. No communication."""
-    config = run.config.algorithm
+    config, best, filtered = run.config.algorithm, None, None
     with run.recorder.timer("advantages"):
         rewards = shaped_rewards(batch, config.shaping)
-        batch.token_fields["shaped_rewards"] = to_tokens(rewards, batch.response_cu_seqlens)
+        batch.shaped_rewards = rewards
         if config.uses_critic:
             gae(batch, token_rewards(batch, rewards, config.kl), config)
             lam = policy_lambda(batch, config.advantage)
@@ -29,15 +30,18 @@ def estimate_advantages(run: Run, batch: ExperienceBatch) -> None:
                 {"advantage/lambda_mean": float(lam.mean()), "advantage/lambda_clamped": clamped(lam, config.advantage)}
             )
         elif config.advantage.function is None:
-            batch.token_fields["advantages"] = without_critic(batch, rewards, config)
+            found = without_critic(batch, rewards, config)
+            batch.advantages = found
+            if config.advantage.estimator == "raft":
+                best = found[batch.response_cu_seqlens[:-1]] > 0
         if config.advantage.function is not None:
-            batch.token_fields["advantages"] = user_advantages(config.advantage.function, batch)
+            batch.advantages = user_advantages(config.advantage.function, batch)
         if config.filter_function is not None:
-            kept = user_selection(config.filter_function, batch)
-            batch.token_fields["kept"] = to_tokens(kept.float(), batch.response_cu_seqlens)
-            run.recorder.add({"filter/kept": float(kept.float().mean())})
-        whiten(batch, config.advantage)
-    found = batch.token_fields["advantages"]
+            filtered = user_selection(config.filter_function, batch)
+            run.recorder.add({"filter/kept": float(filtered.float().mean())})
+        batch.selected = loss_mask(batch.truncated, config.shaping.truncated == "mask", best, filtered)
+        found = whiten(batch, config.advantage)
+        batch.advantages = found
     run.recorder.add({"advantage/mean": float(found.mean()), "advantage/std": float(found.std(correction=0))})
     run.recorder.add({"reward/shaped_mean": float(rewards.mean())})
     record_values(run, batch)
@@ -78,7 +82,8 @@ def kl_penalty(batch: ExperienceBatch, config: KlConfig) -> Tensor:
     """What the KL to the reference takes from the reward of every token, float32 [T]."""
     if config.placement != "reward":
         return torch.zeros(batch.response_tokens)
-    return config.coef * k1(batch.token_fields["old_logprobs"], batch.token_fields["ref_logprobs"])
+    assert batch.old_logprobs is not None and batch.ref_logprobs is not None, "no log-probs: the batch is not scored"
+    return config.coef * k1(batch.old_logprobs, batch.ref_logprobs)
 
 
 def token_rewards(batch: ExperienceBatch, rewards: Tensor, config: KlConfig) -> Tensor:
@@ -88,13 +93,14 @@ def token_rewards(batch: ExperienceBatch, rewards: Tensor, config: KlConfig) -> 
 
 def gae(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig) -> None:
     """Decoupled, length-adaptive GAE over token rewards [T] (VAPO, sections 4.1 and 4.2)."""
-    values, bounds = batch.token_fields["values"], batch.response_cu_seqlens
+    values, bounds = batch.values, batch.response_cu_seqlens
+    assert values is not None, "no values: the batch is not scored"
     bootstrap = None
     if config.shaping.truncated == "bootstrap":
         responses, last = last_tokens(bounds)
         bootstrap = torch.zeros(batch.samples)
         bootstrap[responses] = values[last] * batch.truncated[responses]
-    found, targets = decoupled_gae(
+    batch.advantages, batch.returns = decoupled_gae(
         rewards,
         values,
         bounds,
@@ -103,7 +109,6 @@ def gae(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig) -> Non
         gamma=config.advantage.gamma,
         bootstrap_values=bootstrap,
     )
-    batch.token_fields["advantages"], batch.token_fields["returns"] = found, targets
 
 
 def lambda_of(choice: Lambda, batch: ExperienceBatch, config: AdvantageConfig) -> Tensor:
@@ -138,8 +143,8 @@ def without_critic(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmCon
         return advantages.reinforce_pp(rewards, penalty, bounds, 1.0, config.advantage.gamma)
     rewards = rewards - segment_sum(penalty, bounds)
     if estimator == "remax":
-        greedy = batch.token_fields["greedy_rewards"][bounds[:-1]]
-        return to_tokens(advantages.remax(rewards, greedy), bounds)
+        assert batch.greedy_rewards is not None, "no greedy rewards: they are collected with the batch"
+        return to_tokens(advantages.remax(rewards, batch.greedy_rewards), bounds)
     estimators = {
         "grpo": advantages.grpo,
         "dr_grpo": advantages.dr_grpo,
@@ -150,11 +155,10 @@ def without_critic(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmCon
     return to_tokens(estimators[estimator](rewards, groups), bounds)
 
 
-def whiten(batch: ExperienceBatch, config: AdvantageConfig) -> None:
-    """Whiten the advantages over all tokens of the batch; value targets never are."""
+def whiten(batch: ExperienceBatch, config: AdvantageConfig) -> Tensor:
+    """The advantages, whitened over all tokens of the batch where that is asked for; value targets never are."""
+    found = batch.advantages
+    assert found is not None, "no advantages: the estimator has not filled them in"
     if config.whiten == "none":
-        return
-    found = batch.token_fields["advantages"]
-    batch.token_fields["advantages"] = advantages.whiten(
-        found, torch.ones_like(found), shift_mean=config.whiten == "full"
-    )
+        return found
+    return advantages.whiten(found, torch.ones_like(found), shift_mean=config.whiten == "full")

@@ -25,7 +25,7 @@ _ONCE_A_MACHINE = {"routed_experts"}
 
 
 def broadcast_batch(batch: ExperienceBatch | None) -> ExperienceBatch:
-    """Collective: rank 0's batch (others pass None) on every rank, token_fields aside.
+    """Collective: rank 0's batch (others pass None) on every rank, with every field that is there.
 
     From host memory to host memory, over the CPU's backend: the GPUs belong to the engines at that time. A machine has
     one copy of routed_experts, which is not to be written into.

@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vapo_megatron.algorithms.segments import to_tokens
 from vapo_megatron.config.algorithm import DynamicSamplingConfig
 from vapo_megatron.experience.batch import ExperienceBatch, from_samples
 from vapo_megatron.experience.sample import Sample
@@ -14,7 +13,7 @@ from vapo_megatron.rewards.grading import grade_samples
 from vapo_megatron.rollout.request import GenerationRequest
 from vapo_megatron.rollout.routed_experts import ExpertChoices
 from vapo_megatron.training.advantages import shaped_rewards
-from vapo_megatron.training.broadcast import broadcast_batch, broadcast_value
+from vapo_megatron.training.broadcast import broadcast_batch
 from vapo_megatron.training.metrics import rollout_metrics
 from vapo_megatron.training.run import Run
 
@@ -26,7 +25,7 @@ def collect(run: Run, every_group: bool = False, for_policy: bool = True) -> Exp
     for_policy: the policy is trained on them, so that it is to know the experts that the engines chose
     (rollout.router_replay).
     """
-    batch, greedy, config = None, None, run.config.algorithm
+    batch, config = None, run.config.algorithm
     if dist.get_rank() == 0:
         dynamic = config.dynamic_sampling
         if dynamic.enabled and not every_group:
@@ -36,13 +35,11 @@ def collect(run: Run, every_group: bool = False, for_policy: bool = True) -> Exp
         run.recorder.samples(run.step, samples)
         batch = from_samples(samples)
         if config.advantage.estimator == "remax":
-            greedy = greedy_rewards(run, samples)
+            batch.greedy_rewards = greedy_rewards(run, samples)
     with run.recorder.timer("broadcast"):
         batch = broadcast_batch(batch)
-        if config.advantage.estimator == "remax":
-            found = to_tokens(broadcast_value(greedy), batch.response_cu_seqlens)
-            batch.token_fields["greedy_rewards"] = found
-            run.recorder.add({"reward/greedy_mean": float(found[batch.response_cu_seqlens[:-1]].mean())})
+    if batch.greedy_rewards is not None:
+        run.recorder.add({"reward/greedy_mean": float(batch.greedy_rewards.mean())})
     run.remember_probe(batch)
     run.recorder.add(rollout_metrics(batch))
     run.recorder.add(

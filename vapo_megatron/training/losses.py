@@ -133,11 +133,11 @@ def values_of(outputs: Tensor, config: ValueLossConfig) -> Tensor:
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """The distance to the value targets, a mean over the mini-batch's tokens."""
+    """The distance to the value targets, a mean over the mini-batch's tokens. old_values: for a clipped loss."""
 
     config: ValueLossConfig
     targets: Tensor
-    old_values: Tensor
+    old_values: Tensor | None
     weights: Tensor
 
     sums: ClassVar[Sequence[str]] = ("value_loss",)
@@ -149,6 +149,7 @@ class ValueLoss:
         if config.kind == "hl_gauss":
             per_token = value_loss.hl_gauss(outputs, targets, config.low, config.high, config.sigma_bins)
         elif config.kind == "clipped":
+            assert self.old_values is not None, "value_loss.kind=clipped needs the old values"
             old = local.gather(self.old_values)
             per_token = value_loss.clipped_value_loss(outputs[:, 0], old, targets, config.clip)
         else:

@@ -40,19 +40,21 @@ def policy_metrics(batch: ExperienceBatch) -> dict[str, float]:
 
     Source: Schulman, "Approximating KL divergence" (2020); x ~ rollout, r = trainer / rollout, k3 = r - 1 - log r.
     """
-    log_ratio = batch.token_fields["old_logprobs"] - batch.rollout_logprobs
-    divergence = k3(batch.rollout_logprobs, batch.token_fields["old_logprobs"])
+    assert batch.old_logprobs is not None and batch.entropies is not None, "the policy has not scored the batch"
+    log_ratio = batch.old_logprobs - batch.rollout_logprobs
+    divergence = k3(batch.rollout_logprobs, batch.old_logprobs)
     return {
         names.TRAIN_INFER_KL: float(divergence.mean()),
         names.TRAIN_INFER_KL_MAX: float(divergence.max()),
         "actor/train_infer_logprob_diff_max": float(log_ratio.abs().max()),
-        names.ENTROPY: float(batch.token_fields["entropies"].mean()),
+        names.ENTROPY: float(batch.entropies.mean()),
     }
 
 
 def reference_metrics(batch: ExperienceBatch) -> dict[str, float]:
     """k3 of KL(policy || reference) a token, and its largest."""
-    divergence = k3(batch.token_fields["old_logprobs"], batch.token_fields["ref_logprobs"])
+    assert batch.old_logprobs is not None and batch.ref_logprobs is not None, "no log-probs: the batch is not scored"
+    divergence = k3(batch.old_logprobs, batch.ref_logprobs)
     return {names.REFERENCE_KL: float(divergence.mean()), names.REFERENCE_KL_MAX: float(divergence.max())}
 
 

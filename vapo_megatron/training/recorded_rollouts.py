@@ -113,12 +113,12 @@ def _joined(sources: Sequence[Tensor], files: Tensor, starts: Tensor, lengths: T
 def write_rollout(batch: ExperienceBatch, path: Path) -> FileFacts:
     """On rank 0: a rollout as a file, whole and on the disk when this returns; its size and digest.
 
-    routed_experts and token_fields are left out.
+    What phases fill in and routed_experts are left out.
 
     Raises:
         BadInput: it cannot be written.
     """
-    content = save({name: tensor for name, tensor in batch.tensors().items() if name != "routed_experts"})
+    content = save(batch.rollout_tensors())
     with atomic_write(path, "wb") as file:
         file.write(content)
     try:

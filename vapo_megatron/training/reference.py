@@ -11,7 +11,7 @@ def score_reference(run: Run, batch: ExperienceBatch) -> None:
     run.memory.enter("score_reference")
     with run.recorder.phase("score_reference", total=batch.samples) as advance:
         outputs = run.reference.score(batch, on_done=advance)
-    batch.token_fields["ref_logprobs"] = outputs[:, 0].contiguous()
+    batch.ref_logprobs = outputs[:, 0].contiguous()
 
 
 def replace_reference(run: Run) -> None:

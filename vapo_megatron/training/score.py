@@ -28,7 +28,7 @@ def score(run: Run, batch: ExperienceBatch) -> None:
     if run.critic is not None:
         run.memory.enter("score_values")
         with run.recorder.phase("score_values", total=batch.samples) as advance:
-            batch.token_fields["values"] = values(run.critic, batch, run.config.algorithm.value_loss, advance)
+            batch.values = values(run.critic, batch, run.config.algorithm.value_loss, advance)
 
 
 def update_gives_logprobs(config: AlgorithmConfig, batch: ExperienceBatch) -> bool:
@@ -38,10 +38,10 @@ def update_gives_logprobs(config: AlgorithmConfig, batch: ExperienceBatch) -> bo
 
 def record_policy(run: Run, batch: ExperienceBatch, outputs: Tensor) -> None:
     """Fill old_logprobs and entropies [T] from the policy's outputs [T, 2], and put what they tell into the row."""
-    batch.token_fields["old_logprobs"] = outputs[:, 0].contiguous()
-    batch.token_fields["entropies"] = outputs[:, 1].contiguous()
+    batch.old_logprobs = outputs[:, 0].contiguous()
+    batch.entropies = outputs[:, 1].contiguous()
     run.recorder.add(policy_metrics(batch))
-    if "ref_logprobs" in batch.token_fields:
+    if batch.ref_logprobs is not None:
         run.recorder.add(reference_metrics(batch))
 
 
@@ -55,5 +55,5 @@ def values(
 def record_values(run: Run, batch: ExperienceBatch) -> None:
     """Put the quality of the critic's values into the step's row."""
     if run.critic is not None:
-        fields = batch.token_fields
-        run.recorder.add(value_metrics(fields["values"], fields["returns"], batch.response_cu_seqlens))
+        assert batch.values is not None and batch.returns is not None, "no values or returns: estimate_advantages first"
+        run.recorder.add(value_metrics(batch.values, batch.returns, batch.response_cu_seqlens))

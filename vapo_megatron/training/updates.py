@@ -10,8 +10,7 @@ from vapo_megatron.algorithms import advantages, importance
 from vapo_megatron.algorithms.aggregation import nll_weights, token_weights
 from vapo_megatron.algorithms.segments import to_tokens
 from vapo_megatron.algorithms.selection import split_minibatches
-from vapo_megatron.algorithms.shaping import overlong_filter_mask
-from vapo_megatron.config.algorithm import AlgorithmConfig
+from vapo_megatron.config.algorithm import AlgorithmConfig, ValueLossConfig
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore.metrics import StepResult
 from vapo_megatron.mcore.trainable import Trainable
@@ -31,18 +30,16 @@ def update_critic(run: Run, batch: ExperienceBatch) -> None:
     run.memory.enter("update_critic")
     with run.recorder.phase("update_critic", total=batch.samples * rounds) as advance:
         for minibatch in minibatches(run, batch, rounds, salt=1):
-            results.append(critic_step(run.critic, minibatch, run.config.algorithm))
+            results.append(critic_step(run.critic, minibatch, run.config.algorithm.value_loss))
             advance(minibatch.samples)
     run.recorder.add(update_metrics("critic", results, ()))
 
 
-def critic_step(critic: Trainable, minibatch: ExperienceBatch, config: AlgorithmConfig) -> StepResult:
-    """Collective: one optimizer step of the critic on a mini-batch with values and returns."""
-    fields = minibatch.token_fields
-    weights = token_weights(minibatch.response_lengths, "token_mean", selected=selection(minibatch, config))
-    loss = ValueLoss(
-        config.value_loss, fields["returns"], fields["values"], to_tokens(weights, minibatch.response_cu_seqlens)
-    )
+def critic_step(critic: Trainable, minibatch: ExperienceBatch, config: ValueLossConfig) -> StepResult:
+    """Collective: one optimizer step of the critic on a mini-batch with returns, and old values for a clipped loss."""
+    assert minibatch.returns is not None and minibatch.selected is not None, "no value targets: estimate them first"
+    weights = token_weights(minibatch.response_lengths, "token_mean", selected=minibatch.selected)
+    loss = ValueLoss(config, minibatch.returns, minibatch.values, to_tokens(weights, minibatch.response_cu_seqlens))
     return critic.train_step(minibatch, range(minibatch.samples), loss)
 
 
@@ -66,22 +63,24 @@ def update_policy(run: Run, batch: ExperienceBatch) -> None:
 
 def policy_loss(batch: ExperienceBatch, config: AlgorithmConfig) -> PolicyLoss:
     """The policy's loss on a mini-batch; every denominator counts all of it."""
-    fields, bounds, settings = batch.token_fields, batch.response_cu_seqlens, config.policy_loss
-    lengths, chosen = batch.response_lengths, selection(batch, config)
+    lengths, bounds, settings = batch.response_lengths, batch.response_cu_seqlens, config.policy_loss
+    chosen, found = batch.selected, batch.advantages
+    assert chosen is not None and found is not None, "no advantages: estimate_advantages comes first"
+    assert batch.importance_weights is not None, "no importance weights: correct_for_rollout comes first"
     weights = to_tokens(token_weights(lengths, settings.aggregation, settings.constant, chosen), bounds)
+    positive_advantages = torch.zeros_like(found)
     if settings.self_imitation_coef:
-        positive_advantages = advantages.self_imitation(fields["returns"], fields["values"])
-    else:
-        positive_advantages = torch.zeros_like(fields["advantages"])
+        assert batch.returns is not None and batch.values is not None, "self-imitation needs returns and values"
+        positive_advantages = advantages.self_imitation(batch.returns, batch.values)
     return PolicyLoss(
         config=settings,
         kl=config.kl,
-        old_logprobs=fields.get("old_logprobs"),
+        old_logprobs=batch.old_logprobs,
         rollout_logprobs=batch.rollout_logprobs,
-        ref_logprobs=fields.get("ref_logprobs", torch.zeros_like(fields["advantages"])),
-        advantages=fields["advantages"],
+        ref_logprobs=torch.zeros_like(found) if batch.ref_logprobs is None else batch.ref_logprobs,
+        advantages=found,
         positive_advantages=positive_advantages,
-        importance=fields["importance"],
+        importance=batch.importance_weights,
         weights=weights,
         nll_weights=to_tokens(nll_weights(lengths, positives(batch, config) & chosen), bounds),
         mean_weights=to_tokens(token_weights(lengths, "token_mean", selected=chosen), bounds),
@@ -92,16 +91,17 @@ def correct_for_rollout(run: Run, batch: ExperienceBatch) -> None:
     """Fill importance [T]: what corrects the policy loss for the engine's policy not being the trainer's."""
     settings = run.config.algorithm.importance_sampling
     if settings.kind == "none":
-        batch.token_fields["importance"] = torch.ones(batch.response_tokens)
+        batch.importance_weights = torch.ones(batch.response_tokens)
         return
+    assert batch.old_logprobs is not None, "no log-probs: the batch is not scored"
     log_ratio = importance.log_ratio_at(
-        settings.level, batch.token_fields["old_logprobs"], batch.rollout_logprobs, batch.response_cu_seqlens
+        settings.level, batch.old_logprobs, batch.rollout_logprobs, batch.response_cu_seqlens
     )
     if settings.kind == "tis":
         found = importance.tis(log_ratio, settings.cap)
     else:
         found = importance.mis(log_ratio, settings.low, settings.high)
-    batch.token_fields["importance"] = found
+    batch.importance_weights = found
     run.recorder.add(importance_metrics(found, log_ratio))
 
 
@@ -110,18 +110,8 @@ def positives(batch: ExperienceBatch, config: AlgorithmConfig) -> Tensor:
     settings = config.policy_loss.positive_nll
     if settings.positives == "correct":
         return batch.correct & ~batch.truncated
-    first = batch.response_cu_seqlens[:-1]
-    return (batch.token_fields["shaped_rewards"][first] > settings.reward_above) & ~batch.truncated
-
-
-def selection(batch: ExperienceBatch, config: AlgorithmConfig) -> Tensor:
-    """The samples of a mini-batch that carry loss. bool [S]."""
-    chosen = torch.ones(batch.samples, dtype=torch.bool)
-    if config.advantage.estimator == "raft":
-        chosen &= batch.token_fields["advantages"][batch.response_cu_seqlens[:-1]] > 0
-    if config.filter_function is not None and "kept" in batch.token_fields:
-        chosen &= batch.token_fields["kept"][batch.response_cu_seqlens[:-1]] > 0
-    return chosen & overlong_filter_mask(batch.truncated) if config.shaping.truncated == "mask" else chosen
+    assert batch.shaped_rewards is not None, "no shaped rewards: estimate_advantages comes first"
+    return (batch.shaped_rewards > settings.reward_above) & ~batch.truncated
 
 
 def minibatches(run: Run, batch: ExperienceBatch, rounds: int, salt: int) -> Iterator[ExperienceBatch]:

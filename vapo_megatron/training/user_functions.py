@@ -97,18 +97,19 @@ def user_selection(path: str, batch: ExperienceBatch) -> Tensor:
 
 def scored_responses(batch: ExperienceBatch) -> ScoredResponses:
     """The part of a scored batch that users see."""
-    fields = batch.token_fields
+    assert batch.shaped_rewards is not None, "no shaped rewards: estimate_advantages comes first"
+    assert batch.old_logprobs is not None and batch.entropies is not None, "the policy has not scored the batch"
     return ScoredResponses(
         cu_seqlens=batch.response_cu_seqlens,
-        rewards=fields["shaped_rewards"][batch.response_cu_seqlens[:-1]],
+        rewards=batch.shaped_rewards,
         correct=batch.correct,
         truncated=batch.truncated,
         group_ids=batch.group_ids,
         rollout_logprobs=batch.rollout_logprobs,
-        old_logprobs=fields["old_logprobs"],
-        entropies=fields["entropies"],
-        values=fields.get("values"),
-        ref_logprobs=fields.get("ref_logprobs"),
+        old_logprobs=batch.old_logprobs,
+        entropies=batch.entropies,
+        values=batch.values,
+        ref_logprobs=batch.ref_logprobs,
     )
 
 

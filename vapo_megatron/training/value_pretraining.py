@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms.segments import to_tokens
+from vapo_megatron.algorithms.selection import loss_mask
 from vapo_megatron.config.algorithm import AlgorithmConfig, ValueLossConfig, ValuePretrainingConfig
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore.trainable import Trainable
@@ -38,7 +39,7 @@ def pretrain_value(run: Run) -> None:
     """
     config, critic = run.config.value_pretraining, run.critic
     assert critic is not None
-    algorithm = for_pretraining(run.config.algorithm)
+    value_loss = for_pretraining(run.config.algorithm.value_loss)
     record = record_rollouts(run)
     run.offload_engines()
     run.memory.enter("update_critic")
@@ -55,7 +56,7 @@ def pretrain_value(run: Run) -> None:
     with run.recorder.phase("value_pretraining", total=len(updates)) as advance:
         advance(done)
         for number, samples in enumerate(updates[done:], done + 1):
-            result = critic_step(critic, targets.select(samples), algorithm)
+            result = critic_step(critic, targets.select(samples), value_loss)
             results.append({"value_loss": result.metrics["value_loss"], "grad_norm": result.grad_norm, "lr": result.lr})
             advance(1)
             if number % check_every and number < len(updates):
@@ -90,11 +91,9 @@ def record_rollouts(run: Run) -> RecordedRollouts:
     return run.recorded
 
 
-def for_pretraining(config: AlgorithmConfig) -> AlgorithmConfig:
+def for_pretraining(config: ValueLossConfig) -> ValueLossConfig:
     """Without the clip of the value loss: it holds values near old ones, and there are none worth staying near yet."""
-    if config.value_loss.kind != "clipped":
-        return config
-    return config.model_copy(update={"value_loss": config.value_loss.model_copy(update={"kind": "mse"})})
+    return config.model_copy(update={"kind": "mse"}) if config.kind == "clipped" else config
 
 
 class Targets:
@@ -103,14 +102,15 @@ class Targets:
     def __init__(self, record: RecordedRollouts, config: AlgorithmConfig) -> None:
         # Of all at once: what shaping gives a response depends on the others of its group.
         self._record, self._rewards = record, shaped_rewards(record, config.shaping)
+        self._selected = loss_mask(record.truncated, config.shaping.truncated == "mask")
         self._gamma = config.advantage.gamma
 
     def select(self, samples: Sequence[int]) -> ExperienceBatch:
-        """Some of the samples, with returns [T], and values [T] of zero (plain squared error does not read them)."""
+        """Some of the samples, with their returns [T] and whether they carry loss [S]."""
         batch = self._record.select(samples)
-        bounds = batch.response_cu_seqlens
-        returns = monte_carlo_returns(self._rewards[torch.tensor(samples)], bounds, self._gamma)
-        batch.token_fields |= {"values": torch.zeros(batch.response_tokens), "returns": returns}
+        chosen = torch.tensor(samples)
+        batch.returns = monte_carlo_returns(self._rewards[chosen], batch.response_cu_seqlens, self._gamma)
+        batch.selected = self._selected[chosen]
         return batch
 
 
@@ -148,7 +148,8 @@ def replay_order(samples: list[int], config: ValuePretrainingConfig, seed: int) 
 def measure(critic: Trainable, held_out: ExperienceBatch, config: ValueLossConfig) -> dict[str, float]:
     """Collective: quality of the critic on held-out samples with their returns."""
     found = values(critic, held_out, config)
-    return value_metrics(found, held_out.token_fields["returns"], held_out.response_cu_seqlens)
+    assert held_out.returns is not None, "no value targets to compare with"
+    return value_metrics(found, held_out.returns, held_out.response_cu_seqlens)
 
 
 def largest_bias(metrics: dict[str, float]) -> float:

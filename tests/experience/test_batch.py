@@ -1,0 +1,75 @@
+"""A batch's fields are cut together, and what does not fit is refused."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+from batches import LENGTHS, make_batch
+
+from vapo_megatron.experience.batch import ExperienceBatch
+
+
+def full_batch() -> ExperienceBatch:
+    """Every field is there; each element of a field is a number of its own."""
+    batch = make_batch()
+    sizes = {"response_tokens": batch.response_tokens, "samples": batch.samples}
+    for f in fields(batch):
+        if f.name == "routed_experts":
+            rows = int(batch.cu_seqlens[-1]) - batch.samples
+            batch.routed_experts = torch.arange(rows * 2, dtype=torch.int16).view(rows, 2)
+        elif getattr(batch, f.name) is None:
+            count = torch.arange(sizes[f.metadata["over"]])
+            setattr(batch, f.name, count % 2 == 0 if f.metadata["dtype"] == torch.bool else count + 0.5)
+    return batch
+
+
+def parts(batch: ExperienceBatch, name: str) -> list[list[float]]:
+    """A field sample by sample, cut by hand."""
+    tensor = batch.tensors()[name]
+    prompts, responses = zip(*LENGTHS, strict=True)
+    sizes = {
+        "tokens": [p + r for p, r in LENGTHS],
+        "routed_experts": [p + r - 1 for p, r in LENGTHS],
+        "cu_seqlens": [p + r for p, r in LENGTHS],
+        "response_cu_seqlens": list(responses),
+        "prompt_lengths": list(prompts),
+    }
+    if name.endswith("cu_seqlens"):
+        return [[n] for n in sizes[name]]
+    per_sample = len(tensor) == batch.samples
+    return [part.tolist() for part in tensor.split([1] * batch.samples if per_sample else sizes.get(name, responses))]
+
+
+@pytest.mark.parametrize("chosen", [[4, 0, 2], [5], [], [1, 1]])
+@pytest.mark.parametrize("name", [f.name for f in fields(ExperienceBatch)])
+def test_select_takes_every_field_along(name: str, chosen: list[int]) -> None:
+    batch = full_batch()
+    found, whole = batch.select(chosen).tensors()[name], parts(batch, name)
+    if name.endswith("cu_seqlens"):
+        assert found.diff().tolist() == [whole[s][0] for s in chosen] and int(found[0]) == 0
+    else:
+        assert found.tolist() == [value for s in chosen for value in whole[s]]
+    assert found.dtype == batch.tensors()[name].dtype
+
+
+def test_what_no_phase_has_filled_in_stays_away() -> None:
+    part = make_batch().select([1, 2])
+    assert part.values is None and part.selected is None and "returns" not in part.tensors()
+    assert set(full_batch().rollout_tensors()) == set(part.tensors())
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("values", torch.zeros(5)),
+        ("shaped_rewards", torch.zeros(63)),  # per token where a response has one
+        ("selected", torch.ones(6)),
+        ("advantages", torch.zeros(63, dtype=torch.float64)),
+    ],
+)
+def test_a_field_of_another_shape_or_dtype_is_refused_by_name(name: str, wrong: torch.Tensor) -> None:
+    batch = full_batch()
+    assert batch.response_tokens == 63 and batch.samples == 6
+    setattr(batch, name, wrong)
+    with pytest.raises(ValueError, match=f"batch: {name} is torch"):
+        batch.select([0])
