@@ -29,3 +29,21 @@ def slow(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> 
 
 
 NOT_CALLABLE = 3
+
+
+def of_two(answer: str, response: str) -> bool:
+    return answer == response
+
+
+def text(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> str:
+    return "good"
+
+
+def raises(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> bool:
+    return bool(extra["gold"])
+
+
+def raises_on_fail(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> bool:
+    if response == "fail":
+        raise LookupError("on the way")
+    return True

@@ -11,6 +11,7 @@ import pytest
 
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.errors import BadInput
+from vapo_megatron.rewards.grading import grades_of
 from vapo_megatron.rewards.pool import Case, VerifierPool
 from vapo_megatron.rewards.worker_process import WorkerProcess
 from vapo_megatron.signals import STOP_SIGNALS
@@ -176,3 +177,30 @@ def _alive(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+@pytest.mark.usefixtures("functions_importable")
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [("of_two", "TypeError"), ("text", "ValueError: could not convert"), ("raises", "KeyError: 'gold'")],
+)
+def test_a_function_that_always_fails_is_refused_when_it_is_tried(name: str, named: str) -> None:
+    with VerifierPool(_function_config(name)) as pool, pytest.raises(BadInput, match=named) as refusal:
+        pool.try_out("1 plus 1", "2")
+    assert f"reward_functions:{name}" in str(refusal.value) and "f(problem, answer, response, extra)" in str(
+        refusal.value
+    )
+
+
+@pytest.mark.usefixtures("functions_importable")
+def test_failures_are_counted_and_the_first_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    cases = [Case("2", "fail"), Case("2", "2"), None, Case("2", "fail")]
+    with VerifierPool(_function_config("raises_on_fail", workers=1)) as pool:
+        pool.try_out("1 plus 1", "2")
+        grades = grades_of(cases, pool)
+        assert [grade and grade.reason for grade in grades] == ["error", "scored", None, "error"]
+        assert capfd.readouterr().err.count("LookupError: on the way") == 1
+        with pytest.raises(BadInput, match=r"all of 2 responses \(LookupError"):
+            grades_of([cases[0], cases[3]], pool)
+        grades_of([cases[0], None, None], pool)  # nearly all were truncated: that says little of the function
+    assert capfd.readouterr().err == ""

@@ -17,6 +17,7 @@ class AlarmsConfig(Section):
         0.05, gt=0, description="mean KL of the trainer's policy to the rollout policy, nats per token"
     )
     truncated_share: float = Field(0.5, gt=0, le=1, description="share of responses cut off at the token limit")
+    failed_grades: float = Field(0.05, ge=0, le=1, description="share of responses whose verification failed")
     frac_zero_std_groups: float = Field(0.95, gt=0, le=1, description="share of groups whose rewards are all equal")
 
 

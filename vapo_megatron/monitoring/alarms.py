@@ -53,6 +53,11 @@ class Alarms:
             ),
             (names.TRUNCATED, config.truncated_share, lambda v: f"{v:.0%}: responses hit the token limit"),
             (
+                names.FAILED_GRADES,
+                config.failed_grades,
+                lambda v: f"{v:.0%}: verifications fail, their rewards are no grades",
+            ),
+            (
                 names.FRAC_ZERO_STD_GROUPS,
                 config.frac_zero_std_groups,
                 lambda v: f"{v:.0%}: nearly no group tells apart",

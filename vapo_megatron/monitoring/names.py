@@ -8,6 +8,8 @@ ACCURACY = "accuracy/mean"
 REWARD = "reward/mean"
 FRAC_ZERO_STD_GROUPS = "reward/frac_zero_std_groups"  # share of groups whose rewards are all equal
 
+FAILED_GRADES = "reward/failed"  # share of responses whose verification failed: an error, a timeout, a dead worker
+
 LENGTH = "response_length/mean"
 LENGTH_MIN = "response_length/min"
 LENGTH_MAX = "response_length/max"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from vapo_megatron.experience.sample import Sample
-from vapo_megatron.rewards.math import Grade
+from vapo_megatron.rewards.math import FAILED, Grade
 from vapo_megatron.rewards.pool import Case, VerifierPool
 
 # The grade on a response that was cut: nothing was verified.
@@ -16,8 +16,8 @@ def grade_samples(
     decode: Callable[[Sequence[int]], str],
     incorrect: float,
     advance: Callable[[int], None] = lambda _: None,
-) -> None:
-    """Fill text, reward, correct, grade and extracted of every sample.
+) -> float:
+    """Fill text, reward, correct, grade and extracted of every sample; return the share whose verification failed.
 
     A truncated response is not verified: it counts as incorrect, whatever it may have said on its way.
 
@@ -27,6 +27,9 @@ def grade_samples(
         decode: from token ids to text.
         incorrect: the reward of a truncated response.
         advance: is told of each graded sample.
+
+    Raises:
+        BadInput: as grades_of.
     """
     for sample in samples:
         sample.text = decode(sample.response_ids.tolist())
@@ -37,6 +40,7 @@ def grade_samples(
             continue
         sample.reward, sample.correct, sample.grade_reason = grade.score, grade.correct, grade.reason
         sample.extracted = grade.extracted
+    return sum(sample.grade_reason in FAILED for sample in samples) / max(len(samples), 1)
 
 
 def grades_of(
@@ -45,7 +49,13 @@ def grades_of(
     """The grade on each case; None stands for a truncated response, here as there.
 
     advance is told of each case that is done.
+
+    Raises:
+        BadInput: a user's function failed on all of them (half of the cases at least were no truncated responses).
     """
-    found = iter(verifier.grade_batch([case for case in cases if case is not None], on_done=lambda *_: advance(1)))
+    grades = verifier.grade_batch([case for case in cases if case is not None], on_done=lambda *_: advance(1))
+    if 2 * len(grades) >= len(cases) and grades and all(grade.reason in FAILED for grade in grades):
+        verifier.refuse_function(f"failed on all of {len(grades)} responses", grades[0])
+    found = iter(grades)
     advance(sum(case is None for case in cases))
     return [None if case is None else next(found) for case in cases]

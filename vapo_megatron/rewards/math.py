@@ -26,6 +26,9 @@ Reason = Literal[
     "scored",
 ]
 
+# Reasons of a grade that says nothing of the response.
+FAILED: frozenset[Reason] = frozenset({"timeout", "memory", "crashed", "error"})
+
 LONGEST_ANSWER = 2_000  # characters; a longer one is not read
 
 

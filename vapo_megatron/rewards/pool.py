@@ -1,6 +1,7 @@
 """Verification in processes of their own, which an answer may hang, crash or bloat without harm to the trainer."""
 
 import selectors
+import sys
 import threading
 import time
 from collections import deque
@@ -11,7 +12,7 @@ from typing import Any
 
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.errors import BadInput
-from vapo_megatron.rewards.math import Comparison, Grade, Reason, prepare
+from vapo_megatron.rewards.math import FAILED, Comparison, Grade, Reason, prepare
 from vapo_megatron.rewards.worker_process import WorkerProcess
 
 OnDone = Callable[[int, Grade], None]
@@ -43,6 +44,7 @@ class VerifierPool:
         self._workers: list[WorkerProcess] = []
         self._lock = threading.Lock()  # batches from several threads take turns
         self._closed = False
+        self._told = False
         if config.verifier == "function":
             with self._lock:
                 self._start_worker()
@@ -57,6 +59,7 @@ class VerifierPool:
 
         def done(index: int, grade: Grade) -> None:
             grades[index] = self._with_score(grade)
+            self._tell_of_first_failure(grade)
             if on_done is not None:
                 on_done(index, grades[index])
 
@@ -76,6 +79,42 @@ class VerifierPool:
                     raise RuntimeError("the verifier pool is closed")
                 self._serve(waiting, messages, done)
         return [grades[index] for index in range(len(cases))]
+
+    def try_out(self, problem: str, answer: str) -> None:
+        """Call a user's function once, with a row whose answer stands for the response; nothing for mathematics.
+
+        Raises:
+            BadInput: it failed: it takes other arguments, returns something that is no number, raises, or takes too
+                long.
+        """
+        if self._config.verifier == "function":
+            self._told = True  # what it raises is in the refusal
+            grade = self.grade_batch([Case(answer, answer, problem=problem)])[0]
+            self._told = False
+            if grade.reason in FAILED:
+                self.refuse_function("failed when it was tried with the first row, its answer as the response", grade)
+
+    def refuse_function(self, what: str, grade: Grade) -> None:
+        """Raises BadInput for a user's function that did `what`; grade says how. Nothing for mathematics."""
+        if self._config.verifier == "function":
+            raise BadInput(
+                f"reward.function={self._config.function}: {what} ({self._described(grade)}): expected "
+                "f(problem, answer, response, extra) -> float | bool within reward.response_timeout_s="
+                f"{self._config.response_timeout_s:g} and reward.memory_mib={self._config.memory_mib}, mend it"
+            )
+
+    def _described(self, grade: Grade) -> str:
+        return grade.detail if grade.reason == "error" else f"{grade.reason} {grade.detail}".strip()
+
+    def _tell_of_first_failure(self, grade: Grade) -> None:
+        if self._config.verifier == "function" and grade.reason in FAILED and not self._told:
+            self._told = True
+            print(
+                f"vapo-megatron: reward.function={self._config.function} failed on a response "
+                f"({self._described(grade)}); it counts as incorrect, and into reward/failed as further ones do",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def close(self) -> None:
         """End all workers. The pool cannot be used afterwards; closing twice does nothing."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from vapo_megatron.config.algorithm import DynamicSamplingConfig
 from vapo_megatron.experience.batch import ExperienceBatch, from_samples
 from vapo_megatron.experience.sample import Sample
+from vapo_megatron.monitoring import names
 from vapo_megatron.rewards.grading import grade_samples
 from vapo_megatron.rollout.request import GenerationRequest
 from vapo_megatron.rollout.routed_experts import ExpertChoices
@@ -59,7 +60,8 @@ def collect_groups(run: Run, prompts: int, for_policy: bool = True) -> list[Samp
     with run.recorder.phase("rollout", total=request.num_samples) as advance:
         samples = run.engines.collect(request, advance)
     with run.recorder.phase("verify", total=len(samples)) as advance:
-        grade_samples(samples, run.verifier, run.tokenizer.decode, run.config.reward.incorrect, advance)
+        failed = grade_samples(samples, run.verifier, run.tokenizer.decode, run.config.reward.incorrect, advance)
+    run.recorder.add({names.FAILED_GRADES: failed})
     return samples
 
 

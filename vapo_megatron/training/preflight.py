@@ -38,11 +38,12 @@ def check_train(config: TrainConfig, world_size: int) -> None:
     engine_fp8(config.rollout, config.actor.precision, spec)
     tokenizer = TextTokenizer(Path(config.model.path), config.data.prompt)
     tokenizer.check_vocabulary(spec.vocab_size)
-    train_prompts(config.data, tokenizer)
+    prompts = train_prompts(config.data, tokenizer)
     for evaluation in config.data.eval:
         eval_prompts(evaluation, config.data, tokenizer)
     check_functions(config.algorithm)
-    VerifierPool(config.reward).close()  # a function of the user's must be importable
+    with VerifierPool(config.reward) as verifier:
+        verifier.try_out(prompts[0].problem, prompts[0].answer)
     check_room(Path(config.run.directory), run_bytes(config, spec.parameter_count()) + record_bytes(config))
 
 
