@@ -57,7 +57,7 @@ def train_config(folder: Path, model: Path) -> dict[str, Any]:
         "critic": {"layout": {"tp": 2}},
         "data": {
             "train": str(write_rows(folder / "train.jsonl", problems(8))),
-            "eval": [{"name": "sums", "path": str(write_rows(folder / "eval.jsonl", problems(4))), "samples": 2}],
+            "eval": [{"name": "sums", "path": str(write_rows(folder / "eval.jsonl", problems(12)[8:])), "samples": 2}],
             "max_prompt_tokens": 16,
         },
         "batch": {"prompts_per_step": 2, "samples_per_prompt": 2},

@@ -3,6 +3,7 @@
 Every message is one line: the file or field, the value found, what was expected, what to do.
 """
 
+import errno
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,3 +46,8 @@ def told_in_one_line(prefix: str) -> Iterator[None]:
     except VapoError as error:
         print(f"{prefix}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print(f"{prefix}: {str(error.filename)[:80]}...: name too long: give a shorter one", file=sys.stderr)
+        sys.exit(BadInput.exit_code)

@@ -105,6 +105,30 @@ def test_the_configs_that_the_cases_spoil_are_good(
 
 
 @pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["actor.optimizer.lr=1e6"], "actor.optimizer.lr=1e+06"),
+        (["algorithm.update.minibatch_size=5"], "algorithm.update.minibatch_size=5 is above the 4 samples"),
+        (["batch.prompts_per_step=9"], "holds 8 prompts and batch.prompts_per_step=9"),
+        (["data.eval=[{name: same, path: \"${data.train}\"}]"], "8 of the 8 problems of same are in data.train"),
+    ],
+)
+def test_what_is_most_often_a_mistake_is_told_of_and_runs(
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    overrides: list[str],
+    named: str,
+) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(launch, "start_ranks", lambda count, *_: started.append(count))
+    monkeypatch.setattr(report, "write_report", lambda _: None)
+    assert command.exit_code("train", *overrides) == 0 and started == [2]
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("vapo-megatron: caution: ") and named in error
+
+
+@pytest.mark.parametrize(
     ("name", "override", "named"),
     [
         ("train", "actor.optimizer.learning_rate=1e-6", ["actor.optimizer.learning_rate", "actor.optimizer.lr"]),
@@ -113,6 +137,14 @@ def test_the_configs_that_the_cases_spoil_are_good(
         ("sft", "data.batchsize=3", ["data.batchsize", "data.batch_size"]),
         ("evaluate", "data.evals=[]", ["data.evals", "data.eval"]),
         ("train", "run.steps", ["run.steps", "section.key=value"]),
+        ("train", "run.root=", ["run.root is ''", "at least 1 character"]),
+        ("train", f"run.name={'n' * 300}", ["run.name", "at most 200 characters"]),
+        ("train", f"model.path=/{'n' * 300}", ["nnn", "name too long"]),
+        ("train", f"data.train={'n' * 300}.jsonl", ["nnn", "name too long"]),
+        ("train", f"run.root={'n' * 300}", ["nnn", "name too long"]),
+        ("train", f"run.seed={2**64}", ["run.seed", str(2**64)]),
+        ("train", "checkpoint.keep.best=typo", ["checkpoint.keep.best=typo", "evaluation/sums_avg@2"]),
+        ("train", "checkpoint.keep.best=evaluation/sums_avg@4", ["did you mean evaluation/sums_avg@2?"]),
         ("train", "run.steps=many", ["run.steps", "'many'", "integer"]),
         ("train", "run.steps=0", ["run.steps is 0", "greater than or equal to 1"]),
         ("train", "algorithm.policy_loss.kind=ppo", ["algorithm.policy_loss.kind", "'ppo'", "ppo_clip"]),

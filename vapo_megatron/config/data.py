@@ -41,10 +41,21 @@ class PromptTemplate(Section):
 class EvalSet(Section):
     """Problems never trained on."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$", description="part of metric names: evaluation/<name>_avg@<samples>")
+    name: str = Field(
+        max_length=100,
+        pattern=r"^[A-Za-z0-9_.-]+$",
+        description="part of metric names: evaluation/<name>_avg@<samples>",
+    )
     path: Path = Field(description="file of problems")
     samples: int = Field(8, ge=1, description="responses a problem (the k of avg@k)")
     limit: int | None = Field(None, ge=1, description="only the first rows")
+
+    @property
+    def metric_names(self) -> list[str]:
+        """What an evaluation of it measures (evaluation.sets)."""
+        kinds = ("avg", "pass", "maj")
+        counted = [f"evaluation/{self.name}_{kind}@{self.samples}" for kind in kinds]
+        return [*counted, *(f"evaluation/{self.name}_{kind}" for kind in ("response_length", "truncated"))]
 
     @field_validator("name")
     @classmethod

@@ -253,7 +253,9 @@ class CriticConfig(TrainableConfig):
 class ModelConfig(Section):
     """The checkpoint everything starts from."""
 
-    path: str = Field(description="Hugging Face directory of the policy: config.json, safetensors, tokenizer")
+    path: str = Field(
+        min_length=1, description="Hugging Face directory of the policy: config.json, safetensors, tokenizer"
+    )
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="compute type of actor and critic")
     attention: Literal["auto", "sdpa", "transformer_engine"] = Field(
         "auto", description="auto: Transformer Engine wherever it can be used, else PyTorch's"

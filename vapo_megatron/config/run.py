@@ -11,9 +11,11 @@ from vapo_megatron.config.data import PromptTemplate
 class RunPlace(Section):
     """Name and place of a run."""
 
-    name: str = Field("run", min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="folder of the run below root")
-    root: str = Field("runs", description="folder that holds run directories")
-    seed: int = Field(1, ge=0, description="every random choice of the run derives from it")
+    name: str = Field(
+        "run", min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._-]+$", description="folder of the run below root"
+    )
+    root: str = Field("runs", min_length=1, description="folder that holds run directories")
+    seed: int = Field(1, ge=0, lt=2**62, description="every random choice of the run derives from it")
     overwrite: bool = Field(False, description="replace an existing run directory of this name")
     resume: Literal["never", "auto"] = Field(
         "never", description="auto: go on with the run of this name where it stopped; start it where there is none"

@@ -14,6 +14,10 @@ from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.config.run import BatchConfig, ClusterConfig, EvaluationConfig, ExportConfig, RunConfig, RunPlace
 from vapo_megatron.config.server import ServerConfig
+from vapo_megatron.config.suggest import nearest
+
+# Beginnings of the names of metrics that every step has.
+_STEP_METRICS = ("reward/", "accuracy/", "response_length/", "actor/", "critic/")
 
 
 class TrainConfig(Section):
@@ -66,9 +70,27 @@ class TrainConfig(Section):
                     )
         if algorithm.value_loss.kind == "hl_gauss":
             self._bins_fit()
+        self._best_is_measured()
         self._grade_is_there()
         self._rollouts_fit()
         return self
+
+    def _best_is_measured(self) -> None:
+        best = self.checkpoint.keep.best
+        if best is None:
+            return
+        measured = [name for entry in self.data.eval for name in entry.metric_names]
+        if best.startswith("evaluation/") or "/" not in best:
+            if best not in measured:
+                guess = nearest(best, measured)
+                hint = (
+                    f"did you mean {guess}?"
+                    if guess
+                    else f"expected one of: {', '.join(measured) or 'data.eval is empty'}"
+                )
+                raise ValueError(f"checkpoint.keep.best={best} is no metric of data.eval: {hint}")
+        elif not best.startswith(_STEP_METRICS):
+            raise ValueError(f"checkpoint.keep.best={best} is no metric of a step: give one such as reward/mean")
 
     def _bins_fit(self) -> None:
         bins, reward = self.algorithm.value_loss, self.reward

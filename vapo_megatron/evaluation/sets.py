@@ -15,7 +15,7 @@ from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.rewards.normal_form import compact, normal_form, plain_number
 
 Collect = Callable[[Sequence[Prompt], int], list[Sample]]
-Grade = Callable[[Sequence[Sample]], None]
+Grade = Callable[[Sequence[Sample]], object]
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """What can be known to fail before anything is started is found here."""
 
+import sys
 from pathlib import Path
 
 from vapo_megatron.checkpoint.size import bytes_per_weight, run_bytes
@@ -13,6 +14,7 @@ from vapo_megatron.mcore.layer_spec import uses_transformer_engine
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.mcore.precision import check_delayed_scaling, check_trainable
 from vapo_megatron.rewards.pool import VerifierPool
+from vapo_megatron.training.cautions import cautions
 from vapo_megatron.training.first_checks import (
     check_capacity,
     check_critic_source,
@@ -39,12 +41,13 @@ def check_train(config: TrainConfig, world_size: int) -> None:
     tokenizer = TextTokenizer(Path(config.model.path), config.data.prompt)
     tokenizer.check_vocabulary(spec.vocab_size)
     prompts = train_prompts(config.data, tokenizer)
-    for evaluation in config.data.eval:
-        eval_prompts(evaluation, config.data, tokenizer)
+    evaluations = {entry.name: eval_prompts(entry, config.data, tokenizer) for entry in config.data.eval}
     check_functions(config.algorithm)
     with VerifierPool(config.reward) as verifier:
         verifier.try_out(prompts[0].problem, prompts[0].answer)
     check_room(Path(config.run.directory), run_bytes(config, spec.parameter_count()) + record_bytes(config))
+    for caution in cautions(config, prompts, evaluations):
+        print(f"vapo-megatron: caution: {caution}", file=sys.stderr, flush=True)
 
 
 def check_sft(config: SftConfig, world_size: int) -> None:
