@@ -1,6 +1,6 @@
 """Convert a Megatron checkpoint, saved at any layout, to a Hugging Face directory.
 
-The checkpoint is the output of tools/convert_hf_to_megatron.py, or a state of a run (runs/NAME/state/step_N).
+The checkpoint is the output of tools/convert_hf_to_megatron.py, or one of a run (runs/NAME/checkpoints/step_N).
 An interrupted conversion goes on where it was when it is started again with the same arguments.
 """
 
@@ -30,14 +30,14 @@ def saved_model(checkpoint: Path, model: str) -> Path:
     if not (checkpoint / model / CARD_FILE).is_file():
         raise BadInput(
             f"{checkpoint}: neither {CARD_FILE} nor {model}/{CARD_FILE} is there; give the output of "
-            "tools/convert_hf_to_megatron.py or a run's state/step_N"
+            "tools/convert_hf_to_megatron.py or a run's checkpoints/step_N"
         )
     return checkpoint / model
 
 
 @app.command()
 def main(
-    checkpoint: Annotated[Path, typer.Option(help="A converted model, or a run's state/step_N.")],
+    checkpoint: Annotated[Path, typer.Option(help="A converted model, or a run's checkpoints/step_N.")],
     out: Annotated[Path, typer.Option(help="Directory to make; it must not exist.")],
     model: Annotated[Literal["actor", "critic"], typer.Option(help="Which model of a run's state.")] = "actor",
     dtype: DtypeOption = None,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 class VapoError(Exception):
-    """An end that a user is told of in one line, without a stack trace."""
+    """A failure that is reported to the user in one line, without a stack trace."""
 
     exit_code = 1
 

@@ -1,9 +1,14 @@
-"""What tools say of a node, in their own words, and what doctor makes of it."""
+"""What NVML and the kernel say of a node, and what doctor makes of it."""
 
 import dataclasses
 import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pynvml
 import pytest
 
 from vapo_megatron.config.hardware import HardwareConfig
@@ -14,94 +19,175 @@ from vapo_megatron.operations.doctor.system import judge_limits
 from vapo_megatron.operations.doctor.together import judge_clock
 from vapo_megatron.operations.doctor.versions import MATRIX, check_versions
 
-# Written from the documented formats of `nvidia-smi --query-gpu=... --format=csv,noheader,nounits` and
-# `nvidia-smi nvlink --status`; not recorded on a machine of ours.
-ROW = "{i}, NVIDIA H100 80GB HBM3, 81559, 4, 580.95.05, Enabled, 0, No, No, Disabled, Default"
-GPUS = "".join(ROW.format(i=i) + "\n" for i in range(8))
-LINK = "\t Link {i}: 26.562 GB/s\n"
-LINKS = "".join(
-    f"GPU {gpu}: NVIDIA H100 80GB HBM3 (UUID: GPU-0000-{gpu})\n" + "".join(LINK.format(i=i) for i in range(18))
-    for gpu in range(8)
-)
 H100 = HardwareConfig()
-SXM = dict.fromkeys(range(8), "NVIDIA H100 80GB HBM3")
+NAME = "NVIDIA H100 80GB HBM3"
+SXM = dict.fromkeys(range(8), NAME)
+
+
+@dataclass
+class FakeGpu:
+    """What NVML answers for a GPU; a type of error is raised."""
+
+    name: Any = NAME
+    total: int = 81559 << 20
+    used: int = 4 << 20
+    ecc: Any = (1, 1)
+    uncorrected: Any = 0
+    rows: Any = (0, 0, 0, 0)
+    mig: Any = (0, 0)
+    mode: Any = pynvml.NVML_COMPUTEMODE_DEFAULT
+    links: Any = (1,) * 18
+    lost: bool = False
+
+
+class FakeNvml:
+    """The functions of pynvml that are called, over GPUs of our own; its constants and errors are the real ones."""
+
+    def __init__(self, gpus: list[FakeGpu]) -> None:
+        self.gpus, self.open = gpus, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(pynvml, name)
+
+    def nvmlInit(self) -> None:
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "580.95.05"
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeGpu:
+        if self.gpus[index].lost:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return self.gpus[index]
+
+    def nvmlDeviceGetName(self, gpu: FakeGpu) -> str:
+        return said(gpu.name)
+
+    def nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu, version: object) -> Any:
+        assert version is pynvml.nvmlMemory_v2, "the first version counts what the driver reserves as used"
+        return SimpleNamespace(total=gpu.total, used=gpu.used)
+
+    def nvmlDeviceGetEccMode(self, gpu: FakeGpu) -> Any:
+        return said(gpu.ecc)
+
+    def nvmlDeviceGetTotalEccErrors(self, gpu: FakeGpu, kind: int, counter: int) -> Any:
+        assert (kind, counter) == (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
+        return said(gpu.uncorrected)
+
+    def nvmlDeviceGetRemappedRows(self, gpu: FakeGpu) -> Any:
+        return said(gpu.rows)
+
+    def nvmlDeviceGetMigMode(self, gpu: FakeGpu) -> Any:
+        return said(gpu.mig)
+
+    def nvmlDeviceGetComputeMode(self, gpu: FakeGpu) -> Any:
+        return said(gpu.mode)
+
+    def nvmlDeviceGetNvLinkState(self, gpu: FakeGpu, link: int) -> int:
+        if link >= len(gpu.links):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return said(gpu.links[link])
+
+    def nvmlDeviceGetFieldValues(self, gpu: FakeGpu, fields: list[tuple[int, int]]) -> Any:
+        ((field, _),) = fields
+        assert field == pynvml.NVML_FI_DEV_NVLINK_GET_SPEED
+        return [SimpleNamespace(nvmlReturn=pynvml.NVML_SUCCESS, value=SimpleNamespace(uiVal=26562))]
+
+
+def said(value: Any) -> Any:
+    if value is UNSUPPORTED:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+    return value
+
+
+UNSUPPORTED = object()
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
+    """Eight sound H100s."""
+    fake = FakeNvml([FakeGpu() for _ in range(8)])
+    monkeypatch.setattr(nvidia, "pynvml", fake)
+    yield fake
+    assert fake.open == 0, "NVML was left open"
 
 
 def statuses(lines: list[Line]) -> list[str]:
     return [line.status for line in lines]
 
 
-def test_healthy_gpus() -> None:
-    gpus = nvidia.parse_gpus(GPUS)
+def test_healthy_gpus(nvml: FakeNvml) -> None:
+    gpus = nvidia.read_gpus()
     assert len(gpus) == 8 and gpus[3].index == 3 and gpus[3].driver == "580.95.05" and gpus[3].ecc is True
+    assert gpus[0].memory_mib == 81559 and gpus[0].used_mib == 4
     assert statuses(nvidia.judge_gpus(gpus, H100)) == ["ok"]
     assert statuses(nvidia.judge_ecc(gpus)) == ["ok"]
-    assert statuses(nvidia.judge_links(nvidia.parse_links(LINKS), SXM, H100)) == ["ok"]
+    (line,) = nvidia.judge_links(nvidia.read_links(), SXM, H100)
+    assert line.status == "ok" and "478 GB/s" in line.found
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "judge", "status", "named"),
+    ("gpu", "change", "judge", "status", "named"),
     [
-        ("7, NVIDIA H100 80GB HBM3, 81559, 4", "7, NVIDIA H200, 143771, 4", "gpus", "fault", "differ"),
-        ("5, NVIDIA H100 80GB HBM3, 81559, 4", "5, NVIDIA H100 80GB HBM3, 81559, 61234", "gpus", "fault", "GPUs 5"),
-        (ROW.format(i=2) + "\n", "", "gpus", "fault", "7 GPUs answer"),
-        (ROW.format(i=6), ROW.format(i=6).replace("Default", "Exclusive_Process"), "gpus", "fault", "GPUs 6"),
-        (ROW.format(i=6), ROW.format(i=6).replace("Disabled", "Enabled"), "gpus", "fault", "MIG"),
-        (ROW.format(i=1), ROW.format(i=1).replace("Enabled, 0", "Enabled, 3"), "ecc", "fault", "GPUs 1"),
-        (ROW.format(i=4), ROW.format(i=4).replace("0, No, No", "0, Yes, No"), "ecc", "fault", "waiting"),
-        (ROW.format(i=4), ROW.format(i=4).replace("0, No, No", "0, No, Yes"), "ecc", "fault", "could not"),
-        (ROW.format(i=0), ROW.format(i=0).replace("Enabled", "Disabled", 1), "ecc", "warning", "ECC is off"),
-        (
-            ROW.format(i=0),
-            ROW.format(i=0).replace("Enabled, 0, No, No", "[N/A], [N/A], [N/A], [N/A]"),
-            "ecc",
-            "warning",
-            "do not tell",
-        ),
+        (7, {"name": "NVIDIA H200", "total": 143771 << 20}, "gpus", "fault", "differ"),
+        (5, {"used": 61234 << 20}, "gpus", "fault", "GPUs 5"),
+        (2, {"lost": True}, "gpus", "fault", "7 GPUs answer"),
+        (6, {"mode": pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS}, "gpus", "fault", "GPUs 6"),
+        (6, {"mig": (1, 1)}, "gpus", "fault", "MIG"),
+        (1, {"uncorrected": 3}, "ecc", "fault", "GPUs 1"),
+        (4, {"rows": (0, 1, 1, 0)}, "ecc", "fault", "waiting"),
+        (4, {"rows": (0, 1, 0, 1)}, "ecc", "fault", "could not"),
+        (0, {"ecc": (0, 1)}, "ecc", "warning", "ECC is off"),
+        (0, dict.fromkeys(("ecc", "uncorrected", "rows"), UNSUPPORTED), "ecc", "warning", "do not tell"),
     ],
 )
-def test_a_bad_gpu_is_named(old: str, new: str, judge: str, status: str, named: str) -> None:
-    assert old in GPUS
-    gpus = nvidia.parse_gpus(GPUS.replace(old, new))
+def test_a_bad_gpu_is_named(
+    nvml: FakeNvml, gpu: int, change: dict[str, Any], judge: str, status: str, named: str
+) -> None:
+    nvml.gpus[gpu] = FakeGpu(**change)
+    gpus = nvidia.read_gpus()
     lines = nvidia.judge_gpus(gpus, H100) if judge == "gpus" else nvidia.judge_ecc(gpus)
     bad = [line for line in lines if line.status == status and named in line.found]
     assert bad and all(line.remedy for line in bad)
 
 
-@pytest.mark.parametrize("text", ["8, NVIDIA H100\n", GPUS.replace("81559", "much", 1), GPUS.replace("No", "Maybe", 1)])
-def test_what_nvidia_smi_never_said_is_not_guessed_at(text: str) -> None:
-    with pytest.raises(nvidia.Unreadable, match="nvidia-smi"):
-        nvidia.parse_gpus(text)
+def test_without_nvml_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", refuse)
+    with pytest.raises(nvidia.Unreadable, match=r"NVML \(libnvidia-ml\.so\.1.*Not Found") as told:
+        nvidia.read_gpus()
+    assert "\n" not in str(told.value)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (LINK.format(i=17), ""),
-        (LINK.format(i=3), "\t Link 3: <inactive>\n"),
-        (LINKS.partition("GPU 1")[0], "GPU 0: NVIDIA H100\nUnable to retrieve: all links are inActive\n"),
-    ],
-)
-def test_a_link_that_is_down(old: str, new: str) -> None:
-    lines = nvidia.judge_links(nvidia.parse_links(LINKS.replace(old, new, 1)), SXM, H100)
+def test_what_fails_on_the_way_is_named(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+
+    monkeypatch.setattr(nvml, "nvmlDeviceGetName", fail, raising=False)
+    with pytest.raises(nvidia.Unreadable, match="NVML failed: Unknown Error"):
+        nvidia.read_gpus()
+
+
+@pytest.mark.parametrize("links", [(1,) * 17, (1,) * 3 + (0,) + (1,) * 14, (UNSUPPORTED,), ()])
+def test_a_link_that_is_down(nvml: FakeNvml, links: tuple[Any, ...]) -> None:
+    nvml.gpus[0].links = links
+    lines = nvidia.judge_links(nvidia.read_links(), SXM, H100)
     assert statuses(lines) == ["fault"] and "GPUs 0" in lines[0].found
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H800", "NVIDIA A100-SXM4-80GB"])
-def test_what_has_other_links_than_the_module_is_no_fault(name: str) -> None:
-    bridged = {gpu: rates[:12] for gpu, rates in nvidia.parse_links(LINKS).items()}
+def test_what_has_other_links_than_the_module_is_no_fault(nvml: FakeNvml, name: str) -> None:
+    bridged = {gpu: rates[:12] for gpu, rates in nvidia.read_links().items()}
     lines = nvidia.judge_links(bridged, dict.fromkeys(bridged, name), H100)
     assert statuses(lines) == ["warning"] and name in lines[0].found
-
-
-def test_a_tool_that_is_absent_fails_or_hangs_is_named() -> None:
-    for command, said in (
-        (("no-such-tool-here",), "not installed"),
-        (("false",), "ended with code 1"),
-        (("sleep", "30"), "did not end within"),
-    ):
-        with pytest.raises(nvidia.Unreadable, match=f"{command[0]}.*{said}"):
-            nvidia.run_tool(command, 0.5)
 
 
 def write_port(root: Path, name: str, state: str, rate: str, layer: str = "InfiniBand") -> None:

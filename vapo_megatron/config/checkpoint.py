@@ -8,7 +8,7 @@ from vapo_megatron.config.base import Section
 
 
 class RetentionConfig(Section):
-    """Which checkpoint stay; all that are not named here are removed."""
+    """Which checkpoints stay; all that are not named here are removed."""
 
     last: int = Field(2, ge=1, description="the newest")
     every: int | None = Field(None, ge=1, description="also those of steps that are a multiple of this")
@@ -17,7 +17,7 @@ class RetentionConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Checkpoints of saved state under state/, from which run.resume=auto goes on."""
+    """Checkpoints of saved state under checkpoints/, from which run.resume=auto goes on."""
 
     every: int | None = Field(10, ge=1, description="steps between saves; none: no saves by steps")
     every_minutes: float | None = Field(

@@ -1,4 +1,4 @@
-"""A server that is not ours, for evaluation: anything that speaks OpenAI's protocol."""
+"""An external server, for evaluation: anything with OpenAI's API."""
 
 from typing import Literal
 

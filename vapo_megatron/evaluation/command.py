@@ -17,6 +17,7 @@ from vapo_megatron.config.train import EvaluateConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.check import Evaluation, check_evaluation, facts, unanswered
 from vapo_megatron.evaluation.generator import Generator, own_engines
+from vapo_megatron.evaluation.metrics import PROBLEMS
 from vapo_megatron.evaluation.openai_client import OpenAIClient
 from vapo_megatron.evaluation.responses import Response, ResponseLog, in_order, read_outputs
 from vapo_megatron.evaluation.sets import SetResult, problem_results, summarise, write_outputs
@@ -24,7 +25,6 @@ from vapo_megatron.experience.jsonl import write_rows
 from vapo_megatron.experience.sample import Prompt
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.monitoring.console import RunConsole
-from vapo_megatron.operations.comparison.compare import PROBLEMS
 from vapo_megatron.rewards.grading import TRUNCATED, grades_of
 from vapo_megatron.rewards.pool import Case, VerifierPool
 

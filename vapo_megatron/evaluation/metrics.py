@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+PROBLEMS = "_problems.jsonl"
+"""Suffix of evaluation/<set>_problems.jsonl: the metrics of each problem, which `compare` reads."""
+
 
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Probability that k of n samples, drawn without replacement, hold one of the c correct ones.

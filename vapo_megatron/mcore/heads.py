@@ -48,7 +48,7 @@ class _LogProbs(torch.autograd.Function):
             p = part.exp()
             torch.sum(p, -1, out=sums[0, block])
             torch.sum(p.mul_(part), -1, out=sums[2, block])
-        index, mine = _local_words(labels, first, len(words))
+        index, mine = _in_vocab_shard(labels, first, len(words))
         if len(words):
             sums[1] = logits.gather(1, index[:, None])[:, 0] * mine
         if group.size() > 1:
@@ -98,7 +98,7 @@ class _LogProbs(torch.autograd.Function):
         for i in reversed(range(0, len(h) if real else 0, chunk)):
             part = slice(i, i + chunk)
             of_label, of_entropy = grad_logprob[part, None] / temperature, grad_entropy[part, None] / temperature
-            index, mine = _local_words(labels[part], first, real)
+            index, mine = _in_vocab_shard(labels[part], first, real)
             if log_p is None:
                 log_p = _LogProbs._logits(h[part], words, temperature).sub_(partition[part, None])
             if through_entropy:
@@ -154,7 +154,7 @@ def _blocks(logits: Tensor) -> Iterator[slice]:
     return (slice(start, start + rows) for start in range(0, len(logits), rows))
 
 
-def _local_words(labels: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+def _in_vocab_shard(labels: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
     """Index of each label among the `count` words of this rank from `first`, and whether it is one of them."""
     return (labels - first).clamp(0, max(count - 1, 0)), (labels >= first) & (labels < first + count)
 

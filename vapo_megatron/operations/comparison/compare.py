@@ -9,11 +9,8 @@ from typing import Any
 import numpy as np
 
 from vapo_megatron.errors import BadInput
-from vapo_megatron.evaluation.metrics import Interval, bootstrap_interval
+from vapo_megatron.evaluation.metrics import PROBLEMS, Interval, bootstrap_interval
 from vapo_megatron.experience.jsonl import read_rows
-
-PROBLEMS = "_problems.jsonl"
-"""Ends the names of the files that evaluations compare by: evaluation/<set>_problems.jsonl."""
 
 _EXACT_UP_TO = 20
 _RESAMPLES = 100_000

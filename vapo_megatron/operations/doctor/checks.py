@@ -28,8 +28,6 @@ from vapo_megatron.operations.doctor.versions import check_versions
 from vapo_megatron.operations.hardware import Hardware, resolve
 from vapo_megatron.weights.spec import read_spec
 
-_TOOL_DEADLINE = 30.0
-
 
 @dataclass(frozen=True)
 class Examination:
@@ -57,8 +55,8 @@ class Examination:
 
     @cached_property
     def gpu_rows(self) -> list[nvidia.Gpu]:
-        """What nvidia-smi says; raises nvidia.Unreadable."""
-        return nvidia.parse_gpus(nvidia.run_tool(nvidia.QUERY, _TOOL_DEADLINE))
+        """What NVML says of the node's GPUs; raises nvidia.Unreadable."""
+        return nvidia.read_gpus()
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ def _guarded(check: Check, examination: Examination) -> list[Line]:
     except nvidia.Unreadable as error:
         return [Line(check.name, "warning", str(error), "install or mend the tool to have this checked")]
     except Exception as error:
-        return [Line(check.name, "fault", f"{type(error).__name__}: {error}", "tell of it: this was not foreseen")]
+        return [Line(check.name, "fault", f"{type(error).__name__}: {error}", "report it: this was not foreseen")]
 
 
 def _versions(examination: Examination) -> list[Line]:
@@ -137,9 +135,8 @@ def _ecc(examination: Examination) -> list[Line]:
 
 
 def _nvlink(examination: Examination) -> list[Line]:
-    links = nvidia.parse_links(nvidia.run_tool(nvidia.LINKS, _TOOL_DEADLINE))
     names = {gpu.index: gpu.name for gpu in examination.gpu_rows}
-    return nvidia.judge_links(links, names, examination.config.hardware)
+    return nvidia.judge_links(nvidia.read_links(), names, examination.config.hardware)
 
 
 def _infiniband(examination: Examination) -> list[Line]:

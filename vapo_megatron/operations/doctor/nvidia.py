@@ -1,34 +1,23 @@
-"""What nvidia-smi says of a node's GPUs: the query, its parsing, and judgements. Parsing is pure."""
+"""What NVML, the driver's library, says of a node's GPUs, and judgements of it. Judging is pure."""
 
 import re
-import shutil
-import subprocess
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import pynvml
 
 from vapo_megatron.config.hardware import HardwareConfig, Kind
 from vapo_megatron.operations.doctor.report import Line
 from vapo_megatron.operations.hardware import RATES
 
-FIELDS = (
-    "index",
-    "name",
-    "memory.total",
-    "memory.used",
-    "driver_version",
-    "ecc.mode.current",
-    "ecc.errors.uncorrected.volatile.total",
-    "remapped_rows.pending",
-    "remapped_rows.failure",
-    "mig.mode.current",
-    "compute_mode",
-)
-QUERY = ("nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits")
-LINKS = ("nvidia-smi", "nvlink", "--status")
-# Contexts of nobody: what an idle GPU of this kind shows as used.
+_MIB = 2**20
+Answer = TypeVar("Answer")
+# MiB that an idle GPU may show as used.
 _IDLE_MIB = 1500
-# How nvidia-smi names the SXM modules whose number of links RATES has.
+# How the driver names the SXM modules whose number of links RATES has.
 _SXM: dict[Kind, re.Pattern[str]] = {
     "a100-40g": re.compile(r"\bA100-SXM4"),
     "a100-80g": re.compile(r"\bA100-SXM4"),
@@ -39,12 +28,12 @@ _SXM: dict[Kind, re.Pattern[str]] = {
 
 
 class Unreadable(Exception):
-    """A tool is not there, failed, or said something unknown; the message names it."""
+    """A tool or library is not there, failed, or said something unknown; the message names it."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One row. None stands for what the GPU does not tell ("[N/A]")."""
+    """One GPU. None stands for what it does not tell."""
 
     index: int
     name: str
@@ -59,77 +48,95 @@ class Gpu:
     compute_mode: str
 
 
-def run_tool(command: Sequence[str], deadline: float) -> str:
-    """Standard output of a tool. Raises Unreadable where it is not there, fails or does not end in time (seconds)."""
-    if shutil.which(command[0]) is None:
-        raise Unreadable(f"{command[0]} is not installed")
+_COMPUTE_MODES = {
+    pynvml.NVML_COMPUTEMODE_DEFAULT: "Default",
+    pynvml.NVML_COMPUTEMODE_EXCLUSIVE_THREAD: "Exclusive_Thread",
+    pynvml.NVML_COMPUTEMODE_PROHIBITED: "Prohibited",
+    pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "Exclusive_Process",
+}
+
+
+def read_gpus() -> list[Gpu]:
+    """The node's GPUs; one that has fallen off the bus is left out. Raises Unreadable where NVML does not answer."""
+    with _nvml():
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        return [_read_gpu(index, handle, driver) for index, handle in _handles()]
+
+
+def read_links() -> dict[int, list[float | None]]:
+    """GB/s of every NVLink in one direction by GPU: None for an inactive link, 0 where the driver tells no rate.
+
+    Raises Unreadable where NVML does not answer.
+    """
+    with _nvml():
+        return {index: list(_read_links(handle)) for index, handle in _handles()}
+
+
+@contextmanager
+def _nvml() -> Iterator[None]:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline, check=False)
-    except subprocess.TimeoutExpired:
-        raise Unreadable(f"{' '.join(command[:2])} did not end within {deadline:g} s") from None
-    if done.returncode != 0:
-        said = (done.stderr or done.stdout).strip().splitlines()
-        raise Unreadable(f"{' '.join(command[:2])} ended with code {done.returncode}: {said[0] if said else 'no word'}")
-    return done.stdout
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise Unreadable(f"NVML (libnvidia-ml.so.1, part of the driver) cannot be used: {error}") from None
+    try:
+        yield
+    except pynvml.NVMLError as error:
+        raise Unreadable(f"NVML failed: {error}; see what `nvidia-smi` says") from None
+    finally:
+        pynvml.nvmlShutdown()
 
 
-def parse_gpus(text: str) -> list[Gpu]:
-    """The rows of QUERY. Raises Unreadable for a row of another form."""
-    found = []
-    for row in filter(None, (line.strip() for line in text.splitlines())):
-        cells = [cell.strip() for cell in row.split(",")]
-        if len(cells) != len(FIELDS):
-            raise Unreadable(f"nvidia-smi: {len(cells)} values where {len(FIELDS)} were asked for: {row[:120]}")
-        index, name, total, used, driver, ecc, uncorrected, pending, failed, mig, mode = cells
+def _handles() -> Iterator[tuple[int, Any]]:
+    for index in range(pynvml.nvmlDeviceGetCount()):
         try:
-            found.append(
-                Gpu(
-                    index=int(index),
-                    name=name,
-                    memory_mib=float(total),
-                    used_mib=float(used),
-                    driver=driver,
-                    ecc=_flag(ecc),
-                    uncorrected=None if _absent(uncorrected) else int(uncorrected),
-                    remap_pending=_flag(pending),
-                    remap_failed=_flag(failed),
-                    mig=_flag(mig),
-                    compute_mode=mode,
-                )
+            yield index, pynvml.nvmlDeviceGetHandleByIndex(index)
+        except pynvml.NVMLError_GpuIsLost:
+            continue
+
+
+def _read_gpu(index: int, handle: Any, driver: str) -> Gpu:
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2)  # what the driver reserves is not in use
+    ecc = _told(lambda: pynvml.nvmlDeviceGetEccMode(handle))
+    rows = _told(lambda: pynvml.nvmlDeviceGetRemappedRows(handle))
+    mig = _told(lambda: pynvml.nvmlDeviceGetMigMode(handle))
+    mode = pynvml.nvmlDeviceGetComputeMode(handle)
+    return Gpu(
+        index=index,
+        name=pynvml.nvmlDeviceGetName(handle),
+        memory_mib=memory.total / _MIB,
+        used_mib=memory.used / _MIB,
+        driver=driver,
+        ecc=None if ecc is None else bool(ecc[0]),
+        uncorrected=_told(
+            lambda: pynvml.nvmlDeviceGetTotalEccErrors(
+                handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
             )
-        except ValueError as error:
-            raise Unreadable(f"nvidia-smi: {error}: {row[:120]}") from None
-    return found
+        ),
+        remap_pending=None if rows is None else bool(rows[2]),
+        remap_failed=None if rows is None else bool(rows[3]),
+        mig=None if mig is None else bool(mig[0]),
+        compute_mode=_COMPUTE_MODES.get(mode, f"number {mode}"),
+    )
 
 
-def _absent(cell: str) -> bool:
-    return cell.strip("[]").lower() in ("n/a", "not supported", "unknown error", "")
+def _read_links(handle: Any) -> Iterator[float | None]:
+    for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            active = pynvml.nvmlDeviceGetNvLinkState(handle, link)
+        except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_InvalidArgument):
+            return  # the GPU has no such link
+        if not active:
+            yield None
+            continue
+        (field,) = pynvml.nvmlDeviceGetFieldValues(handle, [(pynvml.NVML_FI_DEV_NVLINK_GET_SPEED, link)])
+        yield field.value.uiVal / 1000 if field.nvmlReturn == pynvml.NVML_SUCCESS else 0.0
 
 
-def _flag(cell: str) -> bool | None:
-    if _absent(cell):
+def _told(ask: Callable[[], Answer]) -> Answer | None:
+    try:
+        return ask()
+    except pynvml.NVMLError_NotSupported:
         return None
-    if cell.lower() in ("enabled", "yes", "1"):
-        return True
-    if cell.lower() in ("disabled", "no", "0"):
-        return False
-    raise ValueError(f"{cell!r} is neither yes nor no")
-
-
-def parse_links(text: str) -> dict[int, list[float | None]]:
-    """GB/s of every NVLink by GPU, None for an inactive one, from LINKS."""
-    links: dict[int, list[float | None]] = {}
-    gpu: int | None = None
-    for line in map(str.strip, text.splitlines()):
-        if line.startswith("GPU ") and ":" in line:
-            gpu = int(line[4:].partition(":")[0])
-            links[gpu] = []
-        elif line.startswith("Link ") and gpu is not None:
-            rate = line.partition(":")[2].strip()
-            links[gpu].append(None if "inactive" in rate.lower() else float(rate.split()[0]))
-        elif "all links are inactive" in line.lower() and gpu is not None:
-            links[gpu].append(None)
-    return links
 
 
 def judge_gpus(gpus: Sequence[Gpu], hardware: HardwareConfig) -> list[Line]:
@@ -174,7 +181,7 @@ def judge_gpus(gpus: Sequence[Gpu], hardware: HardwareConfig) -> list[Line]:
         lines.append(
             Line(check, "fault", f"GPUs {_named(split)} are in MIG mode", "have an administrator switch it off")
         )
-    closed = [gpu.index for gpu in gpus if gpu.compute_mode.lower() not in ("default", "[n/a]")]
+    closed = [gpu.index for gpu in gpus if gpu.compute_mode.lower() != "default"]
     if closed:
         lines.append(
             Line(
@@ -214,7 +221,7 @@ def judge_links(
     """Whether all NVLinks are up, equally many on every GPU.
 
     Args:
-        links: from parse_links.
+        links: from read_links.
         names: of the GPUs by index. A missing link is a fault of an SXM module of the kind alone: cards (PCIe, NVL)
             and GPUs made for some markets have other numbers of links, and bridges that are not there are no fault.
         hardware: what the node is taken for.
@@ -226,7 +233,7 @@ def judge_links(
     few = {gpu: sum(rate is not None for rate in rates) for gpu, rates in links.items()}
     few = {gpu: up for gpu, up in few.items() if up < wanted}
     if not links:
-        return [Line("nvlink", "warning", "nvidia-smi lists no GPU", "see whether `nvidia-smi nvlink --status` works")]
+        return [Line("nvlink", "warning", "NVML lists no GPU", "see whether `nvidia-smi nvlink --status` works")]
     if few or down:
         gpu, up = next(iter(few.items())) if few else (next(iter(down)), wanted)
         name = names.get(gpu, "of unknown name")
@@ -242,7 +249,8 @@ def judge_links(
             )
         ]
     rate = sum(rate for rate in links[min(links)] if rate is not None)
-    return [Line("nvlink", "ok", f"{wanted} links a GPU, {rate:.0f} GB/s together in one direction")]
+    together = f", {rate:.0f} GB/s together in one direction" if rate else ""
+    return [Line("nvlink", "ok", f"{wanted} links per GPU{together}")]
 
 
 def _named(indices: Sequence[int]) -> str:

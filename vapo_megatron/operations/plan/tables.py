@@ -41,7 +41,7 @@ def as_json(plan: Plan, budgets: Mapping[str, int | None], proposal: Proposal | 
             "usable": plan.hardware.usable_memory,
             "phases": [{"phase": h.phase, "parts": h.parts, "total": h.total} for h in memory.phases],
             "node": {"usable": plan.hardware.node_memory, "parts": memory.host.parts, "total": memory.host.total},
-            "on_device": {phase: _awake(plan, phase) for phase in phases_of(plan.config)},
+            "on_device": {phase: _parts_on_device(plan, phase) for phase in phases_of(plan.config)},
         },
         "engine": {
             "count": plan.world // engine.config.tp,
@@ -68,7 +68,7 @@ def as_json(plan: Plan, budgets: Mapping[str, int | None], proposal: Proposal | 
     }
 
 
-def _awake(plan: Plan, phase: Phase) -> dict[str, list[str]]:
+def _parts_on_device(plan: Plan, phase: Phase) -> dict[str, list[str]]:
     return {name: list(on_device(phase, name, model.config)) for name, model in plan.models.items()}
 
 

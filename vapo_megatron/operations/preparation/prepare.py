@@ -18,7 +18,7 @@ from vapo_megatron.rewards.normal_form import normal_form, plain_number
 from vapo_megatron.rewards.pool import Case, VerifierPool
 
 Progress = Callable[[str, int], Callable[[int], None]]
-"""From the name of a stage and its number of rows to a function that is told of rows done."""
+"""From the name of a stage and its number of rows to a function that takes the number of rows done."""
 
 OVERLAP_LIMIT = 0.6
 

@@ -1,0 +1,253 @@
+"""The structure of the package: who imports whom, who asks for the device, what nobody calls, which words are used."""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from vapo_megatron.config.plan import PlanConfig
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.config.suggest import known_keys
+from vapo_megatron.config.train import EvaluateConfig, TrainConfig
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "vapo_megatron"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+PROGRAMS = [path for folder in ("tools", "benchmarks", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+# Every package of the project may import these modules at the top of it.
+BASE = {"errors", "logs", "signals", "command_line", "__version__"}
+_LOWEST = {"config"}
+_DATA = {"config", "experience", "weights", "checkpoint"}
+# What the modules of a package may import of the others. `operations` is imported by the command line and tools alone.
+MAY_IMPORT: dict[str, set[str]] = {
+    "algorithms": set(),
+    "config": set(),
+    "experience": _LOWEST,
+    "weights": _LOWEST | {"experience"},
+    "checkpoint": _LOWEST,
+    "mcore": _DATA | {"algorithms"},
+    "rewards": {"config", "experience"},
+    "monitoring": {"config", "experience"},
+    "cluster": {"mcore", "monitoring"},
+    "engine": {"experience", "weights", "weight_sync"},
+    "rollout": _DATA | {"engine", "weight_sync", "mcore"},
+    "weight_sync": _DATA | {"rollout", "mcore"},
+    "evaluation": _DATA | {"algorithms", "mcore", "monitoring", "rewards", "rollout", "weight_sync"},
+    "training": _DATA
+    | {"algorithms", "cluster", "evaluation", "mcore", "monitoring", "rewards", "rollout", "weight_sync"},
+    "operations": _DATA
+    | {"algorithms", "cluster", "evaluation", "mcore", "monitoring", "rewards", "rollout", "weight_sync"},
+}
+# Keys of which the rest of the package reads what a property of their section makes of them.
+READ_BY_THE_CONFIG = {"fp8_format"}
+# Methods that a library calls on objects of ours.
+CALLED_BY_LIBRARIES = {"get_replay_topk"}
+# Their owners are about to remove them.
+UNUSED_YET = {"informative_groups", "through_shared_memory"}
+LIBRARIES = {"megatron": ("mcore/", "weights/"), "sglang": ("engine/", "weight_sync/strict_loading.py")}
+
+# mcore/platform.py answers what a device is. These still ask by themselves: take a file off once it does not.
+ASK_FOR_THE_DEVICE = {
+    "cluster/ranks.py",
+    "engine/cpu_shim.py",
+    "evaluation/check.py",
+    "evaluation/generator.py",
+    "mcore/cpu_torch.py",
+    "mcore/data_parallel.py",
+    "mcore/heads.py",
+    "mcore/moe.py",
+    "mcore/offload.py",
+    "mcore/precision.py",
+    "mcore/rng.py",
+    "operations/doctor/bandwidth.py",
+    "operations/doctor/checks.py",
+    "operations/quantized_export.py",
+    "rollout/remote_engines.py",
+    "training/engines.py",
+    "training/first_checks.py",
+    "training/preflight.py",
+    "training/serve_engine.py",
+    "weight_sync/broadcast_group.py",
+    "weight_sync/ipc_handle.py",
+    "weight_sync/strict_loading.py",
+    "weight_sync/transports.py",
+    "weights/bucket.py",
+    "weights/export.py",
+    "weights/gather.py",
+    "weights/part_times.py",
+}
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def named(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Dotted names that a module imports, also within functions and for types alone."""
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_a_package_imports_only_those_below_it() -> None:
+    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert packages == MAY_IMPORT.keys()
+    wrong = []
+    for path in SOURCES:
+        package = named(path).partition("/")[0]
+        if package not in packages:  # the command line may import all
+            continue
+        for name in imports(path):
+            if name.startswith("vapo_megatron."):
+                other = name.split(".")[1]
+                if other not in MAY_IMPORT[package] | BASE | {package}:
+                    wrong.append(f"{named(path)} imports {name}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_library_is_imported_where_it_belongs(library: str) -> None:
+    users = {named(path) for path in SOURCES if any(name.partition(".")[0] == library for name in imports(path))}
+    assert users, "nobody imports it: has it another name?"
+    assert not {user for user in users if not user.startswith(LIBRARIES[library])}
+
+
+def asks_for_the_device(tree: ast.Module) -> bool:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            inner = node.value
+            if node.attr == "is_cuda" or (isinstance(inner, ast.Name) and (inner.id, node.attr) == ("torch", "cuda")):
+                return True
+            if node.attr == "type" and "device" in (getattr(inner, "attr", ""), getattr(inner, "id", "")):
+                return True
+    return False
+
+
+def test_only_the_platform_asks_what_the_device_is() -> None:
+    assert asks_for_the_device(parsed(PACKAGE / "mcore/platform.py"))
+    found = {named(path) for path in SOURCES if asks_for_the_device(parsed(path))} - {"mcore/platform.py"}
+    assert found <= ASK_FOR_THE_DEVICE, "ask mcore/platform.py instead"
+
+
+def is_hook(function: ast.AST) -> bool:
+    """Whether something registers it (a decorator that is called, such as app.command) or a base class demands it."""
+    return any(isinstance(decorator, ast.Call) for decorator in getattr(function, "decorator_list", ()))
+
+
+def definitions(tree: ast.Module) -> Iterator[str]:
+    """Public functions and classes of a module, and public methods of classes without a base of another library."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    for node in tree.body:
+        if isinstance(node, kinds) and not node.name.startswith("_") and not is_hook(node):
+            yield node.name
+        if isinstance(node, ast.ClassDef) and not node.bases:
+            for method in node.body:
+                if isinstance(method, kinds) and not method.name.startswith("_") and not is_hook(method):
+                    yield method.name
+
+
+def used_names(path: Path) -> Iterator[str]:
+    """Names that a module reads, and texts that are names (getattr, entry points, forward references)."""
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 200:
+            yield from re.findall(r"[A-Za-z_]\w*", node.value) if " " not in node.value else ()
+
+
+def test_everything_public_is_used_outside_tests() -> None:
+    uses = Counter(name for path in [*SOURCES, *PROGRAMS, ROOT / "setup.py"] for name in used_names(path))
+    known = CALLED_BY_LIBRARIES | UNUSED_YET
+    unused = [
+        f"{named(path)}: {name}"
+        for path in SOURCES
+        for name in definitions(parsed(path))
+        if not uses[name] and name not in known
+    ]
+    assert not unused, "delete them, or call them"
+
+
+def test_every_config_key_is_read() -> None:
+    readers = [path for path in SOURCES if not named(path).startswith(("config/", "operations/", "cli.py"))]
+    reads = {name for path in readers for name in used_names(path)}
+    reads |= READ_BY_THE_CONFIG
+    unread = {key for model in (TrainConfig, SftConfig, EvaluateConfig) for key in known_keys(model)}
+    unread = {key for key in unread if key.rpartition(".")[2] not in reads}
+    assert not unread, "nothing outside operations/ reads them"
+    of_plan = {key for key in known_keys(PlanConfig) if key.partition(".")[0] in ("hardware", "plan")}
+    reads_of_plan = {name for path in SOURCES if named(path).startswith("operations/") for name in used_names(path)}
+    assert not {key for key in of_plan if key.rpartition(".")[2] not in reads_of_plan}
+
+
+# Words that the glossary replaces, by what they are replaced with.
+FORBIDDEN = {
+    "weight sync": r"hand[-_ ]?overs?|hand(?:s|ed|ing)? (?:\w+ )?over",
+    "ground truth": r"golds?",
+    "grade": r"verdicts?",
+    "external": r"foreign",
+    "uses, says": r"speaks|spoken",
+    "offloaded, onloaded": r"sleepers?|residency|awake|asleep",
+    "zero-copy": r"lent|lend(?:s|ing)?",
+    "BucketAssembler, ParamShard": r"Filler|Owned",
+    "Generator": r"Answerer",
+    "train_infer_kl, train_infer_logprob_diff": r"rollout_kl|sync_logprob_difference",
+    "frac_zero_std_groups": r"equal_groups",
+    "vocab_shard_size": r"local_words",
+    "kl.placement": r"kl\.where",
+    "recorded_rollouts/, checkpoints/": r"(?<!__0_1\\.)(?:(?<=/)|(?<=`)|(?<=^))(?:record|state)/(?:step|`|$)",
+    "is given, is logged": r"(?:is|are) told of",
+    "per token": r"(?:tokens|responses|bytes|samples|values?) a (?:token|response|prompt|sample)",
+}
+# grade(response, gold) is a signature to keep, and the key of tools/grade.py's rows.
+MAY_SAY_GOLD = ("vapo_megatron/rewards/math.py", "tools/grade.py", "docs/verifier.md", "benchmarks/verifier.py")
+# Rooms that are being rewritten.
+WORDS_YET: tuple[str, ...] = tuple(
+    f"vapo_megatron/{room}"
+    for room in (
+        "rewards/",
+        "rollout/",
+        "weight_sync/",
+        "evaluation/",
+        "training/",
+        "experience/",
+        "mcore/trainable",
+        "weights/bucket",
+        "weights/gather",
+        "weights/export",
+    )
+)
+
+
+def texts() -> list[Path]:
+    folders = ("vapo_megatron", "docs", "tools", "benchmarks", "examples", "slurm")
+    kinds = (".py", ".md", ".j2", ".yaml", ".sh", ".sbatch", ".txt")
+    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*")) if path.suffix in kinds]
+    return [ROOT / "README.md", *(path for path in found if path.name != "glossary.md")]
+
+
+@pytest.mark.parametrize("instead", FORBIDDEN)
+def test_the_words_are_those_of_the_glossary(instead: str) -> None:
+    word = re.compile(rf"(?<![A-Za-z])(?:{FORBIDDEN[instead]})(?![A-Za-z])", 0 if instead[0].isupper() else re.I)
+    found = []
+    for path in texts():
+        name = path.relative_to(ROOT).as_posix()
+        if name.startswith(WORDS_YET) or (instead == "ground truth" and name in MAY_SAY_GOLD):
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            found += [f"{name}:{number}: {match[0]}" for match in word.finditer(line)]
+    assert not found, f"say {instead}"
