@@ -10,8 +10,8 @@ from typing import Literal
 from vapo_megatron.rewards.equivalence import quick_comparison
 from vapo_megatron.rewards.extract import AnswerFormat, boxed, count_words, extract_answer, final_part
 
-# equal, different: the answers were compared. no_answer: none found in the answer format. no_ground_truth: there is none.
-# too_complex: refused unread. timeout, memory, crashed: what became of the worker. error: a function raised.
+# equal, different: the answers were compared. no_answer: none found in the answer format. no_ground_truth: there is
+# none. too_complex: refused unread. timeout, memory, crashed: what became of the worker. error: a function raised.
 # scored: by a user's function.
 Reason = Literal[
     "equal",
