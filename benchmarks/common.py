@@ -199,14 +199,17 @@ def sft_loss(batch: ExperienceBatch) -> Any:
     return NegativeLogLikelihood(torch.full((batch.response_tokens,), 1 / batch.response_tokens))
 
 
-def random_model(shape: Shape, config: ActorConfig, dtype: str, optimizer: bool = True) -> Trainable:
-    """Collective: a policy with Megatron's own random weights; with its optimizer, ready to be trained."""
+def random_model(
+    shape: Shape, config: ActorConfig, dtype: str, optimizer: bool = True, gradients: bool = False
+) -> Trainable:
+    """Collective: a policy with Megatron's own random weights: with its optimizer, ready to be trained; without one,
+    frozen unless gradients are wanted, which then are in bfloat16 and of this rank's samples alone."""
     mesh = make_mesh(config.layout)
     model = ModelConfig(path="none", dtype=dtype)  # type: ignore[arg-type]
     trainable = Trainable(shape.spec(), model, config, mesh, "lm", name="actor", seed=1)
     if optimizer:
         trainable.prepare()
-    else:
+    elif not gradients:
         trainable.freeze()
     return trainable
 

@@ -1,28 +1,47 @@
-"""One GPU: tokens a second and model FLOP/s utilisation, BF16 against FP8, for 1.5B, 7B and a slice of 32B.
+"""One GPU: seconds of forward and backward, and of the optimizer; tokens a second; model FLOP/s utilisation (MFU). BF16
+against FP8, for 1.5B, 7B and a slice of 32B.
 
     python -m benchmarks.gpu [--shapes 1.5b 7b 32b-slice] [--length 4096] [--json FILE]     on an H100 or H200
     python -m benchmarks.gpu --tiny                                                         the same code on a CPU
 
-Forward and backward over a packed micro-batch, no layer recomputed; there is no optimizer, so that 7B fits one GPU. A
-row that does not fit says so: take fewer --sequences. The 32B slice is 6 of 64 layers at full width, what a rank of a
-pipeline holds. FLOPs of a token: 6 for each weight that multiplies it (word embeddings do not, the output layer does),
-and 12 x layers x heads x head size x half the length for causal attention; logits computed again are not counted. The
-peak is that of dense BF16, for FP8 rows too, so that rows compare.
+Training steps over a packed micro-batch, no layer recomputed; every trainable parameter must have got a gradient, or
+the benchmark ends with an error. `optimizer` is the rest of a step: gradient norm and AdamW on float32 states. With
+its optimizer (18 bytes a parameter) 7B does not fit one GPU of 80 or 141 GB: such a row is measured without, gradients
+in bfloat16 and no update (`none` under optimizer). A row that does not fit even so says so: take fewer --sequences.
+The 32B slice is 6 of 64 layers at full width, what a rank of a pipeline holds. FLOPs of a token: 6 for each weight that
+multiplies it (word embeddings do not, the output layer does), and 12 x layers x heads x head size x half the length for
+causal attention; logits computed again are not counted. MFU is that of the whole step, `MFU f+b` without the optimizer;
+the peak is that of dense BF16, for FP8 rows too, so that rows compare.
 """
 
 import argparse
+import gc
+import time
 from typing import Any
 
 import torch
 
-from benchmarks.common import SHAPES, Shape, gradient_seconds, one_rank, parser, publish, random_model, sample_batch
-from vapo_megatron.config.model import ActorConfig, PrecisionConfig
-from vapo_megatron.errors import VapoError
+from benchmarks.common import (
+    SHAPES,
+    Shape,
+    one_rank,
+    parser,
+    publish,
+    random_model,
+    sample_batch,
+    sft_loss,
+)
+from vapo_megatron.config.model import ActorConfig, OptimizerSettings, PrecisionConfig
+from vapo_megatron.errors import BadInput, RunFailed
+from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore.platform import current_platform
+from vapo_megatron.mcore.trainable import Trainable
 
 RECIPES = ("none", "tensorwise", "delayed", "blockwise")
 # Dense BF16 FLOP/s by the makers' data sheets.
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
+_STATE_BYTES = 18  # of a parameter in bfloat16 with float32 gradients, main weights and two moments
+_NOTHING = dict.fromkeys(("f+b s", "optimizer s", "MFU f+b", "MFU"), "-")
 
 
 def flops_per_token(shape: Shape, length: int) -> float:
@@ -40,23 +59,80 @@ def peak_flops() -> float | None:
     return next((peak for known, peak in PEAKS.items() if known in name), None)
 
 
+def fits_with_optimizer(shape: Shape) -> bool:
+    """Whether weights, gradients and optimizer states leave an eighth of the GPU to activations."""
+    if not current_platform().is_cuda:
+        return True
+    return _STATE_BYTES * shape.spec().parameter_count() < 7 / 8 * torch.cuda.mem_get_info()[1]
+
+
+def check_gradients(trainable: Trainable) -> None:
+    """Raises RunFailed where a parameter has no gradient after the backward pass, or only zeros, or none is trained."""
+    missing, trained = [], 0
+    for chunk in trainable.chunks:
+        for name, parameter in chunk.named_parameters():
+            trained += parameter.requires_grad
+            gradient = getattr(parameter, "main_grad", parameter.grad)
+            if gradient is None or not bool(gradient.isfinite().all()) or not bool(gradient.any()):
+                missing.append(name)
+    if missing or not trained:
+        raise RunFailed(
+            f"{len(missing)} of {trained} trainable parameters have no gradient, the first of them "
+            f"{', '.join(missing[:3]) or 'none'}: this would not time a backward pass"
+        )
+
+
+def step_seconds(trainable: Trainable, batch: ExperienceBatch, repeats: int, update: bool) -> tuple[float, float]:
+    """Least seconds of forward and backward, and of the update (0 without), of `repeats` steps after one that does not
+    count."""
+    loss, samples, platform = sft_loss(batch), range(batch.samples), current_platform()
+    passes = updates = float("inf")
+    for repeat in range(repeats + 1):
+        platform.synchronize()
+        start = time.perf_counter()
+        trainable.gradients(batch, samples, loss)
+        platform.synchronize()
+        middle = time.perf_counter()
+        if repeat == 0:
+            check_gradients(trainable)
+        resumed = time.perf_counter()
+        if update:
+            trainable.scheduler.step(1)
+            trainable.optimizer.step()
+            platform.synchronize()
+        if repeat:
+            passes = min(passes, middle - start)
+            updates = min(updates, time.perf_counter() - resumed)
+    return passes, updates if update else 0.0
+
+
 def measure(shape: Shape, recipe: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Tokens a second and MFU of one recipe, or why there are none."""
+    """Seconds, tokens a second and MFU of one recipe, or why there are none."""
     config = ActorConfig(
         max_tokens_per_microbatch=given.length * given.sequences,
         precision=PrecisionConfig(fp8=recipe),  # type: ignore[arg-type]
+        # The update is timed apart: the gather of its weights must not wait for the next forward pass.
+        optimizer=OptimizerSettings(overlap_param_gather=False),
     )
     batch = sample_batch([given.length] * given.sequences, shape.vocab)
+    update = fits_with_optimizer(shape)
     try:
-        seconds = gradient_seconds(random_model(shape, config, "bfloat16", optimizer=False), batch, given.repeats)
-    except VapoError as error:
+        model = random_model(shape, config, "bfloat16", optimizer=update, gradients=True)
+        passes, updates = step_seconds(model, batch, given.repeats, update)
+    except BadInput as error:
         print(f"fp8 {recipe}: {error}")
-        return {"tok/s": "refused", "MFU": "-"}
+        return {"tok/s": "refused", **_NOTHING}
     except torch.cuda.OutOfMemoryError:
-        return {"tok/s": "does not fit", "MFU": "-"}
-    speed = given.sequences * (given.length - 1) / seconds
-    peak = peak_flops()
-    return {"tok/s": speed, "MFU": f"{speed * flops_per_token(shape, given.length) / peak:.1%}" if peak else "-"}
+        return {"tok/s": "does not fit", **_NOTHING}
+    tokens = given.sequences * (given.length - 1)
+    work, peak = tokens * flops_per_token(shape, given.length), peak_flops()
+    return {
+        "tok/s": tokens / (passes + updates),
+        "f+b s": passes,
+        "optimizer s": updates if update else "none",
+        "MFU f+b": f"{work / passes / peak:.1%}" if peak else "-",
+        "MFU": f"{work / (passes + updates) / peak:.1%}" if peak and update else "-",
+    }
 
 
 def main() -> None:
@@ -77,6 +153,7 @@ def main() -> None:
             for recipe in given.recipes:
                 label = "bf16" if recipe == "none" else f"fp8 {recipe}"
                 rows.append({"shape": name, "precision": label, **measure(SHAPES[name], recipe, given)})
+                gc.collect()  # the model of the row before is a cycle
                 current_platform().empty_cache()
     publish(f"{given.sequences} sequences of {given.length} tokens a micro-batch", rows, given.json)
 
