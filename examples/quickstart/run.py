@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -17,8 +18,56 @@ from rich.markup import escape
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+sys.path.insert(0, str(ROOT))
+
+from vapo_megatron.cli import PRESETS  # noqa: E402
+from vapo_megatron.config.load import load_config  # noqa: E402
+from vapo_megatron.config.sft import SftConfig  # noqa: E402
+from vapo_megatron.config.suggest import known_keys, nearest  # noqa: E402
+from vapo_megatron.config.train import TrainConfig  # noqa: E402
+from vapo_megatron.errors import BadInput  # noqa: E402
+
+SFT, VAPO = HERE / "sft.yaml", HERE / "vapo.yaml"
+# One GPU instead of two CPU ranks, in the dtype that its kernels are made for. Trainer and engine share its memory.
+ONE_GPU = (
+    *("cluster.ranks=1", "actor.layout.tp=1", "critic.layout.tp=1", "model.dtype=bfloat16"),
+    "rollout.mem_fraction_static=0.2",
+)
+# Files and names by which one stage finds what the one before has made.
+_OURS = ("run.root", "run.name", "model.path", "data.path", "data.train", "data.eval")
 
 console = Console(highlight=False)
+
+
+def divide(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The overrides that the cold start's config has keys for, and those that VAPO's has.
+
+    Raises:
+        BadInput: neither has such a key, a value cannot be, or the quickstart itself sets the key.
+    """
+    known = {SftConfig: known_keys(SftConfig), TrainConfig: known_keys(TrainConfig)}
+    shares: dict[type, list[str]] = {SftConfig: [], TrainConfig: []}
+    for override in overrides:
+        key, separator, _ = override.partition("=")
+        if not separator:
+            raise BadInput(f"--set {override!r}: expected SECTION.KEY=VALUE")
+        if key in _OURS:
+            raise BadInput(f"--set {override}: the quickstart sets {key} itself, leave it out")
+        # The part behind a key that holds a mapping (rollout.server_args.NAME) is free.
+        takers = [model for model, keys in known.items() if any(key == one or _entry(key, one) for one in keys)]
+        if not takers:
+            guess = nearest(key, [*known[TrainConfig], *known[SftConfig]])
+            hint = f"did you mean {guess}?" if guess else "see docs/configuration.md"
+            raise BadInput(f"--set {override}: neither sft nor train has a key {key}; {hint}")
+        for model in takers:
+            shares[model].append(override)
+    load_config(SftConfig, SFT, shares[SftConfig], PRESETS)
+    load_config(TrainConfig, VAPO, shares[TrainConfig], PRESETS)
+    return shares[SftConfig], shares[TrainConfig]
+
+
+def _entry(key: str, mapping: str) -> bool:
+    return mapping == "rollout.server_args" and key.startswith(f"{mapping}.")
 
 
 def command(*arguments: str) -> None:
@@ -33,9 +82,19 @@ def main(
     seed: Annotated[int, typer.Option(help="of the task, the models and the runs")] = 1,
     out: Annotated[Path, typer.Option(help="folder for data, model and run directories")] = Path("runs/quickstart"),
     steps: Annotated[int, typer.Option(help="VAPO iterations")] = 40,
+    one_gpu: Annotated[bool, typer.Option("--one-gpu", help=f"short for --set {' --set '.join(ONE_GPU)}")] = False,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="for sft and train, whichever has the key; repeatable"),
+    ] = None,
 ) -> None:
     """Train a tiny reasoning model end to end."""
     started = time.monotonic()
+    try:
+        for_sft, for_vapo = divide([*(ONE_GPU if one_gpu else ()), *(overrides or [])])
+    except BadInput as error:
+        console.print(escape(str(error)), soft_wrap=True)
+        raise typer.Exit(2) from None
     out = out.resolve()
     if out.exists() and any(out.iterdir()):
         if not (out / "task" / "model" / "config.json").is_file():
@@ -53,22 +112,24 @@ def main(
     command(
         "vapo-megatron",
         "sft",
-        str(HERE / "sft.yaml"),
+        str(SFT),
         f"model.path={task / 'model'}",
         f"data.path={task / 'sft.jsonl'}",
         *shared,
+        *for_sft,
     )
 
     console.print("\n[bold]3. Value pretraining, VAPO, evaluation on problems never trained on[/bold]")
     command(
         "vapo-megatron",
         "train",
-        str(HERE / "vapo.yaml"),
+        str(VAPO),
         f"model.path={out / 'sft' / 'hf' / 'final' / 'actor'}",
         f"data.train={task / 'train.jsonl'}",
         f"data.eval=[{{name: unseen, path: {task / 'eval.jsonl'}, samples: 4}}]",
         f"run.steps={steps}",
         *shared,
+        *for_vapo,
     )
 
     rows = [json.loads(line) for line in (out / "vapo" / "metrics.jsonl").read_text().splitlines()]

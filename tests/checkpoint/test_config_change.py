@@ -51,7 +51,7 @@ def test_how_far_where_and_how_visibly_a_run_goes_may_change(checkpoint: Path, c
         ({"batch": {"samples_per_prompt": 8}}, "batch.samples_per_prompt=8"),
         ({"actor": {"optimizer": {"lr": 1e-5}}}, "actor.optimizer.lr=1e-05"),
         ({"algorithm": {"policy_loss": {"clip_high": 0.2}}}, "algorithm.policy_loss.clip_high=0.2"),
-        ({"rollout": {"seeded_sampling": False}}, "rollout.seeded_sampling=False"),
+        ({"rollout": {"deterministic": False}}, "rollout.deterministic=False"),
     ],
 )
 def test_what_a_run_learns_from_may_not_unless_it_is_meant(checkpoint: Path, changes: dict[str, Any], key: str) -> None:

@@ -33,7 +33,7 @@ CONFIG = RolloutConfig(
     start_timeout_s=240,
     collect_timeout_s=120,
     router_replay=True,
-    seeded_sampling=False,
+    deterministic=False,
 )
 EXPERT = "model.layers.1.mlp.experts.{}.{}_proj.weight"
 

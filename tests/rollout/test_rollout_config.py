@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig, SyncConfig
+from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.errors import BadInput
 
 
@@ -27,10 +27,14 @@ def test_server_args_that_are_not_the_users_are_refused(name: str) -> None:
         RolloutConfig(server_args={name: 1})
 
 
-def test_tolerance_follows_the_dtype_unless_given() -> None:
-    assert SyncConfig().tolerance_for("float32") == 1e-4
-    assert SyncConfig().tolerance_for("bfloat16") > 1e-2
-    assert SyncConfig(tolerance=0.03).tolerance_for("float32") == 0.03
+def test_engines_are_deterministic_where_it_costs_little_unless_told() -> None:
+    auto = RolloutConfig()
+    assert auto.is_deterministic("float32", on_gpus=False) and auto.is_deterministic("bfloat16", on_gpus=False)
+    assert not auto.is_deterministic("bfloat16", on_gpus=True)
+    assert auto.is_deterministic("float32", on_gpus=True)
+    for choice in (True, False):
+        told = RolloutConfig(deterministic=choice)
+        assert all(told.is_deterministic(d, g) is choice for d in ("float32", "bfloat16") for g in (True, False))
 
 
 @pytest.mark.parametrize(

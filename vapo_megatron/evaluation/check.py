@@ -17,6 +17,7 @@ from vapo_megatron.experience.sample import Prompt
 from vapo_megatron.experience.tokenizer import TextTokenizer
 from vapo_megatron.mcore.platform import Platform
 from vapo_megatron.rollout.context import check_context
+from vapo_megatron.rollout.gpu_kernels import check_kernels
 from vapo_megatron.weights.load import check_weights
 from vapo_megatron.weights.spec import ModelSpec, read_spec
 
@@ -101,6 +102,7 @@ def check_evaluation(settings: EvaluateConfig, platform: Platform) -> Evaluation
         data.max_prompt_tokens, "sampling.max_new_tokens", new_tokens, settings.rollout, spec.max_position_embeddings
     )
     engines = engine_count(settings.rollout, platform)
+    check_kernels(settings.rollout, settings.rollout.computes_in(settings.model.dtype), platform.is_cuda)
     tokenizer = TextTokenizer(model_dir, data.prompt)
     tokenizer.check_vocabulary(spec.vocab_size)
     prompts = {entry.name: numbered(entry.name, eval_prompts(entry, data, tokenizer)) for entry in data.eval}

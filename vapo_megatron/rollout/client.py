@@ -1,10 +1,13 @@
 """What a trainer asks of one SGLang server, over HTTP."""
 
+import asyncio
 import base64
 import gc
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +26,7 @@ from vapo_megatron.weight_sync.bucket_message import Purpose
 from vapo_megatron.weight_sync.strict_loading import BROADCAST_GROUP, LOAD_FORMAT
 
 _OWNER_END = ":"
+_IDLE_POLL_SECONDS = 0.05
 
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 
@@ -206,12 +210,35 @@ class EngineClient:
         return await self._load("update_weights_from_disk", body, version)
 
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Give GPU memory back to the trainer; needs rollout.memory_saver. Frees nothing without a GPU."""
+        """Give GPU memory back to the trainer; needs rollout.memory_saver. Frees nothing without a GPU. The cache is
+        dropped in any case.
+
+        Raises:
+            TryAgain: the server is still at work when the deadline passes.
+        """
+        await self._wait_until_idle()
         await self._call("release_memory_occupation", {"tags": list(tags)})
 
     async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
         """Take GPU memory again; weights come back undefined and are to be sent before anything is generated."""
         await self._call("resume_memory_occupation", {"tags": list(tags)})
+
+    async def _wait_until_idle(self) -> None:
+        """Return once the server has nothing to do: the answers are here before the step that follows them has ended,
+        and a server that is told to release memory during that step ends itself. It drops its cache when idle alone."""
+        end = time.monotonic() + self._deadline
+        while True:
+            status, answer = await self._request("flush_cache", {})
+            if status == 200:
+                return
+            if status != HTTPStatus.BAD_REQUEST:
+                raise self._refused("flush_cache", status, answer)
+            if time.monotonic() > end:
+                raise TryAgain(
+                    f"{self._where()}: the server was not idle within rollout.sync.request_timeout_s="
+                    f"{self._deadline:g} s and keeps its memory: {self._address.cause()}"
+                )
+            await asyncio.sleep(_IDLE_POLL_SECONDS)
 
     def _completion(self, answer: dict[str, Any]) -> Completion:
         meta = answer["meta_info"]

@@ -145,16 +145,14 @@ class Dispatcher:
         return engine.requests == 0 or engine.requests + n <= limit
 
     def _sampling_params(self, sampling: SamplingConfig, seed: int) -> dict[str, Any]:
-        params: dict[str, Any] = {
+        return {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "max_new_tokens": sampling.max_new_tokens,
             "stop_token_ids": self._stop_token_ids,
+            "sampling_seed": seed,  # read with rollout.deterministic alone
         }
-        if self._config.seeded_sampling:
-            params["sampling_seed"] = seed
-        return params
 
 
 def _check_version(address: EngineAddress, completions: Sequence[Completion], expected: int) -> None:

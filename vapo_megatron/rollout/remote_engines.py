@@ -39,7 +39,7 @@ def what_must_agree(config: RolloutConfig, spec: ModelSpec, dtype: Dtype, fp8: B
         "rollout.quantization": "none" if fp8 is None else fp8.config(),
         **{
             f"rollout.{key}": getattr(config, key)
-            for key in ("tp", "context_length", "max_total_tokens", "seeded_sampling", "router_replay")
+            for key in ("tp", "context_length", "max_total_tokens", "deterministic", "router_replay")
         },
     }
     found: dict[str, JsonValue] = TypeAdapter(dict[str, Any]).dump_python(model | rollout, mode="json")

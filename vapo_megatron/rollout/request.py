@@ -16,7 +16,7 @@ class GenerationRequest:
         prompts: token ids with their cursors, from which the seeds of responses follow; samples come in their order.
         samples_per_prompt: responses to each prompt, which form a group.
         sampling: temperature, top_p, top_k, and the most tokens of a response.
-        seed: of the run. With rollout.seeded_sampling a response depends on (seed, prompt.cursor, index) and the
+        seed: of the run. With rollout.deterministic a response depends on (seed, prompt.cursor, index) and the
             weights alone.
         weight_version: of the weights that all engines must have; a response made by others is an error.
         routed_experts: of the model, where samples are to hold the experts that their tokens went through; needs

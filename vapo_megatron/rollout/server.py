@@ -26,6 +26,7 @@ from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.engine.server_main import KEY_VARIABLE
 from vapo_megatron.errors import BadInput, RunFailed
 from vapo_megatron.rollout.cuda_environment import cuda_environment
+from vapo_megatron.rollout.gpu_kernels import check_kernels
 from vapo_megatron.weights.fp8 import BlockFp8
 
 _CPU_TOTAL_TOKENS = 65536
@@ -88,6 +89,9 @@ class EngineServer:
         port: on which it listens; 0: a free one.
         key: that requests must carry; None makes one, which the address has; empty: none is wanted.
         identity: what it tells of itself to a trainer that did not start it; see remote_engines.
+
+    Raises:
+        BadInput: SGLang has no kernels for what the config asks of a GPU.
     """
 
     def __init__(
@@ -109,6 +113,7 @@ class EngineServer:
         self._dtype = dtype if config.dtype == "auto" else config.dtype
         self._log_file = log_file
         self._devices = devices
+        check_kernels(config, self._dtype, on_gpus=devices is not None)
         self._weight_version = weight_version
         self._host, self._fp8 = host, fp8
         self._scratch: Path | None = None
@@ -293,7 +298,9 @@ class EngineServer:
             "max_running_requests": config.max_running_requests,
             "mem_fraction_static": config.mem_fraction_static,
             "weight_version": self._weight_version,
-            "enable_deterministic_inference": config.seeded_sampling,
+            "enable_deterministic_inference": config.is_deterministic(self._dtype, self._devices is not None),
+            # Logits rounded to bfloat16 would shift log-probs by up to 0.1.
+            "enable_fp32_lm_head": self._dtype == "bfloat16",
             "enable_return_routed_experts": config.router_replay,
             # Token ids in, token ids out: no tokenizer, no chat templates, no grammars, no defaults of the model's own.
             "skip_tokenizer_init": True,

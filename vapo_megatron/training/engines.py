@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from vapo_megatron.rollout.request import GenerationRequest
 from vapo_megatron.rollout.server import EngineAddress, EngineServer
 from vapo_megatron.training.broadcast import on_rank_zero
 from vapo_megatron.weight_sync.broadcast_group import Backend, address_towards
+from vapo_megatron.weight_sync.logprob_difference import LogprobDifference, Precision, limits_of
 from vapo_megatron.weight_sync.probe import probe_batch, split_logprobs
 from vapo_megatron.weight_sync.session import WeightSync
 from vapo_megatron.weight_sync.transports import (
@@ -175,27 +177,29 @@ class Engines:
 
     def check(
         self, actor: Trainable, sequences: Sequence[Sequence[int]], before_asking: Callable[[], None] = lambda: None
-    ) -> float:
-        """Collective: the largest difference of the log-probs that actor and engines give to some sequences.
+    ) -> LogprobDifference:
+        """Collective: the difference of the log-probs that actor and engines give to some sequences.
 
         before_asking: called when the actor has done its part and before the engines do theirs.
 
         Raises:
-            RunFailed: it is above the tolerance; the tensors that differ are named.
+            RunFailed: it is above a tolerance; the tensors that differ are named.
         """
         batch = probe_batch(sequences)
         ours = split_logprobs(batch, actor.score(batch, temperature=1.0)[:, 0])
         before_asking()
-        largest = 0.0
+        coarser: Precision = "bfloat16" if "bfloat16" in (self._dtype, self._config.dtype) else "float32"
+        limits = limits_of(self._config.sync, "fp8" if self._fp8 is not None else coarser)
+        own = []
         if self._sync is not None and self._sync.owns:
-            largest = self._sync.verify(sequences, ours, float("inf"))
-        found = torch.tensor([largest], dtype=torch.float64)  # over the CPU: engines on these GPUs may still be at work
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        coarser: Dtype = "bfloat16" if "bfloat16" in (self._dtype, self._config.dtype) else "float32"
-        tolerance = self._config.sync.tolerance_for(coarser, fp8=self._fp8 is not None)
-        if float(found) > tolerance:
-            self._explain(actor, float(found), tolerance)
-        return float(found)
+            own = self._sync.logprob_differences(sequences, ours, limits.share)
+        # Over the CPU: engines on these GPUs may still be at work.
+        worst = torch.tensor(astuple(LogprobDifference.worst(own)), dtype=torch.float64)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        found = LogprobDifference(*worst.tolist())
+        if (excess := limits.excess(found)) is not None:
+            self._explain(actor, excess)
+        return found
 
     def offload(self) -> None:
         """Collective: the engines give their GPU memory to the trainer."""
@@ -301,7 +305,7 @@ class Engines:
             asyncio.run(call())
         dist.barrier()
 
-    def _explain(self, actor: Trainable, largest: float, tolerance: float) -> None:
+    def _explain(self, actor: Trainable, excess: str) -> None:
         self.offload_kv_cache()
         lines: list[str] = []
         if self._sync is not None:
@@ -314,8 +318,8 @@ class Engines:
         what = "; ".join(named[:_NAMED_IN_AN_ERROR]) or "every tensor is equal, so the two compute differently"
         more = f"; and {len(named) - _NAMED_IN_AN_ERROR} more" if len(named) > _NAMED_IN_AN_ERROR else ""
         raise RunFailed(
-            f"log-probs of engine and trainer differ by {largest:.3g} after the weight sync of version {self.version} "
-            f"(rollout.sync.{'tolerance' if self._fp8 is None else 'fp8_tolerance'} {tolerance:g}): {what}{more}"
+            f"log-probs of engine and trainer differ after the weight sync of version {self.version} {excess}: "
+            f"{what}{more}"
         )
 
 

@@ -12,6 +12,7 @@ from vapo_megatron.experience.rows import read_problems
 from vapo_megatron.mcore.mesh import check_layout, check_model_layout
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.rollout.context import check_context
+from vapo_megatron.rollout.gpu_kernels import check_kernels
 from vapo_megatron.weights.load import check_weights
 from vapo_megatron.weights.spec import ModelSpec, read_spec
 
@@ -119,6 +120,7 @@ def check_rollout_groups(config: TrainConfig, world_size: int) -> None:
     if rollout.external_urls:
         rollout.api_key()
         return
+    check_kernels(rollout, rollout.computes_in(config.model.dtype), platform.is_cuda)
     if not platform.is_cuda:
         if rollout.num_engines > world_size:
             raise BadInput(

@@ -20,6 +20,7 @@ from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.metrics import read_metrics
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rewards.pool import VerifierPool
+from vapo_megatron.rollout.gpu_kernels import rope_note
 from vapo_megatron.training.broadcast import broadcast_value, on_rank_zero
 from vapo_megatron.training.checkpoint import Checkpointer, SavedModel, Snapshot
 from vapo_megatron.training.engines import Engines
@@ -268,6 +269,9 @@ class Run:
             "run": self.run_dir,
         }
         self.recorder.console.header(f"vapo-megatron train: {config.run.name}", facts)
+        on_gpus = current_platform().is_cuda
+        if (note := rope_note(self.spec, config.rollout.computes_in(config.model.dtype), on_gpus)) is not None:
+            self.recorder.console.note(note)
 
     def _saved_models(self) -> dict[str, SavedModel]:
         """What a checkpoint holds: actor, critic, and a reference policy that is not the model the run started from."""
@@ -291,8 +295,9 @@ class Run:
         self.engines.offload_kv_cache()
         self.memory.enter("weight_sync")
         with self.recorder.timer("sync_check"):
-            largest = self.engines.check(self.actor, self._probe, before_asking=self._make_room_for_engines)
-        self.recorder.add({"rollout/train_infer_logprob_diff": largest})
+            found = self.engines.check(self.actor, self._probe, before_asking=self._make_room_for_engines)
+        name = "rollout/train_infer_logprob_diff"
+        self.recorder.add({name: found.largest, f"{name}_quantile": found.quantile, f"{name}_mean": found.mean})
 
     def _make_room_for_engines(self) -> None:
         self.memory.enter("rollout")

@@ -4,13 +4,12 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 
-import torch
-
 from vapo_megatron.config.rollout import SyncConfig
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.rollout.client import EngineClient
 from vapo_megatron.rollout.server import EngineAddress
 from vapo_megatron.weight_sync.bucket_message import Purpose
+from vapo_megatron.weight_sync.logprob_difference import LogprobDifference, compare_logprobs
 from vapo_megatron.weight_sync.transports import SharedMemoryTransport, Transport
 from vapo_megatron.weights.bucket import NamedTensors
 from vapo_megatron.weights.part_times import PartTimes
@@ -76,15 +75,21 @@ class WeightSync:
         Raises:
             RunFailed: it is above tolerance, or not a number.
         """
-        found = [_largest_difference(trainer_logprobs, logprobs) for logprobs in self.prompt_logprobs(sequences)]
-        for client, largest in zip(self._transport.clients, found, strict=True):
-            if largest > tolerance:
+        found = self.logprob_differences(sequences, trainer_logprobs)
+        for client, difference in zip(self._transport.clients, found, strict=True):
+            if difference.largest > tolerance:
                 address = client.address
                 raise RunFailed(
-                    f"{address.url} (log {address.log_file}): log-probs of engine and trainer differ by {largest:.3g}, "
-                    f"rollout.sync.tolerance allows {tolerance:g}"
+                    f"{address.url} (log {address.log_file}): log-probs of engine and trainer differ by "
+                    f"{difference.largest:.3g}, rollout.sync.tolerance allows {tolerance:g}"
                 )
-        return max(found)
+        return max(difference.largest for difference in found)
+
+    def logprob_differences(
+        self, sequences: Sequence[Sequence[int]], trainer_logprobs: Sequence[Sequence[float]], quantile: float = 1.0
+    ) -> list[LogprobDifference]:
+        """Of every server from the trainer; trainer_logprobs as in verify()."""
+        return [compare_logprobs(trainer_logprobs, found, quantile) for found in self.prompt_logprobs(sequences)]
 
     def close(self) -> None:
         """Close the connection and give the buffers back."""
@@ -134,12 +139,3 @@ class WeightSync:
         addresses = (client.address for client in self._transport.clients)
         where = ", ".join(f"{address.url} (log {address.log_file})" for address in addresses)
         return RunFailed(f"{where}: weights were not accepted: {named}{more}")
-
-
-def _largest_difference(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> float:
-    largest = 0.0
-    for one, other in zip(ours, theirs, strict=True):
-        difference = torch.tensor(one, dtype=torch.float64) - torch.tensor(other, dtype=torch.float64)
-        # Not Python's max(): a NaN would pass unnoticed.
-        largest = max(largest, float("inf") if difference.isnan().any() else float(difference.abs().max()))
-    return largest

@@ -1,0 +1,84 @@
+"""How far log-probs of engine and trainer are apart, and how far they may be.
+
+In float32 both compute the same to 1e-4, and the largest difference is judged. In bfloat16 and FP8 a rare token with a
+small probability may be far off with right weights: a quantile and the mean are judged there, which wrong weights move
+by much more.
+"""
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Literal
+
+import torch
+
+from vapo_megatron.config.rollout import SyncConfig
+
+Precision = Literal["float32", "bfloat16", "fp8"]
+
+_QUANTILES = {"float32": 1.0, "bfloat16": 0.95, "fp8": 0.95}
+_TOLERANCES = {"float32": 1e-4, "bfloat16": 0.5}
+_MEAN_TOLERANCES = {"bfloat16": 0.1, "fp8": 0.3}
+
+
+@dataclass(frozen=True)
+class LogprobDifference:
+    """|engine - trainer| over the tokens of a probe, in nats: the largest, a quantile, the mean. Infinite where one of
+    them is not a number."""
+
+    largest: float
+    quantile: float
+    mean: float
+
+    @staticmethod
+    def worst(found: Sequence["LogprobDifference"]) -> "LogprobDifference":
+        """The largest of each; zeros of none."""
+        return (
+            LogprobDifference(*(max(values) for values in zip(*map(astuple, found), strict=True))) if found else _NONE
+        )
+
+
+_NONE = LogprobDifference(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is allowed at a quantile and on average, and the key of the config that says the former."""
+
+    share: float
+    quantile: float
+    mean: float
+    key: str
+
+    def excess(self, found: LogprobDifference) -> str | None:
+        """What is above its limit, in words; None where nothing is."""
+        if not found.quantile <= self.quantile:
+            where = "at most" if self.share == 1 else f"at the {self.share:g} quantile (at most {found.largest:.3g})"
+            return f"by {found.quantile:.3g} {where}, {self.key} allows {self.quantile:g}"
+        if not found.mean <= self.mean:
+            return f"by {found.mean:.3g} on average, rollout.sync.mean_tolerance allows {self.mean:g}"
+        return None
+
+
+def limits_of(config: SyncConfig, precision: Precision) -> Limits:
+    """Where the coarser of trainer and engine computes in this precision."""
+    share = config.tolerance_quantile or _QUANTILES[precision]
+    if precision == "fp8":
+        tolerance, key = config.fp8_tolerance, "rollout.sync.fp8_tolerance"
+    else:
+        tolerance, key = config.tolerance or _TOLERANCES[precision], "rollout.sync.tolerance"
+    return Limits(share, tolerance, config.mean_tolerance or _MEAN_TOLERANCES.get(precision, tolerance), key)
+
+
+def compare_logprobs(
+    ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], quantile: float
+) -> LogprobDifference:
+    """Of the log-probs that two give to the tokens of the same sequences. quantile: in (0, 1], not interpolated."""
+    pairs = [
+        (torch.tensor(one, dtype=torch.float64), torch.tensor(other, dtype=torch.float64))
+        for one, other in zip(ours, theirs, strict=True)
+    ]
+    apart = torch.cat([(one - other).abs() for one, other in pairs])
+    apart = apart.nan_to_num(nan=float("inf"), posinf=float("inf"))
+    return LogprobDifference(
+        float(apart.max()), float(apart.quantile(quantile, interpolation="higher")), float(apart.mean())
+    )
