@@ -16,7 +16,7 @@ from vapo_megatron.checkpoint.size import checkpoint_bytes
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.errors import VapoError
 from vapo_megatron.mcore.platform import current_platform
-from vapo_megatron.operations.doctor import bandwidth, nvidia
+from vapo_megatron.operations.doctor import bandwidth, nvidia, toolkit
 from vapo_megatron.operations.doctor.engine import check_engine
 from vapo_megatron.operations.doctor.fabric import judge_ports, read_ports
 from vapo_megatron.operations.doctor.inputs import check_data, check_model, fingerprint
@@ -24,6 +24,7 @@ from vapo_megatron.operations.doctor.meeting import Meeting
 from vapo_megatron.operations.doctor.report import Line
 from vapo_megatron.operations.doctor.system import check_disk, check_hostname, check_limits
 from vapo_megatron.operations.doctor.together import check_alike, check_clock, check_reachable, check_shared_files
+from vapo_megatron.operations.doctor.toolkit import check_toolkit
 from vapo_megatron.operations.doctor.versions import check_versions
 from vapo_megatron.operations.hardware import Hardware, resolve
 from vapo_megatron.weights.spec import read_spec
@@ -118,6 +119,10 @@ def _versions(examination: Examination) -> list[Line]:
         except nvidia.Unreadable:
             driver = None  # the check of the GPUs says why
     return check_versions(has_nvidia_driver(), driver, torch.version.cuda, usable=bool(examination.gpus))
+
+
+def _toolkit(examination: Examination) -> list[Line]:
+    return check_toolkit(torch.version.cuda)
 
 
 def _gpus(examination: Examination) -> list[Line]:
@@ -228,6 +233,7 @@ def checks(config: PlanConfig, wait: float) -> tuple[Check, ...]:
     """
     return (
         Check("versions", _versions, 60),
+        Check(toolkit.NAME, _toolkit, 240, gpu=True),
         Check("hostname", _hostname, 30),
         Check("limits", _limits, 30),
         Check("gpus", _gpus, 60, gpu=True),

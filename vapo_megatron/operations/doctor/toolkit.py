@@ -1,0 +1,120 @@
+"""What kernels are compiled with on a GPU node, and whether those that came compiled load.
+
+Engines compile kernels when they start (nvcc, g++, ninja), Triton compiles at first use (g++ or gcc, Python's headers),
+and Transformer Engine's extension is built once (headers of cuDNN and NCCL too).
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from vapo_megatron.operations.doctor.report import Line
+
+NAME = "toolkit"
+_SECONDS = 60.0
+# Modules with compiled code for GPUs, and what goes wrong without.
+_COMPILED = {
+    "sgl_kernel": "engines do not start",
+    "torch_memory_saver": "engines cannot give their memory to the trainer (rollout.memory_saver)",
+    "transformer_engine.pytorch": "megatron.core cannot be imported either: build it again, or pip uninstall "
+    "transformer-engine transformer-engine-torch",
+}
+# Headers by the pip package (under nvidia/) that has them.
+_HEADERS = {"cudnn": "cudnn.h", "nccl": "nccl.h"}
+
+
+def check_toolkit(cuda: str | None, environment: Mapping[str, str] = os.environ) -> list[Line]:
+    """A line for everything that is missing, or one that nothing is. cuda: what PyTorch was built for, such as 13.0."""
+    lines = [*_compilers(cuda, environment), *_headers(environment), *_modules(environment)]
+    return lines or [Line(NAME, "ok", f"nvcc {_nvcc_version(_nvcc(environment))}, g++, ninja, headers; kernels load")]
+
+
+def _compilers(cuda: str | None, environment: Mapping[str, str]) -> Iterator[Line]:
+    nvcc, path = _nvcc(environment), environment.get("PATH", os.defpath)
+    if nvcc is None:
+        remedy = f"install the CUDA toolkit{f' {cuda}' if cuda else ''} and put its bin on PATH"
+        yield Line(NAME, "fault", "no nvcc: engines compile kernels when they start", remedy)
+    elif cuda is not None and (found := _nvcc_version(nvcc)) != cuda:
+        bad = found is None or found.partition(".")[0] != cuda.partition(".")[0]
+        remedy = f"put the bin of a CUDA {cuda} toolkit first on PATH and set CUDA_HOME to it"
+        yield Line(NAME, "fault" if bad else "warning", f"{nvcc} is {found or 'broken'}, PyTorch's CUDA {cuda}", remedy)
+    if shutil.which(environment.get("CXX", "g++"), path=path) is None:
+        yield Line(NAME, "fault", "no g++: kernels are compiled with it", "apt-get install g++")
+    if shutil.which("ninja", path=path) is None:
+        yield Line(NAME, "fault", "no ninja: engines compile kernels with it", "pip install ninja")
+
+
+def _headers(environment: Mapping[str, str]) -> Iterator[Line]:
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        python = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+        yield Line(NAME, "fault", "no Python.h: Triton compiles with it", f"apt-get install {python}")
+    if find_spec("transformer_engine") is not None:
+        return
+    places = [
+        Path(one) for key in ("CPLUS_INCLUDE_PATH", "CPATH") for one in environment.get(key, "").split(":") if one
+    ]
+    places += [Path("/usr/include"), Path("/usr/local/include")]
+    if (nvcc := _nvcc(environment)) is not None:
+        places.append(Path(nvcc).resolve().parents[1] / "include")
+    packages = Path(sysconfig.get_path("purelib"), "nvidia")
+    for package, header in _HEADERS.items():
+        if not any((place / header).is_file() for place in places):
+            remedy = f"export CPLUS_INCLUDE_PATH={packages / package / 'include'}:$CPLUS_INCLUDE_PATH"
+            yield Line(NAME, "warning", f"no {header}: Transformer Engine cannot be built without", remedy)
+
+
+def _modules(environment: Mapping[str, str]) -> Iterator[Line]:
+    for module, without in _COMPILED.items():
+        if find_spec(module.partition(".")[0]) is None:
+            continue  # the check of versions says so
+        said = _import_error(module, environment)
+        if said:
+            yield Line(
+                NAME, "fault", f"{module} does not load ({said}): {without}", "install it for this PyTorch and CUDA"
+            )
+
+
+def _import_error(module: str, environment: Mapping[str, str]) -> str:
+    """Why a module cannot be imported, in a process of its own; empty where it can."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", f"import torch, {module}"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS,
+            env=dict(environment),
+        )
+    except subprocess.TimeoutExpired:
+        return f"not within {_SECONDS:g} s"
+    return "" if done.returncode == 0 else _last_line(done.stderr.splitlines(), done.returncode)
+
+
+def _last_line(lines: Sequence[str], code: int) -> str:
+    told = [line.strip() for line in lines if line.strip()]
+    return told[-1][:200] if told else f"exit code {code}"
+
+
+def _nvcc(environment: Mapping[str, str]) -> str | None:
+    """The first on PATH, as whoever compiles takes it, else that of CUDA_HOME."""
+    home = environment.get("CUDA_HOME")
+    path = environment.get("PATH", os.defpath) + (f"{os.pathsep}{home}/bin" if home else "")
+    return shutil.which("nvcc", path=path)
+
+
+def _nvcc_version(nvcc: str | None) -> str | None:
+    """Such as 13.0; None where it does not say."""
+    if nvcc is None:
+        return None
+    try:
+        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=_SECONDS).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"release (\d+\.\d+)", said)
+    return found[1] if found else None
