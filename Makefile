@@ -17,7 +17,7 @@ TORCH := $(shell grep '^torch==' requirements/cpu.lock)
 # PYTHONDONTWRITEBYTECODE is set nothing would ever be compiled, and every import of sglang takes 12 s more.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 
-.PHONY: help install quickstart test test-full test-mcore019 test-py312 bench lint format
+.PHONY: help install quickstart test test-full test-mcore019 test-py312 bench gpu-check lint format
 
 help:
 	@echo "make quickstart   train a small reasoning model with VAPO on this machine, from nothing"
@@ -26,6 +26,7 @@ help:
 	@echo "make test-mcore019  tests of layouts and weights with Megatron-Core 0.19 on Python 3.11, in .venv-mcore019"
 	@echo "make test-py312   the same on Python 3.12, in .venv-py312"
 	@echo "make bench        every benchmark at sizes of a CPU; tables go to runs/benchmarks/"
+	@echo "make gpu-check    what a GPU node is checked with first, in its own environment; see docs/gpu.md"
 	@echo "make lint         ruff and mypy alone"
 	@echo "make format       let ruff format and mend"
 	@echo "make install      only set up .venv"
@@ -76,6 +77,18 @@ bench: $(STAMP)
 	echo "== gpu"
 	$(BIN)/python -W ignore -m benchmarks.gpu $$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "--tiny")') \
 	  --json runs/benchmarks/gpu.json
+
+# In the environment of the GPU node (requirements/h100.txt), which is not the one that `make` sets up: an activated one,
+# or .venv, or PYTHON=...
+STEPS ?=
+BUDGET ?=
+OUT ?= runs/gpu-check
+SITE ?=
+ATTENTION ?= auto
+gpu-check:
+	@python="$(or $(PYTHON),$$(if [ -z "$${VIRTUAL_ENV:-}" ] && [ -x $(BIN)/python ]; then echo $(BIN)/python; else echo python3; fi))"
+	"$$python" -m vapo_megatron.operations.gpu_check $(STEPS) --out "$(OUT)" --attention "$(ATTENTION)" \
+	  $(if $(BUDGET),--budget $(BUDGET)) $(if $(SITE),--site "$(SITE)")
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

@@ -1,0 +1,88 @@
+"""The results: one page of Markdown for people, JSON for programs."""
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from vapo_megatron.operations.gpu_check.runner import Result, exit_code
+
+_LOG_LINES = 25
+_WORDS = {
+    0: "Every check has passed.",
+    1: "Something is wrong: see the checks that failed or ran past their limits, and the ends of their logs below.",
+    3: "Nothing failed, but not everything was checked: what is broken there would not have shown.",
+}
+
+
+def write_results(results: Sequence[Result], out: Path, machine: str) -> None:
+    """Write out/results.json and out/results.md. machine: what PyTorch says of the GPU, or of its absence."""
+    facts = {"date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), "host": platform.node(), "machine": machine}
+    rows = [
+        {
+            "name": result.check.name,
+            "step": result.check.step,
+            "status": result.status,
+            "seconds": round(result.seconds, 1),
+            "limit": result.check.limit,
+            "line": result.line,
+        }
+        for result in results
+    ]
+    found = {**facts, "exit_code": exit_code(results), "checks": rows}
+    _write(out / "results.json", json.dumps(found, indent=1) + "\n")
+    _write(out / "results.md", _page(results, out, facts))
+
+
+def _page(results: Sequence[Result], out: Path, facts: dict[str, str]) -> str:
+    lines = ["# GPU check", "", *(f"- {name}: {value}" for name, value in facts.items()), ""]
+    lines += [_WORDS[exit_code(results)], ""]
+    lines += _rows(
+        [
+            {
+                "check": result.check.name,
+                "result": result.status,
+                "seconds": f"{result.seconds:.0f}",
+                "shows": result.check.shows,
+                "said": result.line,
+            }
+            for result in results
+        ]
+    )
+    for result in results:
+        if result.status != "ok":
+            continue  # a file there is of an earlier time
+        lines += _figures(out / f"{result.check.name}.json")
+    for result in results:
+        if result.log is not None and result.status != "ok":
+            tail = result.log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+            lines += ["", f"## {result.check.name}: the end of {result.log.name}", "", "```", *tail, "```"]
+    return "\n".join(lines) + "\n"
+
+
+def _figures(file: Path) -> list[str]:
+    """The table of a benchmark, where it has written one."""
+    try:
+        found = json.loads(file.read_text())
+        return ["", f"## {file.stem}: {found['title']}", "", *_rows(found["rows"])]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _rows(rows: Sequence[dict[str, Any]]) -> list[str]:
+    def cell(value: Any) -> str:
+        text = f"{value:,.4g}" if isinstance(value, float) else str(value)
+        return text.replace("|", "\\|").replace("\n", " ")
+
+    heads = list(rows[0])
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    return lines + ["| " + " | ".join(cell(row.get(head, "")) for head in heads) + " |" for row in rows]
+
+
+def _write(file: Path, text: str) -> None:
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(text)
+    os.replace(part, file)
