@@ -115,7 +115,8 @@ def check_capacity(section: TrainableConfig, name: str, longest: int, what: str)
 
 
 def check_rollout_groups(config: TrainConfig, world_size: int) -> None:
-    """Raises BadInput where engines cannot share the accelerators of the ranks, or have no key for those elsewhere."""
+    """Raises BadInput where engines cannot share the accelerators of the ranks, lack kernels for them, or have no key
+    for those elsewhere."""
     platform, rollout = current_platform(), config.rollout
     if rollout.external_urls:
         rollout.api_key()
