@@ -46,7 +46,8 @@ def test_preset_validates(name: str) -> None:
 
 def test_the_vapo_preset_is_the_defaults() -> None:
     values = read("vapo")
-    assert load("vapo") == AlgorithmConfig()
+    assert load("vapo") == AlgorithmConfig(update={"minibatch_size": 512})
+    assert AlgorithmConfig().update.size(8192, 512) == 512
     assert ValuePretrainingConfig.model_validate(values["value_pretraining"]) == ValuePretrainingConfig()
 
 

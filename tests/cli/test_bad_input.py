@@ -107,7 +107,7 @@ def test_the_configs_that_the_cases_spoil_are_good(
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["actor.optimizer.lr=1e6"], "actor.optimizer.lr=1e+06"),
+        (["critic.optimizer.lr=1e6"], "critic.optimizer.lr=1e+06"),
         (["algorithm.update.minibatch_size=5"], "algorithm.update.minibatch_size=5 is above the 4 samples"),
         (["batch.prompts_per_step=9"], "holds 8 prompts and batch.prompts_per_step=9"),
         (['data.eval=[{name: same, path: "${data.train}"}]'], "8 of the 8 problems of same are in data.train"),

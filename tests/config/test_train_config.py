@@ -30,13 +30,17 @@ def test_the_defaults_are_vapo() -> None:
     assert (loss.aggregation, loss.positive_nll.coef) == ("token_mean", 0.1)
     assert (config.batch.prompts_per_step, config.batch.samples_per_prompt) == (512, 16)
     assert (config.actor.optimizer.lr, config.critic.optimizer.lr) == (1e-6, 2e-6)
-    assert config.value_pretraining.enabled and config.value_pretraining.iterations == 50
+    assert config.value_pretraining.enabled and config.value_pretraining.most_steps == 50
+    assert (config.reward.correct, config.reward.incorrect) == (1.0, -1.0)
 
 
 @pytest.mark.parametrize(
     "change,message",
     [
         ({"sampling": {"max_new_tokens": 16, "temperature": 0}}, "sampling.temperature=0 is greedy"),
+        ({"sampling": {"max_new_tokens": 16, "top_p": 0.9}}, "sampling.top_p=0.9: the trainer's log-probs"),
+        ({"sampling": {"max_new_tokens": 16, "top_k": 50}}, "sampling.top_k=50: the trainer's log-probs"),
+        ({"reward": {"grade_truncated": True}}, "grade_truncated=true with verifier=math"),
         ({"cluster": {"collective_timeout_s": 3600}}, "rollout.collect_timeout_s=7200 s is not below"),
     ],
 )
@@ -49,6 +53,7 @@ def test_sections_that_disagree_are_refused_by_name(change: dict[str, Any], mess
     "settings,message",
     [
         ({"warmup_steps": 10, "decay": "linear", "decay_steps": 10}, "warmup_steps=10 is not below decay_steps=10"),
+        ({"warmup_unit": "rollouts", "decay": "linear", "decay_steps": 50}, "decay_steps=50 with warmup_unit=rollouts"),
         ({"decay": "cosine"}, "decay=cosine needs decay_steps"),
         ({"lr": 1e-6, "min_lr": 1e-5}, "min_lr=1e-05 is above lr"),
     ],

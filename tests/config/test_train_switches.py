@@ -42,7 +42,46 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
             ["critic.init=reward_model", "critic.init_path=m", "algorithm.value_loss.kind=hl_gauss"],
             "critic.init=reward_model with algorithm.value_loss.kind=hl_gauss",
         ),
-        (["algorithm.value_loss.kind=hl_gauss", "reward.correct=2.0"], "does not hold reward.incorrect=0"),
+        (["algorithm.value_loss.kind=hl_gauss", "reward.correct=2.0"], "does not hold the returns -1..2 that reward"),
+        (["algorithm.value_loss.bounded=true", "preset=dapo"], "value_loss.bounded=true needs a critic"),
+        (
+            ["algorithm.value_loss.bounded=true", "algorithm.shaping.soft_overlong={max_length: 9, cache_length: 3}"],
+            "does not hold the returns -2..1",
+        ),
+        (["algorithm.value_loss.kind=hl_gauss", "algorithm.shaping.length_reward_coef=1.0"], "the returns -1.5..1.5"),
+        (["algorithm.value_loss.bounded=true", "algorithm.value_loss.residual=true"], "the returns -2..2"),
+        (
+            ["algorithm.value_loss.bounded=true", "reward.verifier=function", "reward.function=a.b:c"],
+            "its scores may be anything, give algorithm.value_loss.low and high",
+        ),
+        (
+            ["algorithm.value_loss.bounded=true", "algorithm.kl={placement: reward, coef: 0.1}"],
+            "algorithm.kl.placement=reward with algorithm.value_loss.bounded=true",
+        ),
+        (["algorithm.value_loss.residual=true", "batch.samples_per_prompt=1"], "value_loss.residual=true compares"),
+        (
+            [
+                "algorithm.shaping.truncated=bootstrap",
+                "algorithm.shaping.soft_overlong={max_length: 9, cache_length: 3}",
+            ],
+            "shaping.soft_overlong with shaping.truncated=bootstrap",
+        ),
+        (["algorithm.update={minibatch_size: 8, minibatches: 2}"], "minibatch_size=8 and minibatches=2"),
+        (["preset=rloo", "algorithm.update.minibatch_size=64"], "minibatch_size=64 and minibatches=1"),
+        (
+            ["preset=rloo", "algorithm.update={minibatch_size: 64, minibatches: null}"],
+            "updates of a rollout=128 undoes preset=rloo",
+        ),
+        (["preset=vapo_without_group_sampling", "batch.samples_per_prompt=8"], "batch.samples_per_prompt=8 undoes"),
+        (
+            ["preset=vapo_without_clip_higher", "algorithm.policy_loss.clip_high=0.28"],
+            "algorithm.policy_loss.clip_high=0.28 undoes",
+        ),
+        (
+            ["preset=vapo_without_decoupled_gae", "algorithm.advantage.lambda_critic=1.0"],
+            "lambda_critic=1.0 undoes",
+        ),
+        ([*SCORES, "preset=raft"], "raft_needs_correct=true needs the verifier's grade"),
         (SCORES, "positive_nll.positives=correct needs the verifier's grade"),
         ([*SCORES, "preset=dapo"], "dynamic_sampling.enabled=true needs the verifier's grade"),
         (["reward.correct_above=null"], "correct_above=null with verifier=math"),
@@ -61,6 +100,10 @@ def test_contradictions_between_sections_are_refused_by_name(tmp_path: Path, ove
         [*SCORES, "algorithm.policy_loss.positive_nll.positives=reward"],
         ["algorithm.value_loss.kind=hl_gauss", "reward.correct=2.0", "algorithm.value_loss.high=2.0"],
         ["preset=grpo", "algorithm.kl.replace_reference_every=400"],
+        ["algorithm.value_loss={bounded: true, residual: true, low: -2, high: 2}"],
+        ["preset=rloo", "algorithm.update={minibatch_size: 8192, minibatches: null}"],
+        ["preset=vapo_without_group_sampling", "batch.prompts_per_step=64"],
+        ["preset=vapo_without_decoupled_gae", "algorithm.advantage.lambda_critic=0.9"],
     ],
 )
 def test_what_is_refused_can_be_mended(tmp_path: Path, overrides: list[str]) -> None:
@@ -71,3 +114,42 @@ def test_what_is_refused_can_be_mended(tmp_path: Path, overrides: list[str]) -> 
 def test_every_preset_is_a_whole_config(tmp_path: Path, name: str) -> None:
     config = load(tmp_path, f"preset={name}")
     assert config.value_pretraining.enabled <= config.algorithm.uses_critic
+
+
+def test_a_users_file_cannot_take_back_what_a_preset_is_named_after(tmp_path: Path) -> None:
+    """examples/gsm8k/vapo.yaml has a batch section: the preset was a no-op over it."""
+    gsm8k = Path(__file__).parents[2] / "examples" / "gsm8k" / "vapo.yaml"
+    with pytest.raises(BadInput, match=r"batch.samples_per_prompt=8 undoes preset=vapo_without_group_sampling"):
+        load_config(TrainConfig, gsm8k, ["preset=vapo_without_group_sampling"], PRESETS)
+    with pytest.raises(BadInput, match=r"minibatch_size=256 and minibatches=1 both cut a rollout"):
+        load_config(TrainConfig, gsm8k, ["preset=rloo", "value_pretraining.enabled=false"], PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rollouts", "updates"),
+    [
+        ({}, 4, 50),  # 50 x 512 of 7/8 x 8192 a rollout
+        ({"steps": 12}, 1, 12),
+        ({"iterations": 50}, 50, 700),
+        ({"iterations": 50, "steps": 100}, 50, 100),
+        ({"iterations": 50, "replay_epochs": 2}, 50, 1400),
+        ({"replay_epochs": 4}, 1, 50),
+    ],
+)
+def test_value_pretraining_counts_gradient_steps_on_fresh_rollouts_unless_told_otherwise(
+    tmp_path: Path, settings: dict[str, int], rollouts: int, updates: int
+) -> None:
+    config = load(tmp_path, "preset=vapo", *(f"value_pretraining.{key}={value}" for key, value in settings.items()))
+    assert config.value_pretraining.rollouts(config.samples) == rollouts
+    assert config.value_pretraining.updates(config.samples) == updates
+
+
+def test_warmup_of_dapo_is_in_rollouts_and_gspo_takes_four_steps_of_each(tmp_path: Path) -> None:
+    dapo, gspo = load(tmp_path, "preset=dapo"), load(tmp_path, "preset=gspo")
+    assert dapo.updates_per_rollout("actor") == 16
+    assert dapo.actor.optimizer.warmup_updates(dapo.updates_per_rollout("actor")) == 20 * 16
+    assert gspo.updates_per_rollout("actor") == 4
+    assert dapo.trainable("actor").optimizer.warmup_steps == 320
+    assert gspo.trainable("actor").optimizer.warmup_steps == 10
+    sao = load(tmp_path, "preset=sao")
+    assert (sao.updates_per_rollout("actor"), sao.updates_per_rollout("critic")) == (16, 32)

@@ -62,7 +62,7 @@ def test_vapo_is_the_papers() -> None:
     assert (config.actor.optimizer.lr, config.critic.optimizer.lr) == (1e-6, 2e-6)
     assert config.algorithm.advantage.length_adaptive_alpha == 0.05
     assert config.algorithm.policy_loss.positive_nll.coef == 0.1
-    assert config.value_pretraining.enabled and config.value_pretraining.iterations == 50
+    assert config.value_pretraining.enabled and config.value_pretraining.most_steps == 50
     updates = config.batch.prompts_per_step * config.batch.samples_per_prompt // config.algorithm.update.minibatch_size
     assert abs(config.run.steps * updates - 5000) < updates
 

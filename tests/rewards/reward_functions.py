@@ -47,3 +47,7 @@ def raises_on_fail(problem: str, answer: str, response: str, extra: Mapping[str,
     if response == "fail":
         raise LookupError("on the way")
     return True
+
+
+def half_for_what_was_cut(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> float:
+    return 0.25 if extra.get("truncated") else 1.0

@@ -73,6 +73,8 @@ def config_of(world: World, name: str, overrides: dict[str, Any]) -> TrainConfig
         "algorithm": {"update": {"minibatch_size": 64, "epochs": EPOCHS}},
         "monitoring": {"tensorboard": False},
     }
+    if "minibatches" in (PRESETS / f"{name}.yaml").read_text():
+        user["algorithm"]["update"] = {"minibatches": 1, "epochs": EPOCHS}
     if "shaping" in (PRESETS / f"{name}.yaml").read_text():
         user["algorithm"]["shaping"] = {"soft_overlong": {"cache_length": CACHE}}
     if FORMULAS[name].advantage == "gae":

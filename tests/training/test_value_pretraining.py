@@ -64,7 +64,7 @@ def test_every_epoch_replays_every_sample_once_in_an_order_of_its_own() -> None:
     assert [len(step) for step in steps] == [10, 10, 5] * 3
     assert Counter(s for step in steps for s in step) == dict.fromkeys(range(25), 3)
     assert steps[:3] != steps[3:6]
-    assert len(replay_order(list(range(25)), config.model_copy(update={"max_updates": 4}), seed=1)) == 4
+    assert len(replay_order(list(range(25)), config.model_copy(update={"steps": 4}), seed=1)) == 4
 
 
 @pytest.mark.parametrize(

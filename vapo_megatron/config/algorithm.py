@@ -3,6 +3,7 @@
 The defaults are VAPO's.
 """
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -13,6 +14,9 @@ Estimator = Literal["gae", "grpo", "dr_grpo", "rloo", "group_baseline", "reinfor
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Lambda = Fraction | Literal["length_adaptive"]
 IMPORT_PATH = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+
+# VAPO's "50 steps", read as gradient steps; prompts that value pretraining is measured on.
+DEFAULT_STEPS, HELD_OUT_SHARE = 50, 1 / 8
 
 # Those that compare a response with the others of its prompt.
 GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "group_baseline", "raft")
@@ -35,6 +39,12 @@ class AdvantageConfig(Section):
     length_adaptive_floor: Fraction = Field(0.0, description="least length-adaptive lambda")
     whiten: Literal["none", "full", "scale"] = Field(
         "none", description="over all tokens of the batch: to mean 0 and variance 1 (full), or variance 1 alone (scale)"
+    )
+
+    raft_needs_correct: bool = Field(
+        True,
+        description="estimator=raft: a group without a correct response gives none; false: its best one, as RAFT does "
+        "where a reward model grades",
     )
 
     @model_validator(mode="after")
@@ -109,9 +119,23 @@ class ValueLossConfig(Section):
     kind: Literal["mse", "clipped", "hl_gauss"] = Field("mse", description="(V - R)^2 / 2, PPO's clipped one, HL-Gauss")
     clip: float = Field(0.2, gt=0, description="how far a value may move from the old one, kind=clipped")
     bins: int = Field(51, ge=2, description="outputs of the value head, kind=hl_gauss")
-    low: float = Field(-1.0, description="least value of the bins, kind=hl_gauss")
-    high: float = Field(1.0, description="greatest value of the bins, kind=hl_gauss")
+    low: float = Field(-1.0, description="least return, for kind=hl_gauss and bounded")
+    high: float = Field(1.0, description="greatest return, for kind=hl_gauss and bounded")
     sigma_bins: float = Field(0.75, gt=0, description="width of the Gaussian in bins, kind=hl_gauss")
+    margin_bins: float = Field(
+        3.0,
+        ge=0,
+        description="bins beyond low and beyond high, kind=hl_gauss: with 4 sigma_bins of them a target at the edge is "
+        "learnt as it is",
+    )
+    bounded: bool = Field(
+        False, description="values are squashed into low..high by a tanh; the bins of hl_gauss have bounds of their own"
+    )
+    residual: bool = Field(
+        False,
+        description="the head learns what the mean return of the other responses of the group does not explain; the "
+        "value of a state is that mean and what the head adds",
+    )
     self_imitation_coef: float = Field(0.0, ge=0, description="of ((R - V)+)^2 / 2")
 
     @property
@@ -119,10 +143,28 @@ class ValueLossConfig(Section):
         """Outputs of the value head."""
         return self.bins if self.kind == "hl_gauss" else 1
 
+    @property
+    def has_bounds(self) -> bool:
+        """Whether no value can leave a range."""
+        return self.bounded or self.kind == "hl_gauss"
+
+    @property
+    def support(self) -> tuple[float, float]:
+        """From the outer edge of the first bin to that of the last, margins included (kind=hl_gauss)."""
+        margin = self.margin_bins * (self.high - self.low) / (self.bins - 2 * self.margin_bins)
+        return self.low - margin, self.high + margin
+
     @model_validator(mode="after")
     def _bins_span_a_range(self) -> Self:
         if self.low >= self.high:
             raise ValueError(f"low={self.low} is not below high={self.high}: give the range of the returns")
+        if self.kind == "hl_gauss" and self.bins - 2 * self.margin_bins < 1:
+            raise ValueError(
+                f"bins={self.bins} with margin_bins={self.margin_bins:g} on either side: none is left for low..high, "
+                "raise bins"
+            )
+        if self.bounded and self.kind == "hl_gauss":
+            raise ValueError("bounded=true with kind=hl_gauss: its bins bound the values already, remove bounded")
         return self
 
 
@@ -174,6 +216,9 @@ class ImportanceSamplingConfig(Section):
     cap: float = Field(2.0, gt=0, description="tis")
     low: float = Field(0.5, ge=0, description="mis")
     high: float = Field(2.0, gt=0, description="mis")
+    rejected: Literal["kept", "dropped"] = Field(
+        "kept", description="mis: whether tokens of weight 0 count in the denominator of the policy loss"
+    )
 
     @model_validator(mode="after")
     def _range_holds_one(self) -> Self:
@@ -210,7 +255,12 @@ class ShapingConfig(Section):
 class UpdateConfig(Section):
     """How a rollout is cut into optimizer steps."""
 
-    minibatch_size: int = Field(512, ge=1, description="of one optimizer step, in minibatch_unit")
+    minibatch_size: int | None = Field(
+        None, ge=1, description="of one optimizer step, in minibatch_unit; none: 512, or what minibatches gives"
+    )
+    minibatches: int | None = Field(
+        None, ge=1, description="instead of minibatch_size: optimizer steps that one pass over a rollout is cut into"
+    )
     minibatch_unit: Literal["samples", "groups"] = Field("samples", description="responses, or prompts with all theirs")
     epochs: int = Field(1, ge=1, description="passes over a rollout")
     critic_updates_per_policy_update: int = Field(1, ge=1, description="passes of the critic for one of the policy")
@@ -219,6 +269,26 @@ class UpdateConfig(Section):
         description="auto: from the update's own forward pass where a rollout is one mini-batch, read once, and "
         "nothing before needs them; score: always from a pass before the updates",
     )
+
+    @model_validator(mode="after")
+    def _one_size(self) -> Self:
+        if self.minibatch_size is not None and self.minibatches is not None:
+            raise ValueError(
+                f"minibatch_size={self.minibatch_size} and minibatches={self.minibatches} both cut a rollout: give "
+                "one, and set the other to null where a preset gives it"
+            )
+        return self
+
+    def size(self, samples: int, groups: int) -> int:
+        """Of a mini-batch of a rollout of so many samples and groups, in minibatch_unit."""
+        if self.minibatches is None:
+            return self.minibatch_size or 512
+        return -(-(samples if self.minibatch_unit == "samples" else groups) // self.minibatches)
+
+    def updates(self, samples: int, groups: int) -> int:
+        """Optimizer steps of the policy on such a rollout."""
+        units = samples if self.minibatch_unit == "samples" else groups
+        return self.epochs * -(-units // self.size(samples, groups))
 
 
 class DynamicSamplingConfig(Section):
@@ -266,8 +336,7 @@ class AlgorithmConfig(Section):
             self.advantage.function is not None,
             self.filter_function is not None,
         )
-        units = samples if update.minibatch_unit == "samples" else groups
-        single = update.epochs == 1 and units <= update.minibatch_size
+        single = update.updates(samples, groups) == 1
         return update.old_logprobs == "auto" and single and not any(needed_before)
 
     @model_validator(mode="after")
@@ -278,6 +347,8 @@ class AlgorithmConfig(Section):
             ("policy_loss.self_imitation_coef", self.policy_loss.self_imitation_coef > 0),
             ("value_loss.self_imitation_coef", self.value_loss.self_imitation_coef > 0),
             (f"value_loss.kind={self.value_loss.kind}", self.value_loss.kind != "mse"),
+            ("value_loss.bounded=true", self.value_loss.bounded),
+            ("value_loss.residual=true", self.value_loss.residual),
             ("update.critic_updates_per_policy_update", self.update.critic_updates_per_policy_update > 1),
         ):
             if needs_critic and not self.uses_critic:
@@ -286,6 +357,16 @@ class AlgorithmConfig(Section):
                 )
         if self.value_loss.self_imitation_coef > 0 and self.value_loss.kind == "hl_gauss":
             raise ValueError("value_loss.self_imitation_coef needs a scalar value, kind=hl_gauss has bins: use mse")
+        if self.shaping.truncated == "bootstrap":
+            for key, on in (
+                ("shaping.soft_overlong", self.shaping.soft_overlong is not None),
+                ("shaping.length_reward_coef", self.shaping.length_reward_coef > 0),
+            ):
+                if on:
+                    raise ValueError(
+                        f"{key} with shaping.truncated=bootstrap: a truncated response has no reward then, and would "
+                        "escape the punishment for its length: choose one of both"
+                    )
         if self.policy_loss.kind == "sao" and self.importance_sampling.kind != "none":
             raise ValueError(
                 f"importance_sampling.kind={self.importance_sampling.kind} with policy_loss.kind=sao: its ratio is "
@@ -305,6 +386,7 @@ class AlgorithmConfig(Section):
         for key, on in (
             ("dynamic_sampling.enabled=true", self.dynamic_sampling.enabled),
             ("shaping.length_reward_coef", self.shaping.length_reward_coef > 0),
+            ("value_loss.residual=true", self.value_loss.residual),
         ):
             if on:
                 raise ValueError(
@@ -317,9 +399,15 @@ class ValuePretrainingConfig(Section):
     """The critic learns the returns of a policy that stands still, before the first policy update."""
 
     enabled: bool = Field(True, description="false: the critic starts as it is")
-    iterations: int = Field(50, ge=1, description="rollouts recorded, each of a step's size")
-    replay_epochs: int = Field(2, ge=1, description="passes over the recorded rollouts")
-    max_updates: int | None = Field(None, ge=1, description="critic updates at most; none: what the replay gives")
+    steps: int | None = Field(
+        None, ge=1, description="gradient steps; none: 50, or as many as iterations and replay_epochs give"
+    )
+    iterations: int | None = Field(
+        None,
+        ge=1,
+        description="rollouts recorded, each of a step's size; none: as many as steps takes of fresh ones",
+    )
+    replay_epochs: int = Field(1, ge=1, description="passes over the recorded rollouts; 1: each response is read once")
     minibatch_size: int = Field(512, ge=1, description="samples")
     stop_explained_variance: float | None = Field(
         None, le=1, description="stop where the explained variance is at least this and the bias small enough"
@@ -327,3 +415,21 @@ class ValuePretrainingConfig(Section):
     stop_bias: float | None = Field(
         None, gt=0, description="stop where |mean V - R| is at most this at 0, 25, 50, 75 and 95 % of the response"
     )
+
+    @property
+    def most_steps(self) -> int | None:
+        """Gradient steps at most; None: what the recorded rollouts give."""
+        return self.steps if self.steps is not None or self.iterations is not None else DEFAULT_STEPS
+
+    def rollouts(self, samples: int) -> int:
+        """Rollouts to record, each of so many samples. Of those an eighth is held out."""
+        if self.iterations is not None:
+            return self.iterations
+        wanted = (self.steps or DEFAULT_STEPS) * self.minibatch_size
+        return math.ceil(wanted / (samples * (1 - HELD_OUT_SHARE) * self.replay_epochs))
+
+    def updates(self, samples: int) -> int:
+        """Gradient steps on rollouts of so many samples each, at most."""
+        trained = self.rollouts(samples) * samples * (1 - HELD_OUT_SHARE) * self.replay_epochs
+        steps = math.ceil(trained / self.minibatch_size)
+        return steps if self.most_steps is None else min(steps, self.most_steps)

@@ -62,7 +62,10 @@ class OptimizerSettings(Section):
     """AdamW as the papers use it; weight decay spares norms and biases."""
 
     lr: float = Field(1e-6, gt=0, description="peak learning rate")
-    warmup_steps: int = Field(10, ge=0, description="optimizer steps from 0 to lr, linear")
+    warmup_steps: int = Field(10, ge=0, description="from 0 to lr, linear, in warmup_unit")
+    warmup_unit: Literal["updates", "rollouts"] = Field(
+        "updates", description="optimizer steps, or rollouts with all their optimizer steps (DAPO: 20 rollouts)"
+    )
     decay: Literal["constant", "cosine", "linear"] = Field("constant", description="of the learning rate after warm-up")
     decay_steps: int | None = Field(None, ge=1, description="optimizer steps until min_lr; needed unless constant")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
@@ -88,11 +91,20 @@ class OptimizerSettings(Section):
     def _decay_has_length(self) -> "OptimizerSettings":
         if self.decay != "constant" and self.decay_steps is None:
             raise ValueError(f"decay={self.decay} needs decay_steps: give the number of optimizer steps")
+        if self.decay_steps is not None and self.warmup_unit == "rollouts":
+            raise ValueError(
+                f"decay_steps={self.decay_steps} with warmup_unit=rollouts: it counts optimizer steps, set "
+                "warmup_unit=updates"
+            )
         if self.decay_steps is not None and self.warmup_steps >= self.decay_steps:
             raise ValueError(f"warmup_steps={self.warmup_steps} is not below decay_steps={self.decay_steps}: lower it")
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr={self.min_lr} is above lr={self.lr}")
         return self
+
+    def warmup_updates(self, updates_per_rollout: int) -> int:
+        """Optimizer steps from 0 to lr, where a rollout has so many."""
+        return self.warmup_steps * (updates_per_rollout if self.warmup_unit == "rollouts" else 1)
 
     @model_validator(mode="after")
     def _overlap_has_what_it_needs(self) -> "OptimizerSettings":

@@ -18,20 +18,25 @@ class RewardConfig(Section):
         pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
         description="package.module:name of f(problem, answer, response, extra) -> float | bool",
     )
+    grade_truncated: bool = Field(
+        False,
+        description="a function is asked about responses that were cut off, too, with extra['truncated']; false: they "
+        "count as incorrect unseen",
+    )
     correct_above: float | None = Field(
         0.5,
         description="a function's score above this counts as correct; null: its scores are no grades, and no "
         "response counts as correct",
     )
-    answer_format: Literal["auto", "marked", "boxed", "answer_line", "answer_tag", "hash"] = Field(
+    protocol: Literal["auto", "marked", "boxed", "answer_line", "answer_tag", "hash"] = Field(
         "marked",
         description="where the answer stands: the last of all markers (marked), the same or else the free text (auto), "
         "or one of \\boxed{}, 'Answer:', <answer>, ####",
     )
     correct: float = Field(1.0, description="reward of a correct response (verifier=math)")
-    incorrect: float = Field(0.0, description="reward of any other response, and of one whose verification failed")
+    incorrect: float = Field(-1.0, description="reward of any other response, and of one whose verification failed")
     workers: int = Field(4, ge=1, description="verifier processes, started when first needed")
-    response_timeout_s: float = Field(5.0, gt=0, description="time for one response, then its worker is replaced")
+    response_timeout_s: float = Field(10.0, gt=0, description="time for one response, then its worker is replaced")
     startup_timeout_s: float = Field(60.0, gt=0, description="time for a worker to import the verifier")
     memory_mib: int = Field(2048, ge=256, description="address space of a worker, MiB")
 
@@ -42,6 +47,8 @@ class RewardConfig(Section):
                 f"verifier={self.verifier} with function={self.function}: "
                 "set verifier=function and function=package.module:name together, or neither"
             )
+        if self.verifier == "math" and self.grade_truncated:
+            raise ValueError("grade_truncated=true with verifier=math: an answer that was cut off is none, remove it")
         if self.verifier == "math" and self.correct_above is None:
             raise ValueError("correct_above=null with verifier=math: its grade is correct or not, remove it")
         return self

@@ -1,5 +1,7 @@
 """The config of `vapo-megatron sft`."""
 
+from pydantic import model_validator
+
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.checkpoint import CheckpointConfig
 from vapo_megatron.config.model import ActorConfig, ModelConfig
@@ -17,3 +19,9 @@ class SftConfig(Section):
     data: SftDataConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitoring: MonitoringConfig = MonitoringConfig()
+
+    @model_validator(mode="after")
+    def _warmup_is_in_updates(self) -> "SftConfig":
+        if self.actor.optimizer.warmup_unit != "updates":
+            raise ValueError("actor.optimizer.warmup_unit=rollouts: demonstrations have none, set updates")
+        return self

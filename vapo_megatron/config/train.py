@@ -10,6 +10,7 @@ from vapo_megatron.config.checkpoint import CheckpointConfig
 from vapo_megatron.config.data import DataConfig, EvaluationDataConfig
 from vapo_megatron.config.model import ActorConfig, CriticConfig, ModelConfig
 from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.config.preset_checks import check_preset
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.config.run import BatchConfig, ClusterConfig, EvaluationConfig, ExportConfig, RunConfig, RunPlace
@@ -68,11 +69,12 @@ class TrainConfig(Section):
                         f"{key} with algorithm.advantage.estimator={estimator}: it has no critic, "
                         f"set {'value_pretraining.enabled=false' if key.startswith('value_') else 'it back'} or use gae"
                     )
-        if algorithm.value_loss.kind == "hl_gauss":
-            self._bins_fit()
+        if algorithm.value_loss.has_bounds:
+            self._values_fit()
         self._best_is_measured()
         self._grade_is_there()
         self._rollouts_fit()
+        check_preset(self)
         return self
 
     def _best_is_measured(self) -> None:
@@ -92,19 +94,47 @@ class TrainConfig(Section):
         elif not best.startswith(_STEP_METRICS):
             raise ValueError(f"checkpoint.keep.best={best} is no metric of a step: give one such as reward/mean")
 
-    def _bins_fit(self) -> None:
-        bins, reward = self.algorithm.value_loss, self.reward
+    def _values_fit(self) -> None:
+        """Values that cannot leave a range: no return may."""
+        settings, reward = self.algorithm.value_loss, self.reward
+        switch = "bounded=true" if settings.bounded else "kind=hl_gauss"
         if self.critic.init == "reward_model":
             raise ValueError(
-                "critic.init=reward_model with algorithm.value_loss.kind=hl_gauss: a reward model has one output and "
-                "no bins, set critic.init=policy or kind=mse"
+                f"critic.init=reward_model with algorithm.value_loss.{switch}: the output of a reward model is neither "
+                "bins nor what a tanh is taken of, set critic.init=policy, or kind=mse without bounds"
             )
-        low, high = sorted((reward.correct, reward.incorrect))
-        if reward.verifier == "math" and not (bins.low <= low and high <= bins.high):
+        if self.algorithm.kl.placement == "reward":
             raise ValueError(
-                f"algorithm.value_loss.low..high={bins.low:g}..{bins.high:g} does not hold reward.incorrect="
-                f"{reward.incorrect:g} and reward.correct={reward.correct:g}: widen it"
+                f"algorithm.kl.placement=reward with algorithm.value_loss.{switch}: what the KL takes from returns has "
+                "no bound, set placement=loss or kind=mse"
             )
+        found = self.return_range
+        if found is None:
+            if not {"low", "high"} <= settings.model_fields_set:
+                raise ValueError(
+                    f"algorithm.value_loss.{switch} with reward.verifier=function: its scores may be anything, give "
+                    "algorithm.value_loss.low and high"
+                )
+        elif not (settings.low <= found[0] and found[1] <= settings.high):
+            raise ValueError(
+                f"algorithm.value_loss.low..high={settings.low:g}..{settings.high:g} does not hold the returns "
+                f"{found[0]:g}..{found[1]:g} that reward.incorrect={reward.incorrect:g}, "
+                f"reward.correct={reward.correct:g} and algorithm.shaping give: widen it"
+            )
+
+    @property
+    def return_range(self) -> tuple[float, float] | None:
+        """Least and greatest return of a response, KL penalties aside; None where a user's function gives scores."""
+        if self.reward.verifier == "function":
+            return None
+        low, high = sorted((self.reward.correct, self.reward.incorrect))
+        algorithm = self.algorithm
+        low -= float(algorithm.shaping.soft_overlong is not None)
+        low, high = (x + side * 0.5 * algorithm.shaping.length_reward_coef for x, side in ((low, -1), (high, 1)))
+        if algorithm.advantage.gamma < 1:
+            low, high = min(low, 0.0), max(high, 0.0)
+        # What a return is above or below the mean of others, each of which is within the range.
+        return (low - high, high - low) if algorithm.value_loss.residual else (low, high)
 
     def _rollouts_fit(self) -> None:
         if self.sampling.temperature == 0:
@@ -112,6 +142,12 @@ class TrainConfig(Section):
                 "sampling.temperature=0 is greedy: policy gradients need sampled responses, 1.0 is usual "
                 "(evaluation.temperature may be 0)"
             )
+        for key, value, whole in (("top_p", self.sampling.top_p, 1.0), ("top_k", self.sampling.top_k, -1)):
+            if value != whole:
+                raise ValueError(
+                    f"sampling.{key}={value}: the trainer's log-probs are those of the whole distribution, not of the "
+                    f"part that was sampled from, set {whole:g} (evaluation.top_p may differ)"
+                )
         if self.rollout.collect_timeout_s >= self.cluster.collective_timeout_s:
             raise ValueError(
                 f"rollout.collect_timeout_s={self.rollout.collect_timeout_s:g} s is not below "
@@ -126,6 +162,10 @@ class TrainConfig(Section):
         for key, on in (
             ("policy_loss.positive_nll.positives=correct", nll.coef > 0 and nll.positives == "correct"),
             ("dynamic_sampling.enabled=true", algorithm.dynamic_sampling.enabled),
+            (
+                "advantage.raft_needs_correct=true",
+                algorithm.advantage.estimator == "raft" and algorithm.advantage.raft_needs_correct,
+            ),
             ("shaping.length_reward_coef", algorithm.shaping.length_reward_coef > 0),
         ):
             if on:
@@ -133,6 +173,24 @@ class TrainConfig(Section):
                     f"algorithm.{key} needs the verifier's grade, reward.correct_above=null leaves none: give "
                     "reward.correct_above, or switch it off"
                 )
+
+    @property
+    def samples(self) -> int:
+        """Responses of an iteration."""
+        return self.batch.prompts_per_step * self.batch.samples_per_prompt
+
+    def updates_per_rollout(self, name: str) -> int:
+        """Optimizer steps of a model, actor or critic, in an iteration."""
+        update = self.algorithm.update
+        rounds = update.critic_updates_per_policy_update if name == "critic" else 1
+        return rounds * update.updates(self.samples, self.batch.prompts_per_step)
+
+    def trainable(self, name: str) -> ActorConfig | CriticConfig:
+        """The section of the critic, or of the actor (and the reference), its warm-up in optimizer steps."""
+        section = self.critic if name == "critic" else self.actor
+        steps = section.optimizer.warmup_updates(self.updates_per_rollout(name))
+        optimizer = section.optimizer.model_copy(update={"warmup_steps": steps, "warmup_unit": "updates"})
+        return section.model_copy(update={"optimizer": optimizer})
 
     @property
     def model_sizes(self) -> dict[str, int]:

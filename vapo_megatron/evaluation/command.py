@@ -25,8 +25,8 @@ from vapo_megatron.experience.jsonl import write_rows
 from vapo_megatron.experience.sample import Prompt
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.monitoring.console import RunConsole
-from vapo_megatron.rewards.grading import TRUNCATED, grades_of
-from vapo_megatron.rewards.pool import Case, VerifierPool
+from vapo_megatron.rewards.grading import TRUNCATED, case_of, grades_of
+from vapo_megatron.rewards.pool import VerifierPool
 
 _PARTIAL = ".partial.jsonl"
 
@@ -143,10 +143,7 @@ class _Work:
 
     def _grade(self, name: str, prompts: Sequence[Prompt], responses: Sequence[Response]) -> None:
         by_id = {prompt.id: prompt for prompt in prompts}
-        cases = [
-            None if one.truncated else Case(by_id[one.id].answer, one.text, problem=by_id[one.id].problem)
-            for one in responses
-        ]
+        cases = [case_of(by_id[one.id], one.text, one.truncated, self.plan.settings.reward) for one in responses]
         with self.console.phase(f"{name}: grades", total=len(cases)) as advance:
             grades = grades_of(cases, self.verifier, advance)
         for response, grade in zip(responses, grades, strict=True):

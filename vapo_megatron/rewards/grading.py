@@ -1,8 +1,9 @@
-"""Grades on samples."""
+"""Verdicts on samples."""
 
 from collections.abc import Callable, Sequence
 
-from vapo_megatron.experience.sample import Sample
+from vapo_megatron.config.reward import RewardConfig
+from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.rewards.math import FAILED, Grade
 from vapo_megatron.rewards.pool import Case, VerifierPool
 
@@ -14,18 +15,19 @@ def grade_samples(
     samples: Sequence[Sample],
     verifier: VerifierPool,
     decode: Callable[[Sequence[int]], str],
-    incorrect: float,
+    config: RewardConfig,
     advance: Callable[[int], None] = lambda _: None,
 ) -> float:
     """Fill text, reward, correct, grade and extracted of every sample; return the share whose verification failed.
 
-    A truncated response is not verified: it counts as incorrect, whatever it may have said on its way.
+    A truncated response is not verified, unless the user's function asks for them (reward.grade_truncated): it counts
+    as incorrect, whatever it may have said on its way.
 
     Args:
         samples: to fill, in place.
         verifier: what decides.
         decode: from token ids to text.
-        incorrect: the reward of a truncated response.
+        config: the reward of a truncated response, and whether it is verified.
         advance: is told of each graded sample.
 
     Raises:
@@ -33,14 +35,22 @@ def grade_samples(
     """
     for sample in samples:
         sample.text = decode(sample.response_ids.tolist())
-    cases = [None if s.truncated else Case(s.prompt.answer, s.text, problem=s.prompt.problem) for s in samples]
+    cases = [case_of(s.prompt, s.text, s.truncated, config) for s in samples]
     for sample, grade in zip(samples, grades_of(cases, verifier, advance), strict=True):
         if grade is None:
-            sample.reward, sample.correct, sample.grade_reason = incorrect, False, TRUNCATED
+            sample.reward, sample.correct, sample.grade_reason = config.incorrect, False, TRUNCATED
             continue
         sample.reward, sample.correct, sample.grade_reason = grade.score, grade.correct, grade.reason
         sample.extracted = grade.extracted
     return sum(sample.grade_reason in FAILED for sample in samples) / max(len(samples), 1)
+
+
+def case_of(prompt: Prompt, text: str, truncated: bool, config: RewardConfig) -> Case | None:
+    """What the verifier is asked; None for a truncated response that it is not to see."""
+    if truncated and not config.grade_truncated:
+        return None
+    extra = {"truncated": truncated} if config.grade_truncated else {}
+    return Case(prompt.answer, text, problem=prompt.problem, extra=extra)
 
 
 def grades_of(

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from vapo_megatron.config.model import TrainableConfig
+from vapo_megatron.config.proportions import proportions_left
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.experience.sample import Prompt
 
@@ -39,13 +40,14 @@ def cautions(
                 "nothing of new problems (tools/prepare_data.py --against leaves them out)"
             )
     yield from _mini_batch(config)
+    yield from proportions_left(config)
 
 
 def _mini_batch(config: TrainConfig) -> Iterator[str]:
     update, batch = config.algorithm.update, config.batch
     groups = update.minibatch_unit == "groups"
     rollout = batch.prompts_per_step * (1 if groups else batch.samples_per_prompt)
-    if "minibatch_size" in update.model_fields_set and update.minibatch_size > rollout:
+    if update.minibatch_size is not None and update.minibatch_size > rollout:
         yield (
             f"algorithm.update.minibatch_size={update.minibatch_size} is above the {rollout} {update.minibatch_unit} "
             "of a step: each pass over a rollout is one update"

@@ -60,7 +60,7 @@ def collect_groups(run: Run, prompts: int, for_policy: bool = True) -> list[Samp
     with run.recorder.phase("rollout", total=request.num_samples) as advance:
         samples = run.engines.collect(request, advance)
     with run.recorder.phase("verify", total=len(samples)) as advance:
-        failed = grade_samples(samples, run.verifier, run.tokenizer.decode, run.config.reward.incorrect, advance)
+        failed = grade_samples(samples, run.verifier, run.tokenizer.decode, run.config.reward, advance)
     run.recorder.add({names.FAILED_GRADES: failed})
     return samples
 
@@ -76,7 +76,7 @@ def greedy_rewards(run: Run, samples: Sequence[Sample]) -> Tensor:
     request = GenerationRequest(prompts, 1, sampling, run.config.run.seed, run.engines.version)
     with run.recorder.phase("rollout_greedy", total=len(prompts)) as advance:
         answers = run.engines.collect(request, advance)
-    grade_samples(answers, run.verifier, run.tokenizer.decode, run.config.reward.incorrect)
+    grade_samples(answers, run.verifier, run.tokenizer.decode, run.config.reward)
     by_group = dict(
         zip(
             {sample.group: None for sample in samples},

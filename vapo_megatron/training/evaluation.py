@@ -34,7 +34,7 @@ def evaluate_sets(run: "Run") -> list[SetResult]:
             collect=lambda prompts, k: run.engines.collect(
                 GenerationRequest(prompts, k, sampling, seed, run.engines.version)
             ),
-            grade=lambda samples: grade_samples(samples, verifier, run.tokenizer.decode, config.reward.incorrect),
+            grade=lambda samples: grade_samples(samples, verifier, run.tokenizer.decode, config.reward),
             outputs=folder / f"step_{run.step:06d}_{entry.name}.jsonl",
         )
         for entry, prompts in zip(config.data.eval, run.evaluation_prompts, strict=True)

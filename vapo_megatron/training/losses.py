@@ -127,7 +127,7 @@ class PolicyLoss:
 def values_of(outputs: Tensor, config: ValueLossConfig) -> Tensor:
     """Values [t] of a value head's outputs [t, n]: the one of them, or the mean of the histogram that they predict."""
     if config.kind == "hl_gauss":
-        return value_loss.hl_gauss_value(outputs, config.low, config.high)
+        return value_loss.hl_gauss_value(outputs, *config.support)
     return outputs[:, 0]
 
 
@@ -147,7 +147,7 @@ class ValueLoss:
         """outputs [t, n]: values (n = 1), or logits of the bins (hl_gauss)."""
         config, targets, weights = self.config, local.gather(self.targets), local.gather(self.weights)
         if config.kind == "hl_gauss":
-            per_token = value_loss.hl_gauss(outputs, targets, config.low, config.high, config.sigma_bins)
+            per_token = value_loss.hl_gauss(outputs, targets, *config.support, config.sigma_bins)
         elif config.kind == "clipped":
             assert self.old_values is not None, "value_loss.kind=clipped needs the old values"
             old = local.gather(self.old_values)

@@ -63,8 +63,8 @@ def check_sft(config: SftConfig, world_size: int) -> None:
 
 def record_bytes(config: TrainConfig) -> int:
     """Bytes of what value pretraining records, were every prompt and response as long as it may be."""
-    settings, batch = config.value_pretraining, config.batch
+    settings = config.value_pretraining
     if not config.algorithm.uses_critic or not settings.enabled:
         return 0
-    samples = settings.iterations * batch.prompts_per_step * batch.samples_per_prompt
+    samples = settings.rollouts(config.samples) * config.samples
     return samples * (config.data.max_prompt_tokens + config.sampling.max_new_tokens) * BYTES_PER_TOKEN

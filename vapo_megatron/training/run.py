@@ -305,7 +305,7 @@ class Run:
 
     def _load(self, name: str, meshes: dict[str, Mesh]) -> Trainable:
         config = self.config
-        section = config.critic if name == "critic" else config.actor
+        section = config.trainable(name)
         source = self.source_dir(name)
         spec = read_spec(source, value_outputs=config.algorithm.value_loss.outputs)
         key = section.layout.model_dump_json()

@@ -119,7 +119,8 @@ def minibatches(run: Run, batch: ExperienceBatch, rounds: int, salt: int) -> Ite
     update = run.config.algorithm.update
     for epoch in range(rounds):
         seed = zlib.crc32(f"{run.config.run.seed}/{run.step}/{salt}/{epoch}".encode())
-        for part in split_minibatches(batch.group_ids, update.minibatch_size, update.minibatch_unit, seed):
+        size = update.size(batch.samples, len(batch.group_ids.unique()))
+        for part in split_minibatches(batch.group_ids, size, update.minibatch_unit, seed):
             yield batch.select(part.tolist())
 
 

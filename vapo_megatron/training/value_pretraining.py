@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vapo_megatron.algorithms.segments import to_tokens
 from vapo_megatron.algorithms.selection import loss_mask
-from vapo_megatron.config.algorithm import AlgorithmConfig, ValueLossConfig, ValuePretrainingConfig
+from vapo_megatron.config.algorithm import HELD_OUT_SHARE, AlgorithmConfig, ValueLossConfig, ValuePretrainingConfig
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.monitoring import names
@@ -28,7 +28,6 @@ from vapo_megatron.training.run import Run
 from vapo_megatron.training.score import values
 from vapo_megatron.training.updates import critic_step
 
-_HELD_OUT_SHARE = 1 / 8
 _CHECKS = 50
 
 
@@ -82,7 +81,7 @@ def pretrain_value(run: Run) -> None:
 
 def record_rollouts(run: Run) -> RecordedRollouts:
     """Collective: what the policy that stands still writes, with what an earlier attempt of the run has recorded."""
-    iterations = run.config.value_pretraining.iterations
+    iterations = run.config.value_pretraining.rollouts(run.config.samples)
     for done in range(run.pretraining.iterations + 1, iterations + 1):
         batch, name = collect(run, every_group=True, for_policy=False), run.recorded.next_name
         run.recorded.add(name, on_rank_zero(partial(write_rollout, batch, run.run_dir / name)))
@@ -129,7 +128,7 @@ def split_groups(group_ids: Tensor, most_groups: int, seed: int) -> tuple[list[i
     members = group_ids.tolist()
     groups = sorted(set(members))
     random.Random(seed).shuffle(groups)
-    held = set(groups[: max(1, min(round(len(groups) * _HELD_OUT_SHARE), most_groups))])
+    held = set(groups[: max(1, min(round(len(groups) * HELD_OUT_SHARE), most_groups))])
     if len(held) == len(groups):
         return list(range(len(members))), list(range(len(members)))
     return [s for s, g in enumerate(members) if g not in held], [s for s, g in enumerate(members) if g in held]
@@ -142,7 +141,7 @@ def replay_order(samples: list[int], config: ValuePretrainingConfig, seed: int) 
         order = list(samples)
         random.Random(f"{seed}/{epoch}").shuffle(order)
         steps += [order[i : i + config.minibatch_size] for i in range(0, len(order), config.minibatch_size)]
-    return steps[: config.max_updates]
+    return steps[: config.most_steps]
 
 
 def measure(critic: Trainable, held_out: ExperienceBatch, config: ValueLossConfig) -> dict[str, float]:

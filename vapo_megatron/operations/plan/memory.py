@@ -157,8 +157,8 @@ def _step_tokens(model: PlannedModel, config: TrainConfig, lengths: Lengths) -> 
 def minibatch_samples(config: TrainConfig) -> int:
     """Samples of one optimizer step."""
     update, batch = config.algorithm.update, config.batch
-    samples = update.minibatch_size * (batch.samples_per_prompt if update.minibatch_unit == "groups" else 1)
-    return min(samples, batch.prompts_per_step * batch.samples_per_prompt)
+    size = update.size(config.samples, batch.prompts_per_step)
+    return min(size * (batch.samples_per_prompt if update.minibatch_unit == "groups" else 1), config.samples)
 
 
 def _bucket(config: TrainConfig, actor: PlannedModel) -> float:

@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from vapo_megatron.config.proportions import proportions_left
 from vapo_megatron.mcore.memory_plan import Phase
 from vapo_megatron.mcore.offload import PARTS
 from vapo_megatron.operations.hardware import GIB
@@ -64,6 +65,7 @@ def as_json(plan: Plan, budgets: Mapping[str, int | None], proposal: Proposal | 
             "gpu_hours": proposal.plan.gpu_hours,
             "worst": {"phase": proposal.plan.memory.worst.phase, "total": proposal.plan.memory.worst.total},
         },
+        "proportions_left": proportions_left(plan.config, plan.lengths.mean),
         "assumptions": assumptions(plan),
     }
 
@@ -112,6 +114,8 @@ def show(plan: Plan, budgets: Mapping[str, int | None], proposal: Proposal | Non
     console.print("\n[bold]Assumed[/]")
     for line in assumptions(plan):
         console.print(f"  - {line}")
+    for line in proportions_left(plan.config, plan.lengths.mean):
+        console.print(f"[bold yellow]out of proportion[/]: {line}", soft_wrap=True, highlight=False)
     for problem in plan.memory.problems:
         console.print(f"[bold red]does not fit[/]: {problem.line}")
     if proposal is not None and proposal.changes:

@@ -223,12 +223,9 @@ def plan_time(
     pretraining: dict[str, float] = {}
     if critic is not None and config.value_pretraining.enabled:
         settings = config.value_pretraining
-        recorded = settings.iterations * samples
-        trained = recorded * 7 / 8 * settings.replay_epochs
-        if settings.max_updates is not None:
-            trained = min(trained, settings.max_updates * settings.minibatch_size)
+        trained = settings.updates(config.samples) * settings.minibatch_size
         pretraining = {
-            "rollouts": settings.iterations * rollout,
+            "rollouts": settings.rollouts(config.samples) * rollout,
             "critic updates": update_seconds(critic, trained, lengths, config, hardware),
         }
     evaluation = generate(evaluation_samples, evaluation_samples) if evaluation_samples else 0.0
