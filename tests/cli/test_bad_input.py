@@ -10,82 +10,28 @@ import shutil
 import subprocess
 import sys
 from collections import namedtuple
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import CONFIGS, Command, assert_refused
 from tiny_runs import (
     CONTEXT,
     WORDS,
-    evaluate_config,
-    make_model,
     problems,
-    sft_config,
     train_config,
     write_config,
     write_rows,
 )
 
-from vapo_megatron import cli
 from vapo_megatron.checkpoint.lease import Lease
 from vapo_megatron.operations.report import report
 from vapo_megatron.training import launch
 from vapo_megatron.weights.tiny import CHATML_TEMPLATE, word_tokenizer
 
-CONFIGS = {"train": train_config, "sft": sft_config, "evaluate": evaluate_config}
 USAGE = namedtuple("USAGE", "total used free")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(autouse=True)
-def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def started(*_: object) -> None:
-        raise AssertionError("ranks were started")
-
-    monkeypatch.setattr(launch, "start_ranks", started)
-    for name in ("RANK", "WORLD_SIZE", "SLURM_NTASKS"):
-        monkeypatch.delenv(name, raising=False)
-
-
-class Command:
-    """One of the three commands with a config that works, until a case spoils it."""
-
-    def __init__(self, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder, self.model, self._monkeypatch = folder, model, monkeypatch
-        self.run_dir = folder / "runs" / "tiny"
-
-    def exit_code(self, command: str, *overrides: str, config: Mapping[str, Any] | Path | None = None) -> int:
-        if not isinstance(config, Path):
-            content = config or CONFIGS[command](self.folder, self.model)
-            config = write_config(self.folder / f"{command}.yaml", content)
-        self._monkeypatch.setattr(sys, "argv", ["vapo-megatron", command, str(config), *overrides])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        return int(end.value.code or 0)
-
-
-@pytest.fixture
-def command(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
-    return Command(tmp_path, model, monkeypatch)
-
-
-def assert_refused(command: Command, code: int, error: str, *named: str) -> None:
-    """Exit code 2 and one line that holds every text of `named`; no run directory, whole or in part."""
-    assert code == 2, error
-    lines = error.splitlines()
-    assert len(lines) == 1, error
-    assert lines[0].startswith("vapo-megatron: ") and "Traceback" not in error
-    for text in named:
-        assert text in lines[0]
-    assert not command.run_dir.exists()
-    root = command.folder / "runs"
-    assert not root.exists() or not root.is_dir() or not list(root.iterdir())
 
 
 def test_the_configs_that_the_cases_spoil_are_good(

@@ -27,7 +27,7 @@ _HARMLESS = (
 
 
 def check_config_change(now: SectionT, checkpoint: Path, allowed: Sequence[str]) -> None:
-    """Raises BadInput, naming the key, where the config is not the one that a checkpoint was saved with.
+    """Raises BadInput, naming every such key, where the config is not the one that a checkpoint was saved with.
 
     Args:
         now: the config of this attempt of the run.
@@ -43,12 +43,15 @@ def check_config_change(now: SectionT, checkpoint: Path, allowed: Sequence[str])
             f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}: go on with the version of vapo_megatron that "
             "saved it"
         ) from None
-    for key, old, new in differences(before.model_dump(mode="json"), now.model_dump(mode="json")):
-        if not _within(key, (*_HARMLESS, *allowed)):
-            raise BadInput(
-                f"{key}={new}: the run was saved with {old} ({checkpoint}); set it back, start another run, or mean it "
-                f"with run.allow_config_change=[{key}]"
-            )
+    found = differences(before.model_dump(mode="json"), now.model_dump(mode="json"))
+    changed = [(key, old, new) for key, old, new in found if not _within(key, (*_HARMLESS, *allowed))]
+    if changed:
+        told = "; ".join(f"{key}={new}: the run was saved with {old}" for key, old, new in changed)
+        it, keys = "it" if len(changed) == 1 else "them", ",".join(key for key, _, _ in changed)
+        raise BadInput(
+            f"{told} ({checkpoint}); set {it} back, start another run, or mean {it} with "
+            f"run.allow_config_change=[{keys}]"
+        )
 
 
 def differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:

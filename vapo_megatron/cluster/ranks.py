@@ -51,13 +51,16 @@ def place_from_environment(environment: Mapping[str, str]) -> RankPlace | None:
     """The place that torchrun or srun gave this process; None where it was started by hand.
 
     Raises:
-        BadInput: Slurm started several tasks and nothing says where rank 0 listens.
+        BadInput: Slurm started several tasks and nothing says where rank 0 listens, or a variable is no number.
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return RankPlace(
-            int(environment["RANK"]), int(environment["WORLD_SIZE"]), int(environment.get("LOCAL_RANK", "0")), "env://"
+            _count("RANK", environment),
+            _count("WORLD_SIZE", environment),
+            _count("LOCAL_RANK", {"LOCAL_RANK": "0", **environment}),
+            "env://",
         )
-    if int(environment.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environment:
+    if _count("SLURM_NTASKS", {"SLURM_NTASKS": "1", **environment}) > 1 and "SLURM_PROCID" in environment:
         address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
         if not address or not port:
             raise BadInput(
@@ -65,12 +68,22 @@ def place_from_environment(environment: Mapping[str, str]) -> RankPlace | None:
                 "export both in the batch script"
             )
         return RankPlace(
-            int(environment["SLURM_PROCID"]),
-            int(environment["SLURM_NTASKS"]),
-            int(environment["SLURM_LOCALID"]),
+            _count("SLURM_PROCID", environment),
+            _count("SLURM_NTASKS", environment),
+            _count("SLURM_LOCALID", environment),
             f"tcp://{address}:{port}",
         )
     return None
+
+
+def _count(name: str, environment: Mapping[str, str]) -> int:
+    found = environment.get(name)
+    if found is None or not found.isdecimal():
+        raise BadInput(
+            f"{name} is {'not set' if found is None else repr(found)}, expected a number: torchrun and srun set it; "
+            "outside of them unset RANK, WORLD_SIZE and the variables of SLURM"
+        )
+    return int(found)
 
 
 def run_as_rank(place: RankPlace, body: Callable[[], None], collective_timeout_s: float) -> None:

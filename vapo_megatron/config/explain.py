@@ -23,7 +23,8 @@ def explain(
     for details in error.errors():
         mistakes.setdefault(_dotted(details, values), []).append(details)
     key, first = next(iter(mistakes.items()))
-    origin = "override" if any(_covers(key, given) for given in overridden) else source
+    by_hand = any(_covers(key, given) if key else f"{given}=" in first[0]["msg"] for given in overridden)
+    origin = "override" if by_hand else source
     more = f" (and {len(mistakes) - 1} more)" if len(mistakes) > 1 else ""
     return f"{origin}: {' '.join(_sentence(key, first, model).split())}{more}"
 
@@ -38,7 +39,7 @@ def _sentence(key: str, errors: Sequence[ErrorDetails], model: type[BaseModel]) 
         sentence = first["msg"].partition(", ")[2]
         return f"{key}: {sentence}" if key else sentence
     expected = dict.fromkeys(_expectation(details) for details in errors)
-    value = repr(first["input"])
+    key, value = _with_entry(key), repr(first["input"])
     value = value if len(value) <= LONGEST_VALUE else value[:LONGEST_VALUE] + "..."
     return f"{key} is {value}; expected {' or '.join(expected)}"
 
@@ -46,9 +47,18 @@ def _sentence(key: str, errors: Sequence[ErrorDetails], model: type[BaseModel]) 
 def _expectation(details: ErrorDetails) -> str:
     if details["type"] == "path_type":
         return "a path (quote it)"
+    if details["type"] == "int_parsing_size":
+        return "a smaller integer"
     if details["type"] == "model_type":
         return "a section of keys"
-    return details["msg"].removeprefix("Input should be ").partition(", unable to parse")[0]
+    return details["msg"].removeprefix("Value error, ").removeprefix("Input should be ").partition(", unable to ")[0]
+
+
+def _with_entry(key: str) -> str:
+    """The key, and in words which entry of a list it means: data.eval.7.limit (entry 8 of data.eval)."""
+    parts = key.split(".")
+    counted = [depth for depth, part in enumerate(parts) if part.isdigit()]
+    return f"{key} (entry {int(parts[counted[-1]]) + 1} of {'.'.join(parts[: counted[-1]])})" if counted else key
 
 
 def _hint(key: str, known: Sequence[str]) -> str:

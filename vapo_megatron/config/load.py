@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.base import Section
-from vapo_megatron.config.explain import explain
+from vapo_megatron.config.explain import LONGEST_VALUE, explain
 from vapo_megatron.config.suggest import nearest
 from vapo_megatron.errors import BadInput
 
@@ -85,12 +85,15 @@ def _read(path: Path) -> DictConfig:
         config = OmegaConf.create(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise BadInput(f"{path}: no such file; give the path of a YAML config") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        number = error.object[: error.start].count(b"\n") + 1
+        raise BadInput(f"{path}:{number}: not UTF-8 ({error.reason}); save the file as UTF-8") from error
+    except OSError as error:
         raise BadInput(f"{path}: cannot be read as a YAML config: {_one_line(error)}") from error
     except yaml.MarkedYAMLError as error:
         line = f" at line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise BadInput(f"{path}: not valid YAML{line}: {error.problem}") from error
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         raise BadInput(f"{path}: not valid YAML: {_one_line(error)}") from error
     if not isinstance(config, DictConfig):
         raise BadInput(f"{path}: holds a list at its top; expected `key: value` sections")
@@ -115,7 +118,8 @@ def _parse_override(override: str) -> tuple[str, Any]:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
         assert isinstance(parsed, dict)
         return key, parsed["value"] if text else ""
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+        text = text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + "..."
         raise BadInput(f"override {key}: {text!r} is not a YAML value; quote it if it is a text") from error
 
 

@@ -18,14 +18,16 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """
     line_number = 0
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
             for line_number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield line_number, _row(path, line_number, line)
+                # Some editors put a mark of the encoding before the first line.
+                text = line.decode("utf-8-sig" if line_number == 1 else "utf-8")
+                if text.strip():
+                    yield line_number, _row(path, line_number, text)
     except FileNotFoundError:
         raise BadInput(f"{path}: no such file; give the path of an existing .jsonl or .jsonl.gz file") from None
     except UnicodeDecodeError as error:
-        raise BadInput(f"{path}:{line_number + 1}: not UTF-8 ({error.reason}); save the file as UTF-8") from None
+        raise BadInput(f"{path}:{line_number}: not UTF-8 ({error.reason}); save the file as UTF-8") from None
     except (OSError, EOFError, zlib.error) as error:
         raise BadInput(f"{path}: cannot be read ({error}); give a readable .jsonl or .jsonl.gz file") from None
 
@@ -38,7 +40,20 @@ def _row(path: Path, line_number: int, line: str) -> dict[str, Any]:
         raise BadInput(f"{path}:{line_number}: not JSON ({reason}); expected one JSON object a line") from None
     if not isinstance(row, dict):
         raise BadInput(f"{path}:{line_number}: a JSON {type(row).__name__}; expected an object such as {{...}}")
+    if "\\u" in line:
+        check_characters(row, f"{path}:{line_number}")
     return row
+
+
+def check_characters(row: Mapping[str, Any], place: str) -> None:
+    """Raises BadInput for half of a pair of surrogates, which JSON can hold and no file of text can."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        found = f"\\u{ord(error.object[error.start]):04x}"
+        raise BadInput(
+            f"{place}: holds {found}, half of a character (a lone surrogate); mend or remove the row"
+        ) from None
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:

@@ -1,6 +1,7 @@
 """Problems from files: rows of .jsonl, .jsonl.gz or .parquet, checked one by one."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 from vapo_megatron.config.data import FieldNames
 from vapo_megatron.errors import BadInput
-from vapo_megatron.experience.jsonl import read_rows
+from vapo_megatron.experience.jsonl import check_characters, read_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,8 @@ def read_problems(path: Path, fields: FieldNames, limit: int | None = None) -> l
         if name in places:
             raise BadInput(f"{place}: field {fields.id}={name} is also that of {places[name]}; make the ids differ")
         places[name] = place
+        if isinstance(row.get(fields.problem), int | float):
+            raise BadInput(f"{place}: field {fields.problem} is the number {row[fields.problem]}; expected a text")
         problems.append(Problem(name, _text(row, fields.problem, place), _text(row, fields.answer, place), place))
     if not problems:
         raise BadInput(f"{path}: holds no rows; give at least one with the fields {fields.problem} and {fields.answer}")
@@ -62,14 +65,16 @@ def read_file(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _list_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        rows = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise BadInput(f"{path}: no such file; give the path of an existing .json file") from None
     except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"{path}: cannot be read as JSON ({' '.join(str(error).split())})") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise BadInput(f"{path}: expected a list of objects such as [{{...}}, {{...}}]")
-    yield from enumerate(rows, start=1)
+    for number, row in enumerate(rows, start=1):
+        check_characters(row, f"{path}:{number}")
+        yield number, row
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -101,6 +106,8 @@ def _text(row: dict[str, Any], name: str, place: str) -> str:
             "in data.fields"
         )
     value = row[name]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise BadInput(f"{place}: field {name} is {value}; expected a text or a number, fill it or remove the row")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):

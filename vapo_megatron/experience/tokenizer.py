@@ -53,7 +53,14 @@ class TextTokenizer:
         messages = [{"role": "user", "content": user}]
         if self._template.system_prompt is not None:
             messages.insert(0, {"role": "system", "content": self._template.system_prompt})
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template is a program: it may be wrong, or raise what it likes
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            raise BadInput(
+                f"{self._directory}: its chat template cannot be applied ({reason}); mend chat_template.jinja (or that "
+                "of tokenizer_config.json), or set data.prompt.chat_template=false"
+            ) from None
         assert isinstance(text, str)
         return text
 

@@ -187,7 +187,7 @@ def read_spec(hf_dir: Path, *, vocab_divisible_by: int = 1, value_outputs: int =
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         found = "missing" if first["type"] == "missing" else repr(first["input"])
-        raise BadInput(f"{path}: {key} is {found}, expected: {first['msg']}") from None
+        raise BadInput(f"{path}: {key} is {found}, expected {first['msg'].removeprefix('Input should be ')}") from None
     _check_representable(read, family, path)
     kv_heads = read.num_key_value_heads or read.num_attention_heads
     head_dim = read.head_dim or read.hidden_size // read.num_attention_heads

@@ -27,7 +27,11 @@ def comparison_table(first: Path, second: Path, comparisons: Sequence[Comparison
     rows = [
         [
             *(one.name, str(one.problems), f"{one.a:.3f}", f"{one.b:.3f}", f"{one.difference:+.3f}"),
-            *(f"[{one.low:+.3f}, {one.high:+.3f}]", f"{one.better}/{one.worse}", f"{one.p_value:.4f}"),
+            *(
+                f"[{one.low:+.3f}, {one.high:+.3f}]",
+                f"{one.better}/{one.worse}",
+                f"{one.p_value:.4f}" if one.p_value >= 5e-5 else "< 0.0001",
+            ),
         ]
         for one in comparisons
     ]

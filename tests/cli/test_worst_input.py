@@ -1,0 +1,138 @@
+"""Input that once ended in a stack trace, in silence, or was blamed on the wrong place."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import CONFIGS, Command, assert_refused
+from tiny_runs import problems, train_config, write_config, write_rows
+
+from vapo_megatron.checkpoint.config_change import check_config_change
+from vapo_megatron.config.load import dump_config, load_config
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.errors import BadInput
+
+ROWS: dict[str, tuple[bytes, list[str]]] = {
+    "surrogate": (b'{"problem": "1 plus 1", "answer": 2}\n{"problem": "\\ud800", "answer": 2}\n', [":2:", "\\ud800"]),
+    "latin1": (b'{"problem": "1 plus 1", "answer": 2}\n{"problem": "caf\xe9", "answer": 2}\n', [":2:", "not UTF-8"]),
+    "utf16": ('{"problem": "1 plus 1", "answer": 2}\n'.encode("utf-16"), [":1:", "not UTF-8"]),
+    "nan": (b'{"problem": "1 plus 1", "answer": NaN}\n', [":1:", "answer is nan"]),
+    "infinite": (b'{"problem": "1 plus 1", "answer": 1e999}\n', [":1:", "answer is inf"]),
+    "numeric": (b'{"problem": 11, "answer": 2}\n', [":1:", "problem is the number 11", "expected a text"]),
+}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_rows(command: Command, capfd: pytest.CaptureFixture[str], case: str) -> None:
+    content, named = ROWS[case]
+    path = command.folder / f"{case}.jsonl"
+    path.write_bytes(content)
+    code = command.exit_code("train", f"data.train={path}")
+    assert_refused(command, code, capfd.readouterr().err, f"{case}.jsonl", *named)
+
+
+def test_a_mark_of_the_encoding_before_the_first_row_is_no_mistake(command: Command, tmp_path: Path) -> None:
+    from vapo_megatron.experience.jsonl import read_rows
+
+    path = write_rows(tmp_path / "rows.jsonl", problems(2))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert [row["id"] for _, row in read_rows(path)] == ["p0", "p1"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ([f"run.seed={'9' * 4000}"], ["override: run.seed", "9..."]),
+        ([f"run.seed={'9' * 5000}"], ["override run.seed", "9...'", "is not a YAML value"]),
+        (["rollout.seeded_sampling=perhaps"], ["override: rollout.seeded_sampling is 'perhaps'", "a valid boolean"]),
+        (["data.eval=[{name: a, path: b, limit: x}]"], ["data.eval.0.limit (entry 1 of data.eval) is 'x'"]),
+        (["sampling.temperature=0"], ["override: sampling.temperature=0 is greedy"]),
+    ],
+)
+def test_values_are_named_in_words_and_where_they_came_from(
+    command: Command, capfd: pytest.CaptureFixture[str], overrides: list[str], named: list[str]
+) -> None:
+    code = command.exit_code("train", *overrides)
+    error = capfd.readouterr().err
+    assert_refused(command, code, error, *named)
+    assert "unable to" not in error.lower() and "Value error" not in error
+
+
+def test_a_config_in_another_encoding_is_named_by_its_line(command: Command, capfd: pytest.CaptureFixture[str]) -> None:
+    path = write_config(command.folder / "run.yaml", train_config(command.folder, command.model))
+    line = path.read_bytes().count(b"\n") + 1
+    path.write_bytes(path.read_bytes() + b"# caf\xe9\n")
+    code = command.exit_code("train", config=path)
+    assert_refused(command, code, capfd.readouterr().err, f"run.yaml:{line}: not UTF-8")
+
+
+def _wrong_template(directory: Path) -> None:
+    (directory / "chat_template.jinja").write_text("{% for message in messages %}")
+
+
+def _template_that_raises(directory: Path) -> None:
+    (directory / "chat_template.jinja").write_text("{{ raise_exception('no system message') }}")
+
+
+def _two_spellings_of_rope(directory: Path) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    config["rope_scaling"] = {"type": "linear", "factor": 4.0}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (_wrong_template, ["chat template cannot be applied", "TemplateSyntaxError"]),
+        (_template_that_raises, ["chat template cannot be applied", "no system message"]),
+        (_two_spellings_of_rope, ["config.json", "rope_parameters has", "rope_scaling beside it", "remove one"]),
+    ],
+)
+def test_models(
+    command: Command, capfd: pytest.CaptureFixture[str], name: str, spoil: Callable[[Path], None], named: list[str]
+) -> None:
+    import shutil
+
+    directory = shutil.copytree(command.model, command.folder / "spoilt")
+    spoil(directory)
+    code = command.exit_code(name, f"model.path={directory}")
+    assert_refused(command, code, capfd.readouterr().err, str(directory), *named)
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "x"}, ["WORLD_SIZE is 'x'", "expected a number"]),
+        ({"RANK": "", "WORLD_SIZE": "2"}, ["RANK is ''"]),
+        ({"SLURM_NTASKS": "many"}, ["SLURM_NTASKS is 'many'"]),
+        (
+            {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            ["SLURM_LOCALID is not set"],
+        ),
+    ],
+)
+def test_variables_of_a_launcher(
+    command: Command,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    named: list[str],
+) -> None:
+    monkeypatch.delenv("SLURM_LOCALID", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    code = command.exit_code("train")
+    assert_refused(command, code, capfd.readouterr().err, *named)
+
+
+def test_all_keys_that_changed_at_a_resume_are_named(command: Command, tmp_path: Path) -> None:
+    path = write_config(tmp_path / "run.yaml", train_config(command.folder, command.model))
+    dump_config(load_config(TrainConfig, path, [], tmp_path), tmp_path / "config.yaml")
+    now = load_config(TrainConfig, path, ["run.seed=5", "sampling.top_p=0.5", "run.steps=7"], tmp_path)
+    with pytest.raises(BadInput) as refusal:
+        check_config_change(now, tmp_path, ())
+    assert "run.seed=5" in str(refusal.value) and "sampling.top_p=0.5" in str(refusal.value)
+    assert "run.allow_config_change=[run.seed,sampling.top_p]" in str(refusal.value)
+    check_config_change(now, tmp_path, ("run.seed", "sampling.top_p"))
