@@ -194,7 +194,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, presets: Path) -> None:
     assert "no such file" in refused(presets, tmp_path / "absent.yaml")
     assert "cannot be read" in refused(presets, tmp_path)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x81")
-    assert "cannot be read" in refused(presets, tmp_path / "binary.yaml")
+    assert "binary.yaml:1: not UTF-8" in refused(presets, tmp_path / "binary.yaml")
 
 
 @pytest.mark.parametrize("override", ["seed", "=3", "a..b=3", ".seed=3"])

@@ -23,6 +23,7 @@ Metrics = Mapping[str, float | None]
 
 HEAD_EVERY = 20  # lines between repetitions of the table's head
 LOG_WIDTH = 120
+_WIDEST_TABLE = 10_000
 LOG_SECONDS = 30.0  # between two lines of progress in a log
 
 # Title, width, metric and format of each column after the step's own.
@@ -75,7 +76,12 @@ class RunConsole:
             table.add_column(title, justify="right" if column else "left", no_wrap=True)
         for row in rows:
             table.add_row(*map(Text, row))
-        self._console.print(table)
+        # As wide as it is: a log has no width, and a terminal wraps what others cut to "0.0…".
+        width, self._console.width = self._console.width, _WIDEST_TABLE
+        try:
+            self._console.print(table)
+        finally:
+            self._console.width = width
         self._console.file.flush()
 
     def alarm(self, text: str) -> None:
