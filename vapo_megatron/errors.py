@@ -38,6 +38,12 @@ class TryAgain(VapoError):
     exit_code = 75
 
 
+class Interrupted(VapoError):
+    """Ctrl-C. Exit code 130."""
+
+    exit_code = 130
+
+
 @contextmanager
 def told_in_one_line(prefix: str) -> Iterator[None]:
     """End the program where a VapoError comes up in here: its line on standard error, and its exit code."""

@@ -11,7 +11,8 @@ from tiny_runs import problems, train_config, write_config, write_rows
 from vapo_megatron.checkpoint.config_change import check_config_change
 from vapo_megatron.config.load import dump_config, load_config
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.errors import BadInput
+from vapo_megatron.errors import BadInput, RunFailed
+from vapo_megatron.training import launch
 
 ROWS: dict[str, tuple[bytes, list[str]]] = {
     "surrogate": (b'{"problem": "1 plus 1", "answer": 2}\n{"problem": "\\ud800", "answer": 2}\n', [":2:", "\\ud800"]),
@@ -136,3 +137,42 @@ def test_all_keys_that_changed_at_a_resume_are_named(command: Command, tmp_path:
     assert "run.seed=5" in str(refusal.value) and "sampling.top_p=0.5" in str(refusal.value)
     assert "run.allow_config_change=[run.seed,sampling.top_p]" in str(refusal.value)
     check_config_change(now, tmp_path, ("run.seed", "sampling.top_p"))
+
+
+def test_a_start_that_failed_early_does_not_block_the_command_that_mends_it(
+    command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def failing(*_: object) -> None:
+        for name in ("logs/engine.log", "metrics.jsonl", "environment.json"):
+            (command.run_dir / name).parent.mkdir(exist_ok=True)
+            (command.run_dir / name).touch()
+        raise RunFailed("no engine")
+
+    monkeypatch.setattr(launch, "start_ranks", failing)
+    assert command.exit_code("train") == 1
+    assert command.exit_code("train", "run.seed=2") == 1, capfd.readouterr().err
+    assert "seed: 2" in (command.run_dir / "config.yaml").read_text()
+    capfd.readouterr()
+    (command.run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert command.exit_code("train") == 2
+    assert "exists" in capfd.readouterr().err
+
+
+def test_ctrl_c_tells_what_is_saved_and_how_to_go_on(
+    command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    saved: list[str] = []
+
+    def interrupted(*_: object) -> None:
+        for name in saved:
+            (command.run_dir / "checkpoints" / name).mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "start_ranks", interrupted)
+    assert command.exit_code("train") == 130
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1 and "no checkpoint yet" in error
+    saved[:] = ["step_000010", "step_000020"]
+    assert command.exit_code("train", "run.overwrite=true") == 130
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1 and "step_000020: the same command with run.resume=auto" in error

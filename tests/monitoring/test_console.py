@@ -76,3 +76,12 @@ def test_other_ranks_say_nothing() -> None:
         with console.phase("rollout", total=2) as advance:
             advance(1)
         assert output.getvalue() == ""
+
+
+def test_a_wide_table_is_whole_in_a_log() -> None:
+    log = io.StringIO()
+    titles = ["part", "GiB", *(f"update_policy_{number}" for number in range(12))]
+    RunConsole(log).table(titles, [["actor optimizer", "0.125", *["device"] * 12]])
+    text = log.getvalue()
+    assert "0.125" in text and "update_policy_11" in text and "…" not in text
+    assert max(len(line) for line in text.splitlines()) < 300

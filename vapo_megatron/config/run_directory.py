@@ -12,6 +12,8 @@ from vapo_megatron.errors import BadInput
 
 # Metrics, samples, logs and a report; checkpoints come on top.
 _ROOM_BYTES = 64 << 20
+# What a run has made before its first step ends.
+_BEFORE_RESULTS = {"config.yaml", "environment.json", "logs", "metrics.jsonl", "samples", "tensorboard"}
 
 
 def check_room(run_dir: Path, checkpoint_bytes: int = 0) -> None:
@@ -35,7 +37,8 @@ def make_run_dir(config: Section, run: RunPlace) -> Path:
     """Make run.directory with config.yaml, all of `config`, in it. A run that it replaces goes once that is written.
 
     Raises:
-        BadInput: there is a run of this name already and run.overwrite is not set, or nothing can be written there.
+        BadInput: there is a run of this name already, with results, and run.overwrite is not set, or nothing can be
+            written there.
     """
     run_dir = Path(run.directory)
     check_place(run)
@@ -64,7 +67,7 @@ def check_place(run: RunPlace) -> None:
         return
     if not run_dir.is_dir():
         raise BadInput(f"run.name={run.name}: {run_dir} is a file: choose another name")
-    if not any(run_dir.iterdir()):
+    if not any(run_dir.iterdir()) or _came_to_nothing(run_dir):
         return
     if not run.overwrite:
         raise BadInput(
@@ -73,3 +76,10 @@ def check_place(run: RunPlace) -> None:
         )
     if not (run_dir / "config.yaml").is_file():
         raise BadInput(f"run.overwrite: {run_dir} is no run directory (it has no config.yaml): remove it yourself")
+
+
+def _came_to_nothing(run_dir: Path) -> bool:
+    """Whether it is of a run that ended before its first result: it must not block the command that mends it."""
+    names = {path.name for path in run_dir.iterdir()}
+    metrics = run_dir / "metrics.jsonl"
+    return "config.yaml" in names and names <= _BEFORE_RESULTS and not (metrics.exists() and metrics.stat().st_size)

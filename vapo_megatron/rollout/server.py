@@ -5,7 +5,6 @@ import json
 import os
 import re
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -23,6 +22,7 @@ from pydantic import JsonValue
 
 import vapo_megatron
 from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.engine.owner_guard import remove_scratch
 from vapo_megatron.engine.server_main import KEY_VARIABLE
 from vapo_megatron.errors import BadInput, RunFailed
 from vapo_megatron.rollout.cuda_environment import cuda_environment
@@ -204,7 +204,7 @@ class EngineServer:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            remove_scratch(self._scratch)
             self._scratch = None
 
     def __enter__(self) -> "EngineServer":

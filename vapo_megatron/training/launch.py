@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vapo_megatron.checkpoint.checkpoints import latest_checkpoint
 from vapo_megatron.checkpoint.lease import Lease
 from vapo_megatron.cluster.ranks import (
     environment_place,
@@ -13,6 +14,7 @@ from vapo_megatron.cluster.ranks import (
     start_ranks,
 )
 from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.errors import Interrupted
 from vapo_megatron.signals import listen
 from vapo_megatron.training.broadcast import on_rank_zero
 from vapo_megatron.training.start import Settings, Start, prepare_start
@@ -48,7 +50,10 @@ def launch(settings: Settings, body: Body, check: Callable[[Any, int], None]) ->
     with Lease(run_dir) as lease:
         start = prepare(lease.take)
         if not start.finished:
-            start_ranks(count, partial(body, run_dir, start.checkpoint), timeout)
+            try:
+                start_ranks(count, partial(body, run_dir, start.checkpoint), timeout)
+            except KeyboardInterrupt:
+                raise Interrupted(_how_to_go_on(run_dir)) from None
         return not start.finished
 
 
@@ -59,3 +64,10 @@ def _prepared(prepare: Callable[[Callable[[], None]], Start], body: Body, run_di
         if not start.finished:
             body(run_dir, start.checkpoint)
         started.append(not start.finished)
+
+
+def _how_to_go_on(run_dir: Path) -> str:
+    saved = latest_checkpoint(run_dir)
+    if saved is None:
+        return f"interrupted; {run_dir} has no checkpoint yet: the same command with run.overwrite=true starts anew"
+    return f"interrupted; saved up to {saved}: the same command with run.resume=auto goes on from there"

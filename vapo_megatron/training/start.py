@@ -10,7 +10,7 @@ from vapo_megatron.checkpoint.checkpoints import latest_checkpoint
 from vapo_megatron.checkpoint.config_change import check_config_change
 from vapo_megatron.checkpoint.manifest import check_structure, read_manifest
 from vapo_megatron.checkpoint.progress import Progress, read_progress
-from vapo_megatron.config.run_directory import make_run_dir
+from vapo_megatron.config.run_directory import check_place, make_run_dir
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
@@ -50,9 +50,9 @@ def prepare_start(settings: Settings, check: Callable[[], None], take: Callable[
     run_dir = Path(settings.run.directory)
     if settings.run.resume == "never":
         check()
-        # Without it there may be an empty folder, in which two starts at once would both begin.
-        if settings.run.overwrite or not (run_dir / "config.yaml").is_file():
-            take()
+        check_place(settings.run)
+        # Two starts at once would both begin in a folder that is empty, or came to nothing.
+        take()
         make_run_dir(settings, settings.run)
         return Start()
     if is_finished(settings):
