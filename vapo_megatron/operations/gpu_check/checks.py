@@ -83,7 +83,8 @@ def _program(name: str, module: str, step: str, shows: str, expects: str, gpu: b
 
 def _tests(name: str, step: str, limit: float, shows: str, *folders: str) -> Check:
     pytest = ("-m", "pytest", "-q", "-rfEs", "--maxfail=20", "-p", "no:cacheprovider", "-m", "gpu")
-    return Check(name, step, (*pytest, *folders), limit, shows, _PASSED)
+    # The first engine of a machine compiles for longer than a test may take elsewhere.
+    return Check(name, step, (*pytest, "--timeout", f"{limit:g}", *folders), limit, shows, _PASSED)
 
 
 def _bench(out: Path, name: str, step: str, module: str, arguments: tuple[str, ...], expects: str) -> Check:
