@@ -176,3 +176,14 @@ def test_ctrl_c_tells_what_is_saved_and_how_to_go_on(
     assert command.exit_code("train", "run.overwrite=true") == 130
     error = capfd.readouterr().err
     assert error.count("\n") == 1 and "step_000020: the same command with run.resume=auto" in error
+
+
+@pytest.mark.parametrize(
+    ("argument", "named"),
+    [("schedule_policy=best", ["--schedule-policy", "best"])],
+)
+def test_arguments_that_sglang_refuses_are_told_of_before_anything_starts(
+    command: Command, capfd: pytest.CaptureFixture[str], argument: str, named: list[str]
+) -> None:
+    code = command.exit_code("train", f"rollout.server_args.{argument}")
+    assert_refused(command, code, capfd.readouterr().err, "rollout.server_args", argument, *named)

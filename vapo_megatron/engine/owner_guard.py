@@ -1,21 +1,18 @@
 """A server must not outlive its trainer, however that one ended: kill -9 and the out-of-memory killer included."""
 
-import contextlib
 import os
 import select
 import shutil
 import signal
 import threading
-from pathlib import Path
 
 _POLL_SECONDS = 1.0
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 def kill_group_with_owner(lifeline: int, owner_pid: int, scratch: str) -> threading.Thread:
     """Start a thread that kills this process's whole group (SIGKILL) as soon as the owner is gone.
 
-    It removes what belongs to the directory scratch first, which nobody else is left to do.
+    It removes the directory scratch first, which nobody else is left to do.
 
     lifeline is the read end of a pipe whose write end the owner holds: its end of file tells of the owner's death at
     once. A process that the owner forked may have inherited the write end and keep it open, so this process's parent
@@ -26,19 +23,10 @@ def kill_group_with_owner(lifeline: int, owner_pid: int, scratch: str) -> thread
     return thread
 
 
-def remove_scratch(scratch: Path) -> None:
-    """Remove a server's directory, and what SGLang made in shared memory under the names of the sockets in it."""
-    with contextlib.suppress(OSError):
-        for socket in scratch.iterdir():
-            for left in _SHARED_MEMORY.glob(f"sglang_loads_{socket.name}_*.shm"):
-                left.unlink(missing_ok=True)
-    shutil.rmtree(scratch, ignore_errors=True)
-
-
 def _watch(lifeline: int, owner_pid: int, scratch: str) -> None:
     while os.getppid() == owner_pid:
         readable, _, _ = select.select([lifeline], [], [], _POLL_SECONDS)
         if readable and not os.read(lifeline, 4096):
             break
-    remove_scratch(Path(scratch))
+    shutil.rmtree(scratch, ignore_errors=True)
     os.killpg(os.getpgrp(), signal.SIGKILL)

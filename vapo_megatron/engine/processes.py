@@ -4,17 +4,22 @@ They are pickled by name: a spawned child imports this module, and with it the C
 """
 
 import signal
+import tempfile
 from typing import Any
 
 from vapo_megatron.engine import cpu_shim
 
 _on_cpu = cpu_shim.install()
 
+from sglang.srt.managers import load_snapshot  # noqa: E402
 from sglang.srt.managers.scheduler import run_scheduler_process  # noqa: E402
 from sglang.srt.utils.common import kill_itself_when_parent_died  # noqa: E402
 
 from vapo_megatron.engine.cpu_fp8 import install_cpu_fp8  # noqa: E402
 from vapo_megatron.weight_sync.strict_loading import install_strict_loading  # noqa: E402
+
+# Servers are killed, not ended: a file in /dev/shm would stay. The folder of temporary files goes with the server.
+load_snapshot.shm_path_for = lambda instance: f"{tempfile.gettempdir()}/loads_{instance}.shm"
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from vapo_megatron.experience.tokenizer import TextTokenizer
 from vapo_megatron.mcore.platform import Platform
 from vapo_megatron.rollout.context import check_context
 from vapo_megatron.rollout.gpu_kernels import check_kernels
+from vapo_megatron.rollout.server import EngineServer
 from vapo_megatron.weights.load import check_weights
 from vapo_megatron.weights.spec import ModelSpec, read_spec
 
@@ -102,6 +104,9 @@ def check_evaluation(settings: EvaluateConfig, platform: Platform) -> Evaluation
         data.max_prompt_tokens, "sampling.max_new_tokens", new_tokens, settings.rollout, spec.max_position_embeddings
     )
     engines = engine_count(settings.rollout, platform)
+    if settings.rollout.server_args:
+        devices = range(settings.rollout.tp) if platform.is_cuda else None
+        EngineServer(model_dir, settings.rollout, settings.model.dtype, Path(os.devnull), devices).check_arguments()
     check_kernels(settings.rollout, settings.rollout.computes_in(settings.model.dtype), platform.is_cuda)
     tokenizer = TextTokenizer(model_dir, data.prompt)
     tokenizer.check_vocabulary(spec.vocab_size)

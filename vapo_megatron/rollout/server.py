@@ -5,6 +5,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,7 +23,6 @@ from pydantic import JsonValue
 
 import vapo_megatron
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.engine.owner_guard import remove_scratch
 from vapo_megatron.engine.server_main import KEY_VARIABLE
 from vapo_megatron.errors import BadInput, RunFailed
 from vapo_megatron.rollout.cuda_environment import cuda_environment
@@ -163,6 +163,26 @@ class EngineServer:
                 start_new_session=True,
             )
 
+    def check_arguments(self) -> None:
+        """Have SGLang read the arguments in a process that starts no server.
+
+        Raises:
+            BadInput: it refuses them.
+        """
+        with tempfile.TemporaryDirectory(prefix="vapo-engine-") as scratch:
+            ended = subprocess.run(
+                [sys.executable, "-m", "vapo_megatron.engine.check_arguments", *self._engine_args()],
+                env=self._environment(Path(scratch)),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+            )
+        if ended.returncode:
+            lines = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
+            reason = (lines or [_describe(ended.returncode)])[-1][:400]
+            given = ", ".join(f"{name}={value}" for name, value in self._config.server_args.items())
+            raise BadInput(f"rollout.server_args: SGLang does not take {given} ({reason}): see `sglang serve --help`")
+
     def ended(self) -> str | None:
         """Why the server that was started is no more; None while it is."""
         code = None if self._process is None else self._process.poll()
@@ -204,7 +224,7 @@ class EngineServer:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         if self._scratch is not None:
-            remove_scratch(self._scratch)
+            shutil.rmtree(self._scratch, ignore_errors=True)
             self._scratch = None
 
     def __enter__(self) -> "EngineServer":

@@ -1,5 +1,6 @@
 """What can be known to fail before anything is started is found here."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from vapo_megatron.mcore.layer_spec import uses_transformer_engine
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.mcore.precision import check_delayed_scaling, check_trainable
 from vapo_megatron.rewards.pool import VerifierPool
+from vapo_megatron.rollout.server import EngineServer
 from vapo_megatron.training.cautions import cautions
 from vapo_megatron.training.first_checks import (
     check_capacity,
@@ -37,12 +39,16 @@ def check_train(config: TrainConfig, world_size: int) -> None:
         sections["critic"] = config.critic
         check_trainable(check_critic_source(config, spec), config.model, config.critic, "critic", current_platform())
     check_delayed_scaling(sections)
-    engine_fp8(config.rollout, config.actor.precision, spec)
+    fp8 = engine_fp8(config.rollout, config.actor.precision, spec)
     tokenizer = TextTokenizer(Path(config.model.path), config.data.prompt)
     tokenizer.check_vocabulary(spec.vocab_size)
     prompts = train_prompts(config.data, tokenizer)
     evaluations = {entry.name: eval_prompts(entry, config.data, tokenizer) for entry in config.data.eval}
     check_functions(config.algorithm)
+    if config.rollout.server_args and not config.rollout.external_urls:
+        devices = range(config.rollout.tp) if current_platform().is_cuda else None
+        nowhere = Path(os.devnull)
+        EngineServer(config.model.path, config.rollout, config.model.dtype, nowhere, devices, fp8=fp8).check_arguments()
     with VerifierPool(config.reward) as verifier:
         verifier.try_out(prompts[0].problem, prompts[0].answer)
     check_room(Path(config.run.directory), run_bytes(config, spec.parameter_count()) + record_bytes(config))
