@@ -209,7 +209,7 @@ FORBIDDEN = {
     "frac_zero_std_groups": r"equal_groups",
     "vocab_shard_size": r"local_words",
     "kl.placement": r"kl\.where",
-    "recorded_rollouts/, checkpoints/": r"(?<!__0_1\\.)(?:(?<=/)|(?<=`)|(?<=^))(?:record|state)/(?:step|`|$)",
+    "recorded_rollouts/, checkpoints/": r"(?:record|state)/(?:step|`|$)",
     "is given, is logged": r"(?:is|are) told of",
     "per token": r"(?:tokens|responses|bytes|samples|values?) a (?:token|response|prompt|sample)",
 }
