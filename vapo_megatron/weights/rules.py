@@ -25,7 +25,7 @@ Placing = tuple[Tensor, Tensor]
 
 
 class Source(Protocol):
-    """A Hugging Face tensor of which parts can be taken: a torch.Tensor, or one that still lies in a file."""
+    """A Hugging Face tensor of which parts can be taken: a torch.Tensor, or one that is still in a file."""
 
     def __getitem__(self, index: Any) -> Tensor: ...
 
@@ -73,7 +73,7 @@ class Rule(ABC):
         """
 
     def place(self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> None:
-        """Copy a rank's shard there."""
+        """Copy a rank's shard to where it belongs."""
         for target, source in self.placings(shard, wholes, spec, tp_rank, tp_size):
             target.copy_(source)
 
@@ -87,21 +87,21 @@ class Replicated(Rule):
     """Whole on every tensor-parallel rank: norms, the router, the value head."""
 
     def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
-        """See Rule."""
+        """Shape of a tensor-parallel rank's parameter."""
         return _sizes(self.shape, spec)
 
     def to_shard(self, sources: Sequence[Source], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
-        """See Rule."""
+        """A tensor-parallel rank's parameter; of each source only this rank's rows or columns are read."""
         return sources[0][:]
 
     def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
-        """See Rule."""
+        """The Hugging Face tensors, contiguous, from the shards of all ranks in their order."""
         return [shards[0].contiguous()]
 
     def placings(
         self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
     ) -> list[Placing]:
-        """See Rule."""
+        """Pairs of a view of a Hugging Face tensor and the part of the shard that belongs there."""
         return [(wholes[0], shard)] if tp_rank == 0 else []
 
 
@@ -110,23 +110,23 @@ class Column(Rule):
     """Cut along the output features, dimension 0 (Megatron's ColumnParallelLinear)."""
 
     def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
-        """See Rule."""
+        """Shape of a tensor-parallel rank's parameter."""
         rows, *rest = _sizes(self.shape, spec)
         return (rows // tp_size, *rest)
 
     def to_shard(self, sources: Sequence[Source], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
-        """See Rule."""
+        """A tensor-parallel rank's parameter; of each source only this rank's rows or columns are read."""
         rows = self.shard_shape(spec, tp_size)[0]
         return sources[0][tp_rank * rows : (tp_rank + 1) * rows]
 
     def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
-        """See Rule."""
+        """The Hugging Face tensors, contiguous, from the shards of all ranks in their order."""
         return [_joined(shards)]
 
     def placings(
         self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
     ) -> list[Placing]:
-        """See Rule."""
+        """Pairs of a view of a Hugging Face tensor and the part of the shard that belongs there."""
         return [(wholes[0].chunk(tp_size)[tp_rank], shard)]
 
 
@@ -135,37 +135,37 @@ class Row(Rule):
     """Cut along the input features, dimension 1 (Megatron's RowParallelLinear)."""
 
     def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
-        """See Rule."""
+        """Shape of a tensor-parallel rank's parameter."""
         rows, columns = _sizes(self.shape, spec)
         return (rows, columns // tp_size)
 
     def to_shard(self, sources: Sequence[Source], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
-        """See Rule."""
+        """A tensor-parallel rank's parameter; of each source only this rank's rows or columns are read."""
         columns = self.shard_shape(spec, tp_size)[1]
         return sources[0][:, tp_rank * columns : (tp_rank + 1) * columns]
 
     def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
-        """See Rule."""
+        """The Hugging Face tensors, contiguous, from the shards of all ranks in their order."""
         return [_joined(shards, dim=1)]
 
     def placings(
         self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
     ) -> list[Placing]:
-        """See Rule."""
+        """Pairs of a view of a Hugging Face tensor and the part of the shard that belongs there."""
         return [(wholes[0].chunk(tp_size, dim=1)[tp_rank], shard)]
 
 
 @dataclass(frozen=True)
 class Vocabulary(Rule):
-    """A row a word, cut like Column; the table is padded with rows of zeros to a multiple of the ranks."""
+    """A row per word, cut like Column; the table is padded with rows of zeros to a multiple of the ranks."""
 
     def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
-        """See Rule."""
+        """Shape of a tensor-parallel rank's parameter."""
         _, *rest = _sizes(self.shape, spec)
         return (spec.vocab_shard_size(tp_size), *rest)
 
     def to_shard(self, sources: Sequence[Source], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
-        """See Rule."""
+        """A tensor-parallel rank's parameter; of each source only this rank's rows or columns are read."""
         words = _sizes(self.shape, spec)[0]
         rows = self.shard_shape(spec, tp_size)[0]
         first = min(tp_rank * rows, words)
@@ -175,7 +175,7 @@ class Vocabulary(Rule):
         return torch.cat((real, real.new_zeros(rows - real.shape[0], *real.shape[1:])))
 
     def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
-        """See Rule."""
+        """The Hugging Face tensors, contiguous, from the shards of all ranks in their order."""
         words = _sizes(self.shape, spec)[0]
         parts, left = [], words
         for shard in shards:
@@ -187,7 +187,7 @@ class Vocabulary(Rule):
     def placings(
         self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
     ) -> list[Placing]:
-        """See Rule."""
+        """Pairs of a view of a Hugging Face tensor and the part of the shard that belongs there."""
         mine = wholes[0][tp_rank * shard.shape[0] : (tp_rank + 1) * shard.shape[0]]
         return [(mine, shard[: mine.shape[0]])]
 
@@ -197,25 +197,25 @@ class GateUp(Rule):
     """The two halves of a gated MLP, each cut like Column; a rank holds its part of the gate above its part of up."""
 
     def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
-        """See Rule."""
+        """Shape of a tensor-parallel rank's parameter."""
         rows, *rest = _sizes(self.shape, spec)
         return (2 * (rows // tp_size), *rest)
 
     def to_shard(self, sources: Sequence[Source], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
-        """See Rule."""
+        """A tensor-parallel rank's parameter; of each source only this rank's rows or columns are read."""
         rows = self.shard_shape(spec, tp_size)[0] // 2
         mine = slice(tp_rank * rows, (tp_rank + 1) * rows)
         return torch.cat([source[mine] for source in sources])
 
     def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
-        """See Rule."""
+        """The Hugging Face tensors, contiguous, from the shards of all ranks in their order."""
         halves = [shard.chunk(2) for shard in shards]
         return [_joined([half[i] for half in halves]) for i in range(2)]
 
     def placings(
         self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
     ) -> list[Placing]:
-        """See Rule."""
+        """Pairs of a view of a Hugging Face tensor and the part of the shard that belongs there."""
         return [(whole.chunk(tp_size)[tp_rank], half) for whole, half in zip(wholes, shard.chunk(2), strict=True)]
 
 
@@ -224,17 +224,17 @@ class ExpertGateUp(GateUp):
     """The two halves of an expert's gated MLP: whole, since experts are not cut over tensor-parallel ranks."""
 
     def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
-        """See Rule."""
+        """Shape of a tensor-parallel rank's parameter."""
         return super().shard_shape(spec, 1)
 
     def to_shard(self, sources: Sequence[Source], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
-        """See Rule."""
+        """A tensor-parallel rank's parameter; of each source only this rank's rows or columns are read."""
         return super().to_shard(sources, spec, 0, 1)
 
     def placings(
         self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
     ) -> list[Placing]:
-        """See Rule."""
+        """Pairs of a view of a Hugging Face tensor and the part of the shard that belongs there."""
         return super().placings(shard, wholes, spec, 0, 1)
 
 
@@ -245,7 +245,7 @@ class ExpertDown(Replicated):
     def placings(
         self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
     ) -> list[Placing]:
-        """See Rule."""
+        """Pairs of a view of a Hugging Face tensor and the part of the shard that belongs there."""
         return super().placings(shard, wholes, spec, 0, 1)
 
 
@@ -258,16 +258,16 @@ class QKV(Rule):
     """
 
     def hf_shapes(self, spec: "ModelSpec") -> list[tuple[int, ...]]:
-        """See Rule."""
+        """Shapes of the Hugging Face tensors, in the order of `hf`."""
         rest = _sizes(self.shape, spec)
         return [(spec.query_size, *rest), (spec.kv_size, *rest), (spec.kv_size, *rest)]
 
     def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
-        """See Rule."""
+        """Shape of a tensor-parallel rank's parameter."""
         return ((spec.query_size + 2 * spec.kv_size) // tp_size, *_sizes(self.shape, spec))
 
     def to_shard(self, sources: Sequence[Source], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
-        """See Rule."""
+        """A tensor-parallel rank's parameter; of each source only this rank's rows or columns are read."""
         groups = spec.num_kv_heads // tp_size
         parts = []
         for source, shape in zip(sources, self.hf_shapes(spec), strict=True):
@@ -277,7 +277,7 @@ class QKV(Rule):
         return torch.cat(parts, dim=1).flatten(0, 1)
 
     def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
-        """See Rule."""
+        """The Hugging Face tensors, contiguous, from the shards of all ranks in their order."""
         groups = spec.num_kv_heads // len(shards)
         heads = spec.num_heads // spec.num_kv_heads
         rows = [heads * spec.head_dim, spec.head_dim, spec.head_dim]
@@ -287,7 +287,7 @@ class QKV(Rule):
     def placings(
         self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
     ) -> list[Placing]:
-        """See Rule."""
+        """Pairs of a view of a Hugging Face tensor and the part of the shard that belongs there."""
         groups = spec.num_kv_heads // tp_size
         heads = spec.num_heads // spec.num_kv_heads
         rows = [heads * spec.head_dim, spec.head_dim, spec.head_dim]
