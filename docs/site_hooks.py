@@ -9,4 +9,9 @@ _OUTSIDE = re.compile(r"(?<!!)\[([^\]]*)\]\(\.\./([^)#\s]*)[^)]*\)")
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace links to files outside docs/ by their text and path."""
-    return _OUTSIDE.sub(lambda found: f"{found[1]} (`{found[2]}`)" if found[1].strip("`") != found[2] else f"`{found[2]}`", markdown)
+
+    def plain(found: re.Match[str]) -> str:
+        text, path = found[1], found[2]
+        return f"`{path}`" if text.strip("`") == path else f"{text} (`{path}`)"
+
+    return _OUTSIDE.sub(plain, markdown)
