@@ -71,7 +71,8 @@ class PositiveNllConfig(Section):
 
     coef: float = Field(0.1, ge=0, description="0 switches it off")
     positives: Literal["correct", "reward"] = Field(
-        "correct", description="who is positive: responses that verified as correct, or with a shaped reward above"
+        "correct",
+        description="which samples are positive: responses that verified as correct, or with a shaped reward above",
     )
     reward_above: float = Field(0.0, description="the bound, for positives=reward")
 
