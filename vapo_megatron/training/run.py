@@ -239,7 +239,7 @@ class Run:
     def finish(self) -> None:
         """Collective: have the final model and say where everything is."""
         if on_rank_zero(partial(final_step, self.run_dir)) != self.step:
-            # No step was left to do: it was saved by an attempt that ended before the export, or run.steps is lower now.
+            # No step was left to do: it was saved by an attempt that ended before it, or run.steps is lower now.
             with self.recorder.phase("export"):
                 self._save_final()
         rows = read_metrics(self.run_dir) if self.recorder.is_main_rank else []
