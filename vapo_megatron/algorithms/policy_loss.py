@@ -86,14 +86,6 @@ def sao(logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, clip_low
     return torch.where(inside, -ratio * advantages.detach(), 0)
 
 
-def positive_nll(logprobs: Tensor, correct: Tensor) -> Tensor:
-    """-log pi on the tokens of correct responses, 0 elsewhere (VAPO, section 4.3).
-
-    correct [T] is not 0 on those tokens.
-    """
-    return torch.where(correct != 0, -logprobs, 0)
-
-
 def self_imitation(logprobs: Tensor, positive_advantages: Tensor) -> Tensor:
     """-log pi (R - V)+ (arXiv 1806.05635, eq. 2); positive_advantages from `advantages.self_imitation`."""
     return -logprobs * positive_advantages.detach()
@@ -123,3 +115,17 @@ def clip_indicators(
     high = (advantages > 0) & (ratio > 1 + clip_high)
     dual = torch.zeros_like(low) if dual_clip is None else (advantages < 0) & (ratio > dual_clip)
     return ClipIndicators(low.float(), high.float(), dual.float())
+
+
+@torch.no_grad()
+def cispo_clip_indicators(log_ratio: Tensor, clip_high: float) -> ClipIndicators:
+    """Where cispo's weight is cut: r above 1 + clip_high. Three float32 [T]."""
+    none = torch.zeros_like(log_ratio)
+    return ClipIndicators(none, (log_ratio.exp() > 1 + clip_high).float(), none)
+
+
+@torch.no_grad()
+def sao_clip_indicators(log_ratio: Tensor, clip_low: float, clip_high: float) -> ClipIndicators:
+    """Where sao's loss is 0; log_ratio is to the rollout policy. Three float32 [T]."""
+    ratio, none = log_ratio.exp(), torch.zeros_like(log_ratio)
+    return ClipIndicators((ratio <= 1 - clip_low).float(), (ratio >= 1 + clip_high).float(), none)

@@ -103,7 +103,7 @@ class PolicyLoss:
             "clip_fraction_high": (mean * high).sum(),
             "clip_fraction_dual": (mean * dual).sum(),
             "ratio_mean": (mean * ratio).sum(),
-            "approx_kl": (mean * (ratio - 1 - log_ratio)).sum(),
+            "approx_kl": (mean * kl.k3(torch.zeros_like(log_ratio), log_ratio)).sum(),
             "ratio_max": ratio.max(),
         }
         return {name: value for name, value in metrics.items() if name in (*self.sums, *self.maxima)}
@@ -114,10 +114,10 @@ class PolicyLoss:
         if config.kind == "reinforce":
             return none, none, none
         if config.kind == "cispo":
-            return none, (log_ratio.exp() > 1 + config.clip_high).float(), none
+            return policy_loss.cispo_clip_indicators(log_ratio, config.clip_high)
         if config.kind == "sao":
-            ratio = (logprobs - local.gather(self.rollout_logprobs)).exp()
-            return (ratio <= 1 - config.clip_low).float(), (ratio >= 1 + config.clip_high).float(), none
+            to_rollout = logprobs - local.gather(self.rollout_logprobs)
+            return policy_loss.sao_clip_indicators(to_rollout, config.clip_low, config.clip_high)
         if config.kind == "gspo":
             log_ratio = local.sequence_mean(log_ratio)
         advantages = local.gather(self.advantages)

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms.critic_metrics import bias_by_position, explained_variance
 from vapo_megatron.algorithms.kl import k3
+from vapo_megatron.algorithms.selection import frac_zero_std_groups
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.monitoring import names
 
@@ -18,21 +18,13 @@ def rollout_metrics(batch: ExperienceBatch) -> dict[str, float]:
         names.REWARD: float(rewards.mean()),
         "reward/min": float(rewards.min()),
         "reward/max": float(rewards.max()),
-        names.FRAC_ZERO_STD_GROUPS: _frac_zero_std_groups(rewards, batch.group_ids),
+        names.FRAC_ZERO_STD_GROUPS: frac_zero_std_groups(rewards, batch.group_ids),
         names.ACCURACY: float(batch.correct.float().mean()),
         names.LENGTH: float(lengths.mean()),
         names.LENGTH_MIN: float(lengths.min()),
         names.LENGTH_MAX: float(lengths.max()),
         names.TRUNCATED: float(batch.truncated.float().mean()),
     }
-
-
-def _frac_zero_std_groups(rewards: Tensor, group_ids: Tensor) -> float:
-    groups = int(group_ids.max()) + 1
-    low = torch.full((groups,), float("inf")).scatter_reduce(0, group_ids, rewards, "amin")
-    high = torch.full((groups,), float("-inf")).scatter_reduce(0, group_ids, rewards, "amax")
-    present = high >= low
-    return float((low == high)[present].float().mean())
 
 
 def policy_metrics(batch: ExperienceBatch) -> dict[str, float]:
@@ -65,6 +57,15 @@ def importance_metrics(weights: Tensor, log_ratio: Tensor) -> dict[str, float]:
         "importance/weight_min": float(weights.min()),
         "importance/ratio_max": float(log_ratio.exp().max()),
         "importance/cut_share": float((weights != log_ratio.exp()).float().mean()),
+    }
+
+
+def advantage_metrics(advantages: Tensor, shaped_rewards: Tensor) -> dict[str, float]:
+    """Of advantages [T] and of rewards [S] after shaping."""
+    return {
+        "advantage/mean": float(advantages.mean()),
+        "advantage/std": float(advantages.std(correction=0)),
+        "reward/shaped_mean": float(shaped_rewards.mean()),
     }
 
 
