@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from vapo_megatron.algorithms.gae import decoupled_gae
+from vapo_megatron.algorithms.gae import decoupled_gae, monte_carlo_returns
 from vapo_megatron.algorithms.segments import place_terminal
 from vapo_megatron.config.algorithm import ValueLossConfig, ValuePretrainingConfig
 from vapo_megatron.experience.batch import ExperienceBatch, from_samples
@@ -15,7 +15,6 @@ from vapo_megatron.training.value_pretraining import (
     for_pretraining,
     good_enough,
     largest_bias,
-    monte_carlo_returns,
     replay_order,
     split_groups,
 )
