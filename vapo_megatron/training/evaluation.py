@@ -57,9 +57,7 @@ def evaluate_sets(
             prompts,
             entry.samples,
             collect=lambda prompts, k: engines.collect(GenerationRequest(prompts, k, sampling, seed, engines.version)),
-            grade=lambda samples: grade_samples(
-                samples, verifier, rollouts.tokenizer.decode, rollouts.reward
-            ),
+            grade=lambda samples: grade_samples(samples, verifier, rollouts.tokenizer.decode, rollouts.reward),
             outputs=run_dir / "evaluation" / f"step_{step:06d}_{entry.name}.jsonl",
         )
         for entry, prompts in zip(sets, rollouts.evaluation_prompts, strict=True)
