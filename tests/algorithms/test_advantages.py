@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms import advantages as adv
+from vapo_megatron.algorithms.segments import to_tokens
 
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.5, 0.0, 3.0])
 GROUPS = torch.tensor([9, 9, 4, 9, 4, 9, -1])
@@ -84,7 +85,7 @@ def test_shapes_that_differ_are_refused(function) -> None:
 
 def test_to_tokens() -> None:
     cu_seqlens = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
-    assert adv.to_tokens(torch.tensor([1.0, 2.0, 3.0]), cu_seqlens).tolist() == [1, 1, 3, 3, 3]
+    assert to_tokens(torch.tensor([1.0, 2.0, 3.0]), cu_seqlens).tolist() == [1, 1, 3, 3, 3]
 
 
 def test_reinforce_pp() -> None:

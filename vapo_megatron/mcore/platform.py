@@ -33,6 +33,11 @@ class Platform:
         return self.is_cuda
 
     @property
+    def engines_on_gpu(self) -> bool:
+        """Whether the engines that this machine starts run on GPUs."""
+        return self.is_cuda
+
+    @property
     def world_backend(self) -> str:
         """Backends of the world: words between ranks go over the CPU, so that a rank that waits for another one keeps
         no kernel spinning on a GPU on which an engine generates."""
