@@ -71,6 +71,7 @@ ASK_FOR_THE_DEVICE = {
     "operations/quantized_export.py",
     "rollout/remote_engines.py",
     "training/engines.py",
+    "training/preflight.py",
     "training/serve_engine.py",
     "weight_sync/broadcast_group.py",
     "weight_sync/ipc_handle.py",
