@@ -156,7 +156,7 @@ def doctor(
     broken_nodes: Annotated[Path | None, typer.Option(help="a file to write the names of broken nodes to")] = None,
     node_names: Annotated[str, typer.Option(help="nodes in the order of their ranks, to name who is absent: a,b")] = "",
 ) -> None:
-    """Say whether the machines are fit for a run: one process a node, through srun or torchrun, or by hand for one."""
+    """Say whether the machines are fit for a run: one process per node, by srun, torchrun, or hand for one."""
     from vapo_megatron.config.load import load_config
     from vapo_megatron.config.plan import PlanConfig
 

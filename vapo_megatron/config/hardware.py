@@ -38,9 +38,9 @@ class HardwareConfig(Section):
     device_memory_gib: float | None = Field(None, gt=0, description="memory of a GPU; none: that of the kind")
     node_memory_gib: float = Field(2048.0, gt=0, description="memory of a node; an HGX or DGX of eight GPUs has 2 TiB")
     bf16_tflops: float | None = Field(
-        None, gt=0, description="stated dense bf16 rate of a GPU, 10^12 operations a second"
+        None, gt=0, description="stated dense bf16 rate of a GPU, 10^12 operations per second"
     )
-    memory_gbs: float | None = Field(None, gt=0, description="stated memory bandwidth of a GPU, 10^9 bytes a second")
+    memory_gbs: float | None = Field(None, gt=0, description="stated memory bandwidth of a GPU, 10^9 bytes per second")
     nvlink_gbs: float | None = Field(None, gt=0, description="stated NVLink bandwidth of a GPU, one direction")
     network_gbs: float | None = Field(
         None, gt=0, description="network bandwidth of a GPU, one direction: 50 is one 400 Gb/s adapter a GPU"

@@ -28,7 +28,7 @@ class Generator(Protocol):
         on_group: Callable[[list[Response]], None],
         advance: Callable[[int], None],
     ) -> None:
-        """Answer all of them; advance is told of each response."""
+        """Answer all of them; advance is called for each."""
 
 
 class EngineGenerator:

@@ -1,4 +1,4 @@
-"""Responses from a server that speaks OpenAI's protocol (/chat/completions or /completions)."""
+"""Responses from a server with the OpenAI API (/chat/completions or /completions)."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ class OpenAIClient:
         on_group: Callable[[list[Response]], None],
         advance: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """k responses to each prompt; on_group gets those of one prompt together, advance is told of each response.
+        """k responses to each prompt; on_group gets those of one prompt together, advance is called for each response.
 
         Raises:
             RunFailed: the server refuses a request or answers something else than a completion.

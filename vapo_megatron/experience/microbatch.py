@@ -14,7 +14,7 @@ from vapo_megatron.experience.zigzag import local_positions
 class MicroBatch:
     """Packed sequences of one forward pass, the part that a context-parallel rank holds (t tokens).
 
-    Position j of a sequence reads token j and speaks about token j + 1: its log-prob, or the value of the state in
+    Position j of a sequence reads token j and predicts token j + 1: its log-prob, or the value of the state in
     which it is chosen. A sequence of n tokens has n - 1 positions.
 
     Attributes:

@@ -240,7 +240,7 @@ class Trainable:
 
         Args:
             batch: what to score.
-            on_done: is told of samples as they are done, going by this rank's share of the work.
+            on_done: called with numbers of samples as they are done, going by this rank's share of the work.
             temperature: stands in for the model's own.
             read: from a value head's outputs [t, n] to values [t]; None takes the first.
 

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a table that grows by a line a step, and progress inside long phases.
+"""What a person sees of a run: a table that grows by a line per step, and progress inside long phases.
 
 On a terminal rich draws it; in a log file the same lines come without colours, cursor movements or carriage returns,
 and progress as a line from time to time.

@@ -1,4 +1,4 @@
-"""The metrics of a run, one row a step: metrics.jsonl and TensorBoard."""
+"""The metrics of a run, one row per step: metrics.jsonl and TensorBoard."""
 
 import json
 import math

@@ -9,7 +9,7 @@ from vapo_megatron.experience.sample import Sample
 
 
 class SampleWriter:
-    """Keeps the first groups of every step in run_dir/samples/step_000012.jsonl, one sample a line."""
+    """Keeps the first groups of every step in run_dir/samples/step_000012.jsonl, one sample per line."""
 
     def __init__(self, run_dir: Path, groups_per_step: int) -> None:
         """groups_per_step 0 keeps nothing."""

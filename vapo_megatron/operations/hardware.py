@@ -9,7 +9,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Rates:
-    """What a maker states of one GPU. Rates are in operations or bytes a second, links in one direction.
+    """What a maker states of one GPU. Rates are in operations or bytes per second, links in one direction.
 
     Attributes:
         memory: bytes that nvidia-smi reports in all.
@@ -54,7 +54,7 @@ RATES: dict[Kind, Rates] = {
 
 @dataclass(frozen=True)
 class Hardware:
-    """A HardwareConfig with every rate filled in; bytes, and bytes or operations a second."""
+    """A HardwareConfig with every rate filled in; bytes, and bytes or operations per second."""
 
     kind: Kind
     gpus_per_node: int

@@ -33,8 +33,8 @@ from vapo_megatron.weights.spec import ModelSpec, read_config, read_spec
 Format = Literal["fp8", "fp8_block", "nvfp4"]
 REPORT_FILE = "quantization_report.json"
 
-# ModelOpt's own recipes. fp8: a scale a tensor, activations by a static scale from calibration. fp8_block: a scale for
-# 128 x 128 weights, activations as they come. nvfp4: e2m1 with an e4m3 scale for 16 weights and a float32 one a tensor.
+# ModelOpt recipes. fp8: a scale per tensor, activations by a static scale from calibration. fp8_block: a scale for
+# 128 x 128 weights, activations dynamic. nvfp4: e2m1 with an e4m3 scale for 16 weights and a float32 one per tensor.
 _RECIPES = {"fp8": "FP8_DEFAULT_CFG", "fp8_block": "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG", "nvfp4": "NVFP4_DEFAULT_CFG"}
 _NVFP4_GROUP = 16
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -190,7 +190,7 @@ class BackgroundSave:
             try:
                 metrics[name] = read_manifest(path).metrics
             except BadInput:
-                metrics[name] = {}  # it is damaged, which is told of when somebody wants to go on from it
+                metrics[name] = {}  # it is damaged, which a resume from it will say
         for name in to_remove(list(found), metrics, self._job.keep):
             with suppress(OSError):  # the new checkpoint is there; the next save tries again
                 remove_checkpoint(found[name])

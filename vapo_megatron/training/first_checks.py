@@ -1,4 +1,4 @@
-"""The checks that need neither transformers nor Megatron-Core: most mistakes are told of before those are imported."""
+"""The checks that need neither transformers nor Megatron-Core: most mistakes are refused before those are imported."""
 
 from pathlib import Path
 

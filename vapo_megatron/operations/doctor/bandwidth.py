@@ -2,7 +2,7 @@
 
 Entry: python -m vapo_megatron.operations.doctor.bandwidth memory DEVICE
        python -m vapo_megatron.operations.doctor.bandwidth allreduce DEVICE RANK WORLD HOST PORT
-Either prints one number, bytes a second.
+Either prints one number, bytes per second.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ def answers(processes: Sequence["subprocess.Popen[str]"], deadline: float) -> li
 
 
 def judge(check: str, found: Sequence[float | str], expected: float | None, remedy: str) -> list[Line]:
-    """Lines on the rates of a node's devices; expected: bytes a second, None where nothing is known."""
+    """Lines on the rates of a node's devices; expected: bytes per second, None where nothing is known."""
     silent = {number: said for number, said in enumerate(found) if isinstance(said, str)}
     if silent:
         number, said = next(iter(silent.items()))
@@ -100,7 +100,7 @@ def memory_rate(device: str) -> float:
 
 
 def allreduce_rate(device: str, rank: int, world: int, host: str, port: int) -> float:
-    """Bus bandwidth in bytes a second: what each link has to carry, 2 (n - 1) / n of the bytes that are summed.
+    """Bus bandwidth in bytes per second: what each link has to carry, 2 (n - 1) / n of the bytes that are summed.
 
     Raises:
         RuntimeError: the sum is wrong.

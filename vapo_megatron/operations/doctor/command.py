@@ -46,7 +46,7 @@ def doctor(
         quick: without the slow checks.
         as_text: JSON on standard output in place of a table.
         wait: seconds to wait for other nodes to come.
-        broken_file: gets the names of nodes with a fault, one a line; what no node can be blamed for is left out.
+        broken_file: gets the names of nodes with a fault, one per line; what no node can be blamed for is left out.
         node_names: of all nodes in the order of their ranks, equally many on each, so that those that do not come
             have a name; empty where it is not known.
 

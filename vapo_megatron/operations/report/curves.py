@@ -200,7 +200,7 @@ def _logarithmic(axes: Axes, drawn: Sequence[bool]) -> bool:
 
 
 def _phases(axes: Axes, rows: Rows) -> bool:
-    axes.set_title("Time per phase (seconds a step)")
+    axes.set_title("Time per phase (seconds per step)")
     timed = [
         row for row in rows if row.get(names.STEP_TIME) is not None and names.own_counter(names.PRETRAINING) not in row
     ]
