@@ -23,7 +23,7 @@ class RunPlace(Section):
 
     @property
     def directory(self) -> str:
-        """The folder of this run."""
+        """Where everything of this run lies."""
         return f"{self.root}/{self.name}"
 
 

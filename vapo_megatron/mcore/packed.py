@@ -1,4 +1,4 @@
-"""Megatron's description of where the sequences of a micro-batch begin and end."""
+"""How a forward pass is told where the sequences of a micro-batch begin and end."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Grades on samples."""
+"""Verdicts on samples."""
 
 from collections.abc import Callable, Sequence
 

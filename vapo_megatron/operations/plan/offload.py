@@ -1,4 +1,4 @@
-"""Which parts of each model are on the GPU in which phase of a step; from the trainer's own memory plan."""
+"""What of each model lies on the GPU in which phase of a step; from the table that the trainer itself goes by."""
 
 from vapo_megatron.config.model import TrainableConfig
 from vapo_megatron.config.train import TrainConfig
