@@ -36,7 +36,7 @@ def main(
     workers: Annotated[int, typer.Option(help="Verifier processes.")] = 2,
 ) -> None:
     """Print agreement, speed and disagreements."""
-    with VerifierPool(RewardConfig(protocol="auto", workers=workers)) as pool:
+    with VerifierPool(RewardConfig(answer_format="auto", workers=workers)) as pool:
         for path in cases:
             rows = [row for _, row in read_rows(path) if not row.get("tags")]
             ground_truths = [str(_first(row, "gold", "answer")) for row in rows]

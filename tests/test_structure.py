@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # Methods that a library calls on objects of ours.
 CALLED_BY_LIBRARIES = {"get_replay_topk"}
 # Their owners are about to remove them.
-UNUSED_YET = {"informative_groups", "through_shared_memory"}
+UNUSED_YET = {"through_shared_memory"}
 LIBRARIES = {
     "megatron": ("mcore/", "weights/"),
     "sglang": ("engine/", "weight_sync/strict_loading.py", "operations/gpu_check/"),
@@ -71,8 +71,6 @@ ASK_FOR_THE_DEVICE = {
     "operations/quantized_export.py",
     "rollout/remote_engines.py",
     "training/engines.py",
-    "training/first_checks.py",
-    "training/run.py",
     "training/preflight.py",
     "training/serve_engine.py",
     "weight_sync/broadcast_group.py",

@@ -52,12 +52,12 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def main(
     cases: Annotated[Path, typer.Option(help="JSONL with the fields gold and prediction.")],
     out: Annotated[Path, typer.Option(help="JSONL to write: the rows with correct, reason and extracted.")],
-    protocol: Annotated[str, typer.Option(help="auto, marked, boxed, answer_line, answer_tag or hash.")] = "auto",
+    answer_format: Annotated[str, typer.Option(help="auto, marked, boxed, answer_line, answer_tag or hash.")] = "auto",
     workers: Annotated[int, typer.Option(help="Verifier processes.")] = 2,
-    response_timeout_s: Annotated[float, typer.Option(help="Time for one row.")] = 10.0,
+    response_timeout_s: Annotated[float, typer.Option(help="Time for one row.")] = 5.0,
 ) -> None:
     """Grade every row and write them all, or nothing."""
-    settings = {"protocol": protocol, "workers": workers, "response_timeout_s": response_timeout_s}
+    settings = {"answer_format": answer_format, "workers": workers, "response_timeout_s": response_timeout_s}
     with told_in_one_line("error"):
         try:
             config = RewardConfig.model_validate(settings)

@@ -9,7 +9,7 @@ from vapo_megatron.errors import told_in_one_line
 
 
 def run_app(app: typer.Typer, name: str) -> None:
-    """Run an app to the end of the process; name begins every line that tells of a failure.
+    """Run an app to the end of the process; name begins the line of a failure.
 
     A wrong option ends in one line and code 2, a VapoError in its own, Ctrl-C in 130. Libraries' warnings, advice to
     their developers, are not shown.

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithms.gae import decoupled_gae, length_adaptive_lambda, segmented_gae
+from vapo_megatron.algorithms.gae import bootstrap_of_truncated, decoupled_gae, length_adaptive_lambda, segmented_gae
 
 LENGTHS = [0, 1, 5, 16, 17, 300, 0, 2500, 33, 0]
 
@@ -195,3 +195,9 @@ def test_length_adaptive_lambda() -> None:
     assert length_adaptive_lambda(torch.tensor([10, 1000]), 0.05, floor=0.3).tolist() == pytest.approx([0.3, 0.98])
     with pytest.raises(ValueError, match="alpha must be positive"):
         length_adaptive_lambda(torch.tensor([10]), 0.0)
+
+
+def test_only_truncated_responses_bootstrap_from_their_last_state() -> None:
+    values = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    found = bootstrap_of_truncated(values, torch.tensor([True, False, True, True]), torch.tensor([0, 2, 3, 3, 6]))
+    assert found.tolist() == [2.0, 0.0, 0.0, 6.0]

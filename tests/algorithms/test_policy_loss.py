@@ -117,9 +117,8 @@ def test_gspo_has_value_and_gradient_of_the_sequence_loss(scale: float) -> None:
     torch.testing.assert_close(gradient, expected)
 
 
-def test_positive_nll_self_imitation_and_entropy() -> None:
+def test_self_imitation_and_entropy() -> None:
     logprobs = torch.tensor([-1.0, -2.0, -3.0])
-    assert loss.positive_nll(logprobs, torch.tensor([1, 0, 1])).tolist() == [1.0, 0.0, 3.0]
     assert loss.self_imitation(logprobs, torch.tensor([0.5, 0.0, 2.0])).tolist() == [0.5, 0.0, 6.0]
     assert loss.entropy_bonus(torch.tensor([0.7])).tolist() == pytest.approx([-0.7])
 
@@ -134,7 +133,6 @@ def smooth_losses() -> dict[str, tuple]:
         "ppo_clip": (lambda x: loss.ppo_clip(x, old, a, 0.2, 0.28, 3.0), point),
         "reinforce": (lambda x: loss.reinforce(x, a), point),
         "sao": (lambda x: loss.sao(x, old, a, 0.2, 0.28), point),
-        "positive_nll": (lambda x: loss.positive_nll(x, a > 0), point),
         "self_imitation": (lambda x: loss.self_imitation(x, a.clamp(min=0)), point),
         "k2": (lambda x: kl.k2(x, old), point),
         "k3": (lambda x: kl.k3(x, old), point),
@@ -184,3 +182,11 @@ def test_truncated_and_masked_importance_weights() -> None:
     assert importance.tis(log_ratio, cap=2.0).tolist() == pytest.approx([0.2, 0.5, 1, 2, 2])
     assert importance.mis(log_ratio, low=0.4, high=2.5).tolist() == pytest.approx([0, 0.5, 1, 2, 0])
     assert importance.tis(torch.tensor([500.0, -500.0]), cap=2.0).isfinite().all()
+
+
+def test_where_cispo_and_sao_cut() -> None:
+    log_ratio = log_of([0.5, 0.8, 1.0, 1.28, 1.5])
+    low, high, dual = loss.cispo_clip_indicators(log_ratio, 0.4)
+    assert high.tolist() == [0, 0, 0, 0, 1] and not low.any() and not dual.any()
+    low, high, dual = loss.sao_clip_indicators(log_ratio, 0.3, 0.2)
+    assert low.tolist() == [1, 0, 0, 0, 0] and high.tolist() == [0, 0, 0, 1, 1] and not dual.any()

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from vapo_megatron.algorithms.selection import informative_groups, loss_mask, split_minibatches
+from vapo_megatron.algorithms.selection import (
+    frac_zero_std_groups,
+    informative_groups,
+    loss_mask,
+    minibatch_seed,
+    positive_responses,
+    split_minibatches,
+)
 
 GROUPS = torch.tensor([7, 3, 7, 3, 1, 1, 7, 3, 1, 0])
 
@@ -11,6 +18,25 @@ GROUPS = torch.tensor([7, 3, 7, 3, 1, 1, 7, 3, 1, 0])
 def test_groups_that_agree_teach_nothing() -> None:
     correct = torch.tensor([1, 0, 0, 0, 1, 1, 1, 0, 1, 1])
     assert informative_groups(correct, GROUPS).tolist() == [g == 7 for g in GROUPS.tolist()]
+
+
+def test_groups_of_equal_rewards_are_counted() -> None:
+    """Groups 7 and 1 differ inside, 3 is all equal, 0 has one response; numbers 2, 4, 5, 6 are of no group."""
+    rewards = torch.tensor([1.0, 0.5, 0.0, 0.5, 1.0, 0.0, 1.0, 0.5, 1.0, 0.3])
+    assert frac_zero_std_groups(rewards, GROUPS) == 0.5
+    assert frac_zero_std_groups(torch.ones(10), GROUPS) == 1
+
+
+def test_positives_are_correct_or_above_a_bound_and_never_truncated() -> None:
+    correct, truncated = torch.tensor([True, False, True, False]), torch.tensor([False, False, True, True])
+    assert positive_responses(correct, truncated).tolist() == [True, False, False, False]
+    rewards = torch.tensor([0.5, 0.75, 1.0, 1.0])
+    assert positive_responses(correct, truncated, rewards, 0.5).tolist() == [False, True, False, False]
+
+
+def test_orders_of_mini_batches_differ_by_step_model_and_epoch() -> None:
+    seeds = [minibatch_seed(step, salt, epoch) for step in ("1/1", "1/2", "2/1") for salt in (1, 2) for epoch in (0, 1)]
+    assert len(set(seeds)) == len(seeds) and seeds[0] == minibatch_seed("1/1", 1, 0)
 
 
 def test_loss_is_carried_by_what_every_choice_keeps() -> None:

@@ -34,7 +34,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, s
         {"name": "part", "path": path, "samples": 2, "limit": 3},
     ]
     config["sampling"]["max_new_tokens"] = 24
-    config |= {"reward": {"protocol": "auto", "workers": 1}, "rollout": {"max_total_tokens": 16384}}
+    config |= {"reward": {"answer_format": "auto", "workers": 1}, "rollout": {"max_total_tokens": 16384}}
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
         output = _Output()
         patch.setattr(sys, "stdout", output)

@@ -159,7 +159,7 @@ def scored(model_dir: Path, routed_experts: np.ndarray, head: str) -> tuple[np.n
     """Outputs for the batch without and with the experts told."""
     batch = make_batch(**ROLLOUT)
     section = ActorConfig() if head == "lm" else CriticConfig()
-    spec, mesh, model = read_spec(model_dir), make_mesh(LayoutConfig()), ModelConfig(path="", dtype="float32")
+    spec, mesh, model = read_spec(model_dir), make_mesh(LayoutConfig()), ModelConfig(path="unused", dtype="float32")
     trainable = Trainable(spec, model, section, mesh, head, name="actor", seed=1)  # type: ignore[arg-type]
     load_hf(trainable.chunks, spec, model_dir, mesh, head, head_init_std=1.0)  # type: ignore[arg-type]
     trainable.prepare()

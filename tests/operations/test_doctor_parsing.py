@@ -144,7 +144,7 @@ def test_healthy_gpus(nvml: FakeNvml) -> None:
         (4, {"rows": (0, 1, 1, 0)}, "ecc", "fault", "waiting"),
         (4, {"rows": (0, 1, 0, 1)}, "ecc", "fault", "could not"),
         (0, {"ecc": (0, 1)}, "ecc", "warning", "ECC is off"),
-        (0, dict.fromkeys(("ecc", "uncorrected", "rows"), UNSUPPORTED), "ecc", "warning", "do not tell"),
+        (0, dict.fromkeys(("ecc", "uncorrected", "rows"), UNSUPPORTED), "ecc", "warning", "do not report"),
     ],
 )
 def test_a_bad_gpu_is_named(

@@ -43,16 +43,16 @@ def test_the_next_turn_is_not_the_answer() -> None:
     assert extract_answer("Answer: 3\n<|im_start|>user\nAnswer: 4").text == "3"
 
 
-@pytest.mark.parametrize("protocol", ["boxed", "answer_line", "answer_tag", "hash"])
-def test_a_protocol_takes_its_own_marker_alone(protocol: str) -> None:
+@pytest.mark.parametrize("answer_format", ["boxed", "answer_line", "answer_tag", "hash"])
+def test_an_answer_format_takes_its_own_marker_alone(answer_format: str) -> None:
     responses = {
         "boxed": r"\boxed{1}",
         "answer_line": "Answer: 1",
         "answer_tag": "<answer>1</answer>",
         "hash": "#### 1",
     }
-    found = {name: extract_answer(response, protocol).text for name, response in responses.items()}
-    assert found == {name: "1" if name == protocol else "" for name in responses}
+    found = {name: extract_answer(response, answer_format).text for name, response in responses.items()}
+    assert found == {name: "1" if name == answer_format else "" for name in responses}
 
 
 def test_a_gold_solution_gives_each_box_once() -> None:

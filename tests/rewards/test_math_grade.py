@@ -101,7 +101,7 @@ def test_a_bomb_is_refused_unread(bomb: str) -> None:
     assert grade_response("x+1", rf"\boxed{{{bomb}}}").reason == "too_complex"
 
 
-def test_marked_protocol_does_not_search_free_text() -> None:
+def test_marked_does_not_search_free_text() -> None:
     assert grade_response("7", "so we get 7", "auto").correct
     assert grade_response("7", "so we get 7", "marked").reason == "no_answer"
     assert grade_response("7", "#### 7", "boxed").reason == "no_answer"

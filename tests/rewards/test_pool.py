@@ -34,7 +34,7 @@ def math_pool() -> Iterator[VerifierPool]:
         yield pool
 
 
-def test_verdicts_keep_the_order_of_the_cases(math_pool: VerifierPool) -> None:
+def test_grades_keep_the_order_of_the_cases(math_pool: VerifierPool) -> None:
     cases = [("4", "#### 4"), (r"\sqrt{12}", r"\boxed{2\sqrt{3}}"), ("4", "#### 5"), ("(x+1)^2", r"\boxed{x^2+2x+1}")]
     seen: list[int] = []
     grades = math_pool.grade_batch(cases * 3, on_done=lambda index, grade: seen.append(index))
@@ -48,7 +48,7 @@ def test_plain_cases_start_no_process(math_pool: VerifierPool) -> None:
     assert math_pool._workers == []
 
 
-def test_an_empty_batch_has_no_verdicts(math_pool: VerifierPool) -> None:
+def test_an_empty_batch_has_no_grades(math_pool: VerifierPool) -> None:
     assert math_pool.grade_batch([]) == []
 
 
@@ -75,7 +75,7 @@ def test_a_worker_passes_over_stop_signals_from_its_first_moment_on(number: sign
 
 
 @pytest.mark.usefixtures("functions_importable")
-def test_what_an_answer_does_to_a_worker_becomes_its_verdict_and_no_others() -> None:
+def test_what_an_answer_does_to_a_worker_becomes_its_grade_and_no_others() -> None:
     with VerifierPool(_function_config("obey", workers=2, response_timeout_s=1.0)) as pool:
         responses = ["b", "hang", "exit", "b", "allocate", "raise", "x"]
         grades = pool.grade_batch([Case("ab", response, problem="a") for response in responses])

@@ -46,7 +46,7 @@ def test_bad_input_is_one_line_exit_2_and_nothing_written(tmp_path: Path, text: 
     assert not out.exists()
 
 
-def test_an_unknown_protocol_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_answer_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"gold": "1", "prediction": "1"}\n')
-    code, output = _grade(tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--protocol", "telepathy")
-    assert code == 2 and "protocol is 'telepathy'" in output
+    code, output = _grade(tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--answer-format", "telepathy")
+    assert code == 2 and "answer_format is 'telepathy'" in output

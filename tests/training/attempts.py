@@ -110,7 +110,7 @@ def config_of(world: World, name: str, layout: Mapping[str, int], *overrides: st
 
 @dataclass(frozen=True)
 class End:
-    """How a attempt ended."""
+    """How an attempt ended."""
 
     code: int
     said: str

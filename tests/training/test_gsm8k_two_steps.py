@@ -145,7 +145,7 @@ def test_both_configs_ask_in_the_same_way() -> None:
     assert evaluate.data.prompt == train.data.prompt
     assert evaluate.data.max_prompt_tokens == train.data.max_prompt_tokens
     assert evaluate.data.eval == train.data.eval
-    assert evaluate.reward.protocol == train.reward.protocol
+    assert evaluate.reward.answer_format == train.reward.answer_format
     assert evaluate.sampling.max_new_tokens == train.sampling.max_new_tokens
     assert (evaluate.sampling.temperature, evaluate.sampling.top_p) == (
         train.evaluation.temperature,

@@ -63,7 +63,7 @@ def train_policy(model_dir: Path, layout: LayoutConfig, max_tokens: int, setting
         optimizer=OptimizerSettings(lr=1e-2, warmup_steps=0, eps=1e-3),
         max_tokens_per_microbatch=max_tokens,
     )
-    actor = Trainable(spec, ModelConfig(path="", dtype="float32"), section, mesh, "lm", name="actor", seed=1)
+    actor = Trainable(spec, ModelConfig(path="unused", dtype="float32"), section, mesh, "lm", name="actor", seed=1)
     load_hf(actor.chunks, spec, model_dir, mesh, "lm")
     actor.prepare()
     loss = policy_loss(batch, actor.score(batch)[:, 0], settings)
@@ -125,7 +125,7 @@ def train_critic(model_dir: Path, layout: LayoutConfig, max_tokens: int, out: Pa
         optimizer=OptimizerSettings(lr=1e-2, warmup_steps=0, eps=1e-3),
         max_tokens_per_microbatch=max_tokens,
     )
-    critic = Trainable(spec, ModelConfig(path="", dtype="float32"), section, mesh, "value", name="critic", seed=1)
+    critic = Trainable(spec, ModelConfig(path="unused", dtype="float32"), section, mesh, "value", name="critic", seed=1)
     load_hf(critic.chunks, spec, model_dir, mesh, "value", head_init_std=0.1)
     critic.prepare()
     save_hf(critic.chunks, spec, mesh, "value", model_dir, out)
@@ -197,7 +197,7 @@ def frozen_scores(model_dir: Path, layout: LayoutConfig) -> Any:
     """Largest differences of a reference to its policy: at first, after an update, after it was replaced."""
     spec, batch, mesh = read_spec(model_dir), make_batch(), make_mesh(layout)
     section = ActorConfig(layout=layout, optimizer=OptimizerSettings(lr=1e-2, warmup_steps=0))
-    model = ModelConfig(path="", dtype="float32")
+    model = ModelConfig(path="unused", dtype="float32")
     actor, reference = (Trainable(spec, model, section, mesh, "lm", name=n, seed=1) for n in ("actor", "reference"))
     for trainable in (actor, reference):
         load_hf(trainable.chunks, spec, model_dir, mesh, "lm")

@@ -1,9 +1,7 @@
 """Old log-probs from the update's own forward pass: used where that is exact, and then the same as scored ones."""
 
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,9 @@ from trainables import make_trainable, policy_loss
 
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.model import LayoutConfig
-from vapo_megatron.training.run import Run
+from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.training.models import Models
 from vapo_megatron.training.score import score, update_gives_logprobs
 from vapo_megatron.training.updates import update_policy
 
@@ -26,42 +26,21 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("qwen3"), "qwen3", num_hidden_layers=2)
 
 
-class Recorder:
-    """Keeps metrics and the names of phases."""
-
-    def __init__(self) -> None:
-        self.row: dict[str, float] = {}
-        self.phases: list[str] = []
-
-    def add(self, metrics: dict[str, float]) -> None:
-        self.row |= metrics
-
-    @contextmanager
-    def phase(self, name: str, total: int) -> Any:
-        self.phases.append(name)
-        yield lambda amount: None
-
-
 def one_step(model_dir: Path, layout: LayoutConfig, how: str, algorithm: dict[str, Any]) -> Any:
     """Score and policy update of an iteration; the row, the phases and a sum over the weights after it."""
     update = {"minibatch_size": 6, "old_logprobs": how}
     config = AlgorithmConfig.model_validate({**algorithm, "update": update})
     actor = make_trainable(model_dir, "lm", layout=layout, max_tokens_per_microbatch=40, temperature=0.7)
-    run = SimpleNamespace(
-        config=SimpleNamespace(algorithm=config, run=SimpleNamespace(seed=1)),
-        actor=actor,
-        critic=None,
-        reference=None,
-        step=1,
-        recorder=Recorder(),
-        memory=SimpleNamespace(enter=lambda phase: None),
-    )
-    batch = make_batch()
-    score(cast(Run, run), batch)
-    batch.selected = torch.ones(batch.samples, dtype=torch.bool)
-    batch.advantages = torch.randn(batch.response_tokens, generator=torch.Generator().manual_seed(3))
-    update_policy(cast(Run, run), batch)
-    return run.recorder.row, run.recorder.phases, float(actor.score(batch).double().square().sum())
+    models, batch = Models(actor), make_batch()
+    with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
+        score(models, batch, config, recorder)
+        batch.selected = torch.ones(batch.samples, dtype=torch.bool)
+        batch.advantages = torch.randn(batch.response_tokens, generator=torch.Generator().manual_seed(3))
+        update_policy(models, batch, config, "1/1", recorder)
+        row = recorder.write(1)
+    times = [name.removeprefix("time/") for name in row if name.startswith("time/")]
+    kept = {name: value for name, value in row.items() if name.startswith(("actor/", "rollout/"))}
+    return kept, times, float(actor.score(batch).double().square().sum())
 
 
 @pytest.mark.parametrize(

@@ -306,7 +306,7 @@ def stamps(config: TrainConfig) -> dict[Path, int]:
 
 
 def test_exported_models_without_saved_state_are_set_aside(copy: tuple[TrainConfig, Path]) -> None:
-    """What a attempt leaves that ended after an export and before a checkpoint; nobody has to come for it."""
+    """What an attempt leaves that ended after an export and before a checkpoint; nobody has to come for it."""
     config, checkpoint = copy
     run_dir = Path(config.run.directory)
     shutil.rmtree(checkpoint.parent)

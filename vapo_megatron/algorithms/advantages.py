@@ -5,23 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithms.segments import check_bounds, place_terminal, to_tokens
+from vapo_megatron.algorithms.segments import check_bounds, place_terminal
 from vapo_megatron.algorithms.suffix_scan import suffix_scan_
-
-__all__ = [
-    "dr_grpo",
-    "group_baseline",
-    "grpo",
-    "raft",
-    "reinforce_pp",
-    "remax",
-    "returns_to_go",
-    "rloo",
-    "self_imitation",
-    "to_tokens",
-    "whiten",
-    "whitening_sums",
-]
 
 
 class _Groups(NamedTuple):
@@ -121,13 +106,7 @@ def self_imitation(returns: Tensor, values: Tensor) -> Tensor:
     return (returns - values).clamp(min=0).detach()
 
 
-def whitening_sums(x: Tensor, mask: Tensor) -> Tensor:
-    """Count, sum and sum of squares of the tokens whose mask is not 0: float64 [3], to be added up over ranks."""
-    kept = torch.where(mask != 0, x, 0).double()
-    return torch.stack([(mask != 0).sum().double(), kept.sum(), kept.square().sum()])
-
-
-def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, eps: float = 1e-8, sums: Tensor | None = None) -> Tensor:
+def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
     """(x - mean) / sqrt(var + eps) over the tokens whose mask is not 0; var unbiased.
 
     Args:
@@ -135,14 +114,13 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, eps: float = 1e-8, 
         mask: [T]; tokens with 0 do not count and get 0.
         shift_mean: False scales and puts the mean back.
         eps: added to the variance.
-        sums: the `whitening_sums` of a larger batch that x is a part of; None: those of x.
 
     Returns:
         [T], dtype of x. With fewer than two tokens the variance is taken for 0.
     """
-    count, total, squares = (whitening_sums(x, mask) if sums is None else sums).unbind()
-    mean = total / count.clamp(min=1)
-    variance = ((squares - count * mean.square()) / (count - 1).clamp(min=1)).clamp(min=0)
+    kept, count = torch.where(mask != 0, x, 0).double(), (mask != 0).sum().double()
+    mean = kept.sum() / count.clamp(min=1)
+    variance = ((kept.square().sum() - count * mean.square()) / (count - 1).clamp(min=1)).clamp(min=0)
     whitened = (x - mean) / (variance + eps).sqrt()
     if not shift_mean:
         whitened = whitened + mean

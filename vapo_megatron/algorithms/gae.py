@@ -9,7 +9,7 @@ given for a response that was cut off.
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithms.segments import check_bounds, last_tokens
+from vapo_megatron.algorithms.segments import check_bounds, last_tokens, to_tokens
 from vapo_megatron.algorithms.suffix_scan import suffix_scan_
 
 
@@ -85,6 +85,28 @@ def decoupled_gae(
     policy, critic = _advantages(rewards, values, cu_seqlens, lambdas, gamma, mask, bootstrap_values)
     targets = critic.add_(values)
     return policy, targets if mask is None else targets.masked_fill_(mask == 0, 0)
+
+
+@torch.no_grad()
+def monte_carlo_returns(rewards: Tensor, cu_seqlens: Tensor, gamma: float) -> Tensor:
+    """gamma^n R, n the tokens that follow in the response: the lambda = 1 target where the reward is at the end.
+
+    rewards float32 [S], cu_seqlens int64 [S + 1] -> float32 [T]. A response's do not depend on those beside it.
+    """
+    following = to_tokens(cu_seqlens[1:] - 1, cu_seqlens) - torch.arange(int(cu_seqlens[-1]))
+    discounts = gamma ** torch.arange(int(cu_seqlens.diff().max()), dtype=torch.float64)
+    return discounts.float()[following] * to_tokens(rewards, cu_seqlens)
+
+
+def bootstrap_of_truncated(values: Tensor, truncated: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """The value of the last state of each truncated response, 0 for those that ended: [T], bool [S] -> [S].
+
+    It stands for the value after the last token, which the critic was not asked for.
+    """
+    responses, last = last_tokens(cu_seqlens)
+    bootstrap = values.new_zeros(truncated.numel())
+    bootstrap[responses] = values[last] * truncated[responses]
+    return bootstrap
 
 
 def _advantages(

@@ -1,5 +1,6 @@
 """Which responses are learnt from, and in which mini-batch."""
 
+import zlib
 from typing import Literal
 
 import torch
@@ -18,6 +19,27 @@ def informative_groups(correct: Tensor, group_ids: Tensor) -> Tensor:
     return ((hits > 0) & (hits < sizes))[index]
 
 
+def frac_zero_std_groups(rewards: Tensor, group_ids: Tensor) -> float:
+    """Share of the groups whose rewards are all equal: they teach a group-relative estimator nothing.
+
+    rewards float32 [S], group_ids int64 [S].
+    """
+    groups = int(group_ids.max()) + 1
+    low = torch.full((groups,), float("inf")).scatter_reduce(0, group_ids, rewards, "amin")
+    high = torch.full((groups,), float("-inf")).scatter_reduce(0, group_ids, rewards, "amax")
+    present = high >= low
+    return float((low == high)[present].float().mean())
+
+
+def positive_responses(
+    correct: Tensor, truncated: Tensor, shaped_rewards: Tensor | None = None, reward_above: float = 0.0
+) -> Tensor:
+    """Responses that the language-model loss imitates (VAPO, section 4.3): correct ones; with shaped_rewards [S]
+    those with more than reward_above instead. A truncated one never is. bool [S], bool [S] -> bool [S]."""
+    positive = correct if shaped_rewards is None else shaped_rewards > reward_above
+    return positive & ~truncated
+
+
 def loss_mask(truncated: Tensor, drop_truncated: bool, *chosen: Tensor | None) -> Tensor:
     """Responses that carry loss: all of them, less the truncated ones under overlong filtering (DAPO, section 3.4),
     less those that any of `chosen` (a user's filter, RAFT's best of a group) leaves out.
@@ -29,6 +51,11 @@ def loss_mask(truncated: Tensor, drop_truncated: bool, *chosen: Tensor | None) -
         if choice is not None:
             kept = kept & choice
     return kept
+
+
+def minibatch_seed(step_seed: str, salt: int, epoch: int) -> int:
+    """Seed of the order of mini-batches: of the seed of a step, of a model (salt) and of the pass over the rollout."""
+    return zlib.crc32(f"{step_seed}/{salt}/{epoch}".encode())
 
 
 def split_minibatches(group_ids: Tensor, size: int, unit: Unit, seed: int) -> list[Tensor]:

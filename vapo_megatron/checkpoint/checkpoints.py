@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoint: which there are, which of them stay, and how one comes to be there.
+"""The folder of a run's checkpoints: which there are, which of them stay, and how one is written.
 
 A checkpoint is written into a hidden folder and renamed once all of it is on the disk: what has a checkpoint's name
 is whole. The newest is found by looking; there is no pointer that could be stale.

@@ -1,4 +1,4 @@
-"""One live run a run directory: a file beside it that says who is at work, and goes on saying so.
+"""One live run per run directory: a file beside it names its process, which keeps touching it.
 
 File locks do not work on all shared file systems; a file that is made with O_EXCL and touched again and again does.
 Ages are taken from the file system's own clock, so that clocks of nodes may differ.
@@ -139,7 +139,7 @@ class Lease:
         return True
 
     def _free(self, own: Holder) -> None:
-        """Return when nobody holds it any more. Raises BadInput as soon as it is known that somebody does."""
+        """Return once no process holds it. Raises BadInput as soon as it is known that one does."""
         holder, touched = _look(self._path)
         lives = holder.lives(own) if holder is not None else None
         first, told = touched, False

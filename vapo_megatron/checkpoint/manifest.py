@@ -93,7 +93,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def needed_files(checkpoint: Path, manifest: Manifest) -> dict[Path, FileFacts]:
-    """What a checkpoint is made of, where it lies: its own files, and what it needs of the run directory."""
+    """The files of a checkpoint with their paths: its own, and those it needs of the run directory."""
     own = {checkpoint / name: facts for name, facts in manifest.files.items()}
     return own | {checkpoint.parents[1] / name: facts for name, facts in manifest.record.items()}
 

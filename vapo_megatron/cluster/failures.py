@@ -1,6 +1,6 @@
 """What an error that a rank ran into means for the run: whether trying again mends it, where, and what to change.
 
-CUDA and NCCL tell of a sick device, a lost rank, a mistake in a program and a lack of memory by the same few types.
+CUDA and NCCL report a failed device, a lost rank, a mistake in a program and a lack of memory by the same few types.
 """
 
 import re
@@ -33,7 +33,7 @@ class LostPeer(TryAgain):
 
 
 def explain(error: BaseException, where: str) -> VapoError | None:
-    """What to tell of an error in one line; None for one that has no known meaning and deserves its stack trace.
+    """The one line for an error; None for one that has no known meaning and deserves its stack trace.
 
     Args:
         error: what a rank's work ended with.

@@ -1,4 +1,4 @@
-"""The ranks of a run: who this process is, and how the ranks of one machine are started and ended."""
+"""The ranks of a run: this process's place among them, and how the ranks of one machine are started and ended."""
 
 import ctypes
 import multiprocessing
@@ -102,9 +102,9 @@ def run_as_rank(place: RankPlace, body: Callable[[], None], collective_timeout_s
 
 
 def run_as_external_rank(place: RankPlace, body: Callable[[], None], collective_timeout_s: float) -> None:
-    """run_as_rank where torchrun or Slurm started the ranks: a failure is told at once and ends this process at once.
+    """run_as_rank where torchrun or Slurm started the ranks: a failure is printed and ends this process at once.
 
-    The others hear of it through their broken connections, or from whoever started them (`srun --kill-on-bad-exit`,
+    The others hear of it through their broken connections, or from what started them (`srun --kill-on-bad-exit`,
     torchrun), and not only when a collective times out.
     """
     try:
@@ -171,7 +171,7 @@ def _started_rank(
 def start_ranks(count: int, body: Callable[[], None], collective_timeout_s: float) -> None:
     """Run body on `count` ranks of this machine; forked where that is safe, which saves each of them the imports.
 
-    The first rank to fail ends the others. A signal to stop is passed on to all of them, who save first; Ctrl-C ends
+    The first rank to fail ends the others. A signal to stop is passed on to all of them, which save first; Ctrl-C ends
     them at once.
 
     Raises:

@@ -28,7 +28,7 @@ class RewardConfig(Section):
         description="a function's score above this counts as correct; null: its scores are no grades, and no "
         "response counts as correct",
     )
-    protocol: Literal["auto", "marked", "boxed", "answer_line", "answer_tag", "hash"] = Field(
+    answer_format: Literal["auto", "marked", "boxed", "answer_line", "answer_tag", "hash"] = Field(
         "marked",
         description="where the answer stands: the last of all markers (marked), the same or else the free text (auto), "
         "or one of \\boxed{}, 'Answer:', <answer>, ####",
@@ -36,7 +36,7 @@ class RewardConfig(Section):
     correct: float = Field(1.0, description="reward of a correct response (verifier=math)")
     incorrect: float = Field(-1.0, description="reward of any other response, and of one whose verification failed")
     workers: int = Field(4, ge=1, description="verifier processes, started when first needed")
-    response_timeout_s: float = Field(10.0, gt=0, description="time for one response, then its worker is replaced")
+    response_timeout_s: float = Field(5.0, gt=0, description="time for one response, then its worker is replaced")
     startup_timeout_s: float = Field(60.0, gt=0, description="time for a worker to import the verifier")
     memory_mib: int = Field(2048, ge=256, description="address space of a worker, MiB")
 

@@ -100,7 +100,7 @@ class RolloutConfig(Section):
         None, ge=2, description="tokens of its KV cache; none: what mem_fraction_static leaves, 65536 without a GPU"
     )
     mem_fraction_static: float = Field(0.7, gt=0, lt=1, description="GPU memory for weights and KV cache")
-    memory_saver: bool = Field(True, description="GPU: hand the server's memory to the trainer while it trains")
+    memory_saver: bool = Field(True, description="GPU: offload the engine while the trainer works (colocated)")
     deterministic: bool | Literal["auto"] = Field(
         "auto",
         description="batch-invariant kernels and sampling by the request's seed: a response depends on its seed alone, "

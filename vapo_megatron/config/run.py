@@ -23,7 +23,7 @@ class RunPlace(Section):
 
     @property
     def directory(self) -> str:
-        """Where everything of this run lies."""
+        """The folder of this run."""
         return f"{self.root}/{self.name}"
 
 

@@ -49,7 +49,7 @@ def make_run_dir(config: Section, run: RunPlace) -> Path:
             shutil.rmtree(run_dir)
         fresh.rename(run_dir)
     except (BadInput, OSError) as error:
-        # dump_config tells of a file that nobody asked for: what stopped it is the cause.
+        # dump_config names a file that the user did not give: its cause says what stopped it.
         cause = error.__cause__ if isinstance(error, BadInput) else error
         reason = cause.strerror if isinstance(cause, OSError) else error
         raise BadInput(

@@ -18,7 +18,7 @@ class MicroBatch:
     which it is chosen. A sequence of n tokens has n - 1 positions.
 
     Attributes:
-        ids, labels, positions: int64 [t].
+        ids, labels: int64 [t].
         response_index: int64 [t], index of the position's label among the batch's response tokens; -1 elsewhere.
         lengths: positions of each packed sequence over all CP ranks, padding included.
         experts: uint8 or int16 [t, layers * experts per token], the experts that each position is to go through; None
@@ -27,7 +27,6 @@ class MicroBatch:
 
     ids: Tensor
     labels: Tensor
-    positions: Tensor
     response_index: Tensor
     lengths: tuple[int, ...]
     experts: Tensor | None = None
@@ -79,7 +78,7 @@ def pack(
     positions_of = [int(batch.lengths[s]) - 1 for s in samples]
     lengths = padded_lengths(positions_of, alignment, total_alignment)
     total = sum(lengths)
-    ids, labels, positions = (torch.zeros(total, dtype=torch.int64) for _ in range(3))
+    ids, labels = torch.zeros(total, dtype=torch.int64), torch.zeros(total, dtype=torch.int64)
     response_index = torch.full((total,), -1, dtype=torch.int64)
     experts = None
     if with_experts and batch.routed_experts is not None:
@@ -93,7 +92,6 @@ def pack(
         first = start + int(batch.prompt_lengths[sample]) - 1
         response = torch.arange(int(batch.response_cu_seqlens[sample]), int(batch.response_cu_seqlens[sample + 1]))
         response_index[first : first + len(response)] = response
-        positions[start : start + padded] = torch.arange(padded)
         chosen = batch.sample_experts(sample)
         if experts is not None and chosen is not None:
             experts[start : start + n] = chosen
@@ -102,7 +100,6 @@ def pack(
     return MicroBatch(
         ids[local],
         labels[local],
-        positions[local],
         response_index[local],
         tuple(lengths),
         None if experts is None else experts[local],

@@ -4,7 +4,6 @@ import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from vapo_megatron.config.data import DataConfig, EvalSet, ProblemsConfig
@@ -127,11 +126,3 @@ class PromptSource:
         for prompt in self._prompts:
             digest.update(repr((prompt.id, prompt.answer, prompt.token_ids)).encode())
         return digest.hexdigest()[:16]
-
-
-def describe(path: Path, prompts: Sequence[Prompt]) -> str:
-    """One line for a log: how many prompts, how long."""
-    lengths = sorted(len(prompt.token_ids) for prompt in prompts)
-    return (
-        f"{path}: {len(prompts)} prompts of {lengths[0]} to {lengths[-1]} tokens, median {lengths[len(lengths) // 2]}"
-    )

@@ -38,7 +38,7 @@ _TENSOR_FACTORIES = [
     "eye",
     "empty_strided",
 ]
-# Modules that Megatron imports late; they have to be there before the view is handed out.
+# Modules that Megatron imports late; they have to be there before the view is installed.
 _LATE_MODULES = [
     "tensor_parallel",
     "parallel_state",

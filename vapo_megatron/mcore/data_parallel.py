@@ -1,7 +1,7 @@
 """Data parallelism of a model: flat buffers of weights and gradients, and which traffic goes on beside the work.
 
 With overlap_grad_reduce a bucket of gradients is summed as soon as the last micro-batch's backward pass has filled it;
-with overlap_param_gather a bucket of updated weights is gathered when the next forward pass comes to its layers.
+with overlap_param_gather a bucket of updated weights is gathered when the next forward pass reaches its layers.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ def wrap(
 ) -> list[DistributedDataParallel]:
     """Collective: a model's loaded chunks with their buffers; their weights are those of data-parallel rank 0.
 
-    transformer, Megatron's config of the model, is told what keeps gradients from being summed before the last
+    transformer, Megatron's config of the model, gets the hook that keeps gradients from being summed before the last
     micro-batch.
     """
     settings, platform = section.optimizer, current_platform()

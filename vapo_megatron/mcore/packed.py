@@ -1,4 +1,4 @@
-"""How a forward pass is told where the sequences of a micro-batch begin and end."""
+"""Megatron's description of where the sequences of a micro-batch begin and end."""
 
 from collections.abc import Sequence
 

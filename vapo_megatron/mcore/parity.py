@@ -86,7 +86,7 @@ def _of_transformers(hf_dir: Path, head: Head, ids: Tensor) -> Tensor:
     logging.disable_progress_bar()
     kind = AutoModelForCausalLM if head == "lm" else AutoModel
     before = logging.get_verbosity()
-    logging.set_verbosity_error()  # AutoModel tells of the head that it leaves out
+    logging.set_verbosity_error()  # AutoModel warns about the head that it leaves out
     try:
         model = kind.from_pretrained(hf_dir, dtype=torch.float32, local_files_only=True, trust_remote_code=False)
     finally:

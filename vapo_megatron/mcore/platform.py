@@ -33,6 +33,11 @@ class Platform:
         return self.is_cuda
 
     @property
+    def engines_on_gpu(self) -> bool:
+        """Whether the engines that this machine starts run on GPUs."""
+        return self.is_cuda
+
+    @property
     def world_backend(self) -> str:
         """Backends of the world: words between ranks go over the CPU, so that a rank that waits for another one keeps
         no kernel spinning on a GPU on which an engine generates."""
@@ -141,7 +146,7 @@ class CopyQueue:
 
     @contextlib.contextmanager
     def behind_computation(self) -> Iterator[None]:
-        """What is told the device in here goes to this queue, behind all that the computation was told so far."""
+        """Kernels launched in here go to this queue's stream, after all that the computation's stream has so far."""
         if self._stream is None:
             yield
             return
@@ -154,7 +159,7 @@ class CopyQueue:
         return self._stream.record_event() if self._stream is not None else None
 
     def hold_computation_until(self, mark: torch.cuda.Event | None) -> None:
-        """What the computation is told from now on waits for a mark; this process does not."""
+        """Kernels that the computation's stream gets from now on wait for a mark; this process does not."""
         if mark is not None:
             torch.cuda.current_stream().wait_event(mark)
 

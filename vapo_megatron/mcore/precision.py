@@ -1,4 +1,4 @@
-"""FP8 through Transformer Engine: what may be asked for here, and how Megatron is told."""
+"""FP8 through Transformer Engine: what this machine can do, and Megatron's settings for it."""
 
 import functools
 from collections.abc import Callable, Iterable

@@ -363,9 +363,9 @@ class Trainable:
             core.output_layer.temperature = temperature
         if self.spec.num_experts:
             self._route(core, microbatch)
-        ids, positions = microbatch.ids[None].to(device), microbatch.positions[None].to(device)
+        ids = microbatch.ids[None].to(device)
         packed = packed_sequences(microbatch.lengths, device)
-        output: Tensor = model(ids, positions, None, packed_seq_params=packed)
+        output: Tensor = model(ids, None, None, packed_seq_params=packed)  # rotary embeddings know positions
         return output
 
     def _route(self, core: Any, microbatch: MicroBatch) -> None:

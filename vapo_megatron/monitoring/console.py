@@ -32,7 +32,6 @@ COLUMNS: tuple[tuple[str, int, str, str], ...] = (
     ("reward", 7, names.REWARD, ".3f"),
     ("length", 8, names.LENGTH, ".1f"),
     ("value EV", 8, names.EXPLAINED_VARIANCE, ".3f"),
-    ("gain", 7, names.CRITIC_GAIN, ".3f"),
     ("entropy", 8, names.ENTROPY, ".4f"),
     ("KL", 8, names.TRAIN_INFER_KL, ".1e"),
     ("tok/s", 8, names.TOKENS_PER_SECOND, ",.0f"),
@@ -63,7 +62,7 @@ class RunConsole:
         self._block(title, facts, "bold cyan")
 
     def closing(self, title: str, facts: Mapping[str, object]) -> None:
-        """The last block: what was reached and where everything lies."""
+        """The last block: what was reached and where its files are."""
         self._block(title, facts, "bold green")
 
     def note(self, text: str) -> None:
@@ -86,7 +85,7 @@ class RunConsole:
         self._console.file.flush()
 
     def alarm(self, text: str) -> None:
-        """A line that must not be overlooked."""
+        """A line in bold red."""
         self._print(f"ALARM  {text}", "bold red")
 
     def step(self, step: int, steps: int, metrics: Metrics) -> None:
@@ -101,7 +100,7 @@ class RunConsole:
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Advance]:
-        """Progress of a phase while the body runs; the body calls the yielded function with what it has got done.
+        """Progress of a phase while the body runs; the body calls the yielded function with how much it has done.
 
         total is None where the amount is not known beforehand. A phase within a phase gets a bar below the outer one.
         """
@@ -152,5 +151,5 @@ class RunConsole:
 
 
 def _cell(value: float | None, form: str) -> str:
-    # NaN and the infinities have no place in a column of metrics: alarms tell of them.
+    # NaN and the infinities have no place in a column of metrics: alarms report them.
     return "-" if value is None or value - value != 0 else format(value, form)

@@ -4,6 +4,7 @@ import re
 from fractions import Fraction
 
 from vapo_megatron.rewards.normal_form import PlainNumber, compact, normal_form, plain_number, words
+from vapo_megatron.rewards.quantities import Quantity, quantity, time_of_day
 
 # A decimal stands for every number that it is a rounding of: 0.333333 for 1/3 (six places, as math-verify has it),
 # but not 0.0000001 for 0.0000002.
@@ -11,6 +12,12 @@ ABSOLUTE_TOLERANCE = Fraction(1, 2_000_000)
 RELATIVE_TOLERANCE = Fraction(1, 100_000)
 
 _CHOICE = re.compile(r"\(?([A-J])\)?(?:[.):]\s*\S.*)?", re.DOTALL)
+_LETTERS = re.compile(r"\(?[a-j]\)?(?:(?:\s*,\s*(?:and\s+)?|\s+and\s+)\(?[a-j]\)?)+")
+_RATIO = re.compile(r"\d+(?: ?:\s?\d+)+")
+_VARIABLE = re.compile(r"\d+[A-Za-z]")  # 2B is not 2b
+_RELATION = re.compile(r"[<>]|\\(?:le|leq|ge|geq|lt|gt|ne|neq|leqslant|geqslant)(?![a-zA-Z])")
+# The problem handed back: a sum, product, limit or integral that is left to the reader.
+_UNEVALUATED = re.compile(r"\\(?:sum|prod|lim|i{1,3}nt|oint)(?![a-zA-Z])")
 _PERCENT = re.compile(r"%|\bpercent|\bpct\b", re.IGNORECASE)
 _BASE = re.compile(r"(?<![a-zA-Z])\d_\{?\d")
 
@@ -20,17 +27,34 @@ def quick_comparison(ground_truth: str, answer: str) -> bool | None:
 
     Percent is part of the value (50 % is 1/2, 10 % is not 10), and so is a written base (1101_2 is not 1101).
     """
+    written = ground_truth, answer
     ground_truth, answer = normal_form(ground_truth), normal_form(answer)
     if not ground_truth or not answer:
         return False
     if compact(ground_truth) == compact(answer):
         return True
+    if _UNEVALUATED.search(answer) and not _UNEVALUATED.search(ground_truth):
+        return False
+    gold_quantity = quantity(written[0].strip()) or quantity(ground_truth)
+    answer_quantity = quantity(written[1].strip()) or quantity(answer)
+    if gold_quantity or answer_quantity:
+        same = _same_quantity(gold_quantity, answer_quantity, ground_truth, answer)
+    else:
+        same = _same_ratio_or_time(ground_truth, answer)
+    if same is not None:
+        return same
     gold_number, answer_number = plain_number(ground_truth), plain_number(answer)
     if gold_number is not None and answer_number is not None:
         return _same_number(gold_number, answer_number)
+    if gold_number is not None and _RELATION.search(answer):
+        return False
     gold_words, answer_words = words(ground_truth), words(answer)
     if gold_words and gold_words == answer_words:
+        return not _VARIABLE.fullmatch(ground_truth)
+    if _plain_words(gold_words) and _plain_words(gold_words) == _plain_words(answer_words):
         return True
+    if _LETTERS.fullmatch(gold_words) and _LETTERS.fullmatch(answer_words):
+        return sorted(re.findall(r"\b[a-j]\b", gold_words)) == sorted(re.findall(r"\b[a-j]\b", answer_words))
     if len(gold_words.strip("()")) == 1 and (choice := _CHOICE.fullmatch(gold_words.upper())):
         offered = _CHOICE.fullmatch(words(answer).upper())
         if offered is not None:
@@ -42,6 +66,50 @@ def quick_comparison(ground_truth: str, answer: str) -> bool | None:
     return None
 
 
+def _plain_words(text: str) -> str:
+    """text without an article or "the answer is" before it; "" unless letters and spaces are all there is."""
+    text = re.sub(r"^(?:the answer is|an|a|the) ", "", text)
+    return "no solution" if text == "no solutions" else text if re.fullmatch(r"[a-z][a-z ]+", text) else ""
+
+
+def _same_ratio_or_time(ground_truth: str, answer: str) -> bool | None:
+    """Ratios (3:4:5) and times of day; None where the two are neither."""
+    gold_time, answer_time = time_of_day(ground_truth), time_of_day(answer)
+    if gold_time and answer_time:
+        return gold_time[0] == answer_time[0] if gold_time[1] and answer_time[1] else None
+    if _RATIO.fullmatch(ground_truth) and _RATIO.fullmatch(answer):
+        gold_parts, parts = ([int(part) for part in re.split(r"\s*:\s*", text)] for text in (ground_truth, answer))
+        if len(gold_parts) != len(parts):
+            return False
+        return all(a * parts[0] == b * gold_parts[0] for a, b in zip(gold_parts, parts, strict=True))
+    return None
+
+
+def _same_quantity(
+    gold_quantity: Quantity | None, answer_quantity: Quantity | None, ground_truth: str, answer: str
+) -> bool | None:
+    if gold_quantity and answer_quantity:
+        return _converted(gold_quantity, answer_quantity)
+    if "count^1" in {side.dimension for side in (gold_quantity, answer_quantity) if side}:  # 1 million is a number
+        one = Fraction(1)
+        gold_quantity = gold_quantity or Quantity(ground_truth, "count^1", one)
+        return _converted(gold_quantity, answer_quantity or Quantity(answer, "count^1", one))
+    # A unit that one of the two leaves out is the problem's.
+    gold_value = gold_quantity.value if gold_quantity else ground_truth
+    return quick_comparison(gold_value, answer_quantity.value if answer_quantity else answer)
+
+
+def _converted(ground_truth: Quantity, answer: Quantity) -> bool | None:
+    if ground_truth.dimension.removesuffix("^1") != answer.dimension.removesuffix("^1"):
+        return False
+    if ground_truth.scale == answer.scale:
+        return quick_comparison(ground_truth.value, answer.value)
+    gold_number, answer_number = plain_number(ground_truth.value.strip()), plain_number(answer.value.strip())
+    if gold_number is None or answer_number is None:
+        return False
+    return gold_number.value * ground_truth.scale == answer_number.value * answer.scale
+
+
 def _same_number(ground_truth: PlainNumber, answer: PlainNumber) -> bool | None:
     if ground_truth.base is not None or answer.base is not None:
         return ground_truth.base == answer.base and ground_truth.digits == answer.digits
@@ -51,5 +119,12 @@ def _same_number(ground_truth: PlainNumber, answer: PlainNumber) -> bool | None:
         return None
     if ground_truth.exact and answer.exact:
         return False
+    if ground_truth.exact and _terminates(ground_truth.value):
+        return False  # who writes 6.0000001 for 6 has not found it
     difference = abs(ground_truth.value - answer.value)
     return difference <= ABSOLUTE_TOLERANCE and difference <= RELATIVE_TOLERANCE * abs(ground_truth.value)
+
+
+def _terminates(value: Fraction) -> bool:
+    """Whether value has finitely many decimals, so that a decimal need not be a rounding of it."""
+    return pow(10, value.denominator.bit_length(), value.denominator) == 0

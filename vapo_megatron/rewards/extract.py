@@ -10,7 +10,7 @@ from typing import Literal
 
 # auto: the marker that stands last, and the free text where there is none; marked: the same without free text;
 # the others: that marker alone.
-Protocol = Literal["auto", "marked", "boxed", "answer_line", "answer_tag", "hash"]
+AnswerFormat = Literal["auto", "marked", "boxed", "answer_line", "answer_tag", "hash"]
 Marker = Literal["boxed", "answer_line", "answer_tag", "hash", "bare", "free_text", "none"]
 
 FREE_TEXT_TAIL = 2_000  # characters at the end of an unmarked response that are searched for an answer
@@ -43,7 +43,7 @@ class Extraction:
 NOTHING = Extraction("", "none")
 
 
-def extract_answer(response: str, protocol: Protocol = "auto") -> Extraction:
+def extract_answer(response: str, answer_format: AnswerFormat = "auto") -> Extraction:
     """Find the answer of a response.
 
     What counts is the text after the last </think>; a <think> that is not closed holds no answer. Of several markers
@@ -51,15 +51,15 @@ def extract_answer(response: str, protocol: Protocol = "auto") -> Extraction:
     response is no answer.
     """
     text = final_part(response)
-    tagged = _last_tag(text) if protocol in ("auto", "marked", "answer_tag") else None
-    if protocol == "answer_tag":
+    tagged = _last_tag(text) if answer_format in ("auto", "marked", "answer_tag") else None
+    if answer_format == "answer_tag":
         return _inside(tagged, "answer_tag") if tagged is not None else NOTHING
-    found = _last_marker(text if tagged is None else tagged, protocol)
+    found = _last_marker(text if tagged is None else tagged, answer_format)
     if found.text:
         return found
     if tagged is not None:
         return _inside(tagged, "answer_tag")
-    if protocol != "auto" or found.marker != "none":
+    if answer_format != "auto" or found.marker != "none":
         return NOTHING
     text = text.strip()
     return Extraction(text, "bare") if is_bare(text) else Extraction(text[-FREE_TEXT_TAIL:], "free_text")
@@ -100,15 +100,15 @@ def _last_tag(text: str) -> str | None:
     return text[openings[-1].end() : closings[-1].start()] if openings else None
 
 
-def _last_marker(text: str, protocol: Protocol) -> Extraction:
+def _last_marker(text: str, answer_format: AnswerFormat) -> Extraction:
     """The last marker of text; one that was begun and holds nothing has its marker and no text."""
     candidates: list[tuple[int, Extraction]] = []
-    anything = protocol in ("auto", "marked")
-    if anything or protocol == "boxed":
+    anything = answer_format in ("auto", "marked")
+    if anything or answer_format == "boxed":
         start, content = _last_box(text)
         if start >= 0:
             candidates.append((start, Extraction(content, "boxed")))
-    if anything or protocol == "answer_line":
+    if anything or answer_format == "answer_line":
         line = _last_answer_line(text)
         if line is not None:
             body = line["body"]
@@ -118,9 +118,9 @@ def _last_marker(text: str, protocol: Protocol) -> Extraction:
             # Prose after a box ("The answer is \boxed{5}. Check the answer: it fits.") does not take the box back.
             if not candidates or is_bare(answer.text):
                 candidates.append((line.start(), answer))
-    if anything or protocol == "hash":
+    if anything or answer_format == "hash":
         matches = _HASH.finditer(text) if "####" in text else iter(())
-        hashes = [match for match in matches if is_bare(match["body"]) or protocol == "hash"]
+        hashes = [match for match in matches if is_bare(match["body"]) or answer_format == "hash"]
         if hashes:
             candidates.append((hashes[-1].start(), _inside(hashes[-1]["body"], "hash")))
     return max(candidates, key=lambda candidate: candidate[0])[1] if candidates else NOTHING

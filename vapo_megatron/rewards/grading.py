@@ -1,4 +1,4 @@
-"""Verdicts on samples."""
+"""Grades on samples."""
 
 from collections.abc import Callable, Sequence
 

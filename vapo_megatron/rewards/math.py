@@ -1,6 +1,6 @@
 r"""The grade on a response to a mathematics problem.
 
-Extraction by protocol (rewards.extract), then strings and plain numbers (rewards.equivalence), then math-verify
+Extraction by answer format (rewards.extract), then strings and plain numbers (rewards.equivalence), then math-verify
 (rewards.symbolic). The first two are cheap and safe in any process; the third belongs into a worker (rewards.pool).
 """
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vapo_megatron.rewards.equivalence import quick_comparison
-from vapo_megatron.rewards.extract import Protocol, boxed, count_words, extract_answer, final_part
+from vapo_megatron.rewards.extract import AnswerFormat, boxed, count_words, extract_answer, final_part
 
-# equal, different: the answers were compared. no_answer: none found by the protocol. no_ground_truth: there is none.
-# too_complex: refused unread. timeout, memory, crashed: what became of the worker. error: a function raised.
+# equal, different: the answers were compared. no_answer: none found in the answer format. no_ground_truth: there is
+# none. too_complex: refused unread. timeout, memory, crashed: what became of the worker. error: a function raised.
 # scored: by a user's function.
 Reason = Literal[
     "equal",
@@ -61,18 +61,18 @@ def grade(gold: str, response: str) -> bool:
     return grade_response(gold, response).correct
 
 
-def grade_response(ground_truth: str, response: str, protocol: Protocol = "auto") -> Grade:
+def grade_response(ground_truth: str, response: str, answer_format: AnswerFormat = "auto") -> Grade:
     """The grade on a response, with its reason. Runs math-verify in this process, without a time limit."""
-    prepared = prepare(ground_truth, response, protocol)
+    prepared = prepare(ground_truth, response, answer_format)
     return prepared if isinstance(prepared, Grade) else settle(prepared)
 
 
-def prepare(ground_truth: str, response: str, protocol: Protocol = "auto") -> Grade | Comparison:
+def prepare(ground_truth: str, response: str, answer_format: AnswerFormat = "auto") -> Grade | Comparison:
     """A grade if plain string handling gives one, else what is left to compare. Never imports sympy."""
     true_answer = boxed(ground_truth) or final_part(ground_truth).strip()
     if not true_answer:
         return Grade(False, "no_ground_truth")
-    found = extract_answer(response, protocol)
+    found = extract_answer(response, answer_format)
     if not found.text:
         return Grade(False, "no_answer")
     if len(found.text) > LONGEST_ANSWER:
@@ -80,7 +80,7 @@ def prepare(ground_truth: str, response: str, protocol: Protocol = "auto") -> Gr
     if found.marker != "free_text":
         same = quick_comparison(true_answer, found.text)
         if same is not None:
-            return _verdict(same, found.text)
+            return _compared(same, found.text)
     enclosed = found.marker in ("boxed", "answer_tag", "hash")
     return Comparison(true_answer, found.text, answer_is_formula=enclosed or count_words(found.text) <= 1)
 
@@ -92,8 +92,8 @@ def settle(comparison: Comparison) -> Grade:
     if comparison.answer_is_formula and too_costly(comparison.answer):
         return Grade(False, "too_complex", comparison.answer)
     same = equivalent(comparison.ground_truth, comparison.answer, comparison.answer_is_formula)
-    return _verdict(same, comparison.answer)
+    return _compared(same, comparison.answer)
 
 
-def _verdict(same: bool, answer: str) -> Grade:
+def _compared(same: bool, answer: str) -> Grade:
     return Grade(same, "equal" if same else "different", answer, score=float(same))

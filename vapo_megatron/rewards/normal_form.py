@@ -41,6 +41,10 @@ _CHARACTERS = str.maketrans(
 _SUBSTITUTIONS = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
+        (r"\u221a\s*(\d+|[a-zA-Z])", r"\\sqrt{\1}"),
+        (r"(?<=\d)(?:[eE]|\\mathrm\{E\})([-+]?\d{1,3})$", r"\\times 10^{\1}"),
+        (r"\s*\\text\{\s*,?\s*and\s*\}\s*|,\s*and\s+(?=-?\d)", ", "),
+        (r"^\((\d+)\)_", r"\1_"),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
         (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),

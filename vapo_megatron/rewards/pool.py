@@ -135,7 +135,7 @@ class VerifierPool:
         if self._config.verifier == "function":
             extra = dict(case.extra)
             return {"problem": case.problem, "gold": case.ground_truth, "response": case.response, "extra": extra}
-        prepared = prepare(case.ground_truth, case.response, self._config.protocol)
+        prepared = prepare(case.ground_truth, case.response, self._config.answer_format)
         if isinstance(prepared, Comparison):
             formula = prepared.answer_is_formula
             return {"gold": prepared.ground_truth, "answer": prepared.answer, "answer_is_formula": formula}

@@ -1,44 +1,67 @@
 """Evaluation inside a run: the sets of data.eval on the engines and weights of training."""
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
 
 from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.config.data import EvalSet
 from vapo_megatron.config.rollout import SamplingConfig
+from vapo_megatron.config.run import EvaluationConfig
 from vapo_megatron.evaluation.sets import SetResult, answer_set
+from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rewards.grading import grade_samples
 from vapo_megatron.rollout.request import GenerationRequest
-
-if TYPE_CHECKING:
-    from vapo_megatron.training.run import Run
+from vapo_megatron.training.broadcast import broadcast_value
+from vapo_megatron.training.rollouts import Rollouts
+from vapo_megatron.training.state import RunState
 
 # Apart from the seeds of training, and the same at every step, so that evaluations differ by the weights alone.
 _SEED_OFFSET = 1_000_003
 
 
-def evaluate_sets(run: "Run") -> list[SetResult]:
+def evaluate(
+    rollouts: Rollouts, sets: Sequence[EvalSet], config: EvaluationConfig, state: RunState, recorder: Recorder
+) -> None:
+    """Collective: answer the evaluation sets, where this step is one to do so."""
+    due = config.before_training if state.step == 0 else state.is_due(config.every)
+    if not due or not sets:
+        return
+    if dist.get_rank() == 0:
+        with recorder.phase("evaluation"):
+            for result in evaluate_sets(rollouts, sets, config, state.run_dir, state.step):
+                recorder.add(result.metrics())
+                recorder.console.note(result.line(f"step {state.step}"))
+    broadcast_value(None)  # the others wait, on the CPU
+    if state.step == 0:
+        recorder.write(0)
+
+
+def evaluate_sets(
+    rollouts: Rollouts, sets: Sequence[EvalSet], config: EvaluationConfig, run_dir: Path, step: int
+) -> list[SetResult]:
     """On rank 0: the result of every set; raw outputs and evaluation.json go into the run directory."""
-    config, verifier = run.config, run.verifier
-    assert verifier is not None
+    verifier, engines = rollouts.verifier, rollouts.engines
+    assert verifier is not None, "responses are graded on rank 0"
     sampling = SamplingConfig(
-        temperature=config.evaluation.temperature,
-        top_p=config.evaluation.top_p,
-        max_new_tokens=config.evaluation.max_new_tokens or config.sampling.max_new_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        max_new_tokens=config.max_new_tokens or rollouts.sampling.max_new_tokens,
     )
-    seed, folder = config.run.seed + _SEED_OFFSET, run.run_dir / "evaluation"
+    seed = rollouts.seed + _SEED_OFFSET
     results = [
         answer_set(
             entry.name,
             prompts,
             entry.samples,
-            collect=lambda prompts, k: run.engines.collect(
-                GenerationRequest(prompts, k, sampling, seed, run.engines.version)
-            ),
-            grade=lambda samples: grade_samples(samples, verifier, run.tokenizer.decode, config.reward),
-            outputs=folder / f"step_{run.step:06d}_{entry.name}.jsonl",
+            collect=lambda prompts, k: engines.collect(GenerationRequest(prompts, k, sampling, seed, engines.version)),
+            grade=lambda samples: grade_samples(samples, verifier, rollouts.tokenizer.decode, rollouts.reward),
+            outputs=run_dir / "evaluation" / f"step_{step:06d}_{entry.name}.jsonl",
         )
-        for entry, prompts in zip(config.data.eval, run.evaluation_prompts, strict=True)
+        for entry, prompts in zip(sets, rollouts.evaluation_prompts, strict=True)
     ]
-    with atomic_write(run.run_dir / "evaluation.json") as file:
-        json.dump({"step": run.step, "sets": [result.as_dict() for result in results]}, file, indent=2)
+    with atomic_write(run_dir / "evaluation.json") as file:
+        json.dump({"step": step, "sets": [result.as_dict() for result in results]}, file, indent=2)
     return results

@@ -1,15 +1,23 @@
 """VAPO (arXiv 2504.05118), read from top to bottom."""
 
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import estimate_advantages
 from vapo_megatron.training.collect import collect
+from vapo_megatron.training.evaluation import evaluate
+from vapo_megatron.training.export import export, export_critic, export_final
+from vapo_megatron.training.models import Models
 from vapo_megatron.training.reference import replace_reference
-from vapo_megatron.training.run import Run
+from vapo_megatron.training.rollouts import Rollouts
 from vapo_megatron.training.score import score
+from vapo_megatron.training.state import RunState
+from vapo_megatron.training.summary import record_step, show_end
+from vapo_megatron.training.sync import sync_weights
 from vapo_megatron.training.updates import update_critic, update_policy
 from vapo_megatron.training.value_pretraining import pretrain_value
 
 
-def train(run: Run) -> None:
+def train(config: TrainConfig, models: Models, rollouts: Rollouts, state: RunState, recorder: Recorder) -> None:
     """Collective: the whole training of one rank.
 
     The critic first learns the returns of a policy that stands still (value pretraining, section 4.1). Then each step
@@ -17,23 +25,29 @@ def train(run: Run) -> None:
     for policy and critic (decoupled and length-adaptive GAE, sections 4.1 and 4.2), updates critic and policy
     (clip-higher, token-level loss, positive-example NLL, sections 4.2 and 4.3) and hands the weights to the engines.
     """
-    if run.is_new:
-        run.evaluate()
-    if run.needs_value_pretraining:
-        pretrain_value(run)
+    algorithm, engines = config.algorithm, rollouts.engines
+    if state.is_new:
+        evaluate(rollouts, config.data.eval, config.evaluation, state, recorder)
+    if models.critic is not None and config.value_pretraining.enabled and state.needs_value_pretraining:
+        pretraining = config.value_pretraining
+        pretrain_value(models.critic, models.memory, rollouts, pretraining, algorithm, config.batch, state, recorder)
+        export_critic(models, engines, config.export, state)
+        sync_weights(models, rollouts, recorder)
+        state.end_pretraining(rollouts)
 
-    for _ in run.steps():
-        batch = collect(run)
-        run.offload_engines()
-        score(run, batch)
-        estimate_advantages(run, batch)
-        update_critic(run, batch)
-        update_policy(run, batch)
-        replace_reference(run)
-        run.sync_weights()
-        run.evaluate()
-        run.export()
-        run.record(batch)
-        run.safe_point()
+    for step in state.steps():
+        batch = collect(rollouts, config.batch, algorithm, step, recorder)
+        engines.offload()
+        score(models, batch, algorithm, recorder)
+        estimate_advantages(batch, algorithm, recorder)
+        update_critic(models, batch, algorithm, state.seed, recorder)
+        update_policy(models, batch, algorithm, state.seed, recorder)
+        replace_reference(models, algorithm.kl, step)
+        sync_weights(models, rollouts, recorder)
+        evaluate(rollouts, config.data.eval, config.evaluation, state, recorder)
+        export(models, engines, config.export, state, recorder)
+        record_step(batch, models.memory, state, recorder)
+        state.safe_point(rollouts)
 
-    run.finish()
+    export_final(models, engines, config.export, state, recorder)
+    show_end(config.run.name, recorder)

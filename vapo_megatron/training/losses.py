@@ -95,7 +95,7 @@ class PolicyLoss:
     def _figures(self, logprobs: Tensor, entropies: Tensor, local: LocalTokens) -> dict[str, Tensor]:
         mean, old = local.gather(self.mean_weights), self._old(logprobs, local)
         log_ratio = torch.where(mean > 0, logprobs - old, 0)
-        ratio = policy_loss.bounded_ratio(log_ratio)
+        ratio = log_ratio.exp()
         low, high, dual = self._bounded(log_ratio, logprobs, local)
         metrics = {
             "update_entropy": (mean * entropies).sum(),
@@ -103,7 +103,7 @@ class PolicyLoss:
             "clip_fraction_high": (mean * high).sum(),
             "clip_fraction_dual": (mean * dual).sum(),
             "ratio_mean": (mean * ratio).sum(),
-            "approx_kl": (mean * (ratio - 1 - log_ratio)).sum(),
+            "approx_kl": (mean * kl.k3(torch.zeros_like(log_ratio), log_ratio)).sum(),
             "ratio_max": ratio.max(),
         }
         return {name: value for name, value in metrics.items() if name in (*self.sums, *self.maxima)}
@@ -114,10 +114,10 @@ class PolicyLoss:
         if config.kind == "reinforce":
             return none, none, none
         if config.kind == "cispo":
-            return none, (policy_loss.bounded_ratio(log_ratio) > 1 + config.clip_high).float(), none
+            return policy_loss.cispo_clip_indicators(log_ratio, config.clip_high)
         if config.kind == "sao":
-            ratio = policy_loss.bounded_ratio(logprobs - local.gather(self.rollout_logprobs))
-            return (ratio <= 1 - config.clip_low).float(), (ratio >= 1 + config.clip_high).float(), none
+            to_rollout = logprobs - local.gather(self.rollout_logprobs)
+            return policy_loss.sao_clip_indicators(to_rollout, config.clip_low, config.clip_high)
         if config.kind == "gspo":
             log_ratio = local.sequence_mean(log_ratio)
         advantages = local.gather(self.advantages)
@@ -128,8 +128,6 @@ def values_of(outputs: Tensor, config: ValueLossConfig) -> Tensor:
     """Values [t] of a value head's outputs [t, n]: the one of them, or the mean of the histogram that they predict."""
     if config.kind == "hl_gauss":
         return value_loss.hl_gauss_value(outputs, *config.support)
-    if config.bounded:
-        return value_loss.bounded_value(outputs[:, 0], config.low, config.high)
     return outputs[:, 0]
 
 
@@ -153,13 +151,13 @@ class ValueLoss:
         elif config.kind == "clipped":
             assert self.old_values is not None, "value_loss.kind=clipped needs the old values"
             old = local.gather(self.old_values)
-            per_token = value_loss.clipped_value_loss(values_of(outputs, config), old, targets, config.clip)
+            per_token = value_loss.clipped_value_loss(outputs[:, 0], old, targets, config.clip)
         else:
-            per_token = value_loss.value_mse(values_of(outputs, config), targets)
+            per_token = value_loss.value_mse(outputs[:, 0], targets)
         loss = (weights * per_token).sum()
         metrics = {"value_loss": loss.detach()}
         if config.self_imitation_coef:
-            imitation = value_loss.self_imitation_value_loss(values_of(outputs, config), targets)
+            imitation = value_loss.self_imitation_value_loss(outputs[:, 0], targets)
             loss = loss + config.self_imitation_coef * (weights * imitation).sum()
         return loss, metrics
 

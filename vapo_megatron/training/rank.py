@@ -1,4 +1,4 @@
-"""The body of a training rank: what has to be closed again, and the loop in between."""
+"""The body of a training rank: its parts are built here, and closed again; the loop is in between."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,10 +10,16 @@ from vapo_megatron.experience.tokenizer import TextTokenizer
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rewards.pool import VerifierPool
+from vapo_megatron.training.broadcast import broadcast_value
+from vapo_megatron.training.checkpoint import Checkpointer
 from vapo_megatron.training.engines import Engines
 from vapo_megatron.training.loop import train
-from vapo_megatron.training.resume import open_resumed, restore_run_files
-from vapo_megatron.training.run import Run
+from vapo_megatron.training.models import Models, load_models
+from vapo_megatron.training.resume import Resumed, open_resumed, restore_run_files
+from vapo_megatron.training.rollouts import Rollouts, make_rollouts
+from vapo_megatron.training.state import RunState
+from vapo_megatron.training.summary import show_header
+from vapo_megatron.training.sync import check_engines, sync_weights
 from vapo_megatron.weight_sync.quantization import engine_fp8
 from vapo_megatron.weights.spec import read_spec
 
@@ -24,7 +30,7 @@ def train_rank(config: TrainConfig, run_dir: Path, checkpoint: Path | None = Non
     checkpoint: the saved state that it goes on from; None for a new run.
     """
     is_main_rank, model_dir, platform = dist.get_rank() == 0, Path(config.model.path), current_platform()
-    tokenizer = TextTokenizer(model_dir, config.data.prompt)
+    tokenizer, spec = TextTokenizer(model_dir, config.data.prompt), read_spec(model_dir)
     resumed = open_resumed(checkpoint) if checkpoint is not None else None
     if resumed is not None and is_main_rank:
         restore_run_files(run_dir, resumed, config)
@@ -46,8 +52,43 @@ def train_rank(config: TrainConfig, run_dir: Path, checkpoint: Path | None = Non
                 config.model.dtype,
                 run_dir / "logs",
                 tokenizer.eos_token_ids,
-                fp8=engine_fp8(config.rollout, config.actor.precision, read_spec(model_dir)),
+                fp8=engine_fp8(config.rollout, config.actor.precision, spec),
             )
         )
         verifier = stack.enter_context(VerifierPool(config.reward)) if is_main_rank else None
-        train(Run(config, run_dir, recorder, engines, tokenizer, verifier, resumed))
+        if not engines.share_device:
+            engines.start()  # while the models load
+        with recorder.phase("load_models"):
+            models = load_models(config, resumed)
+        rollouts = make_rollouts(config, spec, engines, tokenizer, verifier, resumed)
+        start_engines(engines, recorder)
+        show_header(config, models, engines.count, recorder)
+        agree(config, models, rollouts, recorder, resumed)
+        checkpointer = Checkpointer(config.checkpoint, config, "train", run_dir, models.saved(), recorder, resumed)
+        state = RunState(config.run, config.checkpoint, run_dir, checkpointer, resumed)
+        train(config, models, rollouts, state, recorder)
+
+
+def start_engines(engines: Engines, recorder: Recorder) -> None:
+    """Collective: the engines answer when this returns."""
+    with recorder.phase("start_engines"):
+        if engines.share_device:
+            # They size their caches by what is free: not before all ranks have offloaded their optimizers.
+            broadcast_value(None)
+            engines.start()
+        engines.wait_until_ready()
+
+
+def agree(config: TrainConfig, models: Models, rollouts: Rollouts, recorder: Recorder, resumed: Resumed | None) -> None:
+    """Collective: the engines have the actor's weights, and compute the same."""
+    if resumed is not None:
+        resumed.restore_generators(models.saved())
+        rollouts.engines.version = resumed.progress.weight_version - 1
+        sync_weights(models, rollouts, recorder)
+        # What loading took and found belongs to no step.
+        recorder.discard_pending()
+        recorder.console.note(f"goes on from {resumed.checkpoint}")
+    elif config.rollout.load_format == "dummy" or config.rollout.external_urls:
+        sync_weights(models, rollouts, recorder)
+    else:
+        check_engines(models, rollouts, recorder)

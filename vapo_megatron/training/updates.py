@@ -1,6 +1,5 @@
 """The optimizer steps of one iteration: mini-batches of a scored rollout, critic first."""
 
-import zlib
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -8,76 +7,67 @@ from torch import Tensor
 
 from vapo_megatron.algorithms import advantages, importance
 from vapo_megatron.algorithms.aggregation import nll_weights, token_weights
-from vapo_megatron.algorithms.segments import response_lengths, to_tokens
-from vapo_megatron.algorithms.selection import split_minibatches
-from vapo_megatron.config.algorithm import AlgorithmConfig, ValueLossConfig
-from vapo_megatron.errors import BadInput
+from vapo_megatron.algorithms.segments import to_tokens
+from vapo_megatron.algorithms.selection import minibatch_seed, positive_responses, split_minibatches
+from vapo_megatron.config.algorithm import (
+    AlgorithmConfig,
+    ImportanceSamplingConfig,
+    PositiveNllConfig,
+    UpdateConfig,
+    ValueLossConfig,
+)
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore.metrics import StepResult
 from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.losses import PolicyLoss, ValueLoss
 from vapo_megatron.training.metrics import importance_metrics, mean_of
-from vapo_megatron.training.run import Run
+from vapo_megatron.training.models import Models
 from vapo_megatron.training.score import record_policy, update_gives_logprobs
 
 
-def update_critic(run: Run, batch: ExperienceBatch) -> None:
+def update_critic(
+    models: Models, batch: ExperienceBatch, config: AlgorithmConfig, step_seed: str, recorder: Recorder
+) -> None:
     """Collective: the critic's optimizer steps on a batch; nothing without a critic."""
-    if run.critic is None:
+    if models.critic is None:
         return
-    update = run.config.algorithm.update
-    rounds = update.epochs * update.critic_updates_per_policy_update
+    rounds = config.update.epochs * config.update.critic_updates_per_policy_update
     results = []
-    run.memory.enter("update_critic")
-    with run.recorder.phase("update_critic", total=batch.samples * rounds) as advance:
-        for minibatch in minibatches(run, batch, rounds, salt=1):
-            results.append(critic_step(run.critic, minibatch, run.config.algorithm.value_loss))
+    models.memory.enter("update_critic")
+    with recorder.phase("update_critic", total=batch.samples * rounds) as advance:
+        for minibatch in minibatches(batch, config.update, rounds, step_seed, salt=1):
+            results.append(critic_step(models.critic, minibatch, config.value_loss))
             advance(minibatch.samples)
-    run.recorder.add(update_metrics("critic", results, ()))
+    recorder.add(update_metrics("critic", results, ()))
 
 
 def critic_step(critic: Trainable, minibatch: ExperienceBatch, config: ValueLossConfig) -> StepResult:
     """Collective: one optimizer step of the critic on a mini-batch with returns, and old values for a clipped loss."""
     assert minibatch.returns is not None and minibatch.selected is not None, "no value targets: estimate them first"
-    bounds, targets, old = minibatch.response_cu_seqlens, minibatch.returns, minibatch.values
-    if minibatch.baselines is not None:
-        known = to_tokens(minibatch.baselines, bounds)
-        targets, old = targets - known, None if old is None else old - known
-    check_targets(targets, config)
     weights = token_weights(minibatch.response_lengths, "token_mean", selected=minibatch.selected)
-    loss = ValueLoss(config, targets, old, to_tokens(weights, bounds))
+    loss = ValueLoss(config, minibatch.returns, minibatch.values, to_tokens(weights, minibatch.response_cu_seqlens))
     return critic.train_step(minibatch, range(minibatch.samples), loss)
 
 
-def check_targets(targets: Tensor, config: ValueLossConfig) -> None:
-    """Raises BadInput for a value target [T] that no value can reach: a user's function gave a score out of range."""
-    if not config.has_bounds:
-        return
-    low, high = config.support if config.kind == "hl_gauss" else (config.low, config.high)
-    beyond = targets[(targets < low - 1e-4) | (targets > high + 1e-4)]
-    if beyond.numel():
-        raise BadInput(
-            f"algorithm.value_loss.low..high={config.low:g}..{config.high:g} does not hold the value target "
-            f"{float(beyond[0]):g}: widen it to the range of the rewards"
-        )
-
-
-def update_policy(run: Run, batch: ExperienceBatch) -> None:
+def update_policy(
+    models: Models, batch: ExperienceBatch, config: AlgorithmConfig, step_seed: str, recorder: Recorder
+) -> None:
     """Collective: the policy's optimizer steps on a batch."""
     results = []
-    rounds = run.config.algorithm.update.epochs
-    correct_for_rollout(run, batch)
-    one_pass = update_gives_logprobs(run.config.algorithm, batch)
-    run.memory.enter("update_policy")
-    with run.recorder.phase("update_policy", total=batch.samples * rounds) as advance:
-        for minibatch in minibatches(run, batch, rounds, salt=2):
-            loss = policy_loss(minibatch, run.config.algorithm)
-            result = run.actor.train_step(minibatch, range(minibatch.samples), loss, keep_outputs=one_pass)
+    rounds = config.update.epochs
+    correct_for_rollout(batch, config.importance_sampling, recorder)
+    one_pass = update_gives_logprobs(config, batch)
+    models.memory.enter("update_policy")
+    with recorder.phase("update_policy", total=batch.samples * rounds) as advance:
+        for minibatch in minibatches(batch, config.update, rounds, step_seed, salt=2):
+            loss = policy_loss(minibatch, config)
+            result = models.actor.train_step(minibatch, range(minibatch.samples), loss, keep_outputs=one_pass)
             if result.outputs is not None:
-                record_policy(run, minibatch, result.outputs)
+                record_policy(minibatch, result.outputs, recorder)
             results.append(result)
             advance(minibatch.samples)
-    run.recorder.add(update_metrics("actor", results, PolicyLoss.maxima))
+    recorder.add(update_metrics("actor", results, PolicyLoss.maxima))
 
 
 def policy_loss(batch: ExperienceBatch, config: AlgorithmConfig) -> PolicyLoss:
@@ -86,10 +76,7 @@ def policy_loss(batch: ExperienceBatch, config: AlgorithmConfig) -> PolicyLoss:
     chosen, found = batch.selected, batch.advantages
     assert chosen is not None and found is not None, "no advantages: estimate_advantages comes first"
     assert batch.importance_weights is not None, "no importance weights: correct_for_rollout comes first"
-    counted = lengths
-    if config.importance_sampling.kind == "mis" and config.importance_sampling.rejected == "dropped":
-        counted = response_lengths(bounds, batch.importance_weights)
-    weights = to_tokens(token_weights(counted, settings.aggregation, settings.constant, chosen), bounds)
+    weights = to_tokens(token_weights(lengths, settings.aggregation, settings.constant, chosen), bounds)
     positive_advantages = torch.zeros_like(found)
     if settings.self_imitation_coef:
         assert batch.returns is not None and batch.values is not None, "self-imitation needs returns and values"
@@ -104,45 +91,44 @@ def policy_loss(batch: ExperienceBatch, config: AlgorithmConfig) -> PolicyLoss:
         positive_advantages=positive_advantages,
         importance=batch.importance_weights,
         weights=weights,
-        nll_weights=to_tokens(nll_weights(lengths, positives(batch, config) & chosen), bounds),
+        nll_weights=to_tokens(nll_weights(lengths, positives(batch, settings.positive_nll) & chosen), bounds),
         mean_weights=to_tokens(token_weights(lengths, "token_mean", selected=chosen), bounds),
     )
 
 
-def correct_for_rollout(run: Run, batch: ExperienceBatch) -> None:
-    """Fill importance [T]: what corrects the policy loss for the engine's policy not being the trainer's."""
-    settings = run.config.algorithm.importance_sampling
-    if settings.kind == "none":
+def correct_for_rollout(batch: ExperienceBatch, config: ImportanceSamplingConfig, recorder: Recorder) -> None:
+    """Fill importance_weights: what corrects the policy loss for the engine's policy not being the trainer's."""
+    if config.kind == "none":
         batch.importance_weights = torch.ones(batch.response_tokens)
         return
     assert batch.old_logprobs is not None, "no log-probs: the batch is not scored"
     log_ratio = importance.log_ratio_at(
-        settings.level, batch.old_logprobs, batch.rollout_logprobs, batch.response_cu_seqlens
+        config.level, batch.old_logprobs, batch.rollout_logprobs, batch.response_cu_seqlens
     )
-    if settings.kind == "tis":
-        found = importance.tis(log_ratio, settings.cap)
+    if config.kind == "tis":
+        found = importance.tis(log_ratio, config.cap)
     else:
-        found = importance.mis(log_ratio, settings.low, settings.high)
+        found = importance.mis(log_ratio, config.low, config.high)
     batch.importance_weights = found
-    run.recorder.add(importance_metrics(found, log_ratio))
+    recorder.add(importance_metrics(found, log_ratio))
 
 
-def positives(batch: ExperienceBatch, config: AlgorithmConfig) -> Tensor:
-    """Responses that the language-model loss imitates; a truncated one never is. bool [S]."""
-    settings = config.policy_loss.positive_nll
-    if settings.positives == "correct":
-        return batch.correct & ~batch.truncated
+def positives(batch: ExperienceBatch, config: PositiveNllConfig) -> Tensor:
+    """Responses that the language-model loss imitates. bool [S]."""
+    if config.positives == "correct":
+        return positive_responses(batch.correct, batch.truncated)
     assert batch.shaped_rewards is not None, "no shaped rewards: estimate_advantages comes first"
-    return (batch.shaped_rewards > settings.reward_above) & ~batch.truncated
+    return positive_responses(batch.correct, batch.truncated, batch.shaped_rewards, config.reward_above)
 
 
-def minibatches(run: Run, batch: ExperienceBatch, rounds: int, salt: int) -> Iterator[ExperienceBatch]:
+def minibatches(
+    batch: ExperienceBatch, config: UpdateConfig, rounds: int, step_seed: str, salt: int
+) -> Iterator[ExperienceBatch]:
     """The mini-batch of each optimizer step, in an order that depends on the run's seed and the step alone."""
-    update = run.config.algorithm.update
     for epoch in range(rounds):
-        seed = zlib.crc32(f"{run.config.run.seed}/{run.step}/{salt}/{epoch}".encode())
-        size = update.size(batch.samples, len(batch.group_ids.unique()))
-        for part in split_minibatches(batch.group_ids, size, update.minibatch_unit, seed):
+        seed = minibatch_seed(step_seed, salt, epoch)
+        size = config.size(batch.samples, len(batch.group_ids.unique()))
+        for part in split_minibatches(batch.group_ids, size, config.minibatch_unit, seed):
             yield batch.select(part.tolist())
 
 

@@ -13,47 +13,58 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithms.segments import to_tokens
+from vapo_megatron.algorithms.gae import monte_carlo_returns
+from vapo_megatron.algorithms.selection import loss_mask
 from vapo_megatron.config.algorithm import HELD_OUT_SHARE, AlgorithmConfig, ValueLossConfig, ValuePretrainingConfig
+from vapo_megatron.config.run import BatchConfig
 from vapo_megatron.experience.batch import ExperienceBatch
+from vapo_megatron.mcore.memory_plan import MemoryPlan
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.monitoring import names
-from vapo_megatron.training.advantages import baselines_of, returns_known, shaped_rewards
+from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.training.advantages import shaped_rewards
 from vapo_megatron.training.broadcast import on_rank_zero
 from vapo_megatron.training.collect import collect
 from vapo_megatron.training.metrics import mean_of, value_metrics
 from vapo_megatron.training.recorded_rollouts import RecordedRollouts, write_rollout
-from vapo_megatron.training.run import Run
+from vapo_megatron.training.rollouts import Rollouts
 from vapo_megatron.training.score import values
+from vapo_megatron.training.state import RunState
 from vapo_megatron.training.updates import critic_step
 
 _CHECKS = 50
 
 
-def pretrain_value(run: Run) -> None:
-    """Collective: record, replay until the critic is good or the replay ends, save the value checkpoint.
+def pretrain_value(
+    critic: Trainable,
+    memory: MemoryPlan,
+    rollouts: Rollouts,
+    config: ValuePretrainingConfig,
+    algorithm: AlgorithmConfig,
+    size: BatchConfig,
+    state: RunState,
+    recorder: Recorder,
+) -> None:
+    """Collective: record rollouts, and replay them until the critic is good or the replay ends.
 
-    A resumed run goes on with the rollouts that are recorded and the updates that are made.
+    A resumed run goes on with the rollouts that are recorded and the updates that are made. size: of a rollout; at most
+    so many groups are held out.
     """
-    config, critic = run.config.value_pretraining, run.critic
-    assert critic is not None
-    value_loss = for_pretraining(run.config.algorithm.value_loss)
-    record = record_rollouts(run)
-    run.offload_engines()
-    run.memory.enter("update_critic")
-    targets = Targets(record, run.config.algorithm)
-    train, held_out = split_prompts(
-        record.prompt_ids, record.group_ids, run.config.batch.prompts_per_step, run.config.run.seed
-    )
-    updates = replay_order(train, config, run.config.run.seed)
+    iterations = config.rollouts(size.prompts_per_step * size.samples_per_prompt)
+    record_rollouts(rollouts, iterations, algorithm, size, state, recorder)
+    rollouts.engines.offload()
+    memory.enter("update_critic")
+    targets = Targets(state.recorded, algorithm)
+    train, held_out = split_groups(state.recorded.group_ids, size.prompts_per_step, rollouts.seed)
+    updates, value_loss = replay_order(train, config, rollouts.seed), for_pretraining(algorithm.value_loss)
     check_every = max(1, len(updates) // _CHECKS)
-    metrics = measure(critic, targets.select(held_out), run.config.algorithm.value_loss)
-    done = number = run.pretraining.updates
+    metrics = measure(critic, targets.select(held_out), algorithm.value_loss)
+    done = number = state.pretraining.updates
     if done == 0:
-        run.recorder.add(metrics)
-        run.recorder.write_pretraining(0, 0)
+        recorder.add(metrics)
+        recorder.write_pretraining(0, 0)
     results: list[dict[str, float]] = []
-    with run.recorder.phase("value_pretraining", total=len(updates)) as advance:
+    with recorder.phase("value_pretraining", total=len(updates)) as advance:
         advance(done)
         for number, samples in enumerate(updates[done:], done + 1):
             result = critic_step(critic, targets.select(samples), value_loss)
@@ -61,35 +72,36 @@ def pretrain_value(run: Run) -> None:
             advance(1)
             if number % check_every and number < len(updates):
                 continue
-            metrics = measure(critic, targets.select(held_out), run.config.algorithm.value_loss)
-            run.recorder.add(metrics | {f"critic/{key}": value for key, value in mean_of(results).items()})
-            run.recorder.write_pretraining(number, number * config.minibatch_size)
+            metrics = measure(critic, targets.select(held_out), algorithm.value_loss)
+            recorder.add(metrics | {f"critic/{key}": value for key, value in mean_of(results).items()})
+            recorder.write_pretraining(number, number * config.minibatch_size)
             results = []
             if good_enough(metrics, config):
                 break
-            run.pretraining = run.pretraining.model_copy(update={"updates": number})
-            run.safe_point()
-    run.recorder.console.note(
-        f"value pretraining: {number} updates, explained variance {metrics[names.EXPLAINED_VARIANCE]:.3f} "
-        f"(free baselines {max(metrics[names.BASELINE_LOO], metrics[names.BASELINE_POSITION], 0.0):.3f}), "
+            state.pretraining = state.pretraining.model_copy(update={"updates": number})
+            state.safe_point(rollouts)
+    state.pretraining = state.pretraining.model_copy(update={"updates": number})
+    recorder.console.note(
+        f"value pretraining: {number} updates, explained variance {metrics[names.EXPLAINED_VARIANCE]:.3f}, "
         f"largest bias {largest_bias(metrics):.3f} on held-out responses"
     )
-    run.save("value_pretrained", critic_only=True)
-    run.sync_weights()
-    run.recorded = RecordedRollouts(run.run_dir)
-    run.pretraining = run.pretraining.model_copy(update={"updates": number, "finished": True})
-    run.safe_point(milestone=True)
 
 
-def record_rollouts(run: Run) -> RecordedRollouts:
-    """Collective: what the policy that stands still writes, with what an earlier attempt of the run has recorded."""
-    iterations = run.config.value_pretraining.rollouts(run.config.samples)
-    for done in range(run.pretraining.iterations + 1, iterations + 1):
-        batch, name = collect(run, every_group=True, for_policy=False), run.recorded.next_name
-        run.recorded.add(name, on_rank_zero(partial(write_rollout, batch, run.run_dir / name)))
-        run.pretraining = run.pretraining.model_copy(update={"iterations": done})
-        run.safe_point(milestone=done == iterations)
-    return run.recorded
+def record_rollouts(
+    rollouts: Rollouts,
+    iterations: int,
+    algorithm: AlgorithmConfig,
+    size: BatchConfig,
+    state: RunState,
+    recorder: Recorder,
+) -> None:
+    """Collective: append to state.recorded what the policy that stands still writes, up to so many rollouts."""
+    for done in range(state.pretraining.iterations + 1, iterations + 1):
+        batch = collect(rollouts, size, algorithm, state.step, recorder, fixed_policy=True)
+        name = state.recorded.next_name
+        state.recorded.add(name, on_rank_zero(partial(write_rollout, batch, state.run_dir / name)))
+        state.pretraining = state.pretraining.model_copy(update={"iterations": done})
+        state.safe_point(rollouts, milestone=done == iterations)
 
 
 def for_pretraining(config: ValueLossConfig) -> ValueLossConfig:
@@ -103,8 +115,7 @@ class Targets:
     def __init__(self, record: RecordedRollouts, config: AlgorithmConfig) -> None:
         # Of all at once: what shaping gives a response depends on the others of its group.
         self._record, self._rewards = record, shaped_rewards(record, config.shaping)
-        self._selected = returns_known(record.truncated, config.shaping)
-        self._baselines = baselines_of(self._rewards, record.group_ids, config.value_loss)
+        self._selected = loss_mask(record.truncated, config.shaping.truncated == "mask")
         self._gamma = config.advantage.gamma
 
     def select(self, samples: Sequence[int]) -> ExperienceBatch:
@@ -113,41 +124,18 @@ class Targets:
         chosen = torch.tensor(samples)
         batch.returns = monte_carlo_returns(self._rewards[chosen], batch.response_cu_seqlens, self._gamma)
         batch.selected = self._selected[chosen]
-        batch.baselines = None if self._baselines is None else self._baselines[chosen]
         return batch
 
 
-def monte_carlo_returns(rewards: Tensor, cu_seqlens: Tensor, gamma: float) -> Tensor:
-    """gamma^n R, n the tokens that follow in the response: the lambda = 1 target where the reward is at the end.
-
-    rewards float32 [S], cu_seqlens int64 [S + 1] -> float32 [T]. A response's do not depend on those beside it.
-    """
-    following = to_tokens(cu_seqlens[1:] - 1, cu_seqlens) - torch.arange(int(cu_seqlens[-1]))
-    discounts = gamma ** torch.arange(int(cu_seqlens.diff().max()), dtype=torch.float64)
-    return discounts.float()[following] * to_tokens(rewards, cu_seqlens)
-
-
-def split_prompts(prompt_ids: Tensor, group_ids: Tensor, most_groups: int, seed: int) -> tuple[list[int], list[int]]:
-    """Samples to train on and to measure on: an eighth of the prompts is held out, with all samples of all rollouts.
-
-    Fewer where they have more than most_groups groups. prompt_ids and group_ids: int64 [S].
-    """
-    groups: dict[int, set[int]] = {}
-    for prompt, group in zip(prompt_ids.tolist(), group_ids.tolist(), strict=True):
-        groups.setdefault(prompt, set()).add(group)
-    prompts = sorted(groups)
-    random.Random(seed).shuffle(prompts)
-    held: set[int] = set()
-    measured = 0
-    for prompt in prompts[: max(1, round(len(prompts) * HELD_OUT_SHARE))]:
-        if held and measured + len(groups[prompt]) > most_groups:
-            break
-        held.add(prompt)
-        measured += len(groups[prompt])
-    members = prompt_ids.tolist()
-    if len(held) == len(prompts):
+def split_groups(group_ids: Tensor, most_groups: int, seed: int) -> tuple[list[int], list[int]]:
+    """Samples to train on and to measure on, cut between groups. group_ids: int64 [S]."""
+    members = group_ids.tolist()
+    groups = sorted(set(members))
+    random.Random(seed).shuffle(groups)
+    held = set(groups[: max(1, min(round(len(groups) * HELD_OUT_SHARE), most_groups))])
+    if len(held) == len(groups):
         return list(range(len(members))), list(range(len(members)))
-    return [s for s, p in enumerate(members) if p not in held], [s for s, p in enumerate(members) if p in held]
+    return [s for s, g in enumerate(members) if g not in held], [s for s, g in enumerate(members) if g in held]
 
 
 def replay_order(samples: list[int], config: ValuePretrainingConfig, seed: int) -> list[list[int]]:
@@ -163,10 +151,8 @@ def replay_order(samples: list[int], config: ValuePretrainingConfig, seed: int) 
 def measure(critic: Trainable, held_out: ExperienceBatch, config: ValueLossConfig) -> dict[str, float]:
     """Collective: quality of the critic on held-out samples with their returns."""
     found = values(critic, held_out, config)
-    assert held_out.returns is not None and held_out.selected is not None, "no value targets to compare with"
-    bounds = held_out.response_cu_seqlens
-    known = to_tokens(held_out.selected, bounds)
-    return value_metrics(found, held_out.returns, bounds, held_out.group_ids, held_out.correct, known)
+    assert held_out.returns is not None, "no value targets to compare with"
+    return value_metrics(found, held_out.returns, held_out.response_cu_seqlens)
 
 
 def largest_bias(metrics: dict[str, float]) -> float:

@@ -84,7 +84,7 @@ def hf_to_megatron(
         hf_dir: a language, reward or value model, see weights.load.load_hf; of one without a head of values a value
             model is made with a new one, of zeros.
         out: the directory to make.
-        progress: is told how far this is.
+        progress: called with the progress.
         head: of the checkpoint.
         value_outputs: numbers that a value head gives, see ModelSpec.
         dtype: of the checkpoint; None keeps each tensor's.
@@ -125,7 +125,7 @@ def hf_to_megatron(
 def _written_part(
     work: WorkFolder, writer: PartWriter, number: int, part: list[Entry], source: HFSource, progress: Progress
 ) -> list[dict[str, Any]]:
-    """Write a part unless an earlier start did; where its tensors lie."""
+    """Write a part unless an earlier start did. Returns where its tensors are."""
     name = writer.file_name(number)
     note = work.note_of(name)
     if note is not None:
@@ -164,7 +164,7 @@ def megatron_to_hf(
     Args:
         checkpoint: a saved model, with its card.
         out: the directory to make.
-        progress: is told how far this is.
+        progress: called with the progress.
         dtype: of the tensors; None keeps each one's.
         shard_bytes: bound on a file, and so on memory.
         verify: read everything back and compare it, bit by bit.

@@ -61,7 +61,7 @@ def save_hf(
                             writer.add(name, tensor)
             except BadInput as error:
                 refusal = [str(error)]
-        # The other ranks are in the stream's collectives: whoever stopped early goes through them as well.
+        # The other ranks are in the stream's collectives: a rank that stopped early goes through them as well.
         with suppress(StopIteration):
             while True:
                 next(stream)

@@ -1,4 +1,4 @@
-"""Where each entry of a model lies in a torch_dist checkpoint: its key, and its place in the tensor of that key.
+"""Where each entry of a model is in a torch_dist checkpoint: its key, and its place in the tensor of that key.
 
 Megatron stacks layers of one kind: the parameters of all layers are one tensor with the layer as first axis; those of
 experts have the expert as second. Keys carry the names of Transformer Engine's fused layers whatever the layers are
@@ -45,7 +45,7 @@ class Place:
 
 
 def place_of(entry: Entry, spec: ModelSpec) -> Place:
-    """Where an entry's parameter lies, whole and unpadded."""
+    """Where an entry's parameter is, whole and unpadded."""
     shape = entry.rule.shard_shape(spec, 1)
     name = entry.rule.megatron
     if entry.layer is None:

@@ -17,7 +17,7 @@ _ALIGNMENT = 256  # bytes: no two storages share a cache line
 
 
 class Whereabouts(NamedTuple):
-    """Where a tensor lies for others: the path of a file they can map, its size, and the tensor's first byte in it."""
+    """Where other processes find a tensor: a file that they can map, its size, and the tensor's first byte in it."""
 
     path: str
     size: int
@@ -55,7 +55,7 @@ class SharedWeights:
             tensor.data = torch.empty(0, dtype=tensor.dtype).set_(room.untyped_storage(), *place)
 
     def whereabouts(self, tensor: Tensor) -> Whereabouts | None:
-        """Where a tensor lies, None where it is not contiguous, not of this memory, or where checksums cannot be made
+        """Where a tensor is, None where it is not contiguous, not of this memory, or where checksums cannot be made
         of its words."""
         start = self._starts.get(tensor.untyped_storage().data_ptr())
         offset = int(tensor.storage_offset()) * tensor.itemsize

@@ -8,7 +8,7 @@ A saved model is a directory:
 
 The keys are those of GPTModel.sharded_state_dict() without prefix: no layout (tensor, pipeline, virtual pipeline,
 expert parallel) shows in them, nor whether Transformer Engine fuses norms into linear layers. Keys that begin with
-"optimizer." may lie beside them.
+"optimizer." may be beside them.
 """
 
 import json

@@ -51,7 +51,7 @@ class PartWriter:
     """
 
     def __init__(self, folder: Path, parts: Sequence[Sequence[tuple[Place, torch.dtype]]]) -> None:
-        """parts: what lies in each file, and in which dtype."""
+        """parts: the content of each file, and its dtype."""
         self._folder = folder
         # Nothing is copied ahead: tensors are made one by one.
         self._writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
@@ -73,7 +73,7 @@ class PartWriter:
             make: the tensor, on the CPU and with the stacked axes, of the n-th place of the part.
 
         Returns:
-            Where each place lies in the file.
+            The byte range of each place in the file.
         """
         plan = self._plans[part]
         number = {item.index: i for i, item in enumerate(plan.items)}
@@ -202,7 +202,7 @@ class PartReader:
         return target.view(place.shape)
 
     def _near(self, place: Place) -> TensorStorageMetadata:
-        """The tensor's metadata with the chunks alone that lie at the place's stacked indices.
+        """The tensor's metadata with only the chunks at the place's stacked indices.
 
         Of 128 experts in 48 layers every one would else be looked at for each.
         """

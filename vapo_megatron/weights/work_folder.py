@@ -18,7 +18,7 @@ LOCK_FILE = ".lock"
 class WorkFolder:
     """OUT.partial, which becomes OUT; a context manager.
 
-    On leaving without an exception it takes the name OUT. On an error that is told to the user it vanishes: what it was
+    On leaving without an exception it takes the name OUT. After a reported error it is removed: what it was
     made from has to change, or the disk is full. Where the program is stopped (signal, lost machine) it stays, and the
     next start that asks for the same goes on from the files that were finished; one that asks for something else starts
     anew.

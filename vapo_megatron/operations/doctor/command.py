@@ -111,7 +111,7 @@ def _others(meeting: Meeting, table: Sequence[Check], wait: float) -> list[NodeR
 
 
 def _all_reduce(examination: Examination) -> list[Line]:
-    """All-reduce over the devices of all nodes, told of on node 0 alone."""
+    """All-reduce over the devices of all nodes, reported on node 0 alone."""
     meeting, hardware, gpus = examination.meeting, examination.hardware, examination.gpus
     if examination.nodes == 1:
         return []

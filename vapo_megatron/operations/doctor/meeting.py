@@ -1,6 +1,6 @@
 """Where the processes of doctor meet: words left in a store, so that no node can hang another.
 
-Collectives would wait for a node that is broken; here everybody reads what is there and names who is missing.
+Collectives would wait for a broken node; here each node reads what is there and names the nodes that are missing.
 """
 
 import json
@@ -68,7 +68,7 @@ class Meeting:
             self._store.set(key, json.dumps(value))
 
     def get(self, key: str, deadline: float) -> Any:
-        """A word that somebody left; None where it was not there within `deadline` seconds."""
+        """A value that another node has set; None where it was not there within `deadline` seconds."""
         end = time.monotonic() + deadline
         while self._store is not None:
             if self._store.check([key]):

@@ -211,7 +211,7 @@ def judge_ecc(gpus: Sequence[Gpu]) -> list[Line]:
     if off:
         lines.append(Line("ecc", "warning", f"GPUs {_named(off)}: ECC is off", "switch it on: nvidia-smi -e 1, reboot"))
     if not lines and any(gpu.ecc is None for gpu in gpus):
-        return [Line("ecc", "warning", "the GPUs do not tell of ECC", "nothing, where their kind has none")]
+        return [Line("ecc", "warning", "the GPUs do not report ECC", "nothing, where their kind has none")]
     return lines or [Line("ecc", "ok", "on, no errors")]
 
 

@@ -72,7 +72,7 @@ def from_json(value: Mapping[str, Any]) -> NodeReport:
 
 
 def show(reports: Sequence[NodeReport], console: Console) -> None:
-    """Print a table. Lines that several nodes share are told once, with the number of nodes."""
+    """Print a table. Lines that several nodes share are printed once, with the number of nodes."""
     table = Table(box=box.SIMPLE_HEAD)
     for title in ("check", "", "nodes", "found", "what to do"):
         table.add_column(title, overflow="fold")

@@ -12,7 +12,7 @@ from vapo_megatron.operations.doctor.report import Line
 
 _GIB, _MIB = 2**30, 2**20
 _FILES = 65536
-# Buffers that NCCL and the engines register with the adapters lie in host memory in part.
+# Buffers that NCCL and the engines register with the adapters are partly in host memory.
 _LOCKED = 4 * _GIB
 _WRITE_BYTES, _PIECE = 512 * _MIB, 8 * _MIB
 # Below this a checkpoint of hundreds of gigabytes takes longer than a job is warned of its end.

@@ -77,7 +77,7 @@ def check_clock(meeting: Meeting, deadline: float) -> list[Line]:
     if meeting.index == 0:
         end, waiting = time.monotonic() + deadline, set(range(1, nodes))
         while waiting and time.monotonic() < end:
-            # Whoever asks is answered at once, whoever else is still to come.
+            # Each node that asks is answered at once, whichever others are still to come.
             for other in [other for other in waiting if meeting.get(f"clock/ask/{other}", 0)]:
                 meeting.put(f"clock/{other}", time.time())
                 waiting.discard(other)
@@ -106,7 +106,7 @@ def judge_clock(difference: float, uncertainty: float) -> Line:
 
 
 def check_reachable(meeting: Meeting, deadline: float) -> list[Line]:
-    """Whether node 0 reaches a port of every node that nobody has reserved, as it has to reach engines."""
+    """Whether node 0 reaches an unreserved port of every node, as it has to reach engines."""
     remedy = "open the ports of net.ipv4.ip_local_port_range between the nodes of a job"
     with socket.socket() as listener:
         host = "127.0.0.1" if len(meeting.nodes) == 1 else _own_address(meeting)

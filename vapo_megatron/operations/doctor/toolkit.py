@@ -102,7 +102,7 @@ def _last_line(lines: Sequence[str], code: int) -> str:
 
 
 def _nvcc(environment: Mapping[str, str]) -> str | None:
-    """The first on PATH, as whoever compiles takes it, else that of CUDA_HOME."""
+    """The first on PATH, as compilers take it, else that of CUDA_HOME."""
     home = environment.get("CUDA_HOME")
     path = environment.get("PATH", os.defpath) + (f"{os.pathsep}{home}/bin" if home else "")
     return shutil.which("nvcc", path=path)

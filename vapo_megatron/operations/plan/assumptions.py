@@ -21,7 +21,7 @@ def assumptions(plan: Plan) -> list[str]:
         f"prompts have {lengths.prompt:.0f} tokens, responses {lengths.mean:.0f} on average with a tail up to "
         f"{lengths.longest} (plan.mean_prompt_tokens, plan.mean_response_tokens)",
         f"{hardware.trainer_overhead / GIB:g} GiB of a GPU go to the trainer's context and NCCL, "
-        f"{hardware.engine_overhead / GIB:g} GiB to a offloaded engine's, {hardware.fragmentation:.0%} are lost to "
+        f"{hardware.engine_overhead / GIB:g} GiB to an offloaded engine's, {hardware.fragmentation:.0%} are lost to "
         "fragmentation (hardware.trainer_overhead_gib, .engine_overhead_gib, .fragmentation)",
         "communication does not overlap with computation; nothing is lost to stragglers; grades come while responses "
         "are still generated; starting, checkpoints and dynamic sampling's further rounds are not counted",

@@ -1,4 +1,4 @@
-"""What of each model lies on the GPU in which phase of a step; from the table that the trainer itself goes by."""
+"""Which parts of each model are on the GPU in which phase of a step; from the trainer's own memory plan."""
 
 from vapo_megatron.config.model import TrainableConfig
 from vapo_megatron.config.train import TrainConfig

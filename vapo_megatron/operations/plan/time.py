@@ -172,7 +172,7 @@ def optimizer_seconds(model: PlannedModel, hardware: Hardware) -> float:
 
 
 def move_seconds(model: PlannedModel, phases: Sequence[Phase], hardware: Hardware) -> float:
-    """Seconds of a step in which parts of a model come to the GPU and go again; gradients are made anew."""
+    """Seconds of a step in which parts of a model are onloaded and offloaded; gradients are allocated anew."""
     link, seconds = hardware.pcie * hardware.efficiency.pcie, 0.0
     held = [{*on_device(phase, model.name, model.config)} - {"gradients"} for phase in phases]
     changes = [part for before, after in itertools.pairwise([*held, held[0]]) for part in before ^ after]

@@ -49,7 +49,7 @@ class TableRow:
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write run_dir/curves.png and run_dir/report.html from what lies in run_dir, and return the latter.
+    """Write run_dir/curves.png and run_dir/report.html from the files in run_dir, and return the latter.
 
     Reads metrics.jsonl, and config.yaml, evaluation.json and environment.json where they are there; any run may be
     reported on, one that goes on still too. Raises BadInput where there are no metrics, or a file cannot be read.

@@ -1,0 +1,105 @@
+"""The models of a run: actor, critic and reference policy, where they came from, and the memory that they share."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.mcore.memory_plan import MemoryPlan
+from vapo_megatron.mcore.mesh import Mesh, make_mesh
+from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.training.resume import Resumed, SavedModel
+from vapo_megatron.weights.load import load_hf
+from vapo_megatron.weights.spec import Head, read_spec
+
+
+@dataclass
+class Models:
+    """What is trained and scored with, as this rank holds it.
+
+    Attributes:
+        actor: the policy.
+        critic: None for algorithms without one.
+        reference: the policy that the KL penalty keeps the actor near to; None without such a penalty.
+        sources: the Hugging Face directory that each model started from, by name.
+        saves_reference: whether the reference is not what the run started from, and so belongs into checkpoints.
+        shares_device: with engines, for which models leave the device while responses are written.
+        memory: which parts of them are on the device in each phase.
+    """
+
+    actor: Trainable
+    critic: Trainable | None = None
+    reference: Trainable | None = None
+    sources: Mapping[str, Path] = field(default_factory=dict)
+    saves_reference: bool = False
+    shares_device: bool = True
+    memory: MemoryPlan = field(init=False)
+
+    def __post_init__(self) -> None:
+        every = {model.name: model for model in (self.actor, self.critic, self.reference) if model is not None}
+        self.memory = MemoryPlan(every, self.shares_device)
+
+    @property
+    def trained(self) -> list[Trainable]:
+        """Actor, and critic where there is one."""
+        return [self.actor] if self.critic is None else [self.actor, self.critic]
+
+    def saved(self) -> dict[str, SavedModel]:
+        """What a checkpoint holds, by the name of its folder."""
+        models = [*self.trained, self.reference] if self.saves_reference else self.trained
+        return {model.name: SavedModel(model, self.sources[model.name]) for model in models if model is not None}
+
+
+def load_models(config: TrainConfig, resumed: Resumed | None) -> Models:
+    """Collective: build the models that the algorithm asks for, with weights of Hugging Face directories, or of the
+    checkpoint that the run goes on from where it holds them. They are offloaded afterwards."""
+    algorithm, policy_dir = config.algorithm, Path(config.model.path)
+    sources = {"actor": policy_dir}
+    if algorithm.uses_critic:
+        sources["critic"] = Path(config.critic.init_path or policy_dir)
+    if algorithm.uses_reference:
+        sources["reference"] = policy_dir
+    meshes: dict[str, Mesh] = {}
+    models = {name: _load(name, source, config, meshes, resumed) for name, source in sources.items()}
+    return Models(
+        models["actor"],
+        models.get("critic"),
+        models.get("reference"),
+        sources=sources,
+        saves_reference=algorithm.uses_reference and algorithm.kl.replace_reference_every is not None,
+        shares_device=not config.rollout.external_urls,
+    )
+
+
+def _load(name: str, source: Path, config: TrainConfig, meshes: dict[str, Mesh], resumed: Resumed | None) -> Trainable:
+    section = config.trainable(name)
+    spec = read_spec(source, value_outputs=config.algorithm.value_loss.outputs)
+    key = section.layout.model_dump_json()
+    if key not in meshes:
+        meshes[key] = make_mesh(section.layout, name)
+    head: Head = "value" if name == "critic" else "lm"
+    mesh, seed = meshes[key], config.run.seed
+    model = Trainable(
+        spec, config.model, section, mesh, head, name=name, seed=seed, temperature=config.sampling.temperature
+    )
+    resumes = resumed is not None and name in resumed.manifest.models
+    if not resumes:
+        load_hf(
+            model.chunks,
+            spec,
+            source,
+            mesh,
+            head,
+            value_head="saved" if name == "critic" and config.critic.init != "policy" else "new",
+            head_init_std=config.critic.head_init_std,
+            seed=seed,
+        )
+    if name == "reference":
+        model.freeze()
+    else:
+        freezes = name == "critic" and config.critic.freeze_attention
+        model.prepare(frozen=(".self_attention.",) if freezes else ())
+    if resumed is not None and resumes:
+        resumed.load(model, name)
+    model.offload()
+    return model

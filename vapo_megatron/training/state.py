@@ -1,0 +1,101 @@
+"""How far a run is: its step, its value pretraining, and what of it is saved when."""
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from vapo_megatron.checkpoint.progress import PretrainingProgress, Progress
+from vapo_megatron.config.checkpoint import CheckpointConfig
+from vapo_megatron.config.run import RunConfig
+from vapo_megatron.training.checkpoint import Checkpointer, Snapshot
+from vapo_megatron.training.recorded_rollouts import RecordedRollouts
+from vapo_megatron.training.resume import Resumed
+from vapo_megatron.training.rollouts import Rollouts
+
+
+class RunState:
+    """Progress of a run, the same on every rank.
+
+    Attributes:
+        run_dir: of the run.
+        step: the iteration that is going on, or was done last; 0 before the first.
+        pretraining: how far value pretraining is.
+        recorded: what value pretraining has recorded so far, empty once it is over.
+        metrics: of the step that was done last, by name; rank 0's count.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        checkpoint: CheckpointConfig,
+        run_dir: Path,
+        checkpointer: Checkpointer,
+        resumed: Resumed | None = None,
+    ) -> None:
+        """resumed: the checkpoint that the run goes on from."""
+        self._run, self._config, self._checkpointer = run, checkpoint, checkpointer
+        self.run_dir, self.is_new = run_dir, resumed is None
+        self.step = resumed.progress.step if resumed is not None else 0
+        self.pretraining = resumed.progress.pretraining if resumed is not None else PretrainingProgress()
+        self.recorded = RecordedRollouts(run_dir, resumed.manifest.record if resumed is not None else {})
+        self.metrics: Mapping[str, float] = {}
+        self.started = time.perf_counter()
+
+    @property
+    def last_step(self) -> int:
+        """The step that the run ends with."""
+        return self._run.steps
+
+    @property
+    def seed(self) -> str:
+        """Of what is random in this step."""
+        return f"{self._run.seed}/{self.step}"
+
+    @property
+    def needs_value_pretraining(self) -> bool:
+        """Whether value pretraining is still to begin or to go on."""
+        return self.step == 0 and not self.pretraining.finished
+
+    def steps(self) -> Iterator[int]:
+        """The numbers of the iterations, from 1, or from where the run goes on."""
+        for step in range(self.step + 1, self.last_step + 1):
+            self.step, self.started = step, time.perf_counter()
+            yield step
+
+    def is_due(self, every: int | None) -> bool:
+        """Whether this step is one of every `every`, or the last one."""
+        return self.step == self.last_step or self._is_multiple_of(every)
+
+    def end_pretraining(self, rollouts: Rollouts) -> None:
+        """Collective: value pretraining is over, what it recorded is not needed any more; a safe point."""
+        self.recorded = RecordedRollouts(self.run_dir)
+        self.pretraining = self.pretraining.model_copy(update={"finished": True})
+        self.safe_point(rollouts, milestone=True)
+
+    def safe_point(self, rollouts: Rollouts, milestone: bool = False) -> None:
+        """Collective: the state of the run is whole here. It may be saved, and the run may stop.
+
+        milestone: work that is dear was just done.
+
+        Raises:
+            TryAgain: the run is saved and was asked to stop, or its time is short.
+            BadInput: a save failed.
+        """
+        last, every = self.step == self.last_step, self._config.every
+        periodic = every is not None and (milestone or (self.step > 0 and self._is_multiple_of(every)))
+        progress = Progress(
+            step=self.step,
+            pretraining=self.pretraining,
+            prompts=rollouts.prompts.state() if rollouts.prompts is not None else {},
+            weight_version=rollouts.engines.version,
+            probe=rollouts.probe,
+        )
+        self._checkpointer.safe_point(
+            Snapshot(progress, self.metrics, self.recorded.files),
+            due=periodic or (last and self._config.at_end),
+            last=last,
+            making_room=rollouts.engines.kv_cache_offloaded,
+        )
+
+    def _is_multiple_of(self, every: int | None) -> bool:
+        return every is not None and self.step % every == 0

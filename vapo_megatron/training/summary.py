@@ -1,0 +1,73 @@
+"""What a run says of itself: at its head, after each step, at its end."""
+
+import time
+
+import torch.distributed as dist
+
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.experience.batch import ExperienceBatch
+from vapo_megatron.mcore.memory_plan import MemoryPlan
+from vapo_megatron.mcore.platform import current_platform
+from vapo_megatron.monitoring import names
+from vapo_megatron.monitoring.metrics import read_metrics
+from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.rollout.gpu_kernels import rope_note
+from vapo_megatron.training.final_model import final_dir
+from vapo_megatron.training.models import Models
+from vapo_megatron.training.state import RunState
+
+
+def show_header(config: TrainConfig, models: Models, engines: int, recorder: Recorder) -> None:
+    """Show what a run is made of. engines: their number."""
+    world, spec = dist.get_world_size(), models.actor.spec
+    facts = {
+        "model": f"{config.model.path} ({spec.family}, {spec.parameter_count():,} parameters)",
+        "preset": config.preset or "none",
+        "actor": config.actor.layout.describe(world),
+        "critic": config.critic.layout.describe(world) if models.critic is not None else "none",
+        "kernels": current_platform().capabilities(),
+        "engines": f"{engines} x TP{config.rollout.tp}",
+        "step": f"{config.batch.prompts_per_step} prompts x {config.batch.samples_per_prompt} responses",
+        "seed": config.run.seed,
+        "run": recorder.run_dir,
+    }
+    recorder.console.header(f"vapo-megatron train: {config.run.name}", facts)
+    note = rope_note(spec, config.rollout.computes_in(config.model.dtype), current_platform().engines_on_gpu)
+    if note is not None:
+        recorder.console.note(note)
+
+
+def record_step(batch: ExperienceBatch, memory: MemoryPlan, state: RunState, recorder: Recorder) -> None:
+    """End the step: its metrics go into the files, its line onto the console."""
+    timer = recorder.timer
+    seconds = time.perf_counter() - state.started
+    # What is not part of every step would make the steps' times incomparable.
+    seconds -= timer.seconds("evaluation") + timer.seconds("export")
+    recorder.add(
+        {
+            names.STEP_TIME: seconds,
+            names.TOKENS_PER_SECOND: float(batch.lengths.sum()) / seconds,
+            "memory/rank_gib": current_platform().memory_bytes() / 2**30,
+        }
+        | memory.metrics()
+    )
+    if state.step == 1:
+        recorder.console.table(*memory.table())
+    state.metrics = recorder.write(state.step)
+    recorder.step_line(state.step, state.last_step, state.metrics)
+
+
+def show_end(name: str, recorder: Recorder) -> None:
+    """Show what evaluations have reached, and where everything is."""
+    run_dir, rows = recorder.run_dir, read_metrics(recorder.run_dir) if recorder.is_main_rank else []
+    reached: dict[str, object] = {
+        metric: f"{found[0]:.3f} -> {found[-1]:.3f}"
+        for metric in sorted({metric for row in rows for metric in row if "/avg@" in metric})
+        if (found := [row[metric] for row in rows if metric in row])
+    }
+    places = {
+        "metrics": run_dir / "metrics.jsonl",
+        "samples": run_dir / "samples",
+        "model": final_dir(run_dir) / "actor",
+    }
+    recorder.console.closing(f"{name} finished", reached | places)
