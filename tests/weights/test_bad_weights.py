@@ -35,6 +35,10 @@ def _quantise(path: Path) -> None:
     write_tensors(path, lambda tensors: tensors.update({UP: torch.ones(48, 32, dtype=torch.int8)}))
 
 
+def _nan(path: Path) -> None:
+    write_tensors(path, lambda tensors: tensors.update({UP: torch.full((48, 32), torch.nan)}))
+
+
 def _truncate(path: Path) -> None:
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -73,6 +77,7 @@ CASES: list[tuple[Callable[[Path], None], str, list[str]]] = [
     (_add, "1GB", ["model.layers.4.mlp.up_proj.weight is not known"]),
     (_reshape, "1GB", [UP, "[48, 31], expected [48, 32]"]),
     (_quantise, "1GB", [UP, "dtype I8, expected one of"]),
+    (_nan, "1GB", [UP, "holds NaN or infinity"]),
     (_truncate, "1GB", ["model.safetensors: truncated"]),
     (_no_weights, "1GB", ["neither model.safetensors nor model.safetensors.index.json"]),
     (_drop_shard, "20KB", ["model-00002-of-", "no such file"]),

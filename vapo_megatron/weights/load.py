@@ -48,7 +48,8 @@ def load_hf(
 
     Raises:
         BadInput: a tensor is missing, unknown, of another shape or not of floating point; a file is missing or
-            truncated; a saved head has other labels than spec.value_outputs. Every rank checks every tensor's header,
+            truncated; a saved head has other labels than spec.value_outputs; a weight of this rank is
+            not finite. Every rank checks every tensor's header,
             so all of them raise the same.
     """
     tensors = HFTensors(hf_dir)
@@ -58,7 +59,13 @@ def load_hf(
             _fill(parameter, new_head(entry, spec, head_init_std, seed))
             continue
         sources = [tensors[names[name]] for name in entry.hf]
-        _fill(parameter, entry.rule.to_shard(sources, spec, mesh.tp_rank, mesh.tp_size))
+        value = entry.rule.to_shard(sources, spec, mesh.tp_rank, mesh.tp_size)
+        if not all(bool(end.isfinite()) for end in value.aminmax()):
+            raise BadInput(
+                f"{hf_dir}: tensor {' or '.join(names[name] for name in entry.hf)} holds NaN or infinity: it cannot be "
+                "trained, give another model"
+            )
+        _fill(parameter, value)
 
 
 def _fill(parameter: Tensor, value: Tensor) -> None:
