@@ -46,7 +46,7 @@ def test_a_mark_of_the_encoding_before_the_first_row_is_no_mistake(command: Comm
     [
         ([f"run.seed={'9' * 4000}"], ["override: run.seed", "9..."]),
         ([f"run.seed={'9' * 5000}"], ["override run.seed", "9...'", "is not a YAML value"]),
-        (["rollout.seeded_sampling=perhaps"], ["override: rollout.seeded_sampling is 'perhaps'", "a valid boolean"]),
+        (["rollout.memory_saver=perhaps"], ["override: rollout.memory_saver is 'perhaps'", "a valid boolean"]),
         (["data.eval=[{name: a, path: b, limit: x}]"], ["data.eval.0.limit (entry 1 of data.eval) is 'x'"]),
         (["sampling.temperature=0"], ["override: sampling.temperature=0 is greedy"]),
     ],
@@ -131,12 +131,12 @@ def test_variables_of_a_launcher(
 def test_all_keys_that_changed_at_a_resume_are_named(command: Command, tmp_path: Path) -> None:
     path = write_config(tmp_path / "run.yaml", train_config(command.folder, command.model))
     dump_config(load_config(TrainConfig, path, [], tmp_path), tmp_path / "config.yaml")
-    now = load_config(TrainConfig, path, ["run.seed=5", "sampling.top_p=0.5", "run.steps=7"], tmp_path)
+    now = load_config(TrainConfig, path, ["run.seed=5", "sampling.temperature=0.9", "run.steps=7"], tmp_path)
     with pytest.raises(BadInput) as refusal:
         check_config_change(now, tmp_path, ())
-    assert "run.seed=5" in str(refusal.value) and "sampling.top_p=0.5" in str(refusal.value)
-    assert "run.allow_config_change=[run.seed,sampling.top_p]" in str(refusal.value)
-    check_config_change(now, tmp_path, ("run.seed", "sampling.top_p"))
+    assert "run.seed=5" in str(refusal.value) and "sampling.temperature=0.9" in str(refusal.value)
+    assert "run.allow_config_change=[run.seed,sampling.temperature]" in str(refusal.value)
+    check_config_change(now, tmp_path, ("run.seed", "sampling.temperature"))
 
 
 def test_a_start_that_failed_early_does_not_block_the_command_that_mends_it(
