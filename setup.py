@@ -26,6 +26,7 @@ setup(
         "numpy>=1.26",
         "nvidia-ml-py>=12.535",  # pynvml: what `doctor` asks of GPUs; pure Python, loads the driver's library
         "omegaconf>=2.3",
+        "openai>=2.0,<3",
         "packaging>=24.2",
         "psutil>=5.9",
         "pyarrow>=17",
@@ -33,11 +34,13 @@ setup(
         "pyyaml>=6.0",
         "rich>=13.7",
         "safetensors>=0.4.3",
+        "scipy>=1.15",
         "sglang>=0.5.23,<0.6",
         "tensorboard>=2.16",
         "torch>=2.13,<2.15",
         "transformers>=5.0,<6",
         "typer>=0.12",
+        "typing-extensions>=4.9",
     ],
     extras_require={
         "h100": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12"],

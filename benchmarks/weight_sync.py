@@ -134,7 +134,7 @@ def sync_weights(
         engines.wait_until_ready()
 
         def run() -> dict[str, float]:
-            engines.sync_weights(actor)
+            engines.update_weights(actor)
             return engines.sync_seconds
 
         return measure(run)

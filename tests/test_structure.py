@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # Methods that a library calls on objects of ours.
 CALLED_BY_LIBRARIES = {"get_replay_topk"}
 # Their owners are about to remove them.
-UNUSED_YET = {"through_shared_memory"}
+UNUSED_YET: set[str] = set()
 LIBRARIES = {
     "megatron": ("mcore/", "weights/"),
     "sglang": ("engine/", "weight_sync/strict_loading.py", "operations/gpu_check/"),
@@ -57,8 +57,6 @@ ASK_FOR_THE_DEVICE = {
     "cluster/ranks.py",
     "operations/doctor/toolkit.py",
     "engine/cpu_shim.py",
-    "evaluation/check.py",
-    "evaluation/generator.py",
     "mcore/cpu_torch.py",
     "mcore/data_parallel.py",
     "mcore/heads.py",
@@ -70,9 +68,7 @@ ASK_FOR_THE_DEVICE = {
     "operations/doctor/checks.py",
     "operations/quantized_export.py",
     "rollout/remote_engines.py",
-    "training/engines.py",
     "training/preflight.py",
-    "training/serve_engine.py",
     "weight_sync/broadcast_group.py",
     "weight_sync/ipc_handle.py",
     "weight_sync/strict_loading.py",
@@ -234,13 +230,7 @@ WORDS_YET: tuple[str, ...] = tuple(
     f"vapo_megatron/{room}"
     for room in (
         "rewards/",
-        "rollout/",
-        "weight_sync/",
-        "training/engines",
         "training/loop",
-        "weights/bucket",
-        "weights/gather",
-        "weights/export",
     )
 )
 

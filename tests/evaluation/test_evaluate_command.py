@@ -15,9 +15,9 @@ from tiny_runs import evaluate_config, make_model, problems, write_config, write
 from vapo_megatron import cli
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.errors import BadInput
-from vapo_megatron.evaluation.check import engine_count
 from vapo_megatron.evaluation.metrics import maj_at_k
 from vapo_megatron.mcore.platform import Platform
+from vapo_megatron.rollout.devices import engine_devices
 
 SAMPLES = 8
 
@@ -125,11 +125,12 @@ CPU = Platform("cpu", "gloo", "fork")
 def test_engines_take_all_gpus_of_a_machine(monkeypatch: pytest.MonkeyPatch, tp: int, engines: int) -> None:
     monkeypatch.setattr(Platform, "device_count", lambda self: 8 if self.is_cuda else 0)
     config = RolloutConfig(tp=tp, num_engines=3)
-    assert engine_count(config, replace(CPU, device_type="cuda")) == engines
-    assert engine_count(config, CPU) == 3
+    found = engine_devices(config, replace(CPU, device_type="cuda"))
+    assert len(found) == engines and [gpu for one in found for gpu in one or ()] == list(range(8))
+    assert engine_devices(config, CPU) == [None] * 3
 
 
 def test_engines_that_would_leave_gpus_idle_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Platform, "device_count", lambda self: 8)
     with pytest.raises(BadInput, match=r"rollout\.tp=3 does not divide the 8 GPUs"):
-        engine_count(RolloutConfig(tp=3), replace(CPU, device_type="cuda"))
+        engine_devices(RolloutConfig(tp=3), replace(CPU, device_type="cuda"))

@@ -131,6 +131,7 @@ def test_every_problem_is_asked_with_seeds_of_its_own(tmp_path: Path, server: Se
         assert (asked["model"], asked["top_p"], asked["max_tokens"], asked["min_p"]) == ("m", 0.7, 50, 0.1)
         texts = [one["content"] for one in asked["messages"]] if api == "chat" else [asked["prompt"]]
         assert texts[-1].startswith("Tell me: What is ") and len(texts) == (2 if api == "chat" else 1)
+    assert server.keys == {None}
     right = sum(asked["seed"] % 2 == 0 for asked in server.requests)
     (found,) = _report(tmp_path)["sets"]
     assert found["avg_at_k"] == pytest.approx(right / (PROBLEMS * SAMPLES))

@@ -8,7 +8,7 @@ import pytest
 
 from vapo_megatron import cli
 from vapo_megatron.errors import BadInput
-from vapo_megatron.operations.comparison.compare import compare_runs, sign_flip_p_value
+from vapo_megatron.operations.comparison.compare import compare_runs, shown_p_value, sign_flip_p_value
 
 
 def _run(folder: Path, correct: dict[str, int], name: str = "aime", digest: str = "d", top_p: float = 0.7) -> Path:
@@ -38,7 +38,8 @@ def test_many_pairs_are_tested_by_random_flips_that_agree_with_the_exact_test() 
     exact = 2 * sum(comb(24, k) for k in range(9)) / 2**24
     assert sign_flip_p_value(differences) == pytest.approx(exact, abs=0.005)
     assert sign_flip_p_value(differences) == sign_flip_p_value(list(differences))
-    assert sign_flip_p_value([0.5] * 60) < 1e-4
+    assert 0 < sign_flip_p_value([0.5] * 60) < 1e-4
+    assert shown_p_value(sign_flip_p_value([0.5] * 60)) == "< 1e-4" and shown_p_value(0.0312) == "0.0312"
 
 
 def test_order_of_problems_does_not_matter_and_pairs_do(tmp_path: Path) -> None:

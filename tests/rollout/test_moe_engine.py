@@ -10,14 +10,16 @@ import torch
 from tiny_qwen3 import EOS, make_moe, token_logprobs
 from transformers import Qwen3MoeForCausalLM
 
-from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig, SyncConfig
+from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.experience.sample import Prompt
+from vapo_megatron.rollout.client import EngineClient
 from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.request import GenerationRequest
 from vapo_megatron.rollout.routed_experts import ExpertChoices
 from vapo_megatron.rollout.server import EngineServer
 from vapo_megatron.weight_sync.session import WeightSync
+from vapo_megatron.weight_sync.transports import SharedMemoryTransport
 from vapo_megatron.weights.hf_files import HFTensors
 
 # The last two begin alike, so that one finds the other's tokens in the engine's cache.
@@ -101,8 +103,8 @@ def test_an_engine_says_which_experts_each_token_went_through(
     with Dispatcher([moe_server.address], CONFIG, stop_token_ids=[EOS]) as dispatcher:
         for version, model in ((0, moe), (7, other)):
             if version:
-                with WeightSync.through_shared_memory(moe_server.address, SyncConfig(request_timeout_s=120)) as sync:
-                    sync.push([list(read_weights(tmp_path).items())], version)
+                with WeightSync(SharedMemoryTransport(EngineClient(moe_server.address, 120), 1)) as sync:
+                    sync.load([list(read_weights(tmp_path).items())], version)
             for _ in range(2):
                 for sample in dispatcher.collect(
                     GenerationRequest(PROMPTS, 2, SamplingConfig(max_new_tokens=16), 1, version, CHOICES)
@@ -131,14 +133,14 @@ def test_experts_in_each_others_place_are_named(
 ) -> None:
     sequence = list(range(10, 60))
     expected = [token_logprobs(moe, sequence)]
-    with WeightSync.through_shared_memory(moe_server.address, SyncConfig(request_timeout_s=120)) as sync:
-        sync.push([list(weights.items())], version=1)
+    with WeightSync(SharedMemoryTransport(EngineClient(moe_server.address, 120), 1)) as sync:
+        sync.load([list(weights.items())], version=1)
         assert sync.verify([sequence], expected, tolerance=1e-4) < 1e-4
         names = [(EXPERT.format(0, part), EXPERT.format(4, part)) for part in ("gate", "up", "down")]
         swapped = dict(weights)
         for one, other in names:
             swapped[one], swapped[other] = weights[other], weights[one]
-        sync.push([list(swapped.items())], version=2)
+        sync.load([list(swapped.items())], version=2)
         with pytest.raises(RunFailed, match="log-probs of engine and trainer differ"):
             sync.verify([sequence], expected, tolerance=1e-4)
         differing = sync.differing_tensors([list(weights.items())])
@@ -146,14 +148,14 @@ def test_experts_in_each_others_place_are_named(
 
 
 def test_an_expert_left_out_is_named(moe_server: EngineServer, weights: Weights) -> None:
-    with WeightSync.through_shared_memory(moe_server.address, SyncConfig(request_timeout_s=120)) as sync:
+    with WeightSync(SharedMemoryTransport(EngineClient(moe_server.address, 120), 1)) as sync:
         del weights[EXPERT.format(3, "up")]
         with pytest.raises(RunFailed, match=r"layers\.1\.mlp\.experts\.w13_weight .* was not sent in full"):
-            sync.push([list(weights.items())], version=3)
+            sync.load([list(weights.items())], version=3)
 
 
 def test_an_expert_too_many_is_named(moe_server: EngineServer, weights: Weights) -> None:
-    with WeightSync.through_shared_memory(moe_server.address, SyncConfig(request_timeout_s=120)) as sync:
+    with WeightSync(SharedMemoryTransport(EngineClient(moe_server.address, 120), 1)) as sync:
         weights[EXPERT.format(6, "up")] = weights[EXPERT.format(5, "up")]
         with pytest.raises(RunFailed, match=r"experts\.6\.up_proj\.weight of shape \[48, 64\]"):
-            sync.push([list(weights.items())], version=4)
+            sync.load([list(weights.items())], version=4)

@@ -98,13 +98,13 @@ def pairs(weights: Weights, one: int, other: int) -> list[tuple[str, str]]:
 def test_experts_in_each_others_place_are_noticed_and_named(
     sync: WeightSync, weights: Weights, rounded: list[float]
 ) -> None:
-    sync.push([list(weights.items())], version=1)
+    sync.load([list(weights.items())], version=1)
     assert sync.differing_tensors([list(weights.items())]) == []
     right = sync.verify([TOKENS], [rounded], tolerance=0.2)
     swapped, names = dict(weights), pairs(weights, 0, 3)
     for one, other in names:
         swapped[one], swapped[other] = weights[other], weights[one]
-    sync.push([list(swapped.items())], version=2)
+    sync.load([list(swapped.items())], version=2)
     assert sync.verify([TOKENS], [rounded], tolerance=float("inf")) > 3 * right
     differing = sync.differing_tensors([list(weights.items())])
     assert differing == [f"{name} differs" for name in weights if name in {n for pair in names for n in pair}]
@@ -113,4 +113,4 @@ def test_experts_in_each_others_place_are_noticed_and_named(
 def test_a_scale_of_an_expert_left_out_is_named(sync: WeightSync, weights: Weights) -> None:
     del weights[EXPERT.format(2, "up") + SCALE_SUFFIX]
     with pytest.raises(RunFailed, match=r"layers\.1\.mlp\.experts\.w13_weight_scale_inv .* 14 of 16 elements"):
-        sync.push([list(weights.items())], version=3)
+        sync.load([list(weights.items())], version=3)

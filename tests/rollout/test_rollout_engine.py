@@ -7,13 +7,15 @@ import torch
 from tiny_qwen3 import EOS, token_logprobs
 from transformers import Qwen3ForCausalLM
 
-from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig, SyncConfig
+from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.experience.sample import Prompt
+from vapo_megatron.rollout.client import EngineClient
 from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.request import GenerationRequest
 from vapo_megatron.rollout.server import EngineServer
 from vapo_megatron.weight_sync.session import WeightSync
+from vapo_megatron.weight_sync.transports import SharedMemoryTransport
 
 PROMPTS = [
     Prompt(id=str(i), problem="", answer="", token_ids=tuple(range(3 + i, 8 + 2 * i)), cursor=100 + i) for i in range(6)
@@ -31,9 +33,9 @@ def dispatcher(server: EngineServer, config: RolloutConfig) -> Iterator[Dispatch
 @pytest.fixture
 def sync(server: EngineServer, model: Qwen3ForCausalLM) -> Iterator[WeightSync]:
     """Leaves the server with the weights of model, version 0, however the test ends."""
-    with WeightSync.through_shared_memory(server.address, SyncConfig(request_timeout_s=60)) as running:
+    with WeightSync(SharedMemoryTransport(EngineClient(server.address, 60), 1)) as running:
         yield running
-        running.push(buckets_of(model), version=0)
+        running.load(buckets_of(model), version=0)
 
 
 def buckets_of(model: Qwen3ForCausalLM, size: int = 5) -> list[list[tuple[str, torch.Tensor]]]:
@@ -88,7 +90,7 @@ def test_pushed_weights_are_the_ones_that_answer(
     expected = [token_logprobs(other_model, sequence) for sequence in SEQUENCES]
     with pytest.raises(RunFailed, match="log-probs of engine and trainer differ"):
         sync.verify(SEQUENCES, expected, tolerance=1e-4)
-    sync.push(buckets_of(other_model), version=7)
+    sync.load(buckets_of(other_model), version=7)
     assert sync.verify(SEQUENCES, expected, tolerance=1e-4) < 1e-4
     samples = dispatcher.collect(GenerationRequest(PROMPTS, 1, SAMPLING, seed=1, weight_version=7))
     assert {sample.weight_version for sample in samples} == {7}
@@ -102,7 +104,7 @@ def test_a_version_other_than_expected_ends_the_run(dispatcher: Dispatcher) -> N
 def test_a_name_the_engine_does_not_know_is_refused_and_named(sync: WeightSync, model: Qwen3ForCausalLM) -> None:
     renamed = [[(name.replace("layers.1.mlp.up", "layers.1.mlp.upp"), t) for name, t in b] for b in buckets_of(model)]
     with pytest.raises(RunFailed, match=r"model\.layers\.1\.mlp\.upp_proj\.weight of shape \[96, 64\]"):
-        sync.push(renamed, version=1)
+        sync.load(renamed, version=1)
 
 
 def test_a_shape_the_engine_does_not_have_is_refused_and_named(sync: WeightSync, model: Qwen3ForCausalLM) -> None:
@@ -111,7 +113,7 @@ def test_a_shape_the_engine_does_not_have_is_refused_and_named(sync: WeightSync,
         for b in buckets_of(model)
     ]
     with pytest.raises(RunFailed, match=r"8128 of 8192 elements, .*1\.self_attn\.k_proj\.weight \[31, 64\]"):
-        sync.push(cut, version=1)
+        sync.load(cut, version=1)
 
 
 def test_a_tensor_left_out_is_named(sync: WeightSync, model: Qwen3ForCausalLM) -> None:
@@ -119,7 +121,7 @@ def test_a_tensor_left_out_is_named(sync: WeightSync, model: Qwen3ForCausalLM) -
         [(name, t) for name, t in b if not name.endswith("0.self_attn.v_proj.weight")] for b in buckets_of(model)
     ]
     with pytest.raises(RunFailed, match=r"layers\.0\.self_attn\.qkv_proj\.weight .* 6144 of 8192 elements"):
-        sync.push(dropped, version=1)
+        sync.load(dropped, version=1)
 
 
 def test_the_tensor_that_differs_is_named(sync: WeightSync, model: Qwen3ForCausalLM) -> None:

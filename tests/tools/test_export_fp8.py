@@ -13,9 +13,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
 from tools.export_fp8 import app
-from vapo_megatron.config.rollout import RolloutConfig, SyncConfig
+from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.rollout.client import EngineClient
 from vapo_megatron.rollout.server import EngineServer
 from vapo_megatron.weight_sync.session import WeightSync
+from vapo_megatron.weight_sync.transports import SharedMemoryTransport
 from vapo_megatron.weights.fp8 import quantize
 from vapo_megatron.weights.tiny import CHATML_TEMPLATE, word_tokenizer
 
@@ -186,7 +188,7 @@ def original_logprobs(source: Path) -> list[list[float]]:
 def test_sglang_serves_it(servers: dict[str, EngineServer], source: Path, name: str) -> None:
     expected = original_logprobs(source)
     spread = torch.tensor([value for row in expected for value in row]).std()
-    with WeightSync.through_shared_memory(servers[name].address, SyncConfig(request_timeout_s=120)) as sync:
+    with WeightSync(SharedMemoryTransport(EngineClient(servers[name].address, 120), 1)) as sync:
         largest = sync.verify(SEQUENCES, expected, tolerance=float("inf"))
     assert largest < 0.5 * float(spread), "the engine computes something else than the checkpoint"
 
@@ -200,7 +202,7 @@ def test_sglang_serves_nvfp4(exports: dict[str, Path], source: Path, tmp_path: P
     config = RolloutConfig(max_running_requests=8, max_total_tokens=2048, start_timeout_s=280, memory_saver=False)
     with (
         EngineServer(exports["nvfp4"], config, "bfloat16", tmp_path / "engine.log", range(1)) as server,
-        WeightSync.through_shared_memory(server.address, SyncConfig(request_timeout_s=120)) as sync,
+        WeightSync(SharedMemoryTransport(EngineClient(server.address, 120), 1)) as sync,
     ):
         assert sync.verify(SEQUENCES, original_logprobs(source), tolerance=float("inf")) < 3.0
 

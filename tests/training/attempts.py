@@ -22,6 +22,7 @@ from tiny_runs import make_model, problems, write_config, write_rows
 
 import vapo_megatron.training.background_save as background_save
 import vapo_megatron.training.engines as engines
+import vapo_megatron.training.placement as placement
 import vapo_megatron.training.updates as updates
 import vapo_megatron.training.value_pretraining as value_pretraining
 from vapo_megatron import logs
@@ -173,7 +174,7 @@ def _life(
 def _start(config: Any, body: Callable[[Path, Path | None], None], prepare: Callable[[], None], writer: Any) -> None:
     os.setsid()
     logs.configure(logs.LogLevel.INFO)
-    engines.EngineServer = SharedServer  # type: ignore[assignment,misc]
+    placement.EngineServer = SharedServer  # type: ignore[assignment,misc]
     prepare()
     code, said = 0, ""
     try:

@@ -48,7 +48,7 @@ def weight_sync_three_times_and_break(model_dir: Path, log_dir: Path) -> tuple[l
                     noise = torch.Generator().manual_seed(dist.get_rank() + len(name))
                     if parameter.ndim == 2:  # norms are the same on every tensor-parallel rank
                         parameter.add_(torch.randn(parameter.shape, generator=noise) * 0.05)
-            engines.sync_weights(actor)
+            engines.update_weights(actor)
             differences.append(engines.check(actor, sequences))
         responses = []
         if dist.get_rank() == 0:

@@ -15,8 +15,8 @@ from step_formulas import CACHE, FORMULAS, LONGEST, Iteration, Policy, State, re
 from tiny_runs import make_model, problems, write_config, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import vapo_megatron.training.engines
 import vapo_megatron.training.loop
+import vapo_megatron.training.placement
 import vapo_megatron.training.rank
 from vapo_megatron.config import algorithm
 from vapo_megatron.config.load import load_config
@@ -108,7 +108,7 @@ def move_away(reference: Trainable) -> None:
 def watched_run(config: TrainConfig, run_dir: Path, address: EngineAddress, other_reference: bool) -> None:
     """A whole run in a forked rank; what went into and came out of its first step lies in run_dir/first_step.pt."""
     SharedServer.address = address
-    vapo_megatron.training.engines.EngineServer = SharedServer  # type: ignore[assignment,misc]
+    vapo_megatron.training.placement.EngineServer = SharedServer  # type: ignore[assignment,misc]
     loop: Any = vapo_megatron.training.loop
     score, critic_update, policy_update = loop.score, loop.update_critic, loop.update_policy
     seen: dict[str, Any] = {}

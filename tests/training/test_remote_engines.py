@@ -128,8 +128,8 @@ def test_an_engine_of_another_config_is_named_with_what_differs(fleet: Fleet, ke
 
 
 def test_an_engine_of_another_protocol_is_refused(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vapo_megatron.rollout.remote_engines.PROTOCOL", 2)
-    with pytest.raises(BadInput, match="speaks version 1 of the weight sync and this trainer version 2"):
+    monkeypatch.setattr("vapo_megatron.rollout.remote_engines.PROTOCOL", 3)
+    with pytest.raises(BadInput, match="has version 2 of the weight sync and this trainer version 3"):
         take_over_engines(rollout_of(fleet.urls[0]), fleet.agreed())
 
 
@@ -147,12 +147,12 @@ def test_engines_serve_one_trainer_at_a_time(fleet: Fleet, tmp_path: Path) -> No
     first, second = (take_over_engines(config, fleet.agreed()).addresses[0] for _ in range(2))
     for address in (first, second):
         with WeightSync(DiskTransport([EngineClient(address, DEADLINE)], tmp_path)) as sync:
-            sync.push([weights], version=1)
+            sync.load([weights], version=1)
         with Dispatcher([address], config, stop_token_ids=[1]) as dispatcher:
             assert len(dispatcher.collect(GenerationRequest(prompts, 2, sampling, 0, weight_version=1))) == 2
     with (
         Dispatcher([first], config, stop_token_ids=[1]) as dispatcher,
-        pytest.raises(RunFailed, match="it runs weights that another trainer handed over"),
+        pytest.raises(RunFailed, match="it runs weights that another trainer has synced"),
     ):
         dispatcher.collect(GenerationRequest(prompts, 2, sampling, 0, weight_version=1))
 

@@ -28,7 +28,6 @@ from vapo_megatron.weight_sync.transports import DiskTransport, DistributedTrans
 from vapo_megatron.weights.bucket import Bucket, SharedSlots, pack, packed_size
 from vapo_megatron.weights.export import make_slots, stream_hf
 from vapo_megatron.weights.load import load_hf
-from vapo_megatron.weights.shared_weights import SharedWeights
 from vapo_megatron.weights.spec import read_spec
 
 KINDS = ["shared_memory", "distributed", "disk"]
@@ -55,13 +54,13 @@ def restored(server: EngineServer, model: Qwen3ForCausalLM) -> Iterator[EngineSe
     """The shared server of one rank, which gets back the weights that other tests expect."""
     yield server
     with make_sync("shared_memory", server.address, 1, Path("unused")) as sync:
-        sync.push([list(model.state_dict().items())], version=0)
+        sync.load([list(model.state_dict().items())], version=0)
 
 
 def make_sync(kind: str, address: EngineAddress, engine_tp: int, folder: Path) -> WeightSync:
     client = EngineClient(address, DEADLINE)
     transport: Transport
-    if kind in ("shared_memory", "lent"):
+    if kind == "shared_memory":
         transport = SharedMemoryTransport(client, engine_tp)
     elif kind == "distributed":
         transport = DistributedTransport([client], engine_tp, DEADLINE)
@@ -96,10 +95,8 @@ def train_and_send(
     slots = make_slots(mesh, torch.device("cpu"))
     batch = probe_batch(SEQUENCES)
     leads = dist.get_rank() == 0
-    # Weights that are whole on a rank are also read where they are.
-    kinds = KINDS if actor.shared_weights is None else [*KINDS, "lent"]
     syncs = [
-        (kind, address, make_sync(kind, address, tp, folder)) for address, tp in engines for kind in kinds if leads
+        (kind, address, make_sync(kind, address, tp, folder)) for address, tp in engines for kind in KINDS if leads
     ]
     differences: list[float] = []
     losses, versions, version = [], [], 0
@@ -108,17 +105,16 @@ def train_and_send(
             actor.train_step(batch, range(batch.samples), LikelihoodLoss(batch.response_tokens)).metrics["loss"]
         )
         ours = split_logprobs(batch, actor.score(batch, temperature=1.0)[:, 0])
-        for i in range(len(engines) * len(kinds)):
+        for i in range(len(engines) * len(KINDS)):
             version += 1
-            lent = actor.shared_weights if kinds[i % len(kinds)] == "lent" else None
             # Small buckets: several of them go each way.
-            stream = stream_hf(actor.chunks, spec, mesh, "lm", bucket_bytes=60_000, slots=slots, lent=lent)
+            stream = stream_hf(actor.chunks, spec, mesh, "lm", bucket_bytes=60_000, slots=slots)
             if not leads:
                 for _ in stream:
                     pass
                 continue
             _, address, sync = syncs[i]
-            sync.push(stream, version)
+            sync.load(stream, version)
             differences.append(sync.verify(SEQUENCES, ours, tolerance=float("inf")))
             versions.append(sampled_version(address, version))
     for _, _, sync in syncs:
@@ -153,7 +149,7 @@ def test_a_trainer_of_one_rank_feeds_an_engine_of_two(
 ) -> None:
     engines = [(wide_server.address, 2)]
     answers = run_ranks(1, train_and_send, model_path, LayoutConfig(), engines, tmp_path, deadline=240)
-    check(answers[0], weight_syncs=12)
+    check(answers[0], weight_syncs=9)
 
 
 def check(answer: dict[str, Any], weight_syncs: int) -> None:
@@ -196,47 +192,13 @@ def test_a_bucket_damaged_on_its_way_is_named(sync: WeightSync, others: Tensors)
             yield bucket
 
     with pytest.raises(RunFailed, match=rf"weights were not accepted: {UP.format(1)} arrived damaged[^;]*$"):
-        sync.push(damage(in_slots(others)), version=1)
-
-
-def test_what_was_lent_is_sent_by_every_transport(sync: WeightSync, others: Tensors) -> None:
-    sync.push(lending(others), version=1)
-    assert sync.differing_tensors([others]) == []
-
-
-def test_a_lent_tensor_read_in_the_wrong_place_is_named(wide_server: EngineServer, others: Tensors) -> None:
-    def shifted(buckets: Iterator[Bucket]) -> Iterator[Bucket]:
-        for bucket in buckets:
-            for index, where in bucket.lent.items():
-                if bucket[index][0] == UP.format(1):
-                    bucket.lent[index] = where._replace(start=where.start - 64)
-            yield bucket
-
-    with (
-        make_sync("lent", wide_server.address, 2, Path("unused")) as sync,
-        pytest.raises(RunFailed, match=rf"weights were not accepted: {UP.format(1)} arrived damaged[^;]*$"),
-    ):
-        sync.push(shifted(lending(others)), version=1)
-
-
-def lending(tensors: Tensors) -> Iterator[Bucket]:
-    """Like in_slots, matrices read where they are."""
-    copies = {name: tensor.clone() for name, tensor in tensors}
-    memory = SharedWeights(copies.values())
-    for bucket in in_slots(list(copies.items())):
-        for index, (name, tensor) in enumerate(bucket):
-            if tensor.ndim == 2:
-                where = memory.whereabouts(copies[name])
-                assert where is not None
-                tensor.zero_()  # the buffer's, which nobody is to read
-                bucket.lend(index, copies[name], where)
-        yield bucket
+        sync.load(damage(in_slots(others)), version=1)
 
 
 def test_a_tensor_dropped_on_its_way_is_named(sync: WeightSync, others: Tensors) -> None:
     dropped = [(name, tensor) for name, tensor in others if name != UP.format(0)]
     with pytest.raises(RunFailed, match=r"layers\.0\.mlp\.gate_up_proj\.weight .* was not sent in full"):
-        sync.push(in_slots(dropped), version=1)
+        sync.load(in_slots(dropped), version=1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -247,10 +209,10 @@ def test_a_name_or_shape_that_the_engine_does_not_take_is_named(
     sync = make_sync(kind, restored.address, 1, tmp_path)
     wrong = [(name.replace("1.mlp.up", "1.mlp.upp"), t) for name, t in others]
     with pytest.raises(RunFailed, match=r"model\.layers\.1\.mlp\.upp_proj\.weight of shape \[96, 64\] is not known"):
-        sync.push(in_slots(wrong), version=1)
+        sync.load(in_slots(wrong), version=1)
     cut = [(name, t[:-2] if name.endswith("1.self_attn.k_proj.weight") else t) for name, t in others]
     with pytest.raises(RunFailed, match=r"1\.self_attn\.k_proj\.weight (of shape )?\[30, 64\]"):
-        sync.push(in_slots(cut), version=1)
+        sync.load(in_slots(cut), version=1)
 
 
 def test_layers_in_each_others_place_are_noticed_and_named(sync: WeightSync, others: Tensors) -> None:
@@ -258,10 +220,10 @@ def test_layers_in_each_others_place_are_noticed_and_named(sync: WeightSync, oth
     weights = dict(others)
     swapped = weights | {UP.format(0): weights[UP.format(1)], UP.format(1): weights[UP.format(0)]}
     expected = [token_logprobs(model, sequence) for sequence in SEQUENCES]
-    sync.push(in_slots(list(swapped.items())), version=2)
+    sync.load(in_slots(list(swapped.items())), version=2)
     with pytest.raises(RunFailed, match="log-probs of engine and trainer differ"):
         sync.verify(SEQUENCES, expected, tolerance=1e-4)
     assert sync.differing_tensors(in_slots(others)) == [f"{UP.format(0)} differs", f"{UP.format(1)} differs"]
-    sync.push(in_slots(others), version=3)
+    sync.load(in_slots(others), version=3)
     assert sync.verify(SEQUENCES, expected, tolerance=1e-4) < 1e-4
     assert sync.differing_tensors(in_slots(others)) == []

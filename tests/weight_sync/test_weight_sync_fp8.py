@@ -10,8 +10,10 @@ from transformers import Qwen3ForCausalLM
 
 from vapo_megatron.config.rollout import RolloutConfig, SyncConfig
 from vapo_megatron.errors import RunFailed
+from vapo_megatron.rollout.client import EngineClient
 from vapo_megatron.rollout.server import EngineServer
 from vapo_megatron.weight_sync.session import WeightSync
+from vapo_megatron.weight_sync.transports import SharedMemoryTransport
 from vapo_megatron.weights.fp8 import SCALE_SUFFIX, BlockFp8, dequantize, quantize
 
 RECIPE = BlockFp8(power_of_two=True, kept_layers=frozenset({1}))
@@ -36,7 +38,7 @@ def sync(model: Qwen3ForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> I
     device = range(1) if torch.cuda.is_available() else None
     with (
         EngineServer(path, CONFIG, "bfloat16", path / "engine.log", device, fp8=RECIPE) as server,
-        WeightSync.through_shared_memory(server.address, SyncConfig(request_timeout_s=120)) as running,
+        WeightSync(SharedMemoryTransport(EngineClient(server.address, 120), 1)) as running,
     ):
         yield running
 
@@ -63,7 +65,7 @@ def largest_difference(sync: WeightSync, model: Qwen3ForCausalLM) -> float:
 
 
 def test_weights_arrive_as_values_and_scales(sync: WeightSync, model: Qwen3ForCausalLM, weights: Weights) -> None:
-    sync.push([list(weights.items())], version=1)
+    sync.load([list(weights.items())], version=1)
     assert sync.differing_tensors([list(weights.items())]) == []
     with torch.no_grad():
         spread = float(model(torch.tensor(SEQUENCES[:1])).logits.float().log_softmax(-1).std())
@@ -80,17 +82,17 @@ def test_weights_arrive_as_values_and_scales(sync: WeightSync, model: Qwen3ForCa
 def test_a_scale_left_out_is_named(sync: WeightSync, weights: Weights) -> None:
     del weights["model.layers.0.mlp.up_proj.weight" + SCALE_SUFFIX]
     with pytest.raises(RunFailed, match=r"layers\.0\.mlp\.gate_up_proj\.weight_scale_inv .* 6 of 12 elements"):
-        sync.push([list(weights.items())], version=2)
+        sync.load([list(weights.items())], version=2)
 
 
 def test_scales_of_a_layer_that_is_kept_are_refused(sync: WeightSync, weights: Weights) -> None:
     weights["model.layers.1.mlp.down_proj.weight" + SCALE_SUFFIX] = torch.ones(2, 3)
     with pytest.raises(RunFailed, match=r"layers\.1\.mlp\.down_proj\.weight_scale_inv of shape \[2, 3\] is not known"):
-        sync.push([list(weights.items())], version=3)
+        sync.load([list(weights.items())], version=3)
 
 
 def test_a_scale_that_differs_is_named(sync: WeightSync, weights: Weights, tmp_path: Path) -> None:
-    sync.push([list(weights.items())], version=4)
+    sync.load([list(weights.items())], version=4)
     name = "model.layers.2.self_attn.k_proj.weight" + SCALE_SUFFIX
     weights[name] = weights[name] * 2
     assert sync.differing_tensors([list(weights.items())]) == [f"{name} differs"]

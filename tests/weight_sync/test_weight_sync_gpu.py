@@ -63,7 +63,7 @@ def in_slots(tensors: Tensors, size: int = 5) -> Iterator[Bucket]:
 def test_buckets_on_the_gpu_arrive(sync: WeightSync) -> None:
     for seed in (3, 4, 5):
         model = make_model(seed)
-        sync.push(in_slots(list(model.state_dict().items())), version=seed)
+        sync.load(in_slots(list(model.state_dict().items())), version=seed)
         expected = [token_logprobs(model, tokens) for tokens in SEQUENCES]
         assert sync.verify(SEQUENCES, expected, tolerance=TOLERANCE) < TOLERANCE
         assert sync.differing_tensors(in_slots(list(model.state_dict().items()))) == []
@@ -76,8 +76,8 @@ def test_nccl_brings_weights_to_another_gpu_and_to_the_next_trainer(model_path: 
         for seed in (3, 4):  # each by a group of its own
             client = EngineClient(server.address, DEADLINE)
             model = make_model(seed)
-            with WeightSync(DistributedTransport([client], 1, DEADLINE, "nccl")) as sync:
-                sync.push(in_slots(list(model.state_dict().items())), version=seed)
+            with WeightSync(DistributedTransport([client], 1, DEADLINE, torch.device("cuda", 0))) as sync:
+                sync.load(in_slots(list(model.state_dict().items())), version=seed)
                 expected = [token_logprobs(model, tokens) for tokens in SEQUENCES]
                 assert sync.verify(SEQUENCES, expected, tolerance=TOLERANCE) < TOLERANCE
 
@@ -118,7 +118,7 @@ def test_an_engine_in_bfloat16_gives_its_memory_and_takes_weights_into_it_again(
                 assert free_memory() - awake > 0.9 * GIB
                 change_memory(server, "resume_memory", "weights")
                 tensors = [(name, tensor.bfloat16()) for name, tensor in models[seed].state_dict().items()]
-                sync.push(in_slots(tensors), version=seed)
+                sync.load(in_slots(tensors), version=seed)
                 change_memory(server, "resume_memory", "kv_cache")
                 (right,) = sync.logprob_differences(SEQUENCES, expected[seed], limits.share)
                 assert limits.excess(right) is None
@@ -130,4 +130,4 @@ def test_an_engine_in_bfloat16_gives_its_memory_and_takes_weights_into_it_again(
 def test_a_tensor_dropped_on_its_way_is_named(sync: WeightSync) -> None:
     tensors = [(name, tensor) for name, tensor in make_model(3).state_dict().items() if "0.mlp.up_proj" not in name]
     with pytest.raises(RunFailed, match=r"layers\.0\.mlp\.gate_up_proj\.weight .* was not sent in full"):
-        sync.push(in_slots(tensors), version=9)
+        sync.load(in_slots(tensors), version=9)

@@ -61,7 +61,7 @@ def streams(model_dir: Path, layout: LayoutConfig) -> dict[str, list[tuple[str, 
     return seen
 
 
-def always_gather(source: Any, shared: bool, bucket_bytes: int, times: Any, sums: bool) -> Any:
+def always_gather(source: Any, shared: bool, bucket_bytes: int, times: Any) -> Any:
     piece = max(1, bucket_bytes // export.PIECES)
     return export.GatheringAssembler(source, piece, times), bucket_bytes - 3 * piece // 2
 
@@ -172,9 +172,9 @@ def wait_for_the_next(model_dir: Path) -> None:
     copy = export.SharedMemoryAssembler._copy
     filled: dict[int, Bucket] = {}
 
-    def watched(self: Any, bucket: Bucket) -> None:
-        copy(self, bucket)
-        filled[id(bucket)] = bucket
+    def watched(self: Any) -> None:
+        copy(self)
+        filled[id(self._bucket)] = self._bucket
         made.set()
 
     export.SharedMemoryAssembler._copy = watched

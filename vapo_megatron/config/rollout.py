@@ -9,7 +9,7 @@ from vapo_megatron.config.base import Section
 from vapo_megatron.config.secret import key_from_environment
 
 Dtype = Literal["float32", "bfloat16"]
-Transport = Literal["auto", "ipc", "shared_memory", "distributed", "disk"]
+TransportName = Literal["auto", "ipc", "shared_memory", "distributed", "disk"]
 
 
 class SamplingConfig(Section):
@@ -31,7 +31,7 @@ class SamplingConfig(Section):
 class SyncConfig(Section):
     """The weight sync of weights to the engines, and the comparison that follows each."""
 
-    transport: Transport = Field(
+    transport: TransportName = Field(
         "auto",
         description="ipc: CUDA handles, engine and rank on one GPU; shared_memory: the machine's; distributed: the "
         "network; disk: files that the engine reads; auto: ipc with GPUs, else shared_memory; distributed to "

@@ -3,14 +3,11 @@
 import hashlib
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.config.run_directory import check_room
 from vapo_megatron.config.train import EvaluateConfig
-from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.sets import numbered
 from vapo_megatron.experience.prompts import eval_prompts
 from vapo_megatron.experience.rows import read_problems
@@ -18,6 +15,7 @@ from vapo_megatron.experience.sample import Prompt
 from vapo_megatron.experience.tokenizer import TextTokenizer
 from vapo_megatron.mcore.platform import Platform
 from vapo_megatron.rollout.context import check_context
+from vapo_megatron.rollout.devices import engine_devices
 from vapo_megatron.rollout.gpu_kernels import check_kernels
 from vapo_megatron.rollout.server import EngineServer
 from vapo_megatron.weights.load import check_weights
@@ -25,21 +23,21 @@ from vapo_megatron.weights.spec import ModelSpec, read_spec
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint of ours: engines is the number of servers to start."""
+class EvaluatedModel:
+    """A model of ours, by Hugging Face directory. engine_devices: of every server to start; None: the CPU."""
 
     spec: ModelSpec
     tokenizer: TextTokenizer
-    engines: int
+    engine_devices: list[range | None]
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a checked config comes to. prompts: of every set, by its name; checkpoint: None with an external server."""
+    """What a checked config comes to. prompts: of every set, by its name; model: None with an external server."""
 
     settings: EvaluateConfig
     prompts: dict[str, list[Prompt]]
-    checkpoint: Checkpoint | None
+    model: EvaluatedModel | None
 
     @property
     def model_name(self) -> str:
@@ -103,40 +101,26 @@ def check_evaluation(settings: EvaluateConfig, platform: Platform) -> Evaluation
     check_context(
         data.max_prompt_tokens, "sampling.max_new_tokens", new_tokens, settings.rollout, spec.max_position_embeddings
     )
-    engines = engine_count(settings.rollout, platform)
+    devices = engine_devices(settings.rollout, platform)
+    on_gpus = devices[0] is not None
+    check_kernels(settings.rollout, settings.rollout.computes_in(settings.model.dtype), on_gpus)
     if settings.rollout.server_args:
-        devices = range(settings.rollout.tp) if platform.is_cuda else None
-        EngineServer(model_dir, settings.rollout, settings.model.dtype, Path(os.devnull), devices).check_arguments()
-    check_kernels(settings.rollout, settings.rollout.computes_in(settings.model.dtype), platform.is_cuda)
+        EngineServer(model_dir, settings.rollout, settings.model.dtype, Path(os.devnull), devices[0]).check_arguments()
     tokenizer = TextTokenizer(model_dir, data.prompt)
     tokenizer.check_vocabulary(spec.vocab_size)
     prompts = {entry.name: numbered(entry.name, eval_prompts(entry, data, tokenizer)) for entry in data.eval}
     check_room(Path(settings.run.directory))
-    return Evaluation(settings, prompts, Checkpoint(spec, tokenizer, engines))
-
-
-def engine_count(config: RolloutConfig, platform: Platform) -> int:
-    """Servers to start: with GPUs as many as tp lets share this machine, else config.num_engines.
-
-    Raises:
-        BadInput: tp does not divide this machine's GPUs.
-    """
-    if not platform.is_cuda:
-        return config.num_engines
-    devices = platform.device_count()
-    if devices % config.tp:
-        raise BadInput(f"rollout.tp={config.tp} does not divide the {devices} GPUs of this machine: choose a divisor")
-    return devices // config.tp
+    return Evaluation(settings, prompts, EvaluatedModel(spec, tokenizer, devices))
 
 
 def facts(plan: Evaluation, run_dir: Path) -> dict[str, object]:
     """For the head of the output."""
     settings, sampling = plan.settings, plan.settings.sampling
     model, engines = plan.model_name, "none of our own"
-    if plan.checkpoint is not None:
-        spec = plan.checkpoint.spec
+    if plan.model is not None:
+        spec = plan.model.spec
         model = f"{model} ({spec.family}, {spec.parameter_count():,} parameters)"
-        engines = f"{plan.checkpoint.engines} x TP{settings.rollout.tp}"
+        engines = f"{len(plan.model.engine_devices)} x TP{settings.rollout.tp}"
     return {
         "model": model,
         "sets": ", ".join(
@@ -148,8 +132,3 @@ def facts(plan: Evaluation, run_dir: Path) -> dict[str, object]:
         "seed": settings.run.seed,
         "run": run_dir,
     }
-
-
-def unanswered(prompts: Sequence[Prompt], answered: set[str]) -> list[Prompt]:
-    """Those whose responses are not there yet."""
-    return [prompt for prompt in prompts if prompt.id not in answered]

@@ -15,17 +15,16 @@ from vapo_megatron.config.load import dump_config
 from vapo_megatron.config.run_directory import make_run_dir
 from vapo_megatron.config.train import EvaluateConfig
 from vapo_megatron.errors import BadInput
-from vapo_megatron.evaluation.check import Evaluation, check_evaluation, facts, unanswered
-from vapo_megatron.evaluation.generator import Generator, own_engines
+from vapo_megatron.evaluation.check import Evaluation, check_evaluation, facts
+from vapo_megatron.evaluation.evaluator import Evaluator, Generator
 from vapo_megatron.evaluation.metrics import PROBLEMS
 from vapo_megatron.evaluation.openai_client import OpenAIClient
-from vapo_megatron.evaluation.responses import Response, ResponseLog, in_order, read_outputs
-from vapo_megatron.evaluation.sets import SetResult, problem_results, summarise, write_outputs
+from vapo_megatron.evaluation.own_engines import own_engines
+from vapo_megatron.evaluation.responses import Response, ResponseLog, read_outputs
+from vapo_megatron.evaluation.sets import SetResult, problem_results, summarise
 from vapo_megatron.experience.jsonl import write_rows
-from vapo_megatron.experience.sample import Prompt
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.monitoring.console import RunConsole
-from vapo_megatron.rewards.grading import TRUNCATED, case_of, grades_of
 from vapo_megatron.rewards.pool import VerifierPool
 
 _PARTIAL = ".partial.jsonl"
@@ -56,7 +55,7 @@ def evaluate_checkpoint(settings: EvaluateConfig) -> None:
         _have_run_dir(settings, run_dir)
         console = RunConsole()
         console.header(f"vapo-megatron evaluate: {settings.run.name}", facts(plan, run_dir))
-        work = _Work(plan, run_dir, verifier, console)
+        work = _Work(plan, run_dir, Evaluator(verifier, settings.reward, console.phase), console)
         done = {entry.name: result for entry in settings.data.eval if (result := work.finished(entry)) is not None}
         if done:
             console.note(f"answered before: {', '.join(done)}")
@@ -83,7 +82,7 @@ class _Work:
 
     plan: Evaluation
     run_dir: Path
-    verifier: VerifierPool
+    evaluator: Evaluator
     console: RunConsole
 
     def finished(self, entry: EvalSet) -> SetResult | None:
@@ -109,49 +108,26 @@ class _Work:
             return None
         if graded_by != self.plan.graded_by(entry.name):
             self.console.note(f"{entry.name}: ground_truth answers or reward changed, its responses are graded again")
-            return self._conclude(entry.name, prompts, responses, entry.samples)
+            return self._conclude(entry, responses)
         return summarise(entry.name, problem_results(prompts, responses), entry.samples)
 
     def answer(self, entry: EvalSet, generator: Generator) -> SetResult:
         """Answer what is not answered yet, grade all of it, write it down."""
-        name, k, prompts = entry.name, entry.samples, self.plan.prompts[entry.name]
-        with ResponseLog(self._file(name, _PARTIAL), self.plan.origin(name)) as log:
-            groups = log.complete_groups(k)
+        prompts = self.plan.prompts[entry.name]
+        with ResponseLog(self._file(entry.name, _PARTIAL), self.plan.origin(entry.name)) as log:
+            responses = self.evaluator.answer(entry.name, prompts, entry.samples, generator, log)
+        return self._conclude(entry, responses)
 
-            def keep(responses: list[Response]) -> None:
-                log.append(responses)
-                groups[responses[0].id] = responses
-
-            missing = unanswered(prompts, set(groups))
-            with self.console.phase(f"{name}: responses", total=len(prompts) * k) as advance:
-                advance((len(prompts) - len(missing)) * k)
-                if missing:
-                    generator.collect(missing, k, keep, advance)
-        return self._conclude(name, prompts, in_order(groups, prompts), k)
-
-    def _conclude(self, name: str, prompts: Sequence[Prompt], responses: Sequence[Response], k: int) -> SetResult:
+    def _conclude(self, entry: EvalSet, responses: Sequence[Response]) -> SetResult:
         """Grade all responses to a set and write them down."""
-        self._grade(name, prompts, responses)
-        write_outputs(self._file(name, ".jsonl"), prompts, responses)
-        problems = problem_results(prompts, responses)
+        name, outputs = entry.name, self._file(entry.name, ".jsonl")
+        result, problems = self.evaluator.conclude(name, self.plan.prompts[name], responses, entry.samples, outputs)
         write_rows(self._file(name, PROBLEMS), map(asdict, problems))
-        return summarise(name, problems, k)
+        return result
 
     def forget_partial(self, name: str) -> None:
         """The set is in evaluation.json: what was kept on the way is no longer needed."""
         self._file(name, _PARTIAL).unlink(missing_ok=True)
-
-    def _grade(self, name: str, prompts: Sequence[Prompt], responses: Sequence[Response]) -> None:
-        by_id = {prompt.id: prompt for prompt in prompts}
-        cases = [case_of(by_id[one.id], one.text, one.truncated, self.plan.settings.reward) for one in responses]
-        with self.console.phase(f"{name}: grades", total=len(cases)) as advance:
-            grades = grades_of(cases, self.verifier, advance)
-        for response, grade in zip(responses, grades, strict=True):
-            if grade is None:
-                response.correct, response.grade_reason, response.extracted = False, TRUNCATED, ""
-            else:
-                response.correct, response.grade_reason = grade.correct, grade.reason
-                response.extracted = grade.extracted
 
     def _file(self, name: str, ending: str) -> Path:
         return self.run_dir / "evaluation" / f"{name}{ending}"
@@ -164,8 +140,8 @@ def _have_run_dir(settings: EvaluateConfig, run_dir: Path) -> None:
 
 def _generator(plan: Evaluation, run_dir: Path, console: RunConsole, stack: ExitStack) -> Generator:
     settings = plan.settings
-    if plan.checkpoint is not None:
-        return stack.enter_context(own_engines(plan, plan.checkpoint, run_dir / "logs", current_platform(), console))
+    if plan.model is not None:
+        return stack.enter_context(own_engines(plan, plan.model, run_dir / "logs", console))
     assert settings.server is not None
     return OpenAIClient(settings.server, settings.data.prompt, settings.sampling, settings.run.seed)
 

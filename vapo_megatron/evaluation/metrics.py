@@ -6,6 +6,7 @@ from math import comb
 from typing import NamedTuple
 
 import numpy as np
+import scipy.stats
 
 PROBLEMS = "_problems.jsonl"
 """Suffix of evaluation/<set>_problems.jsonl: the metrics of each problem, which `compare` reads."""
@@ -49,7 +50,7 @@ def maj_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool]) -> flo
     return hits / (most * len(winners))
 
 
-_BLOCK = 1 << 20  # counts held at once
+_DRAWN_AT_ONCE = 1 << 20  # scores, which bounds the memory of a bootstrap
 
 
 class Interval(NamedTuple):
@@ -70,13 +71,16 @@ def bootstrap_interval(
         raise ValueError("a bootstrap interval needs at least one problem")
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must be in (0, 1), got {confidence}")
+    if len(per_problem) == 1:
+        return Interval(per_problem[0], per_problem[0])
     scores = np.asarray(per_problem, dtype=np.float64)
-    random = np.random.default_rng(seed)
-    # How often each problem is drawn, a block of resamples at a time.
-    chances, block = np.full(len(scores), 1 / len(scores)), max(1, _BLOCK // len(scores))
-    sizes = [min(block, resamples - start) for start in range(0, resamples, block)]
-    means = np.concatenate([random.multinomial(len(scores), chances, size=size) @ scores for size in sizes])
-    means /= len(scores)
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(means, (tail, 1 - tail))
-    return Interval(float(low), float(high))
+    found = scipy.stats.bootstrap(
+        (scores,),
+        np.mean,
+        n_resamples=resamples,
+        confidence_level=confidence,
+        method="percentile",
+        batch=max(1, _DRAWN_AT_ONCE // len(scores)),
+        rng=np.random.default_rng(seed),
+    )
+    return Interval(float(found.confidence_interval.low), float(found.confidence_interval.high))

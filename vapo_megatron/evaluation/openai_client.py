@@ -1,12 +1,22 @@
-"""Responses from a server with the OpenAI API (/chat/completions or /completions)."""
+"""Responses from an OpenAI-compatible server (/chat/completions or /completions)."""
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import aiohttp
+import httpx
+from openai import (
+    APIConnectionError,
+    APIStatusError,
+    APITimeoutError,
+    AsyncOpenAI,
+    BaseModel,
+    DefaultAsyncHttpxClient,
+    Omit,
+)
+from openai.types import Completion, CompletionChoice
+from openai.types.chat import ChatCompletion, ChatCompletionMessage
 
 from vapo_megatron.config.data import PromptTemplate
 from vapo_megatron.config.rollout import SamplingConfig
@@ -33,42 +43,39 @@ class OpenAIClient:
 
     def __init__(self, config: ServerConfig, template: PromptTemplate, sampling: SamplingConfig, seed: int) -> None:
         self._config, self._template, self._sampling, self._seed = config, template, sampling, seed
-        key = config.api_key()
-        self._headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
-        path = "chat/completions" if config.api == "chat" else "completions"
-        self._url = f"{config.url.rstrip('/')}/{path}"
+        self._key = config.api_key()
+        self._path = "/chat/completions" if config.api == "chat" else "/completions"
+        self._url = config.url.rstrip("/") + self._path
 
-    def collect(
+    def generate(
         self,
         prompts: Sequence[Prompt],
         k: int,
         on_group: Callable[[list[Response]], None],
-        advance: Callable[[int], None] = lambda _: None,
+        on_done: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """k responses to each prompt; on_group gets those of one prompt together, advance is called for each response.
+        """k responses to each prompt; on_group gets those of one prompt together, on_done is called for each response.
 
         Raises:
             RunFailed: the server refuses a request or answers something else than a completion.
             TryAgain: it is not there or too busy for longer than server.retry_timeout_s.
         """
-        asyncio.run(self._collect(prompts, k, on_group, advance))
+        asyncio.run(self._generate(prompts, k, on_group, on_done))
 
-    async def _collect(
+    async def _generate(
         self,
         prompts: Sequence[Prompt],
         k: int,
         on_group: Callable[[list[Response]], None],
-        advance: Callable[[int], None],
+        on_done: Callable[[int], None],
     ) -> None:
         free = asyncio.Semaphore(self._config.concurrency)
-        timeout = aiohttp.ClientTimeout(total=self._config.request_timeout_s)
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(headers=self._headers, timeout=timeout, connector=connector) as session:
+        async with self._client() as client:
 
             async def one(prompt: Prompt, index: int) -> Response:
                 async with free:
-                    response = await self._response(session, prompt, index)
-                advance(1)
+                    response = await self._response(client, prompt, index)
+                on_done(1)
                 return response
 
             async def group(prompt: Prompt) -> None:
@@ -86,28 +93,39 @@ class OpenAIClient:
                     error = error.exceptions[0]
                 raise error from None
 
-    async def _response(self, session: aiohttp.ClientSession, prompt: Prompt, index: int) -> Response:
+    def _client(self) -> AsyncOpenAI:
+        return AsyncOpenAI(
+            api_key=self._key or "none",  # never that of OPENAI_API_KEY, which is not meant for this server
+            default_headers=None if self._key else {"Authorization": Omit()},  # type: ignore[dict-item]
+            base_url=self._config.url,
+            timeout=self._config.request_timeout_s,
+            max_retries=0,  # the library counts tries; server.retry_timeout_s is a time
+            # As many connections as requests, and no proxy, whatever http_proxy says.
+            http_client=DefaultAsyncHttpxClient(limits=httpx.Limits(), trust_env=False),
+        )
+
+    async def _response(self, client: AsyncOpenAI, prompt: Prompt, index: int) -> Response:
         body, pause, failing_since = self._body(prompt, index), _FIRST_PAUSE, None
+        kind = ChatCompletion if self._config.api == "chat" else Completion
         while True:
             wanted = 0.0
             asked = time.monotonic()
             try:
-                async with session.post(self._url, json=body) as answer:
-                    text = await answer.text()
-                    if answer.status == 200:
-                        response = self._read(text, prompt, index)
-                        if response.finish_reason in _WHOLE:
-                            return response
-                        reason = f"a response that was broken off ({response.finish_reason})"
-                    else:
-                        reason = f"HTTP {answer.status}: {' '.join(text.split())[:300]}"
-                        if not _passing(answer.status):
-                            raise RunFailed(f"{self._url}: refused the request for problem {prompt.id} ({reason})")
-                        wanted = _seconds(answer.headers.get("Retry-After"))
-            except TimeoutError:
+                response = self._read(await client.post(self._path, cast_to=kind, body=body), prompt, index)
+                if response.finish_reason in _WHOLE:
+                    return response
+                reason = f"a response that was broken off ({response.finish_reason})"
+            except APIStatusError as error:
+                reason = f"HTTP {error.status_code}: {_one_line(error.response.text, 300)}"
+                if not _passing(error.status_code):
+                    raise RunFailed(f"{self._url}: refused the request for problem {prompt.id} ({reason})") from None
+                wanted = _seconds(error.response.headers.get("Retry-After"))
+            except APITimeoutError:
                 reason = f"no answer within server.request_timeout_s={self._config.request_timeout_s:g} s"
-            except aiohttp.ClientError as error:
-                reason = f"{type(error).__name__}: {error}"
+            except APIConnectionError as error:
+                reason = f"{type(error.__cause__ or error).__name__}: {error.__cause__ or error}"
+            except ValueError:  # it says that it sends JSON, and does not
+                raise self._no_completion("what is no JSON", prompt) from None
             failing_since = asked if failing_since is None else failing_since
             pause = max(pause, wanted)
             if time.monotonic() + pause - failing_since > self._config.retry_timeout_s:
@@ -139,20 +157,31 @@ class OpenAIClient:
             body["top_k"] = sampling.top_k  # not OpenAI's own, but SGLang and vLLM take it
         return {key: value for key, value in (body | self._config.extra).items() if value is not None}
 
-    def _read(self, text: str, prompt: Prompt, index: int) -> Response:
+    def _read(self, answer: ChatCompletion | Completion, prompt: Prompt, index: int) -> Response:
         try:
-            answer = json.loads(text)
-            choice = answer["choices"][0]
-            said = choice["text"] if self._config.api == "completions" else _said(choice["message"])
-            tokens, reason = int(answer["usage"]["completion_tokens"]), str(choice["finish_reason"])
-        except (ValueError, KeyError, IndexError, TypeError):
-            raise RunFailed(
-                f"{self._url}: answered problem {prompt.id} with {' '.join(text.split())[:200]!r}, expected a "
-                "completion with choices and usage: give the base address of an OpenAI-compatible server as server.url"
-            ) from None
+            choice = answer.choices[0]
+            said = choice.text if isinstance(choice, CompletionChoice) else _said(choice.message)
+            tokens, reason = int(answer.usage.completion_tokens), str(choice.finish_reason)  # type: ignore[union-attr]
+        except (AttributeError, IndexError, TypeError, ValueError):  # the library does not check what a server sends
+            raise self._no_completion(repr(_one_line(_raw(answer), 200)), prompt) from None
         # A character that JSON spelled in halves and cut between them would fit into no file.
         said = said.encode("utf-8", "replace").decode("utf-8")
         return Response(prompt.id, index, said, tokens, reason)
+
+    def _no_completion(self, said: str, prompt: Prompt) -> RunFailed:
+        return RunFailed(
+            f"{self._url}: answered problem {prompt.id} with {said}, expected a completion with choices and usage: "
+            "give the base address of an OpenAI-compatible server as server.url"
+        )
+
+
+def _raw(answer: Any) -> str:
+    """What a server sent, where the library did not make an object of it, as text; else the object as JSON."""
+    return str(answer.to_json(indent=None)) if isinstance(answer, BaseModel) else str(answer)
+
+
+def _one_line(text: str, most: int) -> str:
+    return " ".join(text.split())[:most]
 
 
 def _passing(status: int) -> bool:
@@ -165,7 +194,7 @@ def _seconds(retry_after: str | None) -> float:
     return float(retry_after) if retry_after is not None and retry_after.isdigit() else 0.0
 
 
-def _said(message: dict[str, Any]) -> str:
+def _said(message: ChatCompletionMessage) -> str:
     """The whole text; some servers part the thinking from the answer, which the verifier reads alone."""
-    content, thinking = message.get("content") or "", message.get("reasoning_content")
+    content, thinking = message.content or "", getattr(message, "reasoning_content", None)
     return f"<think>{thinking}</think>{content}" if thinking else content

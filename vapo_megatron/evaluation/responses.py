@@ -51,7 +51,7 @@ class Response:
 
 
 def response_of(sample: Sample, text: str) -> Response:
-    """A sample of our own engines."""
+    """A sample of our own engines, not graded yet."""
     return Response(
         id=sample.prompt.id,
         index=sample.index,
@@ -59,9 +59,6 @@ def response_of(sample: Sample, text: str) -> Response:
         tokens=len(sample.response_ids),
         finish_reason=sample.finish_reason,
         weight_version=sample.weight_version,
-        correct=bool(sample.correct),
-        grade_reason=sample.grade_reason,
-        extracted=sample.extracted,
     )
 
 

@@ -3,19 +3,16 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from vapo_megatron.evaluation.metrics import Interval, avg_at_k, bootstrap_interval, maj_at_k, pass_at_k
-from vapo_megatron.evaluation.responses import Response, response_of
+from vapo_megatron.evaluation.responses import Response
 from vapo_megatron.experience.jsonl import write_rows
-from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.experience.sample import Prompt
 from vapo_megatron.rewards.normal_form import compact, normal_form, plain_number
-
-Collect = Callable[[Sequence[Prompt], int], list[Sample]]
-Grade = Callable[[Sequence[Sample]], object]
 
 
 @dataclass(frozen=True)
@@ -85,27 +82,6 @@ class SetResult:
 def numbered(name: str, prompts: Sequence[Prompt]) -> list[Prompt]:
     """The prompts of a set as engines take them: each with its place as cursor, from which seeds follow."""
     return [Prompt(p.id, p.problem, p.answer, p.token_ids, cursor=i, source=name) for i, p in enumerate(prompts)]
-
-
-def answer_set(
-    name: str, prompts: Sequence[Prompt], k: int, collect: Collect, grade: Grade, outputs: Path | None = None
-) -> SetResult:
-    """k graded responses to each prompt.
-
-    Args:
-        name: of the set.
-        prompts: its problems.
-        k: responses to each.
-        collect: from prompts and k to samples in the order of prompt and index.
-        grade: fills text, correct and grade of samples.
-        outputs: where every raw response goes, as jsonl; None keeps none.
-    """
-    samples = collect(numbered(name, prompts), k)
-    grade(samples)
-    responses = [response_of(sample, sample.text) for sample in samples]
-    if outputs is not None:
-        write_outputs(outputs, prompts, responses)
-    return summarise(name, problem_results(prompts, responses), k)
 
 
 def write_outputs(path: Path, prompts: Sequence[Prompt], responses: Sequence[Response]) -> None:

@@ -4,7 +4,7 @@ With overlap_grad_reduce a bucket of gradients is summed as soon as the last mic
 with overlap_param_gather a bucket of updated weights is gathered when the next forward pass reaches its layers.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -14,7 +14,6 @@ from vapo_megatron.config.model import OptimizerSettings, TrainableConfig
 from vapo_megatron.mcore.mesh import Mesh
 from vapo_megatron.mcore.platform import Platform, current_platform
 from vapo_megatron.mcore.precision import keeps_fp8
-from vapo_megatron.weights.shared_weights import SharedWeights
 
 
 def wrap(
@@ -53,24 +52,6 @@ def wrap(
 def sum_model_grads(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
     """Megatron's reduction of gradients without its division by tokens: the loss weights hold the denominators."""
     finalize_model_grads(model, None, **kwargs)
-
-
-def weight_tensors(wrapped: Iterable[DistributedDataParallel]) -> Iterator[Tensor]:
-    """Every tensor through which Megatron reaches the weights of wrapped chunks, and what these are views of."""
-    for chunk in wrapped:
-        yield from chunk.parameters()
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-            if buffer.param_data is not None:
-                yield buffer.param_data
-                yield from (bucket.param_data for bucket in buffer.buckets)
-
-
-def share_whole_weights(weights: Iterable[Tensor], mesh: Mesh) -> SharedWeights | None:
-    """Move the weights, before anything else has views of them, to where engines of this machine read them in place;
-    None where this rank has a part of the model, or a GPU."""
-    if current_platform().is_cuda or max(mesh.tp_size, mesh.ep_size) * mesh.pp_size > 1:
-        return None
-    return SharedWeights(weights)
 
 
 def overlaps_grad_reduce(settings: OptimizerSettings, platform: Platform) -> bool:

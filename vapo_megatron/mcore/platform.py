@@ -125,6 +125,17 @@ class Platform:
         elif _c_library() is not None:
             _c_library().malloc_trim(0)
 
+    def synchronize_stream(self) -> None:
+        """Wait for what this thread has enqueued on its current stream; other streams go on."""
+        if self.is_cuda:
+            torch.cuda.current_stream().synchronize()
+
+    def release_ipc_memory(self) -> None:
+        """Give back memory of the device that other processes had opened and have closed."""
+        if self.is_cuda:
+            torch.cuda.ipc_collect()
+        self.empty_cache()
+
     def memory_bytes(self) -> int:
         """Bytes that this rank holds now: of the device, or resident on the CPU."""
         if self.is_cuda:

@@ -5,7 +5,7 @@ function of local tensors; everything about layout stays in here.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from vapo_megatron.config.model import ActorConfig, ModelConfig, TrainableConfig
 from vapo_megatron.experience.balance import Cost, plan_microbatches
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.experience.microbatch import MicroBatch, pack
-from vapo_megatron.mcore.data_parallel import share_whole_weights, sum_model_grads, weight_tensors, wrap
+from vapo_megatron.mcore.data_parallel import sum_model_grads, wrap
 from vapo_megatron.mcore.layer_spec import parameters_of
 from vapo_megatron.mcore.mesh import Mesh, check_model_layout
 from vapo_megatron.mcore.metrics import MetricTotals, StepResult, sum_over_ranks
@@ -39,7 +39,6 @@ from vapo_megatron.mcore.precision import (
 )
 from vapo_megatron.mcore.router_replay import replay_experts, replaying
 from vapo_megatron.mcore.token_loss import PackedTokens, TokenLoss
-from vapo_megatron.weights.shared_weights import SharedWeights
 from vapo_megatron.weights.spec import ModelSpec
 
 
@@ -93,7 +92,6 @@ class Trainable:
         asked = "auto" if name == "reference" and config.offload == "never" else config.offload
         sleeps = asked == "always" or (asked == "auto" and platform.engines_share_device)
         self._offloader = Offloader(self._tensors, platform, sleeps, self._before_offload)
-        self.shared_weights: SharedWeights | None = None
 
     def prepare(self, frozen: Sequence[str] = ()) -> None:
         """Wrap the loaded shards for data parallelism and make the optimizer. Call once, after loading.
@@ -104,7 +102,6 @@ class Trainable:
             for parameter in parameters_of(chunk, frozen):
                 parameter.requires_grad_(False)
         self.wrapped = wrap(self._chunks, self.config, self.transformer, self.mesh)
-        self._share(weight_tensors(self.wrapped))
         self._optimizer, self.scheduler = make_optimizer(self.config, self.wrapped, self.mesh, self.dtype)
         self.scheduler.step(0)
         self.transformer.grad_scale_func = self._optimizer.scale_loss
@@ -115,12 +112,7 @@ class Trainable:
         """Never train this model: no gradients, no optimizer."""
         for chunk in self._chunks:
             chunk.requires_grad_(False)
-        self._share(parameter for chunk in self._chunks for parameter in chunk.parameters())
         forget_exact_values(self._chunks)
-
-    def _share(self, weights: Iterable[Tensor]) -> None:
-        if self.head == "lm" and not self._offloader.enabled:  # what sleeps does not stay where it is
-            self.shared_weights = share_whole_weights(weights, self.mesh)
 
     @property
     def chunks(self) -> list[Any]:

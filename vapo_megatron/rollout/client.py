@@ -58,7 +58,7 @@ class LoadAnswer:
 
 
 class EngineClient:
-    """Speaks to one server from one event loop.
+    """Sends requests to one server from one event loop.
 
     Every method raises TryAgain where the server is gone or silent for longer than the deadline (seconds), RunFailed
     where it refuses; the one line names its address and its log.
@@ -169,11 +169,11 @@ class EngineClient:
         await self._call("end_weight_update", {})
 
     async def send_bucket(self, payloads: Sequence[bytes], *, version: int | None = None) -> LoadAnswer:
-        """Hand over one bucket: a pickled weight_bucket.announce() for each tensor-parallel rank, with the "path" or
+        """Send one bucket: a pickled bucket_message.announce() for each tensor-parallel rank, with the "path" or
         the "buffer" (CUDA IPC) of its bytes.
 
         A version ends the weight sync: it marks what is generated from now on, and what the cache holds of the old
-        weights is dropped. All ways to hand weights over (this, receive_broadcast, read_directory) answer alike.
+        weights is dropped. All ways to send weights (this, receive_broadcast, read_directory) answer alike.
         """
         body = {
             "serialized_named_tensors": [base64.b64encode(payload).decode() for payload in payloads],
@@ -194,7 +194,7 @@ class EngineClient:
         await self._call("init_weights_update_group", body)
 
     async def receive_broadcast(self, message: dict[str, Any], *, version: int | None = None) -> LoadAnswer:
-        """Hand over one bucket, whose bytes follow in the group that was joined, unless there are none."""
+        """Announce one bucket, whose bytes follow in the group that was joined, unless there are none."""
         body = {
             "names": [],
             "dtypes": [],
@@ -205,7 +205,7 @@ class EngineClient:
         return await self._load("update_weights_from_distributed", body, version)
 
     async def read_directory(self, directory: Path, purpose: Purpose, *, version: int | None = None) -> LoadAnswer:
-        """Hand over all weights at once as disk_weights; no session may be open."""
+        """Have all weights read at once from files (disk_weights); no session may be open."""
         body = {"model_path": str(directory), "load_format": f"{LOAD_FORMAT}:{purpose}"}
         return await self._load("update_weights_from_disk", body, version)
 
@@ -264,7 +264,7 @@ class EngineClient:
         owner, _, number = text.rpartition(_OWNER_END)
         if owner != self._address.owner:
             raise RunFailed(
-                f"{self._where()}: it runs weights that another trainer handed over: an engine serves one run at a "
+                f"{self._where()}: it runs weights that another trainer has synced: an engine serves one run at a "
                 "time, give each run engines of its own as rollout.external_urls"
             )
         return int(number)

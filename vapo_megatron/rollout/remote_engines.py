@@ -21,7 +21,7 @@ from vapo_megatron.rollout.server import EngineAddress
 from vapo_megatron.weights.fp8 import BlockFp8
 from vapo_megatron.weights.spec import ModelSpec
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Of the weight sync: to be raised with every change of weight_bucket.announce, strict_loading or broadcast_group."""
 
 _ANSWER_SECONDS = 30.0
@@ -113,7 +113,7 @@ async def _meet(url: str, key: str, deadline: float) -> dict[str, Any]:
         raise BadInput(f"rollout.external_urls: {url} is no engine of ours: start it by `vapo-megatron engine`")
     if identity["protocol"] != PROTOCOL:
         raise BadInput(
-            f"rollout.external_urls: {url} speaks version {identity['protocol']} of the weight sync and this trainer "
+            f"rollout.external_urls: {url} has version {identity['protocol']} of the weight sync and this trainer "
             f"version {PROTOCOL}: start both from one version of vapo_megatron"
         )
     return identity

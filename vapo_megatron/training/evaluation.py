@@ -10,10 +10,9 @@ from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.data import EvalSet
 from vapo_megatron.config.rollout import SamplingConfig
 from vapo_megatron.config.run import EvaluationConfig
-from vapo_megatron.evaluation.sets import SetResult, answer_set
+from vapo_megatron.evaluation.evaluator import EngineGenerator, Evaluator
+from vapo_megatron.evaluation.sets import SetResult, numbered
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.rewards.grading import grade_samples
-from vapo_megatron.rollout.request import GenerationRequest
 from vapo_megatron.training.broadcast import broadcast_value
 from vapo_megatron.training.rollouts import Rollouts
 from vapo_megatron.training.state import RunState
@@ -50,18 +49,14 @@ def evaluate_sets(
         top_p=config.top_p,
         max_new_tokens=config.max_new_tokens or rollouts.sampling.max_new_tokens,
     )
-    seed = rollouts.seed + _SEED_OFFSET
-    results = [
-        answer_set(
-            entry.name,
-            prompts,
-            entry.samples,
-            collect=lambda prompts, k: engines.collect(GenerationRequest(prompts, k, sampling, seed, engines.version)),
-            grade=lambda samples: grade_samples(samples, verifier, rollouts.tokenizer.decode, rollouts.reward),
-            outputs=run_dir / "evaluation" / f"step_{step:06d}_{entry.name}.jsonl",
-        )
-        for entry, prompts in zip(sets, rollouts.evaluation_prompts, strict=True)
-    ]
+    seed, decode = rollouts.seed + _SEED_OFFSET, rollouts.tokenizer.decode
+    generator = EngineGenerator(engines.collect, decode, sampling, seed, engines.version)
+    evaluator, results = Evaluator(verifier, rollouts.reward), []
+    for entry, prompts in zip(sets, rollouts.evaluation_prompts, strict=True):
+        problems = numbered(entry.name, prompts)
+        responses = evaluator.answer(entry.name, problems, entry.samples, generator)
+        outputs = run_dir / "evaluation" / f"step_{step:06d}_{entry.name}.jsonl"
+        results.append(evaluator.conclude(entry.name, problems, responses, entry.samples, outputs)[0])
     with atomic_write(run_dir / "evaluation.json") as file:
         json.dump({"step": step, "sets": [result.as_dict() for result in results]}, file, indent=2)
     return results

@@ -10,6 +10,7 @@ from vapo_megatron.config.run_directory import check_room
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput, TryAgain
 from vapo_megatron.mcore.platform import current_platform
+from vapo_megatron.rollout.devices import first_engine_devices
 from vapo_megatron.rollout.remote_engines import identity_of_engine, what_must_agree
 from vapo_megatron.rollout.server import EngineServer
 from vapo_megatron.signals import listen, stop_requested
@@ -43,11 +44,9 @@ def serve_engine(config: TrainConfig, host: str, port: int) -> None:
             f"--host {host} without rollout.api_key_variable: whoever reaches the engine could run programs on this "
             "machine: name an environment variable that holds a key of yours"
         )
-    platform = current_platform()
     # There is no trainer to give memory to.
     rollout = config.rollout.model_copy(update={"memory_saver": False})
-    if platform.is_cuda and platform.device_count() < rollout.tp:
-        raise BadInput(f"rollout.tp={rollout.tp}: {platform.device_count()} GPUs are visible here, give as many")
+    devices = first_engine_devices(rollout, current_platform())
     spec = read_spec(Path(config.model.path))
     fp8 = engine_fp8(rollout, config.actor.precision, spec)
     check_room(Path(config.run.directory))
@@ -59,12 +58,12 @@ def serve_engine(config: TrainConfig, host: str, port: int) -> None:
         rollout,
         config.model.dtype,
         log_file,
-        range(rollout.tp) if platform.is_cuda else None,
+        devices,
         host=host,
         fp8=fp8,
         port=port,
         key=key or "",
-        identity=identity_of_engine(agreed, platform.is_cuda, str(log_file)),
+        identity=identity_of_engine(agreed, devices is not None, str(log_file)),
     )
     with server:
         _logger.info("engine at %s, log %s", server.address.url, log_file)

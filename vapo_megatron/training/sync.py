@@ -16,7 +16,7 @@ def sync_weights(models: Models, rollouts: Rollouts, recorder: Recorder) -> None
     models.memory.enter("weight_sync")
     with recorder.timer("weight_sync"):
         engines.onload("weights")
-        engines.sync_weights(models.actor)
+        engines.update_weights(models.actor)
         recorder.add({f"weight_sync/{part}_seconds": seconds for part, seconds in engines.sync_seconds.items()})
     check_engines(models, rollouts, recorder)
 

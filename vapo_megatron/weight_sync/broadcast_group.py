@@ -25,18 +25,17 @@ class BroadcastGroup:
         size: ranks in all.
         deadline: seconds for one operation.
         host: the address of this machine under which the others reach it; NCCL finds its own.
-        backend: the same on all ranks; with nccl buffers are on this process's GPU, else on the CPU.
+        device: of the buffers: the CPU on all ranks (gloo), or each rank's GPU (NCCL).
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, deadline: float, host: str, backend: Backend = "gloo"
+        self, store: dist.Store, rank: int, size: int, deadline: float, host: str, device: torch.device
     ) -> None:
-        self._store = store
-        if backend == "nccl":
-            self.device = torch.device("cuda", torch.cuda.current_device())
-            self._group: Any = _nccl(store, rank, size, deadline)
+        self._store, self.device = store, device
+        if backend_of(device) == "nccl":
+            with torch.cuda.device(device):  # the caller may be a thread that knows of no device yet
+                self._group: Any = _nccl(store, rank, size, deadline)
         else:
-            self.device = torch.device("cpu")
             self._group = _gloo(store, rank, size, deadline, host)
 
     @staticmethod
@@ -55,12 +54,17 @@ class BroadcastGroup:
         Raises:
             RuntimeError: another rank is gone, or the deadline has passed. The group is of no more use then.
         """
-        if not buffer.is_cuda:
+        if backend_of(self.device) == "gloo":
             self._group.broadcast(buffer, root=0).wait()
             return
-        with torch.cuda.device(buffer.device):  # the caller may be a thread that knows of no device yet
+        with torch.cuda.device(self.device):
             self._group.broadcast(buffer, root=0).wait()
             torch.cuda.synchronize()
+
+
+def backend_of(device: torch.device) -> Backend:
+    """What moves bytes that lie on a device."""
+    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def address_towards(host: str) -> str:

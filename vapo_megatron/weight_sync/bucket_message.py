@@ -1,4 +1,4 @@
-"""What a server is told of one bucket of weights, and how it finds the tensors."""
+"""What the announcement of one bucket of weights says, and how it finds the tensors."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,6 @@ def announce(bucket: Bucket | None, purpose: Purpose, *, first: bool, last: bool
     return {
         "places": [tuple(place) for place in places],
         "size": 0 if bucket is None else bucket.buffer.numel(),
-        "lent": {} if bucket is None else {index: tuple(where) for index, where in bucket.lent.items()},
         "purpose": purpose,
         "first": first,
         "last": last,
@@ -44,14 +43,7 @@ def unpack(description: Mapping[str, Any], buffer: torch.Tensor | None = None) -
         return []
     if buffer is None:
         buffer = _map(description["path"], description["size"])
-    found = []
-    for index, place in enumerate(places):
-        memory = buffer
-        if index in description["lent"]:
-            path, size, start = description["lent"][index]
-            memory, place = _map(path, size), place._replace(start=start)
-        found.append((place.name, view(memory, place)))
-    return found
+    return [(place.name, view(buffer, place)) for place in places]
 
 
 def _map(path: str, size: int) -> torch.Tensor:

@@ -4,13 +4,11 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 
-from vapo_megatron.config.rollout import SyncConfig
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.rollout.client import EngineClient
-from vapo_megatron.rollout.server import EngineAddress
 from vapo_megatron.weight_sync.bucket_message import Purpose
 from vapo_megatron.weight_sync.logprob_difference import LogprobDifference, compare_logprobs
-from vapo_megatron.weight_sync.transports import SharedMemoryTransport, Transport
+from vapo_megatron.weight_sync.transports import Transport
 from vapo_megatron.weights.bucket import NamedTensors
 from vapo_megatron.weights.part_times import PartTimes
 
@@ -20,7 +18,7 @@ _NAMED_IN_AN_ERROR = 8
 class WeightSync:
     """One server, or several that get the same bytes, and the trainer ranks that feed them, by one transport.
 
-    Every rank calls push() and differing_tensors() with the same buckets; prompt_logprobs() and verify() are the
+    Every rank calls load() and differing_tensors() with the same buckets; prompt_logprobs() and verify() are the
     owner's. The buckets may come from a stream that puts them into two places in turn.
 
     Args:
@@ -31,17 +29,12 @@ class WeightSync:
         self._transport = transport
         self._runner = asyncio.Runner()
 
-    @staticmethod
-    def through_shared_memory(address: EngineAddress, config: SyncConfig, engine_tp: int = 1) -> "WeightSync":
-        """To a server of this process on a machine without GPUs."""
-        return WeightSync(SharedMemoryTransport(EngineClient(address, config.request_timeout_s), engine_tp))
-
     @property
     def owns(self) -> bool:
         """Whether this rank may ask servers for log-probs."""
         return bool(self._transport.clients)
 
-    def push(self, buckets: Iterable[NamedTensors], version: int, times: PartTimes | None = None) -> None:
+    def load(self, buckets: Iterable[NamedTensors], version: int, times: PartTimes | None = None) -> None:
         """Replace the server's weights; what it generates from now on is marked with version.
 
         buckets are (Hugging Face name, whole tensor) pairs. A running response is aborted. The server's cache is
@@ -49,17 +42,17 @@ class WeightSync:
 
         Raises:
             RunFailed: a name the server does not know, a shape that does not fit, parameters that were not sent, or
-                tensors that arrived damaged. The server then takes no requests until a later push succeeds.
+                tensors that arrived damaged. The server then takes no requests until a later load succeeds.
         """
-        self._session(buckets, "load", version, times or PartTimes())
+        self._stream(buckets, "load", version, times or PartTimes())
 
     def differing_tensors(self, buckets: Iterable[NamedTensors]) -> list[str]:
         """Compare without changing anything: one line for each tensor that differs bit by bit from the server's.
 
-        Names the server does not know and parameters missing from buckets are told of likewise. On ranks that do not
+        Names the server does not know and parameters missing from buckets get lines likewise. On ranks that do not
         own the server the list is empty.
         """
-        return self._session(buckets, "compare", None, PartTimes())
+        return self._stream(buckets, "compare", None, PartTimes())
 
     def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         """EngineClient.prompt_logprobs of every server."""
@@ -105,37 +98,41 @@ class WeightSync:
     ) -> None:
         self.close()
 
-    def _session(
+    def _stream(
         self, buckets: Iterable[NamedTensors], purpose: Purpose, version: int | None, times: PartTimes
     ) -> list[str]:
         transport, run = self._transport, self._runner.run
         run(transport.each(EngineClient.pause))
-        run(transport.open())
+        run(transport.begin_session())
         problems: list[str] = []
         first = True
         for bucket in buckets:
-            problems += self._send(bucket, purpose, first, None, times)
+            problems += self._deliver(bucket, purpose, first, None, times)
             first = False
         # Nothing ends the weight sync: to know which bucket is the last one would be to hold two.
-        problems += self._send(None, purpose, first, version, times)
-        run(transport.shut())
+        problems += self._deliver(None, purpose, first, version, times)
+        run(transport.end_session())
         if problems and purpose == "load":
             raise self._rejected(problems)
         run(transport.each(EngineClient.resume))
         return problems
 
-    def _send(
+    def _deliver(
         self, bucket: NamedTensors | None, purpose: Purpose, first: bool, version: int | None, times: PartTimes
     ) -> list[str]:
         with times.part("send"):
-            answer = self._runner.run(self._transport.send(bucket, purpose, first=first, version=version))
+            answer = self._runner.run(self._transport.deliver(bucket, purpose, first=first, version=version))
         times.add("load", answer.seconds)
         times.add("send", -answer.seconds)
         return answer.problems
 
     def _rejected(self, problems: Sequence[str]) -> RunFailed:
-        named = "; ".join(problems[:_NAMED_IN_AN_ERROR])
-        more = f"; and {len(problems) - _NAMED_IN_AN_ERROR} more" if len(problems) > _NAMED_IN_AN_ERROR else ""
         addresses = (client.address for client in self._transport.clients)
         where = ", ".join(f"{address.url} (log {address.log_file})" for address in addresses)
-        return RunFailed(f"{where}: weights were not accepted: {named}{more}")
+        return RunFailed(f"{where}: weights were not accepted: {some_of(problems)}")
+
+
+def some_of(problems: Sequence[str]) -> str:
+    """The first problems in one line, and how many more there are."""
+    more = [f"and {len(problems) - _NAMED_IN_AN_ERROR} more"] if len(problems) > _NAMED_IN_AN_ERROR else []
+    return "; ".join([*problems[:_NAMED_IN_AN_ERROR], *more])

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vapo_megatron.weight_sync.broadcast_group import Backend, BroadcastGroup, address_towards
 from vapo_megatron.weight_sync.bucket_message import Purpose, unpack
 from vapo_megatron.weight_sync.disk_weights import read_tensors
-from vapo_megatron.weights.bucket import checksum, copy_summed
+from vapo_megatron.weights.bucket import checksum
 
 LOAD_FORMAT = "vapo_strict"
 BROADCAST_GROUP = "vapo_weights"
@@ -41,8 +41,7 @@ class ParameterWatch(TorchDispatchMode):
     Fills are counted where a scalar is set, and else only with count_fills: loaders pad with them, which may hide a
     tensor that is too short.
 
-    written: engine parameter name -> elements. differs: whether a compared element was not equal. checksum: of the
-    tensor that is being loaded, where a copy took all of it.
+    written: engine parameter name -> elements. differs: whether a compared element was not equal.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], compare: bool, count_fills: bool) -> None:
@@ -50,14 +49,12 @@ class ParameterWatch(TorchDispatchMode):
         self._names = {tensor.untyped_storage().data_ptr(): name for name, tensor in parameters.items()}
         self._compare = compare
         self._count_fills = count_fills
-        self.start(torch.empty(0))
+        self.start()
 
-    def start(self, tensor: torch.Tensor) -> None:
-        """Count from 0; tensor is loaded next."""
+    def start(self) -> None:
+        """Count from 0: another tensor is loaded next."""
         self.written: Counter[str] = Counter()
         self.differs = False
-        self.checksum: int | None = None
-        self._tensor = tensor
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -72,16 +69,7 @@ class ParameterWatch(TorchDispatchMode):
                     func(expected, *args[1:], **(kwargs or {}))
                     self.differs |= not _equal(args[0], expected)
                     return args[0]
-                if func is _COPY and self._is_all(args[1]) and args[0].shape == args[1].shape:
-                    self.checksum = copy_summed(args[0], args[1], of=args[1])
-                    return args[0]
         return func(*args, **(kwargs or {}))
-
-    def _is_all(self, source: torch.Tensor) -> bool:
-        """Whether that is the tensor being loaded, on a CPU, where to sum it while it is copied saves time."""
-        tensor = self._tensor
-        same = source.data_ptr() == tensor.data_ptr() and source.nbytes == tensor.nbytes
-        return same and source.is_contiguous() and source.device.type == "cpu"
 
 
 class StrictLoader:
@@ -129,9 +117,9 @@ class StrictLoader:
                 for late in sums[-2:-1]:
                     late.result()  # three tensors in memory at most, where they are read one by one
                 current = (name, tensor)
-                watch.start(tensor)
+                watch.start()
                 yield current
-                sums.append(self._sum(tensor, watch))
+                sums.append(self._pool.submit(checksum, tensor))
                 problems.extend(self._settle(name, tensor, watch))
                 current = None
 
@@ -145,7 +133,7 @@ class StrictLoader:
                     problems.append(f"the engine's loader failed ({reason})")
                     break
                 name, tensor = current
-                sums.append(self._sum(tensor, watch))
+                sums.append(self._pool.submit(checksum, tensor))
                 self._count(name, tensor, watch)
                 problems.append(f"{name} of shape {list(tensor.shape)} does not fit the engine's parameter ({reason})")
                 current = None
@@ -153,13 +141,6 @@ class StrictLoader:
                 break
         self.checksums = [found.result() for found in sums]
         return problems
-
-    def _sum(self, tensor: torch.Tensor, watch: ParameterWatch) -> Future[int]:
-        if watch.checksum is None:
-            return self._pool.submit(checksum, tensor)
-        known: Future[int] = Future()
-        known.set_result(watch.checksum)
-        return known
 
     def _settle(self, name: str, tensor: torch.Tensor, watch: ParameterWatch) -> list[str]:
         self._count(name, tensor, watch)
@@ -291,7 +272,8 @@ def _join_group(
     try:
         host = address_towards(master_address)
         store = BroadcastGroup.connect(master_address, master_port, world_size, _JOIN_SECONDS)
-        group = BroadcastGroup(store, rank, world_size, _JOIN_SECONDS, host, backend)
+        device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        group = BroadcastGroup(store, rank, world_size, _JOIN_SECONDS, host, device)
         self._model_update_group[group_name] = group
     except (RuntimeError, OSError) as error:
         return False, f"{group_name} at {master_address}:{master_port} was not joined: {error}"

@@ -14,10 +14,12 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 import torch
+from typing_extensions import override
 
 from vapo_megatron.errors import RunFailed, TryAgain
+from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.rollout.client import EngineClient, LoadAnswer
-from vapo_megatron.weight_sync.broadcast_group import Backend, BroadcastGroup, address_towards
+from vapo_megatron.weight_sync.broadcast_group import BroadcastGroup, address_towards, backend_of
 from vapo_megatron.weight_sync.bucket_message import Purpose, announce
 from vapo_megatron.weight_sync.disk_weights import write_tensors
 from vapo_megatron.weight_sync.ipc_handle import IpcHandle
@@ -28,14 +30,16 @@ Gather = Callable[[bytes], list[bytes] | None]
 
 T = TypeVar("T")
 
+_CPU = torch.device("cpu")
+
 NOTHING = LoadAnswer([], 0.0, [])
 
 
 class Transport(ABC):
     """One way to one server, or to several that get the same bytes.
 
-    Every rank that feeds them calls open, send for each bucket and once without one as the last, then shut, with the
-    same arguments. clients are the owner's, none on the others.
+    Every rank that feeds them calls begin_session, deliver for each bucket and once without one as the last, then
+    end_session, with the same arguments. clients are the owner's, none on the others.
     """
 
     def __init__(self, clients: Sequence[EngineClient]) -> None:
@@ -45,20 +49,20 @@ class Transport(ABC):
         """What every server answers to a call; all are asked at once."""
         return await asyncio.gather(*(call(client) for client in self.clients))
 
-    async def open(self) -> None:
+    async def begin_session(self) -> None:
         """Begin the servers' sessions."""
         await self.each(EngineClient.begin_weight_update)
 
     @abstractmethod
-    async def send(
+    async def deliver(
         self, bucket: NamedTensors | None, purpose: Purpose, *, first: bool, version: int | None = None
     ) -> LoadAnswer:
-        """Hand over a bucket; None ends the weight sync, and a version then marks what is generated from now on.
+        """Send a bucket; None ends the weight sync, and a version then marks what is generated from now on.
 
         The bucket's memory may be overwritten when this returns. On ranks without a client the answer is empty.
         """
 
-    async def shut(self) -> None:
+    async def end_session(self) -> None:
         """End the sessions."""
         await self.each(EngineClient.end_weight_update)
 
@@ -68,18 +72,17 @@ class Transport(ABC):
 
 
 class SharedMemoryTransport(Transport):
-    """Host memory that the server's processes map: the bucket's own, and what is lent to it, where that is such memory;
-    else a copy."""
+    """Host memory that the server's processes map: the bucket's own where that is such memory, else a copy."""
 
     def __init__(self, client: EngineClient | None, engine_tp: int) -> None:
         super().__init__([] if client is None else [client])
         self._engine_tp = engine_tp
         self._slots: SharedSlots | None = None
 
-    async def send(
+    @override
+    async def deliver(
         self, bucket: NamedTensors | None, purpose: Purpose, *, first: bool, version: int | None = None
     ) -> LoadAnswer:
-        """See Transport."""
         if not self.clients:
             return NOTHING
         placed = None if bucket is None else self._placed(bucket)
@@ -88,8 +91,8 @@ class SharedMemoryTransport(Transport):
         payloads = [pickle.dumps(message)] * self._engine_tp
         return await _checked(placed, self.each(lambda client: client.send_bucket(payloads, version=version)))
 
+    @override
     def close(self) -> None:
-        """See Transport."""
         if self._slots is not None:
             self._slots.close()
 
@@ -117,13 +120,13 @@ class IpcTransport(Transport):
         barrier: Callable[[], None] | None,
     ) -> None:
         super().__init__([] if client is None else [client])
-        self._slots = DeviceSlots(device)
+        self._device, self._slots = device, DeviceSlots(device)
         self._gather, self._barrier = gather, barrier
 
-    async def send(
+    @override
+    async def deliver(
         self, bucket: NamedTensors | None, purpose: Purpose, *, first: bool, version: int | None = None
     ) -> LoadAnswer:
-        """See Transport."""
         placed = None if bucket is None else self._placed(bucket)
         payload = self._payload(placed, purpose, first)
         payloads = [payload] if self._gather is None else self._gather(payload)
@@ -135,18 +138,18 @@ class IpcTransport(Transport):
             self._barrier()
         return answer
 
-    async def shut(self) -> None:
+    async def end_session(self) -> None:
         """See Transport; the buffer's memory is the trainer's again."""
-        await super().shut()
+        await super().end_session()
         self._slots.close()
 
+    @override
     def close(self) -> None:
-        """See Transport."""
         self._slots.close()
-        torch.cuda.ipc_collect()
+        current_platform().release_ipc_memory()
 
     def _placed(self, bucket: NamedTensors) -> Bucket:
-        if isinstance(bucket, Bucket) and bucket.buffer.is_cuda and not bucket.lent:
+        if isinstance(bucket, Bucket) and bucket.buffer.device == self._device:
             return bucket
         return pack(bucket, self._slots.take(0, packed_size(bucket)))
 
@@ -155,7 +158,7 @@ class IpcTransport(Transport):
         if placed is not None:
             message["buffer"] = IpcHandle(placed.buffer)
             # This stream alone: the next bucket is being gathered on another.
-            torch.cuda.current_stream(placed.buffer.device).synchronize()
+            current_platform().synchronize_stream()
         return pickle.dumps(message)
 
 
@@ -165,40 +168,40 @@ class DistributedTransport(Transport):
     Args:
         engine_tp: ranks of each server.
         deadline: seconds until all have met, and for one broadcast.
-        backend: gloo: over TCP, from host memory; nccl: from GPU to GPU, where no server uses this rank's.
+        device: whose memory is sent: the CPU's, over TCP (gloo), or that of this rank's GPU, from GPU to GPU (NCCL),
+            where no server uses it.
     """
 
     def __init__(
-        self, clients: Sequence[EngineClient], engine_tp: int, deadline: float, backend: Backend = "gloo"
+        self, clients: Sequence[EngineClient], engine_tp: int, deadline: float, device: torch.device = _CPU
     ) -> None:
         super().__init__(clients)
-        self._engine_tp, self._deadline, self._backend = engine_tp, deadline, backend
+        self._engine_tp, self._deadline = engine_tp, deadline
         self._group: BroadcastGroup | None = None
-        device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         self._device, self._slots = device, DeviceSlots(device)
 
-    async def open(self) -> None:
+    async def begin_session(self) -> None:
         """See Transport; the first time the two sides meet."""
         if self.clients and self._group is None:
             hosts = [str(urlsplit(client.address.url).hostname) for client in self.clients]
             # One address for all of them: servers elsewhere cannot reach the one that a server of this machine can.
             host = next((found for found in map(address_towards, hosts) if found != "127.0.0.1"), "127.0.0.1")
-            size = 1 + self._engine_tp * len(self.clients)
+            size, backend = 1 + self._engine_tp * len(self.clients), backend_of(self._device)
             store = BroadcastGroup.listen(host, size, self._deadline)
-            group = _in_daemon(partial(BroadcastGroup, store, 0, size, self._deadline, host, self._backend))
+            group = _in_daemon(partial(BroadcastGroup, store, 0, size, self._deadline, host, self._device))
             await asyncio.gather(
                 *(
-                    client.join_broadcast_group(host, store.port, 1 + i * self._engine_tp, size, self._backend)
+                    client.join_broadcast_group(host, store.port, 1 + i * self._engine_tp, size, backend)
                     for i, client in enumerate(self.clients)
                 )
             )
             self._group = await group
-        await super().open()
+        await super().begin_session()
 
-    async def send(
+    @override
+    async def deliver(
         self, bucket: NamedTensors | None, purpose: Purpose, *, first: bool, version: int | None = None
     ) -> LoadAnswer:
-        """See Transport."""
         if not self.clients:
             return NOTHING
         placed = None if bucket is None else self._placed(bucket)
@@ -216,27 +219,23 @@ class DistributedTransport(Transport):
                 raise TryAgain(f"weights could not be sent to the engines, one of them is gone: {reason}") from None
         return answer
 
-    async def shut(self) -> None:
-        """See Transport; a GPU's memory is the trainer's again."""
-        await super().shut()
-        if self._device.type == "cuda":
-            self._slots.close()
+    async def end_session(self) -> None:
+        """See Transport; the buffers' memory is the trainer's again."""
+        await super().end_session()
+        self._slots.close()
 
+    @override
     def close(self) -> None:
-        """See Transport."""
         self._slots.close()
         self._group = None
 
     def _placed(self, bucket: NamedTensors) -> Bucket:
-        if isinstance(bucket, Bucket) and bucket.buffer.device == self._device and not bucket.lent:
-            if bucket.buffer.is_cuda:
-                # The broadcast is another thread's, on another stream.
-                torch.cuda.current_stream(self._device).synchronize()
-            return bucket
-        packed = pack(bucket, self._slots.take(0, packed_size(bucket)))
-        if packed.buffer.is_cuda:
-            torch.cuda.current_stream(self._device).synchronize()
-        return packed
+        if isinstance(bucket, Bucket) and bucket.buffer.device == self._device:
+            placed = bucket
+        else:
+            placed = pack(bucket, self._slots.take(0, packed_size(bucket)))
+        current_platform().synchronize_stream()  # the broadcast is another thread's, on another stream
+        return placed
 
 
 class DiskTransport(Transport):
@@ -253,7 +252,7 @@ class DiskTransport(Transport):
         self._checksums: list[tuple[str, int]] = []  # in the order of the server's reading
         self._files = 0
 
-    async def open(self) -> None:
+    async def begin_session(self) -> None:
         """See Transport; a server's session is that of its reading."""
         if self.clients:
             self._files, self._checksums = 0, []
@@ -263,7 +262,7 @@ class DiskTransport(Transport):
             except OSError as error:
                 raise self._refused(error) from None
 
-    async def send(
+    async def deliver(
         self, bucket: NamedTensors | None, purpose: Purpose, *, first: bool, version: int | None = None
     ) -> LoadAnswer:
         """See Transport; nothing is read before the last."""
@@ -280,19 +279,19 @@ class DiskTransport(Transport):
         answers = await self.each(lambda client: client.read_directory(directory, purpose, version=version))
         return _compared(_together(answers), self._checksums)
 
-    async def shut(self) -> None:
-        """See Transport."""
+    @override
+    async def end_session(self) -> None:
         self._remove()
 
+    @override
     def close(self) -> None:
-        """See Transport."""
         self._remove()
 
     def _write(self, bucket: NamedTensors) -> None:
         assert self._directory is not None
         placed = bucket
-        if not isinstance(bucket, Bucket) or bucket.buffer.device.type != "cpu" or bucket.lent:
-            placed = pack(bucket, DeviceSlots(torch.device("cpu")).take(0, packed_size(bucket)))
+        if not isinstance(bucket, Bucket) or bucket.buffer.device != _CPU:
+            placed = pack(bucket, DeviceSlots(_CPU).take(0, packed_size(bucket)))
         assert isinstance(placed, Bucket)
         sums = dict(zip((name for name, _ in placed), placed.checksums(), strict=True))
         self._checksums += [(name, sums[name]) for name in write_tensors(self._directory, self._files, placed)]
@@ -316,12 +315,9 @@ def _in_daemon(function: Callable[[], T]) -> "asyncio.Future[T]":
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def run() -> None:
         try:
-            if device is not None:
-                torch.cuda.set_device(device)  # a thread begins with the first one
             settle = partial(future.set_result, function())
         except Exception as error:
             settle = partial(future.set_exception, error)

@@ -9,13 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vapo_megatron.weights.shared_weights import Whereabouts
-
 NamedTensors = Sequence[tuple[str, Tensor]]
 
-# Of a tensor that is copied and summed: a cache still holds them when they are summed. Chosen by measuring weight
-# syncs.
-_PIECE_BYTES = 1 << 21
 _ALIGNMENT = 16  # bytes: a slice can be viewed as any dtype
 
 
@@ -55,34 +50,26 @@ def view(buffer: Tensor, place: Place) -> Tensor:
 
 
 class Bucket(Sequence[tuple[str, Tensor]]):
-    """(name, tensor) pairs whose tensors are contiguous views of one buffer, but for those that were lent.
+    """(name, tensor) pairs whose tensors are contiguous views of one buffer.
 
     Attributes:
         memory: what the buffer lies in.
         buffer: uint8 [bytes].
-        places: of the tensors in it, in their order; that of one that was lent stays unused.
-        lent: by a tensor's index, where it lies instead.
-        sums: checksum() of each tensor as it was put in, where it was made then.
+        places: of the tensors in it, in their order.
     """
 
     def __init__(self, memory: "Memory", places: Sequence[Place], size: int) -> None:
         self.memory, self.places = memory, places
         self.buffer = memory.buffer[:size]
         self._tensors = [(place.name, view(self.buffer, place)) for place in places]
-        self.lent: dict[int, Whereabouts] = {}
-        self.sums: list[int] | None = None
-
-    def lend(self, index: int, tensor: Tensor, whereabouts: Whereabouts) -> None:
-        """Have a contiguous tensor that lies elsewhere in the place of one of the buffer's, of equal shape."""
-        self._tensors[index] = (self.places[index].name, tensor)
-        self.lent[index] = whereabouts
+        self._checksums: list[int] | None = None
 
     def checksums(self) -> list[int]:
         """checksum() of each tensor, as it was when they were asked for first; on a GPU all at once."""
-        if self.sums is None:
+        if self._checksums is None:
             sums = [_sum_of_words(tensor.reshape(-1).view(torch.uint8)) for _, tensor in self]
-            self.sums = torch.stack(sums).tolist() if sums else []
-        return self.sums
+            self._checksums = torch.stack(sums).tolist() if sums else []
+        return self._checksums
 
     @overload
     def __getitem__(self, index: int) -> tuple[str, Tensor]: ...
@@ -118,30 +105,6 @@ def checksum(tensor: Tensor) -> int:
     Any one damaged word, and bytes that are another tensor's, change it.
     """
     return int(_sum_of_words(tensor.reshape(-1).view(torch.uint8)))
-
-
-def add_checksums(a: int, b: int) -> int:
-    """checksum() of two runs of bytes one after the other, the first of a multiple of 8, from theirs."""
-    return (a + b + 2**63) % 2**64 - 2**63
-
-
-def copy_summed(target: Tensor, source: Tensor, of: Tensor) -> int:
-    """Copy source to target, of equal shape, and return checksum() of one of them.
-
-    On a CPU piece by piece: a cache still holds what is summed.
-    """
-    if not all(tensor.is_contiguous() and tensor.device.type == "cpu" for tensor in (target, source)):
-        target.copy_(source)
-        return checksum(of.contiguous())
-    into, taken, words = target.view(-1), source.view(-1), of.view(-1).view(torch.uint8)
-    words, rest = words[: words.numel() // 8 * 8].view(torch.int64), words[words.numel() // 8 * 8 :]
-    step = _PIECE_BYTES // 8 * 8 // of.itemsize
-    sums = torch.zeros(-(-of.numel() // step) + 1, dtype=torch.int64)
-    for i, start in enumerate(range(0, of.numel(), step)):
-        into[start : start + step].copy_(taken[start : start + step])
-        torch.sum(words[start * of.itemsize // 8 : (start + step) * of.itemsize // 8], 0, out=sums[i])
-    torch.sum(rest, 0, out=sums[-1])
-    return int(sums.sum())
 
 
 def _sum_of_words(raw: Tensor) -> Tensor:
@@ -182,7 +145,7 @@ class FreshSlots:
         self._device = device
 
     def take(self, index: int, nbytes: int) -> Memory:
-        """See Slots."""
+        """New memory."""
         return Memory(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
 
 
@@ -195,7 +158,7 @@ class DeviceSlots:
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
 
     def take(self, index: int, nbytes: int) -> Memory:
-        """See Slots."""
+        """The buffer whose turn it is, at least so large."""
         if self._buffers[index % 2].numel() < nbytes:
             # The old one is dropped first, so that both are never there at once.
             self._buffers[index % 2] = self._buffers[index % 2].new_empty(0)
@@ -227,7 +190,7 @@ class SharedSlots:
         self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in self._paths]
 
     def take(self, index: int, nbytes: int) -> Memory:
-        """See Slots."""
+        """The buffer whose turn it is, at least so large; every rank of the group sees the same bytes."""
         slot = index % 2
         if self._buffers[slot].numel() < nbytes:
             if self._leads:
@@ -254,7 +217,7 @@ class FreshSharedSlots:
         self._group = group
 
     def take(self, index: int, nbytes: int) -> Memory:
-        """See Slots; collective over the group."""
+        """New memory that every rank of the group sees. Collective."""
         slots = SharedSlots(self._group)
         memory = slots.take(0, nbytes)
         dist.barrier(self._group)  # all have mapped it: the files may be closed

@@ -39,7 +39,7 @@ Check = Callable[[Path], None]
 """Looks at the finished directory before it gets its name; raises where something is wrong."""
 
 
-class Progress(Protocol):
+class ByteProgress(Protocol):
     """Is told how far a conversion is."""
 
     def stage(self, name: str, total: int) -> None:
@@ -69,7 +69,7 @@ class Converted:
 def hf_to_megatron(
     hf_dir: Path,
     out: Path,
-    progress: Progress,
+    progress: ByteProgress,
     *,
     head: Head = "lm",
     value_outputs: int = 1,
@@ -123,7 +123,7 @@ def hf_to_megatron(
 
 
 def _written_part(
-    work: WorkFolder, writer: PartWriter, number: int, part: list[Entry], source: HFSource, progress: Progress
+    work: WorkFolder, writer: PartWriter, number: int, part: list[Entry], source: HFSource, progress: ByteProgress
 ) -> list[dict[str, Any]]:
     """Write a part unless an earlier start did. Returns where its tensors are."""
     name = writer.file_name(number)
@@ -149,7 +149,7 @@ def _written_part(
 def megatron_to_hf(
     checkpoint: Path,
     out: Path,
-    progress: Progress,
+    progress: ByteProgress,
     *,
     dtype: torch.dtype | None = None,
     shard_bytes: int = 2 << 30,

@@ -31,7 +31,6 @@ from vapo_megatron.weights.gather import (
 )
 from vapo_megatron.weights.mapping import Entry, MeshView, entries, local_parameters
 from vapo_megatron.weights.part_times import PartTimes
-from vapo_megatron.weights.shared_weights import SharedWeights
 from vapo_megatron.weights.spec import Head, ModelSpec
 
 BUCKET_BYTES = 512 << 20
@@ -49,8 +48,6 @@ def stream_hf(
     dtype: torch.dtype | None = None,
     slots: Slots | None = None,
     times: PartTimes | None = None,
-    sums: bool = False,
-    lent: SharedWeights | None = None,
 ) -> Iterator[Bucket]:
     """The model as (Hugging Face name, whole tensor) pairs, on every rank of this rank's model-parallel group:
     max(tp, ep) x pp ranks.
@@ -73,10 +70,7 @@ def stream_hf(
         slots: the two places where buckets are put in turn. The next bucket is then made while the last one is in use,
             and a bucket's tensors are gone when the next but one is asked for. None makes new memory for each, in which
             tensors live as long as they are held.
-        times: gets the seconds of "gather" (collectives) and "convert" (copies into place, and their checksums).
-        sums: every bucket's checksums will be asked for: they are made ahead, where that saves time.
-        lent: who reads the buckets can map this: what a rank without a model-parallel group has in it as a whole
-        tensor of the dtype asked for is not copied. A bucket's buffer is then not all of it.
+        times: gets the seconds of "gather" (collectives) and "convert" (copies into place).
 
     Yields:
         Buckets of contiguous tensors on the model's device. The parameters must not change until the stream has ended.
@@ -87,9 +81,9 @@ def stream_hf(
     local: dict[Entry, Parameter] = {}
     for entry, parameter in local_parameters(chunks, spec, head, mesh.tp_size):
         local.setdefault(entry, parameter)
-    source = ShardReader(local, spec, mesh, next(iter(local.values())).device, lent)
+    source = ShardReader(local, spec, mesh, next(iter(local.values())).device)
     ahead, places = slots is not None, slots or _fresh_slots(source)
-    assembler, limit = _assembler(source, places.shared, bucket_bytes, times or PartTimes(), sums)
+    assembler, limit = _assembler(source, places.shared, bucket_bytes, times or PartTimes())
     plan = list(batches(_owners(local, spec, mesh, head, dtype), limit))
     sizes = [lay_out_entries(batch, spec)[1] for batch in plan]
     for i, batch in enumerate(plan):
@@ -120,12 +114,10 @@ def _fresh_slots(source: ShardReader) -> Slots:
     return FreshSlots(source.device)
 
 
-def _assembler(
-    source: ShardReader, shared: bool, bucket_bytes: int, times: PartTimes, sums: bool
-) -> tuple[BucketAssembler, int]:
+def _assembler(source: ShardReader, shared: bool, bucket_bytes: int, times: PartTimes) -> tuple[BucketAssembler, int]:
     """What fills the buckets, and the bytes of one so that two, and what fills them, stay within 2 x bucket_bytes."""
     if shared or (source.group is None and source.device.type == "cpu"):
-        return SharedMemoryAssembler(source, times, sums), bucket_bytes
+        return SharedMemoryAssembler(source, times), bucket_bytes
     piece = max(1, bucket_bytes // PIECES)
     # Two pieces are under way at most, each with the shards that this rank adds to it.
     return GatheringAssembler(source, piece, times), bucket_bytes - 3 * piece // 2

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from threading import Lock
 from typing import Any, Protocol
 
 import torch
@@ -18,12 +17,12 @@ import torch.distributed as dist
 from megatron.core import fp8_utils
 from torch import Tensor
 from torch.nn import Parameter
+from typing_extensions import override
 
-from vapo_megatron.weights.bucket import Bucket, Memory, Place, add_checksums, checksum, copy_summed, lay_out
+from vapo_megatron.weights.bucket import Bucket, Memory, Place, lay_out
 from vapo_megatron.weights.mapping import Entry, MeshView
 from vapo_megatron.weights.part_times import PartTimes
 from vapo_megatron.weights.rules import Placing
-from vapo_megatron.weights.shared_weights import SharedWeights
 from vapo_megatron.weights.spec import ModelSpec
 
 # Bytes of a tensor that one thread copies before it looks for more.
@@ -74,16 +73,12 @@ class BucketAssembler(Protocol):
 
 @dataclass(frozen=True)
 class ShardReader:
-    """What a assembler reads: this rank's parameters, what they are shards of, and how they are laid out over ranks.
-
-    lent: what readers of a bucket can read where it is; it is then not copied.
-    """
+    """What an assembler reads: this rank's parameters, what they are shards of, and their layout over ranks."""
 
     local: Mapping[Entry, Parameter]
     spec: ModelSpec
     mesh: MeshView
     device: torch.device
-    lent: SharedWeights | None = None
 
     def shard(self, entry: Entry) -> Tensor:
         """This rank's shard of an entry, in floating point: of a parameter kept in FP8 what it stands for."""
@@ -92,7 +87,7 @@ class ShardReader:
 
     @property
     def group(self) -> Any:
-        """See model_parallel_group."""
+        """Of the ranks that together hold the model; None where it is this rank alone."""
         return model_parallel_group(self.mesh)
 
     @property
@@ -110,79 +105,57 @@ class ShardReader:
         return self.position < self.mesh.tp_size
 
 
-class SharedMemoryAssembler:
+class SharedMemoryAssembler(BucketAssembler):
     """Every rank of the model-parallel group copies its shards into memory that all of them see.
 
     The copies are made in a thread while the bucket before is in use, and who asks for the bucket helps with what is
     left of them. Collectives stay in the main thread.
     """
 
-    def __init__(self, source: ShardReader, times: PartTimes, sums: bool) -> None:
-        """sums: a bucket's checksums are made with it, where this rank has all of it, for less than they cost later."""
+    def __init__(self, source: ShardReader, times: PartTimes) -> None:
         self._source, self._times = source, times
-        self._lent = source.lent if source.group is None else None
-        self._sums = sums and source.group is None  # else others' shards may still be on their way
         threads = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(1, "vapo-export", initializer=lambda: torch.set_num_threads(threads))
-        self._left: deque[tuple[int, Placing]] = deque()
-        self._lock = Lock()
+        self._left: deque[Placing] = deque()
         self._helper: Future[None] | None = None
         self._bucket: Bucket | None = None
 
+    @override
     @torch.no_grad()
     def begin(self, batch: list[ParamShard], memory: Memory) -> None:
-        """See BucketAssembler."""
         source, mesh = self._source, self._source.mesh
         self._bucket = Bucket(memory, *lay_out_entries(batch, source.spec))
-        if self._sums:
-            self._bucket.sums = [0] * len(self._bucket)
-        first = 0
+        tensors = iter(self._bucket)
         for one in batch:
-            wholes = [tensor for _, tensor in self._bucket[first : first + len(one.entry.hf)]]
+            wholes = [tensor for _, tensor in itertools.islice(tensors, len(one.entry.hf))]
             if source.places(one):
                 shard = source.shard(one.entry)
-                placings = one.entry.rule.placings(shard, wholes, source.spec, mesh.tp_rank, mesh.tp_size)
-                for index, placing in enumerate(placings, first):
-                    self._plan(self._bucket, index, placing)
-            first += len(wholes)
-        self._helper = self._pool.submit(self._copy, self._bucket)
+                for placing in one.entry.rule.placings(shard, wholes, source.spec, mesh.tp_rank, mesh.tp_size):
+                    self._left.extend(_rows(placing))
+        self._helper = self._pool.submit(self._copy)
 
+    @override
     def finish(self) -> Bucket:
-        """See BucketAssembler."""
         assert self._helper is not None and self._bucket is not None
-        self._copy(self._bucket)
+        self._copy()
         self._helper.result()
         self._barrier()
         bucket, self._bucket = self._bucket, None
         return bucket
 
+    @override
     def close(self) -> None:
-        """See BucketAssembler."""
         self._pool.shutdown()
         self._barrier()
 
-    def _plan(self, bucket: Bucket, index: int, placing: Placing) -> None:
-        target, part = placing
-        where = None if self._lent is None or part.dtype != target.dtype else self._lent.whereabouts(part)
-        if where is not None:
-            bucket.lend(index, part.view(bucket[index][1].shape), where)
-        if where is None or self._sums:
-            self._left.extend((index, piece) for piece in _rows((part if where else target, part)))
-
-    def _copy(self, bucket: Bucket) -> None:
+    def _copy(self) -> None:
         with torch.no_grad(), self._times.part("convert"):
             while True:
                 try:
-                    index, (target, part) = self._left.popleft()
+                    target, part = self._left.popleft()
                 except IndexError:  # the other thread may have taken the last
                     return
-                if bucket.sums is None:
-                    target.copy_(part)
-                    continue
-                lent = target.data_ptr() == part.data_ptr()
-                found = checksum(part) if lent else copy_summed(target, part, of=target)
-                with self._lock:
-                    bucket.sums[index] = add_checksums(bucket.sums[index], found)
+                target.copy_(part)
 
     def _barrier(self) -> None:
         if self._source.group is not None:
@@ -190,7 +163,7 @@ class SharedMemoryAssembler:
                 dist.barrier(self._source.group)
 
 
-class GatheringAssembler:
+class GatheringAssembler(BucketAssembler):
     """Every rank of the model-parallel group gets every shard and arranges them in memory of its own.
 
     A piece of a bucket travels at once: over tp by all-gather (experts by broadcast from the one rank of ep that holds
@@ -206,8 +179,8 @@ class GatheringAssembler:
         self._pieces: Iterator[list[ParamShard]] = iter(())
         self._flying: _Flight | None = None
 
+    @override
     def begin(self, batch: list[ParamShard], memory: Memory) -> None:
-        """See BucketAssembler."""
         self._bucket = Bucket(memory, *lay_out_entries(batch, self._source.spec))
         self._pieces = _pieces(batch, self._piece_bytes)
         self._tensors = iter(self._bucket)
@@ -221,8 +194,8 @@ class GatheringAssembler:
             for piece in self._pieces:
                 self._arrange(self._launch(piece, wait=True))
 
+    @override
     def finish(self) -> Bucket:
-        """See BucketAssembler."""
         assert self._bucket is not None
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
@@ -234,8 +207,9 @@ class GatheringAssembler:
         bucket, self._bucket = self._bucket, None
         return bucket
 
+    @override
     def close(self) -> None:
-        """See BucketAssembler."""
+        pass  # finish() has waited for the last bucket's collectives
 
     @torch.no_grad()
     def _launch(self, piece: list[ParamShard], wait: bool) -> "_Flight":
@@ -295,9 +269,9 @@ class _Flight:
 
 
 def _rows(placing: Placing) -> Iterator[Placing]:
-    """A large placing in several of consecutive rows, of a multiple of 8 each, so that checksums of words add up."""
+    """A large placing in several of consecutive rows."""
     target, part = placing
-    rows = max(1, _COPIED_AT_ONCE * len(target) // (8 * target.nbytes)) * 8
+    rows = max(1, _COPIED_AT_ONCE * len(target) // target.nbytes)
     return zip(target.split(rows), part.split(rows), strict=True)
 
 

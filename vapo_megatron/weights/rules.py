@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 if TYPE_CHECKING:
     from vapo_megatron.weights.spec import ModelSpec
@@ -24,8 +25,8 @@ Placing = tuple[Tensor, Tensor]
 """Part of a Hugging Face tensor, and the part of a shard that goes there, as views of equal shape."""
 
 
-class Source(Protocol):
-    """A Hugging Face tensor of which parts can be taken: a torch.Tensor, or one that is still in a file."""
+class SliceableTensor(Protocol):
+    """A Hugging Face tensor of which parts can be taken: a torch.Tensor, or one that still lies in a file."""
 
     def __getitem__(self, index: Any) -> Tensor: ...
 
@@ -53,7 +54,7 @@ class Rule(ABC):
         """Shape of a tensor-parallel rank's parameter."""
 
     @abstractmethod
-    def to_shard(self, sources: Sequence[Source], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
+    def to_shard(self, sources: Sequence[SliceableTensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
         """What a tensor-parallel rank holds; of each source only the rows or columns of this rank are read."""
 
     @abstractmethod
@@ -86,86 +87,61 @@ class Rule(ABC):
 class Replicated(Rule):
     """Whole on every tensor-parallel rank: norms, the router, the value head."""
 
+    @override
     def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
-        """Shape of a tensor-parallel rank's parameter."""
         return _sizes(self.shape, spec)
 
-    def to_shard(self, sources: Sequence[Source], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
-        """A tensor-parallel rank's parameter; of each source only this rank's rows or columns are read."""
+    @override
+    def to_shard(self, sources: Sequence[SliceableTensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
         return sources[0][:]
 
+    @override
     def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
-        """The Hugging Face tensors, contiguous, from the shards of all ranks in their order."""
         return [shards[0].contiguous()]
 
+    @override
     def placings(
         self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
     ) -> list[Placing]:
-        """Pairs of a view of a Hugging Face tensor and the part of the shard that belongs there."""
         return [(wholes[0], shard)] if tp_rank == 0 else []
-
-
-@dataclass(frozen=True)
-class Column(Rule):
-    """Cut along the output features, dimension 0 (Megatron's ColumnParallelLinear)."""
-
-    def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
-        """Shape of a tensor-parallel rank's parameter."""
-        rows, *rest = _sizes(self.shape, spec)
-        return (rows // tp_size, *rest)
-
-    def to_shard(self, sources: Sequence[Source], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
-        """A tensor-parallel rank's parameter; of each source only this rank's rows or columns are read."""
-        rows = self.shard_shape(spec, tp_size)[0]
-        return sources[0][tp_rank * rows : (tp_rank + 1) * rows]
-
-    def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
-        """The Hugging Face tensors, contiguous, from the shards of all ranks in their order."""
-        return [_joined(shards)]
-
-    def placings(
-        self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
-    ) -> list[Placing]:
-        """Pairs of a view of a Hugging Face tensor and the part of the shard that belongs there."""
-        return [(wholes[0].chunk(tp_size)[tp_rank], shard)]
 
 
 @dataclass(frozen=True)
 class Row(Rule):
     """Cut along the input features, dimension 1 (Megatron's RowParallelLinear)."""
 
+    @override
     def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
-        """Shape of a tensor-parallel rank's parameter."""
         rows, columns = _sizes(self.shape, spec)
         return (rows, columns // tp_size)
 
-    def to_shard(self, sources: Sequence[Source], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
-        """A tensor-parallel rank's parameter; of each source only this rank's rows or columns are read."""
+    @override
+    def to_shard(self, sources: Sequence[SliceableTensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
         columns = self.shard_shape(spec, tp_size)[1]
         return sources[0][:, tp_rank * columns : (tp_rank + 1) * columns]
 
+    @override
     def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
-        """The Hugging Face tensors, contiguous, from the shards of all ranks in their order."""
         return [_joined(shards, dim=1)]
 
+    @override
     def placings(
         self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
     ) -> list[Placing]:
-        """Pairs of a view of a Hugging Face tensor and the part of the shard that belongs there."""
         return [(wholes[0].chunk(tp_size, dim=1)[tp_rank], shard)]
 
 
 @dataclass(frozen=True)
 class Vocabulary(Rule):
-    """A row per word, cut like Column; the table is padded with rows of zeros to a multiple of the ranks."""
+    """A row per word, cut along dimension 0; the table is padded with rows of zeros to a multiple of the ranks."""
 
+    @override
     def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
-        """Shape of a tensor-parallel rank's parameter."""
         _, *rest = _sizes(self.shape, spec)
         return (spec.vocab_shard_size(tp_size), *rest)
 
-    def to_shard(self, sources: Sequence[Source], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
-        """A tensor-parallel rank's parameter; of each source only this rank's rows or columns are read."""
+    @override
+    def to_shard(self, sources: Sequence[SliceableTensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
         words = _sizes(self.shape, spec)[0]
         rows = self.shard_shape(spec, tp_size)[0]
         first = min(tp_rank * rows, words)
@@ -174,8 +150,8 @@ class Vocabulary(Rule):
             return real
         return torch.cat((real, real.new_zeros(rows - real.shape[0], *real.shape[1:])))
 
+    @override
     def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
-        """The Hugging Face tensors, contiguous, from the shards of all ranks in their order."""
         words = _sizes(self.shape, spec)[0]
         parts, left = [], words
         for shard in shards:
@@ -184,38 +160,38 @@ class Vocabulary(Rule):
                 left -= shard.shape[0]
         return [_joined(parts)]
 
+    @override
     def placings(
         self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
     ) -> list[Placing]:
-        """Pairs of a view of a Hugging Face tensor and the part of the shard that belongs there."""
         mine = wholes[0][tp_rank * shard.shape[0] : (tp_rank + 1) * shard.shape[0]]
         return [(mine, shard[: mine.shape[0]])]
 
 
 @dataclass(frozen=True)
 class GateUp(Rule):
-    """The two halves of a gated MLP, each cut like Column; a rank holds its part of the gate above its part of up."""
+    """The halves of a gated MLP, each cut along the output features; a rank holds its part of gate above that of up."""
 
+    @override
     def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
-        """Shape of a tensor-parallel rank's parameter."""
         rows, *rest = _sizes(self.shape, spec)
         return (2 * (rows // tp_size), *rest)
 
-    def to_shard(self, sources: Sequence[Source], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
-        """A tensor-parallel rank's parameter; of each source only this rank's rows or columns are read."""
+    @override
+    def to_shard(self, sources: Sequence[SliceableTensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
         rows = self.shard_shape(spec, tp_size)[0] // 2
         mine = slice(tp_rank * rows, (tp_rank + 1) * rows)
         return torch.cat([source[mine] for source in sources])
 
+    @override
     def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
-        """The Hugging Face tensors, contiguous, from the shards of all ranks in their order."""
         halves = [shard.chunk(2) for shard in shards]
         return [_joined([half[i] for half in halves]) for i in range(2)]
 
+    @override
     def placings(
         self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
     ) -> list[Placing]:
-        """Pairs of a view of a Hugging Face tensor and the part of the shard that belongs there."""
         return [(whole.chunk(tp_size)[tp_rank], half) for whole, half in zip(wholes, shard.chunk(2), strict=True)]
 
 
@@ -223,18 +199,18 @@ class GateUp(Rule):
 class ExpertGateUp(GateUp):
     """The two halves of an expert's gated MLP: whole, since experts are not cut over tensor-parallel ranks."""
 
+    @override
     def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
-        """Shape of a tensor-parallel rank's parameter."""
         return super().shard_shape(spec, 1)
 
-    def to_shard(self, sources: Sequence[Source], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
-        """A tensor-parallel rank's parameter; of each source only this rank's rows or columns are read."""
+    @override
+    def to_shard(self, sources: Sequence[SliceableTensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
         return super().to_shard(sources, spec, 0, 1)
 
+    @override
     def placings(
         self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
     ) -> list[Placing]:
-        """Pairs of a view of a Hugging Face tensor and the part of the shard that belongs there."""
         return super().placings(shard, wholes, spec, 0, 1)
 
 
@@ -242,10 +218,10 @@ class ExpertGateUp(GateUp):
 class ExpertDown(Replicated):
     """The way back out of an expert's MLP: whole likewise, and placed by whichever rank holds the expert."""
 
+    @override
     def placings(
         self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
     ) -> list[Placing]:
-        """Pairs of a view of a Hugging Face tensor and the part of the shard that belongs there."""
         return super().placings(shard, wholes, spec, 0, 1)
 
 
@@ -257,17 +233,17 @@ class QKV(Rule):
     get_query_key_value_tensors); a rank holds whole groups.
     """
 
+    @override
     def hf_shapes(self, spec: "ModelSpec") -> list[tuple[int, ...]]:
-        """Shapes of the Hugging Face tensors, in the order of `hf`."""
         rest = _sizes(self.shape, spec)
         return [(spec.query_size, *rest), (spec.kv_size, *rest), (spec.kv_size, *rest)]
 
+    @override
     def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
-        """Shape of a tensor-parallel rank's parameter."""
         return ((spec.query_size + 2 * spec.kv_size) // tp_size, *_sizes(self.shape, spec))
 
-    def to_shard(self, sources: Sequence[Source], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
-        """A tensor-parallel rank's parameter; of each source only this rank's rows or columns are read."""
+    @override
+    def to_shard(self, sources: Sequence[SliceableTensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
         groups = spec.num_kv_heads // tp_size
         parts = []
         for source, shape in zip(sources, self.hf_shapes(spec), strict=True):
@@ -276,18 +252,18 @@ class QKV(Rule):
             parts.append(part.reshape(groups, rows // groups, *shape[1:]))
         return torch.cat(parts, dim=1).flatten(0, 1)
 
+    @override
     def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
-        """The Hugging Face tensors, contiguous, from the shards of all ranks in their order."""
         groups = spec.num_kv_heads // len(shards)
         heads = spec.num_heads // spec.num_kv_heads
         rows = [heads * spec.head_dim, spec.head_dim, spec.head_dim]
         split = [shard.unflatten(0, (groups, sum(rows))).split(rows, dim=1) for shard in shards]
         return [torch.cat([parts[i] for parts in split]).flatten(0, 1).contiguous() for i in range(3)]
 
+    @override
     def placings(
         self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
     ) -> list[Placing]:
-        """Pairs of a view of a Hugging Face tensor and the part of the shard that belongs there."""
         groups = spec.num_kv_heads // tp_size
         heads = spec.num_heads // spec.num_kv_heads
         rows = [heads * spec.head_dim, spec.head_dim, spec.head_dim]

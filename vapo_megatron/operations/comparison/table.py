@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vapo_megatron.monitoring.console import RunConsole
-from vapo_megatron.operations.comparison.compare import Comparison, differing_sampling
+from vapo_megatron.operations.comparison.compare import Comparison, differing_sampling, shown_p_value
 
 
 def comparison_json(first: Path, second: Path, comparisons: Sequence[Comparison]) -> str:
@@ -27,11 +27,7 @@ def comparison_table(first: Path, second: Path, comparisons: Sequence[Comparison
     rows = [
         [
             *(one.name, str(one.problems), f"{one.a:.3f}", f"{one.b:.3f}", f"{one.difference:+.3f}"),
-            *(
-                f"[{one.low:+.3f}, {one.high:+.3f}]",
-                f"{one.better}/{one.worse}",
-                f"{one.p_value:.4f}" if one.p_value >= 5e-5 else "< 0.0001",
-            ),
+            *(f"[{one.low:+.3f}, {one.high:+.3f}]", f"{one.better}/{one.worse}", shown_p_value(one.p_value)),
         ]
         for one in comparisons
     ]

@@ -17,7 +17,7 @@ from vapo_megatron.rewards.equivalence import quick_comparison
 from vapo_megatron.rewards.normal_form import normal_form, plain_number
 from vapo_megatron.rewards.pool import Case, VerifierPool
 
-Progress = Callable[[str, int], Callable[[int], None]]
+BeginStage = Callable[[str, int], Callable[[int], None]]
 """From the name of a stage and its number of rows to a function that takes the number of rows done."""
 
 OVERLAP_LIMIT = 0.6
@@ -58,7 +58,7 @@ def prepare(
     integers_only: bool = False,
     limit: int | None = None,
     verifier: RewardConfig | None = None,
-    progress: Progress = lambda stage, total: lambda count: None,
+    progress: BeginStage = lambda stage, total: lambda count: None,
 ) -> Outcome:
     """Write rows {id, problem, answer} to out, and what was left out and why to <out>.report.json.
 
@@ -118,7 +118,7 @@ def _told(counts: dict[str, int]) -> str:
 
 
 def _read(
-    sources: Sequence[str], layout: str, left_out: list[LeftOut], progress: Progress
+    sources: Sequence[str], layout: str, left_out: list[LeftOut], progress: BeginStage
 ) -> tuple[int, list[RawProblem]]:
     """Number of rows, and those with a problem and an answer."""
     problems: list[RawProblem] = []
@@ -167,7 +167,7 @@ def _distinct(problems: Sequence[RawProblem], left_out: list[LeftOut]) -> tuple[
 
 
 def _uncontaminated(
-    problems: Sequence[RawProblem], index: OverlapIndex, limit: float, left_out: list[LeftOut], progress: Progress
+    problems: Sequence[RawProblem], index: OverlapIndex, limit: float, left_out: list[LeftOut], progress: BeginStage
 ) -> list[RawProblem]:
     clean: list[RawProblem] = []
     advance = progress("comparing with the evaluation sets", len(problems))
@@ -194,7 +194,7 @@ def _integers(problems: Sequence[RawProblem], left_out: list[LeftOut]) -> list[R
 
 
 def _readable(
-    problems: Sequence[RawProblem], left_out: list[LeftOut], verifier: RewardConfig, progress: Progress
+    problems: Sequence[RawProblem], left_out: list[LeftOut], verifier: RewardConfig, progress: BeginStage
 ) -> list[RawProblem]:
     """Those whose answer ground_truths.readable accepts, each read once in a process of its own limits."""
     advance = progress("reading the answers", len(problems))

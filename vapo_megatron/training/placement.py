@@ -1,0 +1,229 @@
+"""Where the engines of a run live: who owns their servers, how weights reach them, and whose memory they use.
+
+With GPUs, `rollout.tp` consecutive ranks share their GPUs with one engine, which the first of them starts and owns.
+Without, each of the first ranks owns one. Engines of rollout.external_urls run on devices of their own and were
+started by somebody else; rank 0 feeds all of them, by one broadcast.
+"""
+
+import os
+import socket
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from vapo_megatron.config.rollout import Dtype, RolloutConfig, TransportName
+from vapo_megatron.errors import BadInput
+from vapo_megatron.mcore.mesh import world_timeout
+from vapo_megatron.mcore.platform import Platform
+from vapo_megatron.rollout.client import EngineClient
+from vapo_megatron.rollout.remote_engines import RemoteEngines, take_over_engines, what_must_agree
+from vapo_megatron.rollout.server import EngineAddress, EngineServer
+from vapo_megatron.training.broadcast import on_rank_zero
+from vapo_megatron.weight_sync.broadcast_group import address_towards
+from vapo_megatron.weight_sync.transports import (
+    DiskTransport,
+    DistributedTransport,
+    IpcTransport,
+    SharedMemoryTransport,
+    Transport,
+)
+from vapo_megatron.weights.fp8 import BlockFp8
+from vapo_megatron.weights.spec import read_spec
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What every engine of a run is started with. fp8: how its weights are quantised; None where they are not."""
+
+    config: RolloutConfig
+    model_dir: Path
+    dtype: Dtype
+    log_dir: Path
+    fp8: BlockFp8 | None = None
+
+
+class Placement(ABC):
+    """The engines of a run as one rank sees them.
+
+    server: that this rank owns, to be started and stopped by whoever holds this object; None where it owns none.
+    shares_memory: whether engines use memory of the trainer's device, so that the two have to take turns.
+    """
+
+    server: EngineServer | None = None
+    shares_memory = False
+
+    def __init__(self, settings: EngineSettings, platform: Platform) -> None:
+        self._settings, self._config, self._platform = settings, settings.config, platform
+
+    @abstractmethod
+    def wait_for_addresses(self) -> list[EngineAddress]:
+        """Collective: every engine's address, once all of them answer; on other ranks than 0 possibly none."""
+
+    @abstractmethod
+    def transport(self) -> Transport | None:
+        """The way from this rank to the engines it feeds, once they answer; None where it has no part in one."""
+
+    def _client(self, address: EngineAddress) -> EngineClient:
+        return EngineClient(address, self._config.sync.request_timeout_s)
+
+    def _disk(self, clients: list[EngineClient]) -> DiskTransport:
+        return DiskTransport(clients, Path(self._config.sync.directory or self._settings.log_dir))
+
+
+class _OwnEngines(Placement):
+    """Servers that ranks of this run start on their machines."""
+
+    default_transport: TransportName
+
+    def wait_for_addresses(self) -> list[EngineAddress]:
+        """See Placement.
+
+        Raises:
+            RunFailed: a server did not start; its log's cause is named.
+        """
+        address = None
+        if self.server is not None:
+            self.server.wait_until_ready()
+            address = self.server.address
+        addresses: list[EngineAddress | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(addresses, address)
+        return [found for found in addresses if found is not None]
+
+    @override
+    def transport(self) -> Transport | None:
+        if self.server is None:
+            return None
+        client, config = self._client(self.server.address), self._config
+        name = self.default_transport if config.sync.transport == "auto" else config.sync.transport
+        if name == "distributed":
+            return DistributedTransport([client], config.tp, config.sync.request_timeout_s)
+        return self._disk([client]) if name == "disk" else SharedMemoryTransport(client, config.tp)
+
+    def _server(self, index: int, devices: range | None, host: str) -> EngineServer:
+        made, log_file = self._settings, self._settings.log_dir / f"engine_{index}.log"
+        return EngineServer(made.model_dir, self._config, made.dtype, log_file, devices, host=host, fp8=made.fp8)
+
+
+class CpuPlacement(_OwnEngines):
+    """Each of the first rollout.num_engines ranks owns a server on its machine's CPU."""
+
+    default_transport = "shared_memory"
+
+    def __init__(self, settings: EngineSettings, platform: Platform) -> None:
+        """Collective.
+
+        Raises:
+            BadInput: rollout.sync.transport needs GPUs.
+        """
+        super().__init__(settings, platform)
+        _refuse_ipc(self._config)
+        host, rank = _reachable_host(), dist.get_rank()
+        if rank < self._config.num_engines:
+            self.server = self._server(rank, None, host)
+
+
+class ColocatedPlacement(_OwnEngines):
+    """rollout.tp consecutive ranks share their GPUs with one engine, whose server the first of them owns."""
+
+    default_transport = "ipc"
+    shares_memory = True
+
+    def __init__(self, settings: EngineSettings, platform: Platform) -> None:
+        """Collective."""
+        super().__init__(settings, platform)
+        host, rank, tp = _reachable_host(), dist.get_rank(), self._config.tp
+        self._group = _engine_group(tp)
+        if rank % tp == 0:
+            first = platform.device.index
+            self.server = self._server(rank // tp, range(first, first + tp), host)
+
+    def transport(self) -> Transport | None:
+        """See Placement. CUDA IPC takes part of every rank: each sends from the memory of its own GPU."""
+        if self._config.sync.transport not in ("auto", "ipc"):
+            return super().transport()
+        client = None if self.server is None else self._client(self.server.address)
+        several = self._config.tp > 1
+        gather = partial(_gather_payloads, group=self._group) if several else None
+        barrier = partial(dist.barrier, group=self._group) if several else None
+        return IpcTransport(client, self._platform.device, gather, barrier)
+
+
+class ExternalPlacement(Placement):
+    """Engines of rollout.external_urls, on devices of their own, which outlive the run; rank 0 feeds all of them."""
+
+    def __init__(self, settings: EngineSettings, platform: Platform) -> None:
+        super().__init__(settings, platform)
+        if not platform.engines_share_device:  # the transport is a GPU's alone, wherever engines are
+            _refuse_ipc(self._config)
+        self._engines: RemoteEngines | None = None
+
+    def wait_for_addresses(self) -> list[EngineAddress]:
+        """See Placement. They take requests again after the first weight sync.
+
+        Raises:
+            BadInput, TryAgain: see take_over_engines.
+        """
+        made = self._settings
+        agreed = what_must_agree(self._config, read_spec(made.model_dir), made.dtype, made.fp8)
+        self._engines = on_rank_zero(lambda: take_over_engines(self._config, agreed))
+        return list(self._engines.addresses)
+
+    @override
+    def transport(self) -> Transport | None:
+        if dist.get_rank() != 0:
+            return None
+        assert self._engines is not None
+        clients, config = [self._client(address) for address in self._engines.addresses], self._config
+        if config.sync.transport == "disk":
+            return self._disk(clients)
+        device = self._platform.device if self._engines.cuda else torch.device("cpu")
+        return DistributedTransport(clients, config.tp, config.sync.request_timeout_s, device)
+
+
+def place_engines(settings: EngineSettings, platform: Platform) -> Placement:
+    """Collective: the placement that a config asks for on this kind of machine.
+
+    Raises:
+        BadInput: rollout.sync.transport is not possible there.
+    """
+    if settings.config.external_urls:
+        return ExternalPlacement(settings, platform)
+    return (ColocatedPlacement if platform.engines_share_device else CpuPlacement)(settings, platform)
+
+
+def _refuse_ipc(config: RolloutConfig) -> None:
+    if config.sync.transport == "ipc":
+        raise BadInput("rollout.sync.transport=ipc needs GPUs and there are none: set it to auto")
+
+
+def _reachable_host() -> str:
+    """Collective: the address under which rank 0 reaches a server of this rank."""
+    names: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(names, socket.gethostname())
+    if len(set(names)) == 1:
+        return "127.0.0.1"
+    return address_towards(os.environ["MASTER_ADDR"])
+
+
+def _engine_group(tp: int) -> Any:
+    """Collective: the group of the ranks that share their GPUs with one engine, this rank's. On the CPU's backend."""
+    own = None
+    for first in range(0, dist.get_world_size(), tp):
+        ranks = list(range(first, first + tp))
+        group = dist.new_group(ranks, timeout=world_timeout(), backend="gloo")
+        if dist.get_rank() in ranks:
+            own = group
+    return own
+
+
+def _gather_payloads(payload: bytes, group: Any) -> list[bytes] | None:
+    owner = dist.get_process_group_ranks(group)[0]
+    gathered: list[bytes] | None = [b""] * group.size() if dist.get_rank() == owner else None
+    dist.gather_object(payload, gathered, dst=owner, group=group)
+    return gathered
