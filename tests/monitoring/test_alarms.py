@@ -51,3 +51,10 @@ def test_collapse_is_measured_against_the_first_steps_alone() -> None:
 
 def test_figures_that_are_absent_raise_no_alarm() -> None:
     assert Alarms(CONFIG).check({"step": 1}) == []
+
+
+def test_a_fault_of_the_critic_is_told_of_once() -> None:
+    alarms = Alarms(AlarmsConfig())
+    (line,) = alarms.check({"critic/fault_shift": 1.0, "critic/gain": 0.1})
+    assert "'shift'" in line and alarms.check({"critic/fault_shift": 1.0}) == []
+    assert alarms.check({"critic/gain": 0.1}) == []

@@ -241,7 +241,9 @@ def policy_objective(
     ref: list[Tensor],
     advantages: list[Tensor],
 ) -> Tensor:
-    counted = [s for s in range(len(rollout)) if formula.advantage != "best" or advantages[s][0] > 0]
+    counted = [
+        s for s in range(len(rollout)) if formula.advantage != "best" or (advantages[s][0] > 0 and rollout[s].correct)
+    ]
     tokens = sum(rollout[s].length for s in counted)
     positive = [r for r in rollout if r.correct and not r.truncated]
     loss = torch.zeros((), dtype=torch.float64)

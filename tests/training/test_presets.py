@@ -232,7 +232,7 @@ def test_bins_functions_and_corrections_in_a_whole_run(world: World) -> None:
         "vapo",
         **{
             "run.name": "switches",
-            "algorithm.value_loss.kind": "hl_gauss",
+            "algorithm.value_loss": "{kind: hl_gauss, low: -1, high: 1}",
             "algorithm.importance_sampling.kind": "tis",
             "algorithm.advantage.function": f"{functions}:reward_times_surprise",
             "algorithm.filter_function": f"{functions}:finished_and_not_too_short",

@@ -16,7 +16,7 @@ from vapo_megatron.training.value_pretraining import (
     good_enough,
     largest_bias,
     replay_order,
-    split_groups,
+    split_prompts,
 )
 
 
@@ -46,15 +46,18 @@ def test_targets_are_those_of_gae_with_lambda_1_whatever_samples_are_beside_them
     assert part.returns is not None and torch.equal(alone, part.returns)
 
 
-def test_groups_are_never_cut_between_training_and_measuring() -> None:
-    batch = record()
-    train, held_out = split_groups(batch.group_ids, most_groups=100, seed=1)
-    assert sorted(train + held_out) == list(range(batch.samples))
-    members = batch.group_ids.tolist()
-    assert {members[s] for s in train}.isdisjoint({members[s] for s in held_out})
-    assert len(held_out) == batch.samples // 8
-    assert len(split_groups(batch.group_ids, most_groups=1, seed=1)[1]) == 4
-    assert split_groups(batch.group_ids, 100, seed=1) == (train, held_out) != split_groups(batch.group_ids, 100, seed=2)
+def test_no_prompt_is_both_trained_and_measured_on_whichever_rollout_it_was_drawn_in() -> None:
+    """Cut by draw, as it was, nearly every prompt of a small data set is on both sides."""
+    draws = 80
+    prompt_ids = (torch.arange(draws) * 7 % 16).repeat_interleave(4)  # 16 prompts, each drawn five times
+    group_ids = torch.arange(draws).repeat_interleave(4)
+    train, held_out = split_prompts(prompt_ids, group_ids, most_groups=100, seed=1)
+    assert sorted(train + held_out) == list(range(4 * draws))
+    assert set(prompt_ids[train].tolist()).isdisjoint(prompt_ids[held_out].tolist())
+    assert len(held_out) == 4 * draws // 8
+    assert len(split_prompts(prompt_ids, group_ids, most_groups=5, seed=1)[1]) == 20, "one prompt"
+    assert split_prompts(prompt_ids, group_ids, 100, seed=1) == (train, held_out)
+    assert split_prompts(prompt_ids, group_ids, 100, seed=2) != (train, held_out)
 
 
 def test_every_epoch_replays_every_sample_once_in_an_order_of_its_own() -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 MAX_LOG_RATIO = 20.0
 
 
-def _ratio(log_ratio: Tensor) -> Tensor:
+def bounded_ratio(log_ratio: Tensor) -> Tensor:
+    """exp(log_ratio), finite whatever it is."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -50,7 +51,7 @@ def ppo_clip(
     Raises ValueError for clip_low outside [0, 1], clip_high below 0, dual_clip not above 1 + clip_high.
     """
     _check_clip(clip_low, clip_high, dual_clip)
-    ratio = _ratio(logprobs - old_logprobs.detach())
+    ratio = bounded_ratio(logprobs - old_logprobs.detach())
     return _clipped_surrogate(ratio, advantages, clip_low, clip_high, dual_clip)
 
 
@@ -67,21 +68,21 @@ def gspo(logprobs: Tensor, sequence_log_ratio: Tensor, advantages: Tensor, clip_
     advantage per response and the weights of "sequence_mean" value and gradient equal those of GSPO itself.
     """
     _check_clip(clip_low, clip_high)
-    ratio = _ratio(sequence_log_ratio.detach()) * (logprobs - logprobs.detach()).exp()
+    ratio = bounded_ratio(sequence_log_ratio.detach()) * (logprobs - logprobs.detach()).exp()
     return _clipped_surrogate(ratio, advantages, clip_low, clip_high, None)
 
 
 def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_high: float) -> Tensor:
     """-sg(min(r, 1 + clip_high)) A log pi (CISPO, arXiv 2506.13585, eq. 4 and 5, which leaves the low side open)."""
     _check_clip(0.0, clip_high)
-    ratio = _ratio((logprobs - old_logprobs).detach())
+    ratio = bounded_ratio((logprobs - old_logprobs).detach())
     return -ratio.clamp(max=1 + clip_high) * advantages.detach() * logprobs
 
 
 def sao(logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """-r A where 1 - clip_low < r < 1 + clip_high, else 0; r is taken to the rollout policy (SAO, 2607.07508)."""
     _check_clip(clip_low, clip_high)
-    ratio = _ratio(logprobs - rollout_logprobs.detach())
+    ratio = bounded_ratio(logprobs - rollout_logprobs.detach())
     inside = (ratio.detach() > 1 - clip_low) & (ratio.detach() < 1 + clip_high)
     return torch.where(inside, -ratio * advantages.detach(), 0)
 
@@ -110,7 +111,7 @@ def clip_indicators(
 ) -> ClipIndicators:
     """Where the clipped surrogate is flat: A < 0 and r below 1 - clip_low, A > 0 and r above 1 + clip_high,
     A < 0 and r above dual_clip. Three float32 [T], to be averaged with global counts."""
-    ratio = _ratio(log_ratio)
+    ratio = bounded_ratio(log_ratio)
     low = (advantages < 0) & (ratio < 1 - clip_low)
     high = (advantages > 0) & (ratio > 1 + clip_high)
     dual = torch.zeros_like(low) if dual_clip is None else (advantages < 0) & (ratio > dual_clip)
@@ -121,11 +122,11 @@ def clip_indicators(
 def cispo_clip_indicators(log_ratio: Tensor, clip_high: float) -> ClipIndicators:
     """Where cispo's weight is cut: r above 1 + clip_high. Three float32 [T]."""
     none = torch.zeros_like(log_ratio)
-    return ClipIndicators(none, (log_ratio.exp() > 1 + clip_high).float(), none)
+    return ClipIndicators(none, (bounded_ratio(log_ratio) > 1 + clip_high).float(), none)
 
 
 @torch.no_grad()
 def sao_clip_indicators(log_ratio: Tensor, clip_low: float, clip_high: float) -> ClipIndicators:
     """Where sao's loss is 0; log_ratio is to the rollout policy. Three float32 [T]."""
-    ratio, none = log_ratio.exp(), torch.zeros_like(log_ratio)
+    ratio, none = bounded_ratio(log_ratio), torch.zeros_like(log_ratio)
     return ClipIndicators((ratio <= 1 - clip_low).float(), (ratio >= 1 + clip_high).float(), none)

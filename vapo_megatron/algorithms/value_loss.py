@@ -55,6 +55,12 @@ def hl_gauss_value(logits: Tensor, low: float, high: float) -> Tensor:
     return logits.float().softmax(dim=-1) @ ((edges[:-1] + edges[1:]) / 2)
 
 
+def bounded_value(outputs: Tensor, low: float, high: float) -> Tensor:
+    """Outputs squashed into (low, high): m + h tanh(x / h) with middle m and half-width h, slope 1 in the middle."""
+    middle, half = (low + high) / 2, (high - low) / 2
+    return middle + half * torch.tanh(outputs / half)
+
+
 def self_imitation_value_loss(values: Tensor, returns: Tensor) -> Tensor:
     """((R - V)+)^2 / 2 (arXiv 1806.05635, eq. 3)."""
     return (returns.detach() - values).clamp(min=0).square() / 2

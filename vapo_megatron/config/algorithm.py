@@ -359,6 +359,11 @@ class AlgorithmConfig(Section):
         if self.value_loss.self_imitation_coef > 0 and self.value_loss.kind == "hl_gauss":
             raise ValueError("value_loss.self_imitation_coef needs a scalar value, kind=hl_gauss has bins: use mse")
         if self.shaping.truncated == "bootstrap":
+            if self.value_loss.residual:
+                raise ValueError(
+                    "value_loss.residual=true with shaping.truncated=bootstrap: a group's mean needs the reward of "
+                    "each response, a truncated one has none then: choose one of both"
+                )
             for key, on in (
                 ("shaping.soft_overlong", self.shaping.soft_overlong is not None),
                 ("shaping.length_reward_coef", self.shaping.length_reward_coef > 0),

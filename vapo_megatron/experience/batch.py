@@ -51,7 +51,9 @@ class ExperienceBatch:
         old_logprobs: float32 [T], of the policy that the updates start from, at the sampling temperature.
         entropies: float32 [T], of that policy, in nats.
         ref_logprobs: float32 [T], of the reference policy.
-        values: float32 [T], the critic's, of the state before each token.
+        baselines: float32 [S], the mean reward of the other responses of the group, where the critic's head learns the
+            rest alone.
+        values: float32 [T], the critic's, of the state before each token; baselines included.
         shaped_rewards: float32 [S].
         advantages: float32 [T].
         returns: float32 [T], value targets.
@@ -76,6 +78,7 @@ class ExperienceBatch:
     old_logprobs: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
     entropies: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
     ref_logprobs: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
+    baselines: Tensor | None = field(default=None, metadata=_over("samples", torch.float32))
     values: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
     shaped_rewards: Tensor | None = field(default=None, metadata=_over("samples", torch.float32))
     advantages: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))

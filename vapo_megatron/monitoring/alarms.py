@@ -43,6 +43,10 @@ class Alarms:
         for name in (names.ACTOR_GRAD_NORM, names.CRITIC_GRAD_NORM):
             if name in metrics and not _is_finite(metrics[name]):
                 yield name, f"{name} is not finite: the update of this step is lost or harmful"
+        for name in metrics:
+            if name.startswith(names.CRITIC_FAULT):
+                fault = name.removeprefix(names.CRITIC_FAULT)
+                yield name, f"the critic's values show the fault '{fault}': docs/critic.md says what it is"
         yield from self._collapse(metrics, names.ENTROPY, config.entropy_collapse, "the policy stopped exploring")
         yield from self._collapse(metrics, names.LENGTH, config.length_collapse, "responses are losing their reasoning")
         limits: tuple[tuple[str, float, Callable[[float], str]], ...] = (

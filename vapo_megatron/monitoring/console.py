@@ -32,6 +32,7 @@ COLUMNS: tuple[tuple[str, int, str, str], ...] = (
     ("reward", 7, names.REWARD, ".3f"),
     ("length", 8, names.LENGTH, ".1f"),
     ("value EV", 8, names.EXPLAINED_VARIANCE, ".3f"),
+    ("gain", 7, names.CRITIC_GAIN, ".3f"),
     ("entropy", 8, names.ENTROPY, ".4f"),
     ("KL", 8, names.TRAIN_INFER_KL, ".1e"),
     ("tok/s", 8, names.TOKENS_PER_SECOND, ",.0f"),

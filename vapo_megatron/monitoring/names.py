@@ -26,6 +26,13 @@ REFERENCE_KL_MAX = "actor/ref_kl_max"
 
 VALUE_LOSS = "critic/value_loss"
 EXPLAINED_VARIANCE = "critic/explained_variance"
+# Of the same returns: mean of the other responses of the group, table by position, and the critic's gain over both.
+BASELINE_LOO = "critic/baseline_loo_ev"
+BASELINE_POSITION = "critic/baseline_position_ev"
+CRITIC_GAIN = "critic/gain"
+CALIBRATION_SLOPE = "critic/calibration_slope"
+CRITIC_FAULT = "critic/fault_"  # and the fault's name (algorithms/critic_faults.py): 1 in the steps that show it
+SIGN_AGREEMENT = "advantage/sign_agreement"
 CRITIC_GRAD_NORM = "critic/grad_norm"
 # Mean of value minus return at these percentages of the response: critic/value_bias_25.
 BIAS_POSITIONS = (0, 25, 50, 75, 95)

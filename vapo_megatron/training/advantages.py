@@ -6,12 +6,23 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms import advantages, shaping
-from vapo_megatron.algorithms.gae import bootstrap_of_truncated, decoupled_gae, length_adaptive_lambda
+from vapo_megatron.algorithms.baselines import leave_one_out
+from vapo_megatron.algorithms.critic_faults import value_faults
+from vapo_megatron.algorithms.critic_metrics import sign_agreement
+from vapo_megatron.algorithms.gae import bootstrap_of_truncated, decoupled_gae, length_adaptive_lambda, segmented_gae
 from vapo_megatron.algorithms.kl import k1
 from vapo_megatron.algorithms.segments import place_terminal, segment_sum, to_tokens
 from vapo_megatron.algorithms.selection import loss_mask
-from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig, KlConfig, Lambda, ShapingConfig
+from vapo_megatron.config.algorithm import (
+    AdvantageConfig,
+    AlgorithmConfig,
+    KlConfig,
+    Lambda,
+    ShapingConfig,
+    ValueLossConfig,
+)
 from vapo_megatron.experience.batch import ExperienceBatch
+from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.metrics import advantage_metrics, value_metrics
 from vapo_megatron.training.user_functions import user_advantages, user_selection
@@ -27,7 +38,7 @@ def estimate_advantages(batch: ExperienceBatch, config: AlgorithmConfig, recorde
         rewards = shaped_rewards(batch, config.shaping)
         batch.shaped_rewards = rewards
         if config.uses_critic:
-            gae(batch, token_rewards(batch, rewards, config.kl), config)
+            gae(batch, token_rewards(batch, rewards, config), config)
             lam = policy_lambda(batch, config.advantage)
             recorder.add(
                 {"advantage/lambda_mean": float(lam.mean()), "advantage/lambda_clamped": clamped(lam, config.advantage)}
@@ -38,7 +49,8 @@ def estimate_advantages(batch: ExperienceBatch, config: AlgorithmConfig, recorde
         elif config.advantage.function is None:
             found = response_advantages(batch, rewards, config)
             batch.advantages = to_tokens(found, batch.response_cu_seqlens)
-            best = found > 0 if config.advantage.estimator == "raft" else None
+            if config.advantage.estimator == "raft":
+                best = (found > 0) & batch.correct if config.advantage.raft_needs_correct else found > 0
         if config.advantage.function is not None:
             batch.advantages = user_advantages(config.advantage.function, batch)
         if config.filter_function is not None:
@@ -46,10 +58,35 @@ def estimate_advantages(batch: ExperienceBatch, config: AlgorithmConfig, recorde
             recorder.add({"filter/kept": float(filtered.float().mean())})
         batch.selected = loss_mask(batch.truncated, config.shaping.truncated == "mask", best, filtered)
         assert batch.advantages is not None, "the estimator has filled them in"
-        batch.advantages = whiten(batch.advantages, config.advantage)
+        of_selected = to_tokens(batch.selected, batch.response_cu_seqlens)
+        batch.advantages = whiten(batch.advantages, of_selected, config.advantage)
     recorder.add(advantage_metrics(batch.advantages, rewards))
-    if batch.values is not None and batch.returns is not None:
-        recorder.add(value_metrics(batch.values, batch.returns, batch.response_cu_seqlens))
+    recorder.add(critic_row(batch, config))
+
+
+def critic_row(batch: ExperienceBatch, config: AlgorithmConfig) -> dict[str, float]:
+    """How good advantages and the critic's values are, on a batch that the critic has not yet learnt from."""
+    bounds = batch.response_cu_seqlens
+    assert batch.advantages is not None and batch.shaped_rewards is not None, "no advantages: estimate them first"
+    known = to_tokens(returns_known(batch.truncated, config.shaping), bounds)
+    row = {names.SIGN_AGREEMENT: float(sign_agreement(batch.advantages, batch.rewards, bounds, known))}
+    if batch.values is None:
+        return row
+    rewards = token_rewards(batch, batch.shaped_rewards, config)
+    returns = segmented_gae(rewards, torch.zeros_like(rewards), bounds, 1.0, config.advantage.gamma)
+    faults = value_faults(batch.values, returns, bounds, batch.group_ids, known)
+    row |= value_metrics(batch.values, returns, bounds, batch.group_ids, batch.correct, known)
+    return row | {f"{names.CRITIC_FAULT}{fault}": 1.0 for fault in faults}
+
+
+def returns_known(truncated: Tensor, config: ShapingConfig) -> Tensor:
+    """Responses with a Monte-Carlo return; a truncated one has none unless it counts as wrong. [S] -> bool [S]."""
+    return ~truncated if config.truncated != "terminal" else torch.ones_like(truncated)
+
+
+def baselines_of(rewards: Tensor, group_ids: Tensor, config: ValueLossConfig) -> Tensor | None:
+    """What a residual critic's head adds to, the mean of the other responses of the group: float32 [S]; else None."""
+    return leave_one_out(rewards, group_ids).float() if config.residual else None
 
 
 class Graded(Protocol):
@@ -91,9 +128,14 @@ def kl_penalty(batch: ExperienceBatch, config: KlConfig) -> Tensor:
     return config.coef * k1(batch.old_logprobs, batch.ref_logprobs)
 
 
-def token_rewards(batch: ExperienceBatch, rewards: Tensor, config: KlConfig) -> Tensor:
-    """The reward [S] on the last token of each response, less the KL penalty of every token. float32 [T]."""
-    return place_terminal(rewards, batch.response_cu_seqlens, batch.response_tokens) - kl_penalty(batch, config)
+def token_rewards(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig) -> Tensor:
+    """The reward [S] on the last token of each response, less the KL penalty of every token. float32 [T].
+
+    A truncated response has no reward where a value stands for what would have followed.
+    """
+    if config.shaping.truncated == "bootstrap":
+        rewards = rewards.masked_fill(batch.truncated, 0)
+    return place_terminal(rewards, batch.response_cu_seqlens, batch.response_tokens) - kl_penalty(batch, config.kl)
 
 
 def gae(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig) -> None:
@@ -153,8 +195,11 @@ def response_advantages(batch: ExperienceBatch, rewards: Tensor, config: Algorit
     return estimators[estimator](rewards, batch.group_ids)
 
 
-def whiten(found: Tensor, config: AdvantageConfig) -> Tensor:
-    """Advantages [T], whitened over all tokens of the batch where that is asked for; value targets never are."""
+def whiten(found: Tensor, selected: Tensor, config: AdvantageConfig) -> Tensor:
+    """Advantages [T], whitened where that is asked for over the tokens that carry loss (selected, bool [T]).
+
+    Those of the others are 0 then. Value targets are never whitened.
+    """
     if config.whiten == "none":
         return found
-    return advantages.whiten(found, torch.ones_like(found), shift_mean=config.whiten == "full")
+    return advantages.whiten(found, selected, shift_mean=config.whiten == "full")

@@ -95,7 +95,7 @@ class PolicyLoss:
     def _figures(self, logprobs: Tensor, entropies: Tensor, local: LocalTokens) -> dict[str, Tensor]:
         mean, old = local.gather(self.mean_weights), self._old(logprobs, local)
         log_ratio = torch.where(mean > 0, logprobs - old, 0)
-        ratio = log_ratio.exp()
+        ratio = policy_loss.bounded_ratio(log_ratio)
         low, high, dual = self._bounded(log_ratio, logprobs, local)
         metrics = {
             "update_entropy": (mean * entropies).sum(),
@@ -128,6 +128,8 @@ def values_of(outputs: Tensor, config: ValueLossConfig) -> Tensor:
     """Values [t] of a value head's outputs [t, n]: the one of them, or the mean of the histogram that they predict."""
     if config.kind == "hl_gauss":
         return value_loss.hl_gauss_value(outputs, *config.support)
+    if config.bounded:
+        return value_loss.bounded_value(outputs[:, 0], config.low, config.high)
     return outputs[:, 0]
 
 
@@ -151,13 +153,13 @@ class ValueLoss:
         elif config.kind == "clipped":
             assert self.old_values is not None, "value_loss.kind=clipped needs the old values"
             old = local.gather(self.old_values)
-            per_token = value_loss.clipped_value_loss(outputs[:, 0], old, targets, config.clip)
+            per_token = value_loss.clipped_value_loss(values_of(outputs, config), old, targets, config.clip)
         else:
-            per_token = value_loss.value_mse(outputs[:, 0], targets)
+            per_token = value_loss.value_mse(values_of(outputs, config), targets)
         loss = (weights * per_token).sum()
         metrics = {"value_loss": loss.detach()}
         if config.self_imitation_coef:
-            imitation = value_loss.self_imitation_value_loss(outputs[:, 0], targets)
+            imitation = value_loss.self_imitation_value_loss(values_of(outputs, config), targets)
             loss = loss + config.self_imitation_coef * (weights * imitation).sum()
         return loss, metrics
 

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from vapo_megatron.algorithms.critic_metrics import bias_by_position, explained_variance
+from vapo_megatron.algorithms import critic_metrics
 from vapo_megatron.algorithms.kl import k3
+from vapo_megatron.algorithms.policy_loss import bounded_ratio
 from vapo_megatron.algorithms.selection import frac_zero_std_groups
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.monitoring import names
@@ -55,8 +56,8 @@ def importance_metrics(weights: Tensor, log_ratio: Tensor) -> dict[str, float]:
     return {
         "importance/weight_mean": float(weights.mean()),
         "importance/weight_min": float(weights.min()),
-        "importance/ratio_max": float(log_ratio.exp().max()),
-        "importance/cut_share": float((weights != log_ratio.exp()).float().mean()),
+        "importance/ratio_max": float(bounded_ratio(log_ratio).max()),
+        "importance/cut_share": float((weights != bounded_ratio(log_ratio)).float().mean()),
     }
 
 
@@ -69,22 +70,41 @@ def advantage_metrics(advantages: Tensor, shaped_rewards: Tensor) -> dict[str, f
     }
 
 
-def value_metrics(values: Tensor, returns: Tensor, cu_seqlens: Tensor) -> dict[str, float]:
-    """Explained variance, and the bias of the values along the response, of S packed responses.
+def value_metrics(
+    values: Tensor, returns: Tensor, cu_seqlens: Tensor, group_ids: Tensor, correct: Tensor, known: Tensor
+) -> dict[str, float]:
+    """What values say of Monte-Carlo returns, beside free baselines, of S packed responses (docs/critic.md).
 
     Args:
         values, returns: float32 [T].
         cu_seqlens: int64 [S + 1].
+        group_ids: int64 [S].
+        correct: bool [S].
+        known: [T], not 0 on the tokens whose return is known; the others count nowhere.
     """
-    biases = bias_by_position(values, returns, cu_seqlens, tuple(p / 100 for p in names.BIAS_POSITIONS))
+    found = critic_metrics.explained_beside_baselines(values, returns, cu_seqlens, group_ids, known)
+    slope, intercept = critic_metrics.calibration(values, returns, known)
+    good, bad = critic_metrics.bias_by_outcome(values, returns, correct, cu_seqlens, known)
+    good_end, bad_end = critic_metrics.bias_at_end(values, returns, correct, cu_seqlens, known)
+    quantiles = tuple(p / 100 for p in names.BIAS_POSITIONS)
+    biases = critic_metrics.bias_by_position(values, returns, cu_seqlens, quantiles, known)
     metrics = {
-        names.EXPLAINED_VARIANCE: float(explained_variance(values, returns)),
-        "critic/value_mean": float(values.mean()),
+        names.EXPLAINED_VARIANCE: found.critic,
+        names.BASELINE_LOO: found.leave_one_out,
+        names.BASELINE_POSITION: found.position,
+        names.CRITIC_GAIN: found.gain,
+        names.CALIBRATION_SLOPE: slope,
+        "critic/calibration_intercept": intercept,
+        "critic/value_mean": values.mean(),
+        "critic/value_std": values.std(correction=0),
+        f"{names.VALUE_BIAS}correct": good,
+        f"{names.VALUE_BIAS}incorrect": bad,
+        f"{names.VALUE_BIAS}end_correct": good_end,
+        f"{names.VALUE_BIAS}end_incorrect": bad_end,
     }
-    return metrics | {
-        f"{names.VALUE_BIAS}{position}": float(bias)
-        for position, bias in zip(names.BIAS_POSITIONS, biases, strict=True)
-    }
+    metrics |= {f"{names.VALUE_BIAS}{p}": bias for p, bias in zip(names.BIAS_POSITIONS, biases, strict=True)}
+    # NaN stands for the mean of nothing: no response ended that way.
+    return {name: float(value) for name, value in metrics.items() if not value.isnan()}
 
 
 def mean_of(rows: Sequence[dict[str, float]], maxima: Sequence[str] = ()) -> dict[str, float]:

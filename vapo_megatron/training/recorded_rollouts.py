@@ -35,6 +35,7 @@ class RecordedRollouts:
     Attributes:
         files: size and digest of each file, by its path from the run directory.
         prompt_lengths, response_lengths, group_ids: int64 [S].
+        prompt_ids: int64 [S], the same for samples of one prompt in whichever rollout: a digest of its tokens.
         rewards: float32 [S], before shaping.
         correct, truncated: bool [S].
     """
@@ -52,6 +53,7 @@ class RecordedRollouts:
         # Of each sample: its file, and where it and its response begin there.
         self._file = self._start = self._response_start = torch.zeros(0, dtype=torch.int64)
         self.prompt_lengths = self.response_lengths = self.group_ids = torch.zeros(0, dtype=torch.int64)
+        self.prompt_ids = torch.zeros(0, dtype=torch.int64)
         self.rewards = torch.zeros(0)
         self.correct = self.truncated = torch.zeros(0, dtype=torch.bool)
         for name, facts in sorted((files or {}).items()):
@@ -81,6 +83,7 @@ class RecordedRollouts:
         self.prompt_lengths = torch.cat((self.prompt_lengths, rollout.prompt_lengths))
         self.response_lengths = torch.cat((self.response_lengths, rollout.response_lengths))
         self.group_ids = torch.cat((self.group_ids, rollout.group_ids + group))
+        self.prompt_ids = torch.cat((self.prompt_ids, _prompt_ids(rollout)))
         self.rewards = torch.cat((self.rewards, rollout.rewards))
         self.correct = torch.cat((self.correct, rollout.correct))
         self.truncated = torch.cat((self.truncated, rollout.truncated))
@@ -108,6 +111,13 @@ def _joined(sources: Sequence[Tensor], files: Tensor, starts: Tensor, lengths: T
     """A copy of one stretch after another; files, starts and lengths int64 [S] say where each lies."""
     stretches = zip(files.tolist(), starts.tolist(), lengths.tolist(), strict=True)
     return torch.cat([sources[file][start : start + length] for file, start, length in stretches])
+
+
+def _prompt_ids(rollout: ExperienceBatch) -> Tensor:
+    starts, lengths = rollout.cu_seqlens[:-1].tolist(), rollout.prompt_lengths.tolist()
+    prompts = (rollout.tokens[start : start + length] for start, length in zip(starts, lengths, strict=True))
+    digests = [hashlib.blake2b(prompt.numpy().tobytes(), digest_size=8).digest() for prompt in prompts]
+    return torch.tensor([int.from_bytes(digest, "big", signed=True) for digest in digests], dtype=torch.int64)
 
 
 def write_rollout(batch: ExperienceBatch, path: Path) -> FileFacts:

@@ -5,10 +5,12 @@ from functools import partial
 
 from torch import Tensor
 
+from vapo_megatron.algorithms.segments import to_tokens
 from vapo_megatron.config.algorithm import AlgorithmConfig, ValueLossConfig
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.training.advantages import baselines_of, shaped_rewards
 from vapo_megatron.training.losses import values_of
 from vapo_megatron.training.metrics import policy_metrics, reference_metrics
 from vapo_megatron.training.models import Models
@@ -27,6 +29,7 @@ def score(models: Models, batch: ExperienceBatch, config: AlgorithmConfig, recor
             outputs = models.actor.score(batch, on_done=advance)
         record_policy(batch, outputs, recorder)
     if models.critic is not None:
+        batch.baselines = baselines_of(shaped_rewards(batch, config.shaping), batch.group_ids, config.value_loss)
         models.memory.enter("score_values")
         with recorder.phase("score_values", total=batch.samples) as advance:
             batch.values = values(models.critic, batch, config.value_loss, advance)
@@ -49,5 +52,6 @@ def record_policy(batch: ExperienceBatch, outputs: Tensor, recorder: Recorder) -
 def values(
     critic: Trainable, batch: ExperienceBatch, config: ValueLossConfig, advance: Callable[[int], None] | None = None
 ) -> Tensor:
-    """Collective: the critic's value of the state before every response token, float32 [T]."""
-    return critic.score(batch, on_done=advance, read=partial(values_of, config=config))[:, 0].contiguous()
+    """Collective: the critic's value of the state before every response token, float32 [T], baselines included."""
+    found = critic.score(batch, on_done=advance, read=partial(values_of, config=config))[:, 0].contiguous()
+    return found if batch.baselines is None else found + to_tokens(batch.baselines, batch.response_cu_seqlens)

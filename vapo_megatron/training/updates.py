@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vapo_megatron.algorithms import advantages, importance
 from vapo_megatron.algorithms.aggregation import nll_weights, token_weights
-from vapo_megatron.algorithms.segments import to_tokens
+from vapo_megatron.algorithms.segments import response_lengths, to_tokens
 from vapo_megatron.algorithms.selection import minibatch_seed, positive_responses, split_minibatches
 from vapo_megatron.config.algorithm import (
     AlgorithmConfig,
@@ -16,6 +16,7 @@ from vapo_megatron.config.algorithm import (
     UpdateConfig,
     ValueLossConfig,
 )
+from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore.metrics import StepResult
 from vapo_megatron.mcore.trainable import Trainable
@@ -45,9 +46,27 @@ def update_critic(
 def critic_step(critic: Trainable, minibatch: ExperienceBatch, config: ValueLossConfig) -> StepResult:
     """Collective: one optimizer step of the critic on a mini-batch with returns, and old values for a clipped loss."""
     assert minibatch.returns is not None and minibatch.selected is not None, "no value targets: estimate them first"
+    bounds, targets, old = minibatch.response_cu_seqlens, minibatch.returns, minibatch.values
+    if minibatch.baselines is not None:
+        known = to_tokens(minibatch.baselines, bounds)
+        targets, old = targets - known, None if old is None else old - known
+    check_targets(targets, config)
     weights = token_weights(minibatch.response_lengths, "token_mean", selected=minibatch.selected)
-    loss = ValueLoss(config, minibatch.returns, minibatch.values, to_tokens(weights, minibatch.response_cu_seqlens))
+    loss = ValueLoss(config, targets, old, to_tokens(weights, bounds))
     return critic.train_step(minibatch, range(minibatch.samples), loss)
+
+
+def check_targets(targets: Tensor, config: ValueLossConfig) -> None:
+    """Raises BadInput for a value target [T] that no value can reach: a user's function gave a score out of range."""
+    if not config.has_bounds:
+        return
+    low, high = config.support if config.kind == "hl_gauss" else (config.low, config.high)
+    beyond = targets[(targets < low - 1e-4) | (targets > high + 1e-4)]
+    if beyond.numel():
+        raise BadInput(
+            f"algorithm.value_loss.low..high={config.low:g}..{config.high:g} does not hold the value target "
+            f"{float(beyond[0]):g}: widen it to the range of the rewards"
+        )
 
 
 def update_policy(
@@ -76,7 +95,10 @@ def policy_loss(batch: ExperienceBatch, config: AlgorithmConfig) -> PolicyLoss:
     chosen, found = batch.selected, batch.advantages
     assert chosen is not None and found is not None, "no advantages: estimate_advantages comes first"
     assert batch.importance_weights is not None, "no importance weights: correct_for_rollout comes first"
-    weights = to_tokens(token_weights(lengths, settings.aggregation, settings.constant, chosen), bounds)
+    counted = lengths
+    if config.importance_sampling.kind == "mis" and config.importance_sampling.rejected == "dropped":
+        counted = response_lengths(bounds, batch.importance_weights)
+    weights = to_tokens(token_weights(counted, settings.aggregation, settings.constant, chosen), bounds)
     positive_advantages = torch.zeros_like(found)
     if settings.self_imitation_coef:
         assert batch.returns is not None and batch.values is not None, "self-imitation needs returns and values"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms.gae import monte_carlo_returns
-from vapo_megatron.algorithms.selection import loss_mask
+from vapo_megatron.algorithms.segments import to_tokens
 from vapo_megatron.config.algorithm import HELD_OUT_SHARE, AlgorithmConfig, ValueLossConfig, ValuePretrainingConfig
 from vapo_megatron.config.run import BatchConfig
 from vapo_megatron.experience.batch import ExperienceBatch
@@ -22,7 +22,7 @@ from vapo_megatron.mcore.memory_plan import MemoryPlan
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.training.advantages import shaped_rewards
+from vapo_megatron.training.advantages import baselines_of, returns_known, shaped_rewards
 from vapo_megatron.training.broadcast import on_rank_zero
 from vapo_megatron.training.collect import collect
 from vapo_megatron.training.metrics import mean_of, value_metrics
@@ -55,7 +55,9 @@ def pretrain_value(
     rollouts.engines.offload()
     memory.enter("update_critic")
     targets = Targets(state.recorded, algorithm)
-    train, held_out = split_groups(state.recorded.group_ids, size.prompts_per_step, rollouts.seed)
+    train, held_out = split_prompts(
+        state.recorded.prompt_ids, state.recorded.group_ids, size.prompts_per_step, rollouts.seed
+    )
     updates, value_loss = replay_order(train, config, rollouts.seed), for_pretraining(algorithm.value_loss)
     check_every = max(1, len(updates) // _CHECKS)
     metrics = measure(critic, targets.select(held_out), algorithm.value_loss)
@@ -82,7 +84,8 @@ def pretrain_value(
             state.safe_point(rollouts)
     state.pretraining = state.pretraining.model_copy(update={"updates": number})
     recorder.console.note(
-        f"value pretraining: {number} updates, explained variance {metrics[names.EXPLAINED_VARIANCE]:.3f}, "
+        f"value pretraining: {number} updates, explained variance {metrics[names.EXPLAINED_VARIANCE]:.3f} "
+        f"(free baselines {max(metrics[names.BASELINE_LOO], metrics[names.BASELINE_POSITION], 0.0):.3f}), "
         f"largest bias {largest_bias(metrics):.3f} on held-out responses"
     )
 
@@ -115,7 +118,8 @@ class Targets:
     def __init__(self, record: RecordedRollouts, config: AlgorithmConfig) -> None:
         # Of all at once: what shaping gives a response depends on the others of its group.
         self._record, self._rewards = record, shaped_rewards(record, config.shaping)
-        self._selected = loss_mask(record.truncated, config.shaping.truncated == "mask")
+        self._selected = returns_known(record.truncated, config.shaping)
+        self._baselines = baselines_of(self._rewards, record.group_ids, config.value_loss)
         self._gamma = config.advantage.gamma
 
     def select(self, samples: Sequence[int]) -> ExperienceBatch:
@@ -124,18 +128,31 @@ class Targets:
         chosen = torch.tensor(samples)
         batch.returns = monte_carlo_returns(self._rewards[chosen], batch.response_cu_seqlens, self._gamma)
         batch.selected = self._selected[chosen]
+        batch.baselines = None if self._baselines is None else self._baselines[chosen]
         return batch
 
 
-def split_groups(group_ids: Tensor, most_groups: int, seed: int) -> tuple[list[int], list[int]]:
-    """Samples to train on and to measure on, cut between groups. group_ids: int64 [S]."""
-    members = group_ids.tolist()
-    groups = sorted(set(members))
-    random.Random(seed).shuffle(groups)
-    held = set(groups[: max(1, min(round(len(groups) * HELD_OUT_SHARE), most_groups))])
-    if len(held) == len(groups):
+def split_prompts(prompt_ids: Tensor, group_ids: Tensor, most_groups: int, seed: int) -> tuple[list[int], list[int]]:
+    """Samples to train on and to measure on: an eighth of the prompts is held out, with all samples of all rollouts.
+
+    Fewer where they have more than most_groups groups. prompt_ids and group_ids: int64 [S].
+    """
+    groups: dict[int, set[int]] = {}
+    for prompt, group in zip(prompt_ids.tolist(), group_ids.tolist(), strict=True):
+        groups.setdefault(prompt, set()).add(group)
+    prompts = sorted(groups)
+    random.Random(seed).shuffle(prompts)
+    held: set[int] = set()
+    measured = 0
+    for prompt in prompts[: max(1, round(len(prompts) * HELD_OUT_SHARE))]:
+        if held and measured + len(groups[prompt]) > most_groups:
+            break
+        held.add(prompt)
+        measured += len(groups[prompt])
+    members = prompt_ids.tolist()
+    if len(held) == len(prompts):
         return list(range(len(members))), list(range(len(members)))
-    return [s for s, g in enumerate(members) if g not in held], [s for s, g in enumerate(members) if g in held]
+    return [s for s, p in enumerate(members) if p not in held], [s for s, p in enumerate(members) if p in held]
 
 
 def replay_order(samples: list[int], config: ValuePretrainingConfig, seed: int) -> list[list[int]]:
@@ -151,8 +168,10 @@ def replay_order(samples: list[int], config: ValuePretrainingConfig, seed: int) 
 def measure(critic: Trainable, held_out: ExperienceBatch, config: ValueLossConfig) -> dict[str, float]:
     """Collective: quality of the critic on held-out samples with their returns."""
     found = values(critic, held_out, config)
-    assert held_out.returns is not None, "no value targets to compare with"
-    return value_metrics(found, held_out.returns, held_out.response_cu_seqlens)
+    assert held_out.returns is not None and held_out.selected is not None, "no value targets to compare with"
+    bounds = held_out.response_cu_seqlens
+    known = to_tokens(held_out.selected, bounds)
+    return value_metrics(found, held_out.returns, bounds, held_out.group_ids, held_out.correct, known)
 
 
 def largest_bias(metrics: dict[str, float]) -> float:

@@ -1,0 +1,136 @@
+"""Value targets, whitening and baselines of a batch, as a step makes them."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from vapo_megatron.algorithms import policy_loss, value_loss
+from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig, ValueLossConfig
+from vapo_megatron.errors import BadInput
+from vapo_megatron.experience.batch import ExperienceBatch, from_samples
+from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.training.advantages import baselines_of, gae, returns_known, token_rewards, whiten
+from vapo_megatron.training.losses import values_of
+from vapo_megatron.training.metrics import importance_metrics, value_metrics
+from vapo_megatron.training.updates import check_targets
+from vapo_megatron.training.updates import policy_loss as loss_of
+
+
+def batch_of(lengths: list[int], truncated: list[bool], rewards: list[float], size: int = 2) -> ExperienceBatch:
+    samples = []
+    for s, (length, cut, reward) in enumerate(zip(lengths, truncated, rewards, strict=True)):
+        prompt, finish = Prompt(str(s // size), "", "", (1, 2)), "length" if cut else "stop"
+        tokens, logprobs = [3] * length, [-1.0] * length
+        samples.append(
+            Sample(prompt, s // size, s % size, 0, tokens, logprobs, finish, 0, 0, reward=reward, correct=reward > 0)
+        )
+    return from_samples(samples)
+
+
+def targets(batch: ExperienceBatch, values: Tensor, config: AlgorithmConfig) -> Tensor:
+    batch.values = values
+    gae(batch, token_rewards(batch, batch.rewards, config), config)
+    assert batch.returns is not None
+    return batch.returns
+
+
+def bootstrapping(**advantage: float) -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate({"shaping": {"truncated": "bootstrap"}, "advantage": advantage})
+
+
+def test_values_of_truncated_responses_stay_where_they_are() -> None:
+    """With the reward of a wrong answer beside the bootstrap each pass took 1 from them: after 40, V = -40."""
+    config = bootstrapping(lambda_critic=1.0)
+    batch = batch_of([6, 4], [True, False], [-1.0, 1.0])
+    values = torch.zeros(10)
+    for _ in range(40):
+        values = targets(batch, values, config)
+    assert values[:6].tolist() == [0.0] * 6, "nothing is known of how it would have ended"
+    assert values[6:].tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.9, 1.0])
+def test_a_bootstrapped_target_is_the_value_of_the_last_known_state(lam: float) -> None:
+    batch = batch_of([3, 1], [True, True], [-1.0, -1.0])
+    values = torch.tensor([0.1, 0.2, 0.5, -0.3])
+    found = targets(batch, values, bootstrapping(lambda_critic=lam))
+    assert found[2] == values[2] and found[3] == values[3]
+    assert float(found[0]) == pytest.approx({0.0: 0.2, 0.9: 0.1 * 0.2 + 0.9 * 0.5, 1.0: 0.5}[lam], abs=1e-6)
+
+
+def test_truncated_responses_without_a_return_are_not_measured_on() -> None:
+    truncated = torch.tensor([True, False])
+    assert returns_known(truncated, bootstrapping().shaping).tolist() == [False, True]
+    assert returns_known(truncated, AlgorithmConfig().shaping).tolist() == [True, True]
+
+
+def test_whitening_counts_the_tokens_that_carry_loss() -> None:
+    advantages = torch.tensor([1.0, 3.0, 900.0, 900.0, 900.0, 5.0, 7.0, -900.0])
+    selected = torch.tensor([True, True, False, False, False, True, True, False])
+    found = whiten(advantages, selected, AdvantageConfig(whiten="full"))
+    kept = torch.tensor([1.0, 3.0, 5.0, 7.0])
+    expected = (kept - kept.mean()) / kept.std()
+    torch.testing.assert_close(found[[0, 1, 5, 6]], expected, atol=1e-6, rtol=1e-6)
+    assert found[[2, 3, 4, 7]].tolist() == [0.0] * 4
+
+
+def test_a_ratio_beyond_all_bounds_is_reported_as_a_number() -> None:
+    assert policy_loss.bounded_ratio(torch.tensor([1000.0])).isfinite().all()
+    found = importance_metrics(torch.ones(2), torch.tensor([0.0, 500.0]))
+    assert torch.tensor(list(found.values())).isfinite().all()
+
+
+@pytest.mark.parametrize(("rejected", "tokens"), [("kept", 5), ("dropped", 3)])
+def test_rejected_tokens_are_kept_in_the_denominator_or_dropped(rejected: str, tokens: int) -> None:
+    batch = batch_of([2, 3], [False, False], [1.0, -1.0])
+    batch.advantages, batch.selected = torch.ones(5), torch.ones(2, dtype=torch.bool)
+    batch.importance_weights = torch.tensor([1.0, 0.0, 1.1, 0.9, 0.0])
+    config = AlgorithmConfig.model_validate({"importance_sampling": {"kind": "mis", "rejected": rejected}})
+    loss = loss_of(batch, config)
+    assert loss.weights.tolist() == pytest.approx([1 / tokens] * 5)
+    assert loss.mean_weights.tolist() == pytest.approx([1 / 5] * 5)
+
+
+def test_targets_at_the_edge_are_learnt_as_they_are() -> None:
+    """Bins from -1 to 1 without a margin learnt 1 as 0.973."""
+    config = ValueLossConfig(kind="hl_gauss")
+    edges = torch.tensor([-1.0, 1.0, 0.3])
+    logits = torch.zeros(3, config.bins, requires_grad=True)
+    loss = value_loss.hl_gauss(logits, edges, *config.support, config.sigma_bins)
+    (gradient,) = torch.autograd.grad(loss.sum(), logits)
+    learnt = (torch.full_like(logits, 1 / config.bins) - gradient).clamp(min=1e-12).log()
+    torch.testing.assert_close(values_of(learnt, config), edges, atol=1e-3, rtol=0)
+
+
+def test_bounded_values_stay_within_the_rewards() -> None:
+    config = ValueLossConfig(bounded=True, low=-1, high=3)
+    found = values_of(torch.tensor([[-99.0], [0.0], [0.01], [99.0]]), config)
+    assert found.tolist() == pytest.approx([-1, 1, 1.01, 3], abs=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"kind": "hl_gauss"}, {"bounded": True}])
+def test_a_target_that_no_value_reaches_is_refused(settings: dict) -> None:
+    config = ValueLossConfig.model_validate(settings)
+    check_targets(torch.tensor([-1.0, 1.0]), config)
+    with pytest.raises(BadInput, match=r"low..high=-1..1 does not hold the value target 1.5"):
+        check_targets(torch.tensor([0.0, 1.5]), config)
+    check_targets(torch.tensor([1.5]), ValueLossConfig())
+
+
+def test_a_residual_critic_learns_what_the_group_does_not_know() -> None:
+    config = AlgorithmConfig.model_validate({"value_loss": {"residual": True}, "advantage": {"lambda_policy": 1.0}})
+    batch = batch_of([2, 1, 3, 2], [False] * 4, [1.0, -1.0, 1.0, 1.0])
+    baselines = baselines_of(batch.rewards, batch.group_ids, config.value_loss)
+    assert baselines is not None and baselines.tolist() == [-1.0, 1.0, 1.0, 1.0]
+    assert baselines_of(batch.rewards, batch.group_ids, ValueLossConfig()) is None
+    # A head of zeros is RLOO: with lambda 1 the advantage of each token is R less the mean of the others.
+    targets(batch, baselines.repeat_interleave(batch.response_lengths), config)
+    assert batch.advantages is not None
+    assert batch.advantages.tolist() == [2.0, 2.0, -2.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_a_metric_without_responses_to_it_is_left_out() -> None:
+    batch = batch_of([2, 3], [False, False], [1.0, 1.0])
+    ones = torch.ones(5)
+    found = value_metrics(ones, ones, batch.response_cu_seqlens, batch.group_ids, batch.correct, ones)
+    assert found["critic/value_bias_correct"] == 0 and "critic/value_bias_incorrect" not in found
