@@ -17,7 +17,7 @@ TORCH := $(shell grep '^torch==' requirements/cpu.lock)
 # PYTHONDONTWRITEBYTECODE is set nothing would ever be compiled, and every import of sglang takes 12 s more.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 
-.PHONY: help install quickstart test test-full test-mcore019 test-py312 bench gpu-check lint format
+.PHONY: help install quickstart test test-full test-mcore019 test-py312 bench gpu-check lint format docs docs-serve
 
 help:
 	@echo "make quickstart   train a small reasoning model with VAPO on this machine, from nothing"
@@ -29,6 +29,8 @@ help:
 	@echo "make gpu-check    what a GPU node is checked with first, in its own environment; see docs/gpu.md"
 	@echo "make lint         ruff and mypy alone"
 	@echo "make format       let ruff format and mend"
+	@echo "make docs         the documentation as a site, in site/"
+	@echo "make docs-serve   the same on http://127.0.0.1:8000, built anew when a page changes"
 	@echo "make install      only set up .venv"
 
 install: $(STAMP)
@@ -98,6 +100,14 @@ lint: $(STAMP)
 format: $(STAMP)
 	@$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The theme prints a notice about its successor otherwise.
+docs: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	echo "site/index.html"
+
+docs-serve: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --dev-addr 127.0.0.1:8000
 
 $(STAMP): requirements/cpu.lock setup.py
 	@python=""

