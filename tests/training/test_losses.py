@@ -141,9 +141,10 @@ def expected_critic(start: Path) -> Any:
     """The same with transformers' token classifier of as many labels as there are bins."""
     model = AutoModelForTokenClassification.from_pretrained(start).double().eval()
     batch, total = make_batch(), make_batch().response_tokens
-    margin = 3 * 3.0 / (BINS - 6)  # three bins on either side of -1.5..1.5
-    edges = torch.linspace(-1.5 - margin, 1.5 + margin, BINS + 1, dtype=torch.float64)
-    gaussian = torch.distributions.Normal(noise(1, total).double().clamp(-1.5, 1.5)[:, None], 0.75 * 3 / BINS)
+    width = 3.0 / (BINS - 6)  # three bins lie beyond -1.5..1.5 on either side
+    outer = 1.5 + 3 * width
+    edges = torch.linspace(-outer, outer, BINS + 1, dtype=torch.float64)
+    gaussian = torch.distributions.Normal(noise(1, total).double().clamp(-outer, outer)[:, None], 0.75 * width)
     mass = gaussian.cdf(edges).diff(dim=-1)
     target = mass / mass.sum(-1, keepdim=True)
     named = list(model.named_parameters())
