@@ -26,7 +26,7 @@ from vapo_megatron.weights.spec import read_spec
 
 BINS = 21
 STEPS = 2
-HL_GAUSS = ValueLossConfig(kind="hl_gauss", bins=BINS, low=-1.5, high=1.5, margin_bins=0)
+HL_GAUSS = ValueLossConfig(kind="hl_gauss", bins=BINS, low=-1.5, high=1.5)
 
 
 @pytest.fixture(scope="module")
