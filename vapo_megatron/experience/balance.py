@@ -3,6 +3,8 @@
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +19,12 @@ class Cost:
     linear: float
     quadratic: float
 
-    def __call__(self, n: int) -> float:
-        """The work of n tokens."""
+    @overload
+    def __call__(self, n: int) -> float: ...
+    @overload
+    def __call__(self, n: NDArray[np.float64]) -> NDArray[np.float64]: ...
+    def __call__(self, n: Any) -> Any:
+        """The work of n tokens, of each of several sequences where n is an array."""
         return self.linear * n + self.quadratic * n * n
 
 
@@ -32,11 +38,44 @@ _EXCHANGES = 32
 _TOLERANCE = 1e-8
 # Places of a bin of which pairs are made.
 _PAIRED = 128
+# Exchanges of two bins that are all looked at; of more, those that come nearest to what is wanted.
+_ALL_PAIRS = 1024
+
+
+class MicrobatchPlan(Sequence[list[list[int]]]):
+    """[dp rank][micro-batch] -> samples, in ascending order. A rank's micro-batches are made when they are asked for.
+
+    Every rank has the same number of micro-batches, because collectives of a forward pass may cross data-parallel ranks
+    (expert parallelism); some may be empty. Those of a rank come by falling work, so that ranks that wait for each
+    other in every micro-batch wait least.
+
+    Attributes:
+        microbatches: how many each rank has.
+    """
+
+    def __init__(
+        self, samples: NDArray[np.int64], work: _Loads, tokens: _Loads, ranks: _Bins, count: int, budget: int
+    ) -> None:
+        self.microbatches = count
+        self._samples, self._work, self._tokens, self._ranks, self._budget = samples, work, tokens, ranks, budget
+
+    def __len__(self) -> int:
+        """Data-parallel ranks."""
+        return len(self._ranks)
+
+    def __getitem__(self, dp_rank: Any) -> Any:
+        even = _level_tokens(self._ranks[dp_rank], self._work, self._tokens, self.microbatches, self._budget)
+        if even is None:
+            even = _best_fit(self._ranks[dp_rank], self._tokens, self.microbatches, self._budget)
+        assert even is not None, "the number of micro-batches is one that every rank's samples fit into"
+        even = _even_out(even, self._work, tokens=self._tokens, budget=self._budget)
+        even.sort(key=lambda members: -self._work[members].sum())
+        return [sorted(self._samples[members].tolist()) for members in even]
 
 
 def plan_microbatches(
     samples: Sequence[int],
-    lengths: Sequence[int],
+    lengths: Sequence[int] | NDArray[np.int64],
     *,
     dp_size: int,
     max_tokens: int,
@@ -44,8 +83,11 @@ def plan_microbatches(
     alignment: int = 1,
     total_alignment: int = 1,
     multiple_of: int = 1,
-) -> list[list[list[int]]]:
+) -> MicrobatchPlan:
     """Balance samples over data-parallel ranks by work, then over as few micro-batches as hold them.
+
+    Takes O(n log n) time for n samples, with no communication: ranks share the samples out alike, and agree on the
+    number of micro-batches; each then packs its own samples alone.
 
     Args:
         samples: indices to distribute.
@@ -57,21 +99,16 @@ def plan_microbatches(
         multiple_of: the number of micro-batches is a multiple of this (interleaved pipelines).
 
     Returns:
-        [dp rank][micro-batch] -> samples, in ascending order. Every rank has the same number of micro-batches, because
-        collectives of a forward pass may cross data-parallel ranks (expert parallelism); some may be empty. Those of a
-        rank come by falling work, so that ranks that wait for each other in every micro-batch wait least. The same
-        arguments give the same plan on every rank.
+        The samples of each rank's micro-batches. The same arguments give the same plan on every rank.
 
     Raises:
         BadInput: a single sample is longer than max_tokens.
     """
-
-    def padded(sample: int) -> int:
-        return -(-max(lengths[sample] - 1, 1) // alignment) * alignment
-
     budget = max_tokens // total_alignment * total_alignment
-    work = np.array([cost(lengths[s]) for s in samples], dtype=np.float64)
-    tokens = np.array([padded(s) for s in samples], dtype=np.int64)
+    chosen = np.asarray(samples, dtype=np.int64)
+    own = np.asarray(lengths, dtype=np.int64)[chosen]
+    work = cost(own.astype(np.float64))
+    tokens = -(-np.maximum(own - 1, 1) // alignment) * alignment
     longest = int(tokens.max(initial=0))
     if longest > budget or not budget:
         needed = -(-max(longest, 1) // total_alignment) * total_alignment
@@ -79,39 +116,54 @@ def plan_microbatches(
             f"max_tokens_per_microbatch={max_tokens} is below the {needed} tokens of the longest sample, padding "
             "included: raise it, or shorten the samples"
         )
-    everything = list(range(len(samples)))
     level = work.sum() / dp_size * (1 + _TOLERANCE)
-    ranks = _even_out(_least_first(everything, work, dp_size), work, enough=level)
+    ranks = _even_out(_least_first(range(len(chosen)), work, dp_size), work, enough=level)
     count = max(1, *(-(-int(tokens[rank].sum()) // budget) for rank in ranks))
     count = -(-count // multiple_of) * multiple_of
-    while (plans := _pack_all(ranks, work, tokens, count, budget)) is None:
+    while not _all_fit(ranks, work, tokens, count, budget):
         count += multiple_of
-    return [[sorted(samples[place] for place in members) for members in plan] for plan in plans]
+    return MicrobatchPlan(chosen, work, tokens, ranks, count, budget)
 
 
-def _pack_all(ranks: _Bins, work: _Loads, tokens: _Loads, count: int, budget: int) -> list[_Bins] | None:
-    """Every rank's samples in `count` micro-batches each, by falling work; None where some rank's do not fit."""
-    plans = []
-    for rank in ranks:
-        even = _even_out(_least_first(rank, work, count), tokens, enough=budget)
-        if max(tokens[members].sum() for members in even) > budget:
-            fitting = _best_fit(rank, tokens, count, budget)
-            if fitting is None:
-                return None
-            even = fitting
-        even = _even_out(even, work, tokens=tokens, budget=budget)
-        plans.append(sorted(even, key=lambda members: -work[members].sum()))
-    return plans
+def _all_fit(ranks: _Bins, work: _Loads, tokens: _Loads, count: int, budget: int) -> bool:
+    """Whether each rank's samples fit into `count` micro-batches: by best fit, or levelled by tokens."""
+    return all(
+        _level_tokens(ranks[rank], work, tokens, count, budget) is not None
+        for rank in _where_best_fit_fails(ranks, tokens, count, budget)
+    )
+
+
+def _where_best_fit_fails(ranks: _Bins, tokens: _Loads, count: int, budget: int) -> list[int]:
+    """The ranks for which _best_fit() finds no place for a sample; all ranks place their n-th samples at once."""
+    sizes = np.zeros((max(map(len, ranks), default=0), len(ranks)), dtype=np.int64)
+    for rank, members in enumerate(ranks):
+        sizes[: len(members), rank] = -np.sort(-tokens[members])
+    rooms = np.full((len(ranks), count), budget, dtype=np.int64)
+    failed, every = np.zeros(len(ranks), dtype=bool), np.arange(len(ranks))
+    for size in sizes:
+        best = np.where(rooms >= size[:, None], rooms, budget + 1).argmin(axis=1)
+        failed |= rooms[every, best] < size
+        rooms[every, best] -= size
+    return [int(rank) for rank in failed.nonzero()[0]]
+
+
+def _level_tokens(rank: list[int], work: _Loads, tokens: _Loads, count: int, budget: int) -> _Bins | None:
+    """A rank's samples in `count` micro-batches of level work, changed until none is above the budget; None where one
+    stays above it."""
+    even = _even_out(_least_first(rank, work, count), tokens, enough=budget)
+    return even if max(tokens[members].sum() for members in even) <= budget else None
 
 
 def _least_first(places: Iterable[int], work: _Loads, count: int) -> _Bins:
     """Longest processing time first: by falling work, each to the bin with least (Graham, 1969)."""
     bins: _Bins = [[] for _ in range(count)]
     heap = [(0.0, b) for b in range(count)]
-    for place in sorted(places, key=lambda place: (-work[place], place)):
-        load, least = heap[0]
+    ascending = np.sort(np.fromiter(places, dtype=np.int64))
+    falling = ascending[np.argsort(-work[ascending], kind="stable")]
+    for place, load in zip(falling.tolist(), work[falling].tolist(), strict=True):
+        least = heap[0][1]
         bins[least].append(place)
-        heapq.heapreplace(heap, (load + float(work[place]), least))
+        heapq.heapreplace(heap, (heap[0][0] + load, least))
     return bins
 
 
@@ -167,7 +219,12 @@ def _best_exchange(
     """What a bin gives to a lighter one, and what it takes for it (nothing, or one place), so that the larger of both
     loads becomes smallest; None where nothing makes it smaller."""
     gap = loads[heavy].sum() - loads[light].sum()
-    moved = loads[heavy][:, None] - np.append(loads[light], 0)
+    given, taken = loads[heavy], np.append(loads[light], 0)
+    if tokens is None and given.size * taken.size > _ALL_PAIRS:
+        columns = _nearest(taken, given - gap / 2)
+    else:
+        columns = np.broadcast_to(np.arange(taken.size), (given.size, taken.size))
+    moved = given[:, None] - taken[columns]
     useful = (moved > 0) & (moved < gap)
     if tokens is not None:
         change = tokens[heavy][:, None] - np.append(tokens[light], 0)
@@ -176,15 +233,24 @@ def _best_exchange(
     best = int(distance.argmin())
     if distance.size == 0 or not useful.flat[best]:
         return None
-    given, taken = divmod(best, len(light) + 1)
-    return [heavy[given]], light[taken : taken + 1]
+    row, column = divmod(best, distance.shape[1])
+    return [heavy[row]], light[columns[row, column] : columns[row, column] + 1]
+
+
+def _nearest(values: _Loads, wanted: _Loads) -> NDArray[np.int64]:
+    """Places of the values next to each wanted one, below and above; [wanted, 2], ascending. Of equals the first."""
+    order = values.argsort(kind="stable")
+    ordered = values[order]
+    above = np.searchsorted(ordered, wanted).clip(max=len(values) - 1)
+    below = np.searchsorted(ordered, ordered[(above - 1).clip(min=0)])
+    return np.sort(np.stack((order[below], order[above]), axis=1), axis=1)
 
 
 def _best_exchange_of_pairs(
     heavy: list[int], light: list[int], loads: _Loads, gap: float
 ) -> tuple[list[int], list[int]] | None:
     """Like _best_exchange, two places for two: sums of pairs lie far closer to each other than single loads do."""
-    (a, b), (c, d) = np.triu_indices(len(heavy), 1), np.triu_indices(len(light), 1)
+    (a, b), (c, d) = _pairs(len(heavy)), _pairs(len(light))
     given, taken = loads[heavy][a] + loads[heavy][b], loads[light][c] + loads[light][d]
     if not len(given) or not len(taken):
         return None
@@ -197,3 +263,9 @@ def _best_exchange_of_pairs(
         return None
     other = order[nearest[best]]
     return [heavy[a[best]], heavy[b[best]]], [light[c[other]], light[d[other]]]
+
+
+@lru_cache(maxsize=_PAIRED + 1)
+def _pairs(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The first and the second of all pairs of so many places."""
+    return np.triu_indices(count, 1)

@@ -199,7 +199,7 @@ class Trainable:
         layout, mesh = self.config.layout, self.mesh
         plan = plan_microbatches(
             samples,
-            batch.lengths.tolist(),
+            batch.lengths.numpy(),
             dp_size=mesh.dp_size,
             max_tokens=self.config.max_tokens_per_microbatch * layout.cp,
             cost=self.cost,
