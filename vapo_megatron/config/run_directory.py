@@ -13,7 +13,7 @@ from vapo_megatron.errors import BadInput
 # Metrics, samples, logs and a report; checkpoints come on top.
 _ROOM_BYTES = 64 << 20
 # What a run has made before its first step ends.
-_BEFORE_RESULTS = {"config.yaml", "environment.json", "logs", "metrics.jsonl", "samples", "tensorboard"}
+_BEFORE_RESULTS = {"config.yaml", "environment.json", "logs", "metrics.jsonl", "samples", "tensorboard", "wandb"}
 
 
 def check_room(run_dir: Path, checkpoint_bytes: int = 0) -> None:

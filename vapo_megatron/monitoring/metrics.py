@@ -1,4 +1,4 @@
-"""The metrics of a run, one row per step: metrics.jsonl and TensorBoard."""
+"""The metrics of a run, one row per step: metrics.jsonl."""
 
 import json
 import math
@@ -7,14 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.errors import BadInput
-from vapo_megatron.monitoring.names import own_counter
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter as Writer
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -65,51 +61,37 @@ class Stat:
 
 
 class MetricsWriter:
-    """Appends a JSON object a step to run_dir/metrics.jsonl, and its metrics to run_dir/tensorboard.
+    """Appends a JSON object a step to run_dir/metrics.jsonl.
 
     Rows of steps from start_step on, left by an earlier attempt of the run, are removed first: 0 starts afresh.
-    `nonfinite` counts the NaN and infinite metrics written, as null, in this attempt.
+    `kept` are those before it. `nonfinite` counts the NaN and infinite metrics written, as null, in this attempt.
     """
 
-    def __init__(self, run_dir: Path, tensorboard: bool = True, start_step: int = 0) -> None:
+    def __init__(self, run_dir: Path, start_step: int = 0) -> None:
         """Raises BadInput where run_dir cannot be written."""
         self.path = run_dir / METRICS_FILE
         self.nonfinite = 0
-        kept = [row for row in read_metrics(run_dir) if row["step"] < start_step]
+        self.kept = [row for row in read_metrics(run_dir) if row["step"] < start_step]
         with atomic_write(self.path) as file:
-            file.writelines(json.dumps(row) + "\n" for row in kept)
+            file.writelines(json.dumps(row) + "\n" for row in self.kept)
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
-        self._tensorboard: Writer | None = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # takes a second, and only rank 0 has use for it
 
-            self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step or None)
-            self._restore_own_counters(kept, start_step)
+    def write(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Append the row of `step`, which is in the file when this returns; its finite metrics.
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append the row of `step`; it is in the file when this returns.
-
-        In TensorBoard a metric is drawn against the step, or against `<group>/iteration` where the row has such a
-        counter for the metric's group (value_pretraining/loss against value_pretraining/iteration).
         Raises BadInput where the row cannot be written; no part of it is left in the file then.
         """
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         row: dict[str, Any] = {"step": step} | {name: finite.get(name) for name in metrics}
         self.nonfinite += len(metrics) - len(finite)
         self._append((json.dumps(row) + "\n").encode())
-        if self._tensorboard is not None:
-            for name, value in finite.items():
-                self._tensorboard.add_scalar(name, value, int(finite.get(own_counter(name), step)))
-            self._tensorboard.flush()
+        return finite
 
     def close(self) -> None:
-        """End both files; a second call does nothing."""
+        """End the file; a second call does nothing."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = None
 
     def __enter__(self) -> Self:
         return self
@@ -118,16 +100,6 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _restore_own_counters(self, kept: Iterable[Mapping[str, Any]], start_step: int) -> None:
-        """TensorBoard forgets all that was drawn at start_step or beyond; what was drawn against a counter of its own,
-        from a row that is kept, comes back."""
-        assert self._tensorboard is not None
-        for row in kept:
-            for name, value in row.items():
-                counter = row.get(own_counter(name))
-                if counter is not None and counter >= start_step and value is not None and name != "step":
-                    self._tensorboard.add_scalar(name, value, int(counter))
 
     def _append(self, line: bytes) -> None:
         size = os.fstat(self._file).st_size

@@ -38,6 +38,8 @@ CRITIC_GRAD_NORM = "critic/grad_norm"
 BIAS_POSITIONS = (0, 25, 50, 75, 95)
 VALUE_BIAS = "critic/value_bias_"
 
+TRACKER_FAILURES = "tracking/failures"  # of TensorBoard, Weights & Biases, so far in this attempt; absent while 0
+
 TOKENS_PER_SECOND = "throughput/tokens_per_second"
 TIME = "time/"
 STEP_TIME = "time/step"

@@ -6,15 +6,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from torch import Tensor
+
 from vapo_megatron.config.monitoring import MonitoringConfig
 from vapo_megatron.experience.sample import Sample
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.alarms import Alarms
 from vapo_megatron.monitoring.console import Advance, RunConsole
 from vapo_megatron.monitoring.facts import write_environment
-from vapo_megatron.monitoring.metrics import MetricsWriter, read_metrics
-from vapo_megatron.monitoring.samples import SampleWriter
+from vapo_megatron.monitoring.metrics import MetricsWriter
+from vapo_megatron.monitoring.samples import Decode, SampleWriter
 from vapo_megatron.monitoring.timers import MemoryGauge, PhaseTimer, host_gauge
+from vapo_megatron.monitoring.trackers import Record, Row, Trackers, start_trackers
 
 
 class Recorder:
@@ -28,20 +31,25 @@ class Recorder:
         start_step: int = 0,
         device_gauges: Mapping[str, tuple[Callable[[], object], Callable[[], int]]] | None = None,
         synchronize: Callable[[], object] = lambda: None,
+        decode: Decode | None = None,
     ) -> None:
         """start_step: rows of metrics from this step on are removed first (a resumed run); 0 starts afresh.
         device_gauges: high-water marks beside the host's, as (reset, peak) by name; synchronize waits for the device.
+        decode: token ids to text, for estimates; None where there are none.
         """
         self.run_dir, self.is_main_rank = run_dir, is_main_rank
         self.console = RunConsole(enabled=is_main_rank)
         gauges = {name: MemoryGauge(*calls) for name, calls in (device_gauges or {}).items()}
         self.timer = PhaseTimer({"memory": host_gauge()} | gauges, synchronize)
         self._row: dict[str, float] = {}
-        self._metrics = MetricsWriter(run_dir, config.tensorboard, start_step) if is_main_rank else None
-        self._samples = SampleWriter(run_dir, config.sample_groups_per_step) if is_main_rank else None
-        self._alarms = Alarms(config.alarms, read_metrics(run_dir) if start_step and is_main_rank else ())
+        self._metrics = MetricsWriter(run_dir, start_step) if is_main_rank else None
+        kept = self._metrics.kept if self._metrics is not None else []
+        self._samples = SampleWriter(run_dir, config.sample_groups_per_step, config.sample_token_estimates, decode)
+        self._alarms = Alarms(config.alarms, kept)
+        self._trackers = Trackers(self.console.note)
         if is_main_rank:
             write_environment(run_dir)
+            self._trackers = start_trackers(config, run_dir, start_step, kept, self.console.note)
 
     @contextmanager
     def phase(self, name: str, total: int | None = None, title: str | None = None) -> Iterator[Advance]:
@@ -60,16 +68,20 @@ class Recorder:
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Keep some of a step's responses for people to read."""
-        if self._samples is not None:
+        if self.is_main_rank:
             self._samples.write(step, samples)
+
+    def estimates(self, step: int, values: Tensor | None, advantages: Tensor | None, cu_seqlens: Tensor) -> None:
+        """Keep what critic and advantages [T] say of the tokens of some of the step's samples (SampleWriter)."""
+        if self.is_main_rank:
+            self._samples.add_estimates(step, values, advantages, cu_seqlens)
 
     def write(self, step: int) -> dict[str, float]:
         """End the row of a step: it goes into the files, and trouble that it gives away onto the console."""
         row, self._row = self._row | self.timer.take(), {}
-        if self._metrics is not None:
-            self._metrics.write(step, row)
-            for line in self._alarms.check(row):
-                self.console.alarm(line)
+        lines = self._keep(step, row, self._samples.take())
+        for line in lines:
+            self.console.alarm(line)
         return row
 
     def write_pretraining(self, updates: int, samples: int) -> None:
@@ -82,8 +94,18 @@ class Recorder:
         self._row = {}
         row |= {names.own_counter(names.PRETRAINING): float(updates), f"{names.PRETRAINING}samples": float(samples)}
         row |= {f"{names.PRETRAINING}{name}": value for name, value in self.timer.take().items()}
-        if self._metrics is not None:
-            self._metrics.write(0, row)
+        self._keep(0, row, ())
+
+    def _keep(self, step: int, row: dict[str, float], samples: Sequence[Row]) -> list[str]:
+        """Hand a row to the files and trackers; the alarms that it raises."""
+        if self._metrics is None:
+            return []
+        if self._trackers.failures:
+            row[names.TRACKER_FAILURES] = float(self._trackers.failures)
+        finite = self._metrics.write(step, row)
+        lines = self._alarms.check(row)
+        self._trackers.write(Record(step, finite, samples, lines))
+        return lines
 
     def step_line(self, step: int, steps: int, row: Mapping[str, float]) -> None:
         """The console's line of a step."""
@@ -95,5 +117,6 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._trackers.close(failed=kind is not None and issubclass(kind, Exception))
         if self._metrics is not None:
             self._metrics.close()

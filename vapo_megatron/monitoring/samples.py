@@ -1,33 +1,105 @@
-"""Responses of a run, kept for people to read."""
+"""Responses of a run, kept for people to read; of some, what critic and advantages say of every token."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from vapo_megatron.experience.jsonl import write_rows
 from vapo_megatron.experience.sample import Sample
+
+Decode = Callable[[Sequence[int]], str]
+
+# Of a longer response the first and the last half of as many tokens are kept.
+LONGEST = 4096
+_DECIMALS = 4
 
 
 class SampleWriter:
     """Keeps the first groups of every step in run_dir/samples/step_000012.jsonl, one sample per line."""
 
-    def __init__(self, run_dir: Path, groups_per_step: int) -> None:
-        """groups_per_step 0 keeps nothing."""
+    def __init__(self, run_dir: Path, groups_per_step: int, with_tokens: int = 0, decode: Decode | None = None) -> None:
+        """groups_per_step 0 keeps nothing. with_tokens: of how many of them estimates are kept; decode: ids to text."""
         self._folder = run_dir / "samples"
-        self._groups = groups_per_step
+        self._groups, self._with_tokens, self._decode = groups_per_step, with_tokens, decode
+        self._kept: list[tuple[int, Sample]] = []
+        self._rows: list[dict[str, Any]] = []
 
     def write(self, step: int, samples: Sequence[Sample]) -> Path | None:
         """Write the samples of the step's first groups, in the order of group and index; the file, or None if none.
 
         Raises BadInput where the file cannot be written; it is whole or not there.
         """
-        kept = set(sorted({sample.group for sample in samples})[: self._groups])
-        if not kept:
-            return None
+        groups = set(sorted({sample.group for sample in samples})[: self._groups])
+        chosen = [(place, sample) for place, sample in enumerate(samples) if sample.group in groups]
+        self._kept = sorted(chosen, key=lambda entry: (entry[1].group, entry[1].index))
+        self._rows = [_row(sample) for _, sample in self._kept]
+        return self._save(step) if self._rows else None
+
+    def add_estimates(self, step: int, values: Tensor | None, advantages: Tensor | None, cu_seqlens: Tensor) -> None:
+        """Add `estimates` to some rows of the step: half of them correct responses, the first there are.
+
+        Each holds the texts of tokens (a token that ends within a character has none, the one that completes it has
+        it), their values and advantages, and `left_out`, how many tokens there are between the first half and the last.
+
+        Args:
+            values, advantages: float32 [T], of all samples that were given to write; None where there are none.
+            cu_seqlens: int64 [S + 1].
+        """
+        if self._decode is None:
+            return
+        for number in _of_both_kinds([sample for _, sample in self._kept], self._with_tokens):
+            place, sample = self._kept[number]
+            start, count = int(cu_seqlens[place]), len(sample.response_ids)
+            head = count if count <= LONGEST else LONGEST // 2
+            parts = [slice(0, head)] if head == count else [slice(0, head), slice(count - (LONGEST - head), count)]
+            ids = [sample.response_ids[part].tolist() for part in parts]
+            texts = [text for part in ids for text in token_texts(part, self._decode)]
+            found: dict[str, Any] = {"left_out": max(0, count - LONGEST), "tokens": texts}
+            for name, tensor in (("values", values), ("advantages", advantages)):
+                if tensor is not None:
+                    own = tensor[start : start + count]
+                    found[name] = [round(value, _DECIMALS) for part in parts for value in own[part].tolist()]
+            self._rows[number]["estimates"] = found
+        if any("estimates" in row for row in self._rows):
+            self._save(step)
+
+    def take(self) -> list[dict[str, Any]]:
+        """The rows written since the last take, in the file's order."""
+        rows, self._rows, self._kept = self._rows, [], []
+        return rows
+
+    def _save(self, step: int) -> Path:
         path = self._folder / f"step_{step:06d}.jsonl"
-        chosen = sorted((s for s in samples if s.group in kept), key=lambda sample: (sample.group, sample.index))
-        write_rows(path, map(_row, chosen))
+        write_rows(path, self._rows)
         return path
+
+
+def token_texts(token_ids: Sequence[int], decode: Decode) -> list[str]:
+    """The text that each token adds to those before it. A token that ends within a character adds nothing."""
+    texts: list[str] = []
+    context: list[int] = []
+    pending: list[int] = []
+    for token in token_ids:
+        pending.append(token)
+        # Tokenizers drop a blank at the start of a text: what a token adds shows behind another one.
+        text = decode([*context, *pending])[len(decode(context)) if context else 0 :]
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and len(pending) < 8:
+            texts.append("")
+        else:
+            texts.append(text)
+            context, pending = pending[-1:], []
+    return texts
+
+
+def _of_both_kinds(samples: Sequence[Sample], wanted: int) -> list[int]:
+    """Numbers of `wanted` samples, correct and others by turns while there are both."""
+    correct = [number for number, sample in enumerate(samples) if sample.correct]
+    others = [number for number, sample in enumerate(samples) if not sample.correct]
+    share = max(wanted - wanted // 2, wanted - len(others))
+    good = correct[:share]
+    return sorted(good + others[: wanted - len(good)])
 
 
 def _row(sample: Sample) -> dict[str, Any]:

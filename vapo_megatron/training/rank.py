@@ -43,6 +43,7 @@ def train_rank(config: TrainConfig, run_dir: Path, checkpoint: Path | None = Non
                 start_step=resumed.progress.step + 1 if resumed is not None else 0,
                 device_gauges=platform.memory_gauges(),
                 synchronize=platform.synchronize,
+                decode=tokenizer.decode,
             )
         )
         engines = stack.enter_context(

@@ -51,6 +51,7 @@ def record_step(batch: ExperienceBatch, memory: MemoryPlan, state: RunState, rec
         }
         | memory.metrics()
     )
+    recorder.estimates(state.step, batch.values, batch.advantages, batch.response_cu_seqlens)
     if state.step == 1:
         recorder.console.table(*memory.table())
     state.metrics = recorder.write(state.step)
