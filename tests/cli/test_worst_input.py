@@ -187,3 +187,12 @@ def test_arguments_that_sglang_refuses_are_told_of_before_anything_starts(
 ) -> None:
     code = command.exit_code("train", f"rollout.server_args.{argument}")
     assert_refused(command, code, capfd.readouterr().err, "rollout.server_args", argument, *named)
+
+
+@pytest.mark.parametrize("name", ["train", "sft"])
+def test_a_tracker_that_is_not_installed_is_refused_before_the_run(
+    command: Command, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("vapo_megatron.training.first_checks.find_spec", lambda _: None)
+    code = command.exit_code(name, "monitoring.wandb.enabled=true")
+    assert_refused(command, code, capfd.readouterr().err, "monitoring.wandb.enabled", "pip install")

@@ -1,8 +1,10 @@
 """The checks that need neither transformers nor Megatron-Core: most mistakes are refused before those are imported."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from vapo_megatron.config.model import TrainableConfig
+from vapo_megatron.config.monitoring import MonitoringConfig
 from vapo_megatron.config.run_directory import check_place
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import EvaluateConfig, TrainConfig
@@ -27,6 +29,8 @@ def look_first(settings: TrainConfig | SftConfig | EvaluateConfig) -> None:
     if settings.run.resume != "never" and Path(settings.run.directory).exists():
         return
     check_place(settings.run)
+    if not isinstance(settings, EvaluateConfig):
+        check_trackers(settings.monitoring)
     if isinstance(settings, TrainConfig):
         check_train_numbers(settings, settings.cluster.ranks)
         read_problems(settings.data.train, settings.data.fields)
@@ -39,6 +43,15 @@ def look_first(settings: TrainConfig | SftConfig | EvaluateConfig) -> None:
     if not isinstance(settings, SftConfig):
         for entry in settings.data.eval:
             read_problems(entry.path, settings.data.fields, entry.limit)
+
+
+def check_trackers(config: MonitoringConfig) -> None:
+    """Raises BadInput where a tracker is asked for whose package is not installed."""
+    if config.wandb.enabled and find_spec("wandb") is None:
+        raise BadInput(
+            "monitoring.wandb.enabled: the package wandb is not installed: pip install 'vapo-megatron[wandb]', "
+            "or set it to false"
+        )
 
 
 def check_train_numbers(config: TrainConfig, world_size: int | None) -> ModelSpec:

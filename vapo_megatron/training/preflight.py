@@ -21,6 +21,7 @@ from vapo_megatron.training.first_checks import (
     check_capacity,
     check_critic_source,
     check_sft_numbers,
+    check_trackers,
     check_train_numbers,
 )
 from vapo_megatron.training.recorded_rollouts import BYTES_PER_TOKEN
@@ -31,6 +32,7 @@ from vapo_megatron.weight_sync.quantization import engine_fp8
 
 def check_train(config: TrainConfig, world_size: int) -> None:
     """Raises BadInput for anything in a training config that cannot work with these files on this many ranks."""
+    check_trackers(config.monitoring)
     spec = check_train_numbers(config, world_size)
     uses_transformer_engine(config.model.attention, current_platform())
     sections: dict[str, TrainableConfig] = {"actor": config.actor}
@@ -58,6 +60,7 @@ def check_train(config: TrainConfig, world_size: int) -> None:
 
 def check_sft(config: SftConfig, world_size: int) -> None:
     """Raises BadInput for anything in a fine-tuning config that cannot work."""
+    check_trackers(config.monitoring)
     spec = check_sft_numbers(config, world_size)
     uses_transformer_engine(config.model.attention, current_platform())
     check_trainable(spec, config.model, config.actor, "actor", current_platform())

@@ -1,0 +1,173 @@
+"""Trackers hold what metrics.jsonl holds; none of them stops a run, whatever becomes of it."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_samples import sample
+
+from vapo_megatron.config.monitoring import MonitoringConfig, WandbConfig
+from vapo_megatron.monitoring import tensorboard
+from vapo_megatron.monitoring.metrics import read_metrics
+from vapo_megatron.monitoring.recorder import Recorder
+
+KL = "actor/train_infer_kl"  # one above the limit raises an alarm
+
+
+def recorder(run_dir: Path, start_step: int = 0, **monitoring: Any) -> Recorder:
+    return Recorder(run_dir, MonitoringConfig(**monitoring), is_main_rank=True, start_step=start_step)
+
+
+def write(record: Recorder, step: int, **metrics: float) -> None:
+    record.add({name.replace("__", "/"): value for name, value in metrics.items()})
+    record.write(step)
+
+
+def tensorboard_of(run_dir: Path) -> EventAccumulator:
+    events = EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    return events
+
+
+def scalars(run_dir: Path, name: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in tensorboard_of(run_dir).Scalars(name)]
+
+
+def test_tensorboard_holds_a_repeated_step_once_and_alarms_as_text(tmp_path: Path) -> None:
+    with recorder(tmp_path) as record:
+        for step in range(1, 6):
+            write(record, step, a__x=float(step), **{KL.replace("/", "__"): 1.0})
+    with recorder(tmp_path, start_step=4) as record:
+        write(record, 4, a__x=40.0)
+    assert scalars(tmp_path, "a/x") == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
+    assert [event.step for event in tensorboard_of(tmp_path).Tensors("alarms/text_summary")] == [1]
+
+
+def test_a_group_with_a_counter_of_its_own_is_drawn_against_it(tmp_path: Path) -> None:
+    with recorder(tmp_path) as record:
+        for updates in (1, 2, 3):
+            record.add({"critic/value_loss": updates / 4})
+            record.write_pretraining(updates, updates * 8)
+        write(record, 1, a__x=1.0)
+    expected = [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert scalars(tmp_path, "value_pretraining/value_loss") == expected
+    with recorder(tmp_path, start_step=2):  # its purge takes what was drawn at 2 and beyond; those points come back
+        pass
+    assert sorted(set(scalars(tmp_path, "value_pretraining/value_loss"))) == expected
+
+
+def test_a_tracker_that_fails_is_one_line_and_a_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    with recorder(tmp_path) as record:
+        write(record, 1, a__x=1.0)
+        monkeypatch.setattr(tensorboard.TensorBoard, "write", fails)
+        for step in (2, 3, 4):
+            write(record, step, a__x=float(step))
+    assert [row.get("tracking/failures") for row in read_metrics(tmp_path)] == [None, None, 1.0, 2.0]
+    assert capsys.readouterr().out.count("No space left on device") == 1
+
+
+def test_without_login_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    with recorder(tmp_path / "run", tensorboard=False, wandb=WandbConfig(enabled=True)) as record:
+        write(record, 1, a__x=1.0)
+    said = capsys.readouterr()
+    lines = [line for line in (said.out + said.err).splitlines() if "Weights & Biases" in line]
+    assert len(lines) == 1 and "wandb login" in lines[0], said
+    assert [(row["a/x"], row["tracking/failures"]) for row in read_metrics(tmp_path / "run")] == [(1.0, 1.0)]
+
+
+def test_an_offline_run_has_config_code_metrics_samples_and_alarms(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"run": {"seed": 7}}))
+    config = WandbConfig(enabled=True, mode="offline", project="tests", tags=("one",), samples=2)
+    for start in (0, 3):
+        with recorder(tmp_path, start, tensorboard=False, wandb=config) as record:
+            for step in (start + 1, start + 2):
+                record.samples(step, [sample(0, index) for index in range(3)])
+                write(record, step, a__x=float(step), **{KL.replace("/", "__"): 1.0})
+    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert {file.name for file in files} == {f"run-{(tmp_path / 'wandb' / 'run_id').read_text()}.wandb"}
+    first, second = map(records_when_ended, files)
+    (run,) = [record.run for record in first if record.WhichOneof("record_type") == "run"][:1]
+    assert (run.project, list(run.tags), run.display_name) == ("tests", ["one"], tmp_path.name)
+    given = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert given["run"] == {"seed": 7}
+    assert given["environment"]["packages"]["torch"].startswith("2.")
+    rows = [row for part in (first, second) for row in map(history, part) if row]
+    assert [(row["step"], row["a/x"], row["alarms"]) for row in rows] == [(1, 1, 1), (2, 2, 0), (4, 4, 0), (5, 5, 0)]
+    assert {row["samples.nrows"] for row in rows} == {2}
+    alerts = [record.alert.text for record in first if record.WhichOneof("record_type") == "alert"]
+    assert len(alerts) == 1 and KL in alerts[0]
+    axes = {record.metric.name: record.metric.step_metric for record in first if record.HasField("metric")}
+    assert axes["a/x"] == "step"
+
+
+def history(record: Any) -> dict[str, Any]:
+    if record.WhichOneof("record_type") != "history":
+        return {}
+    return {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+
+
+def records_when_ended(path: Path) -> list[Any]:
+    """A process of its own writes the file, to the end even where the run's ends."""
+    for _ in range(600):
+        found = records_of(path)
+        if any(record.WhichOneof("record_type") == "exit" for record in found):
+            return found
+        time.sleep(0.05)
+    raise TimeoutError(path)
+
+
+def records_of(path: Path) -> list[Any]:
+    """The records of a .wandb file: LevelDB's log format, blocks of 32 KiB, 7 bytes before every piece."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, place, pending, found = path.read_bytes(), 7, b"", []
+    while place + 7 <= len(content):
+        left = 32768 - place % 32768
+        length, kind = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
+        if left < 7 or kind == 0:
+            place += left
+            continue
+        pending += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # the whole of a record, or its last piece
+            found.append(Record.FromString(pending))
+            pending = b""
+    return found
+
+
+def test_estimates_are_those_of_their_tokens(tmp_path: Path) -> None:
+    texts = {5: "a ", 6: "b\N{REPLACEMENT CHARACTER}", 7: "c"}
+
+    def decode(ids: Any) -> str:
+        return "".join(texts[token] for token in ids).replace("\N{REPLACEMENT CHARACTER}c", "é")
+
+    config = MonitoringConfig(tensorboard=False, sample_groups_per_step=1, sample_token_estimates=1)
+    with Recorder(tmp_path, config, is_main_rank=True, decode=decode) as record:
+        record.samples(1, [sample(1, 0), sample(0, 1), sample(0, 0)])  # as the batch has them
+        record.estimates(1, torch.arange(9) / 10, -torch.arange(9.0), torch.tensor([0, 3, 6, 9]))
+        record.write(1)
+    rows = [json.loads(line) for line in (tmp_path / "samples" / "step_000001.jsonl").read_text().splitlines()]
+    assert rows[0]["estimates"] == {
+        "left_out": 0,
+        "tokens": ["a ", "", "bé"],
+        "values": [0.6, 0.7, 0.8],
+        "advantages": [-6.0, -7.0, -8.0],
+    }
+    assert "estimates" not in rows[1]
