@@ -1,60 +1,176 @@
-"""Each alarm goes off at its trouble, once, and not without it."""
+"""Each alarm goes off at its trouble, once, early, and not without it: on made histories and on public curves."""
 
+import math
+import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from vapo_megatron.config.monitoring import AlarmsConfig
-from vapo_megatron.monitoring.alarms import Alarms
-
-HEALTHY: dict[str, Any] = {
-    "actor/grad_norm": 0.4,
-    "critic/grad_norm": 1.0,
-    "actor/entropy": 0.5,
-    "actor/train_infer_kl": 1e-4,
-    "response_length/mean": 100.0,
-    "response_length/truncated": 0.1,
-    "reward/frac_zero_std_groups": 0.4,
-}
-CONFIG = AlarmsConfig(reference_steps=2)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("actor/grad_norm", None),
-        ("actor/grad_norm", float("nan")),
-        ("critic/grad_norm", float("inf")),
-        ("actor/entropy", 0.009),
-        ("actor/train_infer_kl", 0.06),
-        ("response_length/mean", 24.0),
-        ("response_length/truncated", 0.51),
-        ("reward/frac_zero_std_groups", 0.96),
-    ],
+from tools.describe_alarms import (
+    CURVES,
+    CURVES_BEGIN,
+    CURVES_TRIED,
+    PAGE,
+    alarms_part,
+    curves_part,
+    first_alarms,
+    read_curve,
 )
-def test_trouble_is_named_once_while_it_lasts(name: str, value: float | None) -> None:
-    alarms = Alarms(CONFIG, history=[HEALTHY, HEALTHY])
-    assert alarms.check(HEALTHY) == []
-    texts = alarms.check(HEALTHY | {name: value})
-    assert len(texts) == 1 and texts[0].startswith(name) and "\n" not in texts[0]
-    assert alarms.check(HEALTHY | {name: value}) == [] and alarms.active
-    assert alarms.check(HEALTHY) == [] and not alarms.active
-    assert alarms.check(HEALTHY | {name: value}) == texts
+from vapo_megatron.config.monitoring import AlarmActions, AlarmsConfig
+from vapo_megatron.monitoring.alarms import ALARMS, Alarms
+
+STEPS, ONSET = 120, 60
+Row = dict[str, Any]
 
 
-def test_collapse_is_measured_against_the_first_steps_alone() -> None:
-    alarms = Alarms(CONFIG)
-    for length in (100.0, 100.0, 80.0, 60.0, 40.0, 26.0):
-        assert alarms.check({"response_length/mean": length}) == []
-    assert alarms.check({"response_length/mean": 24.0}) != []
+def healthy(step: int, noise: random.Random) -> Row:
+    """A run that learns: as in the quickstart, with the noise of small batches."""
+    done = step / STEPS
+
+    def noisy(value: float, share: float = 0.15) -> float:
+        return value * noise.lognormvariate(0, share)
+
+    learnt = 0.2 + 0.6 * done
+    accuracy = min(1.0, max(0.0, learnt + noise.gauss(0, 0.05)))
+    row = {
+        "step": step,
+        "accuracy/mean": accuracy,
+        "reward/mean": 2 * accuracy - 1,
+        "reward/frac_zero_std_groups": 0.4 + noise.gauss(0, 0.1),
+        "reward/failed": 0.0,
+        "response_length/mean": noisy(400 * (1 + done)),
+        "response_length/truncated": 0.05 + noise.random() / 10,
+        "response_length/repeated": noise.random() / 20,
+        "actor/entropy": noisy(0.6 * math.exp(-2 * done)),
+        "actor/train_infer_kl": noisy(4e-4, 0.3),
+        "actor/clip_fraction_low": noisy(0.003, 0.5),
+        "actor/clip_fraction_high": noisy(0.004, 0.5),
+        "actor/grad_norm": noisy(0.3, 0.4),
+        "critic/grad_norm": noisy(2.0, 0.4),
+        "critic/gain": 0.1 + noise.gauss(0, 0.08),
+        **{f"critic/value_bias_{p}": noise.gauss(0, 0.05) for p in (0, 25, 50, 75, 95)},
+        "throughput/rollout": noisy(9000, 0.1),
+        "memory/process_gib": 2.0 + 0.05 * noise.random(),
+        "memory/host_used": 0.6,
+    }
+    if step % 10 == 0:
+        row["evaluation/gsm8k_avg@4"] = learnt - 0.02 + noise.gauss(0, 0.015)
+    return row
+
+
+# What goes wrong from step ONSET on, by the alarm that has to say so, and within how many steps. `since` counts from 0.
+SICK: dict[str, tuple[Callable[[Row, int], Row], int]] = {
+    "length_collapse": (lambda row, since: {"response_length/mean": 500 * 0.8**since + 20}, 15),
+    "entropy_collapse": (lambda row, since: {"actor/entropy": 0.3 * 0.6**since}, 12),
+    "entropy_explosion": (lambda row, since: {"actor/entropy": 0.3 * 1.3**since}, 12),
+    "accuracy_collapse": (lambda row, since: {"accuracy/mean": max(0.0, 0.5 - since / 20)}, 25),
+    "value_below_baseline": (lambda row, since: {"critic/gain": row["critic/gain"] - 0.3}, 8),
+    "value_bias": (lambda row, since: {f"critic/value_bias_{p}": -0.9 + p / 100 for p in (0, 25, 50, 75, 95)}, 3),
+    "critic_fault": (lambda row, since: {"critic/fault_sign": 1.0}, 1),
+    "evaluation_falls": (
+        lambda row, since: {name: 0.5 - since / 100 for name in row if name.startswith("evaluation/")},
+        21,
+    ),
+    "train_infer_gap": (lambda row, since: {"actor/train_infer_kl": 0.01}, 3),
+    "clipped_share": (lambda row, since: {"actor/clip_fraction_high": 0.12}, 3),
+    "gradient_spike": (lambda row, since: {"actor/grad_norm": 6.0 if since == 0 else row["actor/grad_norm"]}, 1),
+    "truncated_text": (lambda row, since: {"response_length/truncated": 0.6}, 3),
+    "repeated_text": (lambda row, since: {"response_length/repeated": 0.5}, 3),
+    "groups_without_signal": (lambda row, since: {"reward/frac_zero_std_groups": 1.0}, 8),
+    "failed_grades": (lambda row, since: {"reward/failed": 0.06}, 1),
+    "slow_engine": (lambda row, since: {"throughput/rollout": 2000.0}, 3),
+    "host_memory": (lambda row, since: {"memory/process_gib": 2.0 + 0.02 * since}, 50),
+}
+
+
+def run(seed: int, name: str | None = None) -> list[Row]:
+    """The rows of a healthy run, or of one that falls ill of what the alarm is for."""
+    noise = random.Random(seed)
+    rows = [healthy(step, noise) for step in range(1, STEPS + 1)]
+    if name is not None:
+        for row in rows[ONSET - 1 :]:
+            row.update(SICK[name][0](row, row["step"] - ONSET))
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_healthy_run_raises_no_alarm(seed: int) -> None:
+    assert first_alarms(run(seed)) == {}
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_a_sick_run_raises_its_alarm_in_time_and_not_before(name: str) -> None:
+    within = SICK[name][1]
+    for seed in range(5):
+        first = first_alarms(run(seed, name)).get(name)
+        assert first is not None and ONSET <= first < ONSET + within, (seed, first)
+
+
+def test_each_alarm_of_the_code_has_its_sick_run_and_its_action() -> None:
+    assert [alarm.name for alarm in ALARMS] == list(SICK) == list(AlarmActions.model_fields)
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["actor/grad_norm", "critic/grad_norm"])
+def test_a_gradient_norm_that_is_not_finite_is_told_from_the_first_step_on(name: str, value: float | None) -> None:
+    alarms = Alarms(AlarmsConfig())
+    assert alarms.check({"step": 1, name: value}) == {"gradient_spike": f"{name} is not finite"}
+
+
+def test_trouble_is_told_once_while_it_lasts_and_stands_in_every_row() -> None:
+    alarms = Alarms(AlarmsConfig())
+    told = [list(alarms.check({"reward/failed": share})) for share in (0.0, 0.1, 0.1, 0.0, 0.1)]
+    assert told == [[], ["failed_grades"], [], [], ["failed_grades"]]
+    assert alarms.metrics() == {"alarm/failed_grades": 1.0}
+
+
+def test_a_resumed_run_tells_what_the_undisturbed_one_does() -> None:
+    rows = run(0, "entropy_explosion")
+    whole = Alarms(AlarmsConfig())
+    said = []
+    for row in rows:
+        fresh = whole.check(row)
+        row.update(whole.metrics())
+        said.append(fresh)
+    for cut in (ONSET, ONSET + 10, ONSET + 20):
+        resumed = Alarms(AlarmsConfig(), rows[:cut])
+        assert [resumed.check(row) for row in rows[cut:]] == said[cut:]
+
+
+def test_off_is_silent_and_stop_says_so() -> None:
+    row = {"reward/failed": 0.5}
+    off = Alarms(AlarmsConfig(actions=AlarmActions(failed_grades="off")))
+    assert off.check(row) == {} and off.metrics() == {} and off.stopping is None
+    stop = Alarms(AlarmsConfig(actions=AlarmActions(failed_grades="stop")))
+    assert stop.check({"reward/failed": 0.0}) == {} and stop.stopping is None
+    stop.check(row)
+    assert stop.stopping == "failed_grades: 50% of verifications failed (limit 5%)"
 
 
 def test_figures_that_are_absent_raise_no_alarm() -> None:
-    assert Alarms(CONFIG).check({"step": 1}) == []
+    assert first_alarms([{"step": step} for step in range(60)]) == {}
 
 
-def test_a_fault_of_the_critic_is_told_of_once() -> None:
-    alarms = Alarms(AlarmsConfig())
-    (line,) = alarms.check({"critic/fault_shift": 1.0, "critic/gain": 0.1})
-    assert "'shift'" in line and alarms.check({"critic/fault_shift": 1.0}) == []
-    assert alarms.check({"critic/gain": 0.1}) == []
+def test_the_page_names_exactly_the_alarms_of_the_code() -> None:
+    page = PAGE.read_text()
+    assert page[: page.index(CURVES_BEGIN)] == alarms_part(), "run tools/describe_alarms.py"
+
+
+needs_curves = pytest.mark.skipif(not CURVES.is_dir(), reason=f"no public curves at {CURVES}")
+
+
+@needs_curves
+def test_the_page_says_what_the_alarms_say_of_public_curves() -> None:
+    page = PAGE.read_text()
+    assert page[page.index(CURVES_BEGIN) :] == curves_part(CURVES), "run tools/describe_alarms.py"
+
+
+@needs_curves
+@pytest.mark.parametrize("curve", CURVES_TRIED, ids=lambda curve: f"{curve.file}-{curve.run}")
+def test_public_curves_sick_and_healthy(curve: Any) -> None:
+    first = first_alarms(read_curve(CURVES, curve))
+    if curve.sick is None:
+        assert first == {}
+    else:
+        assert curve.told_from <= min(first.values()) <= curve.told_by

@@ -13,6 +13,7 @@ FAILED_GRADES = "reward/failed"  # share of responses whose verification failed:
 LENGTH = "response_length/mean"
 LENGTH_MIN = "response_length/min"
 LENGTH_MAX = "response_length/max"
+REPEATED = "response_length/repeated"  # share of tokens that repeat a passage of their response
 TRUNCATED = "response_length/truncated"  # share of responses cut off at the token limit
 
 ENTROPY = "actor/entropy"
@@ -41,9 +42,14 @@ VALUE_BIAS = "critic/value_bias_"
 TRACKER_FAILURES = "tracking/failures"  # of TensorBoard, Weights & Biases, so far in this attempt; absent while 0
 
 TOKENS_PER_SECOND = "throughput/tokens_per_second"
+ROLLOUT_SPEED = "throughput/rollout"  # response tokens per second of the rollout phase
 TIME = "time/"
 STEP_TIME = "time/step"
 
+PROCESS_MEMORY = "memory/process_gib"  # resident memory of rank 0
+HOST_MEMORY_USED = "memory/host_used"  # share of the memory of its host
+
+ALARM = "alarm/"  # and the alarm's name: 1 in the steps that it holds in
 EVALUATION = "evaluation/"  # evaluation/accuracy, evaluation/aime24_avg@32, ...
 PRETRAINING = "value_pretraining/"  # value_pretraining/value_loss, .../explained_variance, .../value_bias_25
 

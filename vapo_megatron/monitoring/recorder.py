@@ -79,10 +79,14 @@ class Recorder:
     def write(self, step: int) -> dict[str, float]:
         """End the row of a step: it goes into the files, and trouble that it gives away onto the console."""
         row, self._row = self._row | self.timer.take(), {}
-        lines = self._keep(step, row, self._samples.take())
-        for line in lines:
+        for line in self._keep(step, row, self._samples.take()):
             self.console.alarm(line)
         return row
+
+    @property
+    def stopping(self) -> str | None:
+        """Of the alarm that is to stop the run, its name and text; None where there is none, and off rank 0."""
+        return self._alarms.stopping
 
     def write_pretraining(self, updates: int, samples: int) -> None:
         """End a row of value pretraining: the critic's metrics so far, under names of their own and by updates."""
@@ -102,8 +106,9 @@ class Recorder:
             return []
         if self._trackers.failures:
             row[names.TRACKER_FAILURES] = float(self._trackers.failures)
+        lines = [f"{name}: {text}" for name, text in self._alarms.check(row).items()]
+        row |= self._alarms.metrics()
         finite = self._metrics.write(step, row)
-        lines = self._alarms.check(row)
         self._trackers.write(Record(step, finite, samples, lines))
         return lines
 

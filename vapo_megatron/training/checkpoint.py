@@ -26,7 +26,7 @@ from vapo_megatron.config.atomic import sync
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.checkpoint import CheckpointConfig
 from vapo_megatron.config.load import dump_config
-from vapo_megatron.errors import BadInput, TryAgain, VapoError
+from vapo_megatron.errors import BadInput, RunFailed, TryAgain, VapoError
 from vapo_megatron.mcore.dist_saver import plan_save
 from vapo_megatron.mcore.mesh import world_timeout
 from vapo_megatron.mcore.rng import rng_state
@@ -70,6 +70,7 @@ class _Decision:
     stop: bool
     save: bool
     failed: bool
+    alarmed: bool
 
 
 class Checkpointer:
@@ -128,12 +129,16 @@ class Checkpointer:
             making_room: entered while tensors are gathered, which takes memory of the device.
 
         Raises:
+            RunFailed: an alarm is set to stop the run, and holds.
             TryAgain: the run is saved and stops here: a signal asked for it, or a time limit is near.
             BadInput, TryAgain: a save failed, and so did a second one; by whether trying again could help. The
             checkpoints before it are untouched.
         """
         self._limit.reached_point()
         decision = self._agree(snapshot, due)
+        if decision.alarmed:
+            self._finish()  # of the state before the trouble; that of now is not saved
+            on_rank_zero(self._stop_for_alarm)
         wanted = (decision.save or decision.stop) and snapshot.name != self._last
         failed = (wanted or decision.failed) and self._finish() is not None
         if wanted or failed:
@@ -169,11 +174,17 @@ class Checkpointer:
             stop_requested() is not None or short,
             due or by_time or better,
             self._unopened is not None or (running is not None and running.has_failed),
+            self._recorder.stopping is not None,
         ]
         flags = torch.tensor(said, dtype=torch.int32)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        stop, save, failed = flags.bool().tolist()
-        return _Decision(stop, save, failed)
+        return _Decision(*flags.bool().tolist())
+
+    def _stop_for_alarm(self) -> None:
+        raise RunFailed(
+            f"{self._run_dir}: stopped by the alarm {self._recorder.stopping}: docs/alarms.md says what to do; "
+            "run.resume=auto goes on from the last checkpoint"
+        )
 
     def _is_best(self, snapshot: Snapshot) -> bool:
         keep = self._config.keep

@@ -2,14 +2,18 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms import critic_metrics
 from vapo_megatron.algorithms.kl import k3
 from vapo_megatron.algorithms.policy_loss import bounded_ratio
+from vapo_megatron.algorithms.repetition import repeated_share
 from vapo_megatron.algorithms.selection import frac_zero_std_groups
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.monitoring import names
+
+_REPETITION_SAMPLES = 256
 
 
 def rollout_metrics(batch: ExperienceBatch) -> dict[str, float]:
@@ -25,7 +29,18 @@ def rollout_metrics(batch: ExperienceBatch) -> dict[str, float]:
         names.LENGTH_MIN: float(lengths.min()),
         names.LENGTH_MAX: float(lengths.max()),
         names.TRUNCATED: float(batch.truncated.float().mean()),
+        names.REPEATED: _repetition(batch),
     }
+
+
+def _repetition(batch: ExperienceBatch) -> float:
+    """repeated_share of responses spread over the batch: of as many as take no time worth mentioning."""
+    part = batch.select(range(0, batch.samples, -(-batch.samples // _REPETITION_SAMPLES)))
+    starts = (part.cu_seqlens[:-1] + part.prompt_lengths).repeat_interleave(part.response_lengths)
+    offsets = torch.arange(part.response_tokens) - part.response_cu_seqlens[:-1].repeat_interleave(
+        part.response_lengths
+    )
+    return repeated_share(part.tokens[starts + offsets], part.response_cu_seqlens)
 
 
 def policy_metrics(batch: ExperienceBatch) -> dict[str, float]:

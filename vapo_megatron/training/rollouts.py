@@ -1,5 +1,6 @@
 """The rollout side of a run: prompts go to the engines, responses come back and are graded."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -65,8 +66,11 @@ class Rollouts:
         """
         experts = self.routed_experts if with_experts else None
         request = self._request(prompts, samples_per_prompt, self.sampling, experts)
+        start = time.perf_counter()
         with recorder.phase("rollout", total=request.num_samples) as advance:
             samples = self.engines.collect(request, advance)
+        tokens = sum(len(sample.response_ids) for sample in samples)
+        recorder.add({names.ROLLOUT_SPEED: tokens / (time.perf_counter() - start)})
         with recorder.phase("verify", total=len(samples)) as advance:
             recorder.add({names.FAILED_GRADES: self._grade(samples, advance)})
         return samples

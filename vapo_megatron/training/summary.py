@@ -2,6 +2,7 @@
 
 import time
 
+import psutil
 import torch.distributed as dist
 
 from vapo_megatron.config.train import TrainConfig
@@ -48,6 +49,8 @@ def record_step(batch: ExperienceBatch, memory: MemoryPlan, state: RunState, rec
             names.STEP_TIME: seconds,
             names.TOKENS_PER_SECOND: float(batch.lengths.sum()) / seconds,
             "memory/rank_gib": current_platform().memory_bytes() / 2**30,
+            names.PROCESS_MEMORY: psutil.Process().memory_info().rss / 2**30,
+            names.HOST_MEMORY_USED: psutil.virtual_memory().percent / 100,
         }
         | memory.metrics()
     )

@@ -14,6 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.errors import BadInput
 from vapo_megatron.monitoring import names
+from vapo_megatron.monitoring.alarms import ALARMS
 from vapo_megatron.monitoring.metrics import METRICS_FILE, read_metrics
 from vapo_megatron.operations.report.curves import draw_curves
 
@@ -48,6 +49,16 @@ class TableRow:
     last: str
 
 
+@dataclass(frozen=True)
+class AlarmRow:
+    """An alarm that went off; steps: in how many, from which one to which."""
+
+    name: str
+    steps: str
+    meaning: str
+    remedy: str
+
+
 def write_report(run_dir: Path) -> Path:
     """Write run_dir/curves.png and run_dir/report.html from the files in run_dir, and return the latter.
 
@@ -73,6 +84,7 @@ def write_report(run_dir: Path) -> Path:
         title=run_dir.resolve().name,
         directory=str(run_dir.resolve()),
         steps=rows[-1]["step"],
+        alarms=alarms_of(rows),
         table=summarise(rows),
         evaluation=_flat(_read_json(run_dir / "evaluation.json")),
         environment=_flat(_read_json(run_dir / "environment.json")),
@@ -83,6 +95,17 @@ def write_report(run_dir: Path) -> Path:
     with atomic_write(path) as file:
         file.write(page)
     return path
+
+
+def alarms_of(rows: Sequence[Mapping[str, Any]]) -> list[AlarmRow]:
+    """The alarms that went off, in the order of docs/alarms.md."""
+    table = []
+    for alarm in ALARMS:
+        steps = [row["step"] for row in rows if row.get(names.ALARM + alarm.name)]
+        if steps:
+            span = f"{len(steps)}: {steps[0]}" + (f" to {steps[-1]}" if len(steps) > 1 else "")
+            table.append(AlarmRow(alarm.name, span, alarm.meaning, alarm.remedy))
+    return table
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> list[TableRow]:
