@@ -71,7 +71,7 @@ test-py312: .venv-py312/.installed
 
 bench: $(STAMP)
 	@export OMP_NUM_THREADS=1
-	for name in balance throughput packing scaling rollout_host weight_sync convert gae; do
+	for name in balance batch_copies throughput packing scaling rollout_host weight_sync convert gae; do
 	  echo "== $$name"; $(BIN)/python -W ignore -m benchmarks.$$name $$([ $$name = gae ] || echo --json runs/benchmarks/$$name.json)
 	done
 	echo "== logprob_head"

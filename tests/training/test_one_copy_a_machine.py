@@ -1,51 +1,76 @@
-"""The experts of a batch: every rank reads them, and the ranks of a machine hold them once."""
+"""The batch: every rank reads it, the ranks of a machine hold it once, and who writes writes into a copy of its own."""
 
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from batches import make_batch
 from ranks import run_ranks
 
+from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.training import broadcast
 
-SHAPE = (1001, 6)
 
-
-def sent() -> torch.Tensor:
-    return torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.int16).view(SHAPE)
+def files_of(tensor: torch.Tensor) -> str:
+    """The file that this process has mapped where a tensor lies, and how ('p' is private); '' for plain memory."""
+    address = tensor.data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, mode, _, _, inode, *name = line.split()
+        low, high = (int(end, 16) for end in place.split("-"))
+        if low <= address < high:
+            return f"{mode} {inode} {' '.join(name)}" if "vapo-batch" in line else ""
+    return ""
 
 
 def receive(machines: str, can_share: bool) -> Any:
-    """What a rank gets, and what it reads after the first rank of each machine has written its own rank into it."""
+    """What a rank gets and where it lies, then what it reads of a batch and of a later one after every rank has
+    written its own number into the first."""
     rank = dist.get_rank()
     socket.gethostname = lambda: machines[rank]  # type: ignore[assignment]
     if not can_share:
         broadcast.share_memory = lambda group: False  # type: ignore[assignment]
-    broadcast._SLICE_BYTES = 1000
-    found = []
-    for _ in range(2):  # a later batch has memory of its own
-        held = broadcast._broadcast_once_a_machine(sent() if rank == 0 else None, torch.Size(SHAPE), torch.int16)
-        found.append((held, held.tolist()))
+    broadcast._SLICE_BYTES = 100
+    held = []
+    for _ in range(2):
+        batch = broadcast.broadcast_batch(make_batch() if rank == 0 else None)
+        batch.values = torch.full((batch.response_tokens,), 7.0)
+        broadcast.share_fields(batch, "values", "ref_logprobs")
+        held.append(batch)
+    content = [{name: tensor.tolist() for name, tensor in batch.tensors().items()} for batch in held]
+    places = [files_of(tensor) for tensor in held[0].tensors().values()]
     dist.barrier()
-    if machines.index(machines[rank]) == rank:
-        found[0][0][0, 0] = 100 + rank
+    for tensor in held[0].tensors().values():
+        tensor.view(-1)[0] = rank % 2
     dist.barrier()
-    return [content for _, content in found], int(found[0][0][0, 0]), int(found[1][0][0, 0])
+    written = [float(tensor.view(-1)[0]) for tensor in held[0].tensors().values()]
+    return content, places, written, [tensor.tolist() for tensor in held[1].tensors().values()]
 
 
 @pytest.mark.parametrize(
-    ("machines", "can_share", "written"),
-    [
-        ("aabb", True, [100, 100, 102, 102]),
-        ("abb", True, [100, 101, 101]),
-        ("aab", False, [100, 0, 102]),
-        ("a", True, [100]),
-    ],
+    ("machines", "can_share", "files"), [("aabb", True, 2), ("abb", True, 1), ("aab", False, 0), ("a", True, 0)]
 )
-def test_every_rank_gets_it_and_a_machine_holds_it_once(machines: str, can_share: bool, written: list[int]) -> None:
+def test_every_rank_gets_it_a_machine_holds_it_once_and_writes_are_ones_own(
+    machines: str, can_share: bool, files: int
+) -> None:
+    sent: ExperienceBatch = make_batch()
+    sent.values = torch.full((sent.response_tokens,), 7.0)
+    expected = {name: tensor.tolist() for name, tensor in sent.tensors().items()}
     found = run_ranks(len(machines), receive, machines, can_share)
-    assert all(content == [sent().tolist()] * 2 for content, _, _ in found)
-    assert [first for _, first, _ in found] == written
-    assert all(second == 0 for _, _, second in found)
+    by_machine: dict[str, set[str]] = {}
+    for rank, (content, places, written, later) in enumerate(found):
+        assert content == [expected] * 2
+        assert set(written) == {float(rank % 2)}, "another rank's write is seen"
+        assert later == list(expected.values()), "a later batch has memory of its own"
+        assert len({bool(place) for place in places}) == 1, "all of it is shared, or nothing"
+        by_machine.setdefault(machines[rank], set()).update(filter(None, places))
+    mapped = [places for places in by_machine.values() if places]
+    assert len(mapped) == files
+    # Two files a machine: what was sent, and what was filled in since; each rank has mapped the same, privately.
+    assert all(len(places) == 2 and all(place.startswith("rw-p") for place in places) for places in mapped)
+    alike = {machine: machines.count(machine) for machine in by_machine}
+    for rank, (_, places, _, _) in enumerate(found):
+        shares = can_share and alike[machines[rank]] > 1
+        assert {place for place in places if place} == (by_machine[machines[rank]] if shares else set())

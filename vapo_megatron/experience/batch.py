@@ -1,8 +1,8 @@
 """One rollout's samples as flat tensors, the same on every rank.
 
-Everything that algorithms see of a rollout is a table over response tokens with `cu_seqlens`. The table is replicated
-rather than cut (about 40 bytes per token on the host): advantages, whitening, denominators and mini-batches are then
-computed on every rank from the same numbers, and no parallel layout can change them.
+Everything that algorithms see of a rollout is a table over response tokens with `cu_seqlens`. Every rank sees all of it
+(about 40 bytes per token, once a machine): advantages, whitening, denominators and mini-batches are then computed on
+every rank from the same numbers, and no parallel layout can change them.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
 """Moving what rank 0 knows to every rank."""
 
 import functools
-import math
+import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,41 +14,84 @@ from torch import Tensor
 from vapo_megatron.errors import VapoError
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore.mesh import world_timeout
-from vapo_megatron.weights.bucket import FreshSharedSlots, share_memory
+from vapo_megatron.weights.bucket import Place, lay_out, share_memory, view
 
 T = TypeVar("T")
 
 # Of one message: what a backend sets aside for a message stays small beside the batch.
 _SLICE_BYTES = 256 << 20
-# Of a batch, what is by far the largest; nobody writes into it.
-_ONCE_A_MACHINE = {"routed_experts"}
 
 
 def broadcast_batch(batch: ExperienceBatch | None) -> ExperienceBatch:
     """Collective: rank 0's batch (others pass None) on every rank, with every field that is there.
 
-    From host memory to host memory, over the CPU's backend: the GPUs belong to the engines at that time. A machine has
-    one copy of routed_experts, which is not to be written into.
+    It is sent once to each machine, along a tree of machines, and lies there once: the ranks of a machine map the same
+    memory. Who writes into a tensor of it writes into a copy of its own (of the pages it touches, made by the kernel).
+    From host memory to host memory, over the CPU's backend: the GPUs belong to the engines at that time.
     """
-    shapes: list[Any] = [None]
+    if dist.get_world_size() == 1:
+        assert batch is not None, "rank 0 has the batch"
+        return batch
+    layout: list[Any] = [None]
     if batch is not None:
-        shapes = [[(name, tensor.shape, tensor.dtype) for name, tensor in batch.tensors().items()]]
-    dist.broadcast_object_list(shapes, src=0)
-    received: dict[str, Any] = {} if batch is None else batch.tensors()
-    for name, shape, dtype in shapes[0]:
-        if name in _ONCE_A_MACHINE:
-            received[name] = _broadcast_once_a_machine(received.get(name), shape, dtype)
-            continue
-        if batch is None:
-            received[name] = torch.empty(shape, dtype=dtype)
-        _broadcast_bytes(received[name])
-    return ExperienceBatch(**received)
+        layout = [_lay_out(batch.tensors())]
+    dist.broadcast_object_list(layout, src=0)
+    places, size = layout[0]
+    machine = _machine()
+
+    def fill(memory: Tensor) -> None:
+        if batch is not None:
+            _copy(batch.tensors(), memory, places)
+        for part in memory.split(_SLICE_BYTES):
+            dist.broadcast(part, src=0, group=machine.receivers)
+
+    held = _once_a_machine(machine, size, fill)
+    return ExperienceBatch(**{place.name: view(held, place) for place in places})
 
 
-def _broadcast_bytes(tensor: Tensor, group: Any = None) -> None:
-    """Collective: rank 0's content of a contiguous CPU tensor, in place. Bytes, as backends lack some dtypes."""
-    for part in tensor.view(-1).view(torch.uint8).split(_SLICE_BYTES):
-        dist.broadcast(part, src=0, group=group)
+def share_fields(batch: ExperienceBatch, *names: str) -> None:
+    """Collective: fields that every rank has filled in alike, once a machine from now on; None stays None."""
+    machine = _machine()
+    found = {name: tensor for name in names if (tensor := getattr(batch, name)) is not None}
+    if machine.sharers is None or not found:
+        return
+    places, size = _lay_out(found)
+    held = _once_a_machine(machine, size, lambda memory: _copy(found, memory, places))
+    for place in places:
+        setattr(batch, place.name, view(held, place))
+
+
+def _lay_out(tensors: Mapping[str, Tensor]) -> tuple[list[Place], int]:
+    return lay_out((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+
+
+def _copy(tensors: Mapping[str, Tensor], memory: Tensor, places: Sequence[Place]) -> None:
+    for place in places:
+        view(memory, place).copy_(tensors[place.name])
+
+
+def _once_a_machine(machine: "_Machine", size: int, fill: Callable[[Tensor], None]) -> Tensor:
+    """Collective: uint8 [size], filled by one rank of each machine, as memory that all of the machine's ranks map.
+
+    Ranks that cannot share memory each fill their own. A mapping is private: what is written into it, if anything is,
+    no other rank sees.
+    """
+    if machine.sharers is None:
+        own = torch.empty(size, dtype=torch.uint8)
+        fill(own)
+        return own
+    fd, path = -1, [""]
+    if machine.receivers is not None:
+        fd = os.memfd_create("vapo-batch")
+        os.ftruncate(fd, size)
+        path = [f"/proc/{os.getpid()}/fd/{fd}"]
+        fill(torch.from_file(path[0], shared=True, size=size, dtype=torch.uint8))
+    dist.broadcast_object_list(path, group=machine.sharers, group_src=0)
+    held = torch.from_file(path[0], shared=False, size=size, dtype=torch.uint8)
+    dist.barrier(machine.sharers)  # all have mapped it: the file may be closed
+    if fd >= 0:
+        os.close(fd)
+    return held
 
 
 @dataclass(frozen=True)
@@ -80,23 +123,6 @@ def _machine() -> _Machine:
 
 def _group(ranks: list[int]) -> Any:
     return dist.new_group(ranks, timeout=world_timeout(), backend="gloo")
-
-
-def _broadcast_once_a_machine(tensor: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Collective: a contiguous CPU tensor of rank 0's, in memory that the ranks of a machine share if they can."""
-    machine = _machine()
-    if machine.sharers is not None:
-        memory = FreshSharedSlots(machine.sharers).take(0, math.prod(shape) * dtype.itemsize)
-        held = memory.buffer[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-        if tensor is not None:
-            held.copy_(tensor)
-    else:
-        held = torch.empty(shape, dtype=dtype) if tensor is None else tensor
-    if machine.receivers is not None:
-        _broadcast_bytes(held, machine.receivers)
-    if machine.sharers is not None:
-        dist.barrier(machine.sharers)
-    return held
 
 
 def on_rank_zero(function: Callable[[], T]) -> T:

@@ -3,6 +3,7 @@
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import estimate_advantages
+from vapo_megatron.training.broadcast import share_fields
 from vapo_megatron.training.collect import collect
 from vapo_megatron.training.evaluation import evaluate
 from vapo_megatron.training.export import export, export_critic, export_final
@@ -40,6 +41,7 @@ def train(config: TrainConfig, models: Models, rollouts: Rollouts, state: RunSta
         engines.offload()
         score(models, batch, algorithm, recorder)
         estimate_advantages(batch, algorithm, recorder)
+        share_fields(batch, "advantages", "returns")
         update_critic(models, batch, algorithm, state.seed, recorder)
         update_policy(models, batch, algorithm, state.seed, recorder)
         replace_reference(models, algorithm.kl, step)

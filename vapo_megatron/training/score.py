@@ -11,6 +11,7 @@ from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import baselines_of, shaped_rewards
+from vapo_megatron.training.broadcast import share_fields
 from vapo_megatron.training.losses import values_of
 from vapo_megatron.training.metrics import policy_metrics, reference_metrics
 from vapo_megatron.training.models import Models
@@ -33,6 +34,7 @@ def score(models: Models, batch: ExperienceBatch, config: AlgorithmConfig, recor
         models.memory.enter("score_values")
         with recorder.phase("score_values", total=batch.samples) as advance:
             batch.values = values(models.critic, batch, config.value_loss, advance)
+    share_fields(batch, "ref_logprobs", "old_logprobs", "entropies", "values")
 
 
 def update_gives_logprobs(config: AlgorithmConfig, batch: ExperienceBatch) -> bool:

@@ -21,6 +21,7 @@ from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore.metrics import StepResult
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.training.broadcast import share_fields
 from vapo_megatron.training.losses import PolicyLoss, ValueLoss
 from vapo_megatron.training.metrics import importance_metrics, mean_of
 from vapo_megatron.training.models import Models
@@ -76,6 +77,7 @@ def update_policy(
     results = []
     rounds = config.update.epochs
     correct_for_rollout(batch, config.importance_sampling, recorder)
+    share_fields(batch, "importance_weights")
     one_pass = update_gives_logprobs(config, batch)
     models.memory.enter("update_policy")
     with recorder.phase("update_policy", total=batch.samples * rounds) as advance:

@@ -15,6 +15,8 @@ from vapo_megatron.operations.plan.offload import ENGINE_ONLOADED, ENGINE_WEIGHT
 # ExperienceBatch: token, rollout log-prob; old log-probs, entropies, values, advantages, returns, shaped rewards,
 # importance, reference log-probs; four bytes each.
 _BATCH_BYTES = 4 + 4 + 8 * 4
+# Outputs of a scoring pass and what is read from them, on each rank until they lie once a machine.
+_OWN_BYTES = 5 * 4
 # A packed micro-batch: ids, labels, positions and response_index, int64.
 _MICROBATCH_BYTES = 32
 # Rank 0 has the samples as well: token and log-prob, four bytes each, and the text, about four characters a token.
@@ -191,7 +193,8 @@ def _host(config: TrainConfig, models: dict[str, PlannedModel], hardware: Hardwa
         for stages in _ranks(models)
     )
     parts = {
-        "rollout, on every rank": ranks * tokens * _BATCH_BYTES,
+        "rollout, once for the node": tokens * _BATCH_BYTES,
+        "outputs of scoring, on every rank": ranks * tokens * _OWN_BYTES,
         # Once for the node, and for a moment once more on rank 0, which collects them.
         "experts of the rollout": 2 * tokens * replay_bytes,
         "mini-batches": ranks * (minibatch * (_BATCH_BYTES + replay_bytes) + packed * _MICROBATCH_BYTES),
