@@ -1,0 +1,332 @@
+"""One iteration under any switch of the section algorithm, response by response with transformers in float64.
+
+Like step_formulas, which has the presets, it shares nothing with the program but the config, the recorded rollout and
+which responses each mini-batch had. Formulas are written out anew from the papers.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from step_formulas import AdamW, Critic, Policy, Response, State
+from torch import Tensor
+
+from vapo_megatron.config.algorithm import AlgorithmConfig
+
+Group = list[int]
+ADAM: dict[str, float] = {"lr": 5e-3, "eps": 1e-3}
+
+
+def others_of(responses: Sequence[Response], s: int) -> Group:
+    """The responses to the prompt of response s, itself included."""
+    return [i for i, r in enumerate(responses) if r.group == responses[s].group]
+
+
+def shaped(responses: Sequence[Response], config: AlgorithmConfig) -> list[float]:
+    """The rewards that shaping makes."""
+    found, shaping = [], config.shaping
+    for s, response in enumerate(responses):
+        reward = response.reward
+        if shaping.soft_overlong is not None:
+            longest, cache = shaping.soft_overlong.max_length, shaping.soft_overlong.cache_length
+            over = response.length - (longest - cache)
+            reward -= min(max(over / cache, 0), 1)
+        lengths = [responses[i].length for i in others_of(responses, s)]
+        if max(lengths) > min(lengths):
+            bonus = 0.5 - (response.length - min(lengths)) / (max(lengths) - min(lengths))
+            reward += shaping.length_reward_coef * (bonus if response.correct else min(0, bonus))
+        found.append(reward)
+    return found
+
+
+class ValueModel(Critic):
+    """All outputs of a value head, and the values that they stand for."""
+
+    def __init__(self, model_dir: Path, state: State, config: AlgorithmConfig, baselines: list[float]) -> None:
+        super().__init__(model_dir, state)
+        self.loss, self.baselines = config.value_loss, baselines
+
+    def outputs(self, response: Response) -> Tensor:
+        hidden: Tensor = self.backbone(response.ids[None, :-1]).last_hidden_state[0, response.prompt - 1 :]
+        return hidden @ self.weight.T + self.bias
+
+    def edges(self) -> Tensor:
+        """Of the bins: `bins` of equal width, margin_bins of them outside low..high at either end."""
+        config = self.loss
+        width = (config.high - config.low) / (config.bins - 2 * config.margin_bins)
+        start = config.low - config.margin_bins * width
+        return start + width * torch.arange(config.bins + 1, dtype=torch.float64)
+
+    def head_values(self, response: Response) -> Tensor:
+        """What the head says of each state, group baselines apart."""
+        outputs, config = self.outputs(response), self.loss
+        if config.kind == "hl_gauss":
+            edges = self.edges()
+            return outputs.softmax(-1) @ ((edges[1:] + edges[:-1]) / 2)
+        if config.bounded:
+            middle, half = (config.low + config.high) / 2, (config.high - config.low) / 2
+            return middle + half * torch.tanh(outputs[:, 0] / half)
+        return outputs[:, 0]
+
+    def values_at(self, responses: Sequence[Response], s: int) -> Tensor:
+        return self.head_values(responses[s]) + self.baselines[s]
+
+    def token_losses(self, response: Response, target: Tensor, old: Tensor) -> Tensor:
+        """target and old are those of the head, group baselines apart."""
+        config = self.loss
+        if config.kind == "hl_gauss":
+            edges, logs = self.edges(), self.outputs(response).log_softmax(-1)
+            normal = torch.distributions.Normal(target[:, None], config.sigma_bins * float(edges[1] - edges[0]))
+            mass = normal.cdf(edges[None]).diff(dim=-1)
+            return -(mass / mass.sum(-1, keepdim=True) * logs).sum(-1)
+        values = self.head_values(response)
+        losses = (values - target) ** 2 / 2
+        if config.kind == "clipped":
+            near = old + (values - old).clamp(-config.clip, config.clip)
+            losses = torch.maximum(losses, (near - target) ** 2 / 2)
+        return losses + config.self_imitation_coef * (target - values).clamp(min=0) ** 2 / 2
+
+
+def gae(rewards: Tensor, values: Tensor, lam: float, gamma: float, after: float) -> Tensor:
+    """after: the value of what follows the last token."""
+    found, following = torch.zeros_like(rewards), 0.0
+    for t in reversed(range(len(rewards))):
+        value_after = values[t + 1] if t + 1 < len(rewards) else after
+        following = rewards[t] + gamma * value_after - values[t] + gamma * lam * following
+        found[t] = following
+    return found
+
+
+def lambda_of(choice: Any, length: int, config: AlgorithmConfig) -> float:
+    if choice != "length_adaptive":
+        return float(choice)
+    advantage = config.advantage
+    return min(max(1 - 1 / (advantage.length_adaptive_alpha * length), advantage.length_adaptive_floor), 1)
+
+
+def group_advantage(estimator: str, s: int, group: Group, totals: list[float], responses: Sequence[Response]) -> float:
+    rewards = [totals[i] for i in group]
+    mean, own = sum(rewards) / len(rewards), totals[s]
+    if estimator == "grpo":
+        return (own - mean) / (math.sqrt(sum((x - mean) ** 2 for x in rewards) / (len(rewards) - 1)) + 1e-6)
+    if estimator in ("dr_grpo", "group_baseline"):
+        return own - mean
+    if estimator == "rloo":
+        return own - (sum(rewards) - own) / (len(rewards) - 1)
+    if estimator == "remax":
+        return own - responses[s].greedy
+    assert estimator == "raft"
+    return float(s == next(i for i in group if totals[i] == max(rewards)))
+
+
+class Estimates:
+    """Advantages, value targets and which responses carry loss, of one rollout."""
+
+    def __init__(
+        self,
+        responses: list[Response],
+        config: AlgorithmConfig,
+        old: list[Tensor],
+        ref: list[Tensor],
+        values: list[Tensor] | None,
+    ) -> None:
+        self.rewards = shaped(responses, config)
+        self.selected = [self._carries_loss(r, config) for r in responses]
+        self.advantages: list[Tensor] = []
+        self.targets: list[Tensor] = []
+        penalty = [
+            config.kl.coef * (o - r) if config.kl.placement == "reward" else o * 0
+            for o, r in zip(old, ref, strict=True)
+        ]
+        totals = [reward - float(p.sum()) for reward, p in zip(self.rewards, penalty, strict=True)]
+        advantage = config.advantage
+        for s, response in enumerate(responses):
+            rewards = -penalty[s]
+            bootstraps = config.shaping.truncated == "bootstrap" and response.truncated
+            rewards[-1] += 0.0 if bootstraps else self.rewards[s]
+            if values is not None:
+                after = float(values[s][-1]) if bootstraps else 0.0
+                lam = lambda_of(advantage.lambda_policy, response.length, config)
+                self.advantages.append(gae(rewards, values[s], lam, advantage.gamma, after))
+                lam = lambda_of(advantage.lambda_critic, response.length, config)
+                self.targets.append(gae(rewards, values[s], lam, advantage.gamma, after) + values[s])
+            elif advantage.estimator == "reinforce_pp":
+                to_go = [
+                    sum(advantage.gamma ** (i - t) * float(rewards[i]) for i in range(t, len(rewards)))
+                    for t in range(len(rewards))
+                ]
+                self.advantages.append(torch.tensor(to_go, dtype=torch.float64))
+            elif advantage.estimator != "function":
+                found = group_advantage(advantage.estimator, s, others_of(responses, s), totals, responses)
+                self.advantages.append(torch.full((response.length,), found, dtype=torch.float64))
+                if advantage.estimator == "raft":
+                    wanted = response.correct or not advantage.raft_needs_correct
+                    self.selected[s] = self.selected[s] and found > 0 and wanted
+        if advantage.function is not None:
+            self.advantages = [tilted(r, self.rewards[s], old[s]) for s, r in enumerate(responses)]
+        if advantage.whiten != "none":
+            self._whiten(shift=advantage.whiten == "full")
+
+    def _carries_loss(self, response: Response, config: AlgorithmConfig) -> bool:
+        if config.shaping.truncated == "mask" and response.truncated:
+            return False
+        return config.filter_function is None or kept(response)
+
+    def _whiten(self, shift: bool) -> None:
+        counted = torch.cat([a for a, chosen in zip(self.advantages, self.selected, strict=True) if chosen])
+        mean, std = counted.mean(), counted.std()
+        for s, chosen in enumerate(self.selected):
+            scaled = (self.advantages[s] - mean) / std + (0 if shift else mean)
+            self.advantages[s] = scaled if chosen else scaled * 0
+
+
+def tilted(response: Response, reward: float, old: Tensor) -> Tensor:
+    """What switch_functions.tilt gives one response."""
+    return (reward + 0.5 * response.group) * (1 + old.abs())
+
+
+def kept(response: Response) -> bool:
+    """What switch_functions.keep says of one response."""
+    return response.length % 2 == 1
+
+
+def importance(config: AlgorithmConfig, old: Tensor, rollout: Tensor) -> Tensor:
+    """A weight for every token of one response."""
+    settings, log_ratio = config.importance_sampling, old - rollout
+    if settings.kind == "none":
+        return torch.ones_like(old)
+    if settings.level == "sequence":
+        log_ratio = log_ratio.sum().expand_as(old)
+    elif settings.level == "geometric":
+        log_ratio = log_ratio.mean().expand_as(old)
+    ratio = log_ratio.exp()
+    if settings.kind == "tis":
+        return ratio.clamp(max=settings.cap)
+    return ratio * ((ratio >= settings.low) & (ratio <= settings.high))
+
+
+def surrogate(config: AlgorithmConfig, new: Tensor, old: Tensor, rollout: Tensor, advantages: Tensor) -> Tensor:
+    """The loss of each token, before importance weights."""
+    settings = config.policy_loss
+    low, high, ratio = 1 - settings.clip_low, 1 + settings.clip_high, (new - old).exp()
+    if settings.kind == "reinforce":
+        return -advantages * new
+    if settings.kind == "cispo":
+        return -ratio.detach().clamp(max=high) * advantages * new
+    if settings.kind == "sao":
+        to_rollout = (new - rollout).exp()
+        return -to_rollout * advantages * ((to_rollout > low) & (to_rollout < high))
+    if settings.kind == "gspo":
+        ratio = (new - old).mean().exp().detach() * (new - new.detach()).exp()
+    losses = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+    if settings.dual_clip is not None:
+        losses = torch.where(advantages < 0, torch.minimum(losses, -settings.dual_clip * advantages), losses)
+    return losses
+
+
+class FullPolicy(Policy):
+    """Entropies as well."""
+
+    def both(self, response: Response) -> tuple[Tensor, Tensor]:
+        rows = self.model(response.ids[None, :-1]).logits[0, response.prompt - 1 :].log_softmax(-1)
+        return rows.gather(1, response.ids[response.prompt :, None])[:, 0], -(rows.exp() * rows).sum(-1)
+
+
+class Iteration:
+    """A rollout, what policy, reference and critic said of it before the updates, and the updates themselves."""
+
+    def __init__(
+        self, model_dir: Path, config: AlgorithmConfig, responses: list[Response], states: dict[str, State]
+    ) -> None:
+        self.config, self.responses, self.model_dir = config, responses, model_dir
+        self.policy = FullPolicy(model_dir, states["actor"])
+        self.critic: ValueModel | None = None
+        values = None
+        with torch.no_grad():
+            self.old = [self.policy.logprobs(r) for r in responses]
+            self.ref = self.old
+            if config.kl.placement != "none":
+                reference = Policy(model_dir, states["reference"])
+                self.ref = [reference.logprobs(r) for r in responses]
+            if config.advantage.estimator == "gae":
+                self.critic = ValueModel(model_dir, states["critic"], config, self._baselines())
+                values = [self.critic.values_at(responses, s) for s in range(len(responses))]
+        self.values = values
+        self.estimates = Estimates(responses, config, self.old, self.ref, values)
+
+    def _baselines(self) -> list[float]:
+        """The mean reward of the others of the group, which a residual head adds to."""
+        if not self.config.value_loss.residual:
+            return [0.0] * len(self.responses)
+        rewards, found = shaped(self.responses, self.config), []
+        for s in range(len(self.responses)):
+            others = [rewards[i] for i in others_of(self.responses, s) if i != s]
+            found.append(sum(others) / len(others))
+        return found
+
+    def critic_after(self, minibatches: Sequence[Group], frozen: str = "", **adam: float) -> State:
+        """The critic's weights after an optimizer step on each mini-batch. frozen: part of names that stand still."""
+        assert self.critic is not None and self.values is not None
+        critic, estimates = self.critic, self.estimates
+        named = critic.named_parameters()
+        optimizer = AdamW([p for name, p in named if not frozen or frozen not in name], **(ADAM | adam))
+        for members in minibatches:
+            counted = [s for s in members if estimates.selected[s]]
+            losses = []
+            for s in counted:
+                base = critic.baselines[s]
+                losses.append(
+                    critic.token_losses(self.responses[s], estimates.targets[s] - base, self.values[s] - base)
+                )
+            optimizer.step(torch.cat(losses).mean())
+        return {name: parameter.detach() for name, parameter in named}
+
+    def policy_after(self, minibatches: Sequence[Group]) -> State:
+        """The policy's weights after an optimizer step on each mini-batch."""
+        optimizer = AdamW(list(self.policy.model.parameters()), **ADAM)
+        for members in minibatches:
+            optimizer.step(self._policy_loss(members))
+        return {name: tensor.detach() for name, tensor in self.policy.model.state_dict().items()}
+
+    def _policy_loss(self, members: Group) -> Tensor:
+        config, settings, estimates = self.config, self.config.policy_loss, self.estimates
+        counted = [s for s in members if estimates.selected[s]]
+        weights = {s: importance(config, self.old[s], self.responses[s].rollout) for s in counted}
+        lengths = {s: self.responses[s].length for s in counted}
+        if config.importance_sampling.kind == "mis" and config.importance_sampling.rejected == "dropped":
+            lengths = {s: int((weights[s] > 0).sum()) for s in counted}
+        present = [s for s in counted if lengths[s]]
+        tokens = sum(lengths.values())
+        positive = [s for s in counted if self._is_positive(s)]
+        loss = torch.zeros((), dtype=torch.float64)
+        for s in counted:
+            response, advantages = self.responses[s], estimates.advantages[s]
+            new, entropy = self.policy.both(response)
+            losses = weights[s] * surrogate(config, new, self.old[s], response.rollout, advantages)
+            if config.kl.placement == "loss" and config.kl.estimator == "k2":
+                losses = losses + config.kl.coef * (new - self.ref[s]) ** 2 / 2
+            if config.kl.placement == "loss" and config.kl.estimator == "k3":
+                losses = losses + config.kl.coef * ((self.ref[s] - new).exp() - (self.ref[s] - new) - 1)
+            losses = losses - settings.entropy_coef * entropy
+            if settings.self_imitation_coef:
+                assert self.values is not None
+                better = (estimates.targets[s] - self.values[s]).clamp(min=0)
+                losses = losses - settings.self_imitation_coef * better * new
+            if s in present:
+                share = {
+                    "token_mean": 1 / tokens,
+                    "sequence_mean": 1 / len(present) / lengths[s],
+                    "constant": 1 / len(present) / (settings.constant or 1),
+                }[settings.aggregation]
+                loss = loss + share * losses.sum()
+            if s in positive:
+                loss = loss - settings.positive_nll.coef * new.sum() / sum(self.responses[i].length for i in positive)
+        return loss
+
+    def _is_positive(self, s: int) -> bool:
+        nll, response = self.config.policy_loss.positive_nll, self.responses[s]
+        if nll.positives == "reward":
+            return self.estimates.rewards[s] > nll.reward_above and not response.truncated
+        return response.correct and not response.truncated

@@ -1,0 +1,18 @@
+"""A user's advantage estimator and filter, as tests of the switches name them in a config."""
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.training.user_functions import ScoredResponses
+
+
+def tilt(scored: ScoredResponses) -> Tensor:
+    """(R + g / 2)(1 + |log pi|) for the tokens of a response of group g: float32 [T]."""
+    of_response = scored.rewards + 0.5 * scored.group_ids
+    return of_response.repeat_interleave(scored.cu_seqlens.diff()) * (1 + scored.old_logprobs.abs())
+
+
+def keep(scored: ScoredResponses) -> Tensor:
+    """Responses of an odd number of tokens: bool [S]."""
+    found: torch.Tensor = scored.cu_seqlens.diff() % 2 == 1
+    return found

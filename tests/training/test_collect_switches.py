@@ -1,0 +1,137 @@
+"""What is collected, through the trainer's collect(): dynamic sampling, greedy baselines, grades of cut responses."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from written_rollouts import CUT, END, RIGHT, WRONG, write_rollouts
+
+from vapo_megatron.config.algorithm import AlgorithmConfig
+from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.config.run import BatchConfig
+from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.training.collect import collect
+
+SIZE = BatchConfig(prompts_per_step=4, samples_per_prompt=3)
+GOOD, BAD, LATE = (RIGHT, END), (WRONG, END), (RIGHT, CUT)
+
+
+def every_third(cursor: int) -> Sequence[Sequence[int]]:
+    """Only every third prompt has responses of both kinds; the others are all right, or all wrong."""
+    return [(GOOD, BAD, BAD), (GOOD, GOOD, GOOD), (BAD, BAD, BAD)][cursor % 3]
+
+
+def never(cursor: int) -> Sequence[Sequence[int]]:
+    return (GOOD, GOOD, GOOD)
+
+
+def right_but_late(cursor: int) -> Sequence[Sequence[int]]:
+    return (LATE, GOOD, BAD)
+
+
+def by_prompt(cursor: int) -> Sequence[Sequence[int]]:
+    """The first response, the greedy one where one is asked for, is right for odd prompts alone."""
+    return (GOOD if cursor % 2 else BAD, BAD, GOOD)
+
+
+SCRIPTS = {f.__name__: f for f in (every_third, never, right_but_late, by_prompt)}
+
+
+def collected(script: str, algorithm: dict[str, Any], fixed_policy: bool = False) -> dict[str, Any]:
+    """On one rank: what the batch holds, and what engines were asked for."""
+    rollouts = write_rollouts(SCRIPTS[script])
+    config = AlgorithmConfig.model_validate(algorithm)
+    with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
+        batch = collect(rollouts, SIZE, config, 1, recorder, fixed_policy)
+        row = recorder.write(1)
+    engines: Any = rollouts.engines
+    assert rollouts.prompts is not None
+    return {
+        "correct": batch.correct.tolist(),
+        "rewards": batch.rewards.tolist(),
+        "truncated": batch.truncated.tolist(),
+        "groups": batch.group_ids.tolist(),
+        "prompts": [int(batch.tokens[int(start)]) for start in batch.cu_seqlens[:-1]],
+        "greedy": None if batch.greedy_rewards is None else batch.greedy_rewards.tolist(),
+        "asked": [len(r.prompts) for r in engines.requests],
+        "temperatures": [r.sampling.temperature for r in engines.requests],
+        "samples": [r.samples_per_prompt for r in engines.requests],
+        "drawn": rollouts.prompts.cursor,
+        "row": row,
+    }
+
+
+CASES: dict[str, tuple[Any, ...]] = {
+    "off": ("every_third", {}),
+    "on": ("every_third", {"dynamic_sampling": {"enabled": True}}),
+    "pretraining": ("every_third", {"dynamic_sampling": {"enabled": True}}, True),
+    "oversampling": ("every_third", {"dynamic_sampling": {"enabled": True, "oversampling": 1.5}}),
+    "rounds": ("every_third", {"dynamic_sampling": {"enabled": True, "oversampling": 1.0, "max_rounds": 2}}),
+    "never": ("never", {"dynamic_sampling": {"enabled": True, "max_rounds": 3}}),
+    "late": ("right_but_late", {}),
+    "late_and_dynamic": ("right_but_late", {"dynamic_sampling": {"enabled": True}}),
+    "remax": ("by_prompt", {"advantage": {"estimator": "remax"}}),
+    "remax_shaped": (
+        "by_prompt",
+        {"advantage": {"estimator": "remax"}, "shaping": {"soft_overlong": {"max_length": 4, "cache_length": 4}}},
+    ),
+    "grpo": ("by_prompt", {"advantage": {"estimator": "grpo"}}),
+}
+
+
+def collect_all() -> dict[str, Any]:
+    return {name: collected(*case) for name, case in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    answer: dict[str, Any] = run_ranks(1, collect_all)[0]
+    return answer
+
+
+def informative(seen: dict[str, Any]) -> list[bool]:
+    """Whether each group of three has responses of both kinds."""
+    return [0 < sum(seen["correct"][i : i + 3]) < 3 for i in range(0, 12, 3)]
+
+
+def test_dynamic_sampling_keeps_informative_groups_alone(found: dict[str, Any]) -> None:
+    assert informative(found["off"]) == [True, False, False, True] and found["off"]["prompts"][::3] == [0, 1, 2, 3]
+    assert informative(found["on"]) == [True] * 4 and found["on"]["prompts"][::3] == [0, 3, 6, 9]
+    for name in ("off", "on", "rounds"):
+        assert found[name]["groups"] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3], "groups are numbered as they stand"
+        prompts = found[name]["prompts"]
+        assert all(len(set(prompts[i : i + 3])) == 1 for i in range(0, 12, 3)), "a group is of one prompt"
+    assert found["pretraining"]["prompts"][::3] == [0, 1, 2, 3], "the critic learns from every group"
+
+
+def test_oversampling_is_of_the_groups_still_wanted(found: dict[str, Any]) -> None:
+    assert found["on"]["asked"] == [12], "three times four prompts bring four informative groups"
+    # 4 wanted: 6 asked, 2 found; 2 wanted: 3 asked, 1 found; 1 wanted: 2 asked, ...
+    assert found["oversampling"]["asked"][:3] == [6, 3, 2]
+    assert informative(found["oversampling"]) == [True] * 4
+    assert found["oversampling"]["drawn"] == sum(found["oversampling"]["asked"])
+
+
+def test_after_max_rounds_other_groups_fill_the_batch(found: dict[str, Any]) -> None:
+    # Four asked, prompts 0 and 3 are informative; two asked, neither is.
+    assert found["rounds"]["asked"] == [4, 2]
+    assert informative(found["rounds"]) == [True, True, False, False]
+    assert found["never"]["asked"] == [12, 12, 12] and len(found["never"]["correct"]) == 12
+    assert found["never"]["row"]["dynamic_sampling/kept"] == 0
+
+
+def test_a_response_that_was_cut_counts_as_incorrect_whatever_it_says(found: dict[str, Any]) -> None:
+    for name in ("late", "late_and_dynamic"):
+        assert found[name]["truncated"] == [True, False, False] * 4
+        assert found[name]["correct"] == [False, True, False] * 4
+        assert found[name]["rewards"] == [-1.0, 1.0, -1.0] * 4
+
+
+def test_remax_alone_asks_for_one_greedy_response_a_prompt(found: dict[str, Any]) -> None:
+    seen = found["remax"]
+    assert seen["asked"] == [4, 4] and seen["samples"] == [3, 1] and seen["temperatures"] == [1.0, 0.0]
+    assert seen["greedy"] == [-1.0] * 3 + [1.0] * 3 + [-1.0] * 3 + [1.0] * 3, "each prompt's own, for its responses"
+    assert found["remax_shaped"]["greedy"] == [-1.5] * 3 + [0.5] * 3 + [-1.5] * 3 + [0.5] * 3, "shaped as others are"
+    assert found["grpo"]["greedy"] is None and found["grpo"]["asked"] == [4]

@@ -1,0 +1,241 @@
+"""Every switch of the section algorithm through the trainer's own iteration, against an independent one.
+
+Each case gives one switch a value and compares the weights of actor and critic, after all mini-batches, with those that
+switch_formulas computes; and it makes sure that another value of the switch would give other weights, so that a switch
+that is ignored, inverted or applied to the wrong responses is seen.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import read_tensors
+from ranks import run_ranks
+from step_formulas import State
+from switch_formulas import Iteration
+from switch_rollout import Seen, config_of, iterate_all, responses, write_models
+
+from vapo_megatron.monitoring import names
+
+A, L, V, K, W, S, U = (
+    f"algorithm.{section}."
+    for section in ("advantage", "policy_loss", "value_loss", "kl", "importance_sampling", "shaping", "update")
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A switch, its value and what else has to be set; another value, or other settings, that have to make a difference
+    to the weights of the model named by `changes`."""
+
+    key: str
+    value: Any
+    other: Any = "unset"
+    context: dict[str, Any] = field(default_factory=dict)
+    changes: str = "actor"
+
+    @property
+    def name(self) -> str:
+        more = "".join(f",{key.rpartition('.')[2]}={value}" for key, value in self.context.items())
+        return f"{self.key.removeprefix('algorithm.')}={self.value}{more}"
+
+    @property
+    def switches(self) -> dict[str, Any]:
+        return self.context | {self.key: self.value}
+
+    @property
+    def other_switches(self) -> dict[str, Any]:
+        return self.context | (self.other if isinstance(self.other, dict) else {self.key: self.other})
+
+
+KL_REWARD = {K + "placement": "reward", K + "coef": 0.3}
+KL_LOSS = {K + "placement": "loss", K + "estimator": "k3", K + "coef": 0.5}
+NO_KL = {K + "placement": "none", K + "estimator": "k1", K + "coef": 0.0}
+TIS, MIS = {W + "kind": "tis"}, {W + "kind": "mis"}
+BINS = {V + "kind": "hl_gauss", V + "bins": 21}
+BY_REWARD = {L + "positive_nll.positives": "reward", L + "positive_nll.coef": 0.5}
+TILT = "switch_functions:tilt"
+
+CASES = [
+    Case(A + "estimator", "gae", "rloo"),
+    Case(A + "estimator", "grpo", "dr_grpo"),
+    Case(A + "estimator", "dr_grpo", "rloo"),
+    Case(A + "estimator", "rloo", "grpo"),
+    Case(A + "estimator", "group_baseline", "grpo"),
+    Case(A + "estimator", "reinforce_pp", "group_baseline"),
+    Case(A + "estimator", "remax", "rloo"),
+    Case(A + "estimator", "raft", "dr_grpo"),
+    Case(A + "estimator", "function", {A + "estimator": "grpo", A + "function": "unset"}, {A + "function": TILT}),
+    Case(A + "function", TILT),
+    Case(A + "gamma", 0.8),
+    Case(A + "gamma", 0.8, context={A + "estimator": "reinforce_pp", **KL_REWARD}),
+    Case(A + "lambda_critic", 0.5, changes="critic"),
+    Case(A + "lambda_critic", "length_adaptive", changes="critic"),
+    Case(A + "lambda_policy", 0.3),
+    Case(A + "lambda_policy", "length_adaptive", 1.0),
+    Case(A + "length_adaptive_alpha", 0.1),
+    Case(A + "length_adaptive_floor", 0.7),
+    Case(A + "whiten", "none", "full"),
+    Case(A + "whiten", "full", "scale"),
+    Case(A + "whiten", "scale", "full", {A + "estimator": "reinforce_pp"}),
+    Case(A + "whiten", "full", "none", {S + "truncated": "mask"}),
+    Case(L + "kind", "ppo_clip", "reinforce"),
+    Case(L + "kind", "reinforce"),
+    Case(L + "kind", "gspo", "ppo_clip", {L + "aggregation": "sequence_mean", L + "clip_low": 0.02}),
+    Case(L + "kind", "cispo"),
+    Case(L + "kind", "sao"),
+    Case(L + "clip_low", 0.02),
+    Case(L + "clip_high", 0.02),
+    Case(L + "clip_high", 0.05, context={L + "kind": "cispo"}),
+    Case(L + "dual_clip", 1.03, context={L + "clip_high": 0.01, U + "epochs": 2}),
+    Case(L + "aggregation", "token_mean", "sequence_mean"),
+    Case(L + "aggregation", "sequence_mean"),
+    Case(L + "constant", 24.0, 6.0, {L + "aggregation": "constant"}),
+    Case(
+        L + "aggregation",
+        "constant",
+        {L + "aggregation": "sequence_mean", L + "constant": "unset"},
+        {L + "constant": 24.0},
+    ),
+    Case(L + "entropy_coef", 0.3),
+    Case(L + "self_imitation_coef", 0.5),
+    Case(L + "positive_nll.coef", 0.5),
+    Case(L + "positive_nll.positives", "correct", "reward", {L + "positive_nll.coef": 0.5}),
+    Case(L + "positive_nll.positives", "reward", context={L + "positive_nll.coef": 0.5}),
+    Case(L + "positive_nll.reward_above", 0.4, context=BY_REWARD),
+    Case(L + "positive_nll.reward_above", -0.75, context=BY_REWARD),
+    Case(V + "kind", "mse", "clipped", changes="critic"),
+    Case(V + "kind", "clipped", changes="critic"),
+    Case(V + "kind", "hl_gauss", changes="critic"),
+    Case(V + "clip", 0.02, context={V + "kind": "clipped"}, changes="critic"),
+    Case(V + "bins", 21, 31, {V + "kind": "hl_gauss"}, "critic"),
+    Case(V + "low", -1.5, context=BINS, changes="critic"),
+    Case(V + "high", 1.5, context=BINS, changes="critic"),
+    Case(V + "sigma_bins", 1.5, context=BINS, changes="critic"),
+    Case(V + "margin_bins", 1.0, context=BINS, changes="critic"),
+    Case(V + "self_imitation_coef", 0.5, changes="critic"),
+    Case(K + "placement", "none", KL_REWARD),
+    Case(K + "placement", "reward", NO_KL, KL_REWARD),
+    Case(K + "placement", "reward", NO_KL, KL_REWARD, "critic"),
+    Case(K + "placement", "reward", NO_KL, KL_REWARD | {A + "estimator": "grpo"}),
+    Case(K + "placement", "loss", NO_KL, KL_LOSS),
+    Case(K + "coef", 0.3, 0.1, KL_REWARD),
+    Case(K + "coef", 0.5, 0.1, KL_LOSS),
+    Case(K + "estimator", "k1", KL_LOSS, KL_REWARD),
+    Case(K + "estimator", "k2", "k3", KL_LOSS),
+    Case(K + "estimator", "k3", "k2", KL_LOSS),
+    Case(W + "kind", "none", "tis", {W + "cap": 1.1}),
+    Case(W + "kind", "tis"),
+    Case(W + "kind", "mis"),
+    Case(W + "level", "token", "sequence", TIS),
+    Case(W + "level", "sequence", context=TIS),
+    Case(W + "level", "geometric", context=MIS | {W + "low": 0.9, W + "high": 1.1}),
+    Case(W + "cap", 1.05, context=TIS),
+    Case(W + "low", 0.8, context=MIS),
+    Case(W + "high", 1.2, context=MIS),
+    Case(S + "truncated", "terminal", "bootstrap"),
+    Case(S + "truncated", "bootstrap", changes="critic"),
+    Case(S + "truncated", "mask"),
+    Case(S + "truncated", "mask", changes="critic"),
+    Case(S + "soft_overlong.max_length", 18, 24, {S + "soft_overlong.cache_length": 8}),
+    Case(S + "soft_overlong.cache_length", 12, 4, {S + "soft_overlong.max_length": 20}),
+    Case(S + "length_reward_coef", 0.5),
+    Case("algorithm.filter_function", "switch_functions:keep"),
+]
+
+# How a rollout of 12 responses is cut: switches, responses of each optimizer step of one pass, passes of actor, critic.
+CUTS: dict[str, tuple[dict[str, Any], list[int], int, int]] = {
+    "default": ({}, [5, 5, 2], 1, 1),
+    "minibatch_size": ({U + "minibatch_size": 4}, [4, 4, 4], 1, 1),
+    "minibatches": ({U + "minibatch_size": "unset", U + "minibatches": 2}, [6, 6], 1, 1),
+    "minibatch_unit": ({U + "minibatch_unit": "groups", U + "minibatch_size": 3}, [9, 3], 1, 1),
+    "minibatches_of_groups": (
+        {U + "minibatch_unit": "groups", U + "minibatch_size": "unset", U + "minibatches": 2},
+        [6, 6],
+        1,
+        1,
+    ),
+    "epochs": ({U + "epochs": 2}, [5, 5, 2], 2, 2),
+    "critic_updates_per_policy_update": ({U + "critic_updates_per_policy_update": 3}, [5, 5, 2], 1, 3),
+    "both": ({U + "epochs": 2, U + "critic_updates_per_policy_update": 2}, [5, 5, 2], 2, 4),
+}
+ONE_STEP = {U + "minibatch_size": "unset", U + "minibatches": 1}
+OLD_LOGPROBS = {how: ONE_STEP | {U + "old_logprobs": how} for how in ("auto", "score")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_models(tmp_path_factory.mktemp("switches"))
+
+
+@pytest.fixture(scope="module")
+def failed(folder: Path) -> dict[str, str]:
+    """All cases on one forked rank; the tracebacks of those that did not get through."""
+    cases = {case.name: case.switches for case in CASES} | {name: cut[0] for name, cut in CUTS.items()}
+    return run_ranks(1, iterate_all, folder, cases | OLD_LOGPROBS, deadline=280)[0]
+
+
+def change(after: State, before: State) -> torch.Tensor:
+    return torch.cat([(after[name].double() - before[name].double()).flatten() for name in sorted(before)])
+
+
+def weights_after(folder: Path, switches: dict[str, Any], seen: Seen) -> dict[str, torch.Tensor]:
+    """How far the formula takes the weights of each model that these switches train."""
+    config = config_of(folder, switches).algorithm
+    states = {"reference": read_tensors(folder / "reference"), **seen.begin}
+    iteration = Iteration(folder / "policy", config, responses(folder), states)
+    after = {"actor": iteration.policy_after(seen.steps["actor"])}
+    if config.uses_critic:
+        after["critic"] = iteration.critic_after(seen.steps["critic"])
+    return {name: change(state, seen.begin[name]) for name, state in after.items()}
+
+
+def what_was_seen(folder: Path, failed: dict[str, str], name: str) -> Seen:
+    assert name not in failed, failed[name]
+    seen: Seen = torch.load(folder / f"{name}.pt", weights_only=False)
+    return seen
+
+
+def check_weights(folder: Path, switches: dict[str, Any], seen: Seen) -> dict[str, torch.Tensor]:
+    wanted = weights_after(folder, switches, seen)
+    assert set(wanted) == set(seen.end)
+    for name, expected in wanted.items():
+        found = change(seen.end[name], seen.begin[name])
+        assert (found - expected).norm() < 1e-3 * expected.norm(), name
+    return wanted
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_weights_are_those_of_the_formula_and_of_no_other(folder: Path, failed: dict[str, str], case: Case) -> None:
+    seen = what_was_seen(folder, failed, case.name)
+    wanted = check_weights(folder, case.switches, seen)
+    algorithm = config_of(folder, case.other_switches).algorithm
+    if algorithm.value_loss.outputs == config_of(folder, case.switches).algorithm.value_loss.outputs:
+        other = weights_after(folder, case.other_switches, seen)[case.changes]
+        assert (other - wanted[case.changes]).norm() > 2e-2 * other.norm(), "the rollout does not tell them apart"
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_a_rollout_is_cut_into_the_steps_that_were_asked_for(folder: Path, failed: dict[str, str], name: str) -> None:
+    switches, sizes, *passes = CUTS[name]
+    seen = what_was_seen(folder, failed, name)
+    for model, rounds in zip(("actor", "critic"), passes, strict=True):
+        steps = seen.steps[model]
+        assert [len(step) for step in steps] == sizes * rounds
+        for start in range(0, len(steps), len(sizes)):
+            one_pass = steps[start : start + len(sizes)]
+            assert sorted(s for step in one_pass for s in step) == list(range(12)), "every response once a pass"
+            if switches.get(U + "minibatch_unit") == "groups":
+                assert all(s // 3 * 3 + i in step for step in one_pass for s in step for i in range(3)), "groups whole"
+        assert len({str(steps[i : i + len(sizes)]) for i in range(0, len(steps), len(sizes))}) == rounds, "reshuffled"
+    check_weights(folder, switches, seen)
+
+
+def test_old_logprobs_of_the_only_update_are_not_scored_unless_asked_for(folder: Path, failed: dict[str, str]) -> None:
+    found = {how: what_was_seen(folder, failed, how) for how in OLD_LOGPROBS}
+    for how, seen in found.items():
+        assert ("time/score_policy" in seen.row) == (how == "score")
+        assert seen.row[names.TRAIN_INFER_KL] > 0, "compared with the engine's either way"
+        check_weights(folder, OLD_LOGPROBS[how], seen)

@@ -1,0 +1,261 @@
+"""Every switch of the section value_pretraining through the loop's own pretraining of a real critic, whose weights
+afterwards are compared with those of an independent one."""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from step_formulas import AdamW, Critic, Response, State
+from switch_formulas import ADAM
+from switch_rollout import config_of, state_of, tokens_of, write_models
+from written_rollouts import CUT, END, RIGHT, WRONG, write_rollouts
+
+import vapo_megatron.training.loop
+from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.experience.batch import ExperienceBatch
+from vapo_megatron.monitoring import names
+from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.training.models import load_models
+from vapo_megatron.training.state import RunState
+from vapo_megatron.training.value_pretraining import largest_bias
+
+P = "value_pretraining."
+# Two rollouts of four prompts with three responses each: 24 responses, those to one prompt are held out.
+BASE: dict[str, Any] = {P + "enabled": True, P + "iterations": 2, P + "minibatch_size": 5}
+PROMPT = 2
+Tokens = tuple[int, ...]
+
+
+def script(cursor: int) -> Sequence[Sequence[int]]:
+    """Responses of all lengths, no two alike; one of a group is cut off."""
+    drawn = random.Random(cursor)
+    body = [[drawn.randrange(10, 100) for _ in range(drawn.randrange(1, 16))] for _ in range(3)]
+    ends = (END, END, CUT)
+    return [[*ids, RIGHT if (cursor + i) % 2 else WRONG, ends[i]] for i, ids in enumerate(body)]
+
+
+class Watched(Recorder):
+    """Keeps the critic's metrics by updates."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(run_dir, MonitoringConfig(), is_main_rank=False)
+        self.rows: dict[int, dict[str, float]] = {}
+
+    def write_pretraining(self, updates: int, samples: int) -> None:
+        self.rows[updates] = dict(self._row)
+        super().write_pretraining(updates, samples)
+
+
+class NoCheckpoints:
+    def safe_point(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is saved."""
+
+
+@dataclass
+class Seen:
+    """Weights before and after, the responses of each optimizer step and of each measurement, metrics by updates."""
+
+    begin: State
+    end: State = field(default_factory=dict)
+    steps: list[list[Tokens]] = field(default_factory=list)
+    measured: list[list[Tokens]] = field(default_factory=list)
+    rows: dict[int, dict[str, float]] = field(default_factory=dict)
+    asked: list[int] = field(default_factory=list)
+    finished: bool = False
+
+
+def pretrain(folder: Path, name: str, switches: dict[str, Any]) -> Seen:
+    """On one rank: the loop up to its first iteration."""
+    config, run_dir = config_of(folder, BASE | switches), folder / name
+    models, rollouts, no_checkpoints = load_models(config, None), write_rollouts(script), NoCheckpoints()
+    assert models.critic is not None
+    critic, seen = models.critic, Seen(state_of(models.critic))
+    run_dir.mkdir()
+    state = RunState(config.run, config.checkpoint, run_dir, no_checkpoints)  # type: ignore[arg-type]
+    state.steps = lambda: iter(())  # type: ignore[method-assign]
+    train_step, score = critic.train_step, critic.score
+
+    def noted_step(batch: ExperienceBatch, samples: range, *args: Any) -> Any:
+        seen.steps.append([tokens_of(batch, s) for s in samples])
+        return train_step(batch, samples, *args)
+
+    def noted_score(batch: ExperienceBatch, *args: Any, **kwargs: Any) -> Any:
+        seen.measured.append([tokens_of(batch, s) for s in range(batch.samples)])
+        return score(batch, *args, **kwargs)
+
+    critic.train_step, critic.score = noted_step, noted_score  # type: ignore[method-assign,assignment]
+    with Watched(run_dir) as recorder:
+        vapo_megatron.training.loop.train(config, models, rollouts, state, recorder)
+    engines: Any = rollouts.engines
+    seen.end, seen.rows, seen.finished = state_of(critic), recorder.rows, state.pretraining.finished
+    seen.asked = [len(request.prompts) for request in engines.requests]
+    return seen
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "base": {},
+    "off": {P + "enabled": False},
+    "steps": {P + "steps": 3},
+    "steps_alone": {P + "steps": 3, P + "iterations": "unset"},
+    "iterations": {P + "iterations": 3},
+    "replay_epochs": {P + "replay_epochs": 3},
+    "minibatch_size": {P + "minibatch_size": 8},
+    "masked": {"algorithm.shaping.truncated": "mask"},
+    "discounted": {"algorithm.advantage.gamma": 0.9},
+    "clipped": {"algorithm.value_loss.kind": "clipped"},
+}
+
+
+def pretrain_all(folder: Path) -> None:
+    """All cases, and then stops at thresholds that the replay of three epochs is known to cross on its way."""
+    loop: Any = vapo_megatron.training.loop
+    for ignored in ("evaluate", "export_critic", "export_final", "sync_weights", "show_end"):
+        setattr(loop, ignored, lambda *args: None)
+    for name, switches in CASES.items():
+        torch.save(pretrain(folder, name, switches), folder / f"{name}.pt")
+    free = torch.load(folder / "replay_epochs.pt", weights_only=False).rows
+    for name, stops in thresholds(free).items():
+        torch.save((stops, pretrain(folder, name, CASES["replay_epochs"] | stops)), folder / f"{name}.pt")
+
+
+def explained(row: dict[str, float]) -> float:
+    return row[names.EXPLAINED_VARIANCE]
+
+
+def thresholds(rows: dict[int, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Stops between what the updates reach: some updates reach them and some do not."""
+    found = {}
+    after = [row for updates, row in sorted(rows.items()) if updates > 0]
+    by_variance, by_bias = sorted(map(explained, after)), sorted(map(largest_bias, after))
+    variance, bias = sum(by_variance[-4:-2]) / 2, sum(by_bias[2:4]) / 2
+    found["stop_explained_variance"] = {P + "stop_explained_variance": variance}
+    found["stop_bias"] = {P + "stop_bias": bias}
+    found["stop_both"] = {P + "stop_explained_variance": variance, P + "stop_bias": by_bias[-2]}
+    found["stop_never"] = {P + "stop_explained_variance": 1.0}
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_models(tmp_path_factory.mktemp("pretraining"))
+    run_ranks(1, pretrain_all, folder, deadline=200)
+    return folder
+
+
+def load(folder: Path, name: str) -> Seen:
+    seen: Seen = torch.load(folder / f"{name}.pt", weights_only=False)
+    return seen
+
+
+def as_response(tokens: Tokens) -> Response:
+    ids = torch.tensor(tokens)
+    right, cut = tokens[-2] == RIGHT, tokens[-1] == CUT
+    return Response(ids, PROMPT, 1.0 if right else -1.0, right, cut, 0, ids, 0.0)
+
+
+def target(response: Response, gamma: float) -> torch.Tensor:
+    """A response that was cut off is wrong."""
+    reward = response.reward if not response.truncated else -1.0
+    return reward * gamma ** torch.arange(response.length - 1, -1, -1, dtype=torch.float64)
+
+
+def check_weights(folder: Path, seen: Seen, gamma: float = 1.0, masked: bool = False) -> None:
+    """The critic's weights are those of squared errors to Monte-Carlo returns on the steps that were seen."""
+    critic = Critic(folder / "policy", seen.begin)
+    named = critic.named_parameters()
+    optimizer = AdamW([p for _, p in named], **ADAM)
+    for step in seen.steps:
+        counted = [r for r in map(as_response, step) if not (masked and r.truncated)]
+        optimizer.step(torch.cat([(critic.values(r) - target(r, gamma)) ** 2 / 2 for r in counted]).mean())
+    found = torch.cat([(seen.end[name].double() - seen.begin[name].double()).flatten() for name, _ in named])
+    wanted = torch.cat([(p.detach() - seen.begin[name].double()).flatten() for name, p in named])
+    assert (found - wanted).norm() < 1e-3 * wanted.norm()
+
+
+def steps_of(folder: Path, name: str) -> list[int]:
+    return [len(step) for step in load(folder, name).steps]
+
+
+def test_it_can_be_switched_off(folder: Path) -> None:
+    seen, base = load(folder, "off"), load(folder, "base")
+    assert not seen.steps and not seen.asked and not seen.finished
+    assert all(torch.equal(tensor, seen.begin[name]) for name, tensor in seen.end.items())
+    assert base.finished and base.steps
+
+
+@pytest.mark.parametrize("name", ["base", "iterations", "replay_epochs", "minibatch_size", "clipped"])
+def test_the_critic_learns_monte_carlo_returns(folder: Path, name: str) -> None:
+    check_weights(folder, load(folder, name))
+
+
+def test_returns_are_discounted_and_masked_as_in_training(folder: Path) -> None:
+    check_weights(folder, load(folder, "discounted"), gamma=0.9)
+    check_weights(folder, load(folder, "masked"), masked=True)
+
+
+def test_iterations_are_rollouts_and_each_response_of_them_is_read_or_held_out(folder: Path) -> None:
+    for name, rollouts in (("base", 2), ("iterations", 3)):
+        seen = load(folder, name)
+        assert seen.asked == [4] * rollouts
+        trained = Counter(tokens for step in seen.steps for tokens in step)
+        held_out = set(seen.measured[0])
+        assert set(trained.values()) == {1} and trained.keys().isdisjoint(held_out)
+        assert len(trained) + len(held_out) == 12 * rollouts
+        assert {t[:PROMPT] for t in trained}.isdisjoint({t[:PROMPT] for t in held_out}), "prompts are never cut"
+
+
+def test_without_iterations_as_many_rollouts_as_the_steps_take(folder: Path) -> None:
+    # 3 steps of 5 are 15 responses; 7/8 of a rollout of 12 are 10.5.
+    assert load(folder, "steps_alone").asked == [4, 4] and steps_of(folder, "steps_alone") == [5, 5, 5]
+
+
+def test_steps_bound_the_replay(folder: Path) -> None:
+    assert steps_of(folder, "base") == [5, 5, 5, 5, 1]
+    assert steps_of(folder, "steps") == [5, 5, 5]
+
+
+def test_minibatch_size_is_in_samples(folder: Path) -> None:
+    assert steps_of(folder, "minibatch_size") == [8, 8, 5]
+
+
+def test_replay_epochs_read_every_response_so_often_in_other_orders(folder: Path) -> None:
+    seen = load(folder, "replay_epochs")
+    assert set(Counter(tokens for step in seen.steps for tokens in step).values()) == {3}
+    assert len({str(seen.steps[i : i + 5]) for i in range(0, 15, 5)}) == 3
+    for epoch in range(3):
+        assert len({t for step in seen.steps[5 * epoch : 5 * epoch + 5] for t in step}) == 21
+
+
+@pytest.mark.parametrize("name", ["stop_explained_variance", "stop_bias", "stop_both", "stop_never"])
+def test_it_stops_at_the_first_measurement_that_reaches_every_stop(folder: Path, name: str) -> None:
+    free = load(folder, "replay_epochs")
+    stops, seen = torch.load(folder / f"{name}.pt", weights_only=False)
+    good = [
+        updates
+        for updates, row in sorted(free.rows.items())
+        if updates > 0
+        and (explained(row) >= stops.get(P + "stop_explained_variance", -1e9))
+        and (largest_bias(row) <= stops.get(P + "stop_bias", 1e9))
+    ]
+    expected = good[0] if good else len(free.steps)
+    assert len(seen.steps) == expected and seen.finished
+    assert (name == "stop_never") == (not good)
+    assert seen.steps == free.steps[:expected]
+
+
+def test_what_is_measured_is_the_held_out_part(folder: Path) -> None:
+    """The explained variance of the last row is that of the weights at the end, on responses that were held out."""
+    seen = load(folder, "base")
+    critic = Critic(folder / "policy", seen.end)
+    held_out = [as_response(tokens) for tokens in seen.measured[-1]]
+    with torch.no_grad():
+        values = torch.cat([critic.values(r) for r in held_out])
+    returns = torch.cat([target(r, 1.0) for r in held_out])
+    expected = 1 - (returns - values).var() / returns.var()
+    assert explained(seen.rows[max(seen.rows)]) == pytest.approx(float(expected), abs=1e-4)

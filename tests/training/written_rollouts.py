@@ -1,0 +1,75 @@
+"""The rollout side of a run without engines: responses follow from the prompt's cursor, grades from their text."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vapo_megatron.config.reward import RewardConfig
+from vapo_megatron.config.rollout import SamplingConfig, SyncConfig
+from vapo_megatron.experience.prompts import PromptSource
+from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.rewards.math import Grade
+from vapo_megatron.rewards.pool import Case
+from vapo_megatron.rollout.request import GenerationRequest
+from vapo_megatron.training.rollouts import Rollouts
+
+RIGHT, WRONG, CUT, END = 1, 2, 3, 4
+# Tokens of the responses to the prompt at each cursor; a response that does not stop is CUT off.
+Script = Callable[[int], Sequence[Sequence[int]]]
+
+
+class WrittenEngines:
+    """Answers requests from a script, and remembers them."""
+
+    version, kv_cache_offloaded = 0, True
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.requests: list[GenerationRequest] = []
+
+    def collect(self, request: GenerationRequest, on_done: Callable[[int], None]) -> list[Sample]:
+        self.requests.append(request)
+        found = []
+        for group, prompt in enumerate(request.prompts):
+            for index in range(request.samples_per_prompt):
+                ids = list(self.script(prompt.cursor)[index])
+                reason: Any = "length" if CUT in ids else "stop"
+                found.append(Sample(prompt, group, index, 0, ids, [-1.0] * len(ids), reason, 0, 0))
+        return found
+
+    def offload(self) -> None:
+        """There is nothing to make room for."""
+
+
+class WordVerifier:
+    """Every response that holds RIGHT is correct, cut off or not; the score is the config's."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self.config, self.seen = config, 0
+
+    def grade_batch(self, cases: Sequence[Case], on_done: Callable[..., None]) -> list[Grade]:
+        self.seen += len(cases)
+        right = [str(RIGHT) in case.response.split() for case in cases]
+        scores = [self.config.correct if correct else self.config.incorrect for correct in right]
+        return [Grade(ok, "equal" if ok else "different", score=s) for ok, s in zip(right, scores, strict=True)]
+
+
+class WordTokenizer:
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def write_rollouts(script: Script, prompts: int = 1000, reward: RewardConfig | None = None) -> Rollouts:
+    """reward: correct and incorrect, 1 and -1 unless said otherwise. Prompts are drawn in their order."""
+    reward = reward or RewardConfig()
+    source = PromptSource([Prompt(str(n), "", "", (n % 100, 7)) for n in range(prompts)], seed=1, shuffle=False)
+    parts: dict[str, Any] = {"engines": WrittenEngines(script), "tokenizer": WordTokenizer()}
+    sampling = SamplingConfig(max_new_tokens=24)
+    return Rollouts(
+        **parts,
+        sampling=sampling,
+        reward=reward,
+        sync=SyncConfig(),
+        seed=1,
+        verifier=WordVerifier(reward),  # type: ignore[arg-type]
+        prompts=source,
+    )
