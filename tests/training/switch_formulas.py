@@ -5,13 +5,14 @@ which responses each mini-batch had. Formulas are written out anew from the pape
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from step_formulas import AdamW, Critic, Policy, Response, State
 from torch import Tensor
+from torch.nn import Parameter
 
 from vapo_megatron.config.algorithm import AlgorithmConfig
 
@@ -266,12 +267,17 @@ class Iteration:
             found.append(sum(others) / len(others))
         return found
 
-    def critic_after(self, minibatches: Sequence[Group], frozen: str = "", **adam: float) -> State:
+    def critic_after(
+        self,
+        minibatches: Sequence[Group],
+        frozen: str = "",
+        optimizer: Callable[[list[Parameter]], Any] = lambda parameters: AdamW(parameters, **ADAM),
+    ) -> State:
         """The critic's weights after an optimizer step on each mini-batch. frozen: part of names that stand still."""
         assert self.critic is not None and self.values is not None
         critic, estimates = self.critic, self.estimates
         named = critic.named_parameters()
-        optimizer = AdamW([p for name, p in named if not frozen or frozen not in name], **(ADAM | adam))
+        trained = optimizer([p for name, p in named if not frozen or frozen not in name])
         for members in minibatches:
             counted = [s for s in members if estimates.selected[s]]
             losses = []
@@ -280,7 +286,7 @@ class Iteration:
                 losses.append(
                     critic.token_losses(self.responses[s], estimates.targets[s] - base, self.values[s] - base)
                 )
-            optimizer.step(torch.cat(losses).mean())
+            trained.step(torch.cat(losses).mean())
         return {name: parameter.detach() for name, parameter in named}
 
     def policy_after(self, minibatches: Sequence[Group]) -> State:
