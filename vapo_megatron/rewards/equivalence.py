@@ -35,31 +35,31 @@ def quick_comparison(ground_truth: str, answer: str) -> bool | None:
         return True
     if _UNEVALUATED.search(answer) and not _UNEVALUATED.search(ground_truth):
         return False
-    gold_quantity = quantity(written[0].strip()) or quantity(ground_truth)
+    true_quantity = quantity(written[0].strip()) or quantity(ground_truth)
     answer_quantity = quantity(written[1].strip()) or quantity(answer)
-    if gold_quantity or answer_quantity:
-        same = _same_quantity(gold_quantity, answer_quantity, ground_truth, answer)
+    if true_quantity or answer_quantity:
+        same = _same_quantity(true_quantity, answer_quantity, ground_truth, answer)
     else:
         same = _same_ratio_or_time(ground_truth, answer)
     if same is not None:
         return same
-    gold_number, answer_number = plain_number(ground_truth), plain_number(answer)
-    if gold_number is not None and answer_number is not None:
-        return _same_number(gold_number, answer_number)
-    if gold_number is not None and _RELATION.search(answer):
+    true_number, answer_number = plain_number(ground_truth), plain_number(answer)
+    if true_number is not None and answer_number is not None:
+        return _same_number(true_number, answer_number)
+    if true_number is not None and _RELATION.search(answer):
         return False
-    gold_words, answer_words = words(ground_truth), words(answer)
-    if gold_words and gold_words == answer_words:
+    true_words, answer_words = words(ground_truth), words(answer)
+    if true_words and true_words == answer_words:
         return not _VARIABLE.fullmatch(ground_truth)
-    if _plain_words(gold_words) and _plain_words(gold_words) == _plain_words(answer_words):
+    if _plain_words(true_words) and _plain_words(true_words) == _plain_words(answer_words):
         return True
-    if _LETTERS.fullmatch(gold_words) and _LETTERS.fullmatch(answer_words):
-        return sorted(re.findall(r"\b[a-j]\b", gold_words)) == sorted(re.findall(r"\b[a-j]\b", answer_words))
-    if len(gold_words.strip("()")) == 1 and (choice := _CHOICE.fullmatch(gold_words.upper())):
+    if _LETTERS.fullmatch(true_words) and _LETTERS.fullmatch(answer_words):
+        return sorted(re.findall(r"\b[a-j]\b", true_words)) == sorted(re.findall(r"\b[a-j]\b", answer_words))
+    if len(true_words.strip("()")) == 1 and (choice := _CHOICE.fullmatch(true_words.upper())):
         offered = _CHOICE.fullmatch(words(answer).upper())
         if offered is not None:
             return offered[1] == choice[1]
-    if bool(_PERCENT.search(ground_truth)) != bool(_PERCENT.search(answer)) and (gold_number or answer_number):
+    if bool(_PERCENT.search(ground_truth)) != bool(_PERCENT.search(answer)) and (true_number or answer_number):
         return False
     if "=" not in ground_truth + answer and bool(_BASE.search(ground_truth)) != bool(_BASE.search(answer)):
         return False
@@ -74,29 +74,29 @@ def _plain_words(text: str) -> str:
 
 def _same_ratio_or_time(ground_truth: str, answer: str) -> bool | None:
     """Ratios (3:4:5) and times of day; None where the two are neither."""
-    gold_time, answer_time = time_of_day(ground_truth), time_of_day(answer)
-    if gold_time and answer_time:
-        return gold_time[0] == answer_time[0] if gold_time[1] and answer_time[1] else None
+    true_time, answer_time = time_of_day(ground_truth), time_of_day(answer)
+    if true_time and answer_time:
+        return true_time[0] == answer_time[0] if true_time[1] and answer_time[1] else None
     if _RATIO.fullmatch(ground_truth) and _RATIO.fullmatch(answer):
-        gold_parts, parts = ([int(part) for part in re.split(r"\s*:\s*", text)] for text in (ground_truth, answer))
-        if len(gold_parts) != len(parts):
+        true_parts, parts = ([int(part) for part in re.split(r"\s*:\s*", text)] for text in (ground_truth, answer))
+        if len(true_parts) != len(parts):
             return False
-        return all(a * parts[0] == b * gold_parts[0] for a, b in zip(gold_parts, parts, strict=True))
+        return all(a * parts[0] == b * true_parts[0] for a, b in zip(true_parts, parts, strict=True))
     return None
 
 
 def _same_quantity(
-    gold_quantity: Quantity | None, answer_quantity: Quantity | None, ground_truth: str, answer: str
+    true_quantity: Quantity | None, answer_quantity: Quantity | None, ground_truth: str, answer: str
 ) -> bool | None:
-    if gold_quantity and answer_quantity:
-        return _converted(gold_quantity, answer_quantity)
-    if "count^1" in {side.dimension for side in (gold_quantity, answer_quantity) if side}:  # 1 million is a number
+    if true_quantity and answer_quantity:
+        return _converted(true_quantity, answer_quantity)
+    if "count^1" in {side.dimension for side in (true_quantity, answer_quantity) if side}:  # 1 million is a number
         one = Fraction(1)
-        gold_quantity = gold_quantity or Quantity(ground_truth, "count^1", one)
-        return _converted(gold_quantity, answer_quantity or Quantity(answer, "count^1", one))
+        true_quantity = true_quantity or Quantity(ground_truth, "count^1", one)
+        return _converted(true_quantity, answer_quantity or Quantity(answer, "count^1", one))
     # A unit that one of the two leaves out is the problem's.
-    gold_value = gold_quantity.value if gold_quantity else ground_truth
-    return quick_comparison(gold_value, answer_quantity.value if answer_quantity else answer)
+    true_value = true_quantity.value if true_quantity else ground_truth
+    return quick_comparison(true_value, answer_quantity.value if answer_quantity else answer)
 
 
 def _converted(ground_truth: Quantity, answer: Quantity) -> bool | None:
@@ -104,10 +104,10 @@ def _converted(ground_truth: Quantity, answer: Quantity) -> bool | None:
         return False
     if ground_truth.scale == answer.scale:
         return quick_comparison(ground_truth.value, answer.value)
-    gold_number, answer_number = plain_number(ground_truth.value.strip()), plain_number(answer.value.strip())
-    if gold_number is None or answer_number is None:
+    true_number, answer_number = plain_number(ground_truth.value.strip()), plain_number(answer.value.strip())
+    if true_number is None or answer_number is None:
         return False
-    return gold_number.value * ground_truth.scale == answer_number.value * answer.scale
+    return true_number.value * ground_truth.scale == answer_number.value * answer.scale
 
 
 def _same_number(ground_truth: PlainNumber, answer: PlainNumber) -> bool | None:

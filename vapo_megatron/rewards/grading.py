@@ -28,7 +28,7 @@ def grade_samples(
         verifier: what decides.
         decode: from token ids to text.
         config: the reward of a truncated response, and whether it is verified.
-        advance: is told of each graded sample.
+        advance: gets 1 for each graded sample.
 
     Raises:
         BadInput: as grades_of.
@@ -58,7 +58,7 @@ def grades_of(
 ) -> list[Grade | None]:
     """The grade on each case; None stands for a truncated response, here as there.
 
-    advance is told of each case that is done.
+    advance gets 1 for each case that is done.
 
     Raises:
         BadInput: a user's function failed on all of them (half of the cases at least were no truncated responses).

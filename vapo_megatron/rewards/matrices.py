@@ -37,17 +37,17 @@ def paired_entries(ground_truth: str, answer: str) -> list[tuple[str, str]] | No
 
     A vector may be written as a row, a column or a list; other matrices must have the same shape.
     """
-    gold_rows, answer_rows = matrix_rows(ground_truth), matrix_rows(answer)
-    if gold_rows is None and answer_rows is None:
+    true_rows, answer_rows = matrix_rows(ground_truth), matrix_rows(answer)
+    if true_rows is None and answer_rows is None:
         return None
-    if gold_rows is not None and answer_rows is not None:
-        if (len(gold_rows), len(gold_rows[0])) == (len(answer_rows), len(answer_rows[0])):
-            return list(zip(chain(*gold_rows), chain(*answer_rows), strict=True))
+    if true_rows is not None and answer_rows is not None:
+        if (len(true_rows), len(true_rows[0])) == (len(answer_rows), len(answer_rows[0])):
+            return list(zip(chain(*true_rows), chain(*answer_rows), strict=True))
         return []
-    gold_vector, answer_vector = vector_entries(ground_truth), vector_entries(answer)
-    if gold_vector is None or answer_vector is None:
+    true_vector, answer_vector = vector_entries(ground_truth), vector_entries(answer)
+    if true_vector is None or answer_vector is None:
         return None
-    return list(zip(gold_vector, answer_vector, strict=True)) if len(gold_vector) == len(answer_vector) else []
+    return list(zip(true_vector, answer_vector, strict=True)) if len(true_vector) == len(answer_vector) else []
 
 
 def _entries(text: str) -> list[str]:

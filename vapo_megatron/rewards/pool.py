@@ -134,11 +134,16 @@ class VerifierPool:
     def _prepare(self, case: Case) -> Grade | dict[str, Any]:
         if self._config.verifier == "function":
             extra = dict(case.extra)
-            return {"problem": case.problem, "gold": case.ground_truth, "response": case.response, "extra": extra}
+            return {
+                "problem": case.problem,
+                "ground_truth": case.ground_truth,
+                "response": case.response,
+                "extra": extra,
+            }
         prepared = prepare(case.ground_truth, case.response, self._config.answer_format)
         if isinstance(prepared, Comparison):
             formula = prepared.answer_is_formula
-            return {"gold": prepared.ground_truth, "answer": prepared.answer, "answer_is_formula": formula}
+            return {"ground_truth": prepared.ground_truth, "answer": prepared.answer, "answer_is_formula": formula}
         return prepared
 
     def _with_score(self, grade: Grade) -> Grade:

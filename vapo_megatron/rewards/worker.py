@@ -79,7 +79,7 @@ def _load(message: dict[str, Any]) -> Handler:
         importlib.import_module("vapo_megatron.rewards.symbolic")  # the slow import, before the first deadline runs
 
         def compare(case: dict[str, Any]) -> dict[str, Any]:
-            grade = settle(Comparison(case["gold"], case["answer"], case["answer_is_formula"]))
+            grade = settle(Comparison(case["ground_truth"], case["answer"], case["answer_is_formula"]))
             return {"correct": grade.correct, "reason": grade.reason}
 
         return compare
@@ -91,7 +91,7 @@ def _load(message: dict[str, Any]) -> Handler:
     correct_above = message["correct_above"]
 
     def score(case: dict[str, Any]) -> dict[str, Any]:
-        result = function(case["problem"], case["gold"], case["response"], case["extra"])
+        result = function(case["problem"], case["ground_truth"], case["response"], case["extra"])
         value = float(result)
         if value != value or value in (float("inf"), float("-inf")):
             raise ValueError(f"score {value} is not finite")

@@ -22,9 +22,9 @@ def train(config: TrainConfig, models: Models, rollouts: Rollouts, state: RunSta
     """Collective: the whole training of one rank.
 
     The critic first learns the returns of a policy that stands still (value pretraining, section 4.1). Then each step
-    collects a group of responses a prompt, scores them with both models, estimates advantages with a lambda of its own
-    for policy and critic (decoupled and length-adaptive GAE, sections 4.1 and 4.2), updates critic and policy
-    (clip-higher, token-level loss, positive-example NLL, sections 4.2 and 4.3) and hands the weights to the engines.
+    collects a group of responses per prompt, scores them with both models, estimates advantages with a lambda of its
+    own for policy and critic (decoupled and length-adaptive GAE, sections 4.1 and 4.2), updates critic and policy
+    (clip-higher, token-level loss, positive-example NLL, sections 4.2 and 4.3) and syncs the weights to the engines.
     """
     algorithm, engines = config.algorithm, rollouts.engines
     if state.is_new:
