@@ -1,0 +1,153 @@
+"""The tabular stage's three settings and the rows of its table: what is learnt, how, and what each row leaves out."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+ACTIONS = 4  # right, two kinds of slip, stop; at which index right and slips stand differs between skills
+STOP = ACTIONS - 1
+ANSWER_TOKENS = 2  # the answer and EOS
+BROKEN, STOPPED = 1, 2  # what a critic can see of a response besides how far it is; 0: nothing wrong so far
+EASY, HARD, SOLVED = 0, 1, 2  # kind of a prompt as a critic sees it; a hard one is SOLVED behind its insight
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A task and how it is trained; every row of a setting shares all of it. Learning rates are the actor's."""
+
+    name: str = "steps"
+    # The task.
+    steps: int = 20
+    step_tokens: tuple[int, ...] = (1, 2, 5, 10, 20)
+    seen: float = 1.0  # share of a step's tokens after which a critic sees what the decision was worth; 1: its end
+    prompts: int = 160
+    skills: int = 12  # ordinary skills of each length
+    shared_skills: bool = False  # responses of all lengths use the same skills
+    slip: float = 0.03
+    stop: float = 0.005
+    luck_stop: float = 0.25  # chance of being correct after a stop
+    luck_broken: float = 0.1  # and after a slip
+    noise: float = 0.0  # chance that a response without a slip is wrong all the same
+    forks: int = 3  # steps of a prompt that need a skill of which the policy is unsure
+    fork_skills: int = 24  # such skills of each length
+    fork_right: tuple[float, float] = (0.2, 0.8)  # least and greatest chance of the right action there
+    hard_share: float = 0.0  # of prompts that need an insight
+    insights: int = 0  # different insights of each length; 0: each hard prompt has one of its own
+    rare: float = 0.02  # chance of an insight at the start
+    insight_step: int = 4  # insights stand in one of the first so many steps
+    # How it is trained.
+    prompts_per_step: int = 16
+    samples_per_prompt: int = 8
+    minibatches: int = 8
+    epochs: int = 1
+    rollouts: int = 40
+    lr: float = 0.02
+    critic_ratio: float = 2.0
+    warmup: int = 8
+    coupling: float = 0.5  # size of the features that skills, and states, share
+    features: int = 16
+    common: float = 0.0  # size of a feature that all skills have alike: what is learnt of one holds for all
+    own: bool = True  # whether skills and states have parameters of their own beside the shared features
+    alpha: float = 0.05
+    # In place of the paper's fixed 0.95, which forgets over 20 tokens, 0.2 % of its responses: under one token of 400.
+    fixed_lambda: float = 0.0
+    nll: float = 0.1
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    pretraining: int = 10  # rollouts
+    pretraining_epochs: int = 4
+    pretraining_lr: float = 0.04
+    oversampling: int = 2  # of prompts, under dynamic sampling
+
+    @property
+    def samples(self) -> int:
+        """Responses of a rollout."""
+        return self.prompts_per_step * self.samples_per_prompt
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a row of the table changes. Fixed lambdas are the setting's unless a number is given."""
+
+    title: str
+    lambda_policy: float | Literal["adaptive", "fixed"] = "adaptive"
+    lambda_critic: float | Literal["fixed"] = 1.0
+    clip_higher: bool = True
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    nll: bool = True
+    groups: bool = True
+    critic: Literal["pretrained", "reward_model", "none"] = "pretrained"
+    dynamic_sampling: bool = False
+
+
+VAPO = Row("VAPO")
+ROWS: dict[str, Row] = {
+    "vapo": VAPO,
+    "no_value_pretraining": replace(VAPO, title="without value pretraining", critic="reward_model"),
+    "no_decoupled": replace(VAPO, title="without decoupled GAE", lambda_critic="fixed"),
+    "no_length_adaptive": replace(VAPO, title="without length-adaptive GAE", lambda_policy="fixed"),
+    "no_clip_higher": replace(VAPO, title="without clip-higher", clip_higher=False),
+    "no_token_level": replace(VAPO, title="without token-level loss", aggregation="sequence_mean"),
+    "no_nll": replace(VAPO, title="without positive NLL", nll=False),
+    "no_groups": replace(VAPO, title="without group sampling", groups=False),
+    "ppo": Row("vanilla PPO, 0.95", 0.95, 0.95, False, "sequence_mean", False, False, "reward_model"),
+    "vc_ppo": Row("VC-PPO, 0.95", 0.95, 1.0, False, "sequence_mean", False, False),
+    "grpo": Row("GRPO", clip_higher=False, aggregation="sequence_mean", nll=False, critic="none"),
+    "dapo": Row("DAPO", nll=False, critic="none", dynamic_sampling=True),
+    # Not in the paper: the literal 0.95 of longer responses in the places of the fixed lambda.
+    "no_decoupled_95": replace(VAPO, title="lambda_critic 0.95", lambda_critic=0.95),
+    "no_length_adaptive_95": replace(VAPO, title="lambda_policy 0.95", lambda_policy=0.95),
+}
+PAPER_ROWS = tuple(ROWS)[:12]
+
+# Fixed on seeds 1000-1019.
+STEPS = Setting(
+    # 20 steps of 1 to 20 tokens: 22 to 402 tokens in one batch. What a step was worth shows at its end: one step is
+    # alpha l tokens, the horizon of the length-adaptive lambda, whatever the length.
+    name="steps",
+    slip=0.01,
+    stop=0.003,
+    luck_broken=0.25,
+    lr=0.03,
+    rollouts=40,
+    pretraining=20,
+    pretraining_epochs=1,
+    pretraining_lr=0.02,
+)
+INSIGHT = replace(
+    # The same, and every second prompt needs an insight behind which stand states that the critic hardly knows.
+    STEPS,
+    name="insight",
+    luck_broken=0.1,
+    forks=2,
+    hard_share=0.5,
+    insights=6,
+    minibatches=16,
+    lr=0.1,
+    rollouts=30,
+)
+CLIP = Setting(
+    # Short responses; rare insights that a critic recognises at once, 32 updates a rollout, and parameters of which
+    # none belongs to one skill, so that no skill has an Adam denominator of its own.
+    name="clip",
+    steps=8,
+    step_tokens=(1, 2, 4),
+    seen=0.0,
+    slip=0.01,
+    stop=0.003,
+    luck_broken=0.0,
+    forks=0,
+    hard_share=0.5,
+    shared_skills=True,
+    insights=2,
+    prompts_per_step=32,
+    samples_per_prompt=16,
+    minibatches=32,
+    rollouts=16,
+    lr=0.006,
+    own=False,
+    features=96,
+    coupling=1.0,
+    pretraining=6,
+    pretraining_lr=0.01,
+)
+SETTINGS: dict[str, Setting] = {setting.name: setting for setting in (STEPS, INSIGHT, CLIP)}
