@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from plan import Job
-
+from examples.ablation.plan import ROOT, Job
 from vapo_megatron.config.atomic import atomic_write
 
 POLL_SECONDS = 0.2
@@ -19,10 +18,11 @@ TERMINATE_SECONDS = 30
 
 @dataclass
 class Outcome:
-    """What became of the jobs: names of those that ran well, were there already, failed, or lacked what they need."""
+    """What became of the jobs: names of those that ran well, were there already, were refused, or failed."""
 
     done: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
 
@@ -66,7 +66,11 @@ def execute(jobs: Sequence[Job], workers: int, out: Path, say: Callable[[str], N
             ready = [job for job in waiting if not unsettled & set(job.needs)]
             for job in ready[: workers - len(running)]:
                 waiting.remove(job)
-                running.append(_start(job, out))
+                if reason := job.refusal():
+                    outcome.refused[job.name] = reason
+                    say(f"NOT RUN {job.name}: {reason}")
+                else:
+                    running.append(_start(job, out))
             time.sleep(POLL_SECONDS)
     finally:
         _end(running)
@@ -86,6 +90,7 @@ def _start(job: Job, out: Path) -> _Running:
     with log.open("w") as file:
         process = subprocess.Popen(
             [*job.argv, *overwrite],
+            cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -118,7 +123,7 @@ def _report(
     say: Callable[[str], None],
 ) -> None:
     job, now = entry.job, time.monotonic()
-    settled = len(outcome.done) + len(outcome.failed)
+    settled = len(outcome.done) + len(outcome.failed) + len(outcome.refused)
     left = time_left(waiting, [(e.job, now - e.started) for e in running], workers, pace(seconds_taken(out), waiting))
     word = "done" if job.name in outcome.done else "FAILED"
     say(f"[{settled:>3}/{total}] {word} {job.name:<36} {now - entry.started:5.0f} s   about {left / 60:.0f} min left")
@@ -128,16 +133,22 @@ def pace(taken: dict[str, float], waiting: Sequence[Job]) -> Callable[[Job], flo
     """Seconds to expect of a job: what its like took at other seeds, or runs on average, or the plan's guess."""
     alike: dict[str, list[float]] = {}
     for name, seconds in taken.items():
-        alike.setdefault(name.partition("/")[2], []).append(seconds)
-    rows = {job.name.partition("/")[2] for job in waiting if job.seconds == max(j.seconds for j in waiting)}
+        alike.setdefault(_kind(name), []).append(seconds)
+    rows = {_kind(job.name) for job in waiting if job.seconds == max(j.seconds for j in waiting)}
     of_rows = [seconds for kind, found in alike.items() if kind in rows for seconds in found]
 
     def expected(job: Job) -> float:
-        kind = job.name.partition("/")[2]
+        kind = _kind(job.name)
         found = alike.get(kind) or (of_rows if kind in rows else [])
         return sum(found) / len(found) if found else job.seconds
 
     return expected
+
+
+def _kind(name: str) -> str:
+    """A job's name without its seed: steps/seed1/vapo -> steps/vapo."""
+    first, _, last = name.split("/")
+    return f"{first}/{last}"
 
 
 def time_left(

@@ -1,179 +1,103 @@
-"""The metrics: accuracy of every row, the collapse of the length, and what lambda does to a reward that comes late."""
+"""The images of docs/ablation.md: accuracy by responses drawn, tabular and transformer."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, median
-from typing import Any
 
 import matplotlib
-import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.gridspec import GridSpec
-from matplotlib.metric import Figure
-from matplotlib.ticker import MaxNLocator, NullFormatter
-from reward_decay import LEARNT, SETTINGS, Course
-from table import RowResult, Table
+from matplotlib.figure import Figure
 
+from examples.ablation.results import Figures
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.operations.report.curves import BLUE, GREEN, GREY, INK, ORANGE, PAPER, PURPLE, RED, STYLE
 
-DPI = 150
-PART_COLORS = {"ablation": BLUE, "family": GREEN, "collapse": ORANGE}
-# The runs whose lengths are shown: what collapses and what mends it.
-LENGTHS = {
+DPI = 130
+# Of both stages: what removes a part of VAPO is thin, what is another algorithm is dashed.
+COLORS = {
+    "vapo": INK,
+    "no_value_pretraining": RED,
+    "no_decoupled": ORANGE,
+    "no_length_adaptive": GREEN,
+    "no_clip_higher": "#0d9488",
+    "no_token_level": PURPLE,
+    "no_nll": "#f472b6",
+    "no_groups": "#a16207",
     "ppo": RED,
-    "without_value_pretraining": ORANGE,
-    "ppo_value_pretraining": PURPLE,
-    "vc_ppo": GREEN,
-    "vapo": BLUE,
+    "vc_ppo": ORANGE,
+    "grpo": BLUE,
+    "dapo": GREEN,
 }
-# With lambda_critic = 1 the value targets are the returns themselves.
-CRITICS = {"without_value_pretraining": ("from the reward model", RED), "vapo": ("after value pretraining", GREEN)}
-DECAY_COLORS = (RED, ORANGE, GREEN, BLUE)
+OTHERS = ("ppo", "vc_ppo", "grpo", "dapo")
+SHORT = {
+    "without_value_pretraining": "no_value_pretraining",
+    "without_decoupled_gae": "no_decoupled",
+    "without_length_adaptive_gae": "no_length_adaptive",
+    "without_clip_higher": "no_clip_higher",
+    "without_token_level_loss": "no_token_level",
+    "without_positive_nll": "no_nll",
+    "without_group_sampling": "no_groups",
+}
 
 
-def save_ablation_figure(table: Table, path: Path) -> None:
-    """Accuracy of every row with all its seeds; response length by step; bias of the critics that runs start from."""
+def save_tabular_figure(figures: Figures, path: Path) -> None:
+    """A panel for each setting: mean accuracy over seeds by responses drawn."""
     with matplotlib.rc_context(STYLE):
-        rows = len(table.rows) + len({result.row.part for result in table.rows}) - 1
-        metric = _figure(14.0, max(7.0, 1.5 + 0.4 * rows))
-        grid = GridSpec(2, 2, metric=metric, width_ratios=(1.35, 1.0), height_ratios=(1.25, 1.0))
-        _accuracies(metric.add_subplot(grid[:, 0]), table)
-        _lengths(metric.add_subplot(grid[0, 1]), table)
-        _critics(metric.add_subplot(grid[1, 1]), table)
-        _save(metric, path)
+        figure, panels = _figure(len(figures["settings"]))
+        for axes, (name, setting) in zip(panels, figures["settings"].items(), strict=True):
+            axes.set_title(name)
+            for row, curve in setting["curves"].items():
+                _line(axes, row, setting["rows"][row]["title"], curve["responses"], curve["accuracy"])
+        _finish(figure, panels, path)
 
 
-def save_decay_figure(courses: Sequence[Course], path: Path) -> None:
-    """Chance of the good token by iteration, time to learn by delay, and the value error along the response."""
+def save_transformer_figure(figures: Figures, path: Path) -> None:
+    """A panel for each setting: mean accuracy over finished seeds by responses drawn."""
     with matplotlib.rc_context(STYLE):
-        metric = _figure(14.0, 4.3)
-        grid = GridSpec(1, 3, metric=metric)
-        longest = max(course.tokens for course in courses)
-        late = [course for course in courses if course.tokens == longest]
-        _chances(metric.add_subplot(grid[0]), late)
-        _delays(metric.add_subplot(grid[1]), courses)
-        _value_errors(metric.add_subplot(grid[2]), late)
-        handles, labels = metric.axes[0].get_legend_handles_labels()
-        metric.legend(handles, labels, loc="outside lower center", ncols=len(SETTINGS), fontsize=9.5)
-        _save(metric, path)
+        settings = {name: s for name, s in figures["settings"].items() if any(r["seeds"] for r in s["rows"].values())}
+        figure, panels = _figure(len(settings))
+        for axes, (name, setting) in zip(panels, settings.items(), strict=True):
+            axes.set_title(name)
+            for row in (name for name, row in setting["rows"].items() if row["seeds"]):
+                seeds = setting["rows"][row]["seeds"]
+                steps = sorted(map(int, next(iter(seeds.values()))["accuracy"]))
+                responses = [_mean([found["responses"][step - 1] for found in seeds.values()]) for step in steps]
+                accuracy = [_mean([found["accuracy"][str(step)] for found in seeds.values()]) for step in steps]
+                _line(axes, SHORT.get(row, row), setting["rows"][row]["title"], responses, accuracy)
+        _finish(figure, panels, path)
 
 
-def _figure(width: float, height: float) -> Figure:
-    metric = Figure(figsize=(width, height), layout="constrained", facecolor=PAPER)
-    metric.get_layout_engine().set(w_pad=0.12, h_pad=0.12)  # type: ignore[union-attr,call-arg]
-    FigureCanvasAgg(metric)
-    return metric
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
 
 
-def _save(metric: Figure, path: Path) -> None:
+def _figure(panels: int) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(max(8.0, 4.8 * panels), 5.2), layout="constrained", facecolor=PAPER)
+    FigureCanvasAgg(figure)
+    return figure, [figure.add_subplot(1, panels, place + 1) for place in range(panels)]
+
+
+def _line(axes: Axes, row: str, label: str, x: list[float], y: list[float]) -> None:
+    axes.plot(
+        x,
+        y,
+        color=COLORS.get(row, GREY),
+        label=label,
+        linewidth=2.6 if row == "vapo" else 1.3,
+        linestyle="--" if row in OTHERS else "-" if row in COLORS else ":",
+        zorder=3 if row == "vapo" else 2,
+    )
+
+
+def _finish(figure: Figure, panels: list[Axes], path: Path) -> None:
+    lines: dict[str, Artist] = {}
+    for axes in panels:
+        axes.set_xlabel("responses drawn, value pretraining counted", color=GREY)
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            lines.setdefault(label, handle)
+    panels[0].set_ylabel("accuracy", color=GREY)
+    handles, labels = list(lines.values()), [str(label) for label in lines]
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path, "wb") as file:
-        metric.savefig(file, format="png", dpi=DPI)
-
-
-def _accuracies(axes: Axes, table: Table) -> None:
-    axes.set_title(f"Accuracy on unseen problems after {table.steps} steps")
-    place, places, part = 0.0, [], table.rows[0].row.part
-    for result in table.rows:
-        if result.row.part != part:
-            place, part = place + 0.7, result.row.part
-        places.append(place)
-        _seeds(axes, place, result)
-        place += 1.0
-    axes.set_yticks(places, [result.row.title for result in table.rows], color=INK)
-    axes.set_ylim(place - 0.3, -0.7)
-    axes.grid(axis="y", visible=False)
-    axes.tick_params(axis="y", length=0, labelsize=10)
-    axes.set_xlim(0, 1.13)
-    axes.set_xticks(np.arange(0, 1.01, 0.2))
-    axes.set_xlabel("avg@4; a dot for each seed, the bar is their mean", color=GREY)
-    if table.start:
-        start = mean(table.start.values())
-        axes.axvline(start, color=GREY, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
-        axes.annotate("cold start", (start, place - 0.4), (4, 0), textcoords="offset points", fontsize=8.5, color=GREY)
-
-
-def _seeds(axes: Axes, place: float, result: RowResult) -> None:
-    color, finals = PART_COLORS[result.row.part], result.finals
-    axes.barh(place, mean(finals), height=0.62, color=color, alpha=0.20, linewidth=0, zorder=2)
-    axes.plot([mean(finals)] * 2, [place - 0.31, place + 0.31], color=color, linewidth=2.4, zorder=3)
-    axes.plot([min(finals), max(finals)], [place, place], color=color, linewidth=1.2, alpha=0.7, zorder=3)
-    axes.plot(finals, [place] * len(finals), "o", color=color, markersize=5.5, markeredgecolor=PAPER, zorder=4)
-    axes.annotate(f"{mean(finals):.2f}", (1.06, place), ha="left", va="center", fontsize=10, color=INK)
-
-
-def _lengths(axes: Axes, table: Table) -> None:
-    axes.set_title("Tokens of a response")
-    for name, color in LENGTHS.items():
-        result = table.of(name)
-        if result is None:
-            continue
-        lengths = np.array([found.length for found in result.seeds.values()])
-        _band(axes, np.arange(1, lengths.shape[1] + 1), lengths, color, result.row.title)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("step; mean over seeds, least to most", color=GREY)
-    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    axes.legend(loc="best", fontsize=9)
-
-
-def _critics(axes: Axes, table: Table) -> None:
-    axes.set_title("Critics at the first step: value − return")
-    for name, (label, color) in CRITICS.items():
-        result = table.of(name)
-        biases = [found.value_bias for found in result.seeds.values() if found.value_bias] if result else []
-        if biases:
-            positions = sorted(biases[0])
-            values = np.array([[bias[position] for position in positions] for bias in biases])
-            _band(axes, np.array(positions), values, color, label, marker="o", markersize=4)
-    axes.axhline(0, color=GREY, linewidth=0.8)
-    axes.set_xlabel("percent of the response", color=GREY)
-    axes.legend(loc="best", fontsize=9)
-
-
-def _band(axes: Axes, x: np.ndarray, values: np.ndarray, color: str, label: str, **style: Any) -> None:
-    """Mean of [seeds, n] as a line, least to most as a shade."""
-    axes.plot(x, values.mean(axis=0), color=color, label=label, **style)
-    axes.fill_between(x, values.min(axis=0), values.max(axis=0), color=color, alpha=0.15, linewidth=0)
-
-
-def _chances(axes: Axes, courses: Sequence[Course]) -> None:
-    axes.set_title(f"Chance of the good token, {courses[0].tokens} tokens")
-    for course, color in zip(courses, DECAY_COLORS, strict=True):
-        chance = np.array(course.chance)
-        _band(axes, np.arange(chance.shape[1]), chance, color, course.setting, **_overlaid(course))
-    axes.axhline(LEARNT, color=GREY, linewidth=0.8, linestyle=(0, (4, 3)))
-    axes.set_ylim(0, 1.02)
-    axes.set_xlabel("iteration; mean over seeds, least to most", color=GREY)
-
-
-def _delays(axes: Axes, courses: Sequence[Course]) -> None:
-    axes.set_title(f"Iterations until that chance is {LEARNT:g}")
-    for setting, color in zip(SETTINGS, DECAY_COLORS, strict=True):
-        alike = [course for course in courses if course.setting == setting.name]
-        known = [(c.tokens, [n for n in c.learnt_after() if n is not None]) for c in alike]
-        known = [(tokens, found) for tokens, found in known if found]
-        tokens = [delay for delay, _ in known]
-        axes.plot(tokens, [median(f) for _, f in known], marker="o", color=color, markersize=4.5, **_overlaid(alike[0]))
-        axes.fill_between(
-            tokens, [min(f) for _, f in known], [max(f) for _, f in known], color=color, alpha=0.15, linewidth=0
-        )
-    axes.set_xscale("log")
-    delays = sorted({course.tokens for course in courses})
-    axes.set_xticks(delays, [str(delay) for delay in delays])
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("tokens until the reward", color=GREY)
-
-
-def _value_errors(axes: Axes, courses: Sequence[Course]) -> None:
-    axes.set_title(f"Error of the values after {courses[0].measured_at} iterations")
-    for course, color in zip(courses, DECAY_COLORS, strict=True):
-        axes.plot(range(1, len(course.value_error) + 1), course.value_error, color=color, **_overlaid(course))
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("token of a response that began well", color=GREY)
-
-
-def _overlaid(course: Course) -> dict[str, Any]:
-    """The last setting runs on top of the one before it: drawn dashed, both are seen."""
-    return {"linestyle": (0, (3, 2))} if course.setting == SETTINGS[-1].name else {}
+        figure.savefig(file, format="png", dpi=DPI)

@@ -19,7 +19,7 @@ class Interval(NamedTuple):
 
 
 def quantile_t(freedom: int, z: float = 1.959964) -> float:
-    """97.5 % quantile of Student's t: exact for 1 to 4 degrees of freedom, from 5 on by its expansion, to 0.002."""
+    """97.5 % quantile of Student's t: exact for 1 to 4 degrees of freedom, from 5 on by its expansion, to 0.003."""
     if freedom <= 4:
         return (12.7062, 4.3027, 3.1824, 2.7764)[freedom - 1]
     terms = (

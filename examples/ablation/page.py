@@ -1,128 +1,145 @@
-"""docs/ablation.md: the page of a whole ablation, filled in with what was measured."""
+"""docs/ablation.md and its images, from measured figures alone: measured/tabular.json and measured/transformer.json.
 
-import shutil
-from collections.abc import Sequence
+    python -m examples.ablation.page
+
+Text that depends on what was measured is in the template behind a condition on the figures; nothing is written by hand.
+"""
+
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from ablation_config import AblationConfig, RewardModelConfig
-from execute import seconds_taken
+import typer
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from plan import HERE
-from reward_decay import LEARNT, Course, summary
-from table import MARGIN, Table, markdown, spread
 
+from examples.ablation import transformer_tables as transformer
+from examples.ablation.figures import save_tabular_figure, save_transformer_figure
+from examples.ablation.intervals import Interval, shown
+from examples.ablation.results import Figures, read_figures
+from examples.ablation.tabular.settings import ABOUT, CHOSEN
 from vapo_megatron.config.atomic import atomic_write
-from vapo_megatron.config.load import load_config
-from vapo_megatron.errors import BadInput
-from vapo_megatron.monitoring.metrics import read_metrics
+from vapo_megatron.errors import told_in_one_line
 
-COMMAND = ".venv/bin/python examples/ablation/run.py --docs"
-STARTS = {
-    "pretrained": "value pretraining",
-    "reward_model": "reward model",
-    "fresh": "policy, head of zeros",
-    "none": "no critic",
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+MEASURED = HERE / "measured"
+TECHNIQUES = {
+    "no_value_pretraining": "value pretraining",
+    "no_decoupled": "decoupled GAE",
+    "no_length_adaptive": "length-adaptive GAE",
+    "no_clip_higher": "clip-higher",
+    "no_token_level": "token-level loss",
+    "no_nll": "positive-example NLL",
+    "no_groups": "group sampling",
 }
-COLLAPSE = (
-    "ppo",
-    "ppo_fast_critic",
-    "ppo_fresh_critic",
-    "ppo_value_pretraining",
-    "vc_ppo",
-    "without_value_pretraining",
-    "vapo",
-)
 
 
-def write_page(config: AblationConfig, table: Table, decay: Sequence[Course], out: Path, docs: Path) -> Path:
-    """Write docs/ablation.md and its two images; return the page's path.
+def render(tabular: Figures, measured: Figures | None) -> str:
+    """The page as Markdown; without figures of the transformer it says that there are none."""
+    environment = Environment(
+        loader=FileSystemLoader(HERE),
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=False,
+    )
+    facts: dict[str, Any] = {
+        "tabular": tabular,
+        "about": ABOUT,
+        "chosen": CHOSEN,
+        "measured": measured,
+        "transformer": transformer,
+    }
+    facts |= {"techniques": _techniques(tabular), "table": tabular_table, "budgets": budget_table, "behind": _behind}
+    return environment.get_template("ablation.md.j2").render(facts)
+
+
+def _interval(found: Any) -> Interval | None:
+    return None if found is None else Interval(*(float("nan") if x is None else float(x) for x in found))
+
+
+def _techniques(tabular: Figures) -> list[dict[str, str]]:
+    """Of each technique VAPO's lead over the row without it in each setting, and in how many it is shown."""
+    lines = []
+    for name, title in TECHNIQUES.items():
+        cells: dict[str, str] = {}
+        better, worse = [], []
+        for setting, figures in tabular["settings"].items():
+            row = figures["rows"].get(name)
+            found = [_interval(row[key]) for key in ("final_less", "area_less")] if row else [None, None]
+            cells[setting] = "; ".join(shown(each) for each in found)
+            if any(each and each.excludes_zero and each.mean > 0 for each in found):
+                better.append(setting)
+            if any(each and each.excludes_zero and each.mean < 0 for each in found):
+                worse.append(setting)
+        verdict = f"shown in {', '.join(better)}" if better else "not shown"
+        lines.append(
+            {"title": title, "verdict": verdict + (f"; reversed in {', '.join(worse)}" if worse else "")} | cells
+        )
+    return lines
+
+
+def _behind(figures: Figures) -> list[str]:
+    """Titles of the rows that VAPO ends behind, by more than the interval."""
+    found = {row["title"]: _interval(row.get("final_less")) for row in figures["rows"].values()}
+    return [title for title, less in found.items() if less and less.excludes_zero and less.mean < 0]
+
+
+def tabular_table(figures: Figures) -> str:
+    """All rows of a setting of the tabular stage."""
+    titles = ["", "final", "area", "VAPO less this, final", "VAPO less this, area", "tokens"]
+    titles += ["insight", "explained variance", "clipped high"]
+    lines = [f"| {' | '.join(titles)} |", "|---|" + "---:|" * (len(titles) - 1)]
+    for row in figures["rows"].values():
+        compared = "final_less" in row
+        cells = [row["title"], f"{row['final'][0]:.3f}", f"{row['area'][0]:.3f}"]
+        cells += [shown(_interval(row[key])) if compared else "" for key in ("final_less", "area_less")]
+        cells += [f"{row['length']:.0f}", f"{row['insight']:.2f}" if row["insight"] else ""]
+        explains = f"{row['explains_first']:.2f} → {row['explains_last']:.2f}" if "explains_first" in row else ""
+        cells += [explains, f"{100 * row['clip_high']:.2f} %"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def budget_table(figures: Figures) -> str:
+    """Accuracy at equal numbers of responses: VAPO against GRPO and DAPO."""
+    rows = [name for name in ("grpo", "dapo") if name in figures["rows"]]
+    titles = ["responses", "VAPO"]
+    for name in rows:
+        title = figures["rows"][name]["title"]
+        titles += [title, f"VAPO less {title}"]
+    lines = [f"| {' | '.join(titles)} |", "|---:|" + "---:|" * (len(titles) - 1)]
+    for at in figures["equal_responses"]:
+        cells = [str(at["responses"]), f"{at['rows']['vapo']['accuracy'][0]:.3f}"]
+        for name in rows:
+            found = at["rows"].get(name)
+            cells += [f"{found['accuracy'][0]:.3f}", shown(_interval(found["less"]))] if found else ["–", "–"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def write_page(docs: Path, measured: Path = MEASURED) -> Path:
+    """Write ablation.md and its images into docs; return the page's path.
 
     Raises:
-        BadInput: a row or a seed of ablation.yaml is missing: the page shows a whole ablation or none.
+        BadInput: measured/tabular.json is missing.
     """
-    whole = load_config(AblationConfig, HERE / "ablation.yaml", [], HERE).model_copy(update={"workers": config.workers})
-    if config != whole or any(len(result.seeds) < len(config.seeds) for result in table.rows):
-        raise BadInput("--docs: the page shows all of ablation.yaml: leave out --only and the overrides, and run again")
-    text = render(config, table, decay, out)
-    for name in ("ablation.png", "reward_decay.png"):
-        with atomic_write(docs / "images" / name, "wb") as file, (out / name).open("rb") as image:
-            shutil.copyfileobj(image, file)
+    tabular = read_figures(measured / "tabular.json")
+    path = measured / "transformer.json"
+    found = read_figures(path) if path.is_file() else None
+    save_tabular_figure(tabular, docs / "images" / "ablation_tabular.png")
+    if found is not None and transformer.finished(found):
+        save_transformer_figure(found, docs / "images" / "ablation.png")
     with atomic_write(docs / "ablation.md") as file:
-        file.write(text)
+        file.write(render(tabular, found))
     return docs / "ablation.md"
 
 
-def render(config: AblationConfig, table: Table, decay: Sequence[Course], out: Path) -> str:
-    """The page as Markdown."""
-    environment = Environment(
-        loader=FileSystemLoader(HERE), undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
-    )
-    return environment.get_template("ablation.md.j2").render(_facts(config, table, decay, out))
+def main(docs: Annotated[Path, typer.Option(help="folder of the page")] = ROOT / "docs") -> None:
+    """Write docs/ablation.md from examples/ablation/measured."""
+    with told_in_one_line("ablation"):
+        typer.echo(write_page(docs))
 
 
-def _facts(config: AblationConfig, table: Table, decay: Sequence[Course], out: Path) -> dict[str, Any]:
-    compared = [r for r in table.rows if r.row.part == "ablation" and r.row.name != "vapo"]
-    by_effect = {
-        effect: [(r.row.title, r.row.reason) for r in compared if table.effect(r) == effect]
-        for effect in ("shown", "reversed", "not resolved")
-    }
-    taken, reward_models = seconds_taken(out), [_last_row(out, seed, "reward_model") for seed in config.seeds]
-    return {
-        "command": COMMAND,
-        "facts": table.facts,
-        "seeds": ", ".join(map(str, config.seeds)),
-        "seed_count": len(config.seeds),
-        "chance": 0.5 ** len(config.seeds),
-        "runs": len(taken),
-        "core_minutes": round(sum(taken.values()) / 60),
-        "wall_minutes": round(sum(taken.values()) / 60 / config.workers),
-        "workers": config.workers,
-        "table": markdown(table),
-        "problems": config.task.evaluation_problems,
-        "steps": config.steps,
-        "margin": MARGIN,
-        "shown": [title for title, _ in by_effect["shown"]],
-        "missing": by_effect["not resolved"],
-        "reversed": by_effect["reversed"],
-        "task": config.task,
-        "start": spread(list(table.start.values())),
-        "rows": config.rows,
-        "starts": STARTS,
-        "reward_model_steps": load_config(RewardModelConfig, HERE / "reward_model.yaml", [], HERE).steps,
-        "prefix": spread([row["reward_model/prefix_mean"] for row in reward_models], ".2f"),
-        "end_accuracy": spread([row["reward_model/end_accuracy"] for row in reward_models], ".2f"),
-        "collapse": [_collapse_line(table, name) for name in COLLAPSE if table.of(name)],
-        "settings": list(dict.fromkeys(course.setting for course in decay)),
-        "decay": _decay_lines(decay),
-        "decay_seeds": len(decay[0].chance),
-        "learnt": LEARNT,
-        "vapo_tokens": spread(table.rows[0].last_lengths, ".0f"),
-    }
-
-
-def _last_row(out: Path, seed: int, name: str) -> dict[str, Any]:
-    return read_metrics(out / f"seed{seed}" / name)[-1]
-
-
-def _collapse_line(table: Table, name: str) -> dict[str, str]:
-    result = table.of(name)
-    assert result is not None
-    return {
-        "title": result.row.title,
-        "length": spread(result.last_lengths, ".1f"),
-        "accuracy": spread(result.finals),
-        "start": STARTS[result.row.critic],
-    }
-
-
-def _decay_lines(decay: Sequence[Course]) -> list[dict[str, Any]]:
-    rows = summary(decay)
-    lines = []
-    for tokens in sorted({row["tokens"] for row in rows}):
-        cells = []
-        for row in (row for row in rows if row["tokens"] == tokens):
-            learnt = f"{row['median']} ({row['least']} to {row['most']})"
-            cells.append(f"never at {row['never']} seeds" if row["never"] else learnt)
-        lines.append({"tokens": tokens, "cells": cells})
-    return lines
+if __name__ == "__main__":
+    typer.run(main)

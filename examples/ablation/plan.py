@@ -6,25 +6,32 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ablation_config import SETTINGS_FILE, AblationConfig, RewardModelConfig, Task, task_settings
-
+from examples.ablation.ablation_config import SETTINGS_FILE, AblationConfig, RewardModelConfig, Setting, task_settings
+from examples.ablation.task import PROMPT_TOKENS, longest_sequence
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
+from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.metrics import read_metrics
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 EVALUATION = "evaluation/unseen_avg@4"
 EVALUATION_SAMPLES = 4
+POLICY = Path("cold_start", "hf", "final", "actor")
+# Of each start of a critic: the job that makes it, critic.init, and where it lies.
+CRITICS = {
+    "pretrained": ("value_critic", "value_checkpoint", Path("value_critic", "hf", "value_pretrained", "critic")),
+    "reward_model": ("reward_model", "reward_model", Path("reward_model", "hf", "final", "critic")),
+}
 
 # Seconds of a job where nobody else uses the machine and two jobs share its two cores: a first guess for the time
 # left, which what the first jobs really take then corrects.
-START, STEP, COLD_START_STEP = 30.0, 2.1, 0.13
-SECONDS = {"task": 12.0, "value_critic": 75.0, "reward_model": 40.0}
+START, STEP, COLD_START_STEP = 30.0, 4.0, 0.2
+SECONDS = {"task": 12.0, "value_critic": 240.0, "reward_model": 60.0}
 
 
 @dataclass(frozen=True)
@@ -37,92 +44,142 @@ class Job:
     needs: tuple[str, ...]
     seconds: float
     finished: Callable[[], bool]
+    refusal: Callable[[], str] = lambda: ""  # asked when all that it needs is there: why it is not to run, or nothing
 
 
 def plan_jobs(config: AblationConfig, out: Path) -> list[Job]:
     """All jobs in the order in which they start, seed by seed, each after those that it needs."""
-    return [job for seed in config.seeds for job in _seed_jobs(config, seed, out / f"seed{seed}")]
-
-
-def _seed_jobs(config: AblationConfig, seed: int, folder: Path) -> Iterator[Job]:
-    task, cold_start, value_critic, reward_model = (
-        f"seed{seed}/{name}" for name in ("task", "cold_start", "value_critic", "reward_model")
-    )
-    yield _task(config.task, seed, folder / "task", task)
-    policy = f"model.path={folder / 'cold_start' / 'hf' / 'final' / 'actor'}"
-    place = [f"run.seed={seed}", f"run.root={folder}"]
-    demonstrations = folder / "task" / "sft.jsonl"
-
-    overrides = [*place, f"model.path={folder / 'task' / 'model'}", f"data.path={demonstrations}"]
-    sft = load_config(SftConfig, HERE / "cold_start.yaml", overrides, PRESETS)
-    steps = sft.data.steps or 0
-    yield Job(
-        cold_start,
-        _cli("sft", HERE / "cold_start.yaml", overrides),
-        folder / "cold_start",
-        (task,),
-        START / 2 + steps * COLD_START_STEP,
-        lambda: is_finished(folder / "cold_start", sft, steps),
-    )
-
-    data = [
-        f"data.train={folder / 'task' / 'train.jsonl'}",
-        f"data.eval=[{{name: unseen, path: {folder / 'task' / 'eval.jsonl'}, samples: {EVALUATION_SAMPLES}}}]",
+    return [
+        job
+        for seed in config.seeds
+        for setting in config.settings
+        for job in _Seed(config, setting, seed, out / setting.name / f"seed{seed}").jobs()
     ]
-    starts = {row.critic for row in config.rows}
-    if "reward_model" in starts:
-        overrides = [*place, policy, f"demonstrations={demonstrations}", f"problems={folder / 'task' / 'train.jsonl'}"]
-        fitted = load_config(RewardModelConfig, HERE / "reward_model.yaml", overrides, PRESETS)
-        argv = (sys.executable, str(HERE / "reward_model.py"), str(HERE / "reward_model.yaml"), *overrides)
-        directory, last = folder / "reward_model", fitted.steps
+
+
+@dataclass(frozen=True)
+class _Seed:
+    """The jobs of a seed of a setting."""
+
+    config: AblationConfig
+    setting: Setting
+    seed: int
+    folder: Path
+
+    def jobs(self) -> Iterator[Job]:
+        task, folder = self.setting.task, self.folder
+        argv = ("--out", str(folder / "task"), "--seed", str(self.seed), "--task", task.model_dump_json())
+        wanted, file = task_settings(task, self.seed), folder / "task" / SETTINGS_FILE
         yield Job(
-            reward_model,
-            argv,
-            directory,
-            (cold_start,),
-            SECONDS["reward_model"],
-            lambda: is_finished(directory, fitted, last),
+            self._name("task"),
+            (sys.executable, "-m", "examples.ablation.task", *argv),
+            folder / "task",
+            (),
+            SECONDS["task"],
+            lambda: file.is_file() and json.loads(file.read_text()) == wanted,
         )
-    # VAPO's own run is always there, and with it its value pretraining; it also evaluates the cold start.
-    pretraining = [*config.value_pretraining, "run.steps=1", "evaluation.before_training=true"]
-    shared = [*place, policy, *data]
-    yield _train("value_critic", "vapo", [*shared, *pretraining], folder, (cold_start,), 1, SECONDS["value_critic"])
+        yield self._cold_start()
+        rows = self.config.rows_of(self.setting)
+        if any(row.critic == "reward_model" for row in rows):
+            yield self._reward_model()
+        # VAPO's own run is always there, and with it its value pretraining; it also evaluates the cold start.
+        pretraining = [*self.config.value_pretraining, "run.steps=1", "evaluation.before_training=true"]
+        yield self._train("value_critic", "vapo", pretraining, "cold_start", 1, SECONDS["value_critic"])
+        steps = self.config.steps
+        for row in rows:
+            overrides = [f"run.steps={steps}", "value_pretraining.enabled=false"]
+            if row.critic in CRITICS:
+                needs, init, path = CRITICS[row.critic]
+                overrides += [f"critic.init={init}", f"critic.init_path={folder / path}"]
+            else:
+                needs = "cold_start"
+            yield self._train(
+                row.name,
+                row.preset,
+                [*overrides, *row.overrides],
+                needs,
+                steps,
+                START + STEP * steps,
+                self._refusal if row.critic == "pretrained" else lambda: "",
+            )
 
-    critics = {
-        "pretrained": ("value_checkpoint", folder / "value_critic" / "hf" / "value_pretrained" / "critic"),
-        "reward_model": ("reward_model", folder / "reward_model" / "hf" / "final" / "critic"),
-    }
-    needs = {"pretrained": value_critic, "reward_model": reward_model}
-    for row in config.rows:
-        chosen = [*shared, f"run.steps={config.steps}", "value_pretraining.enabled=false"]
-        if row.critic in critics:
-            init, path = critics[row.critic]
-            chosen += [f"critic.init={init}", f"critic.init_path={path}"]
-        seconds = START + STEP * config.steps
-        before = (needs.get(row.critic, cold_start),)
-        yield _train(row.name, row.preset, [*chosen, *row.overrides], folder, before, config.steps, seconds)
+    def _name(self, job: str) -> str:
+        return f"{self.setting.name}/seed{self.seed}/{job}"
+
+    @property
+    def _place(self) -> list[str]:
+        return [f"run.seed={self.seed}", f"run.root={self.folder}"]
+
+    def _cold_start(self) -> Job:
+        folder = self.folder
+        overrides = [*self._place, f"model.path={folder / 'task' / 'model'}", f"data.path={folder / 'task/sft.jsonl'}"]
+        sft = load_config(SftConfig, HERE / "cold_start.yaml", overrides, PRESETS)
+        steps = sft.data.steps or 0
+        return Job(
+            self._name("cold_start"),
+            _cli("sft", HERE / "cold_start.yaml", overrides),
+            folder / "cold_start",
+            (self._name("task"),),
+            START / 2 + steps * COLD_START_STEP,
+            lambda: is_finished(folder / "cold_start", sft, steps),
+        )
+
+    def _reward_model(self) -> Job:
+        folder = self.folder
+        files = (f"demonstrations={folder / 'task/sft.jsonl'}", f"problems={folder / 'task/train.jsonl'}")
+        overrides = [*self._place, f"model.path={folder / POLICY}", *files]
+        wanted = load_config(RewardModelConfig, HERE / "reward_model.yaml", overrides, PRESETS)
+        script = (sys.executable, "-m", "examples.ablation.reward_model", str(HERE / "reward_model.yaml"))
+        return Job(
+            self._name("reward_model"),
+            (*script, *overrides),
+            folder / "reward_model",
+            (self._name("cold_start"),),
+            SECONDS["reward_model"],
+            lambda: is_finished(folder / "reward_model", wanted, wanted.steps),
+        )
+
+    def _train(
+        self,
+        name: str,
+        preset: str,
+        overrides: list[str],
+        needs: str,
+        steps: int,
+        seconds: float,
+        refusal: Callable[[], str] = lambda: "",
+    ) -> Job:
+        folder, task = self.folder, self.setting.task
+        overrides = [
+            *(f"preset={preset}", f"run.name={name}", *self._place, f"model.path={folder / POLICY}"),
+            f"data.train={folder / 'task' / 'train.jsonl'}",
+            f"data.eval=[{{name: unseen, path: {folder / 'task' / 'eval.jsonl'}, samples: {EVALUATION_SAMPLES}}}]",
+            f"sampling.max_new_tokens={longest_sequence(task) - PROMPT_TOKENS}",
+            f"rollout.context_length={longest_sequence(task) + 1}",
+            *self.setting.overrides,
+            *overrides,
+        ]
+        wanted = load_config(TrainConfig, HERE / "train.yaml", overrides, PRESETS)
+        return Job(
+            self._name(name),
+            _cli("train", HERE / "train.yaml", overrides),
+            folder / name,
+            (self._name(needs),),
+            seconds,
+            lambda: is_finished(folder / name, wanted, steps),
+            refusal,
+        )
+
+    def _refusal(self) -> str:
+        """Why the critic that value pretraining left is not good enough for a row; empty: it is."""
+        found, least = explained_before_training(self.folder / "value_critic"), self.config.least_explained
+        return "" if found >= least else f"its critic explains {found:.3f} held out, below {least:g}"
 
 
-def _task(task: Task, seed: int, directory: Path, name: str) -> Job:
-    argv = ("--out", str(directory), "--seed", str(seed), "--task", task.model_dump_json())
-    wanted, file = task_settings(task, seed), directory / SETTINGS_FILE
-    return Job(
-        name,
-        (sys.executable, str(HERE / "task.py"), *argv),
-        directory,
-        (),
-        SECONDS["task"],
-        lambda: file.is_file() and json.loads(file.read_text()) == wanted,
-    )
-
-
-def _train(
-    name: str, preset: str, overrides: list[str], folder: Path, needs: tuple[str, ...], steps: int, seconds: float
-) -> Job:
-    overrides = [f"preset={preset}", f"run.name={name}", *overrides]
-    wanted, directory = load_config(TrainConfig, HERE / "train.yaml", overrides, PRESETS), folder / name
-    argv = _cli("train", HERE / "train.yaml", overrides)
-    return Job(f"{folder.name}/{name}", argv, directory, needs, seconds, lambda: is_finished(directory, wanted, steps))
+def explained_before_training(run_dir: Path) -> float:
+    """Held-out explained variance at the end of value pretraining, before the policy has moved."""
+    name = f"{names.PRETRAINING}explained_variance"
+    return [row[name] for row in read_metrics(run_dir) if name in row][-1]
 
 
 def _cli(command: str, config: Path, overrides: list[str]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ a Hugging Face directory (...ForTokenClassification with one label) for critic.i
 """
 
 import random
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -16,8 +17,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import typer
-from ablation_config import RewardModelConfig
 
+from examples.ablation.ablation_config import RewardModelConfig
 from vapo_megatron.cluster.ranks import start_ranks
 from vapo_megatron.config.algorithm import ValueLossConfig
 from vapo_megatron.config.data import PromptTemplate
@@ -51,7 +52,7 @@ def judged_solutions(config: RewardModelConfig) -> ExperienceBatch:
     tokenizer = TextTokenizer(Path(config.model.path), PromptTemplate())
     answers = {row["problem"]: row["answer"] for _, row in read_rows(config.problems)}
     samples = read_demonstrations(
-        config.demonstrations, tokenizer.encode_prompt, tokenizer.encode_response, tokenizer.eos_id, 128
+        config.demonstrations, tokenizer.encode_prompt, tokenizer.encode_response, tokenizer.eos_id, sys.maxsize
     )
     for sample in samples:
         sample.correct = grade_response(

@@ -1,6 +1,6 @@
-"""VAPO's ablation at small scale, on the program that trains at any scale: a table, metrics, and what they show.
+"""VAPO's ablation with transformers, on the program that trains at any scale.
 
-`python examples/ablation/run.py` runs what is missing and presents what is there; run it again after an interruption.
+`python -m examples.ablation.run` runs what is missing and presents what is there; run it again after an interruption.
 """
 
 import signal
@@ -9,55 +9,61 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from ablation_config import AblationConfig, read_ablation
-from execute import Outcome, execute, unfinished
-from plan import HERE, ROOT, Job, plan_jobs
 from rich.console import Console
 
+from examples.ablation.ablation_config import AblationConfig, read_ablation
+from examples.ablation.execute import Outcome, execute, unfinished
+from examples.ablation.page import MEASURED, write_page
+from examples.ablation.plan import HERE, ROOT, Job, plan_jobs
+from examples.ablation.results import collect, write_figures
+from examples.ablation.transformer_tables import accuracy_table, cost_table, critic_table, finished, missing
 from vapo_megatron.errors import RunFailed, VapoError
 
 console = Console(highlight=False, soft_wrap=True)
 
 
-def show_plan(config: AblationConfig, jobs: list[Job], missing: list[Job]) -> None:
+def show_plan(config: AblationConfig, jobs: list[Job], waiting: list[Job]) -> None:
     """Say what will run, and for how long."""
-    minutes = sum(job.seconds for job in missing) / config.workers / 60
+    minutes = sum(job.seconds for job in waiting) / config.workers / 60
     console.print(
-        f"[bold]Ablation[/bold]: {len(config.rows)} rows x {len(config.seeds)} seeds "
-        f"({', '.join(map(str, config.seeds))}), {config.steps} steps of 256 responses each, {config.workers} at once\n"
-        f"{len(jobs)} jobs with tasks, cold starts and critics; {len(jobs) - len(missing)} are finished, "
-        f"{len(missing)} to run: about {minutes:.0f} minutes on two idle cores"
+        f"[bold]Ablation[/bold]: seeds {', '.join(map(str, config.seeds))}, {config.steps} steps of 256 responses, "
+        f"{config.workers} runs at once\n{len(jobs)} jobs with tasks, cold starts and critics; "
+        f"{len(jobs) - len(waiting)} are finished, {len(waiting)} to run: about {minutes:.0f} minutes on two idle cores"
     )
-    for row in config.rows:
-        changes = f"  {' '.join(row.overrides)}" if row.overrides else ""
-        console.print(f"  {row.name:<28} preset {row.preset:<34} critic {row.critic:<12}{changes}")
+    for setting in config.settings:
+        console.print(f"  {setting.name}: {', '.join(row.name for row in config.rows_of(setting))}")
 
 
 def main(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="over ablation.yaml, such as steps=12")
     ] = None,
-    out: Annotated[Path, typer.Option(help="folder of all runs, of the table and of the metrics")] = Path(
-        "runs/ablation"
-    ),
+    out: Annotated[Path, typer.Option(help="folder of all runs and of measured.json")] = Path("runs/ablation"),
     only: Annotated[list[str] | None, typer.Option(help="a row to run; may be given again. VAPO is always run")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--setting", help="a setting to run; may be given again")
+    ] = None,
+    long: Annotated[bool, typer.Option("--long", help="ablation_long.yaml: more seeds, steps and settings")] = False,
     plan: Annotated[bool, typer.Option("--plan", help="say what would run, and end")] = False,
     docs: Annotated[
-        bool, typer.Option("--docs", help="write docs/ablation.md and its images; needs every row at every seed")
+        bool, typer.Option("--docs", help="write the figures into examples/ablation/measured, and docs/ablation.md")
     ] = False,
 ) -> None:
-    """Run VAPO's ablation table and the family of algorithms with several seeds; resumes where it was stopped."""
+    """Run VAPO's ablation table, PPO, VC-PPO, GRPO and DAPO with several seeds; resumes where it was stopped."""
     started = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the runs as Ctrl-C does
     try:
-        config = read_ablation(HERE / "ablation.yaml", overrides or [], only or [])
-        jobs = plan_jobs(config, out)
-        missing = unfinished(jobs)
-        show_plan(config, jobs, missing)
+        file = HERE / ("ablation_long.yaml" if long else "ablation.yaml")
+        config = read_ablation(file, overrides or [], only or [], settings or [])
+        jobs = plan_jobs(config, out.resolve())
+        show_plan(config, jobs, unfinished(jobs))
         if plan:
             return
-        outcome = execute(jobs, config.workers, out, console.print)
-        present(config, out, jobs, outcome, docs, time.monotonic() - started)
+        outcome = execute(jobs, config.workers, out.resolve(), console.print)
+        command = " ".join(
+            ["python -m examples.ablation.run", *(["--long"] if long else []), *(overrides or []), "--docs"]
+        )
+        present(config, out.resolve(), jobs, outcome, command if docs else None, time.monotonic() - started)
     except VapoError as error:
         typer.echo(f"ablation: {error}", err=True)
         raise typer.Exit(error.exit_code) from None
@@ -66,31 +72,29 @@ def main(
         raise typer.Exit(130) from None
 
 
-def present(config: AblationConfig, out: Path, jobs: list[Job], outcome: Outcome, docs: bool, seconds: float) -> None:
-    """Write table and metrics of all that is finished, and the page where all is; fail where a job failed."""
-    from metrics import save_ablation_figure, save_decay_figure
-    from page import write_page
-    from reward_decay import measure_decay
-    from table import make_table, markdown, write_table
-
-    failures = "; ".join(f"{name}: {why}" for name, why in outcome.failed.items())
-    table = make_table(config, out, {job.name for job in jobs} - set(outcome.failed))
-    if not table.rows:
-        raise RunFailed(f"no row is finished: {failures}")
-    decay = measure_decay()
-    write_table(table, decay, out)
-    console.print(f"\n{markdown(table)}")
-    save_ablation_figure(table, out / "ablation.png")
-    save_decay_figure(decay, out / "reward_decay.png")
+def present(
+    config: AblationConfig, out: Path, jobs: list[Job], outcome: Outcome, command: str | None, seconds: float
+) -> None:
+    """Print tables and write figures of all that is finished, with a command the page too; fail where a job did."""
+    done = {job.name for job in jobs} - set(outcome.failed) - set(outcome.refused)
+    figures = collect(config, out, done, outcome.refused) | {"command": command}
+    write_figures(figures, out / "measured.json")
+    for name, setting in figures["settings"].items():
+        if setting["critics"]:
+            console.print(f"\n[bold]{name}[/bold]\n\n{critic_table(setting)}\n")
+        if setting["rows"]["vapo"]["seeds"]:
+            console.print(f"{accuracy_table(setting)}\n\n{cost_table(setting)}\n")
     console.print(
-        f"[bold green]{len(outcome.done)} jobs run, {len(outcome.skipped)} were finished before[/bold green] "
-        f"({seconds / 60:.1f} minutes)\n  table    {out / 'table.md'}, {out / 'table.json'}\n"
-        f"  metrics  {out / 'ablation.png'}, {out / 'reward_decay.png'}"
+        f"[bold green]{len(outcome.done)} jobs run, {len(outcome.skipped)} were finished before, "
+        f"{len(outcome.refused)} not run[/bold green] ({seconds / 60:.1f} minutes)\n  figures  {out / 'measured.json'}"
     )
+    if command and finished(figures):
+        write_figures(figures, MEASURED / "transformer.json")
+        console.print(f"  page     {write_page(ROOT / 'docs')}")
+        for line in missing(figures):
+            console.print(f"  missing  {line}")
     if outcome.failed:
-        raise RunFailed(f"failed: {failures}")
-    if docs:
-        console.print(f"  page     {write_page(config, table, decay, out, ROOT / 'docs')}")
+        raise RunFailed("failed: " + "; ".join(f"{name}: {why}" for name, why in outcome.failed.items()))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,15 @@
-"""The task of the ablation: follow a fixed permutation of states for k steps and say where you are, modulo `answers`.
+"""The task of the ablation: choose an operation at every step, and see only at the step's end whether it was right.
 
-It is the quickstart's task with fewer answers. A bare guess is right once in `answers` times and takes 3 tokens, a
-chain takes 2 k + 3 and is right as often as none of its k steps slips: whether a policy learns to reason or to give up
-depends on what its critic makes of the first token.
+A problem "s17 c30 m3" names a state x0, a count c and a number m. A step writes its operation m times beside a
+countdown, then the state that follows; the response ends when the count does, with the state modulo 10:
+
+    A17 c29 A17 c28 A17 c27 s4 C4 c26 C4 c25 C4 c24 s31 ... s22 #### 2
+
+In every state one of A, B and C is right, told nowhere. A right one leads to the state that follows (one cycle through
+all). After a wrong one the step ends in a state "b" drawn at random, and b stays b: where the response ought to be is
+lost, and its answer is right one time in ten. So a decision shows 2 m tokens later; the longer the response, the later,
+as m differs between problems. In "hard" states the cold start is wrong more often than right, "#### digit" may come at
+any token, and a bare guess is right one time in ten.
 """
 
 import json
@@ -11,58 +18,91 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from ablation_config import SETTINGS_FILE, Task, task_settings
 
+from examples.ablation.ablation_config import SETTINGS_FILE, Task, task_settings
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.errors import told_in_one_line
 from vapo_megatron.experience.jsonl import write_rows
 from vapo_megatron.weights.tiny import TinyModel, save_tiny_model, word_tokenizer
 
-# The prompt is <bos>, the state and the count; the solution follows at once, without roles.
+# The prompt is <bos>, state, count and m; the solution follows at once, without roles.
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ ' ' + message['content'] }}{% endfor %}"
-LONGEST_SEQUENCE = 128
+OPERATIONS = ("A", "B", "C")
+LOST = "X"  # the operation of states b
+DIGITS = 10
+PROMPT_TOKENS = 4
 
-Pair = tuple[int, int]
+Problem = tuple[int, int, int]  # state, steps, m
+
+
+def longest_sequence(task: Task) -> int:
+    """Tokens of the longest prompt with its solution: each step 2 m + 1, the answer two, the end token."""
+    return PROMPT_TOKENS + task.most_steps * (2 * max(task.repeats) + 1) + 3
 
 
 class Problems:
-    """The permutation of a seed, and the pairs (x0, k) cut into training and evaluation."""
+    """The cycle, the right operations of a seed, and its problems cut into training and evaluation."""
 
     def __init__(self, task: Task, seed: int) -> None:
         self.task, self.rng = task, random.Random(seed)
         order = list(range(task.states))
         self.rng.shuffle(order)
-        self.successor = dict(zip(order, order[1:] + order[:1], strict=True))
-        counts = range(task.fewest_steps, task.most_steps + 1)
-        pairs = [(state, steps) for state in range(task.states) for steps in counts]
+        self.successor = dict(zip(order, [*order[1:], order[0]], strict=True))
+        self.right = [self.rng.choice(OPERATIONS) for _ in order]
+        self.tempting = [self.rng.choice([o for o in OPERATIONS if o != right]) for right in self.right]
+        self.hard = set(self.rng.sample(order, task.hard_states))
+        # No evaluation problem differs from a training problem in m alone: starts and lengths are cut, not problems.
+        pairs = [(state, steps) for state in order for steps in range(task.fewest_steps, task.most_steps + 1)]
         self.rng.shuffle(pairs)
-        self.evaluation = sorted(pairs[: task.evaluation_problems])
-        self.training = sorted(pairs[task.evaluation_problems :])
+        cut = max(1, round(len(pairs) * task.evaluation_share))
+        self.evaluation = sorted((*pair, m) for pair in pairs[:cut] for m in task.repeats)
+        self.training = sorted((*pair, m) for pair in pairs[cut:] for m in task.repeats)
 
-    def answer(self, pair: Pair) -> int:
-        """What solves (x0, k)."""
-        state, steps = pair
+    def answer(self, problem: Problem) -> int:
+        """The digit that solves a problem."""
+        state, steps, _ = problem
         for _ in range(steps):
             state = self.successor[state]
-        return state % self.task.answers
+        return state % DIGITS
 
-    def row(self, pair: Pair) -> dict[str, Any]:
+    def row(self, problem: Problem) -> dict[str, Any]:
         """A problem as data.train and data.eval want it."""
-        state, steps = pair
-        return {"id": f"s{state}-c{steps}", "problem": f"s{state} c{steps}", "answer": str(self.answer(pair))}
+        state, steps, m = problem
+        return {
+            "id": f"s{state}-n{steps}-m{m}",
+            "problem": f"s{state} c{steps * m} m{m}",
+            "answer": str(self.answer(problem)),
+        }
 
-    def solution(self, pair: Pair) -> str:
-        """A solution as an unskilled solver writes it: some are bare guesses, and any step may slip."""
-        task = self.task
-        if self.rng.random() < task.direct_share:
-            return f"#### {self.rng.randrange(task.answers)}"
-        state, steps = pair
-        words = []
-        for count in range(steps - 1, -1, -1):
-            slips = self.rng.random() < task.slip_share
-            state = self.rng.randrange(task.states) if slips else self.successor[state]
-            words.append(f"s{state} c{count}")
-        return " ".join([*words, f"#### {state % task.answers}"])
+    def operation(self, state: int) -> str:
+        """What an unskilled solver does in a state."""
+        right, chance = self.right[state], self.rng.random()
+        if state in self.hard:
+            return right if chance < self.task.hard_right else self.tempting[state]
+        return right if chance >= self.task.slip_share else self.rng.choice([o for o in OPERATIONS if o != right])
+
+    def chain(self, problem: Problem, best: bool = False) -> list[str]:
+        """The words of a chain with its answer; best: with the right operation everywhere."""
+        state, steps, m = problem
+        lost, words = False, []
+        for step in range(steps):
+            operation = LOST if lost else self.right[state] if best else self.operation(state)
+            for copy in range(m):
+                words += [f"{operation}{state}", f"c{(steps - step) * m - copy - 1}"]
+            if not lost and operation != self.right[state]:
+                lost, state = True, self.rng.randrange(self.task.states)
+            else:
+                state = self.successor[state]
+            words.append(f"{'b' if lost else 's'}{state}")
+        return [*words, "####", str(self.rng.randrange(DIGITS) if lost else state % DIGITS)]
+
+    def solution(self, problem: Problem) -> str:
+        """A solution as an unskilled solver writes it: a bare guess, a chain that breaks off anywhere, or a chain."""
+        kind, words = self.rng.random(), self.chain(problem)
+        if kind < self.task.direct_share + self.task.break_share:
+            kept = 0 if kind < self.task.direct_share else self.rng.randrange(1, len(words) - 2)
+            words = [*words[:kept], "####", str(self.rng.randrange(DIGITS))]
+        return " ".join(words)
 
 
 def make_task(task: Task, seed: int, out: Path) -> None:
@@ -71,15 +111,19 @@ def make_task(task: Task, seed: int, out: Path) -> None:
     write_rows(out / "train.jsonl", map(problems.row, problems.training))
     write_rows(out / "eval.jsonl", map(problems.row, problems.evaluation))
     chosen = [problems.rng.choice(problems.training) for _ in range(task.cold_start_rows)]
-    write_rows(out / "sft.jsonl", ({"problem": f"s{p[0]} c{p[1]}", "response": problems.solution(p)} for p in chosen))
+    rows = ({"problem": problems.row(p)["problem"], "response": problems.solution(p)} for p in chosen)
+    write_rows(out / "sft.jsonl", rows)
+    letters = ("s", "b", *OPERATIONS, LOST)
     words = [
-        *(f"s{state}" for state in range(task.states)),
-        *(f"c{count}" for count in range(task.most_steps + 1)),
-        *(str(digit) for digit in range(task.answers)),
+        *(f"{letter}{state}" for letter in letters for state in range(task.states)),
+        *(f"c{count}" for count in range(task.most_steps * max(task.repeats) + 1)),
+        *(f"m{m}" for m in task.repeats),
+        *(str(digit) for digit in range(DIGITS)),
         "####",
     ]
-    tokenizer = word_tokenizer(words, LONGEST_SEQUENCE, CHAT_TEMPLATE)
-    shape = TinyModel(vocab_size=len(tokenizer), max_positions=LONGEST_SEQUENCE, seed=seed)
+    longest = longest_sequence(task) + 1  # the reward model reads one token behind the end
+    tokenizer = word_tokenizer(words, longest, CHAT_TEMPLATE)
+    shape = TinyModel(vocab_size=len(tokenizer), max_positions=longest, seed=seed)
     save_tiny_model(shape, tokenizer, out / "model")
     with atomic_write(out / SETTINGS_FILE) as file:
         json.dump(task_settings(task, seed), file)
@@ -87,7 +131,7 @@ def make_task(task: Task, seed: int, out: Path) -> None:
 
 def main(
     out: Annotated[Path, typer.Option(help="folder to write the task and the model into")],
-    seed: Annotated[int, typer.Option(help="of permutation, split, solutions and weights")] = 1,
+    seed: Annotated[int, typer.Option(help="of cycle, operations, split, solutions and weights")] = 1,
     task: Annotated[str, typer.Option(help="the settings as JSON")] = "{}",
 ) -> None:
     """Make the ablation's task and its tiny untrained model."""

@@ -3,14 +3,13 @@
 It runs the same commands as a person would, on the same program that trains on H100s; see README.md beside this file.
 """
 
-import json
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -26,6 +25,8 @@ from vapo_megatron.config.sft import SftConfig  # noqa: E402
 from vapo_megatron.config.suggest import known_keys, nearest  # noqa: E402
 from vapo_megatron.config.train import TrainConfig  # noqa: E402
 from vapo_megatron.errors import BadInput  # noqa: E402
+from vapo_megatron.monitoring import names  # noqa: E402
+from vapo_megatron.monitoring.metrics import read_metrics  # noqa: E402
 
 SFT, VAPO = HERE / "sft.yaml", HERE / "vapo.yaml"
 # One GPU instead of two CPU ranks, in the dtype that its kernels are made for. Trainer and engine share its memory.
@@ -76,6 +77,22 @@ def command(*arguments: str) -> None:
     code = subprocess.run([sys.executable, "-m", "vapo_megatron.cli", *arguments[1:]], cwd=ROOT).returncode
     if code:
         raise typer.Exit(code)
+
+
+def what_the_critic_explains(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Explained variance of the returns on rollouts that the critic has not learnt from, beside what is free."""
+    measured = [row for row in rows if names.EXPLAINED_VARIANCE in row]
+
+    def told(row: Mapping[str, Any]) -> str:
+        return (
+            f"{row[names.EXPLAINED_VARIANCE]:.2f} (mean of the other responses to the prompt "
+            f"{row[names.BASELINE_LOO]:.2f}, position alone {row[names.BASELINE_POSITION]:.2f})"
+        )
+
+    return (
+        "Of the variance of the result, at every token, the critic explains\n"
+        f"  {told(measured[0])} before the policy moves,\n  {told(measured[-1])} in the last step"
+    )
 
 
 def main(
@@ -132,12 +149,13 @@ def main(
         *for_vapo,
     )
 
-    rows = [json.loads(line) for line in (out / "vapo" / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(out / "vapo")
     accuracy = [row["evaluation/unseen_avg@4"] for row in rows if "evaluation/unseen_avg@4" in row]
     minutes = (time.monotonic() - started) / 60
     console.print(
         f"\n[bold green]Accuracy on unseen problems: {accuracy[0]:.3f} after the cold start, {accuracy[-1]:.3f} after "
         f"VAPO[/bold green] (seed {seed}, {minutes:.1f} minutes)\n"
+        f"{what_the_critic_explains(rows)}\n"
         f"  picture   {out / 'vapo' / 'curves.png'}\n"
         f"  report    {out / 'vapo' / 'report.html'}\n"
         f"  samples   {out / 'vapo' / 'samples'}\n"

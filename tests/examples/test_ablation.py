@@ -1,127 +1,185 @@
-"""Planning, resuming and the table of examples/ablation; nothing is trained here."""
+"""Task, planning, resuming, figures and page of examples/ablation; nothing is trained here."""
 
 import json
+import random
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from examples.ablation import execute as execution
+from examples.ablation import transformer_tables
+from examples.ablation.ablation_config import Task, read_ablation
+from examples.ablation.page import MEASURED, ROOT, render
+from examples.ablation.plan import EVALUATION, PRESETS, Job, plan_jobs
+from examples.ablation.results import collect, reached, read_figures
+from examples.ablation.task import LOST, PROMPT_TOKENS, Problems, longest_sequence, make_task
+from vapo_megatron.config.data import PromptTemplate
 from vapo_megatron.config.load import dump_config, load_config
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
+from vapo_megatron.experience.tokenizer import TextTokenizer
+from vapo_megatron.rewards.math import grade_response
 
 FOLDER = Path(__file__).parents[2] / "examples" / "ablation"
-MODULES = (
-    "ablation_config",
-    "plan",
-    "execute",
-    "table",
-    "page",
-    "reward_decay",
-    "task",
-)
+SHORT, LONG = FOLDER / "ablation.yaml", FOLDER / "ablation_long.yaml"
 
 
-@pytest.fixture(scope="module")
-def ablation() -> ModuleType:
-    """The scripts, which find each other in the folder that they are run from, under one name."""
-    import importlib
-
-    sys.path.insert(0, str(FOLDER))
-    try:
-        found = ModuleType("ablation")
-        for name in MODULES:
-            setattr(found, name, importlib.import_module(name))
-        return found
-    finally:
-        sys.path.remove(str(FOLDER))
+# The task.
 
 
-def script(*lines: str) -> tuple[str, ...]:
-    return (sys.executable, "-c", "\n".join(("import sys, pathlib", *lines)))
+def test_no_evaluation_problem_shares_start_and_length_with_a_training_problem() -> None:
+    problems = Problems(Task(), seed=3)
+    training = {problem[:2] for problem in problems.training}
+    evaluation = {problem[:2] for problem in problems.evaluation}
+    assert not training & evaluation and len(evaluation) == round(0.2 * 40 * 5)
+    assert {m for _, _, m in problems.evaluation} == {m for _, _, m in problems.training} == {1, 2, 5}
 
 
-def small_job(ablation: ModuleType, folder: Path, name: str, needs: tuple[str, ...] = (), fails: bool = False):
-    """A job that writes a file, or says something and fails."""
-    result = folder / name.replace("/", "-")
-    line = "sys.exit('no such luck')" if fails else f"pathlib.Path({str(result)!r}).write_text('x')"
-    return ablation.plan.Job(name, script(line), folder / "none", needs, 1.0, result.is_file)
+def test_the_best_chain_is_graded_correct_at_every_length_and_fits(tmp_path: Path) -> None:
+    task = Task(cold_start_rows=50)
+    make_task(task, 5, tmp_path)
+    problems, tokenizer = Problems(task, 5), TextTokenizer(tmp_path / "model", PromptTemplate())
+    lengths = set()
+    for problem in problems.evaluation:
+        row, words = problems.row(problem), problems.chain(problem, best=True)
+        ids = tokenizer.encode_response(" ".join(words))
+        assert len(ids) == len(words) and len(tokenizer.encode_prompt(row["problem"])) == PROMPT_TOKENS
+        assert PROMPT_TOKENS + len(ids) + 1 <= longest_sequence(task)
+        assert grade_response(row["answer"], tokenizer.decode(ids), "hash").correct
+        assert not grade_response(row["answer"], tokenizer.decode(ids[:-1]), "hash").correct
+        lengths.add(len(ids))
+    assert max(lengths) > 4 * min(lengths)
 
 
-def metrics(ablation: ModuleType, run_dir: Path, accuracy: dict[int, float], length: float = 30.0) -> None:
-    run_dir.mkdir(parents=True, exist_ok=True)
-    rows = [
-        {"step": step, "response_length/mean": length, "critic/value_bias_0": -0.5, ablation.plan.EVALUATION: value}
-        for step, value in accuracy.items()
-    ]
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def test_a_wrong_operation_shows_at_the_end_of_its_step_and_leaves_luck_alone() -> None:
+    task = Task(slip_share=0.0, hard_right=1e-9, direct_share=0.0, break_share=0.0)
+    problems = Problems(task, seed=2)
+    right = total = 0
+    for problem in problems.training:
+        state, _, m = problem
+        words = problems.chain(problem)
+        width = 2 * m + 1
+        steps = [words[at : at + width] for at in range(0, len(words) - 2, width)]
+        lost = False
+        for step in steps:
+            operation, here = step[0][0], int(step[0][1:])
+            assert here == state and {word for word in step[:-1:2]} == {step[0]}
+            assert (operation == LOST) == lost, "the step before has told"
+            lost = lost or operation != problems.right[here]
+            assert step[-1][0] == ("b" if lost else "s")
+            state = int(step[-1][1:])
+        if lost:
+            total += 1
+            right += words[-1] == str(problems.answer(problem))
+        else:
+            assert words[-1] == str(problems.answer(problem))
+    assert total > 200 and 0.02 < right / total < 0.2
 
 
-def two_rows(ablation: ModuleType, out: Path, ppo: dict[int, float], vapo: dict[int, float]):
-    """The table of VAPO and PPO with these final accuracies by seed."""
-    seeds = sorted(vapo)
-    config = ablation.ablation_config.read_ablation(FOLDER / "ablation.yaml", [f"seeds={seeds}"], ["ppo"])
-    for seed in seeds:
-        metrics(ablation, out / f"seed{seed}" / "value_critic", {0: 0.5})
-        metrics(ablation, out / f"seed{seed}" / "vapo", {10: 0.6, 20: vapo[seed]}, 40.0)
-        metrics(ablation, out / f"seed{seed}" / "ppo", {10: 0.4, 20: ppo[seed]}, 3.0)
-    finished = {f"seed{seed}/{name}" for seed in seeds for name in ("value_critic", "vapo", "ppo")}
-    return ablation.table.make_table(config, out, finished)
+def test_solutions_end_at_any_token_as_often_as_stated() -> None:
+    task = Task(direct_share=0.3, break_share=0.4)
+    problems = Problems(task, seed=2)
+    places, whole, bare = set(), 0, 0
+    problem = next(p for p in problems.training if p[2] == 2 and p[1] == 8)
+    for _ in range(3000):
+        words = problems.solution(problem).split()
+        assert words[-2] == "####" and words.count("####") == 1
+        bare += len(words) == 2
+        whole += len(words) == 8 * 5 + 2
+        places.add(len(words) - 2)
+    assert places == set(range(0, 8 * 5 + 1))
+    assert bare / 3000 == pytest.approx(0.3, abs=0.03) and whole / 3000 == pytest.approx(0.3, abs=0.03)
 
 
-def test_every_row_of_table_1_and_of_the_family_is_planned_at_every_seed(ablation: ModuleType, tmp_path: Path) -> None:
-    config = ablation.ablation_config.read_ablation(FOLDER / "ablation.yaml", [], [])
-    jobs = {job.name: job for job in ablation.plan.plan_jobs(config, tmp_path)}
-    presets = {row.preset for row in config.rows}
-    table_1 = {path.stem for path in (FOLDER.parents[1] / "vapo_megatron/config/presets").glob("vapo*.yaml")}
-    assert table_1 | {"ppo", "vc_ppo", "grpo", "dapo", "rloo", "reinforce_pp"} <= presets
-    assert len(config.seeds) >= 3
-    for seed in config.seeds:
-        for row in config.rows:
-            assert f"preset={row.preset}" in jobs[f"seed{seed}/{row.name}"].argv
-    assert len(jobs) == len(config.seeds) * (4 + len(config.rows))
+def test_hard_states_are_wrong_by_majority_and_the_others_rarely() -> None:
+    problems = Problems(Task(hard_right=0.3, slip_share=0.05), seed=2)
+    problems.rng = random.Random(0)
+    for state in range(40):
+        share = sum(problems.operation(state) == problems.right[state] for _ in range(500)) / 500
+        assert share == pytest.approx(0.3 if state in problems.hard else 0.95, abs=0.08)
+    assert len(problems.hard) == 8
+
+
+def test_a_seed_gives_the_same_bytes_and_another_seed_another_task(tmp_path: Path) -> None:
+    task = Task(cold_start_rows=40)
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        make_task(task, seed, tmp_path / name)
+    for name in ("train.jsonl", "eval.jsonl", "sft.jsonl", "model/model.safetensors"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    config = read_ablation(
+        SHORT, ["seeds=[3]", "settings=[{name: steps, about: x, task: {cold_start_rows: 40}}]"], [], []
+    )
+    job = plan_jobs(config, tmp_path)[0]
+    make_task(task, 3, job.directory)
+    assert job.name == "steps/seed3/task" and job.finished()
+    assert (tmp_path / "a" / "sft.jsonl").read_bytes() != (tmp_path / "c" / "sft.jsonl").read_bytes()
+
+
+# The plan.
+
+
+@pytest.mark.parametrize("file", [SHORT, LONG])
+def test_every_row_is_planned_at_every_seed_after_what_it_needs(file: Path, tmp_path: Path) -> None:
+    config = read_ablation(file, [], [], [])
+    jobs = {job.name: job for job in plan_jobs(config, tmp_path)}
+    table_1 = {path.stem for path in PRESETS.glob("vapo*.yaml")} - {"vapo_without_value_pretraining"}
+    steps = next(setting for setting in config.settings if setting.name == "steps")
+    assert table_1 | {"ppo", "vc_ppo", "grpo", "dapo"} <= {row.preset for row in config.rows_of(steps)}
+    for setting in config.settings:
+        for seed in config.seeds:
+            for row in config.rows_of(setting):
+                assert f"preset={row.preset}" in jobs[f"{setting.name}/seed{seed}/{row.name}"].argv
     order = list(jobs)
     assert all(order.index(need) < order.index(job.name) for job in jobs.values() for need in job.needs)
+    assert len(config.seeds) >= (5 if file == LONG else 3)
 
 
-def test_rows_share_all_but_what_they_are_about(ablation: ModuleType, tmp_path: Path) -> None:
-    config = ablation.ablation_config.read_ablation(FOLDER / "ablation.yaml", ["seeds=[1]"], [])
-    found = {}
-    for job in ablation.plan.plan_jobs(config, tmp_path):
+def test_rows_keep_the_papers_proportions_and_share_all_but_what_they_are_about(tmp_path: Path) -> None:
+    rows = {}
+    for job in plan_jobs(read_ablation(LONG, ["seeds=[1]"], [], ["steps"]), tmp_path):
         if "train" in job.argv:
             arguments = job.argv[job.argv.index("train") + 1 :]
-            found[job.name] = load_config(TrainConfig, Path(arguments[0]), list(arguments[1:]), ablation.plan.PRESETS)
-    rows = {name.partition("/")[2]: settings for name, settings in found.items() if "value_critic" not in name}
+            rows[job.name.split("/")[2]] = load_config(TrainConfig, Path(arguments[0]), list(arguments[1:]), PRESETS)
+    pretraining = rows.pop("value_critic")
     for settings in rows.values():
         assert settings.batch.prompts_per_step * settings.batch.samples_per_prompt == 256
-        assert settings.actor == rows["vapo"].actor and settings.reward == rows["vapo"].reward
-        assert not settings.value_pretraining.enabled and settings.run.steps == config.steps
+        assert settings.actor == rows["vapo"].actor and not settings.value_pretraining.enabled
+        assert (settings.reward.correct, settings.reward.incorrect) == (1.0, -1.0)
+        assert settings.critic.optimizer.lr == pytest.approx(2 * settings.actor.optimizer.lr)
+        assert settings.algorithm.advantage.length_adaptive_alpha == 0.05
+    assert pretraining.value_pretraining.enabled and pretraining.critic.init == "policy"
+    updates = pretraining.value_pretraining.updates(256)
+    assert pretraining.critic.optimizer.decay_steps == updates
     assert rows["vapo"].critic.init == rows["vc_ppo"].critic.init == "value_checkpoint"
     assert rows["ppo"].critic.init == rows["without_value_pretraining"].critic.init == "reward_model"
-    assert rows["ppo"].critic.optimizer.lr < rows["ppo"].actor.optimizer.lr / 4
-    pretraining = found["seed1/value_critic"]
-    assert pretraining.value_pretraining.enabled and pretraining.critic.init == "policy"
-    assert rows["vapo"].critic.init_path == f"{tmp_path}/seed1/value_critic/hf/value_pretrained/critic"
+    advantage = {name: settings.algorithm.advantage for name, settings in rows.items()}
+    assert advantage["without_decoupled_gae"].lambda_critic == 0.0 and advantage["vapo"].lambda_critic == 1.0
+    assert advantage["without_length_adaptive_gae"].lambda_policy == 0.0
+    assert advantage["lambda_policy_095"].lambda_policy == advantage["lambda_critic_095"].lambda_critic == 0.95
 
 
-def test_rows_are_chosen_by_name_and_a_wrong_name_is_refused(ablation: ModuleType) -> None:
-    read = ablation.ablation_config.read_ablation
-    assert [row.name for row in read(FOLDER / "ablation.yaml", [], ["grpo"]).rows] == ["vapo", "grpo"]
-    with pytest.raises(BadInput, match="no row grppo"):
-        read(FOLDER / "ablation.yaml", [], ["grppo"])
+def test_names_choose_rows_and_settings_and_wrong_ones_are_refused() -> None:
+    config = read_ablation(LONG, [], ["grpo"], ["clip", "insight"])
+    assert [[row.name for row in config.rows_of(setting)] for setting in config.settings] == [["vapo", "grpo"]] * 2
+    only = read_ablation(LONG, [], ["ppo"], ["clip"])
+    assert [row.name for row in only.rows_of(only.settings[0])] == ["vapo"], "clip has no row ppo"
+    for arguments in ((["grppo"], []), ([], ["stepps"])):
+        with pytest.raises(BadInput, match="expected some of"):
+            read_ablation(SHORT, [], *arguments)
 
 
-def test_a_run_is_finished_by_its_last_step_and_its_config(ablation: ModuleType, tmp_path: Path) -> None:
-    config = ablation.ablation_config.read_ablation(FOLDER / "ablation.yaml", ["seeds=[1]", "steps=2"], ["vapo"])
-    job = next(job for job in ablation.plan.plan_jobs(config, tmp_path) if job.name == "seed1/vapo")
+def test_a_run_is_finished_by_its_last_step_and_its_config(tmp_path: Path) -> None:
+    config = read_ablation(SHORT, ["seeds=[1]", "steps=2"], ["vapo"], [])
+    job = next(job for job in plan_jobs(config, tmp_path) if job.name == "steps/seed1/vapo")
     arguments = job.argv[job.argv.index("train") + 1 :]
 
     def write(overrides: list[str], steps: int) -> None:
-        settings = load_config(TrainConfig, Path(arguments[0]), [*arguments[1:], *overrides], ablation.plan.PRESETS)
+        settings = load_config(TrainConfig, Path(arguments[0]), [*arguments[1:], *overrides], PRESETS)
         dump_config(settings, job.directory / "config.yaml")
-        metrics(ablation, job.directory, {step: 0.5 for step in range(1, steps + 1)})
+        (job.directory / "metrics.jsonl").write_text("".join(f'{{"step": {n + 1}}}\n' for n in range(steps)))
 
+    job.directory.mkdir(parents=True)
     assert not job.finished()
     write([], 1)
     assert not job.finished()
@@ -131,97 +189,117 @@ def test_a_run_is_finished_by_its_last_step_and_its_config(ablation: ModuleType,
     assert job.finished()
     write(["actor.optimizer.lr=1.0e-4"], 2)
     assert not job.finished()
-    (job.directory / "config.yaml").write_text("a_key_of_another_version: 1\n")
-    assert not job.finished()
 
 
-def test_jobs_run_in_order_once_and_a_failure_stops_only_what_needs_it(ablation: ModuleType, tmp_path: Path) -> None:
+# Running.
+
+
+def small_job(folder: Path, name: str, needs: tuple[str, ...] = (), fails: bool = False, refusal: str = "") -> Job:
+    """A job that writes a file, or says something and fails."""
+    result = folder / name.replace("/", "-")
+    line = "sys.exit('no such luck')" if fails else f"pathlib.Path({str(result)!r}).write_text('x')"
+    argv = (sys.executable, "-c", f"import sys, pathlib\n{line}")
+    return Job(name, argv, folder / "none", needs, 1.0, result.is_file, lambda: refusal)
+
+
+def test_jobs_run_in_order_once_and_a_failure_stops_only_what_needs_it(tmp_path: Path) -> None:
     jobs = [
-        small_job(ablation, tmp_path, "seed1/a"),
-        small_job(ablation, tmp_path, "seed1/b", fails=True),
-        small_job(ablation, tmp_path, "seed1/needs_b", ("seed1/b",)),
-        small_job(ablation, tmp_path, "seed1/needs_a", ("seed1/a",)),
+        small_job(tmp_path, "steps/seed1/a"),
+        small_job(tmp_path, "steps/seed1/b", fails=True),
+        small_job(tmp_path, "steps/seed1/needs_b", ("steps/seed1/b",)),
+        small_job(tmp_path, "steps/seed1/needs_a", ("steps/seed1/a",)),
+        small_job(tmp_path, "steps/seed1/blind", ("steps/seed1/a",), refusal="its critic explains 0.1"),
     ]
     said: list[str] = []
-    outcome = ablation.execute.execute(jobs, 2, tmp_path, said.append)
-    assert sorted(outcome.done) == ["seed1/a", "seed1/needs_a"]
-    assert "no such luck" in outcome.failed["seed1/b"] and outcome.failed["seed1/needs_b"] == "needs seed1/b"
-    assert len(said) == 3 and any("FAILED seed1/b" in line for line in said)
-    assert set(ablation.execute.seconds_taken(tmp_path)) == {"seed1/a", "seed1/needs_a"}
-    again = ablation.execute.execute([jobs[0], jobs[3]], 2, tmp_path, said.append)
-    assert again.skipped == ["seed1/a", "seed1/needs_a"] and not again.done and len(said) == 3
+    outcome = execution.execute(jobs, 2, tmp_path, said.append)
+    assert sorted(outcome.done) == ["steps/seed1/a", "steps/seed1/needs_a"]
+    assert "no such luck" in outcome.failed["steps/seed1/b"]
+    assert outcome.failed["steps/seed1/needs_b"] == "needs steps/seed1/b"
+    assert outcome.refused == {"steps/seed1/blind": "its critic explains 0.1"}
+    assert any(line.startswith("NOT RUN steps/seed1/blind") for line in said)
+    again = execution.execute([jobs[0], jobs[3]], 2, tmp_path, said.append)
+    assert again.skipped == ["steps/seed1/a", "steps/seed1/needs_a"] and not again.done
 
 
-def test_what_stands_on_a_job_that_runs_again_runs_again(ablation: ModuleType, tmp_path: Path) -> None:
+def test_what_stands_on_a_job_that_runs_again_runs_again(tmp_path: Path) -> None:
     jobs = [
-        small_job(ablation, tmp_path, "seed1/cold_start"),
-        small_job(ablation, tmp_path, "seed1/vapo", ("seed1/cold_start",)),
-        small_job(ablation, tmp_path, "seed2/cold_start"),
+        small_job(tmp_path, "steps/seed1/cold_start"),
+        small_job(tmp_path, "steps/seed1/vapo", ("steps/seed1/cold_start",)),
+        small_job(tmp_path, "steps/seed2/cold_start"),
     ]
     for job in jobs:
         (tmp_path / job.name.replace("/", "-")).write_text("x")
-    assert ablation.execute.unfinished(jobs) == []
-    (tmp_path / "seed1-cold_start").unlink()
-    assert [job.name for job in ablation.execute.unfinished(jobs)] == ["seed1/cold_start", "seed1/vapo"]
+    assert execution.unfinished(jobs) == []
+    (tmp_path / "steps-seed1-cold_start").unlink()
+    assert [job.name for job in execution.unfinished(jobs)] == ["steps/seed1/cold_start", "steps/seed1/vapo"]
 
 
-def test_time_left_follows_what_jobs_really_take(ablation: ModuleType, tmp_path: Path) -> None:
-    job = small_job(ablation, tmp_path, "seed2/vapo")
-    expected = ablation.execute.pace({"seed1/vapo": 50.0}, [job])
-    assert ablation.execute.time_left([job], [(job, 20.0)], 2, expected) == (50 + 30) / 2
-    assert ablation.execute.time_left([job], [(job, 70.0)], 1, expected) == 50
+def test_time_left_follows_what_jobs_really_take(tmp_path: Path) -> None:
+    job = small_job(tmp_path, "steps/seed2/vapo")
+    expected = execution.pace({"steps/seed1/vapo": 50.0, "clip/seed1/vapo": 500.0}, [job])
+    assert execution.time_left([job], [(job, 20.0)], 2, expected) == (50 + 30) / 2
 
 
-def test_an_effect_is_shown_only_where_every_seed_says_so(ablation: ModuleType, tmp_path: Path) -> None:
-    cases = {
-        "shown": ({1: 0.3, 2: 0.4}, {1: 0.8, 2: 0.9}),
-        "reversed": ({1: 0.8, 2: 0.9}, {1: 0.3, 2: 0.4}),
-        "not resolved": ({1: 0.3, 2: 0.9}, {1: 0.8, 2: 0.8}),
-        "one seed": ({1: 0.3}, {1: 0.8}),
-    }
-    for effect, (ppo, vapo) in cases.items():
-        table = two_rows(ablation, tmp_path / effect, ppo, vapo)
-        assert table.effect(table.of("ppo")) == effect
-    close = two_rows(ablation, tmp_path / "close", {1: 0.80, 2: 0.80}, {1: 0.81, 2: 0.81})
-    assert close.effect(close.of("ppo")) == "not resolved", "below the error of an evaluation"
+# Figures and page.
 
 
-def test_the_table_holds_the_measured_figures(ablation: ModuleType, tmp_path: Path) -> None:
-    table = two_rows(ablation, tmp_path, {1: 0.25, 2: 0.35}, {1: 0.85, 2: 0.95})
-    text = ablation.table.markdown(table)
-    (line,) = (line for line in text.splitlines() if line.startswith("| vanilla PPO"))
-    cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells[1:5] == ["5", "0.400 ± 0.000", "0.300 ± 0.071", "0.250 to 0.350"]
-    assert cells[5:] == ["+0.600 ± 0.000", "shown", "3.0 ± 0.0"]
-    ablation.table.write_table(table, [], tmp_path)
-    whole = json.loads((tmp_path / "table.json").read_text())
-    assert whole["start"] == {"1": 0.5, "2": 0.5}
-    assert whole["rows"][1]["seeds"]["2"]["accuracy"] == {"10": 0.4, "20": 0.35}
+def finished_runs(out: Path, explained: float = 0.3) -> tuple:
+    """Two seeds of VAPO and GRPO as run directories, and their config."""
+    config = read_ablation(SHORT, ["seeds=[1, 2]", "steps=4"], ["grpo"], [])
+    accuracy = {"vapo": (0.80, 0.92), "grpo": (0.70, 0.84)}
+    for job in plan_jobs(config, out):
+        _, seed, name = job.name.split("/")
+        if "train" not in job.argv:
+            continue
+        arguments = job.argv[job.argv.index("train") + 1 :]
+        job.directory.mkdir(parents=True)
+        settings = load_config(TrainConfig, Path(arguments[0]), list(arguments[1:]), PRESETS)
+        dump_config(settings, job.directory / "config.yaml")
+        if name == "value_critic":
+            rows: list[dict] = [{"step": 0, EVALUATION: 0.4}]
+            last = {f"value_pretraining/value_bias_{p}": -0.05 for p in (0, 25, 50, 75, 95)}
+            names = ("explained_variance", "baseline_loo_ev", "baseline_position_ev")
+            last |= {f"value_pretraining/{key}": explained for key in names}
+            rows.append(
+                {"step": 0, "value_pretraining/iteration": 504.0, "value_pretraining/time/rollout": 30.0} | last
+            )
+        else:
+            shared = {"response_length/mean": 60.0, "time/step": 2.0}
+            shared |= {"actor/clip_fraction_low": 0.0, "actor/clip_fraction_high": 0.01}
+            rows = [shared | {"step": step} for step in range(1, 5)]
+            for step, value in zip((2, 4), accuracy[name], strict=True):
+                rows[step - 1][EVALUATION] = value + 0.01 * (seed == "seed2" and name == "vapo")
+        (job.directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return config, {job.name for job in plan_jobs(config, out)}
 
 
-def test_the_page_is_refused_for_a_part_of_the_ablation(ablation: ModuleType, tmp_path: Path) -> None:
-    table = two_rows(ablation, tmp_path, {1: 0.3}, {1: 0.8})
-    config = ablation.ablation_config.read_ablation(FOLDER / "ablation.yaml", ["seeds=[1]"], ["ppo"])
-    with pytest.raises(BadInput, match="--docs"):
-        ablation.page.write_page(config, table, [], tmp_path, tmp_path / "docs")
-    assert not (tmp_path / "docs").exists()
+def test_figures_count_the_responses_of_value_pretraining(tmp_path: Path) -> None:
+    config, names = finished_runs(tmp_path)
+    setting = collect(config, tmp_path, names, {})["settings"]["steps"]
+    vapo, grpo = (setting["rows"][name]["seeds"]["1"] for name in ("vapo", "grpo"))
+    assert vapo["responses"] == [24 * 256 + 256 * n for n in (1, 2, 3, 4)]
+    assert grpo["responses"] == [256, 512, 768, 1024]
+    assert vapo["seconds"][-1] == 30 + 8 and grpo["seconds"][-1] == 8
+    assert reached(vapo, 0.4, 0.85, "responses") == 24 * 256 + 1024
+    assert reached(grpo, 0.4, 0.85, "responses") is None
+    table = transformer_tables.accuracy_table(setting)
+    (line,) = (line for line in table.splitlines() if line.startswith("| GRPO"))
+    assert "+0.085 ± 0.064" in line, "(0.08 + 0.09) / 2, t(1) * 0.005"
+    assert "not reached" in transformer_tables.cost_table(setting).splitlines()[3]
 
 
-def test_a_late_reward_is_learnt_late_only_where_lambda_critic_is_below_one(ablation: ModuleType) -> None:
-    ppo, _, vc_ppo, _ = ablation.reward_decay.SETTINGS
-    late = {s.name: ablation.reward_decay.learn(s, 150, 2, 70, 20) for s in (ppo, vc_ppo)}
-    soon = ablation.reward_decay.learn(ppo, 10, 2, 70, 20)
-    slow, fast = late[ppo.name].learnt_after(), late[vc_ppo.name].learnt_after()
-    assert all(count is not None and count < 50 for count in [*fast, *soon.learnt_after()])
-    assert all(count is None or count > 50 for count in slow)
-    assert late[ppo.name].value_error[0] > 0.4 > 0.2 > late[vc_ppo.name].value_error[0]
+def test_the_page_says_what_was_not_run_and_what_is_missing(tmp_path: Path) -> None:
+    config, names = finished_runs(tmp_path, explained=0.1)
+    refused = {"steps/seed2/vapo": "its critic explains 0.100 held out, below 0.2"}
+    figures = collect(config, tmp_path, names - {"steps/seed2/vapo", "steps/seed2/grpo"}, refused)
+    page = render(read_figures(MEASURED / "tabular.json"), figures | {"command": "as run"})
+    assert "not run: VAPO, seed 2: its critic explains 0.100" in page
+    assert "steps, GRPO: seeds 2" in page and "`as run`" in page
+    jobs = {job.name: job for job in plan_jobs(config, tmp_path)}
+    assert "below 0.2" in jobs["steps/seed1/vapo"].refusal() and not jobs["steps/seed1/grpo"].refusal()
 
 
-def test_a_solution_without_slips_is_the_answer(ablation: ModuleType) -> None:
-    task = ablation.ablation_config.Task(slip_share=0.0, direct_share=0.0)
-    problems = ablation.task.Problems(task, seed=5)
-    assert not set(problems.training) & set(problems.evaluation)
-    for pair in problems.evaluation:
-        words = problems.solution(pair).split()
-        assert len(words) == 2 * pair[1] + 2 and words[-3] == "c0"
-        assert words[-1] == problems.row(pair)["answer"] == str(problems.answer(pair))
+def test_the_page_is_what_the_figures_give() -> None:
+    path = MEASURED / "transformer.json"
+    wanted = render(read_figures(MEASURED / "tabular.json"), read_figures(path) if path.is_file() else None)
+    assert (ROOT / "docs" / "ablation.md").read_text() == wanted, "python -m examples.ablation.page writes it anew"

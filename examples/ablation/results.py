@@ -1,0 +1,159 @@
+"""From the run directories to the figures that page and images are made of: measured.json."""
+
+import json
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from examples.ablation.ablation_config import AblationConfig, Row, Setting
+from examples.ablation.plan import EVALUATION
+from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.errors import BadInput
+from vapo_megatron.monitoring import names
+from vapo_megatron.monitoring.facts import environment_facts
+from vapo_megatron.monitoring.metrics import read_metrics
+
+# What the page shows of every step, under the names of figures.
+OF_A_STEP = {
+    "length": names.LENGTH,
+    "clip_low": names.CLIP_LOW,
+    "clip_high": names.CLIP_HIGH,
+    "lambda": "advantage/lambda_mean",
+    "explained": names.EXPLAINED_VARIANCE,
+    "baseline_loo": names.BASELINE_LOO,
+    "baseline_position": names.BASELINE_POSITION,
+    "gain": names.CRITIC_GAIN,
+}
+OF_A_CRITIC = ("explained_variance", "baseline_loo_ev", "baseline_position_ev", "gain", "calibration_slope")
+
+Figures = dict[str, Any]
+
+
+def collect(config: AblationConfig, out: Path, finished: set[str], refused: dict[str, str]) -> Figures:
+    """The figures of all jobs that are finished (names such as steps/seed1/vapo), and why others were not run."""
+    return {
+        "seeds": list(config.seeds),
+        "steps": config.steps,
+        "least_explained": config.least_explained,
+        "facts": environment_facts(),
+        "settings": {
+            setting.name: _setting(config, setting, out / setting.name, finished, refused)
+            for setting in config.settings
+        },
+    }
+
+
+def _setting(
+    config: AblationConfig, setting: Setting, folder: Path, finished: set[str], refused: dict[str, str]
+) -> Figures:
+    critics = {}
+    for seed in config.seeds:
+        if f"{setting.name}/seed{seed}/value_critic" in finished:
+            critics[str(seed)] = read_critic(folder / f"seed{seed}" / "value_critic")
+    rows = {}
+    for row in config.rows_of(setting):
+        done = [seed for seed in config.seeds if f"{setting.name}/seed{seed}/{row.name}" in finished]
+        rows[row.name] = row.model_dump(mode="json") | {
+            "seeds": {
+                str(seed): read_seed(folder / f"seed{seed}" / row.name, row, critics[str(seed)]) for seed in done
+            },
+            "refused": {
+                str(seed): refused[name]
+                for seed in config.seeds
+                if (name := f"{setting.name}/seed{seed}/{row.name}") in refused
+            },
+        }
+    described = setting.model_dump(mode="json", include={"about", "task", "overrides"})
+    return described | {"critics": critics, "rows": rows}
+
+
+def read_critic(run_dir: Path) -> Figures:
+    """Of a value pretraining: accuracy of the policy that stood still, held-out figures at its end, its costs."""
+    rows = read_metrics(run_dir)
+    start = next(row[EVALUATION] for row in rows if row["step"] == 0 and EVALUATION in row)
+    trained = [row for row in rows if f"{names.PRETRAINING}explained_variance" in row]
+    clock = f"{names.PRETRAINING}{names.TIME}"
+    seconds = sum(value for row in rows for name, value in row.items() if name.startswith(clock))
+    last = {name: trained[-1].get(f"{names.PRETRAINING}{name}") for name in OF_A_CRITIC}
+    biases = [abs(trained[-1][f"{names.PRETRAINING}value_bias_{position}"]) for position in names.BIAS_POSITIONS]
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    return {
+        "accuracy": start,
+        "responses": config["value_pretraining"]["iterations"] * _responses(config),
+        "updates": trained[-1][names.own_counter(names.PRETRAINING)],
+        "seconds": seconds,
+        "largest_bias": max(biases),
+    } | last
+
+
+def _responses(config: dict[str, Any]) -> int:
+    return config["batch"]["prompts_per_step"] * config["batch"]["samples_per_prompt"]
+
+
+def read_seed(run_dir: Path, row: Row, critic: Figures) -> Figures:
+    """The metrics of a finished run: accuracy by step, and what each step cost and showed.
+
+    Responses are counted as drawn, with those that dynamic sampling drops, and with those of value pretraining where
+    the row starts from its critic.
+    """
+    steps = [found for found in read_metrics(run_dir) if found["step"] > 0]
+    pretrained = row.critic == "pretrained"
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    whole, group = _responses(config), config["batch"]["samples_per_prompt"]
+    prompts = [step.get("dynamic_sampling/prompts") for step in steps]
+    drawn = [whole if count is None else int(count * group) for count in prompts]
+    figures: Figures = {
+        "accuracy": {str(step["step"]): step[EVALUATION] for step in steps if EVALUATION in step},
+        "responses": list(accumulate(drawn, initial=critic["responses"] if pretrained else 0))[1:],
+        "seconds": list(accumulate((s[names.STEP_TIME] for s in steps), initial=critic["seconds"] * pretrained))[1:],
+    }
+    for name, metric in OF_A_STEP.items():
+        if metric in steps[0]:
+            figures[name] = [step.get(metric) for step in steps]
+    return figures
+
+
+def reached(figures: Figures, start: float, threshold: float, by: str) -> float | None:
+    """What `by` ("responses", "seconds") stood at when an evaluation first said `threshold`; None: never."""
+    if start >= threshold:
+        return 0.0
+    for step, accuracy in sorted((int(step), value) for step, value in figures["accuracy"].items()):
+        if accuracy >= threshold:
+            return float(figures[by][step - 1])
+    return None
+
+
+def write_figures(figures: Figures, path: Path) -> None:
+    """Write figures as JSON."""
+    with atomic_write(path) as file:
+        json.dump(figures, file, indent=1)
+
+
+def read_figures(path: Path) -> Figures:
+    """Figures that were written.
+
+    Raises:
+        BadInput: there are none.
+    """
+    if not path.is_file():
+        raise BadInput(f"{path}: no such file; expected measured figures")
+    return json.loads(path.read_text())
+
+
+def finals(row: Figures) -> dict[int, float]:
+    """Accuracy after the last step, by seed."""
+    return {int(seed): found["accuracy"][max(found["accuracy"], key=int)] for seed, found in row["seeds"].items()}
+
+
+def mean_over_steps(row: Figures) -> dict[int, float]:
+    """Mean accuracy of all evaluations, by seed."""
+    found = {int(seed): list(figures["accuracy"].values()) for seed, figures in row["seeds"].items()}
+    return {seed: sum(values) / len(values) for seed, values in found.items()}
+
+
+def known(values: Sequence[float | None]) -> list[float]:
+    """Those that were measured."""
+    return [value for value in values if value is not None]

@@ -1,0 +1,100 @@
+"""The tabular stage: what a seed gives is its own, what is finished is not run again, and its optimum is reachable."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.ablation.intervals import interval, paired, quantile_t, shown
+from examples.ablation.tabular.run import change, main, parse_seeds, run_row
+from examples.ablation.tabular.settings import INSIGHT, PAPER_ROWS, ROWS, SETTINGS, STEPS
+from examples.ablation.tabular.summary import summarise
+from examples.ablation.tabular.task import exact_accuracy, make_tasks, sample
+from examples.ablation.tabular.training import Training
+from vapo_megatron.errors import BadInput
+
+SMALL = change(STEPS, ["steps=6", "prompts=20", "prompts_per_step=4", "rollouts=2", "pretraining=1", "minibatches=4"])
+
+
+def test_what_a_seed_gives_does_not_depend_on_the_seeds_beside_it() -> None:
+    together = Training(SMALL, ROWS["vapo"], [3, 4, 5]).run()
+    alone = Training(SMALL, ROWS["vapo"], [4]).run()
+    assert together[1].accuracy == pytest.approx(alone[0].accuracy, abs=1e-6)
+    assert together[0].accuracy != together[1].accuracy
+
+
+def test_finished_seeds_are_not_run_again_and_another_setting_is(tmp_path: Path, monkeypatch) -> None:
+    first = run_row(SMALL, "vapo", [0, 1], tmp_path)
+    ran: list[list[int]] = []
+    start = Training.__init__
+
+    def recorded(self, setting, row, seeds):
+        ran.append(list(seeds))
+        start(self, setting, row, seeds)
+
+    monkeypatch.setattr(Training, "__init__", recorded)
+    again = run_row(SMALL, "vapo", [0, 1, 2], tmp_path)
+    assert ran == [[2]] and again[0] == first[0]
+    run_row(change(SMALL, ["alpha=0.1"]), "vapo", [0], tmp_path)
+    assert ran == [[2], [0]]
+
+
+def test_accuracy_of_samples_is_the_exact_accuracy() -> None:
+    setting = change(SMALL, ["prompts_per_step=400", "samples_per_prompt=8"])
+    tasks = make_tasks(setting, [7])
+    exact, by_length = exact_accuracy(setting, tasks, tasks.logits)
+    rollout = sample(setting, tasks, tasks.logits, [torch.Generator().manual_seed(0)], groups=True)
+    assert rollout.correct.float().mean() == pytest.approx(float(exact), abs=0.04)
+    assert by_length.mean() == pytest.approx(float(exact), abs=1e-6)
+
+
+def test_the_optimum_is_reachable() -> None:
+    for setting in (SMALL, change(INSIGHT, ["steps=6", "prompts=20"])):
+        tasks = make_tasks(setting, [7])
+        best = torch.full_like(tasks.logits, -50.0).scatter(2, tasks.right[..., None], 50.0)
+        assert float(exact_accuracy(setting, tasks, best)[0]) == pytest.approx(1.0)
+
+
+def test_a_row_that_is_better_at_every_seed_is_ahead_by_the_right_amount() -> None:
+    better, worse = Training(SMALL, ROWS["vapo"], [0, 1, 2]).run(), Training(SMALL, ROWS["vapo"], [0, 1, 2]).run()
+    for shift, course in enumerate(worse):
+        course.accuracy = [value - 0.1 - 0.01 * shift for value in course.accuracy]
+    rows = summarise({"vapo": dict(enumerate(better)), "grpo": dict(enumerate(worse))}, SMALL.rollouts)
+    assert rows["grpo"]["final_less"].mean == pytest.approx(0.11)
+    assert rows["grpo"]["final_less"].half == pytest.approx(4.3027 * 0.01 / 3**0.5, rel=1e-3)
+
+
+def test_intervals_are_those_of_students_t() -> None:
+    assert quantile_t(4) == pytest.approx(2.7764, abs=2e-3) and quantile_t(19) == pytest.approx(2.0930, abs=2e-3)
+    assert quantile_t(5) == pytest.approx(2.5706, abs=3e-3)
+    assert interval([1.0, 3.0]).half == pytest.approx(12.7062, rel=1e-4)
+    less = paired({1: 0.5, 2: 0.7, 3: 0.9}, {2: 0.6, 3: 0.7, 9: 0.0})
+    assert less is not None and less.mean == pytest.approx(0.15)
+    assert paired({1: 0.5}, {2: 0.5}) is None and shown(None) == "–"
+    assert shown(interval([0.1, 0.1, 0.1001])).startswith("**+") and "one seed" in shown(interval([0.1]))
+    assert shown(interval([-0.1, -0.1, -0.1001])).startswith("_-")
+
+
+def test_settings_have_the_papers_proportions() -> None:
+    for setting in SETTINGS.values():
+        assert setting.alpha == 0.05 and setting.critic_ratio == 2.0
+        assert (setting.clip_low, setting.clip_high, setting.nll) == (0.2, 0.28, 0.1)
+        assert setting.samples % setting.minibatches == 0
+    assert PAPER_ROWS[0] == "vapo" and len(PAPER_ROWS) == 12
+
+
+def test_wrong_input_is_named(tmp_path: Path) -> None:
+    assert parse_seeds("1,5,7-9") == [1, 5, 7, 8, 9]
+    for text in ("a", "3-1", "1,1"):
+        with pytest.raises(BadInput, match="--seeds"):
+            parse_seeds(text)
+    with pytest.raises(BadInput, match="no key alfa"):
+        change(STEPS, ["alfa=1"])
+
+
+def test_the_command_writes_a_summary(tmp_path: Path) -> None:
+    small = ["steps=4", "prompts=10", "prompts_per_step=4", "rollouts=1", "pretraining=1", "minibatches=4"]
+    main(small, ["steps"], ["grpo"], "0-1", tmp_path)
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert set(found["settings"]["steps"]["rows"]) == {"vapo", "grpo"} and found["seeds"] == [0, 1]
