@@ -21,3 +21,4 @@ pytest_plugins = ["engine_server"]
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the whole test run."""
     parser.addoption("--require-slurm", action="store_true", help="fail, rather than skip, where there can be no Slurm")
+    parser.addoption("--require-browser", action="store_true", help="fail, rather than skip, without Chromium")

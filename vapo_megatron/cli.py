@@ -9,7 +9,6 @@ import typer
 
 from vapo_megatron import __version__, logs
 from vapo_megatron.command_line import run_app
-from vapo_megatron.errors import BadInput
 
 if TYPE_CHECKING:
     from vapo_megatron.config.sft import SftConfig
@@ -64,7 +63,7 @@ def train(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
     if launch.launch(settings, partial(train_rank, settings), preflight.check_train):
         from vapo_megatron.operations.report.report import write_report
 
-        typer.echo(f"report  {write_report(Path(settings.run.directory))}")
+        typer.echo(f"report  {write_report([Path(settings.run.directory)])}")
 
 
 @app.command()
@@ -168,13 +167,23 @@ def doctor(
 
 
 @app.command()
-def report(run_dir: Annotated[Path, typer.Argument(help="a run directory", show_default=False)]) -> None:
-    """Draw curves.png and write report.html from the metrics of a run."""
+def report(
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run directories", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="the page; default: report.html in the run's directory")] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="follow runs that go on, in a browser of this machine")
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="of --serve; 0: a free one")] = 8765,
+) -> None:
+    """Write curves.png and report.html of a run or an evaluation; of several runs, one page that overlays them."""
+    if serve:
+        from vapo_megatron.operations.report.serve import serve as serve_report
+
+        serve_report(run_dirs, port)
+        return
     from vapo_megatron.operations.report.report import write_report
 
-    if not (run_dir / "metrics.jsonl").is_file():
-        raise BadInput(f"{run_dir}: holds no metrics.jsonl: give the directory of a run, such as runs/vapo")
-    typer.echo(write_report(run_dir))
+    typer.echo(write_report(run_dirs, out))
 
 
 def _look_first(settings: "TrainConfig | SftConfig | EvaluateConfig") -> None:

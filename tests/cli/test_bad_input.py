@@ -39,14 +39,14 @@ def test_the_configs_that_the_cases_spoil_are_good(
 ) -> None:
     counts: list[int] = []
     monkeypatch.setattr(launch, "start_ranks", lambda count, *_: counts.append(count))
-    reported: list[Path] = []
+    reported: list[list[Path]] = []
     monkeypatch.setattr(report, "write_report", reported.append)
     for name, ranks in (("train", 2), ("sft", 1)):
         assert command.exit_code(name) == 0, capfd.readouterr().err
         assert counts.pop() == ranks
         assert [entry.name for entry in command.run_dir.iterdir()] == ["config.yaml"]
         shutil.rmtree(command.run_dir)
-    assert reported == [command.run_dir], "train, and train alone, draws a report after the run"
+    assert reported == [[command.run_dir]], "train, and train alone, draws a report after the run"
     assert capfd.readouterr().err == ""
 
 

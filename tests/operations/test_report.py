@@ -1,4 +1,4 @@
-"""The report shows what metrics.jsonl holds, from the first step on, and stands alone."""
+"""What a report takes from a run directory: curves, tables, sentences."""
 
 import json
 from pathlib import Path
@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from vapo_megatron.errors import BadInput
-from vapo_megatron.monitoring.facts import environment_facts, write_environment
+from vapo_megatron.monitoring.facts import environment_facts
 from vapo_megatron.operations.report.curves import draw_curves
-from vapo_megatron.operations.report.report import TableRow, summarise, write_report
+from vapo_megatron.operations.report.report import write_report
+from vapo_megatron.operations.report.runs import Run, read_run
+from vapo_megatron.operations.report.summary import TableRow, sentences, summarise
 
 
 def row(step: int, **metrics: float | None) -> dict[str, Any]:
@@ -25,21 +27,6 @@ def run_dir(tmp_path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def titles(rows: list[dict[str, Any]]) -> list[str]:
     return [axes.get_title(loc="left") for axes in draw_curves(rows).axes]
-
-
-def test_report_stands_alone_and_escapes_what_it_quotes(tmp_path: Path) -> None:
-    folder = run_dir(tmp_path, [row(1, accuracy__mean=0.5), row(2, accuracy__mean=0.75)])
-    (folder / "config.yaml").write_text("name: <script>alert(1)</script>\n")
-    (folder / "evaluation.json").write_text('{"after": {"accuracy": 0.9581}}')
-    write_environment(folder)
-    path = write_report(folder)
-    page = path.read_text(encoding="utf-8")
-    assert path == folder / "report.html"
-    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert "data:image/png;base64,iVBOR" in page and "http" not in page
-    assert "&lt;script&gt;" in page and "<script>" not in page
-    assert "after.accuracy" in page and "0.9581" in page and "packages.torch" in page
-    assert "0.75 (step 2)" in page
 
 
 def test_table_gives_first_best_and_last() -> None:
@@ -68,14 +55,14 @@ def test_phases_that_run_now_and_then_stay_out_of_the_picture() -> None:
 
 def test_a_run_of_one_step_and_of_nothing_finite_can_be_reported(tmp_path: Path) -> None:
     rows = [row(1, accuracy__mean=None, actor__grad_norm=0.0, time__step=0.0, time__rollout=0.0)]
-    assert write_report(run_dir(tmp_path, rows)).exists()
+    assert write_report([run_dir(tmp_path, rows)]).exists()
 
 
 @pytest.mark.parametrize("rows", [[], None])
 def test_without_a_step_there_is_no_report(tmp_path: Path, rows: list[dict[str, Any]] | None) -> None:
     folder = tmp_path / "absent" if rows is None else run_dir(tmp_path, rows)
     with pytest.raises(BadInput, match="no such run directory" if rows is None else "no step in it"):
-        write_report(folder)
+        write_report([folder])
 
 
 def test_environment_names_what_is_there_and_what_is_not() -> None:
@@ -83,3 +70,42 @@ def test_environment_names_what_is_there_and_what_is_not() -> None:
     assert facts["packages"]["torch"].startswith("2.")
     assert "apex" in facts["packages"]
     assert facts["python"].startswith("3.")
+
+
+def test_sentences_say_what_was_reached_and_what_the_critic_adds() -> None:
+    critic = {"critic__explained_variance": 0.6, "critic__baseline_loo_ev": 0.4, "critic__baseline_position_ev": 0.1}
+    rows = [
+        row(step, accuracy__mean=step / 10, response_length__mean=100.0, time__step=60.0, time__rollout=45.0, **critic)
+        for step in range(1, 11)
+    ]
+    rows[0] |= {"evaluation/unseen_avg@4": 0.25}
+    rows[-1] |= {"evaluation/unseen_avg@4": 0.75, "critic/gain": 0.2, "alarm/train_infer_gap": 1.0}
+    result = {
+        "name": "unseen",
+        "samples": 4,
+        "avg_at_k": 0.75,
+        "low": 0.7,
+        "high": 0.8,
+        "problems": 50,
+        "pass_at_k": 0.9,
+    }
+    run = Run(Path("run"), rows, {"sets": [result]}, config="preset: vapo\nrun: {steps: 20}\n")
+    said = " ".join(sentences(run))
+    assert "10 of 20 steps of VAPO in 10.0 minutes" in said
+    assert "unseen: avg@4 0.750 (before training 0.250), 95 % interval [0.700, 0.800] on 50 problems" in said
+    assert "training accuracy went from 0.100 to 1.000" in said
+    assert "explained 60% of the variance" in said and "responses explains 40%, the position 10%" in said
+    assert "rollout (75%)" in said
+    assert "Alarms: train infer gap." in said
+
+
+def test_samples_are_of_steps_from_the_first_to_the_last_and_bounded(tmp_path: Path) -> None:
+    folder = run_dir(tmp_path, [row(1)])
+    (folder / "samples").mkdir()
+    for step in range(1, 101):
+        text = json.dumps({"response": "x" * 10_000}) + "\n"
+        (folder / "samples" / f"step_{step:06d}.jsonl").write_text(text * 64)
+    samples = read_run(folder).samples()
+    steps = sorted({sample["step"] for sample in samples})
+    assert len(steps) == 12 and (steps[0], steps[-1]) == (1, 100)
+    assert sum(len(sample["response"]) for sample in samples) < 3 << 20

@@ -12,6 +12,7 @@ from vapo_megatron.evaluation.metrics import Interval, avg_at_k, bootstrap_inter
 from vapo_megatron.evaluation.responses import Response
 from vapo_megatron.experience.jsonl import write_rows
 from vapo_megatron.experience.sample import Prompt
+from vapo_megatron.monitoring import names
 from vapo_megatron.rewards.normal_form import compact, normal_form, plain_number
 
 
@@ -57,9 +58,13 @@ class SetResult:
 
     def metrics(self) -> dict[str, float]:
         """As metrics of a run."""
-        prefix = f"evaluation/{self.name}_"
+        prefix = f"{names.EVALUATION}{self.name}_"
+        average = f"{prefix}avg@{self.samples}"
+        low, high = names.interval_of(average)
         return {
-            f"{prefix}avg@{self.samples}": self.avg_at_k,
+            average: self.avg_at_k,
+            low: self.low,
+            high: self.high,
             f"{prefix}pass@{self.samples}": self.pass_at_k,
             f"{prefix}maj@{self.samples}": self.maj_at_k,
             f"{prefix}response_length": self.response_length,

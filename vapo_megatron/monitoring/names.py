@@ -54,6 +54,12 @@ EVALUATION = "evaluation/"  # evaluation/accuracy, evaluation/aime24_avg@32, ...
 PRETRAINING = "value_pretraining/"  # value_pretraining/value_loss, .../explained_variance, .../value_bias_25
 
 
+def interval_of(name: str) -> tuple[str, str]:
+    """The metrics that bound evaluation/<set>_avg@k with 95 % confidence."""
+    prefix = name.partition("_avg@")[0]
+    return f"{prefix}_interval_low", f"{prefix}_interval_high"
+
+
 def own_counter(name: str) -> str:
     """The key that a metric is drawn against where its row has it, instead of the step: value_pretraining/iteration."""
     return name.partition("/")[0] + "/iteration"

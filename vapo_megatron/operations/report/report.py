@@ -1,143 +1,97 @@
-"""The report of a run: curves.png and a report.html that needs no other file."""
+"""The report of runs: curves.png of each, and one page that needs no other file and no network."""
 
-import base64
 import io
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 from vapo_megatron.config.atomic import atomic_write
-from vapo_megatron.errors import BadInput
 from vapo_megatron.monitoring import names
-from vapo_megatron.monitoring.alarms import ALARMS
-from vapo_megatron.monitoring.metrics import METRICS_FILE, read_metrics
 from vapo_megatron.operations.report.curves import draw_curves
+from vapo_megatron.operations.report.panels import Curve, panels_of, series
+from vapo_megatron.operations.report.runs import Run, read_run
+from vapo_megatron.operations.report.summary import alarms_of, number, phases, sentences, summarise
 
 DPI = 110
-
-# Metrics of the table, and which of their values is the best: the largest, the smallest, or none in particular.
-TABLE: tuple[tuple[str, str], ...] = (
-    (names.ACCURACY, "max"),
-    (names.REWARD, "max"),
-    (names.LENGTH, ""),
-    (names.TRUNCATED, "min"),
-    (names.FRAC_ZERO_STD_GROUPS, ""),
-    (names.ENTROPY, ""),
-    (names.VALUE_LOSS, "min"),
-    (names.EXPLAINED_VARIANCE, "max"),
-    (names.TRAIN_INFER_KL, "min"),
-    (names.TRAIN_INFER_KL_MAX, "min"),
-    (names.ACTOR_GRAD_NORM, ""),
-    (names.CRITIC_GRAD_NORM, ""),
-    (names.TOKENS_PER_SECOND, "max"),
-    (names.STEP_TIME, "min"),
-)
+_TEMPLATES = Path(__file__).parent / "templates"
+_SCRIPTS = ("charts.js", "samples.js", "page.js")
 
 
-@dataclass(frozen=True)
-class TableRow:
-    """A metric's first, best and last value and the steps they were reached at; best is empty where none is."""
+def write_report(directories: Sequence[Path], out: Path | None = None) -> Path:
+    """Write the page of these runs and curves.png into the directory of each; the page's path.
 
-    name: str
-    first: str
-    best: str
-    last: str
-
-
-@dataclass(frozen=True)
-class AlarmRow:
-    """An alarm that went off; steps: in how many, from which one to which."""
-
-    name: str
-    steps: str
-    meaning: str
-    remedy: str
-
-
-def write_report(run_dir: Path) -> Path:
-    """Write run_dir/curves.png and run_dir/report.html from the files in run_dir, and return the latter.
-
-    Reads metrics.jsonl, and config.yaml, evaluation.json and environment.json where they are there; any run may be
-    reported on, one that goes on still too. Raises BadInput where there are no metrics, or a file cannot be read.
+    Any run may be reported on, an evaluation and one that goes on still too. out: default report.html in the run's
+    directory, or, of several runs, in the current one. Raises BadInput where a run has nothing to report on, or a file
+    cannot be read.
     """
-    if not run_dir.is_dir():
-        raise BadInput(f"{run_dir}: no such run directory")
-    rows = read_metrics(run_dir)
-    if not rows:
-        raise BadInput(f"{run_dir / METRICS_FILE}: no step in it; report on a run that has finished a step")
-    picture = io.BytesIO()
-    draw_curves(rows, run_dir.name).savefig(picture, format="png", dpi=DPI)
-    with atomic_write(run_dir / "curves.png", "wb") as file:
-        file.write(picture.getvalue())
+    runs = [read_run(directory) for directory in directories]
+    for run in runs:
+        if run.rows:
+            picture = io.BytesIO()
+            draw_curves(run.rows, run.name).savefig(picture, format="png", dpi=DPI)
+            with atomic_write(run.directory / "curves.png", "wb") as file:
+                file.write(picture.getvalue())
+    path = out or (runs[0].directory if len(runs) == 1 else Path()) / "report.html"
+    with atomic_write(path) as file:
+        file.write(page(runs))
+    return path
+
+
+def page(runs: Sequence[Run], live: bool = False) -> str:
+    """The page. live: it asks its server for the state of the runs from time to time."""
     templates = Environment(
         loader=PackageLoader("vapo_megatron.operations.report"),
         autoescape=select_autoescape(["html.j2"]),
         undefined=StrictUndefined,
     )
-    config = run_dir / "config.yaml"
-    page = templates.get_template("report.html.j2").render(
-        title=run_dir.resolve().name,
-        directory=str(run_dir.resolve()),
-        steps=rows[-1]["step"],
-        alarms=alarms_of(rows),
-        table=summarise(rows),
-        evaluation=_flat(_read_json(run_dir / "evaluation.json")),
-        environment=_flat(_read_json(run_dir / "environment.json")),
-        config=config.read_text(encoding="utf-8") if config.exists() else "",
-        curves=base64.b64encode(picture.getvalue()).decode(),
+    return templates.get_template("report.html.j2").render(
+        title=" · ".join(run.name for run in runs),
+        style=(_TEMPLATES / "style.css").read_text(encoding="utf-8"),
+        scripts=[(_TEMPLATES / name).read_text(encoding="utf-8") for name in _SCRIPTS],
+        # Nothing that a run holds, a response above all, may end the element that it stands in.
+        data=json.dumps(content(runs), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"),
+        live=live,
     )
-    path = run_dir / "report.html"
-    with atomic_write(path) as file:
-        file.write(page)
-    return path
 
 
-def alarms_of(rows: Sequence[Mapping[str, Any]]) -> list[AlarmRow]:
-    """The alarms that went off, in the order of docs/alarms.md."""
-    table = []
-    for alarm in ALARMS:
-        steps = [row["step"] for row in rows if row.get(names.ALARM + alarm.name)]
-        if steps:
-            span = f"{len(steps)}: {steps[0]}" + (f" to {steps[-1]}" if len(steps) > 1 else "")
-            table.append(AlarmRow(alarm.name, span, alarm.meaning, alarm.remedy))
-    return table
+def content(runs: Sequence[Run]) -> dict[str, Any]:
+    """What the page shows, for JSON: panels with the curves that any of the runs has, and the runs."""
+    panels: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        for panel in panels_of(run.rows):
+            known = panels.setdefault(panel.title, asdict(panel) | {"curves": []})
+            known["curves"] += [asdict(curve) for curve in panel.curves if asdict(curve) not in known["curves"]]
+    metrics = {names.STEP_TIME}
+    metrics |= {name for panel in panels.values() for curve in panel["curves"] for name in _metrics_of(Curve(**curve))}
+    return {"panels": list(panels.values()), "runs": [_run_content(run, metrics) for run in runs]}
 
 
-def summarise(rows: Sequence[Mapping[str, Any]]) -> list[TableRow]:
-    """First, best and last of the main metrics and of every evaluation; metrics that never occur are left out."""
-    evaluations = sorted({name for row in rows for name in row if name.startswith(names.EVALUATION)})
-    table = []
-    for name, best in (*((name, "max") for name in evaluations), *TABLE):
-        points = [(row["step"], float(row[name])) for row in rows if row.get(name) is not None]
-        if not points:
-            continue
-        choose = {"max": max, "min": min}.get(best)
-        # The first of equal values: when it was reached.
-        top = _at_step(choose(points, key=lambda point: point[1])) if choose else ""
-        table.append(TableRow(name, _at_step(points[0]), top, _at_step(points[-1])))
-    return table
+def _metrics_of(curve: Curve) -> list[str]:
+    return [name for name in (curve.metric, curve.low, curve.high) if name]
 
 
-def _at_step(point: tuple[int, float]) -> str:
-    return f"{_number(point[1])} (step {point[0]})"
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def _read_json(path: Path) -> Any:
-    if not path.exists():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise BadInput(f"{path}: not JSON ({error}); mend or remove it") from error
+def _run_content(run: Run, metrics: set[str]) -> dict[str, Any]:
+    found = {name: series(run.rows, name) for name in sorted(metrics)}
+    return {
+        "name": run.name,
+        "directory": str(run.directory.resolve()),
+        "steps": run.rows[-1]["step"] if run.rows else 0,
+        "summary": sentences(run),
+        "alarms": [asdict(row) for row in alarms_of(run.rows)],
+        "series": {name: points for name, points in found.items() if points[0]},
+        "sets": list(run.evaluation.get("sets", ())),
+        "problems": run.problems(),
+        "phases": [asdict(row) for row in phases(run.rows)],
+        "table": [asdict(row) for row in summarise(run.rows)],
+        "samples": run.samples(),
+        "environment": _flat(run.environment),
+        "config": run.config,
+    }
 
 
 def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
@@ -146,5 +100,5 @@ def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
         entries = value.items() if isinstance(value, Mapping) else enumerate(value)
         return [row for key, entry in entries for row in _flat(entry, f"{prefix}.{key}" if prefix else str(key))]
     if isinstance(value, float) and math.isfinite(value):
-        return [(prefix, _number(value))]
+        return [(prefix, number(value))]
     return [(prefix, "-" if value is None else str(value))]

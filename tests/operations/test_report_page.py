@@ -1,0 +1,191 @@
+"""The page of a report, as a browser shows it: curves, samples, several runs, evaluations, a run that goes on."""
+
+import json
+import re
+import shutil
+import subprocess
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vapo_megatron.operations.report.report import write_report
+from vapo_megatron.operations.report.serve import make_server
+
+HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\"> \u2028"
+Browse = Callable[[str], str]
+
+
+@pytest.fixture(scope="module")
+def browse(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Browse:
+    """A page after its scripts have run, as HTML. Without a browser it skips, or fails under --require-browser."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        if request.config.getoption("--require-browser"):
+            pytest.fail("no Chromium")
+        pytest.skip("no Chromium")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+    flags += ["--disable-background-networking", "--disable-component-update", "--virtual-time-budget=3000"]
+    flags.append(f"--user-data-dir={tmp_path_factory.mktemp('browser')}")
+
+    def dump(address: str) -> str:
+        command = [browser, *flags, "--dump-dom", address]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        shown = found.stdout
+        assert "<body" in shown, found.stderr
+        return shown
+
+    return dump
+
+
+def train_run(folder: Path, steps: int = 3, name: str = "my run") -> Path:
+    made = folder / name
+    (made / "samples").mkdir(parents=True)
+    rows: list[dict[str, Any]] = [
+        {
+            "step": step,
+            "accuracy/mean": step / 10,
+            "reward/mean": step / 10,
+            "time/step": 2.0,
+            "time/rollout": 1.5,
+            "memory/rollout_gib": 1.25,
+            "actor/train_infer_kl": 0.001,
+            "alarm/train_infer_gap": 1.0 if step == 2 else None,
+        }
+        for step in range(1, steps + 1)
+    ]
+    ends = {
+        "evaluation/unseen_avg@4": 0.5,
+        "evaluation/unseen_interval_low": 0.4,
+        "evaluation/unseen_interval_high": 0.6,
+    }
+    rows[-1] |= ends
+    (made / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (made / "config.yaml").write_text(f"preset: vapo # {HOSTILE}\n")
+    samples = [
+        {"problem": f"p{n}", "answer": "1", "response": f"{HOSTILE} number {n}", "tokens": 10 * n, "reward": n % 2,
+         "correct": bool(n % 2), "prompt_id": n, "finish_reason": "stop", "grade_reason": "equal"}
+        for n in (2, 1, 3)
+    ]  # fmt: skip
+    samples[0]["estimates"] = {"left_out": 0, "tokens": ["<b>", "end"], "values": [0.1, 0.9], "advantages": [-1, 2]}
+    (made / "samples" / "step_000003.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
+    return made
+
+
+def shown(page: str) -> str:
+    """What is on the page, without the data and scripts that it is drawn from."""
+    return re.sub(r"<script.*?</script>", "", page, flags=re.S)
+
+
+def order_of_samples(page: str) -> list[str]:
+    return re.findall(r"class=\"problem\">p(\d)", shown(page))
+
+
+def test_curves_samples_and_alarms_are_drawn_and_nothing_of_a_response_runs(tmp_path: Path, browse: Browse) -> None:
+    path = write_report([train_run(tmp_path)])
+    page = browse(path.as_uri())
+    assert "<title>my run</title>" in page
+    assert page.count('class="curve"') >= 2 and page.count('class="interval"') == 1
+    assert re.search(r"train_infer_gap</b></td><td>1: 2</td>", page)
+    assert "&lt;/script&gt;" in shown(page) and "<img" not in shown(page)
+    assert "1.25" in shown(page), "the highest memory of a phase"
+    tokens = re.findall(r'<span class="token" title="([^"]*)" style="background:rgba\((\d+)', page)
+    assert tokens == [("token 0: value 0.1, advantage -1", "220"), ("token 1: value 0.9, advantage 2", "37")]
+    assert (path.parent / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_needs_no_network(tmp_path: Path) -> None:
+    text = write_report([train_run(tmp_path)]).read_text(encoding="utf-8")
+    addresses = set(re.findall(r"https?://[^\s\"'<>]+", text))
+    assert addresses == {"http://www.w3.org/2000/svg"}, "a name of SVG's, which nobody loads"
+    assert not re.findall(
+        r"<(?:link|img|iframe)\b|<script[^>]*\bsrc=", re.sub(r"<script.*?</script>", "", text, flags=re.S)
+    )
+
+
+@pytest.mark.parametrize(
+    ("chosen", "order"),
+    [
+        ("", "213"),
+        ("sort=length&order=up", "123"),
+        ("sort=reward", "132"),
+        ("grade=incorrect", "2"),
+        ("sort=no", "213"),
+    ],
+)
+def test_samples_are_sorted_and_chosen(tmp_path: Path, browse: Browse, chosen: str, order: str) -> None:
+    path = write_report([train_run(tmp_path)])
+    assert order_of_samples(browse(f"{path.as_uri()}#{chosen}")) == list(order)
+
+
+def test_several_runs_are_laid_over_each_other(tmp_path: Path, browse: Browse) -> None:
+    runs = [train_run(tmp_path, name="first"), train_run(tmp_path, steps=5, name="second")]
+    path = write_report(runs, tmp_path / "both.html")
+    page = browse(path.as_uri())
+    panel = re.search(r"<h3>Gradient|<h3>KL to the rollout.*?</section>", page, re.S)
+    assert panel is not None and panel[0].count('class="curve"') == 2
+    assert "first" in panel[0] and "second" in panel[0]
+
+
+def test_an_evaluation_is_tables_and_responses(tmp_path: Path, browse: Browse) -> None:
+    folder = tmp_path / "evaluated" / "evaluation"
+    folder.mkdir(parents=True)
+    interval = {"low": 0.4, "high": 0.6}
+    result = {
+        "name": "aime",
+        "problems": 1,
+        "samples": 4,
+        "avg_at_k": 0.5,
+        "pass_at_k": 0.9,
+        "maj_at_k": 0.7,
+        **interval,
+    }
+    result |= {"pass_at_k_interval": interval, "response_length": 12.5, "truncated": 0.25}
+    (folder.parent / "evaluation.json").write_text(json.dumps({"model": "m", "sets": [result]}))
+    problem = {
+        "id": "p7",
+        "answer": "33",
+        "samples": 4,
+        "correct": 2,
+        "majority": "33",
+        "response_length": 12.5,
+        "truncated": 1,
+    }
+    (folder / "aime_problems.jsonl").write_text(json.dumps(problem) + "\n")
+    response = {"id": "p7", "problem": "p1", "answer": "33", "response": "so 33", "correct": True, "tokens": 3}
+    (folder / "aime.jsonl").write_text(json.dumps(response) + "\n")
+    page = shown(browse(write_report([folder.parent]).as_uri()))
+    assert "0.500 [0.400, 0.600]" in page and "2 / 4" in page and order_of_samples(page) == ["1"]
+    assert not (folder.parent / "curves.png").exists()
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    run = train_run(tmp_path)
+    server = make_server([run], 0)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield run, f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_run_that_goes_on_is_followed(served: tuple[Path, str], browse: Browse) -> None:
+    run, address = served
+    assert '<p class="where">3 steps' in browse(f"{address}/")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "accuracy/mean": 0.9}\n')
+    with urllib.request.urlopen(f"{address}/data.json") as reply:
+        assert json.load(reply)["runs"][0]["steps"] == 4
+    assert '<p class="where">4 steps' in browse(f"{address}/")
+
+
+def test_only_names_of_this_machine_are_answered(served: tuple[Path, str]) -> None:
+    request = urllib.request.Request(f"{served[1]}/data.json", headers={"Host": "elsewhere.example:80"})
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(request)

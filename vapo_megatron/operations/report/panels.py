@@ -1,0 +1,166 @@
+"""What the pictures of a run show: panels of curves, the same on curves.png and in report.html."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vapo_megatron.monitoring import names
+
+Rows = Sequence[Mapping[str, Any]]
+
+# Of a run: beyond it only every n-th point is drawn.
+_MOST_POINTS = 1500
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A metric in a panel. smooth: faint as it is, and strong as a moving mean. low, high: metrics that bound it."""
+
+    metric: str
+    label: str
+    smooth: bool = False
+    points: bool = False
+    low: str = ""
+    high: str = ""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves over steps, or over `counter`. stacked: areas on top of each other.
+
+    bottom, top: the range of the axis is cut there. line: a level to compare with.
+    """
+
+    title: str
+    curves: tuple[Curve, ...]
+    hint: str = ""
+    stacked: bool = False
+    log: bool = False
+    bottom: float | None = None
+    top: float | None = None
+    line: float | None = None
+    counter: str = "step"
+
+
+def _bias(prefix: str) -> tuple[Curve, ...]:
+    return tuple(Curve(f"{prefix}value_bias_{place}", f"{place} %", smooth=True) for place in names.BIAS_POSITIONS)
+
+
+PANELS: tuple[Panel, ...] = (
+    Panel(
+        "Response length (tokens)",
+        (Curve(names.LENGTH, "mean", low=names.LENGTH_MIN, high=names.LENGTH_MAX),),
+        "Falls while guesses go, then rises with accuracy. A collapse within some ten steps: look at the critic.",
+        bottom=0,
+    ),
+    Panel(
+        "Policy entropy (nats per token)",
+        (Curve(names.ENTROPY, "entropy"),),
+        "Falls slowly, then levels off. Near 0 within few steps: learning rate, or clip_high.",
+        bottom=0,
+    ),
+    Panel("Fine-tuning loss", (Curve("sft/nll_loss", "negative log-likelihood"),), "Falls and levels off.", bottom=0),
+    Panel("Value loss", (Curve(names.VALUE_LOSS, "value loss"),), "", bottom=0),
+    Panel(
+        "Critic against free baselines: explained variance of returns",
+        (
+            Curve(names.EXPLAINED_VARIANCE, "critic"),
+            Curve(names.BASELINE_LOO, "mean of the other responses", smooth=True),
+            Curve(names.BASELINE_POSITION, "position in the response", smooth=True),
+        ),
+        "The critic earns its cost where it is above both baselines.",
+        bottom=-1,
+        top=1,
+        line=0,
+    ),
+    Panel(
+        "What the critic adds to both baselines",
+        (Curve(names.CRITIC_GAIN, "gain", smooth=True), Curve(names.SIGN_AGREEMENT, "advantage sign agreement")),
+        "Gain above 0: it knows more than is free.",
+        bottom=-1,
+        line=0,
+    ),
+    Panel(
+        "Value − return, by position in the response",
+        _bias("critic/"),
+        "Near 0 everywhere. Growing towards the start: value targets forget the reward on the way.",
+        line=0,
+    ),
+    Panel(
+        "KL to the rollout policy, clip fractions",
+        (
+            Curve(names.TRAIN_INFER_KL, "KL (nats)", smooth=True),
+            Curve(names.CLIP_HIGH, "clipped high", smooth=True),
+            Curve(names.CLIP_LOW, "clipped low", smooth=True),
+        ),
+        "KL constant and small; clip fractions of thousandths to a few hundredths.",
+        log=True,
+    ),
+    Panel(
+        "Gradient norms",
+        (Curve(names.ACTOR_GRAD_NORM, "actor", smooth=True), Curve(names.CRITIC_GRAD_NORM, "critic", smooth=True)),
+        "Level, with few spikes.",
+        log=True,
+    ),
+    Panel("Tokens per second", (Curve(names.TOKENS_PER_SECOND, "tokens per second"),), "", bottom=0),
+    Panel(
+        "Value pretraining: loss and explained variance",
+        (
+            Curve(f"{names.PRETRAINING}value_loss", "value loss"),
+            Curve(f"{names.PRETRAINING}explained_variance", "explained variance"),
+        ),
+        "Explained variance rises and levels off before the policy moves.",
+        bottom=-1,
+        top=1,
+        line=0,
+        counter=names.own_counter(names.PRETRAINING),
+    ),
+    Panel(
+        "Value pretraining: value − return, by position",
+        _bias(names.PRETRAINING),
+        "",
+        line=0,
+        counter=names.own_counter(names.PRETRAINING),
+    ),
+)
+
+
+def panels_of(rows: Rows) -> list[Panel]:
+    """The panels that these rows have something to show in, with the curves that they have."""
+    present = {name for row in rows for name, value in row.items() if value is not None}
+    found = [_accuracy(present, rows), *PANELS, _phases(rows)]
+    kept = (replace(panel, curves=tuple(c for c in panel.curves if c.metric in present)) for panel in found)
+    return [panel for panel in kept if panel.curves]
+
+
+def series(rows: Rows, name: str) -> tuple[list[float], list[float]]:
+    """Steps (or the metric's own counter) and finite values of a metric."""
+    counter = names.own_counter(name)
+    points = [(row.get(counter, row["step"]), row[name]) for row in rows if row.get(name) is not None]
+    points = points[:: -(-len(points) // _MOST_POINTS) or 1]
+    return [float(step) for step, _ in points], [float(value) for _, value in points]
+
+
+def _accuracy(present: Iterable[str], rows: Rows) -> Panel:
+    curves = [Curve(names.ACCURACY, "accuracy in training")]
+    # A reward of 0 or 1 without shaping is the accuracy: one line says it.
+    if any(row.get(names.REWARD) != row.get(names.ACCURACY) for row in rows):
+        curves.append(Curve(names.REWARD, "reward in training"))
+    for name in sorted(n for n in present if n.startswith(names.EVALUATION) and ("accuracy" in n or "avg@" in n)):
+        low, high = names.interval_of(name)
+        curves.append(
+            Curve(name, name.removeprefix(names.EVALUATION).replace("_avg@", " avg@"), points=True, low=low, high=high)
+        )
+    hint = "Training rises first, evaluation follows. Evaluation falls while training rises: the reward is being gamed."
+    return Panel("Accuracy and reward", tuple(curves), hint)
+
+
+def _phases(rows: Rows) -> Panel:
+    counter = names.own_counter(names.PRETRAINING)
+    timed = [row for row in rows if row.get(names.STEP_TIME) is not None and counter not in row]
+    found = dict.fromkeys(name for row in timed for name in row if name.startswith(names.TIME))
+    # What runs now and then (an evaluation, a checkpoint) would only be spikes that flatten all else.
+    often = [name for name in found if name != names.STEP_TIME and 2 * sum(name in row for row in timed) >= len(timed)]
+    often.sort(key=lambda name: -sum(row.get(name) or 0.0 for row in timed))
+    curves = tuple(Curve(name, name.removeprefix(names.TIME).replace("_", " ")) for name in often[:10])
+    return Panel("Time per phase (seconds per step)", curves, "", stacked=True, bottom=0)

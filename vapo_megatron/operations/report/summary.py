@@ -1,0 +1,193 @@
+"""What a run's metrics say, in sentences and in a table."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vapo_megatron.monitoring import names
+from vapo_megatron.monitoring.alarms import ALARMS
+from vapo_megatron.operations.report.panels import series
+from vapo_megatron.operations.report.runs import Run
+
+# Metrics of the table, and which of their values is the best: the largest, the smallest, or none in particular.
+TABLE: tuple[tuple[str, str], ...] = (
+    (names.ACCURACY, "max"),
+    (names.REWARD, "max"),
+    (names.LENGTH, ""),
+    (names.TRUNCATED, "min"),
+    (names.FRAC_ZERO_STD_GROUPS, ""),
+    (names.ENTROPY, ""),
+    (names.VALUE_LOSS, "min"),
+    (names.EXPLAINED_VARIANCE, "max"),
+    (names.BASELINE_LOO, ""),
+    (names.BASELINE_POSITION, ""),
+    (names.CRITIC_GAIN, "max"),
+    (names.TRAIN_INFER_KL, "min"),
+    (names.TRAIN_INFER_KL_MAX, "min"),
+    (names.ACTOR_GRAD_NORM, ""),
+    (names.CRITIC_GRAD_NORM, ""),
+    (names.TOKENS_PER_SECOND, "max"),
+    (names.STEP_TIME, "min"),
+)
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """A metric's first, best and last value and the steps they were reached at; best is empty where none is."""
+
+    name: str
+    first: str
+    best: str
+    last: str
+
+
+@dataclass(frozen=True)
+class PhaseRow:
+    """A phase over a whole run: seconds, their share of all steps, and its highest memory in GiB (None: not known)."""
+
+    name: str
+    seconds: float
+    share: float
+    peaks: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class AlarmRow:
+    """An alarm that went off; steps: in how many, from which one to which."""
+
+    name: str
+    steps: str
+    meaning: str
+    remedy: str
+
+
+def alarms_of(rows: Sequence[Mapping[str, Any]]) -> list[AlarmRow]:
+    """The alarms that went off, in the order of docs/alarms.md."""
+    table = []
+    for alarm in ALARMS:
+        steps = [row["step"] for row in rows if row.get(names.ALARM + alarm.name)]
+        if steps:
+            span = f"{len(steps)}: {steps[0]}" + (f" to {steps[-1]}" if len(steps) > 1 else "")
+            table.append(AlarmRow(alarm.name, span, alarm.meaning, alarm.remedy))
+    return table
+
+
+def summarise(rows: Sequence[Mapping[str, Any]]) -> list[TableRow]:
+    """First, best and last of the main metrics and of every evaluation; metrics that never occur are left out."""
+    evaluations = sorted({name for row in rows for name in row if name.startswith(names.EVALUATION)})
+    table = []
+    for name, best in (*((name, "max" if "@" in name else "") for name in evaluations), *TABLE):
+        points = [(row["step"], float(row[name])) for row in rows if row.get(name) is not None]
+        if not points:
+            continue
+        choose = {"max": max, "min": min}.get(best)
+        # The first of equal values: when it was reached.
+        top = _at_step(choose(points, key=lambda point: point[1])) if choose else ""
+        table.append(TableRow(name, _at_step(points[0]), top, _at_step(points[-1])))
+    return table
+
+
+def phases(rows: Sequence[Mapping[str, Any]]) -> list[PhaseRow]:
+    """Every phase, the longest first."""
+    timed = [row for row in rows if row["step"] > 0]
+    total = sum(row.get(names.STEP_TIME) or 0.0 for row in timed)
+    found = []
+    for metric in dict.fromkeys(name for row in timed for name in row if name.startswith(names.TIME)):
+        phase = metric.removeprefix(names.TIME)
+        if metric != names.STEP_TIME:
+            seconds = sum(row.get(metric) or 0.0 for row in timed)
+            gauges = sorted({name for row in timed for name in row if name.endswith(f"/{phase}_gib")})
+            peaks = {name.partition("/")[0]: max(row.get(name) or 0.0 for row in timed) for name in gauges}
+            found.append(PhaseRow(phase.replace("_", " "), seconds, seconds / total if total else 0.0, peaks))
+    return sorted(found, key=lambda row: -row.seconds)
+
+
+def sentences(run: Run) -> list[str]:
+    """What somebody who knows nothing of the run should be told first."""
+    said = [_size(run), *_evaluations(run), _training(run), _critic(run), _time(run)]
+    if run.rows:
+        alarms = [alarm.name.replace("_", " ") for alarm in alarms_of(run.rows)]
+        said.append(f"Alarms: {', '.join(alarms)}." if alarms else "No alarm went off.")
+    return [sentence for sentence in said if sentence]
+
+
+def _size(run: Run) -> str:
+    steps = [row for row in run.rows if row["step"] > 0]
+    if not steps:
+        return ""
+    algorithm = str(run.settings.get("preset") or "").upper().replace("_", " ")
+    planned = run.settings.get("run", {}).get("steps")
+    of = f" of {planned}" if isinstance(planned, int) and planned != steps[-1]["step"] else ""
+    seconds = sum(row.get(names.STEP_TIME) or 0.0 for row in steps)
+    tokens = sum(row.get("rollout/tokens") or 0.0 for row in steps)
+    what = f"{steps[-1]['step']}{of} steps{' of ' + algorithm if algorithm else ''} in {duration(seconds)}"
+    return f"{what}, on {tokens:,.0f} response tokens." if tokens else f"{what}."
+
+
+def _evaluations(run: Run) -> list[str]:
+    said = []
+    results = {one.get("name"): one for one in run.evaluation.get("sets", ())}
+    for name, one in results.items():
+        first = series(run.rows, f"{names.EVALUATION}{name}_avg@{one['samples']}")[1]
+        before = f" (before training {first[0]:.3f})" if len(first) > 1 else ""
+        said.append(
+            f"{name}: avg@{one['samples']} {one['avg_at_k']:.3f}{before}, 95 % interval [{one['low']:.3f}, "
+            f"{one['high']:.3f}] on {one['problems']} problems; pass@{one['samples']} {one['pass_at_k']:.3f}."
+        )
+    return said
+
+
+def _training(run: Run) -> str:
+    accuracy, length = (_ends(series(run.rows, name)[1]) for name in (names.ACCURACY, names.LENGTH))
+    if accuracy is None or length is None:
+        return ""
+    return (
+        f"From the first tenth of the steps to the last, training accuracy went from {accuracy[0]:.3f} to "
+        f"{accuracy[1]:.3f} and responses from {length[0]:,.0f} to {length[1]:,.0f} tokens."
+    )
+
+
+def _critic(run: Run) -> str:
+    critic, other, position, gain = (
+        _ends(series(run.rows, name)[1])
+        for name in (names.EXPLAINED_VARIANCE, names.BASELINE_LOO, names.BASELINE_POSITION, names.CRITIC_GAIN)
+    )
+    if critic is None:
+        return ""
+    said = f"In the last tenth the critic explained {critic[1]:.0%} of the variance of returns"
+    if other is None or position is None:
+        return said + "."
+    said += f"; for free, the mean of the other responses explains {other[1]:.0%}, the position {position[1]:.0%}"
+    return said + (f"; beyond both the critic adds {gain[1]:.0%}." if gain is not None else ".")
+
+
+def _time(run: Run) -> str:
+    longest = phases(run.rows)[:3]
+    if sum(row.share for row in longest) < 0.5:
+        return ""
+    return f"Most of the time went into {', '.join(f'{row.name} ({row.share:.0%})' for row in longest)}."
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float] | None:
+    """The means of the first and of the last tenth."""
+    if not values:
+        return None
+    part = max(1, len(values) // 10)
+    return sum(values[:part]) / part, sum(values[-part:]) / part
+
+
+def duration(seconds: float) -> str:
+    """In the unit that fits."""
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} seconds"
+
+
+def _at_step(point: tuple[int, float]) -> str:
+    return f"{number(point[1])} (step {point[0]})"
+
+
+def number(value: float) -> str:
+    """Four digits, or whole from a thousand on."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

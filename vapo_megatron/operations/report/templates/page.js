@@ -1,0 +1,87 @@
+// The page: from what the runs hold to its sections. On a page that is served it is drawn anew when the runs have changed.
+"use strict";
+
+const REFRESH = 5000;
+
+function table(titles, rows, numbers = []) {
+  const cell = (tag, value, i) => element(tag, numbers.includes(i) ? { class: "number" } : {}, value instanceof Node ? value : String(value));
+  return element("div", { class: "wide" }, element("table", {},
+    element("tr", {}, titles.map((title, i) => cell("th", title, i))),
+    rows.map((row) => element("tr", {}, row.map((value, i) => cell("td", value, i))))));
+}
+
+const share = (value) => (100 * value).toFixed(1) + " %";
+const interval = (value, low, high) => `${value.toFixed(3)} [${low.toFixed(3)}, ${high.toFixed(3)}]`;
+const titled = (id, title, ...parts) => element("section", { id }, element("h2", {}, title), ...parts);
+
+function evaluationSection(runs) {
+  const several = runs.length > 1, found = runs.flatMap((run) => run.sets.map((set) => [run, set]));
+  if (!found.length) return null;
+  const rows = found.map(([run, set]) => [...(several ? [run.name] : []), set.name, set.problems, set.samples,
+    interval(set.avg_at_k, set.low, set.high),
+    set.pass_at_k_interval ? interval(set.pass_at_k, set.pass_at_k_interval.low ?? set.pass_at_k_interval[0], set.pass_at_k_interval.high ?? set.pass_at_k_interval[1]) : set.pass_at_k.toFixed(3),
+    set.maj_at_k.toFixed(3), set.response_length.toFixed(1), share(set.truncated)]);
+  const titles = [...(several ? ["run"] : []), "set", "problems", "k", "avg@k [95 %]", "pass@k [95 %]", "maj@k", "tokens", "truncated"];
+  const problems = runs.flatMap((run) => run.problems.map((one) => [...(several ? [run.name] : []), one.set, one.id,
+    `${one.correct} / ${one.samples}`, one.answer, one.majority ?? "–", one.response_length.toFixed(1), one.truncated]));
+  return titled("evaluation", "Evaluation", table(titles, rows, rows[0].map((_, i) => i).slice(several ? 2 : 1)),
+    problems.length ? element("details", {}, element("summary", {}, `${problems.length} problems`),
+      table([...(several ? ["run"] : []), "set", "problem", "correct", "ground truth", "majority", "tokens", "truncated"], problems)) : null);
+}
+
+function timeSection(runs) {
+  const parts = runs.filter((run) => run.phases.length).map((run) => {
+    const gauges = [...new Set(run.phases.flatMap((phase) => Object.keys(phase.peaks)))];
+    const rows = run.phases.map((phase) => [phase.name, short(phase.seconds), share(phase.share),
+      element("span", { class: "bar", style: `width:${(phase.share * 180).toFixed(0)}px` }),
+      ...gauges.map((gauge) => (phase.peaks[gauge] ? phase.peaks[gauge].toFixed(2) : "–"))]);
+    const titles = ["phase", "seconds", "share", "", ...gauges.map((gauge) => (gauge === "memory" ? "peak, host GiB" : `peak, ${gauge.replaceAll("_", " ")} GiB`))];
+    return [runs.length > 1 ? element("h3", {}, run.name) : null, table(titles, rows, [1, 2, ...gauges.map((_, i) => i + 4)])];
+  });
+  return parts.length ? titled("time", "Time and memory", ...parts.flat()) : null;
+}
+
+function draw(data, live) {
+  const runs = data.runs, several = runs.length > 1, alarms = runs.flatMap((run) => run.alarms.map((row) => [run, row]));
+  const drawn = data.panels
+    .map((panel) => (several && panel.stacked ? { ...panel, title: "Seconds per step", stacked: false, curves: [{ metric: "time/step", label: "step" }] } : panel))
+    .map((panel) => chart(panel, runs)).filter(Boolean);
+  const sections = [
+    alarms.length ? titled("alarms", "Alarms", table([...(several ? ["run"] : []), "alarm", "steps", "meaning", "look at first"],
+      alarms.map(([run, row]) => [...(several ? [run.name] : []), element("b", { class: "wrong" }, row.name), row.steps, row.meaning, row.remedy]))) : null,
+    evaluationSection(runs),
+    drawn.length ? titled("curves", "Curves", element("div", { class: "charts" }, drawn)) : null,
+    timeSection(runs),
+    samplesSection(runs),
+    ...runs.filter((run) => run.table.length).map((run, i) => titled("metrics" + i, several ? `Metrics of ${run.name}` : "Metrics",
+      table(["metric", "first", "best", "last"], run.table.map((row) => [element("code", {}, row.name), row.first, row.best, row.last])))),
+    ...runs.map((run, i) => titled("setup" + i, several ? `Environment and config of ${run.name}` : "Environment and config",
+      element("details", {}, element("summary", {}, "environment"), table(["what", "is"], run.environment)),
+      element("details", {}, element("summary", {}, "config"), element("pre", {}, run.config)))),
+  ].filter(Boolean);
+  const page = document.getElementById("page"), place = window.scrollY;
+  page.replaceChildren(
+    element("h1", {}, runs.map((run) => run.name).join(" · ")),
+    ...runs.map((run) => element("p", { class: "where" }, `${run.steps ? run.steps + " steps · " : ""}${run.directory}${live ? " · follows the run" : ""}`)),
+    element("nav", {}, sections.map((section) => element("a", { href: "#", "data-to": section.id }, section.querySelector("h2").textContent))),
+    ...runs.map((run) => element("div", { class: "summary" }, several ? element("h3", {}, run.name) : null, run.summary.map((line) => element("p", {}, line)))),
+    ...sections);
+  page.querySelectorAll("nav a").forEach((link) => link.addEventListener("click", (event) => {
+    event.preventDefault(); // what stands behind # is what is chosen of the samples
+    document.getElementById(link.dataset.to).scrollIntoView();
+  }));
+  window.scrollTo(0, place);
+}
+
+(function start() {
+  const live = document.body.dataset.live === "1";
+  let text = document.getElementById("data").textContent;
+  draw(JSON.parse(text), live);
+  if (!live) return;
+  setInterval(async () => {
+    try {
+      const found = await (await fetch("/data.json")).text();
+      if (found !== text) { text = found; draw(JSON.parse(text), live); }
+    } catch (error) { console.log("not reachable: " + error); }
+  }, REFRESH);
+})();
