@@ -6,6 +6,8 @@ V_t is the value of the state before response token t. After the last token it i
 given for a response that was cut off.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -98,15 +100,69 @@ def monte_carlo_returns(rewards: Tensor, cu_seqlens: Tensor, gamma: float) -> Te
     return discounts.float()[following] * to_tokens(rewards, cu_seqlens)
 
 
-def bootstrap_of_truncated(values: Tensor, truncated: Tensor, cu_seqlens: Tensor) -> Tensor:
+def bootstrap_of_truncated(values: Tensor, truncated: Tensor, cu_seqlens: Tensor, mask: Tensor | None = None) -> Tensor:
     """The value of the last state of each truncated response, 0 for those that ended: [T], bool [S] -> [S].
 
-    It stands for the value after the last token, which the critic was not asked for.
+    It stands for the value after the last token, which the critic was not asked for. A mask [T] leaves out the tokens
+    where it is 0.
     """
-    responses, last = last_tokens(cu_seqlens)
+    responses, last = last_tokens(cu_seqlens, mask)
     bootstrap = values.new_zeros(truncated.numel())
     bootstrap[responses] = values[last] * truncated[responses]
     return bootstrap
+
+
+class Differences(NamedTuple):
+    """delta_t of the U tokens that a mask keeps, packed.
+
+    Attributes:
+        deltas: [U], float32 or the wider dtype of rewards and values.
+        cu_seqlens: int64 [S + 1], bounds within U.
+        kept: int64 [U], where those tokens stand among all T; None: all of them are kept.
+    """
+
+    deltas: Tensor
+    cu_seqlens: Tensor
+    kept: Tensor | None
+
+    def unpack(self, x: Tensor, tokens: int) -> Tensor:
+        """[U] -> [T], 0 where the mask keeps none."""
+        return x if self.kept is None else x.new_zeros(tokens).index_copy_(0, self.kept, x)
+
+
+def temporal_differences(
+    rewards: Tensor,
+    values: Tensor,
+    cu_seqlens: Tensor,
+    gamma: float,
+    mask: Tensor | None,
+    bootstrap_values: Tensor | None,
+) -> Differences:
+    """delta_t = r_t + gamma V_{t+1} - V_t; arguments and errors as in `segmented_gae`."""
+    if rewards.dim() != 1 or rewards.shape != values.shape:
+        raise ValueError(f"rewards and values must be [T], got {list(rewards.shape)} and {list(values.shape)}")
+    if mask is not None and mask.shape != rewards.shape:
+        raise ValueError(f"mask must be [T] like rewards {list(rewards.shape)}, got {list(mask.shape)}")
+    check_bounds(cu_seqlens, rewards.numel())
+    responses = cu_seqlens.numel() - 1
+    if bootstrap_values is not None and list(bootstrap_values.shape) != [responses]:
+        raise ValueError(f"bootstrap_values must be [S] = [{responses}], got {list(bootstrap_values.shape)}")
+    cu_seqlens = cu_seqlens.to(rewards.device, torch.int64)
+    kept = None if mask is None else mask.nonzero().squeeze(1)
+    if kept is not None:
+        cu_seqlens = torch.searchsorted(kept, cu_seqlens)
+        rewards, values = rewards[kept], values[kept]
+
+    dtype = torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)
+    deltas = torch.sub(rewards.to(dtype), values)
+    ended, last = last_tokens(cu_seqlens)
+    terminal = deltas[last]
+    if bootstrap_values is not None:
+        terminal += gamma * bootstrap_values[ended].to(dtype)
+    deltas[:-1].add_(values[1:], alpha=gamma)
+    # The token after a last token belongs to another response.
+    deltas[last] = terminal
+    return Differences(deltas, cu_seqlens, kept)
 
 
 def _advantages(
@@ -118,44 +174,13 @@ def _advantages(
     mask: Tensor | None,
     bootstrap_values: Tensor | None,
 ) -> list[Tensor]:
-    if rewards.dim() != 1 or rewards.shape != values.shape:
-        raise ValueError(f"rewards and values must be [T], got {list(rewards.shape)} and {list(values.shape)}")
-    if mask is not None and mask.shape != rewards.shape:
-        raise ValueError(f"mask must be [T] like rewards {list(rewards.shape)}, got {list(mask.shape)}")
-    check_bounds(cu_seqlens, rewards.numel())
-    responses = cu_seqlens.numel() - 1
-    if bootstrap_values is not None and list(bootstrap_values.shape) != [responses]:
-        raise ValueError(f"bootstrap_values must be [S] = [{responses}], got {list(bootstrap_values.shape)}")
-    decays = [_decay(lam, gamma, responses, rewards.device) for lam in lambdas]
-    cu_seqlens = cu_seqlens.to(rewards.device, torch.int64)
-
-    kept = None if mask is None else mask.nonzero().squeeze(1)
-    if kept is not None:
-        cu_seqlens = torch.searchsorted(kept, cu_seqlens)
-        rewards, values = rewards[kept], values[kept]
-    deltas = _temporal_differences(rewards, values, cu_seqlens, gamma, bootstrap_values)
-    advantages = suffix_scan_(deltas, cu_seqlens.diff(), decays)
-    if mask is None or kept is None:
-        return advantages
-    return [deltas.new_zeros(mask.shape).index_copy_(0, kept, scanned) for scanned in advantages]
+    found = temporal_differences(rewards, values, cu_seqlens, gamma, mask, bootstrap_values)
+    decays = [decay(lam, gamma, cu_seqlens.numel() - 1, rewards.device) for lam in lambdas]
+    scans = suffix_scan_(found.deltas, found.cu_seqlens.diff(), decays)
+    return [found.unpack(scan, rewards.numel()) for scan in scans]
 
 
-def _temporal_differences(
-    rewards: Tensor, values: Tensor, cu_seqlens: Tensor, gamma: float, bootstrap_values: Tensor | None
-) -> Tensor:
-    dtype = torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)
-    deltas = torch.sub(rewards.to(dtype), values)
-    responses, last = last_tokens(cu_seqlens)
-    terminal = deltas[last]
-    if bootstrap_values is not None:
-        terminal += gamma * bootstrap_values[responses].to(dtype)
-    deltas[:-1].add_(values[1:], alpha=gamma)
-    # The token after a last token belongs to another response.
-    deltas[last] = terminal
-    return deltas
-
-
-def _decay(lam: float | Tensor, gamma: float, responses: int, device: torch.device) -> Tensor:
+def decay(lam: float | Tensor, gamma: float, responses: int, device: torch.device) -> Tensor:
     """gamma * lambda, float64 [S]."""
     if not 0 <= gamma <= 1:
         raise ValueError(f"gamma must be in [0, 1], got {gamma}")

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithms.policy_loss import MAX_LOG_RATIO
+from vapo_megatron.algorithms.policy_loss import bounded_ratio
 from vapo_megatron.algorithms.segments import segment_mean, segment_sum, to_tokens
 
 Level = Literal["token", "sequence", "geometric"]
@@ -36,11 +36,48 @@ def log_ratio_at(
 @torch.no_grad()
 def tis(log_ratio: Tensor, cap: float) -> Tensor:
     """Truncated importance weights min(exp(log_ratio), cap): [T] -> [T]."""
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=cap)
+    return bounded_ratio(log_ratio).clamp(max=cap)
 
 
 @torch.no_grad()
 def mis(log_ratio: Tensor, low: float, high: float) -> Tensor:
-    """Masked importance weights: exp(log_ratio) where it lies in [low, high], else 0: [T] -> [T]."""
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return torch.where((ratio >= low) & (ratio <= high), ratio, 0)
+    """Masked importance weights: exp(log_ratio) where it lies in [low, high], else 0: [T] -> [T].
+
+    At the level of tokens it is IcePop's mask (INTELLECT-3, arXiv 2512.16144, eq. 1).
+    """
+    return torch.where(inside(log_ratio, low, high), bounded_ratio(log_ratio), 0)
+
+
+@torch.no_grad()
+def inside(log_ratio: Tensor, low: float, high: float) -> Tensor:
+    """Whether exp(log_ratio) lies in [low, high]: [T] -> bool [T].
+
+    A log ratio of the response ("sequence", "geometric") accepts or rejects whole responses.
+    """
+    ratio = bounded_ratio(log_ratio)
+    return (ratio >= low) & (ratio <= high)
+
+
+def whole_responses(accepted: Tensor, cu_seqlens: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Tokens of responses all of whose tokens are accepted, those with mask 0 aside: bool [T] -> bool [T].
+
+    One token outside the band rejects its response.
+    """
+    rejected = ~accepted if mask is None else ~accepted & (mask != 0)
+    return to_tokens(segment_sum(rejected.long(), cu_seqlens) == 0, cu_seqlens)
+
+
+def block_bounds(cu_seqlens: Tensor, size: int) -> Tensor:
+    """cu_seqlens of blocks of `size` tokens, the last of a response shorter: int [S + 1] -> int64 [B + 1].
+
+    With them `log_ratio_at("geometric", ...)` gives every token the mean log ratio of its block. Cut at 1, the product
+    of the weights of a block of n tokens is min(1, product of its ratios).
+
+    Raises ValueError for a size below 1.
+    """
+    if size < 1:
+        raise ValueError(f"a block must have at least one token, got size {size}")
+    bounds = cu_seqlens.long()
+    starts = torch.arange(int(bounds[-1]), device=bounds.device)
+    starts = starts[(starts - to_tokens(bounds[:-1], bounds)) % size == 0]
+    return torch.cat([starts, bounds[-1:]])

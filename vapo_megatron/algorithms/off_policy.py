@@ -1,0 +1,102 @@
+"""Advantages and value targets from responses that another policy has drawn, or that are not finished.
+
+rho and c are weights made from pi / mu of each token, pi the policy that is trained and mu the one that drew the token:
+`importance.tis` for V-trace and Retrace, `importance.mis` for bands, either over tokens or over blocks of them.
+"""
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.algorithms.gae import bootstrap_of_truncated, decay, decoupled_gae, temporal_differences
+from vapo_megatron.algorithms.segments import last_tokens, to_tokens
+from vapo_megatron.algorithms.varying_scan import varying_suffix_scan
+
+
+@torch.no_grad()
+def corrected_gae(
+    rewards: Tensor,
+    values: Tensor,
+    cu_seqlens: Tensor,
+    lam_policy: float | Tensor,
+    lam_critic: float | Tensor,
+    rho: Tensor,
+    c: Tensor,
+    gamma: float = 1.0,
+    mask: Tensor | None = None,
+    bootstrap_values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Decoupled GAE under the policy pi, of tokens drawn by mu; linear in tokens.
+
+        D_t = rho_t delta_t + gamma lambda c_t D_{t+1}
+        v_t = V_t + D_t                                  with lam_critic
+        A_t = delta_t + gamma lambda D_{t+1}             with lam_policy
+
+    v is the target of V-trace (IMPALA, arXiv 1802.01561, eq. 1) for rho = min(rho_bar, pi / mu) and
+    c = min(c_bar, pi / mu), lambda as in its remark 2. A is its r + gamma v_{t+1} - V_t (section 4.2) without the
+    weight of the token itself, which belongs to the policy loss. With rho = c = min(1, pi / mu), A is Retrace(lambda)
+    (arXiv 1606.02647, eq. 3 and 4) with V for Q: A_t = delta_t + gamma lambda c_{t+1} A_{t+1}. With rho = c = 1 both
+    are those of `decoupled_gae`. A weight of 0 ends what earlier tokens see of the response: V stands for the rest.
+
+    Args:
+        rho: [T], at least 0 and finite; weight of the token's own temporal difference.
+        c: [T], at least 0 and finite; weight of what follows the token.
+        The others as in `segmented_gae`; tokens with mask 0 have no part, whatever their weights are.
+
+    Returns:
+        Advantages and value targets, two [T], float32 or the wider dtype of rewards and values; 0 on masked tokens.
+
+    Raises:
+        ValueError: as in `segmented_gae`, and for weights that are not [T].
+    """
+    if rho.shape != rewards.shape or c.shape != rewards.shape:
+        raise ValueError(f"rho and c must be [T] = {list(rewards.shape)}, got {list(rho.shape)} and {list(c.shape)}")
+    found = temporal_differences(rewards, values, cu_seqlens, gamma, mask, bootstrap_values)
+    deltas, bounds, kept = found
+    if kept is not None:
+        values, rho, c = values[kept], rho[kept], c[kept]
+    ends = last_tokens(bounds)[1]
+    weighted = deltas * rho
+
+    def corrections(lam: float | Tensor) -> tuple[Tensor, Tensor]:
+        """gamma * lambda of each token, 0 on the last of its response; D."""
+        discounts = to_tokens(decay(lam, gamma, bounds.numel() - 1, deltas.device).to(deltas.dtype), bounds)
+        discounts[ends] = 0
+        return discounts, varying_suffix_scan(weighted, discounts * c.to(deltas.dtype))
+
+    targets = corrections(lam_critic)[1] + values
+    discounts, following = corrections(lam_policy)
+    advantages = deltas.addcmul(discounts, following.roll(-1))
+    return found.unpack(advantages, rewards.numel()), found.unpack(targets, rewards.numel())
+
+
+@torch.no_grad()
+def truncated_window_gae(
+    rewards: Tensor,
+    values: Tensor,
+    truncated: Tensor,
+    cu_seqlens: Tensor,
+    lam_policy: float | Tensor,
+    gamma: float = 1.0,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Extended GAE of T-PPO (arXiv 2506.15050): unfinished responses teach the policy, finished ones the critic too.
+
+    An unfinished response has an advantage with V(s_l) = V(s_{l-1}) after its last token; it has no return yet.
+
+    Args:
+        truncated: bool [S], responses that are not finished; what `rewards` says of their end must be 0.
+        The others as in `segmented_gae`.
+
+    Returns:
+        Advantages [T], Monte-Carlo value targets [T], and bool [T]: the tokens whose targets the critic learns from.
+        Targets of the others are 0.
+
+    Raises:
+        ValueError: as in `segmented_gae`.
+    """
+    bootstrap = bootstrap_of_truncated(values, truncated, cu_seqlens, mask)
+    advantages, targets = decoupled_gae(rewards, values, cu_seqlens, lam_policy, 1.0, gamma, mask, bootstrap)
+    learnt = to_tokens(~truncated, cu_seqlens)
+    if mask is not None:
+        learnt &= mask != 0
+    return advantages, targets.masked_fill(~learnt, 0), learnt
