@@ -46,6 +46,8 @@ class TokenMdp:
         moves = torch.rand(STATES, WORDS, generator=self.random) < 0.35
         elsewhere = torch.randint(STATES, (STATES, WORDS), generator=self.random)
         self.following = torch.where(moves, elsewhere, torch.arange(STATES)[:, None])
+        # A ring through all states: none of them keeps a response for good.
+        self.following[:, 0] = torch.arange(1, STATES + 1) % STATES
         self.reward = torch.where(torch.randperm(STATES, generator=self.random) < STATES // 2, 1.0, -1.0).double()
 
     def first_policy(self) -> Tensor:

@@ -102,6 +102,7 @@ def test_every_choice_has_its_function() -> None:
         ({"kl": {"placement": "loss", "coef": 0.1}}, "placement=loss with estimator=k1"),
         ({"kl": {"placement": "reward", "coef": 0.1, "estimator": "k3"}}, "placement=reward with estimator=k3"),
         ({"importance_sampling": {"low": 1.5}}, "does not hold 1"),
+        ({"importance_sampling": {"kind": "mis", "reject": "sequence"}}, "reject=sequence with kind=mis"),
         ({"shaping": {"soft_overlong": {"max_length": 10, "cache_length": 20}}}, "cache_length=20"),
         ({"shaping": {"truncated": "bootstrap"}, "advantage": {"estimator": "grpo"}}, "needs a critic"),
         ({"policy_loss": {"self_imitation_coef": 0.1}, "advantage": {"estimator": "rloo"}}, "needs a critic"),

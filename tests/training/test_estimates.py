@@ -5,14 +5,15 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms import policy_loss, value_loss
-from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig, ValueLossConfig
+from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig, ImportanceSamplingConfig, ValueLossConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.batch import ExperienceBatch, from_samples
 from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import baselines_of, gae, returns_known, token_rewards, whiten
 from vapo_megatron.training.losses import values_of
 from vapo_megatron.training.metrics import importance_metrics, value_metrics
-from vapo_megatron.training.updates import check_targets
+from vapo_megatron.training.updates import check_targets, correct_for_rollout
 from vapo_megatron.training.updates import policy_loss as loss_of
 
 
@@ -89,6 +90,28 @@ def test_rejected_tokens_are_kept_in_the_denominator_or_dropped(rejected: str, t
     loss = loss_of(batch, config)
     assert loss.weights.tolist() == pytest.approx([1 / tokens] * 5)
     assert loss.mean_weights.tolist() == pytest.approx([1 / 5] * 5)
+
+
+@pytest.mark.parametrize(
+    ("reject", "expected"),
+    [
+        ("none", [1.1, 1.5, 0.4, 0.9, 0.9]),
+        ("token", [1.1, 0.0, 0.0, 0.9, 0.9]),
+        ("any_token", [0.0, 0.0, 0.0, 0.9, 0.9]),
+        # The product of the first two is 2.75, that of the others 0.32; their means 1.66 and 0.69.
+        ("sequence", [0.0] * 5),
+        ("geometric", [1.1, 1.5, 0.4, 0.9, 0.9]),
+    ],
+)
+def test_truncated_weights_may_reject_tokens_or_responses(reject: str, expected: list[float]) -> None:
+    batch = batch_of([2, 3], [False, False], [1.0, -1.0])
+    batch.old_logprobs, batch.rollout_logprobs = torch.tensor([1.1, 2.5, 0.4, 0.9, 0.9]).log(), torch.zeros(5)
+    config = ImportanceSamplingConfig.model_validate({"kind": "tis", "cap": 1.5, "reject": reject})
+    recorder = Recorder()
+    correct_for_rollout(batch, config, recorder)
+    assert batch.importance_weights is not None
+    assert batch.importance_weights.tolist() == pytest.approx(expected)
+    assert config.rejects == (reject != "none")
 
 
 def test_targets_at_the_edge_are_learnt_as_they_are() -> None:

@@ -98,7 +98,7 @@ def policy_loss(batch: ExperienceBatch, config: AlgorithmConfig) -> PolicyLoss:
     assert chosen is not None and found is not None, "no advantages: estimate_advantages comes first"
     assert batch.importance_weights is not None, "no importance weights: correct_for_rollout comes first"
     counted = lengths
-    if config.importance_sampling.kind == "mis" and config.importance_sampling.rejected == "dropped":
+    if config.importance_sampling.rejects and config.importance_sampling.rejected == "dropped":
         counted = response_lengths(bounds, batch.importance_weights)
     weights = to_tokens(token_weights(counted, settings.aggregation, settings.constant, chosen), bounds)
     positive_advantages = torch.zeros_like(found)
@@ -126,13 +126,16 @@ def correct_for_rollout(batch: ExperienceBatch, config: ImportanceSamplingConfig
         batch.importance_weights = torch.ones(batch.response_tokens)
         return
     assert batch.old_logprobs is not None, "no log-probs: the batch is not scored"
-    log_ratio = importance.log_ratio_at(
-        config.level, batch.old_logprobs, batch.rollout_logprobs, batch.response_cu_seqlens
-    )
+    both, bounds = (batch.old_logprobs, batch.rollout_logprobs), batch.response_cu_seqlens
+    log_ratio = importance.log_ratio_at(config.level, *both, bounds)
     if config.kind == "tis":
         found = importance.tis(log_ratio, config.cap)
     else:
         found = importance.mis(log_ratio, config.low, config.high)
+    if config.reject != "none":
+        level = "token" if config.reject == "any_token" else config.reject
+        accepted = importance.inside(importance.log_ratio_at(level, *both, bounds), config.low, config.high)
+        found = found * (importance.whole_responses(accepted, bounds) if config.reject == "any_token" else accepted)
     batch.importance_weights = found
     recorder.add(importance_metrics(found, log_ratio))
 
