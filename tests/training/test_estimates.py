@@ -1,11 +1,14 @@
 """Value targets, whitening and baselines of a batch, as a step makes them."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms import policy_loss, value_loss
 from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig, ImportanceSamplingConfig, ValueLossConfig
+from vapo_megatron.config.monitoring import MonitoringConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.batch import ExperienceBatch, from_samples
 from vapo_megatron.experience.sample import Prompt, Sample
@@ -107,8 +110,8 @@ def test_truncated_weights_may_reject_tokens_or_responses(reject: str, expected:
     batch = batch_of([2, 3], [False, False], [1.0, -1.0])
     batch.old_logprobs, batch.rollout_logprobs = torch.tensor([1.1, 2.5, 0.4, 0.9, 0.9]).log(), torch.zeros(5)
     config = ImportanceSamplingConfig.model_validate({"kind": "tis", "cap": 1.5, "reject": reject})
-    recorder = Recorder()
-    correct_for_rollout(batch, config, recorder)
+    with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
+        correct_for_rollout(batch, config, recorder)
     assert batch.importance_weights is not None
     assert batch.importance_weights.tolist() == pytest.approx(expected)
     assert config.rejects == (reject != "none")
