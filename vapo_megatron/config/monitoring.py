@@ -23,6 +23,7 @@ class AlarmActions(Section):
     train_infer_gap: Action = Field("warn", description="engine and trainer differ")
     clipped_share: Action = Field("warn", description="updates go too far")
     gradient_spike: Action = Field("warn", description="a gradient far above what is usual")
+    skipped_updates: Action = Field("warn", description="updates would have harmed a model")
     truncated_text: Action = Field("warn", description="responses hit the token limit")
     repeated_text: Action = Field("warn", description="responses run in circles")
     groups_without_signal: Action = Field("warn", description="one reward for whole groups")

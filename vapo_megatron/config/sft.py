@@ -6,6 +6,7 @@ from vapo_megatron.config.base import Section
 from vapo_megatron.config.checkpoint import CheckpointConfig
 from vapo_megatron.config.model import ActorConfig, ModelConfig
 from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.config.robustness import RobustnessConfig
 from vapo_megatron.config.run import ClusterConfig, ResumableRun, SftDataConfig
 
 
@@ -19,6 +20,7 @@ class SftConfig(Section):
     data: SftDataConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitoring: MonitoringConfig = MonitoringConfig()
+    robustness: RobustnessConfig = RobustnessConfig()
 
     @model_validator(mode="after")
     def _warmup_is_in_updates(self) -> "SftConfig":

@@ -12,6 +12,7 @@ from vapo_megatron.config.model import ActorConfig, CriticConfig, ModelConfig
 from vapo_megatron.config.monitoring import MonitoringConfig
 from vapo_megatron.config.preset_checks import check_preset
 from vapo_megatron.config.reward import RewardConfig
+from vapo_megatron.config.robustness import RobustnessConfig
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.config.run import BatchConfig, ClusterConfig, EvaluationConfig, ExportConfig, RunConfig, RunPlace
 from vapo_megatron.config.server import ServerConfig
@@ -41,6 +42,7 @@ class TrainConfig(Section):
     export: ExportConfig = ExportConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitoring: MonitoringConfig = MonitoringConfig()
+    robustness: RobustnessConfig = RobustnessConfig()
 
     @model_validator(mode="before")
     @classmethod

@@ -13,12 +13,13 @@ from vapo_megatron.mcore.token_loss import TokenLoss
 
 @dataclass
 class StepResult:
-    """What one optimizer step reports, the same on every rank."""
+    """What one optimizer step reports, the same on every rank. updated: it was made, and not refused."""
 
     grad_norm: float
     lr: float
     metrics: dict[str, float] = field(default_factory=dict)
     outputs: Tensor | None = None
+    updated: bool = True
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from vapo_megatron.experience.balance import Cost, plan_microbatches
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.experience.microbatch import MicroBatch, pack
 from vapo_megatron.mcore.data_parallel import sum_model_grads, wrap
+from vapo_megatron.mcore.guarded_step import GuardedStep
 from vapo_megatron.mcore.layer_spec import parameters_of
 from vapo_megatron.mcore.mesh import Mesh, check_model_layout
 from vapo_megatron.mcore.metrics import MetricTotals, StepResult, sum_over_ranks
@@ -85,6 +86,7 @@ class Trainable:
         )
         self.wrapped: list[Any] = []
         self._optimizer: Any = None
+        self.accepts: Callable[[str, float, dict[str, float]], bool] = lambda name, grad_norm, metrics: True
         self.scheduler: Any = None
         self._gathering = False
         platform = current_platform()
@@ -103,6 +105,7 @@ class Trainable:
                 parameter.requires_grad_(False)
         self.wrapped = wrap(self._chunks, self.config, self.transformer, self.mesh)
         self._optimizer, self.scheduler = make_optimizer(self.config, self.wrapped, self.mesh, self.dtype)
+        self._step = GuardedStep(self._optimizer)
         self.scheduler.step(0)
         self.transformer.grad_scale_func = self._optimizer.scale_loss
         self.transformer.finalize_model_grads_func = sum_model_grads
@@ -256,25 +259,31 @@ class Trainable:
     def train_step(
         self, batch: ExperienceBatch, samples: Sequence[int], loss: TokenLoss, keep_outputs: bool = False
     ) -> StepResult:
-        """Collective: one optimizer step on some samples of a batch.
+        """Collective: one optimizer step on some samples of a batch; none where `accepts` refuses it, by the model's
+        name, gradient norm and the loss's metrics: weights, optimizer and schedule then stay as they are.
 
         keep_outputs: also return what score() would have returned before the step, for these samples; 0 elsewhere.
         """
         kept: list[tuple[MicroBatch, Tensor]] | None = [] if keep_outputs else None
         totals = self._backward(batch, samples, loss, kept)
-        # Before the update, so that the first of n warm-up steps is made with lr / n and not with 0.
-        self.scheduler.step(1)
         self._offloader.require("optimizer")
-        _, grad_norm, _ = self._optimizer.step()
-        self._gathering = self.wrapped[0].ddp_config.overlap_param_gather
         metrics = totals.over_ranks()
+        grad_norm, updated = self._step(partial(self._accepts_update, metrics))
+        self._gathering = self.wrapped[0].ddp_config.overlap_param_gather
         outputs = None
         if kept is not None:
             outputs = torch.zeros(batch.response_tokens, 2 if self.head == "lm" else self.spec.value_outputs)
             for microbatch, found in kept:
                 microbatch.scatter(outputs, found.cpu())
             outputs = sum_over_ranks(outputs)
-        return StepResult(float(grad_norm), float(self._optimizer.param_groups[0]["lr"]), metrics, outputs)
+        return StepResult(grad_norm, float(self._optimizer.param_groups[0]["lr"]), metrics, outputs, updated)
+
+    def _accepts_update(self, metrics: dict[str, float], grad_norm: float) -> bool:
+        if not self.accepts(self.name, grad_norm, metrics):
+            return False
+        # Before the update, so that the first of n warm-up steps is made with lr / n and not with 0.
+        self.scheduler.step(1)
+        return True
 
     def gradients(self, batch: ExperienceBatch, samples: Sequence[int], loss: TokenLoss) -> dict[str, float]:
         """Collective: train_step() without the update; returns the loss's metrics. Gradients are left in main_grad of

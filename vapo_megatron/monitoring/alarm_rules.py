@@ -143,6 +143,16 @@ def gradient_spike(history: History, config: AlarmsConfig) -> str | None:
     return None
 
 
+def skipped_updates(history: History, config: AlarmsConfig) -> str | None:
+    """Updates were skipped because they would have harmed a model."""
+    skipped = history.newest.get(names.SKIPPED_UPDATES)
+    if not skipped:
+        return None
+    named = (name for name, value in history.newest.items() if name.startswith(names.SICK) and value)
+    causes = (name.removeprefix(names.SICK) for name in named if name != names.SKIPPED_UPDATES)
+    return f"{skipped:.0f} skipped: {', '.join(sorted(causes))}"
+
+
 def truncated_text(history: History, config: AlarmsConfig) -> str | None:
     """Responses hit the token limit."""
     return _above(history, names.TRUNCATED, config.truncated_share, config.recent_steps, "of responses are truncated")

@@ -103,6 +103,12 @@ ALARMS: tuple[Alarm, ...] = (
         "once: nothing. Again and again: a lower learning rate; read the step's `samples/`",
     ),
     Alarm(
+        rules.skipped_updates,
+        "`sick/skipped_updates` above 0",
+        "updates would have harmed a model, and were not made (robustness.md)",
+        "`sick/<cause>` in the row says why; robustness.md says what to look at",
+    ),
+    Alarm(
         rules.truncated_text,
         "`response_length/truncated` above {truncated_share} (median of {recent_steps} steps)",
         "responses end for want of room, and count as wrong",

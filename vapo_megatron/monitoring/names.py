@@ -50,6 +50,8 @@ PROCESS_MEMORY = "memory/process_gib"  # resident memory of rank 0
 HOST_MEMORY_USED = "memory/host_used"  # share of the memory of its host
 
 ALARM = "alarm/"  # and the alarm's name: 1 in the steps that it holds in
+SICK = "sick/"  # and the cause: updates that were skipped for it
+SKIPPED_UPDATES = "sick/skipped_updates"
 EVALUATION = "evaluation/"  # evaluation/accuracy, evaluation/aime24_avg@32, ...
 PRETRAINING = "value_pretraining/"  # value_pretraining/value_loss, .../explained_variance, .../value_bias_25
 

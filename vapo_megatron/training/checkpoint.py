@@ -160,6 +160,10 @@ class Checkpointer:
             )
         self._limit.left_point()
 
+    def wait(self) -> None:
+        """Collective: end the save that is under way, if there is one."""
+        self._finish()
+
     def _agree(self, snapshot: Snapshot, due: bool) -> _Decision:
         """Collective: what any rank was told, and what rank 0's clock and metrics say."""
         short = by_time = better = False

@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vapo_megatron.config.robustness import SickUpdatesConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.mcore.memory_plan import MemoryPlan
 from vapo_megatron.mcore.mesh import Mesh, make_mesh
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.training.resume import Resumed, SavedModel
+from vapo_megatron.training.sick_updates import SickUpdates
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.spec import Head, read_spec
 
@@ -24,6 +26,7 @@ class Models:
         sources: the Hugging Face directory that each model started from, by name.
         saves_reference: whether the reference is not what the run started from, and so belongs into checkpoints.
         shares_device: with engines, for which models leave the device while responses are written.
+        updates: judges their optimizer updates.
         memory: which parts of them are on the device in each phase.
     """
 
@@ -34,6 +37,7 @@ class Models:
     saves_reference: bool = False
     shares_device: bool = True
     memory: MemoryPlan = field(init=False)
+    updates: SickUpdates = field(init=False, default_factory=lambda: SickUpdates(SickUpdatesConfig()))
 
     def __post_init__(self) -> None:
         every = {model.name: model for model in (self.actor, self.critic, self.reference) if model is not None}
@@ -43,6 +47,12 @@ class Models:
     def trained(self) -> list[Trainable]:
         """Actor, and critic where there is one."""
         return [self.actor] if self.critic is None else [self.actor, self.critic]
+
+    def judge_updates(self, updates: SickUpdates) -> None:
+        """Have all updates of the models judged before they are made."""
+        self.updates = updates
+        for model in self.trained:
+            model.accepts = updates.accepts
 
     def saved(self) -> dict[str, SavedModel]:
         """What a checkpoint holds, by the name of its folder."""

@@ -17,6 +17,7 @@ from vapo_megatron.training.loop import train
 from vapo_megatron.training.models import Models, load_models
 from vapo_megatron.training.resume import Resumed, open_resumed, restore_run_files
 from vapo_megatron.training.rollouts import Rollouts, make_rollouts
+from vapo_megatron.training.sick_updates import SickUpdates
 from vapo_megatron.training.state import RunState
 from vapo_megatron.training.summary import show_header
 from vapo_megatron.training.sync import check_engines, sync_weights
@@ -61,12 +62,14 @@ def train_rank(config: TrainConfig, run_dir: Path, checkpoint: Path | None = Non
             engines.start()  # while the models load
         with recorder.phase("load_models"):
             models = load_models(config, resumed)
+        updates = SickUpdates(config.robustness.updates, resumed.progress.updates if resumed is not None else None)
+        models.judge_updates(updates)
         rollouts = make_rollouts(config, spec, engines, tokenizer, verifier, resumed)
         start_engines(engines, recorder)
         show_header(config, models, engines.count, recorder)
         agree(config, models, rollouts, recorder, resumed)
         checkpointer = Checkpointer(config.checkpoint, config, "train", run_dir, models.saved(), recorder, resumed)
-        state = RunState(config.run, config.checkpoint, run_dir, checkpointer, resumed)
+        state = RunState(config.run, config.checkpoint, run_dir, checkpointer, updates, resumed)
         train(config, models, rollouts, state, recorder)
 
 

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -23,6 +25,7 @@ from vapo_megatron.rollout.routed_experts import ExpertChoices
 from vapo_megatron.training.broadcast import on_rank_zero
 from vapo_megatron.training.engines import Engines
 from vapo_megatron.training.resume import Resumed
+from vapo_megatron.training.sick_updates import first_prompt
 from vapo_megatron.weight_sync.probe import random_sequences, sequences_of
 from vapo_megatron.weights.spec import ModelSpec
 
@@ -120,7 +123,7 @@ def make_rollouts(
         probe = random_sequences(sync.probe_sequences, sync.probe_length, spec.vocab_size, seed)
     else:
         probe = [list(ids) for ids in resumed.progress.probe]
-        on_rank_zero(lambda: prompts.restore(resumed.progress.prompts) if prompts else None)
+        on_rank_zero(partial(_go_on, prompts, resumed, Path(config.run.directory)))
     return Rollouts(
         engines,
         tokenizer,
@@ -134,3 +137,9 @@ def make_rollouts(
         evaluation,
         probe,
     )
+
+
+def _go_on(prompts: PromptSource | None, resumed: Resumed, run_dir: Path) -> None:
+    if prompts is not None:
+        prompts.restore(resumed.progress.prompts)
+        prompts.cursor = first_prompt(run_dir, resumed.name, prompts.cursor)

@@ -23,6 +23,7 @@ from vapo_megatron.training.checkpoint import Checkpointer, Snapshot
 from vapo_megatron.training.final_model import begin_final, end_final, final_dir
 from vapo_megatron.training.losses import NegativeLogLikelihood
 from vapo_megatron.training.resume import SavedModel, open_resumed, restore_run_files
+from vapo_megatron.training.sick_updates import SickUpdates
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.save import save_hf
 from vapo_megatron.weights.spec import read_spec
@@ -97,6 +98,8 @@ def sft_rank(config: SftConfig, run_dir: Path, checkpoint: Path | None = None) -
     if resumed is None:
         load_hf(actor.chunks, spec, Path(config.model.path), mesh, "lm")
     actor.prepare()
+    updates = SickUpdates(config.robustness.updates, resumed.progress.updates if resumed is not None else None)
+    actor.accepts = updates.accepts
     saved = {"actor": SavedModel(actor, Path(config.model.path))}
     first = 1
     if resumed is not None:
@@ -128,22 +131,20 @@ def sft_rank(config: SftConfig, run_dir: Path, checkpoint: Path | None = None) -
                     part = batch.select(samples)
                     weights = torch.full((part.response_tokens,), 1 / part.response_tokens)
                     result = actor.train_step(part, range(part.samples), NegativeLogLikelihood(weights))
-                losses.append(result.metrics["nll_loss"])
-                recorder.add(
-                    {
-                        "sft/nll_loss": losses[-1],
-                        "sft/entropy": result.metrics["entropy"],
-                        "sft/tokens": float(part.lengths.sum()),
-                        "actor/grad_norm": result.grad_norm,
-                        "actor/lr": result.lr,
-                    }
-                )
+                recorder.add({"sft/tokens": float(part.lengths.sum()), "actor/lr": result.lr} | updates.metrics())
+                if result.updated:
+                    losses.append(result.metrics["nll_loss"])
+                    entropy, norm = result.metrics["entropy"], result.grad_norm
+                    recorder.add({"sft/nll_loss": losses[-1], "sft/entropy": entropy, "actor/grad_norm": norm})
                 recorder.write(step)
+                if updates.exhausted:
+                    checkpointer.wait()
+                    on_rank_zero(partial(updates.go_back, run_dir, step, 0))
                 advance(1)
                 last = step == steps
                 every = config.checkpoint.every is not None and step % config.checkpoint.every == 0
                 checkpointer.safe_point(
-                    Snapshot(Progress(step=step, demonstrations=data), {}),
+                    Snapshot(Progress(step=step, demonstrations=data, updates=updates.state()), {}),
                     due=every or (last and config.checkpoint.at_end),
                     last=last,
                 )

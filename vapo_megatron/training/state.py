@@ -2,15 +2,18 @@
 
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from vapo_megatron.checkpoint.progress import PretrainingProgress, Progress
 from vapo_megatron.config.checkpoint import CheckpointConfig
 from vapo_megatron.config.run import RunConfig
+from vapo_megatron.training.broadcast import on_rank_zero
 from vapo_megatron.training.checkpoint import Checkpointer, Snapshot
 from vapo_megatron.training.recorded_rollouts import RecordedRollouts
 from vapo_megatron.training.resume import Resumed
 from vapo_megatron.training.rollouts import Rollouts
+from vapo_megatron.training.sick_updates import SickUpdates
 
 
 class RunState:
@@ -22,6 +25,7 @@ class RunState:
         pretraining: how far value pretraining is.
         recorded: what value pretraining has recorded so far, empty once it is over.
         metrics: of the step that was done last, by name; rank 0's count.
+        updates: judges those of the models.
     """
 
     def __init__(
@@ -30,9 +34,11 @@ class RunState:
         checkpoint: CheckpointConfig,
         run_dir: Path,
         checkpointer: Checkpointer,
+        updates: SickUpdates,
         resumed: Resumed | None = None,
     ) -> None:
         """resumed: the checkpoint that the run goes on from."""
+        self.updates = updates
         self._run, self._config, self._checkpointer = run, checkpoint, checkpointer
         self.run_dir, self.is_new = run_dir, resumed is None
         self.step = resumed.progress.step if resumed is not None else 0
@@ -78,15 +84,22 @@ class RunState:
         milestone: work that is dear was just done.
 
         Raises:
-            TryAgain: the run is saved and was asked to stop, or its time is short.
+            TryAgain: the run is saved and was asked to stop, or its time is short; or it has to go back to its last
+                checkpoint, for too many sick updates.
+            RunFailed: an alarm stops the run, or it has gone back often enough.
             BadInput: a save failed.
         """
+        if self.updates.exhausted:
+            self._checkpointer.wait()
+            cursor = rollouts.prompts.cursor if rollouts.prompts is not None else 0
+            on_rank_zero(partial(self.updates.go_back, self.run_dir, self.step, cursor))
         last, every = self.step == self.last_step, self._config.every
         periodic = every is not None and (milestone or (self.step > 0 and self._is_multiple_of(every)))
         progress = Progress(
             step=self.step,
             pretraining=self.pretraining,
             prompts=rollouts.prompts.state() if rollouts.prompts is not None else {},
+            updates=self.updates.state(),
             weight_version=rollouts.engines.version,
             probe=rollouts.probe,
         )

@@ -53,6 +53,7 @@ def record_step(batch: ExperienceBatch, memory: MemoryPlan, state: RunState, rec
             names.HOST_MEMORY_USED: psutil.virtual_memory().percent / 100,
         }
         | memory.metrics()
+        | state.updates.metrics()
     )
     recorder.estimates(state.step, batch.values, batch.advantages, batch.response_cu_seqlens)
     if state.step == 1:

@@ -31,8 +31,8 @@ from vapo_megatron.training.score import record_policy, update_gives_logprobs
 def update_critic(
     models: Models, batch: ExperienceBatch, config: AlgorithmConfig, step_seed: str, recorder: Recorder
 ) -> None:
-    """Collective: the critic's optimizer steps on a batch; nothing without a critic."""
-    if models.critic is None:
+    """Collective: the critic's optimizer steps on a batch; nothing without a critic, or where nothing carries loss."""
+    if models.critic is None or not models.updates.has_signal(batch, other_terms=True):
         return
     rounds = config.update.epochs * config.update.critic_updates_per_policy_update
     results = []
@@ -73,7 +73,9 @@ def check_targets(targets: Tensor, config: ValueLossConfig) -> None:
 def update_policy(
     models: Models, batch: ExperienceBatch, config: AlgorithmConfig, step_seed: str, recorder: Recorder
 ) -> None:
-    """Collective: the policy's optimizer steps on a batch."""
+    """Collective: the policy's optimizer steps on a batch; nothing where that teaches it nothing."""
+    if not models.updates.has_signal(batch, has_other_terms(config)):
+        return
     results = []
     rounds = config.update.epochs
     correct_for_rollout(batch, config.importance_sampling, recorder)
@@ -89,6 +91,13 @@ def update_policy(
             results.append(result)
             advance(minibatch.samples)
     recorder.add(update_metrics("actor", results, PolicyLoss.maxima))
+
+
+def has_other_terms(config: AlgorithmConfig) -> bool:
+    """Whether the policy's loss has parts that need no advantage."""
+    loss = config.policy_loss
+    others = loss.positive_nll.coef, loss.entropy_coef, loss.self_imitation_coef
+    return any(others) or config.kl.placement == "loss"
 
 
 def policy_loss(batch: ExperienceBatch, config: AlgorithmConfig) -> PolicyLoss:
@@ -160,7 +169,10 @@ def minibatches(
 
 
 def update_metrics(name: str, results: list[StepResult], maxima: Sequence[str]) -> dict[str, float]:
-    """The row of several optimizer steps of one model."""
+    """The row of several optimizer steps of one model; of those that were made."""
+    results = [result for result in results if result.updated]
+    if not results:
+        return {f"{name}/updates": 0.0}
     metrics = {f"{name}/{key}": value for key, value in mean_of([r.metrics for r in results], maxima).items()}
     metrics[f"{name}/grad_norm"] = sum(r.grad_norm for r in results) / len(results)
     metrics[f"{name}/grad_norm_max"] = max(r.grad_norm for r in results)

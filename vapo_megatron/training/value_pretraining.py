@@ -70,7 +70,9 @@ def pretrain_value(
         advance(done)
         for number, samples in enumerate(updates[done:], done + 1):
             result = critic_step(critic, targets.select(samples), value_loss)
-            results.append({"value_loss": result.metrics["value_loss"], "grad_norm": result.grad_norm, "lr": result.lr})
+            if result.updated:
+                loss = result.metrics["value_loss"]
+                results.append({"value_loss": loss, "grad_norm": result.grad_norm, "lr": result.lr})
             advance(1)
             if number % check_every and number < len(updates):
                 continue

@@ -1,0 +1,36 @@
+"""What a run does about updates that would harm it."""
+
+from pydantic import Field
+
+from vapo_megatron.config.base import Section
+
+
+class SickUpdatesConfig(Section):
+    """Which optimizer updates are skipped, and when the run goes back. NaN and infinity always are."""
+
+    grad_norm_spike: float | None = Field(
+        None, gt=1, description="skip where the gradient norm is above so many times its median; null: never"
+    )
+    loss_spike: float | None = Field(
+        None, gt=1, description="skip where a part of the loss is above so many times its median size; null: never"
+    )
+    window: int = Field(50, ge=2, description="updates that the medians are of")
+    fewest: int = Field(20, ge=2, description="updates before anything is called a spike")
+    without_signal: bool = Field(
+        True,
+        description="skip the policy's updates on a rollout whose advantages are all 0, where no other part of the "
+        "loss is on; false: momentum and weight decay move it",
+    )
+    most_in_a_row: int | None = Field(
+        10,
+        ge=1,
+        description="so many sick updates of a model in a row: back to the last checkpoint, with other prompts (exit "
+        "75); null: never",
+    )
+    restarts: int = Field(2, ge=0, description="how often to go back to one checkpoint; after that the run fails")
+
+
+class RobustnessConfig(Section):
+    """What keeps a run from harm, and from standing still."""
+
+    updates: SickUpdatesConfig = SickUpdatesConfig()

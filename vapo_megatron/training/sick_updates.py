@@ -1,0 +1,169 @@
+"""Optimizer updates that would harm a model: told by their numbers, skipped and counted; many in a row end the run."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vapo_megatron.checkpoint.checkpoints import CheckpointName, latest_checkpoint
+from vapo_megatron.checkpoint.manifest import write_json
+from vapo_megatron.config.robustness import SickUpdatesConfig
+from vapo_megatron.errors import RunFailed, TryAgain
+from vapo_megatron.experience.batch import ExperienceBatch
+from vapo_megatron.monitoring import names
+
+# Why an update is skipped. The first that holds counts.
+CAUSES = (
+    "nonfinite_loss",
+    "nonfinite_grad_norm",
+    "loss_spike",
+    "grad_norm_spike",
+    "nonfinite_reward",
+    "nonfinite_logprobs",
+    "nonfinite_values",
+    "empty",
+    "no_signal",
+)
+RECORD_FILE = "sick_updates.json"
+
+
+class SickUpdates:
+    """Judges every optimizer update of a run before it is made. The same on every rank."""
+
+    def __init__(self, config: SickUpdatesConfig, state: Mapping[str, Any] | None = None) -> None:
+        """state: what state() gave when the checkpoint was saved that the run goes on from."""
+        self._config = config
+        state = state or {}
+        self._sizes: dict[str, list[float]] = {name: list(sizes) for name, sizes in state.get("sizes", {}).items()}
+        self._in_row: Counter[str] = Counter(state.get("in_row", {}))
+        self._skipped: Counter[str] = Counter()
+        self._last_cause = ""
+
+    def accepts(self, model: str, grad_norm: float, metrics: Mapping[str, float]) -> bool:
+        """Collective: whether to make an update of a model with this gradient norm and these parts of its loss."""
+        losses = {name: abs(value) for name, value in metrics.items() if name.endswith("_loss")}
+        sizes = {f"{model}/grad_norm": grad_norm} | {f"{model}/{name}": size for name, size in losses.items()}
+        found = torch.tensor([CAUSES.index(cause) if (cause := self._cause(sizes)) else -1])
+        # Norms of ranks that hold other shards may differ in the last bit.
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        if found.item() >= 0:
+            self._skip(model, CAUSES[int(found.item())])
+            return False
+        self._in_row[model] = 0
+        for name, size in sizes.items():
+            self._sizes[name] = [*self._sizes.get(name, []), size][-self._config.window :]
+        return True
+
+    def is_sound(self, batch: ExperienceBatch) -> bool:
+        """Whether models may be trained on a scored batch: its numbers are finite, and there are any."""
+        sound = {
+            "empty": batch.response_tokens > 0,
+            "nonfinite_reward": _are_finite(batch.rewards, batch.greedy_rewards),
+            "nonfinite_logprobs": _are_finite(batch.rollout_logprobs, batch.old_logprobs, batch.ref_logprobs),
+            "nonfinite_values": _are_finite(batch.values),
+        }
+        cause = next((name for name, holds in sound.items() if not holds), None)
+        if cause is not None:
+            self._skip("rollout", cause)
+            return False
+        self._in_row["rollout"] = 0
+        return True
+
+    def has_signal(self, batch: ExperienceBatch, other_terms: bool) -> bool:
+        """Whether a model can learn from a batch with advantages.
+
+        other_terms: its loss has parts that need no advantage.
+        """
+        assert batch.advantages is not None and batch.selected is not None, "no advantages: estimate them first"
+        if not batch.selected.any():
+            cause = "empty"
+        elif self._config.without_signal and not other_terms and not batch.advantages.any():
+            cause = "no_signal"
+        else:
+            return True
+        self._skipped[cause] += 1
+        return False
+
+    def metrics(self) -> dict[str, float]:
+        """What was skipped since the last call, in all and by cause. A batch counts as one."""
+        taken, self._skipped = self._skipped, Counter()
+        row = {names.SKIPPED_UPDATES: float(taken.total())}
+        return row | {f"{names.SICK}{cause}": float(number) for cause, number in sorted(taken.items())}
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether so many updates were skipped in a row that the run has to go back."""
+        most = self._config.most_in_a_row
+        return most is not None and max(self._in_row.values(), default=0) >= most
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"sizes": self._sizes, "in_row": dict(self._in_row)}
+
+    def go_back(self, run_dir: Path, step: int, cursor: int) -> None:
+        """On rank 0: end the run, to go on from its last checkpoint with prompts from cursor on.
+
+        Raises:
+            TryAgain: it may.
+            RunFailed: there is no checkpoint, or it has gone back to it often enough.
+        """
+        most, checkpoint = self._config.most_in_a_row, latest_checkpoint(run_dir)
+        what = f"{run_dir}: {most} sick updates in a row at step {step} (the last one: {self._last_cause})"
+        if checkpoint is None:
+            raise RunFailed(f"{what}, and no checkpoint to go back to: docs/robustness.md says what to look at")
+        before = _read_record(run_dir)
+        times = 1 + (before.get("times", 0) if before.get("checkpoint") == checkpoint.name else 0)
+        if times > self._config.restarts:
+            raise RunFailed(
+                f"{what}, as each of {times} times from {checkpoint}: docs/robustness.md says what to look at"
+            )
+        record = {"checkpoint": checkpoint.name, "times": times, "cursor": cursor, "cause": self._last_cause}
+        write_json(run_dir / RECORD_FILE, record)
+        raise TryAgain(
+            f"{what}: start the same command again, with run.resume=auto; it goes on from {checkpoint} with other "
+            "prompts"
+        )
+
+    def _cause(self, sizes: Mapping[str, float]) -> str | None:
+        for kind in ("loss", "grad_norm"):
+            of_kind = {name: size for name, size in sizes.items() if name.endswith("grad_norm") == (kind != "loss")}
+            if not all(map(math.isfinite, of_kind.values())):
+                return f"nonfinite_{kind}"
+        for kind, factor in (("loss", self._config.loss_spike), ("grad_norm", self._config.grad_norm_spike)):
+            for name, size in sizes.items():
+                if factor is not None and name.endswith(kind) and self._is_spike(name, size, factor):
+                    return f"{kind}_spike"
+        return None
+
+    def _is_spike(self, name: str, size: float, factor: float) -> bool:
+        # Rollouts without signal leave zeros, which nothing can be compared with.
+        usual = [before for before in self._sizes.get(name, []) if before > 0]
+        return len(usual) >= self._config.fewest and size > factor * median(usual)
+
+    def _skip(self, model: str, cause: str) -> None:
+        self._in_row[model] += 1
+        self._skipped[cause] += 1
+        self._last_cause = f"{cause} of the {model}"
+
+
+def first_prompt(run_dir: Path, checkpoint: CheckpointName, cursor: int) -> int:
+    """The prompt to go on with from a checkpoint saved at cursor: a later one where the run went back to it."""
+    record = _read_record(run_dir)
+    return max(cursor, record["cursor"]) if record.get("checkpoint") == str(checkpoint) else cursor
+
+
+def _read_record(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / RECORD_FILE
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return record
+
+
+def _are_finite(*tensors: Tensor | None) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors if tensor is not None)
