@@ -98,17 +98,17 @@ def test_rejected_tokens_are_kept_in_the_denominator_or_dropped(rejected: str, t
 @pytest.mark.parametrize(
     ("reject", "expected"),
     [
-        ("none", [1.1, 1.5, 0.4, 0.9, 0.9]),
-        ("token", [1.1, 0.0, 0.0, 0.9, 0.9]),
-        ("any_token", [0.0, 0.0, 0.0, 0.9, 0.9]),
-        # The product of the first two is 2.75, that of the others 0.32; their means 1.66 and 0.69.
+        ("none", [1.1, 1.5, 0.6, 0.9, 0.9]),
+        ("token", [1.1, 0.0, 0.6, 0.9, 0.9]),
+        ("any_token", [0.0, 0.0, 0.6, 0.9, 0.9]),
+        # The product of the first two is 2.75, that of the others 0.49; their geometric means 1.66 and 0.79.
         ("sequence", [0.0] * 5),
-        ("geometric", [1.1, 1.5, 0.4, 0.9, 0.9]),
+        ("geometric", [1.1, 1.5, 0.6, 0.9, 0.9]),
     ],
 )
 def test_truncated_weights_may_reject_tokens_or_responses(reject: str, expected: list[float]) -> None:
     batch = batch_of([2, 3], [False, False], [1.0, -1.0])
-    batch.old_logprobs, batch.rollout_logprobs = torch.tensor([1.1, 2.5, 0.4, 0.9, 0.9]).log(), torch.zeros(5)
+    batch.old_logprobs, batch.rollout_logprobs = torch.tensor([1.1, 2.5, 0.6, 0.9, 0.9]).log(), torch.zeros(5)
     config = ImportanceSamplingConfig.model_validate({"kind": "tis", "cap": 1.5, "reject": reject})
     with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
         correct_for_rollout(batch, config, recorder)
