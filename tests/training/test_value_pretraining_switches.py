@@ -77,7 +77,7 @@ def pretrain(folder: Path, name: str, switches: dict[str, Any]) -> Seen:
     assert models.critic is not None
     critic, seen = models.critic, Seen(state_of(models.critic))
     run_dir.mkdir()
-    state = RunState(config.run, config.checkpoint, run_dir, no_checkpoints)  # type: ignore[arg-type]
+    state = RunState(config.run, config.checkpoint, run_dir, no_checkpoints, models.updates)  # type: ignore[arg-type]
     state.steps = lambda: iter(())  # type: ignore[method-assign]
     train_step, score = critic.train_step, critic.score
 
