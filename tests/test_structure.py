@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "mcore": _DATA | {"algorithms"},
     "rewards": {"config", "experience"},
     "monitoring": {"config", "experience"},
-    "cluster": {"mcore", "monitoring"},
+    "cluster": {"config", "mcore", "monitoring"},
     "engine": {"experience", "weights", "weight_sync"},
     "rollout": _DATA | {"engine", "weight_sync", "mcore"},
     "weight_sync": _DATA | {"rollout", "mcore"},

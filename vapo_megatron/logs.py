@@ -6,11 +6,26 @@ failed command goes to standard error as it is (errors.py).
 
 import logging
 import sys
+import time
+from dataclasses import dataclass
 from enum import StrEnum
 
 _FORMAT = "%(asctime)s %(levelname)s rank %(rank)s %(phase)s: %(message)s"
 _LOGGER = logging.getLogger("vapo_megatron")
-_place = {"rank": "-", "phase": "-"}
+NO_PHASE = "-"
+_place = {"rank": "-", "phase": NO_PHASE}
+
+
+@dataclass(frozen=True)
+class PhaseNow:
+    """The phase that a process is in, how many it has begun, and since when it is in this one (Unix time)."""
+
+    phase: str
+    begun: int
+    since: float
+
+
+_phase = PhaseNow(NO_PHASE, 0, time.time())
 
 
 class LogLevel(StrEnum):
@@ -52,7 +67,14 @@ def set_rank(rank: int) -> None:
 
 def set_phase(phase: str | None) -> None:
     """This process is in this phase; None between phases."""
-    _place["phase"] = phase or "-"
+    global _phase
+    _place["phase"] = phase or NO_PHASE
+    _phase = PhaseNow(phase or NO_PHASE, _phase.begun + 1, time.time())
+
+
+def phase_now() -> PhaseNow:
+    """Where this process is."""
+    return _phase
 
 
 def _add_place(record: logging.LogRecord) -> bool:

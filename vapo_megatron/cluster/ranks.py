@@ -107,6 +107,7 @@ def run_as_external_rank(place: RankPlace, body: Callable[[], None], collective_
     The others hear of it through their broken connections, or from what started them (`srun --kill-on-bad-exit`,
     torchrun), and not only when a collective times out.
     """
+    _tell.append(lambda error: print(f"vapo-megatron: {error}", file=sys.stderr, flush=True))
     try:
         run_as_rank(place, body, collective_timeout_s)
     except VapoError as error:
@@ -141,6 +142,16 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+_tell: list[Callable[[VapoError], None]] = []
+
+
+def end_from_thread(error: VapoError) -> NoReturn:
+    """End this rank at once from whatever thread, and tell why."""
+    for tell in _tell:
+        tell(error)
+    _leave(error.exit_code)
+
+
 def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -155,6 +166,7 @@ def _started_rank(
     signal.signal(_END_NOW, lambda *_: sys.exit(143))
     listen()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    _tell.append(lambda error: failures.put((place.rank, error)))
     try:
         run_as_rank(place, body, collective_timeout_s)
     except VapoError as error:

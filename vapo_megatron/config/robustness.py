@@ -30,7 +30,17 @@ class SickUpdatesConfig(Section):
     restarts: int = Field(2, ge=0, description="how often to go back to one checkpoint; after that the run fails")
 
 
+class HangsConfig(Section):
+    """When a phase that does not end is a hang: ranks then leave their stacks under logs/, and the job ends (75)."""
+
+    enabled: bool = Field(True, description="whether anybody watches")
+    floor_s: float = Field(1800.0, gt=0, description="least limit of a phase")
+    factor: float = Field(5.0, gt=1, description="limit: so many times the slowest of the phase so far")
+    every_s: float = Field(5.0, gt=0, description="between two heartbeats of a rank")
+
+
 class RobustnessConfig(Section):
     """What keeps a run from harm, and from standing still."""
 
     updates: SickUpdatesConfig = SickUpdatesConfig()
+    hangs: HangsConfig = HangsConfig()

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from vapo_megatron.cluster.ranks import end_from_thread
+from vapo_megatron.cluster.watchdog import Watchdog
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.experience.tokenizer import TextTokenizer
 from vapo_megatron.mcore.platform import current_platform
@@ -36,6 +38,8 @@ def train_rank(config: TrainConfig, run_dir: Path, checkpoint: Path | None = Non
     if resumed is not None and is_main_rank:
         restore_run_files(run_dir, resumed, config)
     with ExitStack() as stack:
+        if config.robustness.hangs.enabled:
+            stack.callback(watch(config, run_dir).close)
         recorder = stack.enter_context(
             Recorder(
                 run_dir,
@@ -71,6 +75,12 @@ def train_rank(config: TrainConfig, run_dir: Path, checkpoint: Path | None = Non
         checkpointer = Checkpointer(config.checkpoint, config, "train", run_dir, models.saved(), recorder, resumed)
         state = RunState(config.run, config.checkpoint, run_dir, checkpointer, updates, resumed)
         train(config, models, rollouts, state, recorder)
+
+
+def watch(config: TrainConfig, run_dir: Path) -> Watchdog:
+    """A watchdog beside this rank."""
+    rank, count, longest = dist.get_rank(), dist.get_world_size(), config.cluster.collective_timeout_s
+    return Watchdog(config.robustness.hangs, run_dir / "logs", rank, count, longest, end_from_thread)
 
 
 def start_engines(engines: Engines, recorder: Recorder) -> None:

@@ -1,0 +1,46 @@
+"""A rank that stands still is named by the others, and the job ends."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import ranks  # noqa: F401  (imports what ranks need before they are forked)
+import torch.distributed as dist
+
+from vapo_megatron.cluster.ranks import end_from_thread, start_ranks
+from vapo_megatron.cluster.watchdog import Heartbeat, Watchdog, describe
+from vapo_megatron.config.robustness import HangsConfig
+from vapo_megatron.errors import TryAgain
+from vapo_megatron.monitoring.timers import PhaseTimer
+
+LIMITS = HangsConfig(floor_s=2.0, every_s=0.1)
+
+
+def test_a_stopped_rank_is_named_and_the_job_ends(tmp_path: Path) -> None:
+    def body() -> None:
+        Watchdog(LIMITS, tmp_path, dist.get_rank(), dist.get_world_size(), 60, end_from_thread)
+        timer = PhaseTimer()
+        for step in range(8):
+            with timer("update"):
+                time.sleep(0.15)
+                if step == 6 and dist.get_rank() == 1:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                dist.barrier()
+            with timer("sync"):
+                time.sleep(0.15)
+
+    begin = time.monotonic()
+    with pytest.raises(TryAgain, match=r"rank 1 \(silent since its phase update\) did not arrive; ranks 0, 2 wait"):
+        start_ranks(3, body, 300)
+    assert time.monotonic() - begin < 60
+    stacks = {path.name: path.read_text() for path in tmp_path.glob("hang_*.txt")}
+    assert stacks and all("test_watchdog.py" in text and "barrier" in text for text in stacks.values())
+
+
+def test_a_rank_in_another_phase_than_the_others_is_named() -> None:
+    beats = [Heartbeat(0, "rollout", 4, 1.0, 9.9), *(Heartbeat(r, "broadcast", 3, 1.0, 10.0) for r in (1, 2))]
+    said = describe(beats, 3, patience=1.0)
+    assert said == "rank 0 (in the phase rollout) did not arrive; ranks 1, 2 wait in the phase broadcast"
+    assert describe(beats[1:], 3, 1.0).startswith("rank 0 (silent) did not arrive")

@@ -1,0 +1,129 @@
+"""A rank that does not arrive gets a name: limits for each phase from its own history, heartbeats of all ranks."""
+
+import faulthandler
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from vapo_megatron import logs
+from vapo_megatron.config.robustness import HangsConfig
+from vapo_megatron.errors import TryAgain, VapoError
+
+_KNOWN = 3  # times that a phase was ended before its own history counts
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """What a rank last said: its phase, how many phases it has begun, since when (Unix time), and when it said so."""
+
+    rank: int
+    phase: str
+    begun: int
+    since: float
+    beat: float
+
+
+class Watchdog:
+    """A thread beside a rank. It needs no collective: ranks see each other's heartbeats in a folder that they share."""
+
+    def __init__(
+        self,
+        config: HangsConfig,
+        folder: Path,
+        rank: int,
+        world_size: int,
+        longest: float,
+        end: Callable[[VapoError], object],
+    ) -> None:
+        """
+        Args:
+            config: the limits.
+            folder: the same for all ranks; gets heartbeat_<rank>.json, and hang_<rank>.txt with Python's stacks.
+            rank, world_size: of this process and of all.
+            longest: seconds for a phase that has no history yet.
+            end: called in the thread with the one line; ends the process.
+        """
+        self._config, self._folder, self._rank, self._world = config, folder, rank, world_size
+        self._longest, self._end = longest, end
+        self._slowest: dict[str, float] = {}
+        self._ended: dict[str, int] = {}
+        self._last = logs.phase_now()
+        self._stop = threading.Event()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._config.every_s):
+            now, place = time.time(), logs.phase_now()
+            if place.begun != self._last.begun:
+                self._learn(self._last.phase, place.since - self._last.since)
+                self._last = place
+            self._beat(Heartbeat(self._rank, place.phase, place.begun, place.since, now))
+            seconds, limit = now - place.since, self.limit(place.phase)
+            if seconds > limit:
+                self._tell(place.phase, seconds, limit)
+
+    def limit(self, phase: str) -> float:
+        """Seconds after which a phase hangs."""
+        # Between phases ranks wait for whatever rank 0 does alone: nothing to be learnt of that.
+        if phase == logs.NO_PHASE or self._ended.get(phase, 0) < _KNOWN:
+            return self._longest
+        return max(self._config.floor_s, self._config.factor * self._slowest[phase])
+
+    def _learn(self, phase: str, seconds: float) -> None:
+        self._ended[phase] = self._ended.get(phase, 0) + 1
+        self._slowest[phase] = max(seconds, self._slowest.get(phase, 0.0))
+
+    def _beat(self, heartbeat: Heartbeat) -> None:
+        path = self._folder / f"heartbeat_{self._rank:05d}.json"
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(asdict(heartbeat)))
+        part.replace(path)
+
+    def _tell(self, phase: str, seconds: float, limit: float) -> None:
+        with (self._folder / f"hang_{self._rank:05d}.txt").open("w") as file:
+            faulthandler.dump_traceback(file)
+        self._end(
+            TryAgain(
+                f"{describe(read_heartbeats(self._folder, self._world), self._world, 4 * self._config.every_s)}; rank "
+                f"{self._rank} has been in the phase {phase} for {seconds:.0f} s (limit {limit:.0f} s): stacks of the "
+                f"ranks are in {self._folder}/hang_*.txt, start the same command again with run.resume=auto"
+            )
+        )
+
+
+def read_heartbeats(folder: Path, world_size: int) -> list[Heartbeat]:
+    """What ranks last said; ranks that never said anything are not in it."""
+    paths = [folder / f"heartbeat_{rank:05d}.json" for rank in range(world_size)]
+    return [Heartbeat(**json.loads(path.read_text())) for path in paths if path.exists()]
+
+
+def describe(heartbeats: list[Heartbeat], world_size: int, patience: float) -> str:
+    """Which ranks did not arrive, and where the others wait.
+
+    patience: seconds without a heartbeat after which a process stands still (stopped, or its node is gone). Where all
+    of them are alive, those did not arrive that are in another phase than most.
+    """
+    newest = max((h.beat for h in heartbeats), default=0.0)
+    alive = [h for h in heartbeats if newest - h.beat <= patience]
+    silent = sorted(set(range(world_size)) - {h.rank for h in alive})
+    phases = [h.phase for h in alive]
+    usual = max(phases, key=phases.count, default="-")
+    if silent:
+        last = {h.rank: h for h in heartbeats}
+        late = [f"rank {r} ({f'silent since its phase {last[r].phase}' if r in last else 'silent'})" for r in silent]
+    else:
+        late = [f"rank {h.rank} (in the phase {h.phase})" for h in alive if h.phase != usual]
+    waiting = ", ".join(str(h.rank) for h in alive if h.phase == usual)
+    if not late:
+        return f"all ranks hang in the phase {usual}"
+    return f"{', '.join(late)} did not arrive; ranks {waiting} wait in the phase {usual}"
