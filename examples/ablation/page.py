@@ -1,4 +1,4 @@
-"""docs/ablation.md and its images, from measured figures alone: measured/tabular.json and measured/transformer.json.
+"""docs/ablation.md and its images, from the measured figures alone: tabular, sweep and transformer.json in measured/.
 
     python -m examples.ablation.page
 
@@ -32,8 +32,15 @@ TECHNIQUES = {
     "no_groups": "group sampling",
 }
 
+QUESTIONS = {
+    "lengths": "Length-adaptive GAE: lengths of responses, and fixed lambdas",
+    "critic": "Decoupled GAE and value pretraining: how far and how fast the policy moves, and the critic",
+    "clip": "Clip-higher: how much is clipped, and what else may raise a rare decision",
+    "groups": "Group sampling: prompts and samples of 128 responses",
+}
 
-def render(tabular: Figures, measured: Figures | None) -> str:
+
+def render(tabular: Figures, sweep: Figures, measured: Figures | None) -> str:
     """The page as Markdown; without figures of the transformer it says that there are none."""
     environment = Environment(
         loader=FileSystemLoader(HERE),
@@ -51,6 +58,7 @@ def render(tabular: Figures, measured: Figures | None) -> str:
         "transformer": transformer,
     }
     facts |= {"techniques": _techniques(tabular), "table": tabular_table, "budgets": budget_table, "behind": _behind}
+    facts |= {"sweep": sweep, "sweep_table": sweep_table, "questions": QUESTIONS}
     return environment.get_template("ablation.md.j2").render(facts)
 
 
@@ -101,9 +109,25 @@ def tabular_table(figures: Figures) -> str:
     return "\n".join(lines)
 
 
+def sweep_table(figures: Figures, question: str) -> str:
+    """The probes of one question: what was changed, and by how much the first row is ahead of each other."""
+    lines = ["| changed | first row | compared with | first less this, final | mean | clipped high, first row |"]
+    lines.append("|---|---|---|---:|---:|---:|")
+    for probe in (found for found in figures["probes"].values() if found["question"] == question):
+        first, *others = probe["rows"].values()
+        changed = ", ".join(f"`{change}`" for change in probe["changes"]) or "nothing"
+        cells = [changed, f"{first['title']} {first['final'][0]:.3f}"]
+        for other in others or [None]:
+            less = [shown(_interval(other[key])) for key in ("less", "less_area")] if other else ["", ""]
+            ends = ["" if other is None else other["title"], *less, f"{100 * first['clip_high']:.2f} %"]
+            lines.append(f"| {' | '.join([*cells, *ends])} |")
+            cells = ["", ""]
+    return "\n".join(lines)
+
+
 def budget_table(figures: Figures) -> str:
-    """Accuracy at equal numbers of responses: VAPO against GRPO and DAPO."""
-    rows = [name for name in ("grpo", "dapo") if name in figures["rows"]]
+    """Accuracy at equal numbers of responses: VAPO against what needs no value pretraining."""
+    rows = [name for name in ("no_value_pretraining", "grpo", "dapo") if name in figures["rows"]]
     titles = ["responses", "VAPO"]
     for name in rows:
         title = figures["rows"][name]["title"]
@@ -122,16 +146,16 @@ def write_page(docs: Path, measured: Path = MEASURED) -> Path:
     """Write ablation.md and its images into docs; return the page's path.
 
     Raises:
-        BadInput: measured/tabular.json is missing.
+        BadInput: measured/tabular.json or sweep.json is missing.
     """
-    tabular = read_figures(measured / "tabular.json")
+    tabular, sweep = read_figures(measured / "tabular.json"), read_figures(measured / "sweep.json")
     path = measured / "transformer.json"
     found = read_figures(path) if path.is_file() else None
     save_tabular_figure(tabular, docs / "images" / "ablation_tabular.png")
     if found is not None and transformer.finished(found):
         save_transformer_figure(found, docs / "images" / "ablation.png")
     with atomic_write(docs / "ablation.md") as file:
-        file.write(render(tabular, found))
+        file.write(render(tabular, sweep, found))
     return docs / "ablation.md"
 
 

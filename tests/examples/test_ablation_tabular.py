@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from examples.ablation.intervals import interval, paired, quantile_t, shown
+from examples.ablation.tabular import sweep
 from examples.ablation.tabular.run import change, main, parse_seeds, run_row
 from examples.ablation.tabular.settings import INSIGHT, PAPER_ROWS, ROWS, SETTINGS, STEPS
 from examples.ablation.tabular.summary import summarise
@@ -91,6 +92,18 @@ def test_wrong_input_is_named(tmp_path: Path) -> None:
             parse_seeds(text)
     with pytest.raises(BadInput, match="no key alfa"):
         change(STEPS, ["alfa=1"])
+
+
+def test_every_probe_of_the_sweep_is_among_the_measured_ones() -> None:
+    measured = json.loads((Path(sweep.__file__).parents[1] / "measured" / "sweep.json").read_text())
+    assert [probe.name for probe in sweep.probes()] == list(measured["probes"])
+
+
+def test_a_probe_compares_with_its_first_row() -> None:
+    sizes = ("steps=4", "prompts=10", "prompts_per_step=4", "rollouts=1", "pretraining=1", "minibatches=4")
+    found = sweep.run_probe(sweep.Probe("x", "steps", sizes, ("vapo", "policy_1")), [0, 1])
+    first, other = found["rows"]["vapo"], found["rows"]["policy_1"]
+    assert first["less"] is None and other["less"].mean == pytest.approx(first["final"].mean - other["final"].mean)
 
 
 def test_the_command_writes_a_summary(tmp_path: Path) -> None:

@@ -1,0 +1,43 @@
+"""What the quickstart sets and says; it is run as a whole by hand."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from vapo_megatron.cli import PRESETS
+from vapo_megatron.config.load import load_config
+from vapo_megatron.config.train import TrainConfig
+
+FOLDER = Path(__file__).parents[2] / "examples" / "quickstart"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("quickstart_run", FOLDER / "run.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_quickstart_keeps_the_papers_proportions() -> None:
+    config = load_config(TrainConfig, FOLDER / "vapo.yaml", [], PRESETS)
+    assert config.algorithm.advantage.length_adaptive_alpha == 0.05
+    assert config.critic.optimizer.lr == pytest.approx(2 * config.actor.optimizer.lr)
+    assert (config.reward.correct, config.reward.incorrect) == (1.0, -1.0)
+    assert config.algorithm.policy_loss.positive_nll.coef == 0.1
+    assert config.algorithm.advantage.lambda_critic == 1.0
+    assert config.value_pretraining.stop_explained_variance == 0.25
+
+
+def test_the_last_lines_say_what_the_critic_explains_beside_what_is_free(script: ModuleType) -> None:
+    measured = [
+        {"critic/explained_variance": ev, "critic/baseline_loo_ev": loo, "critic/baseline_position_ev": -0.01}
+        for ev, loo in ((0.25, -0.11), (0.2, 0.0), (0.31, 0.05))
+    ]
+    told = script.what_the_critic_explains([{"step": 0}, *measured])
+    before, last = told.splitlines()[1:]
+    assert "0.25" in before and "-0.11" in before and "before the policy moves" in before
+    assert "0.31" in last and "0.05" in last and "last step" in last
