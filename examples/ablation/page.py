@@ -80,11 +80,20 @@ def _techniques(tabular: Figures) -> list[dict[str, str]]:
                 better.append(setting)
             if any(each and each.excludes_zero and each.mean < 0 for each in found):
                 worse.append(setting)
+        behind = [setting for setting, figures in tabular["settings"].items() if _behind_at_equal(figures, name)]
         verdict = f"shown in {', '.join(better)}" if better else "not shown"
-        lines.append(
-            {"title": title, "verdict": verdict + (f"; reversed in {', '.join(worse)}" if worse else "")} | cells
-        )
+        verdict += f"; reversed in {', '.join(worse)}" if worse else ""
+        verdict += f"; VAPO behind at equal responses in {', '.join(behind)}" if behind else ""
+        lines.append({"title": title, "verdict": verdict} | cells)
     return lines
+
+
+def _behind_at_equal(figures: Figures, name: str) -> bool:
+    """Whether a row that draws fewer responses than VAPO is ahead of it at the most responses that both have drawn."""
+    if name not in figures["rows"] or figures["rows"][name]["responses"] == figures["rows"]["vapo"]["responses"]:
+        return False
+    found = [_interval(at["rows"][name]["less"]) for at in figures["equal_responses"] if name in at["rows"]]
+    return bool(found) and found[-1] is not None and found[-1].excludes_zero and found[-1].mean < 0
 
 
 def _behind(figures: Figures) -> list[str]:
