@@ -14,7 +14,13 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["vapo_megatron", "vapo_megatron.*"]),
-    package_data={"vapo_megatron": ["config/presets/*.yaml", "operations/report/templates/*"]},
+    package_data={
+        "vapo_megatron": [
+            "config/presets/*.yaml",
+            "operations/report/templates/*",
+            "operations/plan/sizes/*/config.json",
+        ]
+    },
     entry_points={"console_scripts": ["vapo-megatron = vapo_megatron.cli:main"]},
     install_requires=[
         "aiohttp>=3.9",

@@ -11,7 +11,8 @@ in bfloat16 and no update (`none` under optimizer). A row that does not fit even
 The 32B slice is 6 of 64 layers at full width, what a rank of a pipeline holds. FLOPs of a token: 6 for each weight that
 multiplies it (word embeddings do not, the output layer does), and 12 x layers x heads x head size x half the length for
 causal attention; logits computed again are not counted. MFU is that of the whole step, `MFU f+b` without the optimizer;
-the peak is that of dense BF16, for FP8 rows too, so that rows compare.
+the peak is that of dense BF16, for FP8 rows too, so that rows compare. `linear` is what a plan has to assume as
+hardware.efficiency.linear to get these seconds: give the JSON as plan.gpu_benchmark.
 """
 
 import argparse
@@ -31,17 +32,25 @@ from benchmarks.common import (
     sample_batch,
     sft_loss,
 )
-from vapo_megatron.config.model import ActorConfig, OptimizerSettings, PrecisionConfig
+from vapo_megatron.config.hardware import EfficiencyConfig
+from vapo_megatron.config.model import (
+    ActorConfig,
+    LayoutConfig,
+    OptimizerSettings,
+    PrecisionConfig,
+    RecomputeConfig,
+)
 from vapo_megatron.errors import BadInput, RunFailed
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.operations.plan.flops import forward_flops, training_flops
 
 RECIPES = ("none", "tensorwise", "delayed", "blockwise")
 # Dense BF16 FLOP/s by the makers' data sheets.
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
 _STATE_BYTES = 18  # of a parameter in bfloat16 with float32 gradients, main weights and two moments
-_NOTHING = dict.fromkeys(("f+b s", "optimizer s", "MFU f+b", "MFU"), "-")
+_NOTHING = dict.fromkeys(("f+b s", "optimizer s", "MFU f+b", "MFU", "parameters", "linear"), "-")
 
 
 def flops_per_token(shape: Shape, length: int) -> float:
@@ -49,6 +58,18 @@ def flops_per_token(shape: Shape, length: int) -> float:
     spec = shape.spec()
     weights = spec.parameter_count() - (0 if spec.tied else spec.vocab_size * spec.hidden_size)
     return 6 * weights + 12 * spec.num_layers * spec.num_heads * spec.head_dim * length / 2
+
+
+def planned_efficiency(shape: Shape, length: int, sequences: int, seconds: float) -> float:
+    """The share of the peak with which a plan's linear layers take these seconds of forward and backward, attention
+    keeping its assumed ratio to it; what `plan.gpu_benchmark` reads."""
+    assumed, peak, spec = EfficiencyConfig(), peak_flops(), shape.spec()
+    assert peak is not None, "the rate of this GPU is not known"
+    tokens = sequences * (length - 1)
+    forward = forward_flops(spec, "lm", tokens, sequences * length**2, tokens)
+    work = training_flops(spec, forward, LayoutConfig(), RecomputeConfig())
+    units = work.linear + work.head + work.attention * assumed.linear / assumed.attention
+    return units / seconds / peak
 
 
 def peak_flops() -> float | None:
@@ -132,6 +153,8 @@ def measure(shape: Shape, recipe: str, given: argparse.Namespace) -> dict[str, A
         "optimizer s": updates if update else "none",
         "MFU f+b": f"{work / passes / peak:.1%}" if peak else "-",
         "MFU": f"{work / (passes + updates) / peak:.1%}" if peak and update else "-",
+        "parameters": shape.spec().parameter_count(),
+        "linear": planned_efficiency(shape, given.length, given.sequences, passes) if peak else "-",
     }
 
 

@@ -15,6 +15,21 @@ class PlannedRunConfig(Section):
     mean_response_tokens: int | None = Field(
         None, ge=1, description="over the whole run; none: half of sampling.max_new_tokens"
     )
+    informative_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="groups with both correct and incorrect responses, which dynamic sampling keeps; it falls as the "
+        "policy learns",
+    )
+    grade_seconds: float = Field(
+        0.02, ge=0, description="of one response on one of reward.workers; grading follows generation"
+    )
+    gpu_benchmark: str | None = Field(
+        None,
+        description="JSON of `python -m benchmarks.gpu --json FILE` on such a GPU: what it reached stands in for "
+        "hardware.efficiency.linear, .attention and .fp8_gain",
+    )
 
 
 class PlanConfig(TrainConfig):

@@ -1,13 +1,22 @@
 """What a plan takes for granted, in words, each with the key that changes it."""
 
+from pathlib import Path
+
 from vapo_megatron.operations.hardware import GIB
 from vapo_megatron.operations.plan.activations import EXPERT_IMBALANCE
+from vapo_megatron.operations.plan.models import model_directory
 from vapo_megatron.operations.plan.plan import Plan
+from vapo_megatron.operations.plan.rollout import imbalance, rounds
 
 
 def assumptions(plan: Plan) -> list[str]:
     """One line each."""
-    hardware, lengths = plan.hardware, plan.lengths
+    hardware, lengths, config, batch = plan.hardware, plan.lengths, plan.config, plan.config.batch
+    source = "not measured on your machines"
+    if config.plan.gpu_benchmark is not None:
+        source = f"linear layers, attention and FP8 as in {config.plan.gpu_benchmark}"
+    prompts = batch.prompts_per_step
+    uneven = imbalance(plan.world // config.rollout.tp, prompts, prompts * batch.samples_per_prompt, lengths)
     reached = hardware.efficiency
     lines = [
         f"{hardware.kind}: {hardware.device_memory / GIB:.1f} GiB, {hardware.bf16 / 1e12:.0f} TFLOP/s dense bf16, "
@@ -16,16 +25,32 @@ def assumptions(plan: Plan) -> list[str]:
         f"maker states them (hardware.*)",
         f"of these rates are reached: linear layers {reached.linear:g}, attention {reached.attention:g}, memory "
         f"{reached.memory:g}, NVLink {reached.nvlink:g}, network {reached.network:g}, PCIe {reached.pcie:g}; a "
-        f"decoding step waits {reached.decode_overhead * 1000:g} ms besides (hardware.efficiency.*; not measured on "
-        "your machines)",
+        f"decoding step waits {reached.decode_overhead * 1000:g} ms besides, a layer's pass takes "
+        f"{reached.layer_overhead * 1000:g} ms at least (hardware.efficiency.*; {source})",
         f"prompts have {lengths.prompt:.0f} tokens, responses {lengths.mean:.0f} on average with a tail up to "
         f"{lengths.longest} (plan.mean_prompt_tokens, plan.mean_response_tokens)",
         f"{hardware.trainer_overhead / GIB:g} GiB of a GPU go to the trainer's context and NCCL, "
         f"{hardware.engine_overhead / GIB:g} GiB to an offloaded engine's, {hardware.fragmentation:.0%} are lost to "
         "fragmentation (hardware.trainer_overhead_gib, .engine_overhead_gib, .fragmentation)",
-        "communication does not overlap with computation; nothing is lost to stragglers; grades come while responses "
-        "are still generated; starting, checkpoints and dynamic sampling's further rounds are not counted",
+        "communication does not overlap with computation, grading follows generation "
+        f"({config.plan.grade_seconds:g} s a response on each of {config.reward.workers} reward.workers, "
+        "plan.grade_seconds); starting and checkpoints are not counted",
+        f"the engine with most tokens has {uneven:.2f} times the mean, as half of the variance of lengths is between "
+        "prompts",
     ]
+    if config.algorithm.dynamic_sampling.enabled:
+        drawn = rounds(prompts, config.algorithm.dynamic_sampling, config.plan.informative_share)
+        lines.append(
+            f"dynamic sampling draws {sum(drawn)} prompts in {len(drawn)} rounds for {prompts}, as "
+            f"{config.plan.informative_share:.0%} of the groups are informative (plan.informative_share)"
+        )
+    if plan.memory.engine.deterministic:
+        lines.append(f"deterministic engines have {reached.deterministic:g} of the speed of others")
+    if model_directory(config.model.path) != Path(config.model.path):
+        lines.append(
+            f"{config.model.path} is not here: its sizes are those that the package has of "
+            f"{Path(config.model.path).name}"
+        )
     if any(model.spec.num_experts for model in plan.models.values()):
         lines.append(f"the rank whose experts get most tokens gets {EXPERT_IMBALANCE:g} times the mean")
     if any(model.config.precision.fp8 != "none" for model in plan.models.values()):

@@ -12,7 +12,7 @@ from vapo_megatron.operations.plan.search import Proposal, largest_budget, propo
 from vapo_megatron.operations.plan.tables import as_json, show
 
 # A proposal is worth telling where it saves at least this share of the run's time.
-_WORTH_TELLING = 0.05
+_WORTH_TELLING = 0.1
 
 
 def plan_run(config: PlanConfig, gpus: int | None, nodes: int | None, as_text: bool) -> None:

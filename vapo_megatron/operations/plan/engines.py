@@ -17,7 +17,7 @@ class PlannedEngine:
     Attributes:
         spec: the policy.
         config: the rollout section.
-        width: bytes of a weight and of a cache entry.
+        width: bytes of a cache entry, and of a weight that is not quantised.
         hardware: of each of its GPUs.
         taken: bytes of a GPU that the sleeping trainer keeps while the engine starts.
     """
@@ -31,7 +31,24 @@ class PlannedEngine:
     @property
     def weights(self) -> float:
         """Bytes of weights on each of its GPUs; embedding and head are cut like the rest."""
-        return self.spec.parameter_count() * self.width / self.config.tp
+        outside = self.spec.vocab_size * self.spec.hidden_size * (1 if self.spec.tied else 2)
+        layers = self.spec.parameter_count() - outside
+        return (layers * self.layer_width + outside * self.width) / self.config.tp
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the layers' matrices are in FP8; embedding and head are not."""
+        return self.config.quantization == "fp8"
+
+    @property
+    def layer_width(self) -> float:
+        """Bytes of a weight of the layers; in FP8 a block of 128 x 128 has a scale of four bytes."""
+        return 1 + 4 / 128**2 if self.quantised else float(self.width)
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether its kernels are batch-invariant."""
+        return self.config.is_deterministic("float32" if self.width == 4 else "bfloat16", True)
 
     @property
     def static(self) -> float:

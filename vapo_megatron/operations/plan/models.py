@@ -95,16 +95,27 @@ class PlannedModel:
         return 2.0 + (0.0 if precision.fp8_param_gather else self.width)
 
 
+# The numbers of config.json, as the makers publish them, of models that plans are made for before their weights are
+# there; by the last part of their path.
+_SHIPPED = Path(__file__).parent / "sizes"
+
+
+def model_directory(path: str) -> Path:
+    """Where the config.json of a model is: its own directory, or where that has none what is shipped under its name."""
+    shipped = _SHIPPED / Path(path).name
+    return shipped if shipped.is_dir() and not (Path(path) / "config.json").exists() else Path(path)
+
+
 def planned_models(config: TrainConfig, world: int) -> dict[str, PlannedModel]:
     """Actor, critic and reference, those that the algorithm has, by name.
 
     Raises:
         BadInput: config.json cannot be read, or a layout cannot be made of these ranks and this model.
     """
-    spec = read_spec(Path(config.model.path))
+    spec = read_spec(model_directory(config.model.path))
     models = {"actor": _model("actor", spec, "lm", config.actor, config, world)}
     if config.algorithm.uses_critic:
-        source = Path(config.critic.init_path or config.model.path)
+        source = model_directory(config.critic.init_path or config.model.path)
         critic = read_spec(source, value_outputs=config.algorithm.value_loss.outputs)
         models["critic"] = _model("critic", critic, "value", config.critic, config, world)
     if config.algorithm.uses_reference:

@@ -1,11 +1,13 @@
 """A config with all that follows from it: models, memory, time."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.hardware import Hardware, resolve
 from vapo_megatron.operations.plan.lengths import Lengths, planned_lengths
+from vapo_megatron.operations.plan.measured import measured_efficiency
 from vapo_megatron.operations.plan.memory import Memory, plan_memory
 from vapo_megatron.operations.plan.models import PlannedModel, planned_models
 from vapo_megatron.operations.plan.time import StepTime, plan_time
@@ -75,6 +77,10 @@ def make_plan(config: PlanConfig, world: int, evaluation_samples: int = 0) -> Pl
             f"{world} GPUs are no whole number of nodes of hardware.gpus_per_node={hardware.gpus_per_node}: choose a "
             "multiple"
         )
+    if config.plan.gpu_benchmark is not None:
+        parameters = models["actor"].spec.parameter_count()
+        reached = measured_efficiency(Path(config.plan.gpu_benchmark), hardware.kind, parameters, hardware.efficiency)
+        hardware = replace(hardware, efficiency=reached)
     memory = plan_memory(config, models, hardware, lengths)
     time = plan_time(config, models, memory.engine, hardware, lengths, evaluation_samples)
     return Plan(config, world, hardware, lengths, models, memory, time, evaluation_samples, _evaluations(config))

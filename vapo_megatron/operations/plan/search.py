@@ -7,6 +7,7 @@ from typing import Any
 from vapo_megatron.config.model import LayoutConfig, RecomputeConfig, TrainableConfig
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.mcore.offload import PARTS
+from vapo_megatron.operations.hardware import GIB
 from vapo_megatron.operations.plan.memory import plan_memory
 from vapo_megatron.operations.plan.models import PlannedModel, can_be_cut, planned_models
 from vapo_megatron.operations.plan.plan import Plan, make_plan
@@ -20,6 +21,8 @@ _RECOMPUTE = (
     RecomputeConfig(granularity="full"),
 )
 _FRACTIONS = (0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5, 0.4, 0.3)
+# What a proposal leaves free on every GPU: the model of memory errs by about so much where pipelines are deep.
+_HEADROOM = 5 * GIB
 # Pairs of an actor's and a critic's candidate that are planned in full.
 _PAIRS = 64
 
@@ -48,12 +51,15 @@ class _Candidate:
 
 
 def propose(plan: Plan) -> Proposal | None:
-    """The fastest config found that fits, the given one among those that are compared; None where none fits.
+    """The fastest config found that fits with 5 GiB to spare, the given one among those that are compared; None where
+    none does.
 
     Searched are layout, recomputation and token budget of actor and critic, rollout.tp and mem_fraction_static. The
-    algorithm stays as it is.
+    algorithm stays as it is. A given config that does not fit first gets token budgets that do, if that is enough.
     """
     found: list[Plan] = [plan] if plan.fits else []
+    if not plan.fits and (smaller := _with_own_budgets(plan)) is not None:
+        return Proposal(smaller, _changes(plan.config, smaller.config))
     names = [name for name in ("actor", "critic") if name in plan.models]
     candidates: dict[str, list[_Candidate]] = {name: _candidates(plan, name) for name in names}
     if all(candidates.values()):
@@ -68,18 +74,41 @@ def propose(plan: Plan) -> Proposal | None:
     return Proposal(best, _changes(plan.config, best.config))
 
 
-def largest_budget(plan: Plan, name: str) -> int | None:
-    """The largest max_tokens_per_microbatch of a model, in steps of 1024, with which every phase fits on a GPU.
+def _with_own_budgets(plan: Plan) -> Plan | None:
+    """The plan with a smaller token budget for each model that has no room, all else as it is; None where that is not
+    enough."""
+    sections: dict[str, TrainableConfig] = {}
+    for name in ("actor", "critic"):
+        if name in plan.models:
+            given, most = getattr(plan.config, name), largest_budget(plan, name, _HEADROOM)
+            if most is not None and most < given.max_tokens_per_microbatch:
+                sections[name] = given.model_copy(update={"max_tokens_per_microbatch": most})
+    if not sections:
+        return None
+    changed = make_plan(plan.config.model_copy(update=sections), plan.world, plan.evaluation_samples)
+    return changed if _fits_well(changed) else None
+
+
+def _fits_well(plan: Plan) -> bool:
+    return plan.fits and plan.memory.worst.total + _HEADROOM <= plan.hardware.usable_memory
+
+
+def largest_budget(plan: Plan, name: str, headroom: float = 0.0) -> int | None:
+    """The largest max_tokens_per_microbatch of a model, in steps of 1024, with which every phase of it fits on a GPU,
+    with `headroom` bytes to spare.
 
     None where none does that also holds the longest sample. All else stays as it is.
     """
+    own = {"actor": ("score_policy", "update_policy", "score_reference"), "critic": ("score_values", "update_critic")}
 
     def problems(steps: int) -> set[str]:
         section = getattr(plan.config, name).model_copy(update={"max_tokens_per_microbatch": steps * _BUDGET_STEP})
         config = plan.config.model_copy(update={name: section})
         models = planned_models(config, plan.world)
-        found = plan_memory(config, models, plan.hardware, plan.lengths).problems
-        return {problem.kind for problem in found if problem.kind == "device" or problem.line.startswith(name)}
+        memory = plan_memory(config, models, plan.hardware, plan.lengths)
+        found = {problem.kind for problem in memory.problems if problem.line.startswith(name)}
+        worst = max(phase.total for phase in memory.phases if phase.phase in own[name])
+        return found | ({"device"} if worst + headroom > plan.hardware.usable_memory else set())
 
     low, high = 0, _LARGEST_BUDGET // _BUDGET_STEP
     while high - low > 1:
@@ -110,7 +139,7 @@ def _candidates(plan: Plan, name: str) -> list[_Candidate]:
     """Sections of a model that fit by themselves; those remain that are not both slower and larger than another."""
     model, config, lengths = plan.models[name], plan.config, plan.lengths
     samples = float(config.batch.prompts_per_step * config.batch.samples_per_prompt)
-    room = plan.hardware.usable_memory - plan.hardware.trainer_overhead - plan.hardware.engine_overhead
+    room = plan.hardware.usable_memory - plan.hardware.trainer_overhead - plan.hardware.engine_overhead - _HEADROOM
     found: list[_Candidate] = []
     for layout in _layouts(model, plan.hardware.gpus_per_node):
         smallest = TrainableConfig(layout=layout, precision=model.config.precision)
@@ -175,7 +204,7 @@ def _with_engines(start: Plan, config: PlanConfig) -> Plan | None:
         for fraction in fractions:
             sized = rollout.model_copy(update={"tp": tp, "mem_fraction_static": fraction})
             plan = make_plan(config.model_copy(update={"rollout": sized}), start.world, start.evaluation_samples)
-            if plan.fits and (best is None or plan.time.step < 0.98 * best.time.step):
+            if _fits_well(plan) and (best is None or plan.time.step < 0.98 * best.time.step):
                 best = plan
     return best
 

@@ -5,18 +5,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.mcore.memory_plan import Phase
 from vapo_megatron.operations.hardware import Hardware
 from vapo_megatron.operations.plan.engines import PlannedEngine
-from vapo_megatron.operations.plan.flops import Flops, forward_flops, matrix_parameters, training_flops
+from vapo_megatron.operations.plan.flops import Flops, forward_flops, training_flops
 from vapo_megatron.operations.plan.lengths import Lengths
 from vapo_megatron.operations.plan.memory import microbatches, minibatch_samples
 from vapo_megatron.operations.plan.models import PlannedModel
 from vapo_megatron.operations.plan.offload import on_device, phases_of
+from vapo_megatron.operations.plan.rollout import rollout_seconds, rounds
 
-# Points at which the batch of a decoding engine is looked at while its last responses run out.
-_TAIL_POINTS = 128
+# Work of the largest micro-batch of a rank over that of its mean one, less one: what a pipeline loses in each stage
+# that waits. Measured at 8,192 samples over 64 ranks, by `python -m benchmarks.balance`, column "uneven".
+_UNEVEN = 0.03
 
 
 @dataclass(frozen=True)
@@ -38,57 +41,18 @@ class StepTime:
         return sum(self.value_pretraining.values())
 
 
-def rollout_seconds(
-    engine: PlannedEngine, prompts: float, samples: float, lengths: Lengths, hardware: Hardware
-) -> float:
-    """Seconds in which one engine answers: prompts are read once, then responses run, as many as the cache holds.
+def _compute_seconds(model: PlannedModel, flops: Flops, passes: float, count: float, hardware: Hardware) -> float:
+    """Seconds of a rank's products; a layer's pass over one of `count` micro-batches takes no less than launching it.
 
-    While responses wait the batch is full; the last ones run out as their lengths are distributed.
+    passes: of a layer over a micro-batch, in units of a forward pass.
     """
-    at_once = min(samples, engine.at_once(lengths.prompt + lengths.mean / 2))
-    if at_once < 1:
-        return math.inf
-    spec, tp = engine.spec, engine.config.tp
-    rate = hardware.bf16 * hardware.efficiency.linear
-    prefill = prompts * forward_flops(spec, "lm", lengths.prompt, lengths.prompt**2, 1).total / (rate * tp)
-    waiting = (samples - at_once) * lengths.mean
-    full = waiting / at_once * _decode_seconds(engine, at_once, lengths.prompt + lengths.mean / 2, hardware)
-    width = lengths.longest / _TAIL_POINTS
-    tail = 0.0
-    for point in range(_TAIL_POINTS):
-        produced = (point + 0.5) * width
-        running = max(1.0, at_once * lengths.still_running(produced))
-        tail += width * _decode_seconds(engine, running, lengths.prompt + produced, hardware)
-    return prefill + full + tail
-
-
-def _decode_seconds(engine: PlannedEngine, batch: float, context: float, hardware: Hardware) -> float:
-    """Seconds of one decoding step: weights and cache are read, and each token goes through the weights."""
-    spec, tp, efficiency = engine.spec, engine.config.tp, hardware.efficiency
-    outside = spec.vocab_size * spec.hidden_size
-    active = matrix_parameters(spec) + outside
-    read = active
-    if spec.num_experts:
-        # Experts that at least one token of the batch is routed to are read.
-        hit = 1 - (1 - spec.experts_per_token / spec.num_experts) ** batch
-        experts = spec.parameter_count() - spec.active_parameter_count()
-        chosen = experts * spec.experts_per_token / (spec.num_experts - spec.experts_per_token or 1)
-        read = active - chosen + hit * (experts + chosen)
-    moved = read * engine.width / tp + batch * context * engine.cache_bytes_per_token
-    memory = moved / (hardware.memory_rate * efficiency.memory)
-    compute = 2 * active * batch / (tp * hardware.bf16 * efficiency.linear)
-    # Two sums over the GPUs of a server in every layer.
-    sums = 4 * spec.num_layers * batch * spec.hidden_size * engine.width * (tp - 1) / tp / hardware.link(tp)
-    return max(memory, compute) + sums + efficiency.decode_overhead
-
-
-def _compute_seconds(model: PlannedModel, flops: Flops, hardware: Hardware) -> float:
     efficiency = hardware.efficiency
     gain = efficiency.fp8_gain if model.config.precision.fp8 != "none" else 1.0
     # Only the ranks of a pipeline's last stage compute the head, and all others wait for them.
     head = flops.head * model.layout.pp / efficiency.linear
     body = flops.linear / (efficiency.linear * gain) + flops.attention / efficiency.attention
-    return (body + head) / (hardware.bf16 * model.world)
+    launching = passes * count * model.spec.num_layers / model.layout.pp * efficiency.layer_overhead
+    return max((body + head) / (hardware.bf16 * model.world), launching)
 
 
 def _pass_bytes_seconds(model: PlannedModel, tokens: float, training: bool, hardware: Hardware) -> float:
@@ -122,8 +86,11 @@ def _pass_bytes_seconds(model: PlannedModel, tokens: float, training: bool, hard
 
 
 def _bubble(model: PlannedModel, count: int) -> float:
-    """Time of a pipelined pass in units of the time without waiting (Narayanan et al. 2021, section 2.2)."""
-    return 1 + (model.layout.pp - 1) / (count * (model.layout.vpp or 1))
+    """Time of a pipelined pass in units of the time without waiting (Narayanan et al. 2021, section 2.2).
+
+    Micro-batches come by falling work: those that fill the pipeline are the largest.
+    """
+    return 1 + (model.layout.pp - 1) * (1 + _UNEVEN) / (count * (model.layout.vpp or 1))
 
 
 def _unevenness(model: PlannedModel, samples: float) -> float:
@@ -139,7 +106,7 @@ def score_seconds(
     tokens = samples * lengths.sample
     flops = forward_flops(model.spec, model.head, tokens, samples * lengths.mean_square, samples * lengths.mean)
     count = max(1, math.ceil(tokens / model.dp / (model.config.max_tokens_per_microbatch * model.layout.cp)))
-    seconds = _compute_seconds(model, flops, hardware) * _unevenness(model, samples)
+    seconds = _compute_seconds(model, flops, 1.0, count, hardware) * _unevenness(model, samples)
     return (seconds + _pass_bytes_seconds(model, tokens, False, hardware)) * _bubble(model, count)
 
 
@@ -151,11 +118,13 @@ def update_seconds(
     tokens = samples * lengths.sample
     forward = forward_flops(model.spec, model.head, tokens, samples * lengths.mean_square, samples * lengths.mean)
     flops = training_flops(model.spec, forward, model.layout, model.config.recompute)
-    seconds = _compute_seconds(model, flops, hardware) * _unevenness(model, min(samples, minibatch))
-    seconds = (seconds + _pass_bytes_seconds(model, tokens, True, hardware)) * _bubble(
-        model, microbatches(model, config, lengths)
-    )
-    return seconds + max(1.0, samples / minibatch) * optimizer_seconds(model, hardware)
+    steps, count = max(1.0, samples / minibatch), microbatches(model, config, lengths)
+    # Backward launches about twice as much as forward.
+    passes = 4.0 if model.config.recompute.granularity == "full" else 3.0
+    seconds = _compute_seconds(model, flops, passes, steps * count, hardware)
+    seconds *= _unevenness(model, min(samples, minibatch))
+    seconds = (seconds + _pass_bytes_seconds(model, tokens, True, hardware)) * _bubble(model, count)
+    return seconds + steps * optimizer_seconds(model, hardware)
 
 
 def optimizer_seconds(model: PlannedModel, hardware: Hardware) -> float:
@@ -192,7 +161,7 @@ def sync_seconds(actor: PlannedModel, engine: PlannedEngine, hardware: Hardware)
 
 
 def plan_time(
-    config: TrainConfig,
+    config: PlanConfig,
     models: dict[str, PlannedModel],
     engine: PlannedEngine,
     hardware: Hardware,
@@ -200,16 +169,24 @@ def plan_time(
     evaluation_samples: float,
 ) -> StepTime:
     """Seconds of every phase; evaluation_samples: responses of one evaluation over all sets."""
-    actor, critic = models["actor"], models.get("critic")
-    update, batch = config.algorithm.update, config.batch
-    samples = float(batch.prompts_per_step * batch.samples_per_prompt)
+    actor, critic, batch = models["actor"], models.get("critic"), config.batch
+    update, n = config.algorithm.update, batch.samples_per_prompt
+    samples = float(batch.prompts_per_step * n)
     engines = actor.world // config.rollout.tp
 
     def generate(prompts: float, responses: float) -> float:
-        return rollout_seconds(engine, prompts / engines, responses / engines, lengths, hardware)
+        return rollout_seconds(engine, engines, prompts, responses, lengths, hardware)
 
-    rollout = generate(batch.prompts_per_step, samples)
-    phases: dict[str, float] = {"rollout": rollout}
+    def grade(responses: float) -> float:
+        return responses * config.plan.grade_seconds / config.reward.workers
+
+    drawn = rounds(batch.prompts_per_step, config.algorithm.dynamic_sampling, config.plan.informative_share)
+    phases: dict[str, float] = {
+        "rollout": sum(generate(prompts, prompts * n) for prompts in drawn),
+        "verify": grade(sum(drawn) * n),
+    }
+    if config.algorithm.advantage.estimator == "remax":
+        phases["rollout_greedy"] = generate(batch.prompts_per_step, batch.prompts_per_step)
     wanted = phases_of(config)
     for phase, name in (("score_reference", "reference"), ("score_policy", "actor"), ("score_values", "critic")):
         if phase in wanted:
@@ -224,9 +201,13 @@ def plan_time(
     if critic is not None and config.value_pretraining.enabled:
         settings = config.value_pretraining
         trained = settings.updates(config.samples) * settings.minibatch_size
+        # Every group that the policy writes is learnt from: one round.
+        collected = generate(batch.prompts_per_step, samples) + grade(samples)
         pretraining = {
-            "rollouts": settings.rollouts(config.samples) * rollout,
+            "rollouts": settings.rollouts(config.samples) * collected,
             "critic updates": update_seconds(critic, trained, lengths, config, hardware),
         }
-    evaluation = generate(evaluation_samples, evaluation_samples) if evaluation_samples else 0.0
+    evaluation = 0.0
+    if evaluation_samples:
+        evaluation = generate(evaluation_samples, evaluation_samples) + grade(evaluation_samples)
     return StepTime(phases, pretraining, evaluation)

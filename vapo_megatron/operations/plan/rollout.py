@@ -1,0 +1,97 @@
+"""Seconds in which the engines of a run answer prompts: one engine, several of unequal load, further rounds."""
+
+import math
+
+from vapo_megatron.config.algorithm import DynamicSamplingConfig
+from vapo_megatron.operations.hardware import Hardware
+from vapo_megatron.operations.plan.engines import PlannedEngine
+from vapo_megatron.operations.plan.flops import forward_flops, matrix_parameters
+from vapo_megatron.operations.plan.lengths import Lengths
+
+# Points at which the batch of a decoding engine is looked at while its last responses run out.
+_TAIL_POINTS = 128
+# Of the variance of response lengths, what prompts account for: responses of one group are long together.
+_BETWEEN_PROMPTS = 0.5
+
+
+def rollout_seconds(
+    engine: PlannedEngine, engines: int, prompts: float, samples: float, lengths: Lengths, hardware: Hardware
+) -> float:
+    """Seconds until the last of `engines` has answered its share of prompts with `samples` responses in all."""
+    own = samples / engines * imbalance(engines, prompts, samples, lengths)
+    return _engine_seconds(engine, prompts / engines, own, lengths, hardware)
+
+
+def imbalance(engines: int, prompts: float, samples: float, lengths: Lengths) -> float:
+    """Tokens of the engine that has most, in units of the mean, where each gets as many prompts, whatever their length.
+
+    The largest of n normal variables is about sqrt(2 ln n) standard deviations above their mean.
+    """
+    response = lengths.mean_square - lengths.prompt**2 - 2 * lengths.prompt * lengths.mean
+    relative = max(0.0, response / lengths.mean**2 - 1)
+    variance = relative * engines * (_BETWEEN_PROMPTS / prompts + (1 - _BETWEEN_PROMPTS) / samples)
+    return 1 + math.sqrt(2 * math.log(engines) * variance)
+
+
+def rounds(prompts: int, settings: DynamicSamplingConfig, informative_share: float) -> list[int]:
+    """Prompts of each round of dynamic sampling (training/collect.py) until enough groups are informative.
+
+    Without dynamic sampling it is one round of all prompts.
+    """
+    if not settings.enabled:
+        return [prompts]
+    drawn: list[int] = []
+    while len(drawn) < settings.max_rounds and (missing := prompts - informative_share * sum(drawn)) >= 0.5:
+        drawn.append(max(1, round(missing * settings.oversampling)))
+    return drawn
+
+
+def _engine_seconds(
+    engine: PlannedEngine, prompts: float, samples: float, lengths: Lengths, hardware: Hardware
+) -> float:
+    """Seconds in which one engine answers: prompts are read once, then responses run, as many as the cache holds.
+
+    While responses wait the batch is full; the last ones run out as their lengths are distributed.
+    """
+    at_once = min(samples, engine.at_once(lengths.prompt + lengths.mean / 2))
+    if at_once < min(1.0, samples):
+        return math.inf
+    spec, tp = engine.spec, engine.config.tp
+    rate = _rate(engine, hardware)
+    prefill = prompts * forward_flops(spec, "lm", lengths.prompt, lengths.prompt**2, 1).total / (rate * tp)
+    waiting = (samples - at_once) * lengths.mean
+    full = waiting / at_once * _decode_seconds(engine, at_once, lengths.prompt + lengths.mean / 2, hardware)
+    width = lengths.longest / _TAIL_POINTS
+    tail = 0.0
+    for point in range(_TAIL_POINTS):
+        produced = (point + 0.5) * width
+        running = max(1.0, at_once * lengths.still_running(produced))
+        tail += width * _decode_seconds(engine, running, lengths.prompt + produced, hardware)
+    slowed = hardware.efficiency.deterministic if engine.deterministic else 1.0
+    return (prefill + full + tail) / slowed
+
+
+def _rate(engine: PlannedEngine, hardware: Hardware) -> float:
+    """Operations a second of an engine's matrix products."""
+    efficiency = hardware.efficiency
+    return hardware.bf16 * efficiency.linear * (efficiency.fp8_gain if engine.quantised else 1.0)
+
+
+def _decode_seconds(engine: PlannedEngine, batch: float, context: float, hardware: Hardware) -> float:
+    """Seconds of one decoding step: weights and cache are read, and each token goes through the weights."""
+    spec, tp, efficiency = engine.spec, engine.config.tp, hardware.efficiency
+    layers, head = float(matrix_parameters(spec)), float(spec.vocab_size * spec.hidden_size)
+    active = layers + head
+    if spec.num_experts:
+        # Experts that at least one token of the batch is routed to are read.
+        hit = 1 - (1 - spec.experts_per_token / spec.num_experts) ** batch
+        experts = spec.parameter_count() - spec.active_parameter_count()
+        chosen = experts * spec.experts_per_token / (spec.num_experts - spec.experts_per_token or 1)
+        layers += hit * (experts + chosen) - chosen
+    weights = layers * engine.layer_width + head * engine.width
+    moved = weights / tp + batch * context * engine.cache_bytes_per_token
+    memory = moved / (hardware.memory_rate * efficiency.memory)
+    compute = 2 * active * batch / (tp * _rate(engine, hardware))
+    # Two sums over the GPUs of a server in every layer.
+    sums = 4 * spec.num_layers * batch * spec.hidden_size * engine.width * (tp - 1) / tp / hardware.link(tp)
+    return max(memory, compute) + sums + efficiency.decode_overhead
