@@ -9,8 +9,9 @@ from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.mcore.memory_plan import Phase
 from vapo_megatron.operations.hardware import Hardware
+from vapo_megatron.operations.plan.activations import EXPERT_IMBALANCE
 from vapo_megatron.operations.plan.engines import PlannedEngine
-from vapo_megatron.operations.plan.flops import Flops, forward_flops, training_flops
+from vapo_megatron.operations.plan.flops import Flops, forward_flops, mlp_share, training_flops
 from vapo_megatron.operations.plan.lengths import Lengths
 from vapo_megatron.operations.plan.memory import microbatches, minibatch_samples
 from vapo_megatron.operations.plan.models import PlannedModel
@@ -50,7 +51,9 @@ def _compute_seconds(model: PlannedModel, flops: Flops, passes: float, count: fl
     gain = efficiency.fp8_gain if model.config.precision.fp8 != "none" else 1.0
     # Only the ranks of a pipeline's last stage compute the head, and all others wait for them.
     head = flops.head * model.layout.pp / efficiency.linear
-    body = flops.linear / (efficiency.linear * gain) + flops.attention / efficiency.attention
+    # Where experts are spread over ranks, all wait for the one whose experts get most tokens.
+    waiting = (EXPERT_IMBALANCE - 1) * mlp_share(model.spec) if model.layout.ep > 1 else 0.0
+    body = flops.linear * (1 + waiting) / (efficiency.linear * gain) + flops.attention / efficiency.attention
     launching = passes * count * model.spec.num_layers / model.layout.pp * efficiency.layer_overhead
     return max((body + head) / (hardware.bf16 * model.world), launching)
 

@@ -1,0 +1,119 @@
+"""Plans beside the step times that other systems publish, in their settings, and plans of the AIME configs.
+
+    python -m benchmarks.published [--write]
+
+benchmarks/published.yaml has figures, sources and settings. Nothing is fitted: efficiencies are the assumed ones of
+hardware.efficiency. --write puts the tables between their marks in docs/plan.md and the README of the AIME example.
+"""
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.config.load import load_config
+from vapo_megatron.config.plan import PlanConfig
+from vapo_megatron.operations.hardware import GIB
+from vapo_megatron.operations.plan.models import SHIPPED
+from vapo_megatron.operations.plan.plan import Plan, default_world, make_plan
+
+ROOT = Path(__file__).parents[1]
+PRESETS = ROOT / "vapo_megatron" / "config" / "presets"
+AIME = ROOT / "examples" / "aime_qwen2.5_32b"
+AIME_CONFIGS = ("vapo", "vapo_fp8", "vapo_4nodes", "dapo", "grpo", "ppo", "vapo_7b", "vapo_1.5b")
+BEGIN, END = "<!-- python -m benchmarks.published --write -->", "<!-- end of the table -->"
+
+
+def plan_of(row: dict[str, Any], content: dict[str, Any]) -> Plan:
+    """The plan in the settings of a row."""
+    overrides = [*content["common"], *content["hardware"][row["hardware"]], *row["settings"], *row["overrides"]]
+    config = load_config(PlanConfig, ROOT / "examples" / "gsm8k" / "vapo.yaml", overrides, PRESETS)
+    return make_plan(config, row["gpus"])
+
+
+def table() -> str:
+    """The rows in Markdown, and how far off they are."""
+    content = yaml.safe_load((ROOT / "benchmarks" / "published.yaml").read_text())
+    lines = [
+        "| setting | published, s | planned, s | error | generation, published | planned | mean length | source |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    errors: dict[str, list[float]] = {"published": [], "assumed": []}
+    for row in content["rows"]:
+        plan, source = plan_of(row, content), content["sources"][row["source"]]
+        error = plan.time.step / row["seconds"] - 1
+        errors[row["length"]].append(error)
+        share = f"{row['rollout_share']:.0%}" if "rollout_share" in row else ""
+        length = "published" if row["length"] == "published" else f"assumed: {plan.lengths.mean:.0f}"
+        lines.append(
+            f"| {row['name']} | {row['seconds']:g} | {plan.time.step:.0f}{'' if plan.fits else ' (does not fit)'} | "
+            f"{error:+.0%} | {share} | {plan.time.phases['rollout'] / plan.time.step:.0%} | {length} | "
+            f"[{source['title']}]({source['url']}) |"
+        )
+    found = errors["published"]
+    lines += [
+        "",
+        f"Where the length is published, {len(found)} rows, the error is {statistics.mean(map(abs, found)):.0%} on "
+        f"average and {max(found, key=abs):+.0%} at worst; where it is assumed, {len(errors['assumed'])} rows, "
+        f"{max(errors['assumed'], key=abs):+.0%} at worst.",
+    ]
+    return "\n".join(lines)
+
+
+def aime_table() -> str:
+    """What a plan says of each AIME config, in Markdown; the parts of a step, as they are printed, add up to it."""
+    lines = [
+        "| config | GPUs | GiB of a GPU, rollout / training | GiB of a node's own memory | rollout, s | grading | "
+        "scoring | critic | policy | other | step | GPU-hours of the run |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in AIME_CONFIGS:
+        config = load_config(PlanConfig, AIME / f"{name}.yaml", [], PRESETS)
+        # The sizes that the package has, whatever may lie in models/ here.
+        shipped = {"path": str(SHIPPED / Path(config.model.path).name)}
+        config = config.model_copy(update={"model": config.model.model_copy(update=shipped)})
+        plan = make_plan(config, default_world(config))
+        rollout, *training = (phase.total / GIB for phase in plan.memory.phases)
+        seconds = plan.time.phases
+        scoring = sum(value for phase, value in seconds.items() if phase.startswith("score_"))
+        parts = [seconds["rollout"], seconds["verify"], scoring, seconds.get("update_critic", 0.0)]
+        parts.append(seconds["update_policy"])
+        parts.append(plan.time.step - sum(parts))
+        whole = [round(part) for part in parts]
+        cells = " | ".join(str(part) for part in (*whole, sum(whole)))
+        lines.append(
+            f"| {name}.yaml | {plan.world} | {rollout:.1f} / {max(training):.1f} | "
+            f"{plan.memory.host.total / GIB:.0f} | "
+            f"{cells} | {plan.gpu_hours:,.0f} |"
+        )
+    return "\n".join(lines)
+
+
+TABLES = {ROOT / "docs" / "plan.md": table, AIME / "README.md": aime_table}
+
+
+def page(path: Path) -> str:
+    """A page with its table as it is now."""
+    before, rest = path.read_text().split(BEGIN)
+    return f"{before}{BEGIN}\n{TABLES[path]()}\n{END}{rest.partition(END)[2]}"
+
+
+def main() -> None:
+    """Print the tables, or write them."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--write", action="store_true", help="put them into their pages")
+    write = arguments.parse_args().write
+    for path, make in TABLES.items():
+        if not write:
+            print(make(), end="\n\n")
+            continue
+        text = page(path)
+        with atomic_write(path) as out:
+            out.write(text)
+
+
+if __name__ == "__main__":
+    main()

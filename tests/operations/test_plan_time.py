@@ -1,0 +1,124 @@
+"""What a plan's seconds are made of: grading, rounds, engines of unequal load and precision, measured efficiencies."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plans import ROOT
+
+from vapo_megatron.cli import PRESETS
+from vapo_megatron.config.algorithm import DynamicSamplingConfig
+from vapo_megatron.config.load import load_config
+from vapo_megatron.config.plan import PlanConfig
+from vapo_megatron.errors import BadInput
+from vapo_megatron.operations.hardware import GIB
+from vapo_megatron.operations.plan.lengths import Lengths
+from vapo_megatron.operations.plan.plan import Plan, make_plan
+from vapo_megatron.operations.plan.rollout import imbalance, rounds
+from vapo_megatron.operations.plan.search import propose
+
+
+def plan(*overrides: str, example: str = "aime_qwen2.5_32b/vapo.yaml", world: int = 128) -> Plan:
+    return make_plan(load_config(PlanConfig, ROOT / "examples" / example, [*overrides], PRESETS), world)
+
+
+@pytest.mark.parametrize(
+    ("share", "oversampling", "most", "drawn"),
+    [(0.5, 3.0, 10, [300]), (0.2, 3.0, 10, [300, 120, 48, 19]), (0.2, 1.0, 2, [100, 80]), (1.0, 1.0, 10, [100])],
+)
+def test_rounds_go_on_until_enough_groups_are_informative(
+    share: float, oversampling: float, most: int, drawn: list[int]
+) -> None:
+    settings = DynamicSamplingConfig(enabled=True, oversampling=oversampling, max_rounds=most)
+    assert rounds(100, settings, share)[: len(drawn)] == drawn
+    assert len(rounds(100, settings, share)) <= most
+    assert rounds(100, DynamicSamplingConfig(), share) == [100]
+
+
+def test_dynamic_sampling_pays_for_what_it_drops() -> None:
+    phases = plan(example="aime_qwen2.5_32b/dapo.yaml").time.phases
+    without = plan("algorithm.dynamic_sampling.enabled=false", example="aime_qwen2.5_32b/dapo.yaml").time.phases
+    assert phases["rollout"] > 2 * without["rollout"]
+    assert phases["verify"] == pytest.approx(3 * without["verify"])
+    assert phases["update_policy"] == without["update_policy"]
+    assert phases["rollout"] / sum(phases.values()) > 0.65
+
+
+def test_grading_follows_generation() -> None:
+    slow, fast = plan("plan.grade_seconds=0.4"), plan("plan.grade_seconds=0")
+    assert slow.time.step - fast.time.step == pytest.approx(512 * 16 * 0.4 / 32)
+
+
+def test_more_engines_differ_more() -> None:
+    lengths = Lengths(prompt=100.0, mean=1000.0, longest=4000, longest_prompt=200)
+    assert imbalance(1, 64, 1024, lengths) == 1
+    assert 1 < imbalance(2, 64, 1024, lengths) < imbalance(16, 64, 1024, lengths)
+    equal = Lengths(prompt=100.0, mean=4000.0, longest=4000, longest_prompt=200)
+    assert imbalance(16, 64, 1024, equal) == pytest.approx(1)
+
+
+def test_engines_hold_weights_in_their_own_precision() -> None:
+    fp8 = ("rollout.quantization=fp8", "rollout.load_format=dummy")
+    half = plan(*fp8).memory.engine.weights / plan().memory.engine.weights
+    # 1.56e9 of 32.8e9 parameters are embedding and head, which stay in bf16.
+    assert half == pytest.approx((31.2 * 1.0002 + 1.557 * 2) / (32.76 * 2), rel=1e-3)
+    assert plan(*fp8).time.phases["rollout"] < plan().time.phases["rollout"]
+
+
+def test_deterministic_engines_cost_a_third() -> None:
+    slow, fast = (plan(f"rollout.deterministic={on}").time.phases["rollout"] for on in ("true", "false"))
+    assert fast / slow == pytest.approx(0.66)
+
+
+def test_tiny_micro_batches_cost_their_launches() -> None:
+    sizes = ("sampling.max_new_tokens=256", "rollout.context_length=null", "data.max_prompt_tokens=128")
+    small = "aime_qwen2.5_32b/vapo_1.5b.yaml"
+    tiny = plan(*sizes, "actor.max_tokens_per_microbatch=384", example=small, world=8)
+    whole = plan(*sizes, "actor.max_tokens_per_microbatch=16384", example=small, world=8)
+    assert tiny.time.phases["update_policy"] > 1.5 * whole.time.phases["update_policy"]
+    assert tiny.time.phases["score_values"] == whole.time.phases["score_values"]
+
+
+def measured(path: Path, **changes: Any) -> str:
+    rows = [
+        {"shape": shape, "precision": precision, "parameters": size, "linear": linear}
+        for shape, size, precision, linear in (
+            ("1.5b", 1_500_000_000, "bf16", 0.3),
+            ("7b", 7_600_000_000, "bf16", 0.5),
+            ("7b", 7_600_000_000, "fp8 blockwise", 0.7),
+            ("7b", 7_600_000_000, "fp8 delayed", "-"),
+        )
+    ]
+    path.write_text(json.dumps({"machine": {"hardware": "NVIDIA H100 80GB HBM3"}, "rows": rows} | changes))
+    return f"plan.gpu_benchmark={path}"
+
+
+def test_measured_efficiencies_are_those_of_the_nearest_shape(tmp_path: Path) -> None:
+    found = plan(measured(tmp_path / "gpu.json")).hardware.efficiency
+    assert (found.linear, found.fp8_gain) == (0.5, pytest.approx(1.4))
+    assert found.attention == pytest.approx(0.5 * 0.35 / 0.45)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"machine": {"hardware": "AMD EPYC"}}, "was measured on AMD EPYC, hardware.kind is h100-80g"),
+        ({"rows": []}, "no timed row in bf16"),
+        ({"rows": 3}, "cannot be read"),
+    ],
+)
+def test_a_benchmark_that_says_nothing_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        plan(measured(tmp_path / "gpu.json", **changes))
+
+
+def test_a_critic_that_has_no_room_gets_a_budget_of_its_own() -> None:
+    given = plan("critic.max_tokens_per_microbatch=65536")
+    assert [problem.kind for problem in given.memory.problems] == ["device"]
+    proposal = propose(given)
+    assert proposal is not None and list(proposal.changes) == ["critic.max_tokens_per_microbatch"]
+    assert proposal.plan.fits
+    room = proposal.plan.hardware.usable_memory
+    training = [phase.total for phase in proposal.plan.memory.phases if phase.phase == "update_critic"]
+    assert room - 6 * GIB < training[0] + 1 * GIB and training[0] <= room - 5 * GIB
