@@ -1,11 +1,11 @@
-"""What a batch costs the ranks of a machine: bytes a token on each, and seconds until all have it.
+"""What a batch costs the ranks of a machine: bytes per token on each, and seconds until all have it.
 
     python -m benchmarks.batch_copies [--ranks 2 4] [--tokens 4000000] [--length 6000] [--json FILE]
 
 Ranks are processes of this machine, of which rank 0 has the rollout. "a copy a rank" sends every tensor to every rank,
 which keeps it, as most trainers do; "once a machine" is what the trainer does (training/broadcast.py). To what is sent
 (tokens, log-probs of the engine and what goes by samples) come the fields that scoring and advantages fill in: old
-log-probs, entropies, values, advantages, returns and importance weights, of four bytes a response token each. Memory is
+log-probs, entropies, values, advantages, returns and importance weights, four bytes per response token each. Memory is
 the growth of a process's proportional set size: a page that four ranks have mapped counts a quarter for each. `copies a
 machine` is that of all ranks together, in units of the batch.
 """
@@ -70,7 +70,7 @@ def measure(way: str, tokens: int, length: int) -> dict[str, Any]:
     return {
         "ranks": len(grown),
         "way": way,
-        "bytes a token and rank": sum(grown) / len(grown) / len(batch.tokens),
+        "bytes per token and rank": sum(grown) / len(grown) / len(batch.tokens),
         "copies a machine": sum(grown) / size,
         "s to have it": seconds,
     }
