@@ -26,7 +26,7 @@ from benchmarks.token_mdp import LONGEST, STATES, WORDS, Responses, TokenMdp
 from vapo_megatron.algorithms.gae import length_adaptive_lambda
 from vapo_megatron.algorithms.importance import block_bounds, inside, log_ratio_at, mis, tis, whole_responses
 from vapo_megatron.algorithms.off_policy import corrected_gae
-from vapo_megatron.algorithms.segments import segment_sum
+from vapo_megatron.algorithms.segments import segment_sum, to_tokens
 from vapo_megatron.config.atomic import atomic_write
 
 AGES = (0, 1, 2, 4, 8, 16)
@@ -164,26 +164,36 @@ def drift(found: Responses, log_ratio: Tensor, critic: Tensor, truth: Tensor) ->
     }
 
 
-def tracked(mdp: TokenMdp, policies: list[Tensor], age: int, steps: int, responses: int) -> dict[str, float]:
-    """Mean squared error of critics that start exact and have learnt for `steps` steps, over the last quarter, by way.
+def tracked(mdp: TokenMdp, policies: list[Tensor], steps: int, responses: int) -> Tensor:
+    """Mean squared error of critics that start exact and have learnt for `steps` steps, over the last quarter.
 
-    All ways see the same responses.
+    float64 [AGES, WAYS]. All ways see the same responses; a step is one batch of every way at every age.
     """
-    first = len(policies) - steps
-    critics = {name: mdp.values(policies[first - 1]) for name in WAYS}
-    errors = dict.fromkeys(WAYS, 0.0)
+    first, ways = len(policies) - steps, list(WAYS.values())
+    critics = mdp.values(policies[first - 1]).expand(len(AGES), len(ways), -1, -1).clone()
+    errors = torch.zeros(len(AGES), len(ways), dtype=torch.float64)
+    lam = torch.tensor([way.lam_critic for way in ways]).repeat_interleave(len(AGES) * responses)
     for now in range(first, len(policies)):
-        found = mdp.draw(policies[now - age], responses)
-        log_ratio = log_ratios(found, policies[now], policies[now - age])
-        truth, seen = mdp.values(policies[now]), mdp.draw(policies[now], 512).cells
-        for name, way in WAYS.items():
-            _, targets, accepted = estimate(found, log_ratio, critics[name], way)
-            means, counts = cell_means(targets[accepted], found.cells[accepted], LONGEST * STATES)
-            rate = (counts / (counts + 32)).view_as(truth)
-            critics[name] = critics[name] + rate * (means.view_as(truth) - critics[name])
-            if now >= len(policies) - steps // 4:
-                error = (critics[name] - truth).flatten()[seen].square().mean()
-                errors[name] += float(error) / (steps // 4)
+        drawn = mdp.draw(torch.stack([policies[now - age] for age in AGES]), responses)
+        ages = to_tokens(torch.arange(len(AGES)).repeat_interleave(responses), drawn.cu_seqlens)
+        behaviour = torch.stack([policies[now - age].log_softmax(-1) for age in AGES])
+        words = drawn.states * WORDS + drawn.words
+        log_ratio = (policies[now].log_softmax(-1) - behaviour).flatten(1)[ages, words].float()
+        values = critics.flatten(2)[ages, :, drawn.cells].t().float()
+        weights = torch.stack([way.weigh(log_ratio, drawn.cu_seqlens) for way in ways])
+        tokens, count = drawn.words.numel(), len(ways)
+        bounds = torch.cat([drawn.cu_seqlens[:-1] + way * tokens for way in range(count)])
+        bounds = torch.nn.functional.pad(bounds, (0, 1), value=count * tokens)
+        w = weights.flatten()
+        _, targets = corrected_gae(drawn.rewards.repeat(count), values.flatten(), bounds, lam, lam, w, w)
+        accepted = torch.stack([way.accept(log_ratio, drawn.cu_seqlens) for way in ways]).flatten()
+        tables = (ages * count + torch.arange(count)[:, None]) * (LONGEST * STATES) + drawn.cells
+        means, counts = cell_means(targets[accepted], tables.flatten()[accepted], critics.numel())
+        rate = counts / (counts + 32)
+        critics = critics + (rate * (means - critics.flatten())).view_as(critics)
+        if now >= len(policies) - steps // 4:
+            difference = (critics - mdp.values(policies[now])).flatten(2)
+            errors += difference[..., mdp.draw(policies[now], 512).cells].square().mean(-1) / (steps // 4)
     return errors
 
 
@@ -198,12 +208,11 @@ def one_seed(seed: int, kl: float, arguments: argparse.Namespace) -> dict[int, d
         # The same random numbers for every age.
         mdp.random.manual_seed(seed)
         rows[age] = at_age(mdp, policies[: 1 + max(AGES)], age, arguments.responses)
-        errors = tracked(mdp, policies, age, arguments.steps, arguments.batch)
-        for name, error in errors.items():
+    errors = tracked(mdp, policies, arguments.steps, arguments.batch)
+    for age, of_age in zip(AGES, errors.tolist(), strict=True):
+        for name, error in zip(WAYS, of_age, strict=True):
             rows[age][name]["critic error"] = error
-            rows[age][name]["critic error by uncorrected"] = 0.5 * float(
-                np.log(error / errors["uncorrected, lambda 1"])
-            )
+            rows[age][name]["critic error by uncorrected"] = 0.5 * float(np.log(error / of_age[0]))
     return rows
 
 

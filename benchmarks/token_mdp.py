@@ -68,14 +68,23 @@ class TokenMdp:
         return (self.q_values(logits) * logits.softmax(-1)).sum(-1)
 
     def draw(self, logits: Tensor, responses: int) -> Responses:
-        """Responses of the policy to first states that are all equally likely."""
-        chances = logits.softmax(-1)
-        state = torch.randint(STATES, (responses,), generator=self.random)
+        """Responses of a policy to first states that are all equally likely.
+
+        Logits [P, STATES, WORDS] of several policies give `responses` of each, one policy after another, that begin
+        in the same states and end at the same places.
+        """
+        policies = logits.view(-1, STATES, WORDS)
+        sums = policies.softmax(-1).cumsum(-1).flatten(0, 1)
+        copies = len(policies)
+        rows = torch.arange(copies).repeat_interleave(responses) * STATES
+        state = torch.randint(STATES, (responses,), generator=self.random).repeat(copies)
+        responses *= copies
         alive = torch.ones(responses, dtype=torch.bool)
-        ends = torch.rand(responses, LONGEST, generator=self.random) < 1 / MEAN_LENGTH
+        ends = (torch.rand(responses // copies, LONGEST, generator=self.random) < 1 / MEAN_LENGTH).repeat(copies, 1)
+        chance = torch.rand(responses, LONGEST, generator=self.random, dtype=torch.float64)
         columns = []
         for place in range(LONGEST):
-            word = torch.multinomial(chances[state], 1, generator=self.random).squeeze(1)
+            word = (chance[:, place, None] > sums[rows + state]).sum(1).clamp(max=WORDS - 1)
             columns.append((state, word, alive))
             alive = alive & ~ends[:, place]
             state = self.following[state, word]
