@@ -43,7 +43,7 @@ class TableRow:
 
 @dataclass(frozen=True)
 class PhaseRow:
-    """A phase over a whole run: seconds, their share of all steps, and its highest memory in GiB (None: not known)."""
+    """A phase over a whole run: seconds, their share of all phases' seconds, its highest memory in GiB by gauge."""
 
     name: str
     seconds: float
@@ -90,16 +90,17 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[TableRow]:
 def phases(rows: Sequence[Mapping[str, Any]]) -> list[PhaseRow]:
     """Every phase, the longest first."""
     timed = [row for row in rows if row["step"] > 0]
-    total = sum(row.get(names.STEP_TIME) or 0.0 for row in timed)
+    metrics = {name for row in timed for name in row if name.startswith(names.TIME)} - {names.STEP_TIME}
+    seconds = {metric: sum(row.get(metric) or 0.0 for row in timed) for metric in metrics}
+    total = sum(seconds.values())
     found = []
-    for metric in dict.fromkeys(name for row in timed for name in row if name.startswith(names.TIME)):
+    for metric in sorted(metrics, key=lambda metric: -seconds[metric]):
         phase = metric.removeprefix(names.TIME)
-        if metric != names.STEP_TIME:
-            seconds = sum(row.get(metric) or 0.0 for row in timed)
-            gauges = sorted({name for row in timed for name in row if name.endswith(f"/{phase}_gib")})
-            peaks = {name.partition("/")[0]: max(row.get(name) or 0.0 for row in timed) for name in gauges}
-            found.append(PhaseRow(phase.replace("_", " "), seconds, seconds / total if total else 0.0, peaks))
-    return sorted(found, key=lambda row: -row.seconds)
+        gauges = sorted({name for row in timed for name in row if name.endswith(f"/{phase}_gib")})
+        peaks = {name.partition("/")[0]: max(row.get(name) or 0.0 for row in timed) for name in gauges}
+        share = seconds[metric] / total if total else 0.0
+        found.append(PhaseRow(phase.replace("_", " "), seconds[metric], share, peaks))
+    return found
 
 
 def sentences(run: Run) -> list[str]:
@@ -162,9 +163,11 @@ def _critic(run: Run) -> str:
 
 
 def _time(run: Run) -> str:
-    longest = phases(run.rows)[:3]
-    if sum(row.share for row in longest) < 0.5:
-        return ""
+    found = phases(run.rows)
+    total = sum(row.get(names.STEP_TIME) or 0.0 for row in run.rows)
+    if sum(row.seconds for row in found) < 0.5 * total or not total:
+        return ""  # a fine-tuning times little of what it does
+    longest = found[:3]
     return f"Most of the time went into {', '.join(f'{row.name} ({row.share:.0%})' for row in longest)}."
 
 

@@ -35,7 +35,8 @@ function logTicks(low, high) {
   const found = [];
   for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++) found.push(10 ** power);
   const within = found.filter((at) => at >= low * 0.999 && at <= high * 1.001);
-  return within.length > 1 ? within : ticks(low, high, 4).filter((at) => at > 0);
+  const every = Math.ceil(within.length / 6);
+  return within.length > 1 ? within.filter((_, i) => i % every === 0) : ticks(low, high, 4).filter((at) => at > 0);
 }
 
 // A moving mean over a twelfth of the points.
