@@ -75,7 +75,15 @@ def test_environment_names_what_is_there_and_what_is_not() -> None:
 def test_sentences_say_what_was_reached_and_what_the_critic_adds() -> None:
     critic = {"critic__explained_variance": 0.6, "critic__baseline_loo_ev": 0.4, "critic__baseline_position_ev": 0.1}
     rows = [
-        row(step, accuracy__mean=step / 10, response_length__mean=100.0, time__step=60.0, time__rollout=45.0, time__verify=15.0, **critic)
+        row(
+            step,
+            accuracy__mean=step / 10,
+            response_length__mean=100.0,
+            time__step=60.0,
+            time__rollout=45.0,
+            time__verify=15.0,
+            **critic,
+        )
         for step in range(1, 11)
     ]
     rows[0] |= {"evaluation/unseen_avg@4": 0.25}
