@@ -10,9 +10,11 @@ from matplotlib.figure import Figure
 
 from examples.ablation.results import Figures
 from vapo_megatron.config.atomic import atomic_write
-from vapo_megatron.operations.report.curves import BLUE, GREEN, GREY, INK, ORANGE, PAPER, PURPLE, RED, STYLE
+from vapo_megatron.operations.report.curves import COLORS as PALETTE
+from vapo_megatron.operations.report.curves import GREY, INK, PAPER, STYLE
 
 DPI = 130
+BLUE, ORANGE, GREEN, PURPLE, RED = PALETTE[:5]
 # Of both stages: what removes a part of VAPO is thin, what is another algorithm is dashed.
 COLORS = {
     "vapo": INK,
