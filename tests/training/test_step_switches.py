@@ -180,9 +180,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def failed(folder: Path) -> dict[str, str]:
-    """All cases on one forked rank; the tracebacks of those that did not get through."""
-    cases = {case.name: case.switches for case in CASES} | {name: cut[0] for name, cut in CUTS.items()}
+def failed(request: pytest.FixtureRequest, folder: Path) -> dict[str, str]:
+    """The cases of all tests that are to run, on one forked rank; the tracebacks of those that did not get through."""
+    cases: dict[str, dict[str, Any]] = {}
+    for item in request.session.items:
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        if isinstance(given.get("case"), Case):
+            cases[given["case"].name] = given["case"].switches
+        elif given.get("name") in CUTS:
+            cases[given["name"]] = CUTS[given["name"]][0]
     return run_ranks(1, iterate_all, folder, cases | OLD_LOGPROBS, deadline=280)[0]
 
 
