@@ -17,7 +17,9 @@ TORCH := $(shell grep '^torch==' requirements/cpu.lock)
 # PYTHONDONTWRITEBYTECODE is set nothing would ever be compiled, and every import of sglang takes 12 s more.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 
-.PHONY: help install quickstart test test-full test-mcore019 test-py312 bench gpu-check lint format docs docs-serve
+ROOMS ?=
+
+.PHONY: help install quickstart test test-full test-mcore019 test-py312 mutants bench gpu-check lint format docs docs-serve
 
 help:
 	@echo "make quickstart   train a small reasoning model with VAPO on this machine, from nothing"
@@ -25,6 +27,7 @@ help:
 	@echo "make test-full    the larger matrix of parallel layouts, about ten minutes on two cores"
 	@echo "make test-mcore019  tests of layouts and weights with Megatron-Core 0.19 on Python 3.11, in .venv-mcore019"
 	@echo "make test-py312   the same on Python 3.12, in .venv-py312"
+	@echo "make mutants      how many small changes to the code the tests notice, in .venv-mutants; hours, goes on where it stopped"
 	@echo "make bench        every benchmark at sizes of a CPU; tables go to runs/benchmarks/"
 	@echo "make gpu-check    what a GPU node is checked with first, in its own environment; see docs/gpu.md"
 	@echo "make lint         ruff and mypy alone"
@@ -67,6 +70,17 @@ test-py312: .venv-py312/.installed
 	.venv-py312/bin/python -m pip --disable-pip-version-check install --no-deps \
 	  -r <(sed 's/^megatron-core==.*/megatron-core==$(MCORE_NEXT)/' requirements/cpu.lock)
 	.venv-py312/bin/python -m pip --disable-pip-version-check install --no-deps --no-build-isolation --editable .
+	touch $@
+
+# The packages of .venv, and mutmut with what it needs in front of them.
+mutants: .venv-mutants/.installed
+	@nice -n 15 .venv-mutants/bin/python tools/mutants.py $(ROOMS)
+
+.venv-mutants/.installed: $(STAMP) requirements/mutants.txt
+	@$(BIN)/python -m venv --clear --without-pip .venv-mutants
+	site=$$(.venv-mutants/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+	$(PIP) --no-deps --target "$$site" -r requirements/mutants.txt
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$site/packages_of_venv.pth"
 	touch $@
 
 bench: $(STAMP)

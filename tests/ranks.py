@@ -40,6 +40,16 @@ def _rank(
     os._exit(0)
 
 
+def _in_this_process(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """One rank that is no process of its own: what it reaches is seen by a tool that watches this one."""
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            return fn(*args)
+        finally:
+            dist.destroy_process_group()
+
+
 def run_ranks(
     world_size: int, fn: Callable[..., Any], *args: Any, deadline: float = 60, cuda: bool = False
 ) -> list[Any]:
@@ -48,8 +58,11 @@ def run_ranks(
     No tensors: they would not outlive the rank. With cuda every rank has a GPU, as in training; it is started afresh,
     because CUDA does not survive a fork, so fn has to be a module's.
 
-    A rank's exception fails the test.
+    A rank's exception fails the test. With RANKS_IN_PROCESS in the environment (tools/mutants.py) a single rank is not
+    forked.
     """
+    if world_size == 1 and not cuda and os.environ.get("RANKS_IN_PROCESS"):
+        return [_in_this_process(fn, args)]
     context: Any = multiprocessing.get_context("spawn" if cuda else "fork")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:

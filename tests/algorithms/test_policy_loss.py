@@ -86,6 +86,12 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
     assert gradient.tolist() == pytest.approx([-0.1, 1.2, -1.5])
 
 
+def test_cispo_weighs_by_the_ratio_to_the_old_policy_and_by_the_advantage() -> None:
+    logprobs, old = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -1.0, -3.0])
+    losses = loss.cispo(logprobs, old, torch.tensor([2.0, -3.0, 0.5]), clip_high=1.0)
+    assert losses.tolist() == pytest.approx([2.0 * math.exp(0.5), -3.0 * math.exp(-1) * 2.0, 0.5 * 2.0 * 0.5])
+
+
 def test_sao_drops_tokens_outside_the_range() -> None:
     rollout = torch.zeros(4, dtype=torch.float64)
     logprobs = log_of([0.7, 0.9, 1.2, 1.4]).requires_grad_()

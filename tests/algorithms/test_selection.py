@@ -32,6 +32,7 @@ def test_positives_are_correct_or_above_a_bound_and_never_truncated() -> None:
     assert positive_responses(correct, truncated).tolist() == [True, False, False, False]
     rewards = torch.tensor([0.5, 0.75, 1.0, 1.0])
     assert positive_responses(correct, truncated, rewards, 0.5).tolist() == [False, True, False, False]
+    assert positive_responses(correct, truncated, rewards - 0.5).tolist() == [False, True, False, False]
 
 
 def test_orders_of_mini_batches_differ_by_step_model_and_epoch() -> None:

@@ -24,3 +24,8 @@ def test_kimi_length_reward() -> None:
     correct = torch.tensor([1, 1, 1, 1, 0, 0, 0])
     assert kimi_length_reward(lengths, correct, groups).tolist() == [0.5, 0.0, 0.0, -0.5, 0.0, 0.0, 0.0]
     assert kimi_length_reward(lengths, 1 - correct, groups).tolist() == [0.0, 0.0, 0.0, -0.5, 0.25, 0.0, 0.5]
+
+
+def test_kimi_length_reward_spans_its_range_where_lengths_differ_by_one() -> None:
+    lengths, groups = torch.tensor([3, 4]), torch.zeros(2, dtype=torch.int64)
+    assert kimi_length_reward(lengths, torch.ones(2), groups).tolist() == [0.5, -0.5]

@@ -1,5 +1,7 @@
 """Value losses."""
 
+import math
+
 import pytest
 import torch
 
@@ -66,3 +68,9 @@ def test_gradients_by_finite_differences() -> None:
     logits = torch.randn(3, 7, generator=generator, dtype=torch.float64, requires_grad=True)
     point = torch.tensor([-0.4, 0.1, 0.6])
     assert torch.autograd.gradcheck(lambda x: vl.hl_gauss(x, point, -1, 1), logits)
+
+
+def test_a_bounded_value_is_the_output_in_the_middle_and_never_leaves_the_range() -> None:
+    outputs = torch.tensor([0.0, 0.01, 1.0, -50.0, 50.0], dtype=torch.float64)
+    found = vl.bounded_value(outputs, low=-1.0, high=3.0)
+    assert found.tolist() == pytest.approx([1.0, 1.01, 1 + 2 * math.tanh(0.5), -1.0, 3.0], abs=1e-6)

@@ -1,0 +1,170 @@
+"""Mutation testing: how many small changes to the code do its tests notice? `make mutants ROOMS="algorithms rewards"`.
+
+Each room is mutated in a copy of the working tree, runs/mutants/ROOM, with the tests named below. A run that was
+interrupted goes on where it stopped, and after a change only what it touches is run again. Survivors that no test is
+to kill stand with the reason in tests/mutants.toml; any other is listed, and the exit code is 1 below 95 % killed.
+Runs with the Python of .venv-mutants (requirements/mutants.txt).
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import libcst as cst
+
+ROOT = Path(__file__).resolve().parent.parent
+ACCEPTED = ROOT / "tests" / "mutants.toml"
+LEAST_KILLED = 0.95
+# The tests of each room that take seconds. Ranks run in the tests' own process (tests/ranks.py): which test reaches
+# which function is not seen from a forked one.
+ROOMS: dict[str, tuple[str, ...]] = {
+    "algorithms": ("tests/algorithms",),
+    "experience": ("tests/experience",),
+    "rewards": ("tests/rewards",),
+    "training": (
+        "tests/training/test_collect_switches.py",
+        "tests/training/test_step_switches.py",
+        "tests/training/test_value_pretraining.py",
+        "tests/training/test_recorded_rollouts.py",
+        "tests/training/test_user_functions.py",
+    ),
+}
+# What mutmut's exit codes say; others are time limits and crashes, which count as killed.
+SURVIVED, NO_TESTS, NOT_RUN = "survived", "no tests", "not run"
+STATES = {0: SURVIVED, 33: NO_TESTS, 5: NO_TESTS, None: NOT_RUN, 34: "skipped"}
+
+
+class WithoutDecorator(cst.CSTTransformer):
+    """mutmut leaves decorated functions alone: @torch.no_grad() becomes a with statement, which says the same."""
+
+    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+        """Called by libcst on each function."""
+        decorators = updated_node.decorators
+        body = updated_node.body
+        if len(decorators) != 1 or not isinstance(body, cst.IndentedBlock):
+            return updated_node
+        call = decorators[0].decorator
+        if cst.Module([]).code_for_node(call) != "torch.no_grad()":
+            return updated_node
+        has_docstring = updated_node.get_docstring() is not None
+        docstring, rest = body.body[:has_docstring], body.body[has_docstring:]
+        block = cst.With(items=[cst.WithItem(call)], body=cst.IndentedBlock(rest))
+        return updated_node.with_changes(decorators=(), body=body.with_changes(body=(*docstring, block)))
+
+
+def prepare(room: str) -> Path:
+    """A copy of the tracked files of the working tree with mutmut's settings for a room; earlier results stay."""
+    copy = ROOT / "runs" / "mutants" / room
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    names = [name for name in listed.splitlines() if (ROOT / name).is_file()]
+    for name in names:
+        target = copy / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        content = (ROOT / name).read_bytes()
+        if name.startswith(f"vapo_megatron/{room}/") and name.endswith(".py"):
+            content = cst.parse_module(content.decode()).visit(WithoutDecorator()).code.encode()
+        if name == "pyproject.toml":
+            content += settings(room, names).encode()
+        if not target.is_file() or target.read_bytes() != content:
+            target.write_bytes(content)
+            shutil.copymode(ROOT / name, target)
+    return copy
+
+
+def settings(room: str, names: list[str]) -> str:
+    """The section of pyproject.toml that mutmut reads. Messages of errors are text, not behaviour."""
+    tops = sorted({name.partition("/")[0] for name in names} - {"vapo_megatron", "pyproject.toml"})
+    return f"""
+[tool.mutmut]
+source_paths = ["vapo_megatron"]
+only_mutate = ["vapo_megatron/{room}/*"]
+also_copy = {json.dumps(tops)}
+pytest_add_cli_args_test_selection = {json.dumps(ROOMS[room])}
+pytest_add_cli_args = ["-p", "no:cacheprovider"]
+do_not_mutate_patterns = ["raise [A-Z]", "assert "]
+"""
+
+
+def run(copy: Path, names: list[str]) -> None:
+    """Run what has not been run yet; names: of mutants, with wildcards, or none for all."""
+    environment = os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "RANKS_IN_PROCESS": "1"}
+    subprocess.run(
+        [sys.executable, "-m", "mutmut", "run", "--max-children", os.environ.get("WORKERS", "1"), *names],
+        cwd=copy,
+        env=environment,
+        check=False,
+    )
+
+
+def results(copy: Path, room: str) -> Iterator[tuple[str, str, str]]:
+    """Module, name and state of every mutant."""
+    for meta in sorted((copy / "mutants" / "vapo_megatron" / room).rglob("*.meta")):
+        module = meta.name.removesuffix(".py.meta")
+        for name, code in json.loads(meta.read_text())["exit_code_by_key"].items():
+            yield module, name, STATES.get(code, "killed")
+
+
+def changed_lines(copy: Path, name: str) -> str:
+    """What a mutant changes: its lines that begin with - and +, joined."""
+    shown = subprocess.run(
+        [sys.executable, "-m", "mutmut", "show", name], cwd=copy, capture_output=True, text=True, check=False
+    ).stdout
+    return " ".join(
+        " ".join(line.split())
+        for line in shown.splitlines()
+        if line.startswith(("-", "+")) and not line.startswith(("---", "+++"))
+    )
+
+
+def summarize(copy: Path, room: str) -> bool:
+    """Print the table of a room and the survivors without a reason; whether enough are killed."""
+    accepted = tomllib.loads(ACCEPTED.read_text())[room] if ACCEPTED.is_file() else {}
+    found = list(results(copy, room))
+    table: dict[str, Counter[str]] = {}
+    for module, _, state in found:
+        table.setdefault(module, Counter())[state] += 1
+    print(f"{room:28} killed  survived  no tests  not run    killed %")
+    survivors, reasons = [], 0
+    for module, counts in table.items():
+        decided = counts["killed"] + counts[SURVIVED] + counts[NO_TESTS]
+        share = f"{counts['killed'] / decided:9.1%}" if decided else "        -"
+        row = (counts["killed"], counts[SURVIVED], counts[NO_TESTS], counts[NOT_RUN])
+        print(f"{module:28} {row[0]:6} {row[1]:9} {row[2]:9} {row[3]:8}  {share}")
+    for _, name, state in found:
+        if state in (SURVIVED, NO_TESTS):
+            lines = changed_lines(copy, name)
+            if any(lines == line for line in accepted):
+                reasons += 1
+            else:
+                survivors.append(f"{state}: {name}: {lines}")
+    killed = sum(counts["killed"] for counts in table.values())
+    decided = killed + len(survivors) + reasons
+    print(f"{room}: {killed} of {decided} killed, {reasons} survivors with a reason in {ACCEPTED.name}")
+    print("\n".join(survivors))
+    return decided > 0 and (killed + reasons) / decided >= LEAST_KILLED
+
+
+def main(rooms: list[str]) -> int:
+    """rooms: names of ROOMS, `ROOM:MODULE` for one module alone; all without any. `--summary` first runs nothing."""
+    only_summary = rooms[:1] == ["--summary"]
+    good = True
+    for choice in rooms[only_summary:] or list(ROOMS):
+        room, _, module = choice.partition(":")
+        if room not in ROOMS:
+            print(f"mutants: {room} is no room, expected one of {', '.join(ROOMS)}", file=sys.stderr)
+            return 2
+        copy = ROOT / "runs" / "mutants" / room
+        if not only_summary:
+            run(prepare(room), [f"vapo_megatron.{room}.{module}.*"] if module else [])
+        good = summarize(copy, room) and good
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
