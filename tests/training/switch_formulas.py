@@ -204,8 +204,21 @@ def importance(config: AlgorithmConfig, old: Tensor, rollout: Tensor) -> Tensor:
         log_ratio = log_ratio.mean().expand_as(old)
     ratio = log_ratio.exp()
     if settings.kind == "tis":
-        return ratio.clamp(max=settings.cap)
+        return ratio.clamp(max=settings.cap) * accepted(config, old - rollout)
     return ratio * ((ratio >= settings.low) & (ratio <= settings.high))
+
+
+def accepted(config: AlgorithmConfig, log_ratio: Tensor) -> Tensor:
+    """Tokens of one response that are not rejected."""
+    settings, size = config.importance_sampling, log_ratio
+    if settings.reject == "sequence":
+        size = log_ratio.sum().expand_as(log_ratio)
+    elif settings.reject == "geometric":
+        size = log_ratio.mean().expand_as(log_ratio)
+    inside = (size.exp() >= settings.low) & (size.exp() <= settings.high)
+    if settings.reject == "any_token":
+        inside = inside.all().expand_as(inside)
+    return inside | (settings.reject == "none")
 
 
 def surrogate(config: AlgorithmConfig, new: Tensor, old: Tensor, rollout: Tensor, advantages: Tensor) -> Tensor:
@@ -301,7 +314,7 @@ class Iteration:
         counted = [s for s in members if estimates.selected[s]]
         weights = {s: importance(config, self.old[s], self.responses[s].rollout) for s in counted}
         lengths = {s: self.responses[s].length for s in counted}
-        if config.importance_sampling.kind == "mis" and config.importance_sampling.rejected == "dropped":
+        if config.importance_sampling.rejected == "dropped":
             lengths = {s: int((weights[s] > 0).sum()) for s in counted}
         present = [s for s in counted if lengths[s]]
         tokens = sum(lengths.values())
