@@ -92,6 +92,13 @@ def test_cispo_weighs_by_the_ratio_to_the_old_policy_and_by_the_advantage() -> N
     assert losses.tolist() == pytest.approx([2.0 * math.exp(0.5), -3.0 * math.exp(-1) * 2.0, 0.5 * 2.0 * 0.5])
 
 
+def test_sao_takes_the_ratio_to_the_rollout_policy() -> None:
+    logprobs, rollout = torch.tensor([-1.0, -2.0]), torch.tensor([-1.1, -3.0])
+    assert loss.sao(logprobs, rollout, torch.tensor([2.0, 2.0]), 0.2, 0.3).tolist() == pytest.approx(
+        [-2.0 * math.exp(0.1), 0.0]
+    )
+
+
 def test_sao_drops_tokens_outside_the_range() -> None:
     rollout = torch.zeros(4, dtype=torch.float64)
     logprobs = log_of([0.7, 0.9, 1.2, 1.4]).requires_grad_()

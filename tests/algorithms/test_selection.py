@@ -76,3 +76,9 @@ def test_an_empty_batch_has_no_minibatch_and_size_zero_is_refused() -> None:
     assert split_minibatches(GROUPS[:0], 4, "samples", 0) == []
     with pytest.raises(ValueError, match="at least one"):
         split_minibatches(GROUPS, 0, "groups", 0)
+
+
+def test_one_correct_response_of_three_is_enough_and_so_is_one_incorrect_one() -> None:
+    correct = torch.tensor([1, 0, 0, 1, 1, 0, 0, 0, 0])
+    groups = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2])
+    assert informative_groups(correct, groups).tolist() == [True] * 6 + [False] * 3
