@@ -47,14 +47,19 @@ def position_bins(cu_seqlens: Tensor, bins: int, relative: bool = False, mask: T
     if relative:
         lengths = to_tokens(response_lengths(cu_seqlens, mask), cu_seqlens).to(position.device)
         return (position * bins // lengths.clamp(min=1)).clamp(max=bins - 1)
-    counted = position if mask is None else position[mask != 0]
+    return even_bins(position, bins, mask)
+
+
+def even_bins(positions: Tensor, bins: int, mask: Tensor | None = None) -> Tensor:
+    """Bins of about equally many of the tokens whose mask is not 0, by position, int64 [T] -> int64 [T]."""
+    counted = positions if mask is None else positions[mask != 0]
     if counted.numel() == 0:
-        return torch.zeros_like(position)
+        return torch.zeros_like(positions)
     # A whole position is in one bin: that of the share of tokens which stand earlier.
     counts = torch.bincount(counted)
     earlier = counts.cumsum(0) - counts
     bin_of = (earlier * bins // counted.numel()).clamp(max=bins - 1)
-    return bin_of[position.clamp(max=counts.numel() - 1)]
+    return bin_of[positions.clamp(max=counts.numel() - 1)]
 
 
 def by_position(
@@ -70,9 +75,20 @@ def by_position(
     groups = int(owner.max()) + 1 if owner.numel() else 0
     if groups == 1:
         owner, groups = torch.arange(owner.numel(), device=owner.device), owner.numel()
-    kept = torch.ones_like(returns, dtype=torch.float64) if mask is None else (mask != 0).double()
-    weighted = returns.double() if mask is None else torch.where(mask != 0, returns.double(), 0)
-    bin_of, group = position_bins(cu_seqlens, bins, mask=mask), to_tokens(owner, cu_seqlens)
+    return mean_of_other_groups(
+        returns, position_bins(cu_seqlens, bins, mask=mask), to_tokens(owner, cu_seqlens), bins, groups, mask
+    )
+
+
+def mean_of_other_groups(
+    x: Tensor, bin_of: Tensor, group: Tensor, bins: int, groups: int, mask: Tensor | None = None
+) -> Tensor:
+    """Mean of x [T] in the same bin over all other groups: float64 [T].
+
+    bin_of and group are int64 [T], below bins and groups; where no other group has the bin, the mean of all others.
+    """
+    kept = torch.ones_like(x, dtype=torch.float64) if mask is None else (mask != 0).double()
+    weighted = x.double() if mask is None else torch.where(mask != 0, x.double(), 0)
     cell = bin_of * groups + group
     sums, counts = (torch.bincount(cell, x, minlength=bins * groups).view(bins, groups) for x in (weighted, kept))
     others = (sums.sum(1, keepdim=True) - sums, counts.sum(1, keepdim=True) - counts)

@@ -13,6 +13,8 @@ FAULTS = {
     "constant": "values are all equal: a head that is frozen, zeroed or not trained yet",
     "sign": "values are low where responses end well: the sign of the reward, or of the value loss, is inverted",
     "scale": "values order responses but are far from their returns in size: something scales them (a temperature?)",
+    "temperature": "values order states well and are all too large, or all too small, by one factor: something scales "
+    "them",
     "shift": "responses to one prompt begin with different values, though in one state: values are shifted against "
     "their tokens",
     "end": "the last tokens of responses, where the reward is, carry no loss: EOS is left out",

@@ -243,13 +243,20 @@ class ActorConfig(TrainableConfig):
 
 
 class CriticConfig(TrainableConfig):
-    """The value model: the policy's backbone and a scalar head, with a layout and an optimizer of its own."""
+    """The value model: a backbone, the policy's or its own, and a value head; layout and optimizer are its own."""
 
     optimizer: OptimizerSettings = OptimizerSettings(lr=2e-6)
     init: Literal["policy", "reward_model", "value_checkpoint"] = Field(
-        "policy", description="policy: its backbone and a new head; else backbone and head of init_path"
+        "policy",
+        description="policy: its backbone, or that of model_path, and a new head; else backbone and head of init_path",
     )
     init_path: str | None = Field(None, description="Hugging Face directory for reward_model and value_checkpoint")
+    model_path: str | None = Field(
+        None,
+        min_length=1,
+        description="init=policy: Hugging Face directory of another language model with the policy's tokenizer, a "
+        "smaller one for example, as backbone; none: model.path",
+    )
     head_init_std: float = Field(0.0, ge=0, description="init=policy: standard deviation of the new head; 0 is zeros")
     freeze_attention: bool = Field(False, description="the critic's attention modules keep their weights (SAO)")
 
@@ -259,6 +266,11 @@ class CriticConfig(TrainableConfig):
             raise ValueError(f"init={self.init} needs init_path: the Hugging Face directory to start from")
         if self.init == "policy" and self.init_path:
             raise ValueError("init=policy starts from model.path: leave init_path out, or set init")
+        if self.init != "policy" and self.model_path:
+            raise ValueError(
+                f"model_path={self.model_path} with init={self.init}: backbone and head are those of init_path, leave "
+                "model_path out"
+            )
         return self
 
 

@@ -1,5 +1,6 @@
 """The configs of `vapo-megatron train` and `vapo-megatron evaluate`: all sections, and what holds between them."""
 
+from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, model_validator
@@ -46,12 +47,16 @@ class TrainConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _no_sections_of_plan(cls, values: Any) -> Any:
-        for key in ("hardware", "plan"):
+    def _no_sections_of_other_commands(cls, values: Any) -> Any:
+        for key, commands in (
+            ("hardware", "plan` and `doctor"),
+            ("plan", "plan` and `doctor"),
+            ("critic_probes", "critic"),
+        ):
             if key not in cls.model_fields and isinstance(values, dict) and key in values:
                 raise ValueError(
-                    f"{key} is a section of `vapo-megatron plan` and `doctor` alone: give its keys to them as "
-                    "overrides or in a YAML that extends this config, and take it out here"
+                    f"{key} is a section of `vapo-megatron {commands}` alone: give its keys there as overrides or in a "
+                    "YAML that extends this config, and take it out here"
                 )
         return values
 
@@ -175,6 +180,11 @@ class TrainConfig(Section):
                     f"algorithm.{key} needs the verifier's grade, reward.correct_above=null leaves none: give "
                     "reward.correct_above, or switch it off"
                 )
+
+    @property
+    def critic_source(self) -> Path:
+        """The Hugging Face directory that the critic starts from."""
+        return Path(self.critic.init_path or self.critic.model_path or self.model.path)
 
     @property
     def samples(self) -> int:

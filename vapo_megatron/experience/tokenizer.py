@@ -45,6 +45,19 @@ class TextTokenizer:
                 f"{rows}: the two do not belong together, fetch the model's own tokenizer"
             )
 
+    def check_same(self, other: Path, key: str) -> None:
+        """Raises BadInput, with the config's key, where the tokenizer of another model's directory gives tokens other
+        ids; one without a tokenizer is taken to be made for this one."""
+        if not any((other / name).is_file() for name in _VOCABULARY_FILES):
+            return
+        mine, theirs = self._tokenizer.get_vocab(), load_tokenizer(other).get_vocab()
+        if mine != theirs:
+            differ = sum(theirs.get(token) != number for token, number in mine.items())
+            raise BadInput(
+                f"{key}={other}: its tokenizer has {len(theirs)} tokens and gives {differ} of the {len(mine)} tokens of "
+                f"{self._directory} another id, or none: give a model with the policy's tokenizer"
+            )
+
     def prompt_text(self, problem: str) -> str:
         """The prompt that the model reads, as text; with a chat template it ends where the assistant begins."""
         user = self._template.user_template.replace("{problem}", problem)

@@ -103,11 +103,11 @@ class Dispatcher:
         async def sample_group(engine: _Engine, group: int, prompt: Prompt) -> list[Sample]:
             nonlocal finished
             seeds = [response_seed(request.seed, prompt.cursor, index) for index in range(n)]
-            params = [self._sampling_params(request.sampling, seed) for seed in seeds]
+            params = [self._sampling_params(request.sampling, request.limit(group), seed) for seed in seeds]
             completions = await engine.client.generate([prompt.token_ids] * n, params, request.routed_experts)
             async with freed:
                 engine.requests -= n
-                engine.tokens -= request.max_tokens(prompt)
+                engine.tokens -= request.max_tokens(group)
                 freed.notify_all()
             finished += n
             if on_done is not None:
@@ -128,7 +128,7 @@ class Dispatcher:
                         await freed.wait_for(lambda: any(self._has_room(engine, n) for engine in self._engines))
                     engine = min((e for e in self._engines if self._has_room(e, n)), key=lambda e: e.tokens)
                     engine.requests += n
-                    engine.tokens += request.max_tokens(prompt)
+                    engine.tokens += request.max_tokens(group)
                     groups.append(tasks.create_task(sample_group(engine, group, prompt)))
         except TimeoutError:
             raise TryAgain(
@@ -144,12 +144,12 @@ class Dispatcher:
         limit = _QUEUED_PER_RUNNING * self._config.max_running_requests
         return engine.requests == 0 or engine.requests + n <= limit
 
-    def _sampling_params(self, sampling: SamplingConfig, seed: int) -> dict[str, Any]:
+    def _sampling_params(self, sampling: SamplingConfig, max_new_tokens: int, seed: int) -> dict[str, Any]:
         return {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
-            "max_new_tokens": sampling.max_new_tokens,
+            "max_new_tokens": max_new_tokens,
             "stop_token_ids": self._stop_token_ids,
             "sampling_seed": seed,  # read with rollout.deterministic alone
         }

@@ -21,6 +21,7 @@ class GenerationRequest:
         weight_version: of the weights that all engines must have; a response made by others is an error.
         routed_experts: of the model, where samples are to hold the experts that their tokens went through; needs
             rollout.router_replay.
+        max_new_tokens: of each prompt, in place of sampling's; for prompts that hold a part of a response already.
     """
 
     prompts: Sequence[Prompt]
@@ -29,12 +30,17 @@ class GenerationRequest:
     seed: int
     weight_version: int
     routed_experts: ExpertChoices | None = None
+    max_new_tokens: Sequence[int] | None = None
 
     @property
     def num_samples(self) -> int:
         """Responses in all."""
         return len(self.prompts) * self.samples_per_prompt
 
-    def max_tokens(self, prompt: Prompt) -> int:
+    def limit(self, group: int) -> int:
+        """The most tokens of a response to a prompt, by its place in prompts."""
+        return self.sampling.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens[group]
+
+    def max_tokens(self, group: int) -> int:
         """The most tokens that a prompt's group may come to: response lengths are not known beforehand."""
-        return self.samples_per_prompt * (len(prompt.token_ids) + self.sampling.max_new_tokens)
+        return self.samples_per_prompt * (len(self.prompts[group].token_ids) + self.limit(group))

@@ -2,6 +2,7 @@
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 from vapo_megatron.config.model import TrainableConfig
 from vapo_megatron.config.monitoring import MonitoringConfig
@@ -74,8 +75,9 @@ def check_train_numbers(config: TrainConfig, world_size: int | None) -> ModelSpe
         check_rollout_groups(config, world_size)
     check_lengths(config, spec)
     check_weights(Path(config.model.path), spec, "lm")
-    if config.critic.init_path and config.algorithm.uses_critic:
-        check_weights(Path(config.critic.init_path), sections[1][2], "value", value_head="saved")
+    if config.algorithm.uses_critic and config.critic_source != Path(config.model.path):
+        value_head: Literal["saved", "new"] = "new" if config.critic.init == "policy" else "saved"
+        check_weights(config.critic_source, sections[1][2], "value", value_head=value_head)
     return spec
 
 
@@ -90,13 +92,19 @@ def check_sft_numbers(config: SftConfig, world_size: int | None) -> ModelSpec:
 
 
 def check_critic_source(config: TrainConfig, policy: ModelSpec) -> ModelSpec:
-    """The critic's spec. Raises BadInput where critic.init_path cannot value the policy's tokens."""
-    source = Path(config.critic.init_path or config.model.path)
+    """The critic's spec. Raises BadInput where its model cannot value the policy's tokens, or so many of them."""
+    source, longest = config.critic_source, config.data.max_prompt_tokens + config.sampling.max_new_tokens
     spec = read_spec(source, value_outputs=config.algorithm.value_loss.outputs)
-    if spec.vocab_size != policy.vocab_size:
+    key = "critic.init_path" if config.critic.init_path else "critic.model_path"
+    if spec.vocab_size < policy.vocab_size:
         raise BadInput(
-            f"critic.init_path={config.critic.init_path}: it has {spec.vocab_size} words and model.path has "
-            f"{policy.vocab_size}: give a critic with the policy's tokenizer"
+            f"{key}={source}: it has {spec.vocab_size} words and model.path has {policy.vocab_size}: give a critic "
+            "with the policy's tokenizer and no fewer words"
+        )
+    if spec.max_position_embeddings < longest <= policy.max_position_embeddings:
+        raise BadInput(
+            f"{key}={source}: its context is {spec.max_position_embeddings} tokens, and data.max_prompt_tokens + "
+            f"sampling.max_new_tokens = {longest}: give a critic with a longer one, or lower them"
         )
     return spec
 

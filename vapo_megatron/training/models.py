@@ -63,12 +63,7 @@ class Models:
 def load_models(config: TrainConfig, resumed: Resumed | None) -> Models:
     """Collective: build the models that the algorithm asks for, with weights of Hugging Face directories, or of the
     checkpoint that the run goes on from where it holds them. They are offloaded afterwards."""
-    algorithm, policy_dir = config.algorithm, Path(config.model.path)
-    sources = {"actor": policy_dir}
-    if algorithm.uses_critic:
-        sources["critic"] = Path(config.critic.init_path or policy_dir)
-    if algorithm.uses_reference:
-        sources["reference"] = policy_dir
+    algorithm, sources = config.algorithm, model_sources(config)
     meshes: dict[str, Mesh] = {}
     models = {name: _load(name, source, config, meshes, resumed) for name, source in sources.items()}
     return Models(
@@ -82,28 +77,10 @@ def load_models(config: TrainConfig, resumed: Resumed | None) -> Models:
 
 
 def _load(name: str, source: Path, config: TrainConfig, meshes: dict[str, Mesh], resumed: Resumed | None) -> Trainable:
-    section = config.trainable(name)
-    spec = read_spec(source, value_outputs=config.algorithm.value_loss.outputs)
-    key = section.layout.model_dump_json()
-    if key not in meshes:
-        meshes[key] = make_mesh(section.layout, name)
-    head: Head = "value" if name == "critic" else "lm"
-    mesh, seed = meshes[key], config.run.seed
-    model = Trainable(
-        spec, config.model, section, mesh, head, name=name, seed=seed, temperature=config.sampling.temperature
-    )
+    model = _build(name, source, config, meshes)
     resumes = resumed is not None and name in resumed.manifest.models
     if not resumes:
-        load_hf(
-            model.chunks,
-            spec,
-            source,
-            mesh,
-            head,
-            value_head="saved" if name == "critic" and config.critic.init != "policy" else "new",
-            head_init_std=config.critic.head_init_std,
-            seed=seed,
-        )
+        _read_weights(model, source, config)
     if name == "reference":
         model.freeze()
     else:
@@ -113,3 +90,49 @@ def _load(name: str, source: Path, config: TrainConfig, meshes: dict[str, Mesh],
         resumed.load(model, name)
     model.offload()
     return model
+
+
+def load_frozen(name: str, config: TrainConfig) -> Trainable:
+    """Collective: the actor or the critic with the weights that the config names, to score with: no optimizer."""
+    source = model_sources(config)[name]
+    model = _build(name, source, config, {})
+    _read_weights(model, source, config)
+    model.freeze()
+    return model
+
+
+def model_sources(config: TrainConfig) -> dict[str, Path]:
+    """The Hugging Face directory that each model of the algorithm starts from, by name."""
+    algorithm, policy_dir = config.algorithm, Path(config.model.path)
+    sources = {"actor": policy_dir}
+    if algorithm.uses_critic:
+        sources["critic"] = config.critic_source
+    if algorithm.uses_reference:
+        sources["reference"] = policy_dir
+    return sources
+
+
+def _build(name: str, source: Path, config: TrainConfig, meshes: dict[str, Mesh]) -> Trainable:
+    section = config.trainable(name)
+    spec = read_spec(source, value_outputs=config.algorithm.value_loss.outputs)
+    key = section.layout.model_dump_json()
+    if key not in meshes:
+        meshes[key] = make_mesh(section.layout, name)
+    head: Head = "value" if name == "critic" else "lm"
+    temperature = config.sampling.temperature
+    return Trainable(
+        spec, config.model, section, meshes[key], head, name=name, seed=config.run.seed, temperature=temperature
+    )
+
+
+def _read_weights(model: Trainable, source: Path, config: TrainConfig) -> None:
+    load_hf(
+        model.chunks,
+        model.spec,
+        source,
+        model.mesh,
+        model.head,
+        value_head="saved" if model.name == "critic" and config.critic.init != "policy" else "new",
+        head_init_std=config.critic.head_init_std,
+        seed=config.run.seed,
+    )

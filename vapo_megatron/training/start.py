@@ -99,15 +99,18 @@ def is_finished(settings: Settings) -> bool:
 
 
 def _check_fit(settings: Settings, checkpoint: Path) -> None:
-    """Raises BadInput where the model at model.path has another shape than the one that was saved."""
-    path = Path(settings.model.path)
-    saved, now = read_model_card(checkpoint / "actor").spec, read_spec(path)
-    # The dtype is what the weights lie in at model.path, which a resumed run does not read.
-    if replace(now, dtype=saved.dtype, value_outputs=saved.value_outputs) != saved:
-        raise BadInput(
-            f"model.path={path}: config.json is not that of the model in {checkpoint / 'actor'}: give back the model "
-            "that the run started from, or choose another run.name"
-        )
+    """Raises BadInput where a model of the config has another shape than the one that was saved."""
+    models = {"actor": ("model.path", Path(settings.model.path))}
+    if isinstance(settings, TrainConfig) and settings.algorithm.uses_critic:
+        models["critic"] = (settings.critic_key, settings.critic_source)
+    for name, (key, path) in models.items():
+        saved, now = read_model_card(checkpoint / name).spec, read_spec(path)
+        # The dtype is what the weights lie in at that path, which a resumed run does not read.
+        if replace(now, dtype=saved.dtype, value_outputs=saved.value_outputs) != saved:
+            raise BadInput(
+                f"{key}={path}: config.json is not that of the model in {checkpoint / name}: give back the model "
+                "that the run started from, or choose another run.name"
+            )
 
 
 def _check_prompts(config: TrainConfig, progress: Progress) -> None:

@@ -18,11 +18,13 @@ def check_model(config: TrainConfig) -> list[Line]:
     check_weights(directory, spec, "lm")
     TextTokenizer(directory, config.data.prompt).check_vocabulary(spec.vocab_size)
     lines = [Line("model", "ok", f"{directory}: {spec.family}, {spec.parameter_count():,} parameters, tokenizer fits")]
-    if config.algorithm.uses_critic and config.critic.init_path:
-        source = Path(config.critic.init_path)
+    if config.algorithm.uses_critic and config.critic_source != directory:
+        source, is_new = config.critic_source, config.critic.init == "policy"
         critic = read_spec(source, value_outputs=config.algorithm.value_loss.outputs)
-        check_weights(source, critic, "value", value_head="saved")
-        lines.append(Line("model", "ok", f"{source}: {critic.family}, with its value head"))
+        check_weights(source, critic, "value", value_head="new" if is_new else "saved")
+        TextTokenizer(directory, config.data.prompt).check_same(source, config.critic_key)
+        head = "for the critic" if is_new else "with its value head"
+        lines.append(Line("model", "ok", f"{source}: {critic.family}, {critic.parameter_count():,} parameters, {head}"))
     return lines
 
 

@@ -1,0 +1,209 @@
+"""On a walk whose values are known by counting, probes say what is true: without bias, and with intervals that cover."""
+
+import random
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from vapo_megatron.algorithms.baselines import leave_one_out
+from vapo_megatron.algorithms.critic_probes import (
+    Interval,
+    Moments,
+    Probes,
+    figures,
+    horizon_figures,
+    lambda_returns,
+    supported,
+    with_intervals,
+)
+from vapo_megatron.algorithms.critic_verdict import verdict_of
+
+ENDS, PLACES, CONTINUATIONS, RESPONSES = 8, (0.0, 0.25, 0.5, 0.75), 4, 4
+STATES = torch.arange(ENDS + 1, dtype=torch.float64)
+# A fair walk that ends at 0 with -1 and at 8 with 1: of all ways from s, s of 8 end at 8.
+TRUTH = 2 * STATES / ENDS - 1
+WOBBLE = torch.tensor([0.0, 0.3, -0.2, 0.1, -0.3, 0.2, -0.1, 0.25, 0.0], dtype=torch.float64)
+CRITIC = 0.6 * TRUTH + 0.1 + WOBBLE
+
+
+class Walks(NamedTuple):
+    """Probes, the state that each stands in, and what lambda-returns are made of, a continuation an entry."""
+
+    probes: Probes
+    states: Tensor
+    rewards: Tensor
+    values: Tensor
+    cu_seqlens: Tensor
+
+
+def walk(starts: Tensor, chance: random.Random) -> list[list[int]]:
+    """The states of a walk from each start, the end state included."""
+    paths = []
+    for start in starts.tolist():
+        path = [int(start)]
+        while 0 < path[-1] < ENDS:
+            path.append(path[-1] + (1 if chance.random() < 0.5 else -1))
+        paths.append(path)
+    return paths
+
+
+def probe(seed: int, prompts: int, critic: Tensor = CRITIC, spread: bool = True) -> Walks:
+    """Responses to prompts that begin in some state, continued at four places each. spread: prompts differ."""
+    generator, chance = torch.Generator().manual_seed(seed), random.Random(seed)
+    starts = torch.randint(1, ENDS, (prompts,), generator=generator) if spread else torch.full((prompts,), 4)
+    owners = torch.arange(prompts).repeat_interleave(RESPONSES)
+    paths = walk(starts[owners], chance)
+    outcomes = torch.tensor([1.0 if path[-1] == ENDS else -1.0 for path in paths])
+    siblings = leave_one_out(outcomes, owners)
+    positions = torch.tensor([[int(q * (len(path) - 1)) for q in PLACES] for path in paths])
+    states = torch.tensor([[path[p] for p in row] for path, row in zip(paths, positions.tolist(), strict=True)])
+    states, places = states.flatten(), torch.arange(len(PLACES)).repeat(len(paths))
+    tails = walk(states.repeat_interleave(CONTINUATIONS), chance)
+    rewards = torch.tensor([1.0 if tail[-1] == ENDS else -1.0 for tail in tails])
+    lengths = torch.tensor([0] + [len(tail) - 1 for tail in tails])
+    probes = Probes(
+        critic[states],
+        rewards.view(-1, CONTINUATIONS),
+        siblings.repeat_interleave(len(PLACES)),
+        owners.repeat_interleave(len(PLACES)),
+        positions.flatten(),
+        places,
+    )
+    values = critic[torch.tensor([state for tail in tails for state in tail[:-1]])]
+    return Walks(probes, states, rewards, values, lengths.cumsum(0))
+
+
+@cache
+def walks(seed: int, prompts: int = 16) -> Walks:
+    return probe(seed, prompts)
+
+
+def exact(found: Walks) -> dict[str, float]:
+    """The figures with the true value of each state in place of what probes make of it: no continuation, no noise."""
+    truth = TRUTH[found.states]
+    known = found.probes._replace(returns=torch.stack((truth, truth), 1))
+    return {name: float(value) for name, value in figures(known, torch.ones(1, len(truth))).items()}
+
+
+FIGURES = ("bias", "bias_0", "bias_3", "calibration_slope", "correlation", "explained_critic", "explained_group")
+
+
+def test_figures_are_those_of_the_true_values() -> None:
+    """Over many seeds the mean difference is within its standard error (three of them); a ratio has a small one."""
+    seeds = range(60)
+    differences: dict[str, list[float]] = {name: [] for name in (*FIGURES, "value_error")}
+    for seed in seeds:
+        found, known = walks(seed), exact(walks(seed))
+        measured = figures(found.probes, torch.ones(1, len(found.states)))
+        for name, each in differences.items():
+            each.append(float(measured[name]) - known[name])
+    for name, each in differences.items():
+        x = torch.tensor(each, dtype=torch.float64)
+        error = float(x.std() / len(x) ** 0.5)
+        assert abs(float(x.mean())) < 3 * error + 0.005, f"{name}: off by {float(x.mean()):.4f}, error {error:.4f}"
+
+
+def test_noise_that_is_not_taken_out_would_be_seen() -> None:
+    """The same figures with the means of continuations taken for true values are far from them."""
+    found = probe(1, 200)
+    naive = found.probes._replace(returns=found.probes.truth[:, None].expand(-1, 2))
+    wrong = {name: float(x) for name, x in figures(naive, torch.ones(1, len(found.states))).items()}
+    right = {name: float(x) for name, x in figures(found.probes, torch.ones(1, len(found.states))).items()}
+    known = exact(found)
+    for name in ("correlation", "explained_critic"):
+        assert abs(right[name] - known[name]) < 0.04 < known[name] - wrong[name]
+
+
+def test_intervals_cover() -> None:
+    population = exact(probe(12345, 1500))
+    names = ("bias", "calibration_slope", "correlation", "explained_critic")
+    inside = dict.fromkeys(names, 0)
+    seeds = range(60)
+    for seed in seeds:
+        found = walks(seed)
+        intervals = with_intervals(lambda w, f=found: figures(f.probes, w), found.probes.prompts, 300, seed)  # type: ignore[misc]
+        for name in names:
+            inside[name] += intervals[name].low <= population[name] <= intervals[name].high
+    assert all(count >= 0.83 * len(seeds) for count in inside.values()), inside
+
+
+def expected_lambda_return(critic: Tensor, lam: float) -> Tensor:
+    """E[G | s] of every state: g(s) = mean over both neighbours of (1 - lam) V(s') + lam g(s'), or R at an end."""
+    inner = ENDS - 1
+    matrix, constant = torch.eye(inner, dtype=torch.float64), torch.zeros(inner, dtype=torch.float64)
+    for state in range(1, ENDS):
+        for neighbour in (state - 1, state + 1):
+            if 0 < neighbour < ENDS:
+                matrix[state - 1, neighbour - 1] -= 0.5 * lam
+                constant[state - 1] += 0.5 * (1 - lam) * critic[neighbour]
+            else:
+                constant[state - 1] += 0.5 * TRUTH[neighbour]
+    return torch.cat((TRUTH[:1], torch.linalg.solve(matrix, constant), TRUTH[-1:]))
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.5, 0.9, 1.0])
+def test_bias_of_lambda_returns_is_that_of_the_chain(lam: float) -> None:
+    squares, expected = [], []
+    for seed in range(40):
+        found = walks(seed)
+        returned = lambda_returns(found.rewards, found.values, found.cu_seqlens, lam).view(-1, CONTINUATIONS)
+        row = horizon_figures(returned, found.probes.returns, torch.ones(1, len(found.states)))
+        squares.append(float(row["bias_rms"]) ** 2)
+        expected.append(float((expected_lambda_return(CRITIC, lam) - TRUTH)[found.states].square().mean()))
+    x = torch.tensor(squares) - torch.tensor(expected)
+    assert abs(float(x.mean())) < 3 * float(x.std()) / len(x) ** 0.5 + 1e-4
+    if lam == 1:
+        assert max(squares) < 1e-30
+
+
+def test_noise_grows_with_the_horizon_and_a_sound_critic_supports_any() -> None:
+    found, perfect = probe(3, 64), probe(3, 64, critic=TRUTH)
+    rows = {}
+    for name, each in (("wobbles", found), ("perfect", perfect)):
+        rows[name] = []
+        for lam in (0.0, 0.5, 0.9, 1.0):
+            returned = lambda_returns(each.rewards, each.values, each.cu_seqlens, lam).view(-1, CONTINUATIONS)
+            row = horizon_figures(returned, each.probes.returns, torch.ones(1, len(each.states)))
+            rows[name].append((lam, {key: Interval(float(x), float(x), float(x)) for key, x in row.items()}))
+        noises = [row["noise"].estimate for _, row in rows[name]]
+        assert noises == sorted(noises)
+    assert supported(rows["perfect"]) == 0.0
+    assert supported(rows["wobbles"]) in (0.9, 1.0)
+
+
+def judged(found: Walks, seed: int = 0) -> str:
+    intervals = with_intervals(lambda w: figures(found.probes, w), found.probes.prompts, 300, seed)
+    return verdict_of(intervals, []).choice
+
+
+def test_the_verdict_names_what_is_worth_its_place() -> None:
+    assert judged(probe(5, 64, critic=TRUTH)) == "critic"
+    assert judged(probe(5, 64, critic=torch.zeros(ENDS + 1, dtype=torch.float64))) == "group"
+    # It knows how the response went on, and nothing of how hard the prompt is: that is what siblings know.
+    found = probe(5, 64)
+    starts = found.states.view(-1, len(PLACES))[:, :1].expand(-1, len(PLACES)).flatten()
+    apart = found.probes._replace(values=TRUTH[found.states] - TRUTH[starts])
+    assert judged(found._replace(probes=apart)) == "residual"
+    noise = torch.where(torch.rand(found.probes.returns.shape, generator=torch.Generator().manual_seed(1)) < 0.5, 1, -1)
+    blind = found.probes._replace(returns=noise.double(), siblings=torch.zeros_like(found.probes.siblings))
+    assert judged(found._replace(probes=blind)) in ("nothing", "undecided")
+
+
+@pytest.mark.parametrize(
+    ("factor", "fault"), [(1.0, []), (0.5, ["temperature"]), (2.5, ["temperature"]), (-1.0, ["sign"])]
+)
+def test_values_that_something_scales_are_named(factor: float, fault: list[str]) -> None:
+    found = probe(7, 96, critic=TRUTH)
+    scaled = found.probes._replace(values=found.probes.values * factor)
+    intervals = with_intervals(lambda w: figures(scaled, w), scaled.prompts, 300, 0)
+    assert verdict_of(intervals, []).faults == fault
+
+
+def test_moments_are_those_of_repeated_states() -> None:
+    x, weights = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([[2, 0, 1], [1, 1, 1]])
+    repeated = torch.tensor([1.0, 1.0, 4.0], dtype=torch.float64)
+    found = Moments(weights).covariance(x, x)
+    assert torch.allclose(found, torch.stack((repeated.var(correction=0), x.double().var(correction=0))))

@@ -1,0 +1,210 @@
+"""A critic beside true values: states whose value is known, with its error, from responses that were continued there.
+
+P states (prefixes of responses), each continued k times by the policy. The mean return of the continuations is the
+state's value but for chance, whose variance is known too and is taken out of every figure. Nothing here knows how the
+continuations came about; float64 throughout. W is a number of weightings of the states, one for each draw of a
+bootstrap.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.algorithms.baselines import even_bins, mean_of_other_groups
+from vapo_megatron.algorithms.gae import segmented_gae
+from vapo_megatron.algorithms.segments import place_terminal
+
+_MOST_BINS, _FOLDS = 32, 5
+
+
+class Probes(NamedTuple):
+    """States and what followed.
+
+    Attributes:
+        values: [P] what the critic says.
+        returns: [P, k] of the continuations, k at least 2.
+        siblings: [P] mean return of the other responses to the prompt, drawn apart from the continuations.
+        prompts: int64 [P], the state's prompt, from 0 to the number of prompts less 1.
+        positions: int64 [P], response tokens before the state.
+        places: int64 [P], which of the quantiles of the response it stands at, from 0.
+    """
+
+    values: Tensor
+    returns: Tensor
+    siblings: Tensor
+    prompts: Tensor
+    positions: Tensor
+    places: Tensor
+
+    @property
+    def truth(self) -> Tensor:
+        """The state's value but for chance [P]."""
+        return self.returns.double().mean(1)
+
+    @property
+    def noise(self) -> Tensor:
+        """The variance of truth about the state's value [P], each entry without bias."""
+        return self.returns.double().var(1) / self.returns.shape[1]
+
+
+class Interval(NamedTuple):
+    """A figure and its 95 % bootstrap interval over prompts."""
+
+    estimate: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.estimate:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def position_table(probes: Probes) -> Tensor:
+    """The mean true value at about the same position, over the other prompts: [P]."""
+    bins = max(1, min(_MOST_BINS, len(probes.values) // _MOST_BINS))
+    prompts = int(probes.prompts.max()) + 1
+    return mean_of_other_groups(probes.truth, even_bins(probes.positions, bins), probes.prompts, bins, prompts)
+
+
+def cross_fit(probes: Probes, *predictors: Tensor) -> Tensor:
+    """The line of least squares of truth on predictors [P], for each state from the prompts of other folds: [P]."""
+    columns = torch.stack((torch.ones(len(probes.values), dtype=torch.float64), *(x.double() for x in predictors)), 1)
+    fold, fitted, truth = probes.prompts % _FOLDS, torch.zeros(len(columns), dtype=torch.float64), probes.truth
+    for number in fold.unique().tolist():
+        others = fold != number
+        others = others if bool(others.any()) else torch.ones_like(others)
+        # gelsd: columns that are all equal have no line of their own.
+        line = torch.linalg.lstsq(columns[others], truth[others, None], driver="gelsd").solution
+        fitted[fold == number] = (columns[fold == number] @ line)[:, 0]
+    return fitted
+
+
+class Moments:
+    """Weighted moments over states, for each of W weightings [W, P]."""
+
+    def __init__(self, weights: Tensor) -> None:
+        self._weights = weights.double()
+        self._sums = self._weights.sum(1)
+
+    def mean(self, x: Tensor, among: Tensor | None = None) -> Tensor:
+        """Mean of x [P], of those `among` (bool [P]) alone where given: [W]; NaN of none."""
+        if among is None:
+            return self._weights @ x.double() / self._sums
+        chosen = self._weights[:, among]
+        return chosen @ x[among].double() / chosen.sum(1)
+
+    def covariance(self, x: Tensor, y: Tensor) -> Tensor:
+        """[W]."""
+        x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
+        return self.mean(x * y) - self.mean(x) * self.mean(y)
+
+
+def explained(moments: Moments, predicted: Tensor, probes: Probes) -> Tensor:
+    """1 - Var(V* - V) / Var(V*) of the true values V*, chance taken out of both variances: [W]."""
+    truth, chance = probes.truth, moments.mean(probes.noise)
+    whole = moments.covariance(truth, truth) - chance
+    left = moments.covariance(truth - predicted, truth - predicted) - chance
+    return torch.where(whole > 0, 1 - left / whole.where(whole > 0, 1), torch.nan)
+
+
+def figures(probes: Probes, weights: Tensor) -> dict[str, Tensor]:
+    """Everything that is said of the critic, under each weighting [W, P]: by name, [W].
+
+    explained_*: of the variance of true values; *_fitted after a line of least squares fitted on other prompts, so that
+    scale and offset do not count. knowable: Var(V*) / Var(R), what explained variance of returns can be at most.
+    correlation and calibration are with the true value, the noise of the probes taken out.
+    """
+    moments, truth, values = Moments(weights), probes.truth, probes.values.double()
+    chance = moments.mean(probes.noise)
+    whole = moments.covariance(truth, truth) - chance
+    spread = moments.covariance(values, values)
+    both = moments.covariance(values, truth)
+    varies = spread > 1e-14 * moments.mean(values.square())
+    slope = torch.where(varies, both / spread.where(varies, 1), 0)
+    returns = moments.mean(probes.returns.double().square().mean(1)) - moments.mean(truth).square()
+    found = {
+        "knowable": torch.where(returns > 0, whole / returns.where(returns > 0, 1), 0),
+        "correlation": torch.where(varies & (whole > 0), both / (spread * whole).clamp(min=1e-30).sqrt(), 0),
+        "calibration_slope": slope,
+        "calibration_intercept": moments.mean(truth) - slope * moments.mean(values),
+        "bias": moments.mean(values - truth),
+        "value_error": (moments.mean((values - truth).square()) - chance).clamp(min=0).sqrt(),
+        "explained_critic": explained(moments, values, probes),
+        "explained_group": explained(moments, probes.siblings, probes),
+        "explained_position": explained(moments, position_table(probes), probes),
+        "explained_critic_fitted": explained(moments, cross_fit(probes, values), probes),
+        "explained_group_fitted": explained(moments, cross_fit(probes, probes.siblings), probes),
+        "explained_both_fitted": explained(moments, cross_fit(probes, values, probes.siblings), probes),
+    }
+    free = torch.maximum(found["explained_group"], found["explained_position"]).clamp(min=0)
+    single = torch.maximum(found["explained_critic_fitted"], found["explained_group_fitted"])
+    found |= {"gain": found["explained_critic"] - free, "residual_gain": found["explained_both_fitted"] - single}
+    for place in range(int(probes.places.max()) + 1):
+        found[f"bias_{place}"] = moments.mean(values - truth, among=probes.places == place)
+    return found
+
+
+def bootstrap_weights(prompts: Tensor, draws: int, seed: int) -> Tensor:
+    """How often each state is in each draw of as many prompts as there are, with replacement: int64 [draws, P]."""
+    count = int(prompts.max()) + 1
+    drawn = torch.randint(count, (draws, count), generator=torch.Generator().manual_seed(seed))
+    times = torch.zeros(draws, count, dtype=torch.int64).scatter_add_(1, drawn, torch.ones_like(drawn))
+    return times[:, prompts]
+
+
+def with_intervals(
+    measure: Callable[[Tensor], dict[str, Tensor]], prompts: Tensor, draws: int, seed: int
+) -> dict[str, Interval]:
+    """Figures of states with equal weights, and between which ends 95 % of the draws of prompts have them.
+
+    Args:
+        measure: from weights [W, P] to figures [W] by name.
+        prompts: int64 [P].
+        draws: of the bootstrap.
+        seed: of the draws.
+    """
+    estimates = measure(torch.ones(1, len(prompts), dtype=torch.int64))
+    drawn, ends = measure(bootstrap_weights(prompts, draws, seed)), torch.tensor([0.025, 0.975], dtype=torch.float64)
+    return {
+        name: Interval(float(estimates[name]), *torch.nanquantile(drawn[name], ends).tolist()) for name in estimates
+    }
+
+
+def lambda_returns(
+    rewards: Tensor, values: Tensor, cu_seqlens: Tensor, lam: float | Tensor, gamma: float = 1.0
+) -> Tensor:
+    """The lambda-return A + V of the state before each of S packed responses: rewards [S], values [T] -> float64 [S].
+
+    lam: one lambda, or one for each response [S]. Every response has a token.
+    """
+    placed, starts = place_terminal(rewards.double(), cu_seqlens, values.numel()), cu_seqlens[:-1].long()
+    return (segmented_gae(placed, values.double(), cu_seqlens, lam, gamma) + values.double())[starts]
+
+
+def horizon_figures(lambda_return: Tensor, returns: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """How far lambda-returns [P, k] are from the state's value, under each weighting [W, P]: by name, [W].
+
+    bias is the mean of E[G | s] - V*(s) and bias_rms the root of its mean square, both from the difference of G and R
+    on the same continuation, which is 0 at lambda 1 exactly; noise is the standard deviation of G given the state,
+    which is that of the advantage. What V(s) is wrong by is no part of either: as a baseline it misleads nobody.
+    """
+    moments, k = Moments(weights), returns.shape[1]
+    difference = lambda_return.double() - returns.double()
+    mean = difference.mean(1)
+    square = moments.mean(mean.square() - difference.var(1) / k).clamp(min=0)
+    variance = moments.mean(lambda_return.double().var(1))
+    return {"bias": moments.mean(mean), "bias_rms": square.sqrt(), "noise": variance.sqrt()}
+
+
+def supported(rows: Sequence[tuple[float, dict[str, Interval]]], share: float = 0.25) -> float | None:
+    """The smallest lambda (or alpha) whose systematic error is at most `share` of the noise of one response.
+
+    rows: from the shortest horizon to the longest; every longer horizon has to hold as well. None: not one does.
+    """
+    found = None
+    for number, row in reversed(rows):
+        if row["bias_rms"].estimate > share * row["noise"].estimate:
+            break
+        found = number
+    return found
