@@ -1,4 +1,4 @@
-"""On a walk whose values are known by counting, probes say what is true: without bias, and with intervals that cover."""
+"""On a walk whose values are known by counting, probes say what is true, and their intervals cover it."""
 
 import random
 from functools import cache

@@ -48,11 +48,8 @@ class TrainConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _no_sections_of_other_commands(cls, values: Any) -> Any:
-        for key, commands in (
-            ("hardware", "plan` and `doctor"),
-            ("plan", "plan` and `doctor"),
-            ("critic_probes", "critic"),
-        ):
+        planning = "plan` and `doctor"
+        for key, commands in (("hardware", planning), ("plan", planning), ("critic_probes", "critic")):
             if key not in cls.model_fields and isinstance(values, dict) and key in values:
                 raise ValueError(
                     f"{key} is a section of `vapo-megatron {commands}` alone: give its keys there as overrides or in a "
@@ -70,6 +67,7 @@ class TrainConfig(Section):
                 ("value_pretraining.enabled=true", self.value_pretraining.enabled),
                 ("critic.freeze_attention=true", self.critic.freeze_attention),
                 (f"critic.init={self.critic.init}", self.critic.init != "policy"),
+                (f"critic.model_path={self.critic.model_path}", self.critic.model_path is not None),
             ):
                 if on:
                     raise ValueError(
@@ -185,6 +183,12 @@ class TrainConfig(Section):
     def critic_source(self) -> Path:
         """The Hugging Face directory that the critic starts from."""
         return Path(self.critic.init_path or self.critic.model_path or self.model.path)
+
+    @property
+    def critic_key(self) -> str:
+        """The key that names critic_source."""
+        given = (("critic.init_path", self.critic.init_path), ("critic.model_path", self.critic.model_path))
+        return next((key for key, path in given if path), "model.path")
 
     @property
     def samples(self) -> int:

@@ -54,7 +54,7 @@ class TextTokenizer:
         if mine != theirs:
             differ = sum(theirs.get(token) != number for token, number in mine.items())
             raise BadInput(
-                f"{key}={other}: its tokenizer has {len(theirs)} tokens and gives {differ} of the {len(mine)} tokens of "
+                f"{key}={other}: its tokenizer has {len(theirs)} tokens and gives {differ} of the {len(mine)} of "
                 f"{self._directory} another id, or none: give a model with the policy's tokenizer"
             )
 

@@ -95,7 +95,7 @@ def check_critic_source(config: TrainConfig, policy: ModelSpec) -> ModelSpec:
     """The critic's spec. Raises BadInput where its model cannot value the policy's tokens, or so many of them."""
     source, longest = config.critic_source, config.data.max_prompt_tokens + config.sampling.max_new_tokens
     spec = read_spec(source, value_outputs=config.algorithm.value_loss.outputs)
-    key = "critic.init_path" if config.critic.init_path else "critic.model_path"
+    key = config.critic_key
     if spec.vocab_size < policy.vocab_size:
         raise BadInput(
             f"{key}={source}: it has {spec.vocab_size} words and model.path has {policy.vocab_size}: give a critic "

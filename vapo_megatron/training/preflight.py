@@ -36,17 +36,19 @@ def check_train(config: TrainConfig, world_size: int) -> None:
     spec = check_train_numbers(config, world_size)
     uses_transformer_engine(config.model.attention, current_platform())
     sections: dict[str, TrainableConfig] = {"actor": config.actor}
+    parameters = {"actor": spec.parameter_count()}
     check_trainable(spec, config.model, config.actor, "actor", current_platform())
     if config.algorithm.uses_critic:
         sections["critic"] = config.critic
-        check_trainable(check_critic_source(config, spec), config.model, config.critic, "critic", current_platform())
+        critic = check_critic_source(config, spec)
+        parameters["critic"] = critic.parameter_count()
+        check_trainable(critic, config.model, config.critic, "critic", current_platform())
     check_delayed_scaling(sections)
     fp8 = engine_fp8(config.rollout, config.actor.precision, spec)
     tokenizer = TextTokenizer(Path(config.model.path), config.data.prompt)
     tokenizer.check_vocabulary(spec.vocab_size)
     if config.algorithm.uses_critic and config.critic_source != Path(config.model.path):
-        key = "critic.init_path" if config.critic.init_path else "critic.model_path"
-        tokenizer.check_same(config.critic_source, key)
+        tokenizer.check_same(config.critic_source, config.critic_key)
     prompts = train_prompts(config.data, tokenizer)
     evaluations = {entry.name: eval_prompts(entry, config.data, tokenizer) for entry in config.data.eval}
     check_functions(config.algorithm)
@@ -56,7 +58,7 @@ def check_train(config: TrainConfig, world_size: int) -> None:
         EngineServer(config.model.path, config.rollout, config.model.dtype, nowhere, devices, fp8=fp8).check_arguments()
     with VerifierPool(config.reward) as verifier:
         verifier.try_out(prompts[0].problem, prompts[0].answer)
-    check_room(Path(config.run.directory), run_bytes(config, parameters_of(config)) + record_bytes(config))
+    check_room(Path(config.run.directory), run_bytes(config, parameters) + record_bytes(config))
     for caution in cautions(config, prompts, evaluations):
         print(f"vapo-megatron: caution: {caution}", file=sys.stderr, flush=True)
 

@@ -183,7 +183,10 @@ def _limits(examination: Examination) -> list[Line]:
 
 def _disk(examination: Examination) -> list[Line]:
     config = examination.config
-    needed = checkpoint_bytes(config, read_spec(Path(config.model.path)).parameter_count())
+    sources = {"actor": Path(config.model.path)}
+    if config.algorithm.uses_critic:
+        sources["critic"] = config.critic_source
+    needed = checkpoint_bytes(config, {name: read_spec(path).parameter_count() for name, path in sources.items()})
     return check_disk(Path(config.run.directory), needed, write=not examination.quick)
 
 
