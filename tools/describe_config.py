@@ -15,6 +15,7 @@ from pydantic_core import PydanticUndefined
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.base import Section
+from vapo_megatron.config.critic_probes import ProbedRunConfig
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import EvaluateConfig, TrainConfig
@@ -25,6 +26,7 @@ COMMANDS: dict[str, type[Section]] = {
     "sft": SftConfig,
     "evaluate": EvaluateConfig,
     "plan": PlanConfig,
+    "critic": ProbedRunConfig,
 }
 
 INTRODUCTION = """\
@@ -41,6 +43,7 @@ file. Values come in layers, each over the one before:
 4. the file;
 5. overrides on the command line, `section.key=value`, the value read as YAML.
 
+`critic` takes a training config and the section `critic_probes`, which `train` refuses likewise.
 `plan` and `doctor` take a training config and the sections `hardware` and `plan`, which `train` refuses: as overrides,
 or in a file that extends the training config (`examples/aime_qwen2.5_32b/plan.yaml`). Below, `plan` stands for both.
 

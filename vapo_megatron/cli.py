@@ -1,4 +1,4 @@
-"""The command line: vapo-megatron train | sft | engine | evaluate | compare | plan | doctor | report."""
+"""The command line: vapo-megatron train | sft | engine | evaluate | critic | compare | plan | doctor | report."""
 
 import os
 from functools import partial
@@ -108,6 +108,18 @@ def evaluate(config: ConfigArgument, overrides: OverridesArgument = None) -> Non
     from vapo_megatron.evaluation.command import evaluate_checkpoint
 
     evaluate_checkpoint(settings)
+
+
+@app.command()
+def critic(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
+    """Probe the critic of a run: continue held-out responses, and compare its values with what follows."""
+    from vapo_megatron.config.critic_probes import ProbedRunConfig
+    from vapo_megatron.config.load import load_config
+
+    settings = load_config(ProbedRunConfig, config, overrides or [], PRESETS)
+    from vapo_megatron.training.critic_command import probe_critic
+
+    probe_critic(settings)
 
 
 @app.command()
