@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms.baselines import leave_one_out
+from vapo_megatron.algorithms.critic_conclusion import conclusion_of
 from vapo_megatron.algorithms.critic_probes import (
     Interval,
     Moments,
@@ -19,7 +20,6 @@ from vapo_megatron.algorithms.critic_probes import (
     supported,
     with_intervals,
 )
-from vapo_megatron.algorithms.critic_verdict import verdict_of
 
 ENDS, PLACES, CONTINUATIONS, RESPONSES = 8, (0.0, 0.25, 0.5, 0.75), 4, 4
 STATES = torch.arange(ENDS + 1, dtype=torch.float64)
@@ -176,10 +176,10 @@ def test_noise_grows_with_the_horizon_and_a_sound_critic_supports_any() -> None:
 
 def judged(found: Walks, seed: int = 0) -> str:
     intervals = with_intervals(lambda w: figures(found.probes, w), found.probes.prompts, 300, seed)
-    return verdict_of(intervals, []).choice
+    return conclusion_of(intervals, []).choice
 
 
-def test_the_verdict_names_what_is_worth_its_place() -> None:
+def test_the_conclusion_names_what_is_worth_its_place() -> None:
     assert judged(probe(5, 64, critic=TRUTH)) == "critic"
     assert judged(probe(5, 64, critic=torch.zeros(ENDS + 1, dtype=torch.float64))) == "group"
     # It knows how the response went on, and nothing of how hard the prompt is: that is what siblings know.
@@ -199,7 +199,7 @@ def test_values_that_something_scales_are_named(factor: float, fault: list[str])
     found = probe(7, 96, critic=TRUTH)
     scaled = found.probes._replace(values=found.probes.values * factor)
     intervals = with_intervals(lambda w: figures(scaled, w), scaled.prompts, 300, 0)
-    assert verdict_of(intervals, []).faults == fault
+    assert conclusion_of(intervals, []).faults == fault
 
 
 def test_moments_are_those_of_repeated_states() -> None:

@@ -44,6 +44,7 @@ TABLE: dict[str, str] = {case.key: STEP for case in CASES} | {
     "value_pretraining.stop_bias": PRETRAINING + "it_stops_at_the_first_measurement_that_reaches_every_stop",
     "critic.init": CRITIC + "a_critic_starts_from_where_it_is_told",
     "critic.init_path": CRITIC + "a_critic_starts_from_where_it_is_told",
+    "critic.model_path": "training/test_smaller_critic.py::test_a_smaller_critic_learns_and_is_exported",
     "critic.head_init_std": CRITIC + "a_critic_starts_from_where_it_is_told",
     "critic.freeze_attention": CRITIC + "frozen_attention_alone_stands_still",
     "critic.max_tokens_per_microbatch": CRITIC + "microbatches_hold_no_more_tokens_than_they_may",

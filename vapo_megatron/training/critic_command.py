@@ -73,7 +73,7 @@ def probe_critic(settings: ProbedRunConfig) -> None:
         drawn = draw(config, prompts, engines, tokenizer, verifier, console.phase)
     report = probed(drawn, values_on_ranks(config, drawn, ranks), config.algorithm.advantage, probes)
     places = write_page(report, facts, config, folder)
-    console.note(f"verdict: {report.verdict.text}")
+    console.note(f"conclusion: {report.conclusion.text}")
     for fault in report.faults:
         console.alarm(fault)
     console.closing(f"{config.run.name}: critic probed", places)

@@ -46,9 +46,9 @@ def write_page(
 def _lines(report: ProbeReport, facts: Mapping[str, object], config: ProbedRunConfig) -> Iterator[str]:
     yield f"# The critic of {config.run.name}, probed"
     yield ""
-    yield f"**Verdict: {report.verdict.text}.**"
+    yield f"**Conclusion: {report.conclusion.text}.**"
     yield ""
-    yield from (f"- {reason}" for reason in report.verdict.reasons)
+    yield from (f"- {reason}" for reason in report.conclusion.reasons)
     yield f"- smallest lambda that it supports: {_choice(report.best_lambda)}; smallest alpha of the length-adaptive "
     yield f"  lambda: {_choice(report.best_alpha)}"
     yield from (f"- FAULT {fault}" for fault in report.faults)
@@ -118,7 +118,7 @@ def _content(report: ProbeReport, facts: Mapping[str, object], config: ProbedRun
     return {
         "facts": {name: str(fact) for name, fact in facts.items()},
         "probes": config.critic_probes.model_dump(mode="json"),
-        "verdict": report.verdict._asdict() | {"text": report.verdict.text},
+        "conclusion": report.conclusion._asdict() | {"text": report.conclusion.text},
         "figures": {name: _plain(interval) for name, interval in report.figures.items()},
         "by_lambda": rows("lambda", report.by_lambda),
         "by_alpha": rows("alpha", report.by_alpha),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from vapo_megatron.algorithms.critic_conclusion import Conclusion, conclusion_of, described
 from vapo_megatron.algorithms.critic_faults import value_faults
 from vapo_megatron.algorithms.critic_metrics import Reliability, reliability
 from vapo_megatron.algorithms.critic_probes import (
@@ -16,7 +17,6 @@ from vapo_megatron.algorithms.critic_probes import (
     supported,
     with_intervals,
 )
-from vapo_megatron.algorithms.critic_verdict import Verdict, described, verdict_of
 from vapo_megatron.algorithms.gae import length_adaptive_lambda, monte_carlo_returns
 from vapo_megatron.config.algorithm import AdvantageConfig
 from vapo_megatron.config.critic_probes import CriticProbesConfig
@@ -37,7 +37,7 @@ class ProbeReport:
         by_lambda, by_alpha: for a lambda, or a length-adaptive alpha, what horizon_figures says.
         best_lambda, best_alpha: the smallest that the critic supports; None: not one of those tried.
         bins: true values in bins of the critic's values.
-        verdict: what it comes to.
+        conclusion: what it comes to.
         accuracy: mean reward of the responses; truncated: share of the continuations that were cut.
         length: mean tokens of a response.
     """
@@ -48,7 +48,7 @@ class ProbeReport:
     best_lambda: float | None
     best_alpha: float | None
     bins: Reliability
-    verdict: Verdict
+    conclusion: Conclusion
     reward: float
     truncated: float
     length: float
@@ -56,7 +56,7 @@ class ProbeReport:
     @property
     def faults(self) -> list[str]:
         """Each with what it means."""
-        return described(self.verdict.faults)
+        return described(self.conclusion.faults)
 
 
 def probed(drawn: Drawn, values: Tensor, advantage: AdvantageConfig, config: CriticProbesConfig) -> ProbeReport:
@@ -96,7 +96,7 @@ def probed(drawn: Drawn, values: Tensor, advantage: AdvantageConfig, config: Cri
         supported(by_lambda),
         supported(by_alpha),
         reliability(probes.values, probes.truth, bins=min(10, max(2, len(probes.values) // 20))),
-        verdict_of(found, known),
+        conclusion_of(found, known),
         float(drawn.responses.mean()),
         float(batch.truncated.float().mean()),
         float(drawn.lengths.float().mean()),

@@ -24,7 +24,7 @@ _ORDERS, _WITHIN = 0.7, (0.8, 1.25)
 _WORTH = 0.02
 
 
-class Verdict(NamedTuple):
+class Conclusion(NamedTuple):
     """choice: what to use; reasons: the figures that it rests on; faults: names in FAULTS."""
 
     choice: Choice
@@ -37,8 +37,8 @@ class Verdict(NamedTuple):
         return MEANING[self.choice]
 
 
-def verdict_of(figures: Mapping[str, Interval], faults: Sequence[str]) -> Verdict:
-    """The verdict on critic_probes.figures and on the faults that are known already."""
+def conclusion_of(figures: Mapping[str, Interval], faults: Sequence[str]) -> Conclusion:
+    """The conclusion on critic_probes.figures and on the faults that are known already."""
     knowable, gain, residual = figures["knowable"], figures["gain"], figures["residual_gain"]
     reasons = [
         f"of the variance of returns {knowable} can be known at these states",
@@ -56,7 +56,7 @@ def verdict_of(figures: Mapping[str, Interval], faults: Sequence[str]) -> Verdic
         choice = "critic"
     elif gain.high < _WORTH or figures["explained_critic"].high <= 0:
         choice = "group"
-    return Verdict(choice, reasons, [*faults, *(name for name in _probed(figures) if name not in faults)])
+    return Conclusion(choice, reasons, [*faults, *(name for name in _probed(figures) if name not in faults)])
 
 
 def _probed(figures: Mapping[str, Interval]) -> Iterator[str]:
