@@ -11,6 +11,7 @@ import typer
 
 from vapo_megatron.cli import PRESETS, app
 from vapo_megatron.config.base import Section
+from vapo_megatron.config.critic_probes import ProbedRunConfig
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.sft import SftConfig
@@ -26,6 +27,7 @@ BASES: dict[type[Section], Path] = {
     SftConfig: ROOT / "examples" / "quickstart" / "sft.yaml",
     EvaluateConfig: ROOT / "examples" / "gsm8k" / "evaluate.yaml",
     PlanConfig: ROOT / "examples" / "aime_qwen2.5_32b" / "plan.yaml",
+    ProbedRunConfig: ROOT / "examples" / "gsm8k" / "vapo.yaml",
 }
 KEYS = {key for model in BASES for key in known_keys(model)}
 # Mappings whose keys are those of others.
