@@ -42,7 +42,7 @@ FOLDERS = ("benchmarks", "docs", "examples", "requirements", "slurm", "tests", "
 NAMED_FILE = re.compile(rf"(?<![\w/.$-])(?:{'|'.join(FOLDERS)})/[\w./-]*\.(?:py|sh|sbatch|yaml|md|txt|lock|jsonl?)\b")
 # A program of the project and what is given to it.
 WITH_ARGUMENTS = re.compile(
-    r"((?:vapo-megatron|vapo_megatron\.cli) [a-z]+|(?:tools|benchmarks|examples)/[\w/]+\.py|benchmarks\.\w+)([^|;&#]*)"
+    r"((?:vapo-megatron|(?<!from )vapo_megatron\.cli) [a-z]+|(?:tools|benchmarks|examples)/[\w/]+\.py|benchmarks\.\w+)([^|;&#]*)"
 )
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
@@ -106,7 +106,7 @@ def test_settings_load(page: Path) -> None:
         for command in code.replace("\\\n", " ").splitlines():
             settings: dict[str, str] = {}
             for found in SETTING.finditer(command):
-                key, value = found["key"], found["value"].strip("\"'").rstrip(":;,")
+                key, value = found["key"], found["value"].rstrip(":;,").strip("\"'")
                 if key == "section.key" or belongs_to_the_example(page, key):
                     continue
                 assert is_known(key), f"{key}: unknown; give it from its section on"
