@@ -42,7 +42,8 @@ FOLDERS = ("benchmarks", "docs", "examples", "requirements", "slurm", "tests", "
 NAMED_FILE = re.compile(rf"(?<![\w/.$-])(?:{'|'.join(FOLDERS)})/[\w./-]*\.(?:py|sh|sbatch|yaml|md|txt|lock|jsonl?)\b")
 # A program of the project and what is given to it.
 WITH_ARGUMENTS = re.compile(
-    r"((?:vapo-megatron|(?<!from )vapo_megatron\.cli) [a-z]+|(?:tools|benchmarks|examples)/[\w/]+\.py|benchmarks\.\w+)([^|;&#]*)"
+    r"((?:vapo-megatron|(?<!from )vapo_megatron\.cli) [a-z]+|"
+    r"(?:tools|benchmarks|examples)/[\w/]+\.py|benchmarks\.\w+)([^|;&#]*)"
 )
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
