@@ -10,7 +10,8 @@ from vapo_megatron.algorithms.segments import last_tokens, segment_mean, to_toke
 
 # What each fault means, for people. The keys are those of the metrics critic/fault_<name>.
 FAULTS = {
-    "constant": "values are all equal: a head that is frozen, zeroed or not trained yet",
+    "constant": "values are all equal: a head that is frozen or zeroed",
+    "frozen": "the value head gets no gradient, though values are not their targets: it is frozen, or left out",
     "sign": "values are low where responses end well: the sign of the reward, or of the value loss, is inverted",
     "scale": "values order responses but are far from their returns in size: something scales them (a temperature?)",
     "temperature": "values order states well and are all too large, or all too small, by one factor: something scales "

@@ -137,6 +137,21 @@ class Trainable:
         """The parts that are on the device."""
         return self._offloader.onloaded
 
+    @property
+    def updates(self) -> int:
+        """Optimizer steps that were made, those of earlier attempts included."""
+        return int(self.scheduler.num_steps)
+
+    def head_has_gradient(self) -> bool:
+        """Collective: whether the last train_step brought the head a gradient."""
+        largest = torch.zeros(1)
+        for chunk in self._chunks:
+            for parameter in chunk.output_layer.parameters() if chunk.post_process else ():
+                gradient = getattr(parameter, "main_grad", None)
+                if parameter.requires_grad and gradient is not None:
+                    largest = torch.maximum(largest, gradient.detach().abs().max().float().cpu())
+        return bool(sum_over_ranks(largest) > 0)
+
     @torch.no_grad()
     def copy_from(self, other: "Trainable") -> None:
         """Take the weights of a model of the same spec, head and layout, shard by shard."""

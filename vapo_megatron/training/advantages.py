@@ -28,10 +28,12 @@ from vapo_megatron.training.metrics import advantage_metrics, value_metrics
 from vapo_megatron.training.user_functions import user_advantages, user_selection
 
 
-def estimate_advantages(batch: ExperienceBatch, config: AlgorithmConfig, recorder: Recorder) -> None:
+def estimate_advantages(
+    batch: ExperienceBatch, config: AlgorithmConfig, recorder: Recorder, new_critic: bool = False
+) -> None:
     """Fill shaped_rewards, selected, advantages and, where there is a critic, returns of a scored batch.
 
-    No communication.
+    No communication. new_critic: nothing has trained the critic yet.
     """
     best, filtered = None, None
     with recorder.timer("advantages"):
@@ -61,11 +63,14 @@ def estimate_advantages(batch: ExperienceBatch, config: AlgorithmConfig, recorde
         of_selected = to_tokens(batch.selected, batch.response_cu_seqlens)
         batch.advantages = whiten(batch.advantages, of_selected, config.advantage)
     recorder.add(advantage_metrics(batch.advantages, rewards))
-    recorder.add(critic_row(batch, config))
+    recorder.add(critic_row(batch, config, new_critic))
 
 
-def critic_row(batch: ExperienceBatch, config: AlgorithmConfig) -> dict[str, float]:
-    """How good advantages and the critic's values are, on a batch that the critic has not yet learnt from."""
+def critic_row(batch: ExperienceBatch, config: AlgorithmConfig, new_critic: bool = False) -> dict[str, float]:
+    """How good advantages and the critic's values are, on a batch that the critic has not yet learnt from.
+
+    new_critic: it has never been updated.
+    """
     bounds = batch.response_cu_seqlens
     assert batch.advantages is not None and batch.shaped_rewards is not None, "no advantages: estimate them first"
     known = to_tokens(returns_known(batch.truncated, config.shaping), bounds)
@@ -74,7 +79,11 @@ def critic_row(batch: ExperienceBatch, config: AlgorithmConfig) -> dict[str, flo
         return row
     rewards = token_rewards(batch, batch.shaped_rewards, config)
     returns = segmented_gae(rewards, torch.zeros_like(rewards), bounds, 1.0, config.advantage.gamma)
-    faults = value_faults(batch.values, returns, bounds, batch.group_ids, known)
+    # A residual critic's baseline differs between the responses of a group: its head's part is judged alone.
+    baseline = 0.0 if batch.baselines is None else to_tokens(batch.baselines, bounds)
+    faults = value_faults(batch.values - baseline, returns - baseline, bounds, batch.group_ids, known)
+    if new_critic:
+        faults = [fault for fault in faults if fault != "constant"]  # a new head is zero, and is not broken
     row |= value_metrics(batch.values, returns, bounds, batch.group_ids, batch.correct, known)
     return row | {f"{names.CRITIC_FAULT}{fault}": 1.0 for fault in faults}
 

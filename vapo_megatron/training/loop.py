@@ -41,7 +41,7 @@ def train(config: TrainConfig, models: Models, rollouts: Rollouts, state: RunSta
         engines.offload()
         score(models, batch, algorithm, recorder)
         if models.updates.is_sound(batch):
-            estimate_advantages(batch, algorithm, recorder)
+            estimate_advantages(batch, algorithm, recorder, models.critic_is_new)
             share_fields(batch, "advantages", "returns")
             update_critic(models, batch, algorithm, state.seed, recorder)
             update_policy(models, batch, algorithm, state.seed, recorder)

@@ -54,6 +54,11 @@ class Models:
         for model in self.trained:
             model.accepts = updates.accepts
 
+    @property
+    def critic_is_new(self) -> bool:
+        """Whether there is a critic that started with a new head and has made no update, in no attempt of the run."""
+        return self.critic is not None and self.critic.updates == 0
+
     def saved(self) -> dict[str, SavedModel]:
         """What a checkpoint holds, by the name of its folder."""
         models = [*self.trained, self.reference] if self.saves_reference else self.trained

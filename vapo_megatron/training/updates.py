@@ -20,8 +20,10 @@ from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore.metrics import StepResult
 from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.broadcast import share_fields
+from vapo_megatron.training.fault_checks import first_update_faults
 from vapo_megatron.training.losses import PolicyLoss, ValueLoss
 from vapo_megatron.training.metrics import importance_metrics, mean_of
 from vapo_megatron.training.models import Models
@@ -39,13 +41,24 @@ def update_critic(
     models.memory.enter("update_critic")
     with recorder.phase("update_critic", total=batch.samples * rounds) as advance:
         for minibatch in minibatches(batch, config.update, rounds, step_seed, salt=1):
-            results.append(critic_step(models.critic, minibatch, config.value_loss))
+            first = not results
+            loss = value_loss_of(minibatch, config.value_loss)
+            result = models.critic.train_step(minibatch, range(minibatch.samples), loss, keep_outputs=first)
+            if first:
+                faults = first_update_faults(models.critic, minibatch, loss, result, config)
+                recorder.add({f"{names.CRITIC_FAULT}{fault}": 1.0 for fault in faults})
+            results.append(result)
             advance(minibatch.samples)
     recorder.add(update_metrics("critic", results, ()))
 
 
 def critic_step(critic: Trainable, minibatch: ExperienceBatch, config: ValueLossConfig) -> StepResult:
     """Collective: one optimizer step of the critic on a mini-batch with returns, and old values for a clipped loss."""
+    return critic.train_step(minibatch, range(minibatch.samples), value_loss_of(minibatch, config))
+
+
+def value_loss_of(minibatch: ExperienceBatch, config: ValueLossConfig) -> ValueLoss:
+    """The critic's loss on a mini-batch; the denominator counts all of it."""
     assert minibatch.returns is not None and minibatch.selected is not None, "no value targets: estimate them first"
     bounds, targets, old = minibatch.response_cu_seqlens, minibatch.returns, minibatch.values
     if minibatch.baselines is not None:
@@ -53,8 +66,7 @@ def critic_step(critic: Trainable, minibatch: ExperienceBatch, config: ValueLoss
         targets, old = targets - known, None if old is None else old - known
     check_targets(targets, config)
     weights = token_weights(minibatch.response_lengths, "token_mean", selected=minibatch.selected)
-    loss = ValueLoss(config, targets, old, to_tokens(weights, bounds))
-    return critic.train_step(minibatch, range(minibatch.samples), loss)
+    return ValueLoss(config, targets, old, to_tokens(weights, bounds))
 
 
 def check_targets(targets: Tensor, config: ValueLossConfig) -> None:
