@@ -56,7 +56,7 @@ class Models:
 
     @property
     def critic_is_new(self) -> bool:
-        """Whether there is a critic that started with a new head and has made no update, in no attempt of the run."""
+        """Whether there is a critic that has made no update, in no attempt of the run."""
         return self.critic is not None and self.critic.updates == 0
 
     def saved(self) -> dict[str, SavedModel]:

@@ -43,7 +43,9 @@ def update_critic(
         for minibatch in minibatches(batch, config.update, rounds, step_seed, salt=1):
             first = not results
             loss = value_loss_of(minibatch, config.value_loss)
-            result = models.critic.train_step(minibatch, range(minibatch.samples), loss, keep_outputs=first)
+            # To be compared with the recorded values; the bins of a histogram would be many times as much.
+            keep = first and config.value_loss.outputs == 1
+            result = models.critic.train_step(minibatch, range(minibatch.samples), loss, keep_outputs=keep)
             if first:
                 faults = first_update_faults(models.critic, minibatch, loss, result, config)
                 recorder.add({f"{names.CRITIC_FAULT}{fault}": 1.0 for fault in faults})
