@@ -37,7 +37,7 @@ def update_critic(
     if models.critic is None or not models.updates.has_signal(batch, other_terms=True):
         return
     rounds = config.update.epochs * config.update.critic_updates_per_policy_update
-    results = []
+    results: list[StepResult] = []
     models.memory.enter("update_critic")
     with recorder.phase("update_critic", total=batch.samples * rounds) as advance:
         for minibatch in minibatches(batch, config.update, rounds, step_seed, salt=1):
