@@ -81,10 +81,10 @@ def _techniques(tabular: Figures) -> list[dict[str, str]]:
             if any(each and each.excludes_zero and each.mean < 0 for each in found):
                 worse.append(setting)
         behind = [setting for setting, figures in tabular["settings"].items() if _behind_at_equal(figures, name)]
-        verdict = f"shown in {', '.join(better)}" if better else "not shown"
-        verdict += f"; reversed in {', '.join(worse)}" if worse else ""
-        verdict += f"; VAPO behind at equal responses in {', '.join(behind)}" if behind else ""
-        lines.append({"title": title, "verdict": verdict} | cells)
+        finding = f"shown in {', '.join(better)}" if better else "not shown"
+        finding += f"; reversed in {', '.join(worse)}" if worse else ""
+        finding += f"; VAPO behind at equal responses in {', '.join(behind)}" if behind else ""
+        lines.append({"title": title, "finding": finding} | cells)
     return lines
 
 

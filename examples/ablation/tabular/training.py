@@ -239,7 +239,7 @@ class Training:
     ) -> tuple[Tensor, Tensor]:
         """One step on a mini-batch; returns the shares of its decisions that are clipped below and above, [seeds].
 
-        Filler tokens have one legal action: their ratio is 1 and their gradient 0, but they count in the weights.
+        Padding tokens have one legal action: their ratio is 1 and their gradient 0, but they count in the weights.
         """
         s, row = self.s, self.row
         seed = torch.arange(len(self.seeds))[:, None, None]
