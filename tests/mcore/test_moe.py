@@ -19,8 +19,7 @@ from test_train_step import OPTIMIZER, ROLLOUT, reference, train
 
 from vapo_megatron.config.model import ActorConfig, CriticConfig, LayoutConfig, ModelConfig, RecomputeConfig
 from vapo_megatron.errors import BadInput
-from vapo_megatron.mcore.mesh import check_layout, make_mesh
-from vapo_megatron.mcore.model import check_model_layout
+from vapo_megatron.mcore.mesh import check_layout, check_model_layout, make_mesh
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.spec import read_spec
