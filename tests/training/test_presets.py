@@ -121,7 +121,7 @@ def watched_run(config: TrainConfig, run_dir: Path, address: EngineAddress, othe
     def update_critic(models: Models, batch: Any, *args: Any) -> None:
         if not seen:
             seen["begin"] = {
-                "batch": batch.tensors(),
+                "batch": {name: tensor.clone() for name, tensor in batch.tensors().items()},
                 "actor": state_of(models.actor),
                 "critic": state_of(models.critic),
                 "reference": state_of(models.reference),
