@@ -253,7 +253,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 def left_behind(run_dir: Path) -> dict[str, bytes]:
     """What a run is for, by file: exported models, samples, evaluations."""
     found = {}
-    for folder in ("checkpoints", "samples", "evaluation"):
+    for folder in ("hf", "samples", "evaluation"):
         for path in sorted((run_dir / folder).rglob("*")):
             if path.is_file():
                 found[path.relative_to(run_dir).as_posix()] = path.read_bytes()

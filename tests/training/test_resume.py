@@ -163,7 +163,7 @@ def test_a_full_disk_loses_nothing(shared: World, straight: Callable[[int], Path
     before = checkpoint_names(config)
     end = live(shared, config, 1, partial(fill_the_disk, 200_000))
     assert end.code == 2 and "\n" not in end.said
-    assert "state/step_000004: cannot be saved (File too large)" in end.said
+    assert "checkpoints/step_000004: cannot be saved (File too large)" in end.said
     assert checkpoint_names(config) == before and not leftovers(config), (
         "nothing half-written is left, nothing whole is gone"
     )
@@ -347,7 +347,7 @@ def test_a_save_that_fails_is_tried_once_more(
     assert end.code == code, end
     assert checkpoint_names(config) == ([before[-1], "step_000004"] if code == 0 else before) and not leftovers(config)
     if code:
-        assert "state/step_000004: cannot be saved (Input/output error), tried twice: start again" in end.said
+        assert "checkpoints/step_000004: cannot be saved (Input/output error), tried twice: start again" in end.said
 
 
 @pytest.mark.parametrize("steps", [3, 2])
