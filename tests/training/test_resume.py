@@ -87,7 +87,7 @@ def test_killed_in_every_phase_on_two_ranks(shared: World, straight: Callable[[i
         # Phase, call and rank of the kill; the newest checkpoint after it.
         ("rollout", 3, 0, "step_000000_pretraining_000001"),  # evaluation comes first
         ("value pretraining", 2, 1, "step_000000_pretraining_000003"),
-        ("save", 5, 0, "step_000000"),
+        ("save", 4, 0, "step_000000"),
         ("policy update", 3, 1, "step_000001"),
     ]
     for phase, call, victim, newest in traps:
@@ -136,7 +136,7 @@ def test_another_layout_goes_on_to_rounding(shared: World, straight: Callable[[i
     run_dir = Path(config.run.directory)
     shutil.copytree(source, run_dir)
     shutil.rmtree(run_dir / "checkpoints" / "step_000003")
-    shutil.rmtree(run_dir / "checkpoints")
+    shutil.rmtree(run_dir / "hf")
     assert live(shared, config, 2) == End(0, "")
     found, expected = metrics(run_dir)[-1], metrics(source)[-1]
     assert found["step"] == expected["step"] == 3
@@ -377,7 +377,7 @@ def test_fine_tuning_goes_on_as_well(tmp_path: Path) -> None:
     assert [end.code for end in ends] == [0, 75, 75, 75, 75, 0, 0]
     straight, limited = tmp_path / "runs" / "straight", tmp_path / "runs" / "limited"
     assert metrics(limited) == metrics(straight) and len(metrics(straight)) == 5
-    shutil.rmtree(limited / "checkpoints")
+    shutil.rmtree(limited / "hf")
     files = {path: path.stat().st_mtime_ns for path in limited.rglob("*")}
     rows = Path(user["data"]["path"])
     content = rows.read_text()
