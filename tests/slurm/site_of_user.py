@@ -47,6 +47,7 @@ class Site:
         config["run"]["steps"] = steps
         config["data"]["eval"] = []
         config["rollout"] = {"num_engines": engines}
+        config["value_pretraining"] = {"iterations": 2, "replay_epochs": 1, "minibatch_size": 8}
         config["export"] = {"critic": False}
         config["checkpoint"] = {"every": 1, "every_minutes": None, "margin_s": 0}
         return write_config(self.folder / "train.yaml", config)
@@ -57,6 +58,7 @@ class Site:
         """The id of a job, submitted as a user does; settings are those at the top of the script."""
         environment = {
             "CONFIG": str(config),
+            "EVALUATION_CONFIG": str(config),
             "RUNS": str(self.runs),
             "VENV": sys.prefix,
             "LOCAL_TMP": str(self.local_tmp),
