@@ -16,7 +16,7 @@ from torch import Tensor
 from vapo_megatron.algorithms.aggregation import nll_weights, token_weights
 from vapo_megatron.algorithms.gae import decoupled_gae, length_adaptive_lambda
 from vapo_megatron.algorithms.segments import place_terminal, to_tokens
-from vapo_megatron.config.algorithm import KlConfig, PolicyLossConfig, ValueLossConfig
+from vapo_megatron.config.algorithm import KlConfig, PolicyLossConfig
 from vapo_megatron.config.model import (
     ActorConfig,
     CriticConfig,
@@ -25,6 +25,7 @@ from vapo_megatron.config.model import (
     OptimizerSettings,
     RecomputeConfig,
 )
+from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore.mesh import Mesh, make_mesh
 from vapo_megatron.mcore.trainable import Trainable

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from vapo_megatron.config.algorithm import KlConfig, PolicyLossConfig, ValueLossConfig
+from vapo_megatron.config.algorithm import KlConfig, PolicyLossConfig
 from vapo_megatron.config.model import ActorConfig, CriticConfig, ModelConfig, OptimizerSettings
+from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore.mesh import make_mesh
 from vapo_megatron.mcore.trainable import Trainable

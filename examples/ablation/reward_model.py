@@ -20,12 +20,12 @@ import typer
 
 from examples.ablation.ablation_config import RewardModelConfig
 from vapo_megatron.cluster.ranks import start_ranks
-from vapo_megatron.config.algorithm import ValueLossConfig
 from vapo_megatron.config.data import PromptTemplate
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.model import CriticConfig
 from vapo_megatron.config.monitoring import MonitoringConfig
 from vapo_megatron.config.run_directory import make_run_dir
+from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.errors import told_in_one_line
 from vapo_megatron.experience.batch import ExperienceBatch, from_samples
 from vapo_megatron.experience.demonstrations import read_demonstrations

@@ -9,7 +9,8 @@ from pydantic import ValidationError
 
 from vapo_megatron.algorithms import advantages, importance, kl, policy_loss
 from vapo_megatron.config import algorithm as config
-from vapo_megatron.config.algorithm import AlgorithmConfig, ValuePretrainingConfig
+from vapo_megatron.config.algorithm import AlgorithmConfig
+from vapo_megatron.config.value import ValuePretrainingConfig
 
 PRESETS = Path(config.__file__).parent / "presets"
 NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml"))

@@ -10,8 +10,8 @@ from hf_models import write_model
 from ranks import run_ranks
 from test_train_step import OPTIMIZER, ROLLOUT, policy_loss, token_tensors
 
-from vapo_megatron.config.algorithm import ValueLossConfig
 from vapo_megatron.config.model import ActorConfig, CriticConfig, LayoutConfig, ModelConfig
+from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.mcore.dist_saver import load_training_state, plan_save
 from vapo_megatron.mcore.mesh import make_mesh

@@ -109,6 +109,13 @@ class Seen:
     row: dict[str, float] = field(default_factory=dict)
 
 
+def load_seen(path: Path) -> Seen:
+    """What another process has saved."""
+    with torch.serialization.safe_globals([Seen]):
+        seen: Seen = torch.load(path, weights_only=True)
+    return seen
+
+
 def state_of(model: Trainable) -> State:
     """On one rank: all weights, by their names on the hub."""
     buckets = stream_hf(model.chunks, model.spec, model.mesh, model.head)

@@ -13,7 +13,7 @@ from hf_models import read_tensors, write_model
 from ranks import run_ranks
 from step_formulas import State
 from switch_formulas import Iteration
-from switch_rollout import Seen, config_of, iterate, read_rollout, responses, state_of, write_models
+from switch_rollout import Seen, config_of, iterate, load_seen, read_rollout, responses, state_of, write_models
 
 from vapo_megatron.config.model import OptimizerSettings, PrecisionConfig
 from vapo_megatron.config.monitoring import MonitoringConfig
@@ -221,7 +221,7 @@ def change(after: State, before: State) -> torch.Tensor:
 def test_the_critics_optimizer_is_the_one_that_was_asked_for(folder: Path, found: dict[str, Any], name: str) -> None:
     assert name not in found, found[name]
     switches, other = OPTIMIZER[name]
-    seen: Seen = torch.load(folder / f"{name}.pt", weights_only=False)
+    seen = load_seen(folder / f"{name}.pt")
     assert len(seen.steps["critic"]) == 6
     wanted = change(weights_after(folder, switches, seen), seen.begin["critic"])
     got = change(seen.end["critic"], seen.begin["critic"])
@@ -231,7 +231,7 @@ def test_the_critics_optimizer_is_the_one_that_was_asked_for(folder: Path, found
 
 
 def test_frozen_attention_alone_stands_still(folder: Path, found: dict[str, Any]) -> None:
-    seen: Seen = torch.load(folder / "freeze_attention.pt", weights_only=False)
+    seen = load_seen(folder / "freeze_attention.pt")
     for name, before in seen.begin["critic"].items():
         assert torch.equal(before, seen.end["critic"][name]) == (".self_attn." in name), name
     assert not any(torch.equal(t, seen.end["actor"][n]) for n, t in seen.begin["actor"].items()), "the policy's learns"

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms import policy_loss, value_loss
-from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig, ImportanceSamplingConfig, ValueLossConfig
+from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig, ImportanceSamplingConfig
 from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.batch import ExperienceBatch, from_samples
 from vapo_megatron.experience.sample import Prompt, Sample

@@ -13,8 +13,9 @@ from hf_models import write_model
 from ranks import run_ranks
 from transformers import AutoModelForTokenClassification
 
-from vapo_megatron.config.algorithm import KlConfig, PolicyLossConfig, ValueLossConfig
+from vapo_megatron.config.algorithm import KlConfig, PolicyLossConfig
 from vapo_megatron.config.model import ActorConfig, CriticConfig, LayoutConfig, ModelConfig, OptimizerSettings
+from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore.mesh import make_mesh
 from vapo_megatron.mcore.trainable import Trainable

@@ -15,7 +15,7 @@ from hf_models import read_tensors
 from ranks import run_ranks
 from step_formulas import State
 from switch_formulas import Iteration
-from switch_rollout import Seen, config_of, iterate_all, responses, write_models
+from switch_rollout import Seen, config_of, iterate_all, load_seen, responses, write_models
 
 from vapo_megatron.monitoring import names
 
@@ -215,8 +215,7 @@ def weights_after(folder: Path, switches: dict[str, Any], seen: Seen) -> dict[st
 
 def what_was_seen(folder: Path, failed: dict[str, str], name: str) -> Seen:
     assert name not in failed, failed[name]
-    seen: Seen = torch.load(folder / f"{name}.pt", weights_only=False)
-    return seen
+    return load_seen(folder / f"{name}.pt")
 
 
 def check_weights(folder: Path, switches: dict[str, Any], seen: Seen) -> dict[str, torch.Tensor]:

@@ -70,6 +70,12 @@ class Seen:
     finished: bool = False
 
 
+def read_seen(path: Path) -> Any:
+    """What another process has saved: a Seen, or the stops and a Seen."""
+    with torch.serialization.safe_globals([Seen]):
+        return torch.load(path, weights_only=True)
+
+
 def pretrain(folder: Path, name: str, switches: dict[str, Any]) -> Seen:
     """On one rank: the loop up to its first iteration."""
     config, run_dir = config_of(folder, BASE | switches), folder / name
@@ -119,7 +125,7 @@ def pretrain_all(folder: Path) -> None:
         setattr(loop, ignored, lambda *args: None)
     for name, switches in CASES.items():
         torch.save(pretrain(folder, name, switches), folder / f"{name}.pt")
-    free = torch.load(folder / "replay_epochs.pt", weights_only=False).rows
+    free = read_seen(folder / "replay_epochs.pt").rows
     for name, stops in thresholds(free).items():
         torch.save((stops, pretrain(folder, name, CASES["replay_epochs"] | stops)), folder / f"{name}.pt")
 
@@ -149,7 +155,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path, name: str) -> Seen:
-    seen: Seen = torch.load(folder / f"{name}.pt", weights_only=False)
+    seen: Seen = read_seen(folder / f"{name}.pt")
     return seen
 
 
@@ -235,7 +241,7 @@ def test_replay_epochs_read_every_response_so_often_in_other_orders(folder: Path
 @pytest.mark.parametrize("name", ["stop_explained_variance", "stop_bias", "stop_both", "stop_never"])
 def test_it_stops_at_the_first_measurement_that_reaches_every_stop(folder: Path, name: str) -> None:
     free = load(folder, "replay_epochs")
-    stops, seen = torch.load(folder / f"{name}.pt", weights_only=False)
+    stops, seen = read_seen(folder / f"{name}.pt")
     good = [
         updates
         for updates, row in sorted(free.rows.items())

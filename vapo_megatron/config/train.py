@@ -5,7 +5,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from vapo_megatron.config.algorithm import AlgorithmConfig, ValuePretrainingConfig
+from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.checkpoint import CheckpointConfig
 from vapo_megatron.config.data import DataConfig, EvaluationDataConfig
@@ -18,6 +18,7 @@ from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.config.run import BatchConfig, ClusterConfig, EvaluationConfig, ExportConfig, RunConfig, RunPlace
 from vapo_megatron.config.server import ServerConfig
 from vapo_megatron.config.suggest import nearest
+from vapo_megatron.config.value import ValuePretrainingConfig
 
 # Beginnings of the names of metrics that every step has.
 _STEP_METRICS = ("reward/", "accuracy/", "response_length/", "actor/", "critic/")

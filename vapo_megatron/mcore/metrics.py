@@ -1,6 +1,6 @@
 """Numbers that ranks work out apart and report together."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -55,3 +55,17 @@ class MetricTotals:
                 values = _over_ranks(torch.stack([value.cpu() for value in metrics.values()]), op)
                 found |= dict(zip(metrics, values.tolist(), strict=True))
         return found
+
+
+def samples_done(samples: int, on_done: Callable[[int], None] | None) -> Callable[[float], None]:
+    """From the share of the work that is done, 0 to 1, to the number of samples done since the last call."""
+    reported = 0
+
+    def on_forward(share: float) -> None:
+        nonlocal reported
+        if on_done is not None:
+            done = round(share * samples)
+            on_done(done - reported)
+            reported = done
+
+    return on_forward

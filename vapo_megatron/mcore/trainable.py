@@ -24,7 +24,7 @@ from vapo_megatron.mcore.data_parallel import sum_model_grads, wrap
 from vapo_megatron.mcore.guarded_step import GuardedStep
 from vapo_megatron.mcore.layer_spec import parameters_of
 from vapo_megatron.mcore.mesh import Mesh, check_model_layout
-from vapo_megatron.mcore.metrics import MetricTotals, StepResult, sum_over_ranks
+from vapo_megatron.mcore.metrics import MetricTotals, StepResult, samples_done, sum_over_ranks
 from vapo_megatron.mcore.model import Head, build_model, transformer_config
 from vapo_megatron.mcore.offload import PARTS, Footprint, Offloader, Part
 from vapo_megatron.mcore.optimizer import make_optimizer, optimizer_tensors
@@ -268,7 +268,13 @@ class Trainable:
                     found = (found[:, 0] if read is None else read(found))[:, None]
                 microbatch.scatter(result, found.cpu())
 
-        self._run(microbatches, collect, forward_only=True, temperature=temperature, on_forward=_shares(batch, on_done))
+        self._run(
+            microbatches,
+            collect,
+            forward_only=True,
+            temperature=temperature,
+            on_forward=samples_done(batch.samples, on_done),
+        )
         return sum_over_ranks(result)
 
     def train_step(
@@ -393,17 +399,3 @@ class Trainable:
             layers = experts.unflatten(1, (self.spec.num_layers, self.spec.experts_per_token))
             parts = self.mesh.tp_size if self.config.layout.sequence_parallel else 1
             replay_experts(core, layers, self.mesh.tp_rank % parts, parts)
-
-
-def _shares(batch: ExperienceBatch, on_done: Callable[[int], None] | None) -> Callable[[float], None]:
-    """From the part of the work that is done to numbers of samples that were not told of yet."""
-    told = 0
-
-    def on_forward(part: float) -> None:
-        nonlocal told
-        if on_done is not None:
-            done = round(part * batch.samples)
-            on_done(done - told)
-            told = done
-
-    return on_forward

@@ -13,14 +13,8 @@ from vapo_megatron.algorithms.gae import bootstrap_of_truncated, decoupled_gae, 
 from vapo_megatron.algorithms.kl import k1
 from vapo_megatron.algorithms.segments import place_terminal, segment_sum, to_tokens
 from vapo_megatron.algorithms.selection import loss_mask
-from vapo_megatron.config.algorithm import (
-    AdvantageConfig,
-    AlgorithmConfig,
-    KlConfig,
-    Lambda,
-    ShapingConfig,
-    ValueLossConfig,
-)
+from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig, KlConfig, Lambda, ShapingConfig
+from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder

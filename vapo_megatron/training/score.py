@@ -6,7 +6,8 @@ from functools import partial
 from torch import Tensor
 
 from vapo_megatron.algorithms.segments import to_tokens
-from vapo_megatron.config.algorithm import AlgorithmConfig, ValueLossConfig
+from vapo_megatron.config.algorithm import AlgorithmConfig
+from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.monitoring.recorder import Recorder

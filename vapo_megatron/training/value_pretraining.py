@@ -15,8 +15,9 @@ from torch import Tensor
 
 from vapo_megatron.algorithms.gae import monte_carlo_returns
 from vapo_megatron.algorithms.segments import to_tokens
-from vapo_megatron.config.algorithm import HELD_OUT_SHARE, AlgorithmConfig, ValueLossConfig, ValuePretrainingConfig
+from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.run import BatchConfig
+from vapo_megatron.config.value import HELD_OUT_SHARE, ValueLossConfig, ValuePretrainingConfig
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore.memory_plan import MemoryPlan
 from vapo_megatron.mcore.trainable import Trainable

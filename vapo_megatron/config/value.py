@@ -1,0 +1,106 @@
+"""How the critic learns: its loss, and its pretraining on a policy that stands still."""
+
+import math
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from vapo_megatron.config.base import Section
+
+# VAPO's "50 steps", read as gradient steps; prompts that value pretraining is measured on.
+DEFAULT_STEPS, HELD_OUT_SHARE = 50, 1 / 8
+
+
+class ValueLossConfig(Section):
+    """The loss of the critic, a mean over the tokens of the mini-batch."""
+
+    kind: Literal["mse", "clipped", "hl_gauss"] = Field("mse", description="(V - R)^2 / 2, PPO's clipped one, HL-Gauss")
+    clip: float = Field(0.2, gt=0, description="how far a value may move from the old one, kind=clipped")
+    bins: int = Field(51, ge=2, description="outputs of the value head, kind=hl_gauss")
+    low: float = Field(-1.0, description="least return, for kind=hl_gauss and bounded")
+    high: float = Field(1.0, description="greatest return, for kind=hl_gauss and bounded")
+    sigma_bins: float = Field(0.75, gt=0, description="width of the Gaussian in bins, kind=hl_gauss")
+    margin_bins: float = Field(
+        3.0,
+        ge=0,
+        description="bins beyond low and beyond high, kind=hl_gauss: with 4 sigma_bins of them a target at the edge is "
+        "learnt as it is",
+    )
+    bounded: bool = Field(
+        False, description="values are squashed into low..high by a tanh; the bins of hl_gauss have bounds of their own"
+    )
+    residual: bool = Field(
+        False,
+        description="the head learns what the mean return of the other responses of the group does not explain; the "
+        "value of a state is that mean and what the head adds",
+    )
+    self_imitation_coef: float = Field(0.0, ge=0, description="of ((R - V)+)^2 / 2")
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of the value head."""
+        return self.bins if self.kind == "hl_gauss" else 1
+
+    @property
+    def has_bounds(self) -> bool:
+        """Whether no value can leave a range."""
+        return self.bounded or self.kind == "hl_gauss"
+
+    @property
+    def support(self) -> tuple[float, float]:
+        """From the outer edge of the first bin to that of the last, margins included (kind=hl_gauss)."""
+        margin = self.margin_bins * (self.high - self.low) / (self.bins - 2 * self.margin_bins)
+        return self.low - margin, self.high + margin
+
+    @model_validator(mode="after")
+    def _bins_span_a_range(self) -> Self:
+        if self.low >= self.high:
+            raise ValueError(f"low={self.low} is not below high={self.high}: give the range of the returns")
+        if self.kind == "hl_gauss" and self.bins - 2 * self.margin_bins < 1:
+            raise ValueError(
+                f"bins={self.bins} with margin_bins={self.margin_bins:g} on either side: none is left for low..high, "
+                "raise bins"
+            )
+        if self.bounded and self.kind == "hl_gauss":
+            raise ValueError("bounded=true with kind=hl_gauss: its bins bound the values already, remove bounded")
+        return self
+
+
+class ValuePretrainingConfig(Section):
+    """The critic learns the returns of a policy that stands still, before the first policy update."""
+
+    enabled: bool = Field(True, description="false: the critic starts as it is")
+    steps: int | None = Field(
+        None, ge=1, description="gradient steps; none: 50, or as many as iterations and replay_epochs give"
+    )
+    iterations: int | None = Field(
+        None,
+        ge=1,
+        description="rollouts recorded, each of a step's size; none: as many as steps takes of fresh ones",
+    )
+    replay_epochs: int = Field(1, ge=1, description="passes over the recorded rollouts; 1: each response is read once")
+    minibatch_size: int = Field(512, ge=1, description="samples")
+    stop_explained_variance: float | None = Field(
+        None, le=1, description="stop where the explained variance is at least this and the bias small enough"
+    )
+    stop_bias: float | None = Field(
+        None, gt=0, description="stop where |mean V - R| is at most this at 0, 25, 50, 75 and 95 % of the response"
+    )
+
+    @property
+    def most_steps(self) -> int | None:
+        """Gradient steps at most; None: what the recorded rollouts give."""
+        return self.steps if self.steps is not None or self.iterations is not None else DEFAULT_STEPS
+
+    def rollouts(self, samples: int) -> int:
+        """Rollouts to record, each of so many samples. Of those an eighth is held out."""
+        if self.iterations is not None:
+            return self.iterations
+        wanted = (self.steps or DEFAULT_STEPS) * self.minibatch_size
+        return math.ceil(wanted / (samples * (1 - HELD_OUT_SHARE) * self.replay_epochs))
+
+    def updates(self, samples: int) -> int:
+        """Gradient steps on rollouts of so many samples each, at most."""
+        trained = self.rollouts(samples) * samples * (1 - HELD_OUT_SHARE) * self.replay_epochs
+        steps = math.ceil(trained / self.minibatch_size)
+        return steps if self.most_steps is None else min(steps, self.most_steps)
