@@ -119,8 +119,9 @@ def _assembler(source: ShardReader, shared: bool, bucket_bytes: int, times: Part
     if shared or (source.group is None and source.device.type == "cpu"):
         return SharedMemoryAssembler(source, times), bucket_bytes
     piece = max(1, bucket_bytes // PIECES)
-    # Two pieces are under way at most, each with the shards that this rank adds to it.
-    return GatheringAssembler(source, piece, times), bucket_bytes - 3 * piece // 2
+    # Two pieces are under way at most, each with the shards that this rank adds to it; the backend may still hold the
+    # shards of a third, whose collective has ended, and parameters that tp does not split come once from each rank.
+    return GatheringAssembler(source, piece, times), bucket_bytes - 2 * piece
 
 
 def _owners(
