@@ -41,8 +41,10 @@ install: $(STAMP)
 quickstart: $(STAMP)
 	@$(BIN)/python examples/quickstart/run.py
 
+# A file of tests stays on one worker: its fixtures start engines and train models once. Many tests fork ranks of their own.
+WORKERS ?= 2
 test: lint
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 40
 
 test-full: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m full tests/mcore
