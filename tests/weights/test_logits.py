@@ -17,12 +17,14 @@ from vapo_megatron.weights.spec import read_spec
 
 IDS = torch.randint(0, VOCAB, (48,), generator=torch.Generator().manual_seed(3))
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
 CASES: dict[str, dict[str, Any]] = {
     **{family: {"family": family} for family in CLASSES},
     "tied": {"family": "qwen3", "tie_word_embeddings": True},
     "theta": {"family": "qwen2", "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     "linear": {"family": "llama", "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}},
     "llama3": {"family": "llama", "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3}},
+    "yarn": {"family": "qwen2", "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, **YARN}},
     "window": {"family": "mistral", "sliding_window": 48},
 }
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 import transformers
 from hf_models import CLASSES, write_model
+from sglang.srt.layers.rotary_embedding import yarn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from vapo_megatron.errors import BadInput
-from vapo_megatron.weights.rope import RopeScaling, inverse_frequencies
+from vapo_megatron.weights.rope import RopeScaling, inverse_frequencies, read_rope
 from vapo_megatron.weights.spec import read_spec
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "hf_configs"
@@ -32,6 +33,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,
 }
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
 
 
 def written(path: Path, **changes: Any) -> Path:
@@ -85,16 +87,46 @@ def test_rope_is_read_in_every_spelling(tmp_path: Path, spelling: dict[str, Any]
     assert spec.rope_scaling == RopeScaling("llama3", 32.0, 1.0, 4.0, 256)
 
 
-@pytest.mark.parametrize(("kind", "parameters"), [("linear", {"factor": 4.0}), ("llama3", LLAMA3)])
+@pytest.mark.parametrize(
+    ("kind", "parameters"),
+    [
+        ("linear", {"factor": 4.0}),
+        ("llama3", LLAMA3),
+        ("yarn", YARN),
+        ("yarn", YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}),
+    ],
+)
 def test_frequencies_are_those_of_transformers(kind: str, parameters: dict[str, Any]) -> None:
     config = SimpleNamespace(
         rope_parameters={"rope_type": kind, "rope_theta": 5e5, **parameters},
         head_dim=64,
+        hidden_size=64,  # read by YaRN and not used
+        num_attention_heads=1,
         standardize_rope_params=lambda: None,
     )
-    expected, _ = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    expected, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
     scaling = RopeScaling(kind, **parameters)  # type: ignore[arg-type]
     assert torch.equal(inverse_frequencies(64, 5e5, scaling), expected)
+    assert scaling.attention_factor == attention_factor
+
+
+def test_yarn_is_that_of_the_engines() -> None:
+    """As Qwen2.5's first revision of its instruction models and Qwen3's model cards write it."""
+    engine = SimpleNamespace(
+        base=1e6,
+        rotary_dim=64,
+        beta_fast=32,
+        beta_slow=1,
+        max_position_embeddings=32768,
+        truncate=True,
+        extrapolation_factor=1,
+    )
+    parameters = {"rope_theta": 1e6, "rope_scaling": YARN | {"type": "yarn"}}
+    theta, scaling = read_rope(parameters, "config.json")
+    assert scaling is not None and scaling.attention_factor == yarn.yarn_get_mscale_simple(4.0)
+    ours = inverse_frequencies(64, theta, scaling)
+    theirs = yarn.YaRNScalingRotaryEmbedding._compute_inv_freq(engine, 4.0)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
 
 
 def test_a_sliding_window_bounds_the_context(tmp_path: Path) -> None:
@@ -119,7 +151,9 @@ def test_old_and_new_names_of_the_dtype(tmp_path: Path) -> None:
             "'qwen3_next', expected one of llama, mistral, qwen2, qwen3, qwen3_moe, the nearest being qwen3",
         ),
         ({"model_type": ...}, "model_type is None"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn'"),
+        ({"rope_scaling": {"type": "yarn"}}, "factor of the rotary embedding is None"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 0.7}}, "mscale of YaRN is 0.7"),
+        ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "'longrope'"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic'"),
         ({"rope_scaling": {"type": "linear"}}, "factor of the rotary embedding is None"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),

@@ -54,6 +54,7 @@ def transformer_config(spec: ModelSpec, model: ModelConfig, trainable: Trainable
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
+        softmax_scale=spec.softmax_scale,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp,
@@ -136,7 +137,7 @@ def build_model(
             vp_stage=stage,
             pg_collection=mesh.pg,
         )
-        # Every scaling that only changes the frequencies (linear, llama3) comes from the one formula of transformers.
+        # The frequencies of every rope scaling come from the one formula of transformers.
         if fused:
             model.rotary_pos_emb.inv_freq = spec.rope_inv_freq().to(model.rotary_pos_emb.inv_freq.device)
         else:

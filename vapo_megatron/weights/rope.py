@@ -11,23 +11,35 @@ from torch import Tensor
 from vapo_megatron.errors import BadInput
 
 DEFAULT_THETA = 10_000.0
-# YaRN, longrope and dynamic also scale the attention or change with the length of the input: Megatron's packed
-# rotary embedding knows one fixed set of frequencies.
-SUPPORTED = ("default", "linear", "llama3")
+# longrope and dynamic change with the length of the input: Megatron's packed rotary embedding knows one fixed set of
+# frequencies.
+SUPPORTED = ("default", "linear", "llama3", "yarn")
+# Of YaRN: what transformers and SGLang read differently, or one of the two does not read at all.
+_YARN_NOT_SHARED = ("attention_factor", "attn_factor", "extrapolation_factor", "mscale", "mscale_all_dim")
 
 
 @dataclass(frozen=True)
 class RopeScaling:
     """Frequencies stretched for longer contexts.
 
-    "linear" divides all by factor; "llama3" divides the low ones and blends up to the high ones (Llama 3.1).
+    "linear" divides all by factor; "llama3" divides the low ones and blends up to the high ones (Llama 3.1); "yarn"
+    blends between the channels that turn beta_fast and beta_slow times within the original context (arXiv 2309.00071,
+    section 3.2), and stretches queries and keys (attention_factor).
     """
 
-    kind: Literal["linear", "llama3"]
+    kind: Literal["linear", "llama3", "yarn"]
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    @property
+    def attention_factor(self) -> float:
+        """By which rotated queries, and rotated keys, are multiplied (YaRN, section 3.4)."""
+        return 0.1 * math.log(self.factor) + 1.0 if self.kind == "yarn" and self.factor > 1 else 1.0
 
 
 def read_rope(config: Mapping[str, Any], path: str) -> tuple[float, RopeScaling | None]:
@@ -71,6 +83,23 @@ def read_rope(config: Mapping[str, Any], path: str) -> tuple[float, RopeScaling 
                 number("original_max_position_embeddings", config.get("max_position_embeddings"))
             ),
         )
+    if kind == "yarn":
+        for key in _YARN_NOT_SHARED:
+            if parameters.get(key) is not None:
+                raise BadInput(
+                    f"{path}: {key} of YaRN is {parameters[key]}, and transformers and SGLang do not read it alike: "
+                    "remove it, or choose another checkpoint"
+                )
+        return theta, RopeScaling(
+            "yarn",
+            factor=number("factor"),
+            original_max_position_embeddings=int(
+                number("original_max_position_embeddings", config.get("max_position_embeddings"))
+            ),
+            beta_fast=number("beta_fast", 32.0),
+            beta_slow=number("beta_slow", 1.0),
+            truncate=bool(parameters.get("truncate", True)),
+        )
     return theta, None
 
 
@@ -100,6 +129,9 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
+    if scaling.kind == "yarn":
+        kept = 1 - _yarn_ramp(head_dim, theta, scaling)
+        return 1.0 / (scaling.factor * theta**exponents) * (1 - kept) + frequencies * kept
     length, low, high = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
     wavelengths = 2 * math.pi / frequencies
     share = (length / wavelengths - low) / (high - low)
@@ -107,3 +139,19 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
     stretched = torch.where(wavelengths > length / low, frequencies / scaling.factor, frequencies)
     medium = (wavelengths >= length / high) & (wavelengths <= length / low)
     return torch.where(medium, blended, stretched)
+
+
+def _yarn_ramp(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
+    """Share by which each pair of channels is stretched: 0 for those that turn fast, 1 for those that turn slowly."""
+
+    def channel(turns: float) -> float:
+        length = scaling.original_max_position_embeddings
+        return (head_dim * math.log(length / (turns * 2 * math.pi))) / (2 * math.log(theta))
+
+    low, high = channel(scaling.beta_fast), channel(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # as transformers: no division by zero
+    return torch.clamp((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low), 0, 1)

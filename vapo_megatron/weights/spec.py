@@ -97,6 +97,12 @@ class ModelSpec:
         """Inverse frequencies of the rotary embedding, scaling included, float32 [head_dim / 2], on the CPU."""
         return inverse_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
 
+    @property
+    def softmax_scale(self) -> float:
+        """Of attention scores: 1 / sqrt(head_dim), and YaRN's factor once for queries and once for keys."""
+        stretch = 1.0 if self.rope_scaling is None else self.rope_scaling.attention_factor
+        return stretch**2 * self.head_dim**-0.5
+
     def head_rules(self, head: Head) -> tuple[Rule, ...]:
         """Rules of the output layer's own parameters: none where a language model's is tied."""
         if head == "value":
