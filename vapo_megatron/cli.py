@@ -92,6 +92,7 @@ def engine(
     from vapo_megatron.config.train import TrainConfig
 
     settings = load_config(TrainConfig, config, overrides or [], PRESETS)
+    _read_model(settings.model.path)
     from vapo_megatron.training.serve_engine import serve_engine
 
     serve_engine(settings, host, port)
@@ -117,6 +118,7 @@ def critic(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
     from vapo_megatron.config.load import load_config
 
     settings = load_config(ProbedRunConfig, config, overrides or [], PRESETS)
+    _read_model(settings.model.path)
     from vapo_megatron.training.critic_command import probe_critic
 
     probe_critic(settings)
@@ -205,6 +207,13 @@ def _look_first(settings: "TrainConfig | SftConfig | EvaluateConfig") -> None:
 
     if environment_place() is None:
         look_first(settings)
+
+
+def _read_model(path: str) -> None:
+    """Refuse a model that cannot be used before every library is imported."""
+    from vapo_megatron.weights.spec import read_spec
+
+    read_spec(Path(path))
 
 
 def main() -> None:

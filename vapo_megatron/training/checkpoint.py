@@ -1,5 +1,6 @@
 """When the state of a run is saved, what goes into it, and when the run stops for it."""
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +27,7 @@ from vapo_megatron.config.atomic import sync
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.checkpoint import CheckpointConfig
 from vapo_megatron.config.load import dump_config
+from vapo_megatron.config.suggest import nearest
 from vapo_megatron.errors import BadInput, RunFailed, TryAgain, VapoError
 from vapo_megatron.mcore.dist_saver import plan_save
 from vapo_megatron.mcore.mesh import world_timeout
@@ -38,6 +40,8 @@ from vapo_megatron.training.broadcast import on_rank_zero
 from vapo_megatron.training.recorded_rollouts import remove_unneeded
 from vapo_megatron.training.resume import RUN_FILES, Resumed, SavedModel, layouts
 from vapo_megatron.weights.torch_dist import write_model_card
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -193,6 +197,8 @@ class Checkpointer:
     def _is_best(self, snapshot: Snapshot) -> bool:
         keep = self._config.keep
         if keep.best is None or keep.best not in snapshot.metrics:
+            if keep.best is not None and not keep.best.startswith(EVALUATION) and snapshot.progress.step == 1:
+                self._warn_of_unknown(keep.best, snapshot.metrics)
             return False
         metrics: dict[CheckpointName, Mapping[str, float]] = {}
         for name, path in list_checkpoints(self._run_dir).items():
@@ -202,6 +208,14 @@ class Checkpointer:
                 continue
         metrics[snapshot.name] = snapshot.metrics
         return best_checkpoint(metrics, keep) == snapshot.name
+
+    def _warn_of_unknown(self, name: str, metrics: Mapping[str, float]) -> None:
+        guess = nearest(name, metrics)
+        _logger.warning(
+            "checkpoint.keep.best=%s is no metric of a step, and no checkpoint is kept for it%s",
+            name,
+            f": did you mean {guess}?" if guess else "; metrics.jsonl has the names",
+        )
 
     def _begin(self, snapshot: Snapshot, making_room: Callable[[], AbstractContextManager[None]]) -> None:
         name, rank = snapshot.name, dist.get_rank()
