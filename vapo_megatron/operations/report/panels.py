@@ -62,7 +62,7 @@ PANELS: tuple[Panel, ...] = (
     Panel("Fine-tuning loss", (Curve("sft/nll_loss", "negative log-likelihood"),), "Falls and levels off.", bottom=0),
     Panel("Value loss", (Curve(names.VALUE_LOSS, "value loss"),), "", bottom=0),
     Panel(
-        "Critic against free baselines: explained variance of returns",
+        "Explained variance: critic, free baselines",
         (
             Curve(names.EXPLAINED_VARIANCE, "critic"),
             Curve(names.BASELINE_LOO, "mean of the other responses", smooth=True),
