@@ -20,8 +20,8 @@ import ranks  # noqa: F401  (imports what ranks need before they are forked)
 import torch.distributed as dist
 from tiny_runs import make_model, problems, write_config, write_rows
 
+import vapo_megatron.rollout.stream as stream
 import vapo_megatron.training.background_save as background_save
-import vapo_megatron.training.engines as engines
 import vapo_megatron.training.placement as placement
 import vapo_megatron.training.updates as updates
 import vapo_megatron.training.value_pretraining as value_pretraining
@@ -204,7 +204,7 @@ def kill_at(place: str, call: int, victim: int = 0) -> None:
 
 
 PLACES: dict[str, tuple[Any, str]] = {
-    "rollout": (engines.Dispatcher, "collect"),
+    "rollout": (stream.GroupStream, "take"),
     "value pretraining": (value_pretraining, "critic_step"),
     "policy update": (updates, "policy_loss"),
     "save": (background_save, "commit_checkpoint"),

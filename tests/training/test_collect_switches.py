@@ -8,11 +8,11 @@ import pytest
 from ranks import run_ranks
 from written_rollouts import CUT, END, RIGHT, WRONG, write_rollouts
 
-from vapo_megatron.config.algorithm import AlgorithmConfig
+from vapo_megatron.config.algorithm import AlgorithmConfig, DynamicSamplingConfig
 from vapo_megatron.config.monitoring import MonitoringConfig
 from vapo_megatron.config.run import BatchConfig
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.training.collect import collect
+from vapo_megatron.training.collect import collect, step_rule
 
 SIZE = BatchConfig(prompts_per_step=4, samples_per_prompt=3)
 GOOD, BAD, LATE = (RIGHT, END), (WRONG, END), (RIGHT, CUT)
@@ -44,8 +44,11 @@ def collected(script: str, algorithm: dict[str, Any], fixed_policy: bool = False
     rollouts = write_rollouts(SCRIPTS[script])
     config = AlgorithmConfig.model_validate(algorithm)
     with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
-        batch = collect(rollouts, SIZE, config, 1, recorder, fixed_policy)
+        rule = step_rule(SIZE, DynamicSamplingConfig() if fixed_policy else config.dynamic_sampling, steps=1)
+        rollouts.begin(rule, SIZE.samples_per_prompt, 0, fixed_policy)
+        batch = collect(rollouts, config, 1, recorder)
         row = recorder.write(1)
+        rollouts.end()
     engines: Any = rollouts.engines
     assert rollouts.prompts is not None
     return {
@@ -55,9 +58,9 @@ def collected(script: str, algorithm: dict[str, Any], fixed_policy: bool = False
         "groups": batch.group_ids.tolist(),
         "prompts": [int(batch.tokens[int(start)]) for start in batch.cu_seqlens[:-1]],
         "greedy": None if batch.greedy_rewards is None else batch.greedy_rewards.tolist(),
-        "asked": [len(r.prompts) for r in engines.requests],
+        "asked": [r.prompt.cursor for r in engines.requests],
         "temperatures": [r.sampling.temperature for r in engines.requests],
-        "samples": [r.samples_per_prompt for r in engines.requests],
+        "samples": [r.samples for r in engines.requests],
         "drawn": rollouts.prompts.cursor,
         "row": row,
     }
@@ -106,19 +109,22 @@ def test_dynamic_sampling_keeps_informative_groups_alone(found: dict[str, Any]) 
     assert found["pretraining"]["prompts"][::3] == [0, 1, 2, 3], "the critic learns from every group"
 
 
-def test_oversampling_is_of_the_groups_still_wanted(found: dict[str, Any]) -> None:
-    assert found["on"]["asked"] == [12], "three times four prompts bring four informative groups"
-    # 4 wanted: 6 asked, 2 found; 2 wanted: 3 asked, 1 found; 1 wanted: 2 asked, ...
-    assert found["oversampling"]["asked"][:3] == [6, 3, 2]
-    assert informative(found["oversampling"]) == [True] * 4
-    assert found["oversampling"]["drawn"] == sum(found["oversampling"]["asked"])
+def test_groups_are_refilled_one_by_one_and_what_is_too_much_goes_back(found: dict[str, Any]) -> None:
+    # Twelve are asked for at once; the fourth with signal is that of prompt 9, and the next step begins behind it.
+    assert found["on"]["asked"][:12] == list(range(12)) and found["on"]["drawn"] == 10
+    seen = found["oversampling"]  # six at once, never more than one and a half times what is missing
+    assert informative(seen) == [True] * 4 and seen["prompts"][::3] == [0, 3, 6, 9] and seen["drawn"] == 10
+    assert seen["asked"][:6] == list(range(6)) and max(seen["asked"]) < 16
+    row = found["on"]["row"]
+    assert (row["dynamic_sampling/prompts"], row["dynamic_sampling/kept"]) == (10, 4)
+    assert row["rollout/dropped_no_signal"] == 6 and row["rollout/dropped_surplus"] >= 2
 
 
 def test_after_max_rounds_other_groups_fill_the_batch(found: dict[str, Any]) -> None:
-    # Four asked, prompts 0 and 3 are informative; two asked, neither is.
-    assert found["rounds"]["asked"] == [4, 2]
-    assert informative(found["rounds"]) == [True, True, False, False]
-    assert found["never"]["asked"] == [12, 12, 12] and len(found["never"]["correct"]) == 12
+    # Eight in all, prompts 0, 3 and 6 are informative; then the first of the others.
+    assert sorted(found["rounds"]["asked"]) == list(range(8)) and found["rounds"]["drawn"] == 8
+    assert found["rounds"]["prompts"][::3] == [0, 3, 6, 1] and informative(found["rounds"]) == [True] * 3 + [False]
+    assert sorted(found["never"]["asked"]) == list(range(36)) and found["never"]["prompts"][::3] == [0, 1, 2, 3]
     assert found["never"]["row"]["dynamic_sampling/kept"] == 0
 
 
@@ -131,7 +137,8 @@ def test_a_response_that_was_cut_counts_as_incorrect_whatever_it_says(found: dic
 
 def test_remax_alone_asks_for_one_greedy_response_a_prompt(found: dict[str, Any]) -> None:
     seen = found["remax"]
-    assert seen["asked"] == [4, 4] and seen["samples"] == [3, 1] and seen["temperatures"] == [1.0, 0.0]
+    assert seen["samples"] == [3] * 4 + [1] * 4 and seen["temperatures"] == [1.0] * 4 + [0.0] * 4
+    assert seen["asked"] == [0, 1, 2, 3] * 2
     assert seen["greedy"] == [-1.0] * 3 + [1.0] * 3 + [-1.0] * 3 + [1.0] * 3, "each prompt's own, for its responses"
     assert found["remax_shaped"]["greedy"] == [-1.5] * 3 + [0.5] * 3 + [-1.5] * 3 + [0.5] * 3, "shaped as others are"
-    assert found["grpo"]["greedy"] is None and found["grpo"]["asked"] == [4]
+    assert found["grpo"]["greedy"] is None and found["grpo"]["asked"] == [0, 1, 2, 3]

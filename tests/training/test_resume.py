@@ -85,7 +85,7 @@ def test_killed_in_every_phase_on_two_ranks(shared: World, straight: Callable[[i
     config = config_of(shared, "killed", LAYOUTS[2], RESUME, "checkpoint.asynchronous=false")
     traps = [
         # Phase, call and rank of the kill; the newest checkpoint after it.
-        ("rollout", 3, 0, "step_000000_pretraining_000001"),  # evaluation comes first
+        ("rollout", 2, 0, "step_000000_pretraining_000001"),
         ("value pretraining", 2, 1, "step_000000_pretraining_000003"),
         ("save", 4, 0, "step_000000"),
         ("policy update", 3, 1, "step_000001"),

@@ -100,7 +100,7 @@ def pretrain(folder: Path, name: str, switches: dict[str, Any]) -> Seen:
         vapo_megatron.training.loop.train(config, models, rollouts, state, recorder)
     engines: Any = rollouts.engines
     seen.end, seen.rows, seen.finished = state_of(critic), recorder.rows, state.pretraining.finished
-    seen.asked = [len(request.prompts) for request in engines.requests]
+    seen.asked = [request.prompt.cursor for request in engines.requests]
     return seen
 
 
@@ -208,7 +208,7 @@ def test_returns_are_discounted_and_masked_as_in_training(folder: Path) -> None:
 def test_iterations_are_rollouts_and_each_response_of_them_is_read_or_held_out(folder: Path) -> None:
     for name, rollouts in (("base", 2), ("iterations", 3)):
         seen = load(folder, name)
-        assert seen.asked == [4] * rollouts
+        assert seen.asked == list(range(4 * rollouts))
         trained = Counter(tokens for step in seen.steps for tokens in step)
         held_out = set(seen.measured[0])
         assert set(trained.values()) == {1} and trained.keys().isdisjoint(held_out)
@@ -218,7 +218,7 @@ def test_iterations_are_rollouts_and_each_response_of_them_is_read_or_held_out(f
 
 def test_without_iterations_as_many_rollouts_as_the_steps_take(folder: Path) -> None:
     # 3 steps of 5 are 15 responses; 7/8 of a rollout of 12 are 10.5.
-    assert load(folder, "steps_alone").asked == [4, 4] and steps_of(folder, "steps_alone") == [5, 5, 5]
+    assert load(folder, "steps_alone").asked == list(range(8)) and steps_of(folder, "steps_alone") == [5, 5, 5]
 
 
 def test_steps_bound_the_replay(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """The rollout side of a run without engines: responses follow from the prompt's cursor, grades from their text."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,8 @@ from vapo_megatron.experience.prompts import PromptSource
 from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.rewards.math import Grade
 from vapo_megatron.rewards.pool import Case
-from vapo_megatron.rollout.request import GenerationRequest
+from vapo_megatron.rollout.loop_thread import LoopThread
+from vapo_megatron.rollout.request import GenerationRequest, GroupRequest
 from vapo_megatron.training.rollouts import Rollouts
 
 RIGHT, WRONG, CUT, END = 1, 2, 3, 4
@@ -20,21 +22,34 @@ Script = Callable[[int], Sequence[Sequence[int]]]
 class WrittenEngines:
     """Answers requests from a script, and remembers them."""
 
-    version, kv_cache_offloaded = 0, True
+    version, kv_cache_offloaded, share_device, collect_timeout_s = 0, True, True, 60.0
 
     def __init__(self, script: Script) -> None:
         self.script = script
-        self.requests: list[GenerationRequest] = []
+        self.loop = LoopThread()
+        self.requests: list[GroupRequest] = []
+
+    @property
+    def dispatcher(self) -> "WrittenEngines":
+        return self
+
+    async def generate(self, group: GroupRequest) -> list[Sample]:
+        """The later of two groups comes first."""
+        self.requests.append(group)
+        await asyncio.sleep(0.002 if group.prompt.cursor % 2 else 0.004)
+        return self.written(group)
+
+    def written(self, group: GroupRequest) -> list[Sample]:
+        found = []
+        for index, ids in enumerate(self.script(group.prompt.cursor)[: group.samples]):
+            reason: Any = "length" if CUT in ids else "stop"
+            version = group.weight_version
+            found.append(Sample(group.prompt, group.group, index, 0, ids, [-1.0] * len(ids), reason, version, version))  # type: ignore[arg-type]
+        return found
 
     def collect(self, request: GenerationRequest, on_done: Callable[[int], None]) -> list[Sample]:
-        self.requests.append(request)
-        found = []
-        for group, prompt in enumerate(request.prompts):
-            for index in range(request.samples_per_prompt):
-                ids = list(self.script(prompt.cursor)[index])
-                reason: Any = "length" if CUT in ids else "stop"
-                found.append(Sample(prompt, group, index, 0, ids, [-1.0] * len(ids), reason, 0, 0))
-        return found
+        self.requests += request.groups()
+        return [sample for group in request.groups() for sample in self.written(group)]
 
     def offload(self) -> None:
         """There is nothing to make room for."""

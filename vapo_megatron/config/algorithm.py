@@ -251,8 +251,13 @@ class DynamicSamplingConfig(Section):
     """Only groups with both correct and incorrect responses are learnt from (DAPO)."""
 
     enabled: bool = Field(False, description="draw prompts until enough groups are informative")
-    oversampling: float = Field(3.0, ge=1, description="prompts sent, in units of those still wanted")
-    max_rounds: int = Field(10, ge=1, description="then other groups fill the batch up")
+    oversampling: float = Field(3.0, ge=1, description="prompts in flight, in units of those still wanted")
+    max_rounds: int = Field(
+        10,
+        ge=1,
+        description="the most prompts of a step, in units of oversampling x prompts_per_step; then other groups fill "
+        "the batch up",
+    )
 
 
 class AlgorithmConfig(Section):

@@ -83,9 +83,13 @@ class PromptSource:
         """Epochs drawn so far."""
         return self.cursor / len(self._prompts)
 
+    def at(self, cursor: int) -> Prompt:
+        """The prompt with this number in the run, from 0, whether or not it was drawn before."""
+        return replace(self._at(cursor), cursor=cursor)
+
     def take(self, count: int) -> list[Prompt]:
-        """The next count prompts, each with its cursor: its number in the run, from 0."""
-        taken = [replace(self._at(self.cursor + offset), cursor=self.cursor + offset) for offset in range(count)]
+        """The next count prompts."""
+        taken = [self.at(self.cursor + offset) for offset in range(count)]
         self.cursor += count
         return taken
 

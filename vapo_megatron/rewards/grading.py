@@ -17,8 +17,8 @@ def grade_samples(
     decode: Callable[[Sequence[int]], str],
     config: RewardConfig,
     advance: Callable[[int], None] = lambda _: None,
-) -> float:
-    """Fill text, reward, correct, grade and extracted of every sample; return the share whose verification failed.
+) -> None:
+    """Fill text, reward, correct, grade and extracted of every sample.
 
     A truncated response is not verified, unless the user's function asks for them (reward.grade_truncated): it counts
     as incorrect, whatever it may have said on its way.
@@ -29,19 +29,25 @@ def grade_samples(
         decode: from token ids to text.
         config: the reward of a truncated response, and whether it is verified.
         advance: gets 1 for each graded sample.
-
-    Raises:
-        BadInput: as grades_of.
     """
     for sample in samples:
         sample.text = decode(sample.response_ids.tolist())
     cases = [case_of(s.prompt, s.text, s.truncated, config) for s in samples]
-    for sample, grade in zip(samples, grades_of(cases, verifier, advance), strict=True):
+    for sample, grade in zip(samples, _grades(cases, verifier, advance), strict=True):
         if grade is None:
             sample.reward, sample.correct, sample.grade_reason = config.incorrect, False, TRUNCATED
             continue
         sample.reward, sample.correct, sample.grade_reason = grade.score, grade.correct, grade.reason
         sample.extracted = grade.extracted
+
+
+def failed_share(samples: Sequence[Sample], verifier: VerifierPool) -> float:
+    """The share of graded samples whose verification failed.
+
+    Raises:
+        BadInput: as grades_of.
+    """
+    _refuse_if_all_failed([s.grade_reason for s in samples if s.grade_reason != TRUNCATED], len(samples), verifier)
     return sum(sample.grade_reason in FAILED for sample in samples) / max(len(samples), 1)
 
 
@@ -63,9 +69,17 @@ def grades_of(
     Raises:
         BadInput: a user's function failed on all of them (half of the cases at least were no truncated responses).
     """
-    grades = verifier.grade_batch([case for case in cases if case is not None], on_done=lambda *_: advance(1))
-    if 2 * len(grades) >= len(cases) and grades and all(grade.reason in FAILED for grade in grades):
-        verifier.refuse_function(f"failed on all of {len(grades)} responses", grades[0])
-    found = iter(grades)
+    grades = _grades(cases, verifier, advance)
+    _refuse_if_all_failed([grade.reason for grade in grades if grade is not None], len(cases), verifier)
+    return grades
+
+
+def _grades(cases: Sequence[Case | None], verifier: VerifierPool, advance: Callable[[int], None]) -> list[Grade | None]:
+    found = iter(verifier.grade_batch([case for case in cases if case is not None], on_done=lambda *_: advance(1)))
     advance(sum(case is None for case in cases))
     return [None if case is None else next(found) for case in cases]
+
+
+def _refuse_if_all_failed(reasons: Sequence[str], cases: int, verifier: VerifierPool) -> None:
+    if 2 * len(reasons) >= cases and reasons and all(reason in FAILED for reason in reasons):
+        verifier.refuse_function(f"failed on all of {len(reasons)} responses")

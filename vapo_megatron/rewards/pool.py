@@ -1,12 +1,15 @@
 """Verification in processes of their own, which an answer may hang, crash or bloat without harm to the trainer."""
 
+import os
 import selectors
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
@@ -28,13 +31,29 @@ class Case:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-class VerifierPool:
-    """Grades batches of responses.
+@dataclass(eq=False)
+class _Batch:
+    """Cases that one caller waits for. results: a case's place and grade each, or what it is to raise."""
 
-    Answers that are equal as strings or plain numbers are settled here; the rest goes to worker processes, each case
-    under config.response_timeout_s and config.memory_mib. A worker that breaks is replaced and its case gets a grade
-    with the reason timeout, memory or crashed. Workers start when they are first needed; a user's function is imported
-    at once, so that a wrong path is known before a run starts.
+    results: "SimpleQueue[tuple[int, Grade] | BaseException]" = field(default_factory=SimpleQueue)
+
+
+@dataclass(eq=False)
+class _Job:
+    """A case for a worker: whose it is, its place there, the message."""
+
+    batch: _Batch
+    index: int
+    message: dict[str, Any]
+
+
+class VerifierPool:
+    """Grades batches of responses, those of several threads at once.
+
+    Answers that are equal as strings or plain numbers are settled in the caller's thread; the rest goes to worker
+    processes, each case under config.response_timeout_s and config.memory_mib. A worker that breaks is replaced and its
+    case gets a grade with the reason timeout, memory or crashed. Workers start when they are first needed, and a thread
+    that serves them; a user's function is imported at once, so that a wrong path is known before a run starts.
 
     Raises BadInput if the function cannot be imported, or if workers cannot start within the limits of the config.
     """
@@ -42,13 +61,20 @@ class VerifierPool:
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
         self._workers: list[WorkerProcess] = []
-        self._lock = threading.Lock()  # batches from several threads take turns
-        self._closed = False
-        self._told = False
+        self._waiting: deque[_Job] = deque()
+        self._lock = threading.Lock()  # over what is waiting and whether it is closed
+        self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._server: threading.Thread | None = None
+        self._closed = self._told = False
+        self._first_failure: Grade | None = None
         if config.verifier == "function":
-            with self._lock:
+            try:
                 self._start_worker()
-                self._serve(deque(), {}, lambda index, grade: None)
+                while not self._workers[0].ready:
+                    self._wait()
+            except BaseException:
+                self._kill_workers()
+                raise
 
     def grade_batch(self, cases: Sequence[Case | tuple[str, str]], on_done: OnDone | None = None) -> list[Grade]:
         """The grades on cases, each a Case or (ground_truth, response), in their order.
@@ -59,25 +85,28 @@ class VerifierPool:
 
         def done(index: int, grade: Grade) -> None:
             grades[index] = self._with_score(grade)
-            self._tell_of_first_failure(grade)
+            self._note_failure(grade)
             if on_done is not None:
                 on_done(index, grades[index])
 
-        waiting: deque[int] = deque()
-        messages: dict[int, dict[str, Any]] = {}
+        batch, jobs = _Batch(), []
         for index, given in enumerate(cases):
             case = given if isinstance(given, Case) else Case(*given)
             prepared = self._prepare(case)
             if isinstance(prepared, Grade):
                 done(index, prepared)
             else:
-                waiting.append(index)
-                messages[index] = prepared
-        if waiting:
-            with self._lock:
-                if self._closed:
-                    raise RuntimeError("the verifier pool is closed")
-                self._serve(waiting, messages, done)
+                jobs.append(_Job(batch, index, prepared))
+        try:
+            self._submit(jobs)
+            for _ in jobs:
+                found = batch.results.get()
+                if isinstance(found, BaseException):
+                    raise found
+                done(*found)
+        finally:
+            with self._lock:  # of a batch that was interrupted nobody waits for the rest
+                self._waiting = deque(job for job in self._waiting if job.batch is not batch)
         return [grades[index] for index in range(len(cases))]
 
     def try_out(self, problem: str, answer: str) -> None:
@@ -92,11 +121,12 @@ class VerifierPool:
             grade = self.grade_batch([Case(answer, answer, problem=problem)])[0]
             self._told = False
             if grade.reason in FAILED:
-                self.refuse_function("failed when it was tried with the first row, its answer as the response", grade)
+                self.refuse_function("failed when it was tried with the first row, its answer as the response")
 
-    def refuse_function(self, what: str, grade: Grade) -> None:
-        """Raises BadInput for a user's function that did `what`; grade says how. Nothing for mathematics."""
-        if self._config.verifier == "function":
+    def refuse_function(self, what: str) -> None:
+        """Raises BadInput for a user's function that did `what`, and says how it first failed; nothing otherwise."""
+        grade = self._first_failure
+        if self._config.verifier == "function" and grade is not None:
             raise BadInput(
                 f"reward.function={self._config.function}: {what} ({self._described(grade)}): expected "
                 "f(problem, answer, response, extra) -> float | bool within reward.response_timeout_s="
@@ -106,8 +136,11 @@ class VerifierPool:
     def _described(self, grade: Grade) -> str:
         return grade.detail if grade.reason == "error" else f"{grade.reason} {grade.detail}".strip()
 
-    def _tell_of_first_failure(self, grade: Grade) -> None:
-        if self._config.verifier == "function" and grade.reason in FAILED and not self._told:
+    def _note_failure(self, grade: Grade) -> None:
+        if self._config.verifier != "function" or grade.reason not in FAILED:
+            return
+        self._first_failure = self._first_failure or grade
+        if not self._told:
             self._told = True
             print(
                 f"vapo-megatron: reward.function={self._config.function} failed on a response "
@@ -119,9 +152,15 @@ class VerifierPool:
     def close(self) -> None:
         """End all workers. The pool cannot be used afterwards; closing twice does nothing."""
         with self._lock:
-            self._closed = True
-            while self._workers:
-                self._workers.pop().kill()
+            closed_before, self._closed = self._closed, True
+        if closed_before:
+            return
+        if self._server is not None:
+            self._wake_server()
+            self._server.join()
+        self._kill_workers()
+        os.close(self._wake)
+        os.close(self._woken)
 
     def __enter__(self) -> "VerifierPool":
         return self
@@ -161,45 +200,76 @@ class VerifierPool:
         }
         self._workers.append(WorkerProcess(greeting, config.startup_timeout_s))
 
-    def _serve(self, waiting: deque[int], messages: dict[int, dict[str, Any]], done: OnDone) -> None:
-        """Work off the waiting cases, and wait for workers that are starting if there are none."""
-        for worker in [worker for worker in self._workers if worker.process.poll() is not None]:
-            self._workers.remove(worker)  # ended between batches, by no fault of the cases that wait now
+    def _submit(self, jobs: Sequence[_Job]) -> None:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the verifier pool is closed")
+            if not jobs:
+                return
+            self._waiting.extend(jobs)
+            if self._server is None:
+                self._server = threading.Thread(target=self._serve, name="verifiers", daemon=True)
+                self._server.start()
+            self._wake_server()
+
+    def _wake_server(self) -> None:
+        with suppress(BlockingIOError):  # it is full: the server has been told
+            os.write(self._wake, b"\0")
+
+    def _serve(self) -> None:
+        """In a thread of its own: hand cases to workers as they come, until the pool is closed."""
+        while not self._closed:
+            try:
+                self._keep_busy()
+                self._wait()
+            except Exception as error:
+                self._give_up(error)
+        self._give_up(RuntimeError("the verifier pool is closed"))
+
+    def _keep_busy(self) -> None:
+        """Give waiting cases to workers, of which there are as many as have something to do."""
+        for worker in [worker for worker in self._workers if worker.idle and worker.process.poll() is not None]:
+            self._workers.remove(worker)  # ended between cases, by no fault of those that wait now
             worker.kill()
-        try:
-            while waiting or any(worker.case is not None for worker in self._workers) or self._only_starting():
-                while len(self._workers) < min(self._config.workers, len(waiting) + self._busy()):
-                    self._start_worker()
-                for worker in self._workers:
-                    if waiting and worker.idle:
-                        index = waiting.popleft()
-                        worker.send(index, messages[index], self._config.response_timeout_s)
-                self._wait(messages, done)
-        except BaseException:
-            # An interrupted batch leaves workers in the middle of cases that nobody waits for.
-            while self._workers:
-                self._workers.pop().kill()
-            raise
+        with self._lock:
+            busy = sum(worker.job is not None for worker in self._workers)
+            while len(self._workers) < min(self._config.workers, len(self._waiting) + busy):
+                self._start_worker()
+            for worker in self._workers:
+                if self._waiting and worker.idle:
+                    job = self._waiting.popleft()
+                    worker.send(job, job.message, self._config.response_timeout_s)
 
-    def _busy(self) -> int:
-        return sum(worker.case is not None for worker in self._workers)
+    def _give_up(self, error: BaseException) -> None:
+        """Let all who wait raise an error, and begin anew."""
+        with self._lock:
+            jobs = [*self._waiting, *(worker.job for worker in self._workers if worker.job is not None)]
+            self._waiting.clear()
+        self._kill_workers()
+        for batch in {job.batch for job in jobs}:
+            batch.results.put(error)
 
-    def _only_starting(self) -> bool:
-        return bool(self._workers) and not any(worker.ready for worker in self._workers)
+    def _kill_workers(self) -> None:
+        while self._workers:
+            self._workers.pop().kill()
 
-    def _wait(self, messages: dict[int, dict[str, Any]], done: OnDone) -> None:
-        """Wait for something to happen to a worker, until the first deadline at most, and deal with it."""
+    def _wait(self) -> None:
+        """Wait for something to happen to a worker or for new cases, until the first deadline at most; deal with it."""
         active = [worker for worker in self._workers if not worker.idle]
         with selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ, (None, "wake"))
             for worker in active:
                 selector.register(worker.output, selectors.EVENT_READ, (worker, "read"))
                 if worker.has_output:
                     selector.register(worker.input, selectors.EVENT_WRITE, (worker, "write"))
-            timeout = max(0.0, min(worker.due for worker in active) - time.monotonic())
-            events = selector.select(timeout)
+            first = min((worker.due for worker in active), default=None)
+            events = selector.select(None if first is None else max(0.0, first - time.monotonic()))
         ended: list[WorkerProcess] = []
         for key, _ in events:
             worker, what = key.data
+            if what == "wake":
+                os.read(self._woken, 1 << 12)
+                continue
             if what == "write":
                 worker.write()
                 continue
@@ -208,28 +278,24 @@ class VerifierPool:
                 ended.append(worker)
                 continue
             for message in received:
-                self._receive(worker, message, messages, done)
+                self._receive(worker, message)
         for worker in ended:
-            self._replace(worker, "crashed", messages, done)
+            self._replace(worker, "crashed")
         now = time.monotonic()
         for worker in [worker for worker in self._workers if not worker.idle and worker.due <= now]:
-            self._replace(worker, "timeout", messages, done)
+            self._replace(worker, "timeout")
 
-    def _receive(
-        self, worker: WorkerProcess, message: dict[str, Any], messages: dict[int, dict[str, Any]], done: OnDone
-    ) -> None:
+    def _receive(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
         if not worker.ready:
             if message["status"] == "failed":
                 raise self._cannot_start(message["detail"])
             worker.ready = True
             return
-        assert worker.case is not None
-        index, worker.case = worker.case, None
-        done(index, Grade(extracted=messages[index].get("answer", ""), **message))
+        assert worker.job is not None
+        job, worker.job = worker.job, None
+        job.batch.results.put((job.index, Grade(extracted=job.message.get("answer", ""), **message)))
 
-    def _replace(
-        self, worker: WorkerProcess, reason: Reason, messages: dict[int, dict[str, Any]], done: OnDone
-    ) -> None:
+    def _replace(self, worker: WorkerProcess, reason: Reason) -> None:
         """Take a broken worker out; another is started as long as cases wait."""
         self._workers.remove(worker)
         worker.kill()
@@ -237,10 +303,9 @@ class VerifierPool:
         if not worker.ready:
             ended = "did not start in reward.startup_timeout_s" if reason == "timeout" else f"ended with code {code}"
             raise self._cannot_start(f"{ended}={self._config.startup_timeout_s:g}" if reason == "timeout" else ended)
-        if worker.case is not None:
+        if (job := worker.job) is not None:
             detail = f"worker ended with code {code}" if reason == "crashed" else ""
-            answer = messages[worker.case].get("answer", "")
-            done(worker.case, Grade(False, reason, answer, detail=detail))
+            job.batch.results.put((job.index, Grade(False, reason, job.message.get("answer", ""), detail=detail)))
 
     def _cannot_start(self, detail: str) -> BadInput:
         if self._config.function is not None:

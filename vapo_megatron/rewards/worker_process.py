@@ -14,8 +14,8 @@ from vapo_megatron.signals import stop_signals_blocked
 class WorkerProcess:
     """A verifier process and what it is doing.
 
-    It is started with nothing of the trainer but two pipes. case is the index of the case that it works on, None while
-    it starts or waits; due is when it must have answered (time.monotonic seconds).
+    It is started with nothing of the trainer but two pipes. job is what the pool knows of the case that it works on,
+    None while it starts or waits; due is when it must have answered (time.monotonic seconds).
     """
 
     def __init__(self, greeting: dict[str, Any], startup_timeout_s: float) -> None:
@@ -38,23 +38,23 @@ class WorkerProcess:
         self._outgoing: deque[bytes] = deque()
         self._decoder = Decoder()
         self.ready = False
-        self.case: int | None = None
+        self.job: Any = None
         self.due = time.monotonic() + startup_timeout_s
         self._outgoing.append(encode(greeting))
 
     @property
     def idle(self) -> bool:
         """Whether it has started and waits for a case."""
-        return self.ready and self.case is None
+        return self.ready and self.job is None
 
     @property
     def has_output(self) -> bool:
         """Whether a part of what it was sent has not gone into its pipe yet."""
         return bool(self._outgoing)
 
-    def send(self, case: int, message: dict[str, Any], response_timeout_s: float) -> None:
+    def send(self, job: Any, message: dict[str, Any], response_timeout_s: float) -> None:
         """Give it a case; the deadline counts from now."""
-        self.case = case
+        self.job = job
         self.due = time.monotonic() + response_timeout_s
         self._outgoing.append(encode(message))
 

@@ -85,8 +85,11 @@ class EngineClient:
         prompts: Sequence[Sequence[int]],
         sampling_params: Sequence[dict[str, Any]],
         routed_experts: ExpertChoices | None = None,
+        ids: Sequence[str] | None = None,
     ) -> list[Completion]:
         """One response to each prompt of token ids, in one request that returns when all are done.
+
+        ids: names of the responses, for abort().
 
         sampling_params are SGLang's, one dict a prompt. logprobs has one natural logarithm per response token: under
         the softmax of logits / temperature over the whole vocabulary, whatever top_p and top_k cut away from sampling
@@ -101,6 +104,8 @@ class EngineClient:
             "return_logprob": True,
             "return_routed_experts": routed_experts is not None,
         }
+        if ids is not None:
+            body["rid"] = list(ids)
         answers = await self._call("generate", body)
         completions = [self._completion(answer) for answer in answers]
         if routed_experts is not None:
@@ -112,6 +117,10 @@ class EngineClient:
                     raise RunFailed(f"{self._where()}: {error}") from None
                 completion.routed_experts = found
         return completions
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        """Stop responses that generate() was given names of; those that are done stay as they are."""
+        await asyncio.gather(*(self._call("abort_request", {"rid": name}) for name in ids))
 
     async def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-prob of each token given those before it, at temperature 1: one value less than tokens, per sequence."""

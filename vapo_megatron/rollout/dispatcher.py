@@ -1,22 +1,30 @@
-"""Spreads prompts over all servers and brings the responses back in order."""
+"""Spreads groups over all servers and brings the responses back."""
 
 import asyncio
 import hashlib
+import heapq
+import itertools
+import queue
 import struct
+import time
+import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
+from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.errors import RunFailed, TryAgain
-from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.experience.sample import Sample
 from vapo_megatron.rollout.client import Completion, EngineClient
-from vapo_megatron.rollout.request import GenerationRequest
+from vapo_megatron.rollout.loop_thread import LoopThread
+from vapo_megatron.rollout.request import GenerationRequest, GroupRequest
 from vapo_megatron.rollout.server import EngineAddress
 
 # Groups waiting in a server keep its batch full while finished ones are on their way back.
 _QUEUED_PER_RUNNING = 2
+_ABORT_SECONDS = 30.0
 
 
 def response_seed(seed: int, cursor: int, index: int) -> int:
@@ -32,10 +40,36 @@ class _Engine:
     client: EngineClient
     requests: int = 0
     tokens: int = 0
+    lost: bool = False
+    busy_since: float = 0.0
+    busy_seconds: float = 0.0
+
+    def give(self, group: GroupRequest) -> None:
+        if self.requests == 0:
+            self.busy_since = time.perf_counter()
+        self.requests += group.samples
+        self.tokens += group.max_tokens
+
+    def take_back(self, group: GroupRequest) -> None:
+        self.requests -= group.samples
+        self.tokens -= group.max_tokens
+        if self.requests == 0:
+            self.busy_seconds += time.perf_counter() - self.busy_since
+
+
+@dataclass(order=True)
+class _Waiting:
+    """A group that no server has room for. Those that were asked for first go first."""
+
+    number: int
+    group: GroupRequest = field(compare=False)
+    engine: "asyncio.Future[_Engine]" = field(compare=False)
 
 
 class Dispatcher:
-    """Rank 0's way to all servers. Its methods block; inside, one event loop talks to every server at once.
+    """Rank 0's way to all servers. One event loop, in a thread of its own, talks to every server at once.
+
+    collect() blocks its caller; generate() is for coroutines on `loop`.
 
     Args:
         engines: all servers of the job.
@@ -47,7 +81,9 @@ class Dispatcher:
         self._config = config
         self._stop_token_ids = list(stop_token_ids)
         self._engines = [_Engine(EngineClient(address, config.collect_timeout_s)) for address in engines]
-        self._runner = asyncio.Runner()
+        self._waiting: list[_Waiting] = []
+        self._numbers = itertools.count()
+        self.loop = LoopThread()
 
     def collect(
         self,
@@ -56,8 +92,6 @@ class Dispatcher:
         on_group: Callable[[list[Sample]], None] | None = None,
     ) -> list[Sample]:
         """The responses to a request, ordered by (group, index); group is the prompt's place in request.prompts.
-
-        Every group goes to the server with the fewest tokens outstanding.
 
         Args:
             request: what to generate.
@@ -69,12 +103,73 @@ class Dispatcher:
                 refused a request.
             TryAgain: a server is gone, or rollout.collect_timeout_s passed.
         """
-        return self._runner.run(self._collect(request, on_done, on_group))
+        finished: queue.SimpleQueue[list[Sample] | None] = queue.SimpleQueue()
+        work = self.loop.start(self._collect(request, finished.put))
+        work.add_done_callback(lambda _: finished.put(None))
+        try:
+            while (samples := finished.get()) is not None:
+                if on_done is not None:
+                    on_done(len(samples))
+                if on_group is not None:
+                    on_group(samples)
+        except BaseException:
+            work.cancel()
+            raise
+        return work.result()
+
+    async def generate(self, group: GroupRequest) -> list[Sample]:
+        """The responses to one prompt, from the server with the fewest tokens outstanding. Cancelling aborts them.
+
+        Raises:
+            RunFailed, TryAgain: as collect.
+        """
+        number = next(self._numbers)
+        seeds = [response_seed(group.seed, group.prompt.cursor, index) for index in range(group.samples)]
+        params = [self._sampling_params(group, seed) for seed in seeds]
+        prompts = [group.prompt.token_ids] * group.samples
+        while True:
+            engine = await self._engine_for(number, group)
+            ids = [uuid.uuid4().hex for _ in seeds]
+            try:
+                completions = await engine.client.generate(prompts, params, group.routed_experts, ids)
+                break
+            except asyncio.CancelledError:
+                await asyncio.shield(_abort(engine.client, ids))
+                raise
+            except TryAgain:
+                if not engine.lost:
+                    raise
+            finally:
+                engine.take_back(group)
+                self._give_out()
+        _check_version(engine.client.address, completions, group.weight_version)
+        return [_sample(group, index, seeds[index], completion) for index, completion in enumerate(completions)]
+
+    def lose(self, url: str) -> None:
+        """Give the server at an address nothing more; groups that it has not finished go to the others, first of all.
+
+        Blocks; not for coroutines on `loop`.
+        """
+        self.loop.run(self._lose(url))
+
+    def busy_seconds(self) -> float:
+        """Seconds in which a server had something to do, summed over servers, so far."""
+        now = time.perf_counter()
+        return sum(e.busy_seconds + (now - e.busy_since if e.requests else 0.0) for e in self._engines)
+
+    def overdue(self, finished: int, wanted: int) -> TryAgain:
+        """The error of a collection that has taken longer than rollout.collect_timeout_s."""
+        return TryAgain(
+            f"{finished} of {wanted} responses came within rollout.collect_timeout_s="
+            f"{self._config.collect_timeout_s:g} s: raise it, or look into the servers' logs, the first of them "
+            f"{self._engines[0].client.address.log_file}"
+        )
 
     def close(self) -> None:
-        """Close all connections. The servers live on."""
-        self._runner.run(self._close_clients())
-        self._runner.close()
+        """End what is under way and close all connections. The servers live on."""
+        self.loop.cancel_all()
+        self.loop.run(self._close_clients())
+        self.loop.close()
 
     def __enter__(self) -> "Dispatcher":
         return self
@@ -88,68 +183,67 @@ class Dispatcher:
         for engine in self._engines:
             await engine.client.close()
 
-    async def _collect(
-        self,
-        request: GenerationRequest,
-        on_done: Callable[[int], None] | None,
-        on_group: Callable[[list[Sample]], None] | None,
-    ) -> list[Sample]:
-        n = request.samples_per_prompt
+    async def _lose(self, url: str) -> None:
         for engine in self._engines:
-            engine.requests = engine.tokens = 0
-        finished = 0
-        freed = asyncio.Condition()
+            if engine.client.address.url == url:
+                engine.lost = True
+                await engine.client.close()  # its requests fail now, not when their deadline passes
 
-        async def sample_group(engine: _Engine, group: int, prompt: Prompt) -> list[Sample]:
+    async def _collect(self, request: GenerationRequest, on_group: Callable[[list[Sample]], None]) -> list[Sample]:
+        finished = 0
+
+        async def sample_group(group: GroupRequest) -> list[Sample]:
             nonlocal finished
-            seeds = [response_seed(request.seed, prompt.cursor, index) for index in range(n)]
-            params = [self._sampling_params(request.sampling, request.limit(group), seed) for seed in seeds]
-            completions = await engine.client.generate([prompt.token_ids] * n, params, request.routed_experts)
-            async with freed:
-                engine.requests -= n
-                engine.tokens -= request.max_tokens(group)
-                freed.notify_all()
-            finished += n
-            if on_done is not None:
-                on_done(n)
-            _check_version(engine.client.address, completions, request.weight_version)
-            samples = [
-                _sample(prompt, group, index, seeds[index], completion) for index, completion in enumerate(completions)
-            ]
-            if on_group is not None:
-                on_group(samples)
+            samples = await self.generate(group)
+            finished += len(samples)
+            on_group(samples)
             return samples
 
         try:
             async with asyncio.timeout(self._config.collect_timeout_s), asyncio.TaskGroup() as tasks:
-                groups = []
-                for group, prompt in enumerate(request.prompts):
-                    async with freed:
-                        await freed.wait_for(lambda: any(self._has_room(engine, n) for engine in self._engines))
-                    engine = min((e for e in self._engines if self._has_room(e, n)), key=lambda e: e.tokens)
-                    engine.requests += n
-                    engine.tokens += request.max_tokens(group)
-                    groups.append(tasks.create_task(sample_group(engine, group, prompt)))
+                groups = [tasks.create_task(sample_group(group)) for group in request.groups()]
         except TimeoutError:
-            raise TryAgain(
-                f"{finished} of {request.num_samples} responses came within rollout.collect_timeout_s="
-                f"{self._config.collect_timeout_s:g} s: raise it, or look into the servers' logs, the first of them "
-                f"{self._engines[0].client.address.log_file}"
-            ) from None
+            raise self.overdue(finished, request.num_samples) from None
         except BaseExceptionGroup as errors:
             raise _first(errors) from None
         return [sample for task in groups for sample in task.result()]
+
+    async def _engine_for(self, number: int, group: GroupRequest) -> _Engine:
+        """Wait for a server with room; the group is counted as given to it."""
+        waiting = _Waiting(number, group, asyncio.get_running_loop().create_future())
+        heapq.heappush(self._waiting, waiting)
+        self._give_out()
+        try:
+            return await waiting.engine
+        except asyncio.CancelledError:
+            if waiting.engine.done() and not waiting.engine.cancelled():
+                waiting.engine.result().take_back(group)
+                self._give_out()
+            raise
+
+    def _give_out(self) -> None:
+        """Give waiting groups, in the order in which they were asked for, to servers with room."""
+        while self._waiting:
+            first = self._waiting[0]
+            if not first.engine.cancelled():
+                able = [e for e in self._engines if not e.lost and self._has_room(e, first.group.samples)]
+                if not able:
+                    return
+                engine = min(able, key=lambda e: e.tokens)
+                engine.give(first.group)
+                first.engine.set_result(engine)
+            heapq.heappop(self._waiting)
 
     def _has_room(self, engine: _Engine, n: int) -> bool:
         limit = _QUEUED_PER_RUNNING * self._config.max_running_requests
         return engine.requests == 0 or engine.requests + n <= limit
 
-    def _sampling_params(self, sampling: SamplingConfig, max_new_tokens: int, seed: int) -> dict[str, Any]:
+    def _sampling_params(self, group: GroupRequest, seed: int) -> dict[str, Any]:
         return {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "max_new_tokens": max_new_tokens,
+            "temperature": group.sampling.temperature,
+            "top_p": group.sampling.top_p,
+            "top_k": group.sampling.top_k,
+            "max_new_tokens": group.max_new_tokens,
             "stop_token_ids": self._stop_token_ids,
             "sampling_seed": seed,  # read with rollout.deterministic alone
         }
@@ -165,10 +259,16 @@ def _check_version(address: EngineAddress, completions: Sequence[Completion], ex
             )
 
 
-def _sample(prompt: Prompt, group: int, index: int, seed: int, completion: Completion) -> Sample:
+async def _abort(client: EngineClient, ids: Sequence[str]) -> None:
+    with suppress(TryAgain, RunFailed, TimeoutError):  # of a server that is ending itself
+        async with asyncio.timeout(_ABORT_SECONDS):
+            await client.abort(ids)
+
+
+def _sample(group: GroupRequest, index: int, seed: int, completion: Completion) -> Sample:
     return Sample(
-        prompt=prompt,
-        group=group,
+        prompt=group.prompt,
+        group=group.group,
         index=index,
         seed=seed,
         response_ids=completion.token_ids,

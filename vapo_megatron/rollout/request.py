@@ -1,6 +1,6 @@
 """What engines are asked for: responses to prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from vapo_megatron.config.rollout import SamplingConfig
@@ -9,19 +9,43 @@ from vapo_megatron.rollout.routed_experts import ExpertChoices
 
 
 @dataclass(frozen=True)
-class GenerationRequest:
-    """Samples to draw from the engines.
+class GroupRequest:
+    """Responses to draw to one prompt.
 
     Attributes:
-        prompts: token ids with their cursors, from which the seeds of responses follow; samples come in their order.
-        samples_per_prompt: responses to each prompt, which form a group.
-        sampling: temperature, top_p, top_k, and the most tokens of a response.
+        prompt: token ids with their cursor, from which the seeds of responses follow.
+        samples: responses, which form a group.
+        sampling: temperature, top_p, top_k.
+        max_new_tokens: the most tokens of a response.
         seed: of the run. With rollout.deterministic a response depends on (seed, prompt.cursor, index) and the
             weights alone.
-        weight_version: of the weights that all engines must have; a response made by others is an error.
+        weight_version: of the weights that the engines must have; a response made by others is an error.
         routed_experts: of the model, where samples are to hold the experts that their tokens went through; needs
             rollout.router_replay.
-        max_new_tokens: of each prompt, in place of sampling's; for prompts that hold a part of a response already.
+        group: number of the group, which its samples get.
+    """
+
+    prompt: Prompt
+    samples: int
+    sampling: SamplingConfig
+    max_new_tokens: int
+    seed: int
+    weight_version: int
+    routed_experts: ExpertChoices | None = None
+    group: int = 0
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens that the group may come to: response lengths are not known beforehand."""
+        return self.samples * (len(self.prompt.token_ids) + self.max_new_tokens)
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """Responses to draw to several prompts, samples_per_prompt to each; samples come in the order of prompts.
+
+    max_new_tokens: of each prompt, in place of sampling's; for prompts that hold a part of a response already. The
+    others are as in GroupRequest.
     """
 
     prompts: Sequence[Prompt]
@@ -41,6 +65,16 @@ class GenerationRequest:
         """The most tokens of a response to a prompt, by its place in prompts."""
         return self.sampling.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens[group]
 
-    def max_tokens(self, group: int) -> int:
-        """The most tokens that a prompt's group may come to: response lengths are not known beforehand."""
-        return self.samples_per_prompt * (len(self.prompts[group].token_ids) + self.limit(group))
+    def groups(self) -> Iterator[GroupRequest]:
+        """The request for each prompt."""
+        for group, prompt in enumerate(self.prompts):
+            yield GroupRequest(
+                prompt,
+                self.samples_per_prompt,
+                self.sampling,
+                self.limit(group),
+                self.seed,
+                self.weight_version,
+                self.routed_experts,
+                group,
+            )

@@ -58,6 +58,17 @@ class Engines:
         """Whether engines live in the trainer's memory, and so have to take turns with it."""
         return self._placement.shares_memory
 
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """On rank 0: the way to all engines that answer."""
+        assert self._dispatcher is not None, "wait_until_ready() comes first"
+        return self._dispatcher
+
+    @property
+    def collect_timeout_s(self) -> float:
+        """Seconds that the responses of a step may take."""
+        return self._config.collect_timeout_s
+
     def start(self) -> None:
         """Begin to start this rank's server; wait_until_ready follows once there is nothing better to do."""
         if self._placement.server is not None:
@@ -83,8 +94,7 @@ class Engines:
         on_group: Callable[[list[Sample]], None] | None = None,
     ) -> list[Sample]:
         """On rank 0: see Dispatcher.collect. A request's weight_version is that of the last weight sync, `version`."""
-        assert self._dispatcher is not None
-        return self._dispatcher.collect(request, on_done, on_group)
+        return self.dispatcher.collect(request, on_done, on_group)
 
     def update_weights(self, actor: Trainable) -> None:
         """Collective: the engines get the actor's weights, re-sharded, under the next version.

@@ -4,7 +4,7 @@ from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import estimate_advantages
 from vapo_megatron.training.broadcast import share_fields
-from vapo_megatron.training.collect import collect
+from vapo_megatron.training.collect import collect, step_rule
 from vapo_megatron.training.evaluation import evaluate
 from vapo_megatron.training.export import export, export_critic, export_final
 from vapo_megatron.training.models import Models
@@ -36,8 +36,10 @@ def train(config: TrainConfig, models: Models, rollouts: Rollouts, state: RunSta
         sync_weights(models, rollouts, recorder)
         state.end_pretraining(rollouts)
 
+    rule = step_rule(config.batch, algorithm.dynamic_sampling, config.run.steps)
+    rollouts.begin(rule, config.batch.samples_per_prompt, state.step)
     for step in state.steps():
-        batch = collect(rollouts, config.batch, algorithm, step, recorder)
+        batch = collect(rollouts, algorithm, step, recorder)
         engines.offload()
         score(models, batch, algorithm, recorder)
         if models.updates.is_sound(batch):
@@ -47,6 +49,7 @@ def train(config: TrainConfig, models: Models, rollouts: Rollouts, state: RunSta
             update_policy(models, batch, algorithm, state.seed, recorder)
         replace_reference(models, algorithm.kl, step)
         sync_weights(models, rollouts, recorder)
+        rollouts.advance()
         evaluate(rollouts, config.data.eval, config.evaluation, state, recorder)
         export(models, engines, config.export, state, recorder)
         record_step(batch, models.memory, state, recorder)

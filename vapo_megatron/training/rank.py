@@ -69,6 +69,7 @@ def train_rank(config: TrainConfig, run_dir: Path, checkpoint: Path | None = Non
         updates = SickUpdates(config.robustness.updates, resumed.progress.updates if resumed is not None else None)
         models.judge_updates(updates)
         rollouts = make_rollouts(config, spec, engines, tokenizer, verifier, resumed)
+        stack.callback(rollouts.end)
         start_engines(engines, recorder)
         show_header(config, models, engines.count, recorder)
         agree(config, models, rollouts, recorder, resumed)

@@ -1,13 +1,15 @@
 """The rollout side of a run: prompts go to the engines, responses come back and are graded."""
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
+from vapo_megatron.algorithms.selection import informative_groups
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.rollout import SamplingConfig, SyncConfig
 from vapo_megatron.config.train import TrainConfig
@@ -16,12 +18,13 @@ from vapo_megatron.experience.prompts import PromptSource, eval_prompts, train_p
 from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.experience.tokenizer import TextTokenizer
 from vapo_megatron.monitoring import names
-from vapo_megatron.monitoring.console import Advance
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.rewards.grading import grade_samples
+from vapo_megatron.rewards.grading import failed_share, grade_samples
 from vapo_megatron.rewards.pool import VerifierPool
-from vapo_megatron.rollout.request import GenerationRequest
+from vapo_megatron.rollout.ledger import FILLED, NO_SIGNAL, SURPLUS, Ledger, StepRule
+from vapo_megatron.rollout.request import GenerationRequest, GroupRequest
 from vapo_megatron.rollout.routed_experts import ExpertChoices
+from vapo_megatron.rollout.stream import GroupStream, Work
 from vapo_megatron.training.broadcast import on_rank_zero
 from vapo_megatron.training.engines import Engines
 from vapo_megatron.training.resume import Resumed
@@ -46,6 +49,7 @@ class Rollouts:
         prompts: of training, in the order in which they are drawn.
         evaluation_prompts: of each evaluation set.
         probe: sequences of token ids on which engines and trainer are compared after a weight sync.
+        stream: of what is trained on, between begin() and end().
     """
 
     engines: Engines
@@ -59,30 +63,62 @@ class Rollouts:
     prompts: PromptSource | None = None
     evaluation_prompts: Sequence[Sequence[Prompt]] = ()
     probe: list[list[int]] = field(default_factory=list)
+    stream: GroupStream | None = None
 
-    def generate(
-        self, prompts: Sequence[Prompt], samples_per_prompt: int, recorder: Recorder, with_experts: bool
-    ) -> list[Sample]:
-        """On rank 0: graded responses to prompts, in the order of group and index.
+    def begin(self, rule: StepRule, samples_per_prompt: int, step: int, fixed_policy: bool = False) -> None:
+        """Collective: what take() collects from now on, from the step after `step`.
 
-        with_experts: samples hold the experts that their tokens went through (rollout.router_replay).
+        fixed_policy: the policy is not trained on them. Then groups without signal are useful as well, engines with
+        devices of their own work ahead, and the experts that they choose are not asked for (rollout.router_replay).
         """
-        experts = self.routed_experts if with_experts else None
-        request = self._request(prompts, samples_per_prompt, self.sampling, experts)
-        start = time.perf_counter()
-        with recorder.phase("rollout", total=request.num_samples) as advance:
-            samples = self.engines.collect(request, advance)
+        if self.prompts is None:
+            return
+        if fixed_policy and not self.engines.share_device:
+            rule = replace(rule, staleness=rule.steps)
+        experts = None if fixed_policy else self.routed_experts
+        dispatcher, prompts = self.engines.dispatcher, self.prompts
+
+        def request(prompt: Prompt) -> GroupRequest:
+            limit, version = self.sampling.max_new_tokens, self.engines.version
+            return GroupRequest(prompt, samples_per_prompt, self.sampling, limit, self.seed, version, experts)
+
+        useful = has_signal if rule.most_draws is not None else lambda group: True
+        work = Work(request, self._grade, useful, rule.groups * samples_per_prompt, self.engines.collect_timeout_s)
+        self.stream = GroupStream(dispatcher, prompts, Ledger(rule, prompts.cursor, step), work)
+
+    def end(self) -> None:
+        """Take nothing more. What is under way is aborted."""
+        if self.stream is not None:
+            self.stream.close()
+            self.stream = None
+
+    def take(self, recorder: Recorder) -> list[Sample]:
+        """On rank 0: the graded responses of the next step, in the order of group and index."""
+        assert self.stream is not None and self.prompts is not None and self.verifier is not None, "begin() comes first"
+        ledger, start = self.stream.ledger, time.perf_counter()
+        before = ledger.counts.copy()
+        with recorder.phase("rollout", total=self.stream.responses) as advance:
+            groups = self.stream.take(advance)
+        self.prompts.cursor = ledger.first
+        samples = [sample for group in groups for sample in group]
         tokens = sum(len(sample.response_ids) for sample in samples)
         recorder.add({names.ROLLOUT_SPEED: tokens / (time.perf_counter() - start)})
-        with recorder.phase("verify", total=len(samples)) as advance:
-            recorder.add({names.FAILED_GRADES: self._grade(samples, advance)})
+        recorder.add({names.FAILED_GRADES: failed_share(samples, self.verifier)})
+        if ledger.rule.most_draws is not None:
+            recorder.add(dynamic_sampling_metrics(ledger.counts - before))
         return samples
+
+    def advance(self) -> None:
+        """Collective: the engines have the weights of the step that was taken last."""
+        if self.stream is not None:
+            self.stream.advance()
 
     def generate_greedy(self, prompts: Sequence[Prompt], recorder: Recorder) -> list[Sample]:
         """On rank 0: the graded greedy response to each prompt."""
         greedy = self.sampling.model_copy(update={"temperature": 0.0})
         with recorder.phase("rollout_greedy", total=len(prompts)) as advance:
-            samples = self.engines.collect(self._request(prompts, 1, greedy), advance)
+            request = GenerationRequest(prompts, 1, greedy, self.seed, self.engines.version)
+            samples = self.engines.collect(request, advance)
         self._grade(samples)
         return samples
 
@@ -90,15 +126,27 @@ class Rollouts:
         """Compare engines and trainer on what the policy really writes from now on."""
         self.probe = sequences_of(batch, self.sync.probe_sequences, self.sync.probe_length)
 
-    def _request(
-        self, prompts: Sequence[Prompt], n: int, sampling: SamplingConfig, experts: ExpertChoices | None = None
-    ) -> GenerationRequest:
-        return GenerationRequest(prompts, n, sampling, self.seed, self.engines.version, experts)
-
-    def _grade(self, samples: Sequence[Sample], advance: Advance = lambda amount: None) -> float:
-        """Returns the share whose verification failed."""
+    def _grade(self, samples: Sequence[Sample]) -> None:
         assert self.verifier is not None, "responses are graded on rank 0"
-        return grade_samples(samples, self.verifier, self.tokenizer.decode, self.reward, advance)
+        grade_samples(samples, self.verifier, self.tokenizer.decode, self.reward)
+
+
+def has_signal(group: Sequence[Sample]) -> bool:
+    """Whether some responses of a group are correct and others are not (DAPO's dynamic sampling)."""
+    correct = torch.tensor([bool(sample.correct) for sample in group])
+    return bool(informative_groups(correct, torch.zeros(len(group), dtype=torch.int64)).all())
+
+
+def dynamic_sampling_metrics(counts: Mapping[str, int]) -> dict[str, float]:
+    """Of the groups that a step has looked through, by what became of them: how many, and how many have signal."""
+    trained, filled = counts["trained"], counts[FILLED]
+    looked_through = trained + counts[NO_SIGNAL]
+    return {
+        "dynamic_sampling/prompts": float(looked_through),
+        "dynamic_sampling/kept": float(trained - filled),
+        "rollout/dropped_no_signal": float(counts[NO_SIGNAL]),
+        "rollout/dropped_surplus": float(counts[SURPLUS]),
+    }
 
 
 def make_rollouts(

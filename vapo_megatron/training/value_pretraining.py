@@ -23,6 +23,7 @@ from vapo_megatron.mcore.memory_plan import MemoryPlan
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.rollout.ledger import StepRule
 from vapo_megatron.training.advantages import baselines_of, returns_known, shaped_rewards
 from vapo_megatron.training.broadcast import on_rank_zero
 from vapo_megatron.training.collect import collect
@@ -102,12 +103,16 @@ def record_rollouts(
     recorder: Recorder,
 ) -> None:
     """Collective: append to state.recorded what the policy that stands still writes, up to so many rollouts."""
+    rule = StepRule(size.prompts_per_step, iterations)
+    rollouts.begin(rule, size.samples_per_prompt, state.pretraining.iterations, fixed_policy=True)
     for done in range(state.pretraining.iterations + 1, iterations + 1):
-        batch = collect(rollouts, size, algorithm, state.step, recorder, fixed_policy=True)
+        batch = collect(rollouts, algorithm, state.step, recorder)
         name = state.recorded.next_name
         state.recorded.add(name, on_rank_zero(partial(write_rollout, batch, state.run_dir / name)))
         state.pretraining = state.pretraining.model_copy(update={"iterations": done})
         state.safe_point(rollouts, milestone=done == iterations)
+        rollouts.advance()
+    rollouts.end()
 
 
 def for_pretraining(config: ValueLossConfig) -> ValueLossConfig:

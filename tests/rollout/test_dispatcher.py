@@ -1,0 +1,154 @@
+"""Groups over several servers, without servers: who gets which, what is aborted, what goes to others."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
+from vapo_megatron.errors import RunFailed, TryAgain
+from vapo_megatron.experience.prompts import PromptSource
+from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.rollout.client import Completion
+from vapo_megatron.rollout.dispatcher import Dispatcher
+from vapo_megatron.rollout.ledger import Ledger, StepRule
+from vapo_megatron.rollout.request import GenerationRequest, GroupRequest
+from vapo_megatron.rollout.server import EngineAddress
+from vapo_megatron.rollout.stream import GroupStream, Work
+
+SAMPLING = SamplingConfig(max_new_tokens=8)
+PROMPTS = [Prompt(str(n), "", "", (n,), cursor=n) for n in range(12)]
+
+
+class Client:
+    """A server that answers after a time of its own; the first token of a response is that of the prompt."""
+
+    def __init__(self, address: EngineAddress, seconds: float, version: int = 0) -> None:
+        self.address, self.seconds, self.version = address, seconds, version
+        self.asked: list[int] = []
+        self.running: set[str] = set()
+        self.aborted: set[str] = set()
+        self.gone = asyncio.Event()
+
+    async def generate(self, prompts: Sequence[Any], params: Any, experts: Any, ids: Sequence[str]) -> list[Completion]:
+        self.asked.append(prompts[0][0])
+        self.running |= set(ids)
+        try:
+            await asyncio.wait_for(self.gone.wait(), self.seconds)
+            raise TryAgain("the server is gone")
+        except TimeoutError:
+            found = np.array([prompts[0][0], 1], dtype=np.int32)
+            return [Completion(found, np.zeros(2, np.float32), "stop", self.version, self.version) for _ in ids]
+        finally:
+            self.running -= set(ids)
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        self.aborted |= set(ids)
+
+    async def close(self) -> None:
+        self.gone.set()
+
+
+def dispatcher(*seconds: float, version: int = 0, **settings: Any) -> tuple[Dispatcher, list[Client]]:
+    addresses = [EngineAddress(f"http://engine{n}", "no log") for n in range(len(seconds))]
+    made = Dispatcher(addresses, RolloutConfig(**settings), [1])
+    clients = [Client(address, time, version) for address, time in zip(addresses, seconds, strict=True)]
+    for engine, client in zip(made._engines, clients, strict=True):
+        engine.client = client  # type: ignore[assignment]
+    return made, clients
+
+
+def request(version: int = 0) -> GenerationRequest:
+    return GenerationRequest(PROMPTS, 2, SAMPLING, 1, version)
+
+
+def test_groups_come_in_the_order_asked_for_and_go_where_there_is_room() -> None:
+    made, clients = dispatcher(0.01, 0.05, max_running_requests=2)
+    with made:
+        done: list[int] = []
+        samples = made.collect(request(), done.append)
+    assert [(s.group, s.index) for s in samples] == [(g, i) for g in range(12) for i in range(2)]
+    assert [s.response_ids[0] for s in samples] == [g for g in range(12) for _ in range(2)]
+    assert sum(done) == 24 and len(clients[0].asked) > len(clients[1].asked) > 0
+    assert all(asked == sorted(asked) for asked in (c.asked for c in clients))
+    assert len({s.seed for s in samples}) == 24
+
+
+def test_what_a_lost_server_had_goes_to_the_others_first_of_all() -> None:
+    made, clients = dispatcher(30.0, 0.02, max_running_requests=2)
+    with made:
+        work = made.loop.start(made._collect(request(), lambda _: None))
+        while len(clients[1].asked) < 4:
+            pass
+        made.lose("http://engine0")
+        samples = work.result(timeout=10)
+    assert [s.group for s in samples] == [g for g in range(12) for _ in range(2)]
+    had = clients[0].asked
+    assert had and clients[1].asked[4:][: len(had) + 2].index(had[0]) <= 2, "not behind those that wait"
+    made, _ = dispatcher(30.0, 0.02)
+    with made, pytest.raises(TryAgain, match="gone"):
+        work = made.loop.start(made._collect(request(), lambda _: None))
+        made.loop.run(made._engines[0].client.close())  # nobody says that the others are to do its work
+        work.result(timeout=10)
+
+
+def test_one_that_fails_ends_all_and_what_runs_is_aborted() -> None:
+    made, clients = dispatcher(0.01, 30.0, version=3)
+    with made, pytest.raises(RunFailed, match="of version 3 to 3, expected 0"):
+        made.collect(request())
+    assert len(clients[1].aborted) == 2 * len(clients[1].asked) > 0 and not clients[1].running
+
+
+def test_a_collection_has_a_deadline() -> None:
+    made, _ = dispatcher(0.01, 30.0, collect_timeout_s=0.5, max_running_requests=1)
+    with made, pytest.raises(TryAgain, match=r"2\d? of 24 responses came within rollout.collect_timeout_s=0.5"):
+        made.collect(request())
+
+
+def stream_of(made: Dispatcher, rule: StepRule, grade: Any, useful: Any = lambda group: True) -> GroupStream:
+    def ask(prompt: Prompt) -> GroupRequest:
+        return GroupRequest(prompt, 2, SAMPLING, 8, 1, 0)
+
+    prompts = PromptSource(PROMPTS, seed=1, shuffle=False)
+    return GroupStream(made, prompts, Ledger(rule), Work(ask, grade, useful, 2 * rule.groups, 20.0))
+
+
+def test_groups_are_graded_while_others_are_generated() -> None:
+    made, clients = dispatcher(0.05, max_running_requests=1)  # one after another
+    running_when_graded: list[int] = []
+
+    def grade(group: list[Sample]) -> None:
+        time.sleep(0.02)
+        running_when_graded.append(len(clients[0].running))
+
+    with made:
+        stream = stream_of(made, StepRule(4, 1), grade)
+        groups = stream.take(lambda _: None)
+        stream.close()
+    assert [group[0].prompt.cursor for group in groups] == [0, 1, 2, 3]
+    assert [sample.group for group in groups for sample in group] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert running_when_graded[:3] == [2, 2, 2], "the next one is under way"
+
+
+def test_what_a_step_does_not_need_is_aborted() -> None:
+    made, clients = dispatcher(0.01, 30.0)
+    with made:
+        # Prompts alternate between a fast server and one that never answers.
+        stream = stream_of(made, StepRule(1, 1, 4.0, 12), lambda group: None)
+        groups = stream.take(lambda _: None)
+        assert [group[0].prompt.cursor for group in groups] == [0]
+        assert clients[1].aborted and not clients[1].running and stream.ledger.first == 1
+        stream.close()
+
+
+def test_what_grading_raises_ends_the_step() -> None:
+    made, _ = dispatcher(0.01)
+
+    def grade(group: list[Sample]) -> None:
+        raise RunFailed("the verifier is gone")
+
+    with made, pytest.raises(RunFailed, match="the verifier is gone"):
+        stream_of(made, StepRule(4, 1), grade).take(lambda _: None)

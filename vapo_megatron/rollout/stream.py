@@ -1,0 +1,145 @@
+"""Prompts in, a stream of graded groups out: groups are graded while others are still generated."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from vapo_megatron.experience.prompts import PromptSource
+from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.rollout.dispatcher import Dispatcher
+from vapo_megatron.rollout.ledger import Ledger
+from vapo_megatron.rollout.request import GroupRequest
+
+# Groups that are decoded and graded at once; their responses share the verifier's processes.
+_GRADED_AT_ONCE = 16
+
+Group = list[Sample]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is done with a prompt.
+
+    Attributes:
+        request: what to ask the engines for, as of now.
+        grade: fills in what samples are worth. Called in threads.
+        is_useful: whether a step can use a graded group.
+        responses: of a step.
+        timeout_s: until they must have come, from when they are asked for.
+    """
+
+    request: Callable[[Prompt], GroupRequest]
+    grade: Callable[[Group], None]
+    is_useful: Callable[[Group], bool]
+    responses: int
+    timeout_s: float
+
+
+class GroupStream:
+    """Draws, generates and grades groups as far as a ledger has room, and gives them out in the order drawn.
+
+    It works in the dispatcher's thread; its own methods block their callers.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, prompts: PromptSource, ledger: Ledger, work: Work) -> None:
+        self._dispatcher, self._prompts, self.ledger, self._work = dispatcher, prompts, ledger, work
+        self._graders = ThreadPoolExecutor(_GRADED_AT_ONCE, thread_name_prefix="grade")
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._graded: dict[int, Group] = {}
+        self._changed = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._on_generated: Callable[[int], None] = _ignore
+
+    @property
+    def responses(self) -> int:
+        """Of a step."""
+        return self._work.responses
+
+    def take(self, on_generated: Callable[[int], None]) -> list[Group]:
+        """The groups of the next step, their samples numbered by their place in it.
+
+        on_generated: gets the number of responses that have just come, of whichever step.
+
+        Raises:
+            What generating or grading a group raised. TryAgain: Work.timeout_s passed.
+        """
+        self._on_generated = on_generated
+        try:
+            groups = self._dispatcher.loop.run(self._take())
+        finally:
+            self._on_generated = _ignore
+        for number, group in enumerate(groups):
+            for sample in group:
+                sample.group = number
+        return groups
+
+    def advance(self) -> None:
+        """A step is trained and the engines have its weights; where steps overlap, groups are drawn for the next."""
+        self._dispatcher.loop.run(self._advance())
+
+    def close(self) -> None:
+        """Abort what is under way."""
+        self._dispatcher.loop.run(self._abort(list(self._tasks)))
+        self._graders.shutdown(wait=False, cancel_futures=True)
+
+    async def _take(self) -> list[Group]:
+        self._fill()
+        try:
+            async with asyncio.timeout(self._work.timeout_s):
+                while not self.ledger.is_ready():
+                    if self._failure is not None:
+                        raise self._failure
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            came = sum(len(group) for group in self._graded.values())
+            raise self._dispatcher.overdue(came, self._work.responses) from None
+        before, numbers = self.ledger.first, self.ledger.take()
+        groups = [self._graded[number] for number in numbers]
+        for number in range(before, self.ledger.first):
+            del self._graded[number]
+        await self._drop_surplus()
+        return groups
+
+    async def _advance(self) -> None:
+        self.ledger.advance()
+        if self.ledger.rule.staleness:  # else engines wait until they are asked
+            self._fill()
+
+    def _fill(self) -> None:
+        for _ in range(self.ledger.room() if self._failure is None else 0):
+            number = self.ledger.draw()
+            self._tasks[number] = asyncio.create_task(self._run(number))
+
+    async def _run(self, number: int) -> None:
+        """Generate and grade a group, and see what can be done next."""
+        try:
+            group = await self._dispatcher.generate(self._work.request(self._prompts.at(number)))
+            self._on_generated(len(group))
+            await asyncio.get_running_loop().run_in_executor(self._graders, self._work.grade, group)
+            self._graded[number] = group
+            self.ledger.grade(number, self._work.is_useful(group))
+            del self._tasks[number]
+            await self._drop_surplus()
+            self._fill()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self._failure = self._failure or error
+        self._changed.set()
+
+    async def _drop_surplus(self) -> None:
+        surplus = self.ledger.surplus()
+        for number in surplus:
+            self._graded.pop(number, None)
+        await self._abort([number for number in surplus if number in self._tasks])
+
+    async def _abort(self, numbers: list[int]) -> None:
+        tasks = [self._tasks.pop(number) for number in numbers]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _ignore(responses: int) -> None: ...
