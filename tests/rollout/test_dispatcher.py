@@ -117,7 +117,7 @@ def stream_of(made: Dispatcher, rule: StepRule, grade: Any, useful: Any = lambda
 
 
 def test_groups_are_graded_while_others_are_generated() -> None:
-    made, clients = dispatcher(0.05, max_running_requests=1)  # one after another
+    made, clients = dispatcher(0.2, max_running_requests=1)  # one after another
     running_when_graded: list[int] = []
 
     def grade(group: list[Sample]) -> None:
@@ -130,7 +130,7 @@ def test_groups_are_graded_while_others_are_generated() -> None:
         stream.close()
     assert [group[0].prompt.cursor for group in groups] == [0, 1, 2, 3]
     assert [sample.group for group in groups for sample in group] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert running_when_graded[:3] == [2, 2, 2], "the next one is under way"
+    assert running_when_graded[:2] == [2, 2] and running_when_graded[3] == 0, "the next one is under way"
 
 
 def test_what_a_step_does_not_need_is_aborted() -> None:
