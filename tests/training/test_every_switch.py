@@ -31,7 +31,8 @@ TABLE: dict[str, str] = {case.key: STEP for case in CASES} | {
     "test_old_logprobs_of_the_only_update_are_not_scored_unless_asked_for",
     "algorithm.kl.replace_reference_every": CRITIC + "the_reference_is_replaced_by_the_policy_of_every_nth_step",
     "algorithm.dynamic_sampling.enabled": COLLECT + "dynamic_sampling_keeps_informative_groups_alone",
-    "algorithm.dynamic_sampling.oversampling": COLLECT + "oversampling_is_of_the_groups_still_wanted",
+    "algorithm.dynamic_sampling.oversampling": COLLECT
+    + "groups_are_refilled_one_by_one_and_what_is_too_much_goes_back",
     "algorithm.dynamic_sampling.max_rounds": COLLECT + "after_max_rounds_other_groups_fill_the_batch",
     "value_pretraining.enabled": PRETRAINING + "it_can_be_switched_off",
     "value_pretraining.steps": PRETRAINING + "steps_bound_the_replay",

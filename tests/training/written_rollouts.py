@@ -22,7 +22,7 @@ Script = Callable[[int], Sequence[Sequence[int]]]
 class WrittenEngines:
     """Answers requests from a script, and remembers them."""
 
-    version, kv_cache_offloaded, share_device, collect_timeout_s = 0, True, True, 60.0
+    version, kv_cache_offloaded, share_device, collect_timeout_s, sync_mode = 0, True, True, 60.0, "wait"
 
     def __init__(self, script: Script) -> None:
         self.script = script

@@ -10,6 +10,8 @@ from vapo_megatron.checkpoint.manifest import Manifest, check_contents, damaged
 from vapo_megatron.config.base import Section
 
 PROGRESS_FILE = "progress.json"
+# Groups that were graded and not trained yet.
+GROUPS_FILE = "graded_groups.safetensors"
 
 
 class PretrainingProgress(Section):
@@ -31,6 +33,7 @@ class Progress(Section):
     step: int = Field(ge=0, description="steps done")
     pretraining: PretrainingProgress = PretrainingProgress()
     prompts: dict[str, Any] = Field(default_factory=dict, description="PromptSource.state()")
+    groups: dict[str, Any] = Field(default_factory=dict, description="Ledger.state(), of a run that works ahead")
     demonstrations: str | None = Field(None, description="fingerprint of sft's data; older checkpoints have none")
     weight_version: int = Field(0, description="weight syncs to the engines; samples are marked with it")
     updates: dict[str, Any] = Field(default_factory=dict, description="SickUpdates.state()")

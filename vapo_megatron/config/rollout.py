@@ -66,6 +66,32 @@ class SyncConfig(Section):
     )
 
 
+class AsynchronousConfig(Section):
+    """Engines that go on generating while the trainer updates (docs/async.md)."""
+
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        description="steps that groups may be drawn ahead of the one that is trained next; 0: synchronous, engines "
+        "wait while the trainer works. Needs engines that do not share its devices",
+    )
+    weight_sync: Literal["auto", "wait", "retract", "in_place"] = Field(
+        "auto",
+        description="responses under way when weights come: wait for their end (reproducible to the bit), retract "
+        "(they go on under the new weights, what they have read and written is computed anew) or in_place (they go on "
+        "with the KV cache of the old weights); auto: wait with rollout.deterministic, else retract",
+    )
+
+    @model_validator(mode="after")
+    def _something_is_under_way(self) -> "AsynchronousConfig":
+        if self.max_staleness == 0 and self.weight_sync != "auto":
+            raise ValueError(
+                f"weight_sync={self.weight_sync} with max_staleness=0: nothing is under way at a weight sync then, set "
+                "max_staleness, or leave weight_sync out"
+            )
+        return self
+
+
 class RolloutConfig(Section):
     """The SGLang servers. One server takes `tp` devices of one node."""
 
@@ -119,6 +145,22 @@ class RolloutConfig(Section):
         default_factory=dict, description="further SGLang arguments, named as in `sglang serve --help`, no dashes"
     )
     sync: SyncConfig = SyncConfig()
+    asynchronous: AsynchronousConfig = AsynchronousConfig()
+
+    @model_validator(mode="after")
+    def _responses_that_go_on_fit(self) -> "RolloutConfig":
+        ahead = self.asynchronous
+        if ahead.weight_sync in ("retract", "in_place") and self.deterministic is True:
+            raise ValueError(
+                f"asynchronous.weight_sync={ahead.weight_sync} with deterministic=true: where a response changes "
+                "weights depends on time, set weight_sync=wait or deterministic=false"
+            )
+        if ahead.max_staleness and self.router_replay:
+            raise ValueError(
+                f"router_replay=true with asynchronous.max_staleness={ahead.max_staleness}: the experts of old weights "
+                "are not those that the policy would choose, set one of them back"
+            )
+        return self
 
     @model_validator(mode="after")
     def _fp8_weights_come_with_the_send(self) -> "RolloutConfig":
@@ -170,6 +212,12 @@ class RolloutConfig(Section):
     def is_deterministic(self, dtype: str, on_gpus: bool) -> bool:
         """What `deterministic` means for an engine that computes in this dtype."""
         return not on_gpus or dtype == "float32" if self.deterministic == "auto" else self.deterministic
+
+    def sync_mode(self, dtype: str, on_gpus: bool) -> Literal["wait", "retract", "in_place"]:
+        """What becomes of responses under way when weights come; without any, of course, nothing is waited for."""
+        if self.asynchronous.max_staleness and self.asynchronous.weight_sync != "auto":
+            return self.asynchronous.weight_sync
+        return "retract" if self.asynchronous.max_staleness and not self.is_deterministic(dtype, on_gpus) else "wait"
 
     @field_validator("server_args")
     @classmethod

@@ -80,6 +80,7 @@ class TrainConfig(Section):
         self._best_is_measured()
         self._grade_is_there()
         self._rollouts_fit()
+        self._old_responses_fit()
         check_preset(self)
         return self
 
@@ -159,6 +160,23 @@ class TrainConfig(Section):
                 f"rollout.collect_timeout_s={self.rollout.collect_timeout_s:g} s is not below "
                 f"cluster.collective_timeout_s={self.cluster.collective_timeout_s:g} s: "
                 "ranks would give up on a rollout that is still allowed, raise the latter"
+            )
+
+    def _old_responses_fit(self) -> None:
+        """Responses of earlier weights: the algorithm must know what to do with them."""
+        staleness, algorithm = self.rollout.asynchronous.max_staleness, self.algorithm
+        if not staleness:
+            return
+        key = f"rollout.asynchronous.max_staleness={staleness}"
+        if algorithm.importance_sampling.kind == "none" and algorithm.policy_loss.kind != "sao":
+            raise ValueError(
+                f"{key} with algorithm.importance_sampling.kind=none: responses are of older weights than those that "
+                "are trained, and nothing corrects for it; set kind=tis or mis (or policy_loss.kind=sao)"
+            )
+        if algorithm.advantage.estimator == "remax":
+            raise ValueError(
+                f"{key} with algorithm.advantage.estimator=remax: its greedy responses are of newer weights than the "
+                "others, set max_staleness=0 or another estimator"
             )
 
     def _grade_is_there(self) -> None:

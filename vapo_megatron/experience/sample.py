@@ -33,7 +33,8 @@ class Sample:
     response_ids int32 [response] and rollout_logprobs float32 [response] may be given as any sequences of numbers.
     rollout_logprobs has one natural logarithm per response token, under the sampling temperature, as the
     engine reported it. weight_version is the version of the weights that made the last token (the oldest
-    one that took part is weight_version_oldest). reward is what the algorithm is given before shaping;
+    one that took part is weight_version_oldest); versions has each that took part, with its number of tokens.
+    reward is what the algorithm is given before shaping;
     correct is the verifier's grade and stays apart from every shaping;
     extracted is the answer that it read out of the text. routed_experts, where they were asked for, are the experts
     that the engine chose for each token but the last: uint8 or int16 [prompt + response - 1, layers * experts per
@@ -56,6 +57,7 @@ class Sample:
     extracted: str = ""
     extra: dict[str, float] = field(default_factory=dict)
     routed_experts: Tensor | None = None
+    versions: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         self.response_ids = np.asarray(self.response_ids, dtype=np.int32)

@@ -29,12 +29,14 @@ _OWNER_END = ":"
 _IDLE_POLL_SECONDS = 0.05
 
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
+# What becomes of responses that run: they end, are computed anew later, or go on later with what the cache holds.
+PauseMode = Literal["abort", "retract", "in_place"]
 
 
 @dataclass(slots=True)
 class Completion:
     """One response. logprobs, routed_experts: see EngineClient.generate; the versions are those of its first and last
-    token."""
+    token, and in versions each with its number of tokens."""
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
@@ -42,6 +44,7 @@ class Completion:
     weight_version_oldest: int
     weight_version: int
     routed_experts: Tensor | None = None
+    versions: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ class EngineClient:
         self._address = address
         self._deadline = deadline
         self._session: aiohttp.ClientSession | None = None
+        self._keeps_cache = False
 
     @property
     def address(self) -> EngineAddress:
@@ -86,10 +90,12 @@ class EngineClient:
         sampling_params: Sequence[dict[str, Any]],
         routed_experts: ExpertChoices | None = None,
         ids: Sequence[str] | None = None,
+        cache: str | None = None,
     ) -> list[Completion]:
         """One response to each prompt of token ids, in one request that returns when all are done.
 
-        ids: names of the responses, for abort().
+        ids: names of the responses, for abort(). cache: what the server has cached is read by requests of the same name
+        alone.
 
         sampling_params are SGLang's, one dict a prompt. logprobs has one natural logarithm per response token: under
         the softmax of logits / temperature over the whole vocabulary, whatever top_p and top_k cut away from sampling
@@ -106,6 +112,8 @@ class EngineClient:
         }
         if ids is not None:
             body["rid"] = list(ids)
+        if cache is not None:
+            body["extra_key"] = cache
         answers = await self._call("generate", body)
         completions = [self._completion(answer) for answer in answers]
         if routed_experts is not None:
@@ -161,9 +169,10 @@ class EngineClient:
         await self.pause()
         await self._request("end_weight_update", {})  # refused where no session is open
 
-    async def pause(self) -> None:
-        """Abort what runs and take nothing new until resume()."""
-        await self._call("pause_generation", {"mode": "abort"})
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """Run nothing and begin nothing until resume(); requests wait."""
+        await self._call("pause_generation", {"mode": mode})
+        self._keeps_cache = mode == "in_place"
 
     async def resume(self) -> None:
         """Take requests again."""
@@ -182,7 +191,8 @@ class EngineClient:
         the "buffer" (CUDA IPC) of its bytes.
 
         A version ends the weight sync: it marks what is generated from now on, and what the cache holds of the old
-        weights is dropped. All ways to send weights (this, receive_broadcast, read_directory) answer alike.
+        weights is dropped, unless responses need it (pause in_place). All ways to send weights (this,
+        receive_broadcast, read_directory) answer alike.
         """
         body = {
             "serialized_named_tensors": [base64.b64encode(payload).decode() for payload in payloads],
@@ -266,7 +276,10 @@ class EngineClient:
             )
         spans = meta["weight_versions"]
         oldest, newest = (self._version(spans[index]["version"]) for index in (0, -1))
-        return Completion(token_ids, logprobs, reason, oldest, newest)
+        versions: tuple[tuple[int, int], ...] = ((newest, len(token_ids)),)
+        if len(spans) > 1:
+            versions = tuple((self._version(span["version"]), span["end"] - span["start"]) for span in spans)
+        return Completion(token_ids, logprobs, reason, oldest, newest, versions=versions)
 
     def _version(self, text: str) -> int:
         """The number in a version, which begins with the mark of whoever handed the weights over."""
@@ -283,7 +296,7 @@ class EngineClient:
 
     async def _load(self, path: str, body: dict[str, Any], version: int | None) -> LoadAnswer:
         body |= {
-            "flush_cache": version is not None,
+            "flush_cache": version is not None and not self._keeps_cache,
             "weight_version": None if version is None else self._mark(version),
         }
         status, answer = await self._request(path, body)

@@ -6,7 +6,9 @@ asks it for room, draws, and tells it what has come back.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 FILLED = "filled"  # trained on for want of others, without signal
 # Why a group is not trained on.
@@ -151,6 +153,30 @@ class Ledger:
     def advance(self) -> None:
         """A step is trained, and the engines have its weights."""
         self.trained += 1
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: what is not graded will be drawn again."""
+        graded = {str(record.number): record.drawn_at for record in self._records if record.graded}
+        return {"counts": dict(self.counts), "graded": graded}
+
+    def restore(self, state: dict[str, Any], useful: Mapping[int, bool]) -> list[int]:
+        """Go on from a state, at the same `first`. useful: the graded groups that are there again, by number.
+
+        Returns the numbers of the groups before the last of them that are to be generated again.
+        """
+        self.counts = Counter(state["counts"])
+        last = max(useful, default=self.first - 1)
+        # Groups that are not here any more were drawn and neither trained nor dropped: they are drawn anew.
+        self.counts["drawn"] = sum(self.counts[name] for name in ("trained", NO_SIGNAL, SURPLUS, STALE)) + len(useful)
+        again = []
+        for number in range(self.first, last + 1):
+            known = number in useful
+            drawn_at = state["graded"][str(number)] if known else self.trained
+            self._records.append(GroupRecord(number, drawn_at, known, useful.get(number, False)))
+            if not known:
+                self.counts["drawn"] += 1
+                again.append(number)
+        return again
 
     @property
     def _open(self) -> int:

@@ -19,7 +19,8 @@ class GroupRequest:
         max_new_tokens: the most tokens of a response.
         seed: of the run. With rollout.deterministic a response depends on (seed, prompt.cursor, index) and the
             weights alone.
-        weight_version: of the weights that the engines must have; a response made by others is an error.
+        weight_version: of the weights that the engines have; a response made by others is an error.
+        goes_on: later weights may take over while a response is under way.
         routed_experts: of the model, where samples are to hold the experts that their tokens went through; needs
             rollout.router_replay.
         group: number of the group, which its samples get.
@@ -33,6 +34,7 @@ class GroupRequest:
     weight_version: int
     routed_experts: ExpertChoices | None = None
     group: int = 0
+    goes_on: bool = False
 
     @property
     def max_tokens(self) -> int:

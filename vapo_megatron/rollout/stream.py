@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from vapo_megatron.experience.prompts import PromptSource
 from vapo_megatron.experience.sample import Prompt, Sample
@@ -43,6 +44,7 @@ class GroupStream:
     """
 
     def __init__(self, dispatcher: Dispatcher, prompts: PromptSource, ledger: Ledger, work: Work) -> None:
+        """ledger: of a new stream; restore() may follow."""
         self._dispatcher, self._prompts, self.ledger, self._work = dispatcher, prompts, ledger, work
         self._graders = ThreadPoolExecutor(_GRADED_AT_ONCE, thread_name_prefix="grade")
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -74,9 +76,25 @@ class GroupStream:
                 sample.group = number
         return groups
 
+    def wait_until_graded(self) -> None:
+        """Return once every group that may be drawn now is drawn and graded.
+
+        Raises:
+            As take().
+        """
+        self._dispatcher.loop.run(self._wait_for(lambda: not self._tasks and not self.ledger.room()))
+
     def advance(self) -> None:
         """A step is trained and the engines have its weights; where steps overlap, groups are drawn for the next."""
         self._dispatcher.loop.run(self._advance())
+
+    def state(self) -> tuple[dict[str, Any], dict[int, Group]]:
+        """For a checkpoint: the ledger's, and the graded groups that wait for the trainer, by number."""
+        return self._dispatcher.loop.run(self._state())
+
+    def restore(self, state: dict[str, Any], graded: dict[int, Group]) -> None:
+        """Go on from a state. Graded groups may be missing at its end, or at its beginning."""
+        self._dispatcher.loop.run(self._restore(state, graded))
 
     def close(self) -> None:
         """Abort what is under way."""
@@ -85,9 +103,18 @@ class GroupStream:
 
     async def _take(self) -> list[Group]:
         self._fill()
+        await self._wait_for(self.ledger.is_ready)
+        before, numbers = self.ledger.first, self.ledger.take()
+        groups = [self._graded[number] for number in numbers]
+        for number in range(before, self.ledger.first):
+            del self._graded[number]
+        await self._drop_surplus()
+        return groups
+
+    async def _wait_for(self, condition: Callable[[], bool]) -> None:
         try:
             async with asyncio.timeout(self._work.timeout_s):
-                while not self.ledger.is_ready():
+                while not condition():
                     if self._failure is not None:
                         raise self._failure
                     self._changed.clear()
@@ -95,12 +122,6 @@ class GroupStream:
         except TimeoutError:
             came = sum(len(group) for group in self._graded.values())
             raise self._dispatcher.overdue(came, self._work.responses) from None
-        before, numbers = self.ledger.first, self.ledger.take()
-        groups = [self._graded[number] for number in numbers]
-        for number in range(before, self.ledger.first):
-            del self._graded[number]
-        await self._drop_surplus()
-        return groups
 
     async def _advance(self) -> None:
         self.ledger.advance()
@@ -128,6 +149,14 @@ class GroupStream:
         except BaseException as error:
             self._failure = self._failure or error
         self._changed.set()
+
+    async def _state(self) -> tuple[dict[str, Any], dict[int, Group]]:
+        return self.ledger.state(), dict(self._graded)
+
+    async def _restore(self, state: dict[str, Any], graded: dict[int, Group]) -> None:
+        self._graded = dict(graded)
+        for number in self.ledger.restore(state, {n: self._work.is_useful(group) for n, group in graded.items()}):
+            self._tasks[number] = asyncio.create_task(self._run(number))
 
     async def _drop_surplus(self) -> None:
         surplus = self.ledger.surplus()

@@ -21,9 +21,9 @@ from vapo_megatron.checkpoint.checkpoints import (
     open_checkpoint,
 )
 from vapo_megatron.checkpoint.manifest import FileFacts, Manifest, read_manifest, write_json
-from vapo_megatron.checkpoint.progress import PROGRESS_FILE, Progress
+from vapo_megatron.checkpoint.progress import GROUPS_FILE, PROGRESS_FILE, Progress
 from vapo_megatron.checkpoint.time_limit import TimeLimit, earliest_deadline, process_start
-from vapo_megatron.config.atomic import sync
+from vapo_megatron.config.atomic import atomic_write, sync
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.checkpoint import CheckpointConfig
 from vapo_megatron.config.load import dump_config
@@ -52,11 +52,13 @@ class Snapshot:
         progress: how far the run is.
         metrics: of the step that was done last, by name; rank 0's count.
         record: the files of what value pretraining has recorded, where that is not over.
+        groups: of graded groups that wait for the trainer (rollout/saved_groups.py); empty where there are none.
     """
 
     progress: Progress
     metrics: Mapping[str, float]
     record: Mapping[str, FileFacts] = field(default_factory=dict)
+    groups: bytes = b""
 
     @property
     def name(self) -> CheckpointName:
@@ -265,6 +267,9 @@ class Checkpointer:
         def write_small(folder: Path) -> None:
             dump_config(self._settings, folder / "config.yaml")
             write_json(folder / PROGRESS_FILE, snapshot.progress.model_dump(mode="json"))
+            if snapshot.groups:
+                with atomic_write(folder / GROUPS_FILE, "wb") as file:
+                    file.write(snapshot.groups)
             for name, content in copies.items():
                 (folder / name).write_bytes(content)
                 sync(folder / name)

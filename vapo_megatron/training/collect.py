@@ -18,12 +18,12 @@ from vapo_megatron.training.metrics import rollout_metrics
 from vapo_megatron.training.rollouts import Rollouts
 
 
-def step_rule(size: BatchConfig, sampling: DynamicSamplingConfig, steps: int) -> StepRule:
+def step_rule(size: BatchConfig, sampling: DynamicSamplingConfig, steps: int, staleness: int = 0) -> StepRule:
     """What a step of training is made of: with dynamic sampling, of groups with correct and incorrect responses."""
     if not sampling.enabled:
-        return StepRule(size.prompts_per_step, steps)
+        return StepRule(size.prompts_per_step, steps, staleness=staleness)
     most = max(1, round(sampling.max_rounds * sampling.oversampling * size.prompts_per_step))
-    return StepRule(size.prompts_per_step, steps, sampling.oversampling, most)
+    return StepRule(size.prompts_per_step, steps, sampling.oversampling, most, staleness)
 
 
 def collect(rollouts: Rollouts, config: AlgorithmConfig, step: int, recorder: Recorder) -> ExperienceBatch:

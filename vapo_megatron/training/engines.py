@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -11,7 +12,7 @@ from vapo_megatron.config.rollout import Dtype, RolloutConfig
 from vapo_megatron.experience.sample import Sample
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.mcore.trainable import Trainable
-from vapo_megatron.rollout.client import EngineClient, MemoryTag
+from vapo_megatron.rollout.client import EngineClient, MemoryTag, PauseMode
 from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.request import GenerationRequest
 from vapo_megatron.training.placement import EngineSettings, place_engines
@@ -69,6 +70,11 @@ class Engines:
         """Seconds that the responses of a step may take."""
         return self._config.collect_timeout_s
 
+    @property
+    def sync_mode(self) -> Literal["wait", "retract", "in_place"]:
+        """What becomes of responses under way when weights come (rollout.asynchronous.weight_sync)."""
+        return self._config.sync_mode(self._config.computes_in(self._dtype), current_platform().engines_on_gpu)
+
     def start(self) -> None:
         """Begin to start this rank's server; wait_until_ready follows once there is nothing better to do."""
         if self._placement.server is not None:
@@ -85,7 +91,8 @@ class Engines:
         self.count = len(addresses)
         if dist.get_rank() == 0:
             self._dispatcher = Dispatcher(addresses, self._config, self._stop_token_ids)
-        self._sync = ActorSync(self._config, self._dtype, self._fp8, self._placement.transport())
+        pause: PauseMode = "abort" if self.sync_mode == "wait" else self.sync_mode
+        self._sync = ActorSync(self._config, self._dtype, self._fp8, self._placement.transport(), pause)
 
     def collect(
         self,

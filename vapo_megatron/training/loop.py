@@ -36,7 +36,8 @@ def train(config: TrainConfig, models: Models, rollouts: Rollouts, state: RunSta
         sync_weights(models, rollouts, recorder)
         state.end_pretraining(rollouts)
 
-    rule = step_rule(config.batch, algorithm.dynamic_sampling, config.run.steps)
+    staleness = config.rollout.asynchronous.max_staleness
+    rule = step_rule(config.batch, algorithm.dynamic_sampling, config.run.steps, staleness)
     rollouts.begin(rule, config.batch.samples_per_prompt, state.step)
     for step in state.steps():
         batch = collect(rollouts, algorithm, step, recorder)
@@ -49,7 +50,7 @@ def train(config: TrainConfig, models: Models, rollouts: Rollouts, state: RunSta
             update_policy(models, batch, algorithm, state.seed, recorder)
         replace_reference(models, algorithm.kl, step)
         sync_weights(models, rollouts, recorder)
-        rollouts.advance()
+        rollouts.advance()  # asynchronous: engines go on while the trainer works
         evaluate(rollouts, config.data.eval, config.evaluation, state, recorder)
         export(models, engines, config.export, state, recorder)
         record_step(batch, models.memory, state, recorder)

@@ -135,8 +135,17 @@ class ColocatedPlacement(_OwnEngines):
     shares_memory = True
 
     def __init__(self, settings: EngineSettings, platform: Platform) -> None:
-        """Collective."""
+        """Collective.
+
+        Raises:
+            BadInput: engines are to generate while the trainer updates.
+        """
         super().__init__(settings, platform)
+        if (staleness := self._config.asynchronous.max_staleness) > 0:
+            raise BadInput(
+                f"rollout.asynchronous.max_staleness={staleness} with engines on the trainer's GPUs: they cannot "
+                "generate while it updates, give rollout.external_urls (vapo-megatron engine), or set max_staleness=0"
+            )
         host, rank, tp = _reachable_host(), dist.get_rank(), self._config.tp
         self._group = _engine_group(tp)
         if rank % tp == 0:

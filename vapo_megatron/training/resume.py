@@ -19,7 +19,7 @@ from vapo_megatron.checkpoint.manifest import (
     needed_files,
     read_manifest,
 )
-from vapo_megatron.checkpoint.progress import Progress, read_progress
+from vapo_megatron.checkpoint.progress import GROUPS_FILE, Progress, read_progress
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.load import dump_config
@@ -53,6 +53,11 @@ class Resumed:
     def load(self, model: Trainable, name: str) -> None:
         """Collective: fill a prepared (or frozen) model."""
         load_training_state(model, self.checkpoint / name)
+
+    @property
+    def graded_groups(self) -> bytes:
+        """Of groups that wait for the trainer (rollout/saved_groups.py); empty where there are none."""
+        return (self.checkpoint / GROUPS_FILE).read_bytes() if GROUPS_FILE in self.manifest.files else b""
 
     def restore_generators(self, models: Mapping[str, SavedModel]) -> None:
         """This rank's random generators, where this rank holds what it held: at another layout they start afresh."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,10 +25,12 @@ from vapo_megatron.rewards.pool import VerifierPool
 from vapo_megatron.rollout.ledger import FILLED, NO_SIGNAL, SURPLUS, Ledger, StepRule
 from vapo_megatron.rollout.request import GenerationRequest, GroupRequest
 from vapo_megatron.rollout.routed_experts import ExpertChoices
+from vapo_megatron.rollout.saved_groups import pack_groups, unpack_groups
 from vapo_megatron.rollout.stream import GroupStream, Work
 from vapo_megatron.training.broadcast import on_rank_zero
 from vapo_megatron.training.engines import Engines
 from vapo_megatron.training.resume import Resumed
+from vapo_megatron.training.rollout_times import Waits, age_metrics
 from vapo_megatron.training.sick_updates import first_prompt
 from vapo_megatron.weight_sync.probe import random_sequences, sequences_of
 from vapo_megatron.weights.spec import ModelSpec
@@ -50,6 +53,7 @@ class Rollouts:
         evaluation_prompts: of each evaluation set.
         probe: sequences of token ids on which engines and trainer are compared after a weight sync.
         stream: of what is trained on, between begin() and end().
+        saved: what the stream of training goes on from, in a resumed run.
     """
 
     engines: Engines
@@ -64,6 +68,9 @@ class Rollouts:
     evaluation_prompts: Sequence[Sequence[Prompt]] = ()
     probe: list[list[int]] = field(default_factory=list)
     stream: GroupStream | None = None
+    saved: tuple[dict[str, Any], dict[int, list[Sample]]] | None = None
+    _fixed_policy: bool = False
+    _waits: Waits = field(default_factory=Waits)
 
     def begin(self, rule: StepRule, samples_per_prompt: int, step: int, fixed_policy: bool = False) -> None:
         """Collective: what take() collects from now on, from the step after `step`.
@@ -73,18 +80,25 @@ class Rollouts:
         """
         if self.prompts is None:
             return
+        self._fixed_policy = fixed_policy
         if fixed_policy and not self.engines.share_device:
             rule = replace(rule, staleness=rule.steps)
         experts = None if fixed_policy else self.routed_experts
+        goes_on = self.engines.sync_mode != "wait"
         dispatcher, prompts = self.engines.dispatcher, self.prompts
 
         def request(prompt: Prompt) -> GroupRequest:
             limit, version = self.sampling.max_new_tokens, self.engines.version
-            return GroupRequest(prompt, samples_per_prompt, self.sampling, limit, self.seed, version, experts)
+            return GroupRequest(
+                prompt, samples_per_prompt, self.sampling, limit, self.seed, version, experts, goes_on=goes_on
+            )
 
         useful = has_signal if rule.most_draws is not None else lambda group: True
         work = Work(request, self._grade, useful, rule.groups * samples_per_prompt, self.engines.collect_timeout_s)
         self.stream = GroupStream(dispatcher, prompts, Ledger(rule, prompts.cursor, step), work)
+        if self.saved is not None and not fixed_policy:
+            self.stream.restore(*self.saved)
+            self.saved = None
 
     def end(self) -> None:
         """Take nothing more. What is under way is aborted."""
@@ -95,8 +109,8 @@ class Rollouts:
     def take(self, recorder: Recorder) -> list[Sample]:
         """On rank 0: the graded responses of the next step, in the order of group and index."""
         assert self.stream is not None and self.prompts is not None and self.verifier is not None, "begin() comes first"
-        ledger, start = self.stream.ledger, time.perf_counter()
-        before = ledger.counts.copy()
+        ledger, before = self.stream.ledger, self.stream.ledger.counts.copy()
+        start = time.perf_counter()
         with recorder.phase("rollout", total=self.stream.responses) as advance:
             groups = self.stream.take(advance)
         self.prompts.cursor = ledger.first
@@ -104,14 +118,40 @@ class Rollouts:
         tokens = sum(len(sample.response_ids) for sample in samples)
         recorder.add({names.ROLLOUT_SPEED: tokens / (time.perf_counter() - start)})
         recorder.add({names.FAILED_GRADES: failed_share(samples, self.verifier)})
+        if ledger.rule.staleness:
+            recorder.add(age_metrics(samples, self.engines.version))
+            recorder.add(self._waits.row(start, self.engines, ledger))
         if ledger.rule.most_draws is not None:
             recorder.add(dynamic_sampling_metrics(ledger.counts - before))
         return samples
+
+    def prepare_sync(self, recorder: Recorder) -> None:
+        """Collective: new weights may come. Where nothing is to depend on timing, engines finish what is under way."""
+        if self.stream is not None and self.stream.ledger.rule.staleness and self.engines.sync_mode == "wait":
+            with recorder.timer("wait_for_engines"):
+                self.stream.wait_until_graded()
 
     def advance(self) -> None:
         """Collective: the engines have the weights of the step that was taken last."""
         if self.stream is not None:
             self.stream.advance()
+
+    @property
+    def next_prompt(self) -> int:
+        """On rank 0: the number of the first prompt that was never drawn; 0 elsewhere."""
+        if self.stream is not None:
+            return self.stream.ledger.next
+        return self.prompts.cursor if self.prompts is not None else 0
+
+    def state(self) -> tuple[dict[str, Any], bytes]:
+        """On rank 0, for a checkpoint: what the ledger says, and the graded groups that wait for the trainer.
+
+        Nothing where all is drawn again anyway: without a stream, or under a policy that stands still.
+        """
+        if self.stream is None or self._fixed_policy:
+            return {}, b""
+        state, graded = self.stream.state()
+        return state, pack_groups(graded) if graded else b""
 
     def generate_greedy(self, prompts: Sequence[Prompt], recorder: Recorder) -> list[Sample]:
         """On rank 0: the graded greedy response to each prompt."""
@@ -172,7 +212,7 @@ def make_rollouts(
     else:
         probe = [list(ids) for ids in resumed.progress.probe]
         on_rank_zero(partial(_go_on, prompts, resumed, Path(config.run.directory)))
-    return Rollouts(
+    rollouts = Rollouts(
         engines,
         tokenizer,
         config.sampling,
@@ -185,6 +225,17 @@ def make_rollouts(
         evaluation,
         probe,
     )
+    if resumed is not None and prompts is not None and resumed.progress.groups:
+        rollouts.saved = resumed.progress.groups, _saved_groups(resumed, prompts, tokenizer)
+    return rollouts
+
+
+def _saved_groups(resumed: Resumed, prompts: PromptSource, tokenizer: TextTokenizer) -> dict[int, list[Sample]]:
+    """The graded groups of a checkpoint, without those that a run which went back to it is to leave out."""
+    if not resumed.graded_groups:
+        return {}
+    groups = unpack_groups(resumed.graded_groups, prompts.at, tokenizer.decode)
+    return {number: group for number, group in groups.items() if number >= prompts.cursor}
 
 
 def _go_on(prompts: PromptSource | None, resumed: Resumed, run_dir: Path) -> None:

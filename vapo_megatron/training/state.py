@@ -91,20 +91,21 @@ class RunState:
         """
         if self.updates.exhausted:
             self._checkpointer.wait()
-            cursor = rollouts.prompts.cursor if rollouts.prompts is not None else 0
-            on_rank_zero(partial(self.updates.go_back, self.run_dir, self.step, cursor))
+            on_rank_zero(partial(self.updates.go_back, self.run_dir, self.step, rollouts.next_prompt))
         last, every = self.step == self.last_step, self._config.every
         periodic = every is not None and (milestone or (self.step > 0 and self._is_multiple_of(every)))
+        groups, graded = rollouts.state()
         progress = Progress(
             step=self.step,
             pretraining=self.pretraining,
             prompts=rollouts.prompts.state() if rollouts.prompts is not None else {},
+            groups=groups,
             updates=self.updates.state(),
             weight_version=rollouts.engines.version,
             probe=rollouts.probe,
         )
         self._checkpointer.safe_point(
-            Snapshot(progress, self.metrics, self.recorded.files),
+            Snapshot(progress, self.metrics, self.recorded.files, graded),
             due=periodic or (last and self._config.at_end),
             last=last,
             making_room=rollouts.engines.kv_cache_offloaded,

@@ -12,6 +12,7 @@ def sync_weights(models: Models, rollouts: Rollouts, recorder: Recorder) -> None
         RunFailed: a tensor was not taken or not sent, or log-probs differ by more than the tolerance.
     """
     engines = rollouts.engines
+    rollouts.prepare_sync(recorder)
     engines.offload_kv_cache()
     models.memory.enter("weight_sync")
     with recorder.timer("weight_sync"):

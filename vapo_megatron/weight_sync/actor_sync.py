@@ -11,6 +11,7 @@ from vapo_megatron.config.rollout import Dtype, RolloutConfig
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.rollout.client import PauseMode
 from vapo_megatron.weight_sync.logprob_difference import Limits, LogprobDifference, Precision, limits_of
 from vapo_megatron.weight_sync.probe import probe_batch, split_logprobs
 from vapo_megatron.weight_sync.session import WeightSync, some_of
@@ -29,11 +30,19 @@ class ActorSync:
         dtype: model.dtype.
         fp8: how weights are quantised for the engines; None where they are not.
         transport: from this rank to the engines that it feeds; None where it only takes part in the collectives.
+        pause: what becomes of responses that run when weights come.
     """
 
-    def __init__(self, config: RolloutConfig, dtype: Dtype, fp8: BlockFp8 | None, transport: Transport | None) -> None:
+    def __init__(
+        self,
+        config: RolloutConfig,
+        dtype: Dtype,
+        fp8: BlockFp8 | None,
+        transport: Transport | None,
+        pause: PauseMode = "abort",
+    ) -> None:
         self._config, self._dtype, self._fp8 = config, dtype, fp8
-        self._session = None if transport is None else WeightSync(transport)
+        self._session = None if transport is None else WeightSync(transport, pause)
         self._slots: DeviceSlots | SharedSlots | None = None
 
     def update(self, actor: Trainable, version: int) -> dict[str, float]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 from vapo_megatron.errors import RunFailed
-from vapo_megatron.rollout.client import EngineClient
+from vapo_megatron.rollout.client import EngineClient, PauseMode
 from vapo_megatron.weight_sync.bucket_message import Purpose
 from vapo_megatron.weight_sync.logprob_difference import LogprobDifference, compare_logprobs
 from vapo_megatron.weight_sync.transports import Transport
@@ -23,10 +23,11 @@ class WeightSync:
 
     Args:
         transport: to the servers. Its clients are closed with this object.
+        pause: what becomes of responses that run when weights come.
     """
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    def __init__(self, transport: Transport, pause: PauseMode = "abort") -> None:
+        self._transport, self._pause = transport, pause
         self._runner = asyncio.Runner()
 
     @property
@@ -37,8 +38,8 @@ class WeightSync:
     def load(self, buckets: Iterable[NamedTensors], version: int, times: PartTimes | None = None) -> None:
         """Replace the server's weights; what it generates from now on is marked with version.
 
-        buckets are (Hugging Face name, whole tensor) pairs. A running response is aborted. The server's cache is
-        dropped. times gets the owner's seconds of "load" (in the server) and "send" (the rest of sending).
+        buckets are (Hugging Face name, whole tensor) pairs. times gets the owner's seconds of "load" (in the server)
+        and "send" (the rest of sending).
 
         Raises:
             RunFailed: a name the server does not know, a shape that does not fit, parameters that were not sent, or
@@ -102,7 +103,7 @@ class WeightSync:
         self, buckets: Iterable[NamedTensors], purpose: Purpose, version: int | None, times: PartTimes
     ) -> list[str]:
         transport, run = self._transport, self._runner.run
-        run(transport.each(EngineClient.pause))
+        run(transport.each(lambda client: client.pause(self._pause)))
         run(transport.begin_session())
         problems: list[str] = []
         first = True
