@@ -33,7 +33,9 @@ class Client:
         self.aborted: set[str] = set()
         self.gone = asyncio.Event()
 
-    async def generate(self, prompts: Sequence[Any], params: Any, experts: Any, ids: Sequence[str]) -> list[Completion]:
+    async def generate(
+        self, prompts: Sequence[Any], params: Any, experts: Any, ids: Sequence[str], cache: str | None
+    ) -> list[Completion]:
         self.asked.append(prompts[0][0])
         self.running |= set(ids)
         try:
@@ -81,8 +83,8 @@ def test_what_a_lost_server_had_goes_to_the_others_first_of_all() -> None:
     made, clients = dispatcher(30.0, 0.02, max_running_requests=2)
     with made:
         work = made.loop.start(made._collect(request(), lambda _: None))
-        while len(clients[1].asked) < 4:
-            pass
+        while len(clients[1].asked) < 4 and not work.done():
+            time.sleep(0.001)
         made.lose("http://engine0")
         samples = work.result(timeout=10)
     assert [s.group for s in samples] == [g for g in range(12) for _ in range(2)]

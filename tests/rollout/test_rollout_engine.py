@@ -1,6 +1,8 @@
 """Against a real server: what it samples, what it says of it, and which weights it holds."""
 
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from transformers import Qwen3ForCausalLM
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.experience.sample import Prompt
-from vapo_megatron.rollout.client import EngineClient
+from vapo_megatron.rollout.client import EngineClient, PauseMode
 from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.request import GenerationRequest
 from vapo_megatron.rollout.server import EngineServer
@@ -94,6 +96,49 @@ def test_pushed_weights_are_the_ones_that_answer(
     assert sync.verify(SEQUENCES, expected, tolerance=1e-4) < 1e-4
     samples = dispatcher.collect(GenerationRequest(PROMPTS, 1, SAMPLING, seed=1, weight_version=7))
     assert {sample.weight_version for sample in samples} == {7}
+
+
+def test_a_response_goes_on_under_new_weights_with_their_log_probs(
+    server: EngineServer,
+    dispatcher: Dispatcher,
+    sync: WeightSync,
+    model: Qwen3ForCausalLM,
+    other_model: Qwen3ForCausalLM,
+) -> None:
+    long = SamplingConfig(max_new_tokens=150)
+    groups = [
+        replace(g, goes_on=True) for g in GenerationRequest(PROMPTS[:4], 2, long, seed=3, weight_version=0).groups()
+    ]
+    modes: dict[PauseMode, bool] = {"retract": True, "in_place": False}
+    for mode, exact in modes.items():
+        work = [dispatcher.loop.start(dispatcher.generate(group)) for group in groups]
+        time.sleep(0.5)
+        with WeightSync(SharedMemoryTransport(EngineClient(server.address, 60), 1), pause=mode) as later:
+            later.load(buckets_of(other_model), version=7)
+        samples = [sample for future in work for sample in future.result(timeout=120)]
+        mixed = [sample for sample in samples if len(sample.versions) == 2]
+        assert mixed, "none was under way: give them more tokens"
+        for sample in mixed:
+            (old, before), (new, after) = sample.versions
+            assert (old, new) == (0, 7) == (sample.weight_version_oldest, sample.weight_version)
+            assert before + after == len(sample.response_ids)
+            tokens = [*sample.prompt.token_ids, *sample.response_ids.tolist()]
+            by_old, by_new = (token_logprobs(m, tokens)[-(before + after) :] for m in (model, other_model))
+            assert sample.rollout_logprobs[:before] == pytest.approx(by_old[:before], abs=1e-4)
+            same = sample.rollout_logprobs[before:] == pytest.approx(by_new[before:], abs=1e-4)
+            assert same is exact, "in place, what was read by the old weights stays in the cache"
+        sync.load(buckets_of(model), version=0)
+
+
+def test_what_is_cancelled_ends_in_the_server(dispatcher: Dispatcher, server: EngineServer) -> None:
+    long = SamplingConfig(max_new_tokens=200)
+    (group,) = GenerationRequest(PROMPTS[:1], 2, long, seed=3, weight_version=0).groups()
+    work = dispatcher.loop.start(dispatcher.generate(group))
+    time.sleep(0.3)
+    work.cancel()
+    client = EngineClient(server.address, 5.0)
+    dispatcher.loop.run(client._wait_until_idle())
+    dispatcher.loop.run(client.close())
 
 
 def test_a_version_other_than_expected_ends_the_run(dispatcher: Dispatcher) -> None:

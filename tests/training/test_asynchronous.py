@@ -1,0 +1,70 @@
+"""Whole tiny runs whose engine works ahead: what is trained when, how old it is, and what a kill costs (nothing)."""
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attempts import End, World, config_of, kill_at, left_behind, live, metrics, world
+
+from vapo_megatron.config.train import TrainConfig
+
+AHEAD = ("rollout.asynchronous.max_staleness=1", "algorithm.importance_sampling.kind=tis", "evaluation.every=null")
+STEPS = ("run.steps=5", "value_pretraining.iterations=1", "value_pretraining.steps=2")
+SAVED = ("run.resume=auto", "checkpoint.asynchronous=false")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with world(tmp_path_factory.mktemp("ahead")) as found:
+        yield found
+
+
+def ahead(shared: World, name: str, *overrides: str) -> tuple[TrainConfig, Path]:
+    config = config_of(shared, name, {}, *AHEAD, *STEPS, *overrides)
+    return config, Path(config.run.directory)
+
+
+def samples(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    lines = (run_dir / "samples" / f"step_{step:06d}.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key != "estimates"} for line in lines]
+
+
+def trained(run_dir: Path) -> list[str]:
+    """The prompts of all steps, in the order trained."""
+    return [row["prompt_id"] for step in range(1, 6) for row in samples(run_dir, step) if row["index"] == 0]
+
+
+def test_killed_wherever_it_goes_on_to_the_bit(shared: World) -> None:
+    config, straight = ahead(shared, "straight", "checkpoint.every_minutes=null")
+    assert live(shared, config, 1) == End(0, "")
+    rows = {row["step"]: row for row in metrics(straight) if row["step"] > 0}
+    assert [rows[step]["rollout/age_mean"] for step in range(1, 6)] == [0, 1, 1, 1, 1]
+    versions = [{row["weight_version"] for row in samples(straight, step)} for step in range(1, 6)]
+    first = min(versions[0])
+    assert versions == [{first}, {first}, {first + 1}, {first + 2}, {first + 3}]
+    assert len(set(trained(straight))) == 20, "no prompt twice within an epoch"
+
+    config, killed = ahead(shared, "killed", *SAVED)
+    for phase, call in (("rollout", 3), ("policy update", 3), ("save", 4), ("rollout", 2)):
+        assert live(shared, config, 1, partial(kill_at, phase, call)).code == 1, phase
+    assert live(shared, config, 1) == End(0, "")
+    assert metrics(killed) == metrics(straight)
+    assert left_behind(killed) == left_behind(straight)
+
+
+def test_responses_go_on_under_new_weights_and_none_is_lost_or_trained_twice(shared: World) -> None:
+    going_on = ("rollout.deterministic=false", "rollout.asynchronous.weight_sync=retract", "sampling.max_new_tokens=40")
+    config, run_dir = ahead(shared, "retract", *going_on, *SAVED)
+    for phase, call in (("policy update", 3), ("save", 5)):
+        assert live(shared, config, 1, partial(kill_at, phase, call)).code == 1, phase
+    assert live(shared, config, 1) == End(0, "")
+    straight, other = ahead(shared, "retract_straight", *going_on)
+    assert live(shared, straight, 1) == End(0, "")
+    assert trained(run_dir) == trained(other), "the same prompts, in the order drawn"
+    rows = [row for row in metrics(other) if row["step"] > 0]
+    assert all(0 <= row["rollout/age_mean"] <= row["rollout/age_max"] <= 1 for row in rows)
+    assert any(0 < row.get("rollout/age_0_share", 0) < 1 for row in rows), "tokens of old and new weights in one step"
+    assert all(row["importance/ratio_max"] < 10 for row in rows)
