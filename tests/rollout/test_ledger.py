@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from vapo_megatron.rollout.ledger import NO_SIGNAL, STALE, SURPLUS, Ledger, StepRule
+from vapo_megatron.rollout.ledger import DROPPED, NO_SIGNAL, Ledger, StepRule
 
 
 def every(n: int) -> Callable[[int], bool]:
@@ -40,7 +40,7 @@ def play(rule: StepRule, useful: Callable[[int], bool], seed: int) -> tuple[list
                 ledger.advance()
         elif ledger.taken > ledger.trained:
             ledger.advance()
-        in_all = ledger.counts["trained"] + sum(ledger.counts[why] for why in (NO_SIGNAL, SURPLUS, STALE))
+        in_all = ledger.counts["trained"] + sum(ledger.counts[why] for why in DROPPED)
         assert ledger.counts["drawn"] == in_all + ledger.in_flight + ledger.graded, "a group is lost or counted twice"
         assert ledger.in_flight == len(flying)
     return steps, ledger, ages

@@ -1,7 +1,8 @@
 """Which prompt groups are drawn, in flight, graded, trained and dropped, and from that what to draw next.
 
 Groups have numbers in the order in which they are drawn, and a step trains the first ones of them that are useful:
-what is trained does not depend on which response came first. No input and no output here: whoever holds the ledger
+what is trained does not depend on which response came first. Only where unfinished responses are kept for the next
+step (`StepRule.any_order`) it trains those that are finished. No input and no output here: whoever holds the ledger
 asks it for room, draws, and tells it what has come back.
 """
 
@@ -15,6 +16,7 @@ FILLED = "filled"  # trained on for want of others, without signal
 NO_SIGNAL = "no_signal"  # dynamic sampling: all of its responses are right, or all wrong
 SURPLUS = "surplus"  # the step had enough; its prompt is drawn again
 STALE = "stale"  # drawn more steps ago than is allowed
+DROPPED = (NO_SIGNAL, SURPLUS, STALE)
 
 
 @dataclass(frozen=True)
@@ -23,11 +25,13 @@ class StepRule:
 
     Attributes:
         groups: that a step trains on.
+        steps: the last one.
         oversampling: groups in flight, in units of those still wanted.
         most_draws: groups of a step; where so many are graded, those without signal fill it up. None: no bound.
         staleness: steps that may be collected beyond the one that is trained next: a group may be drawn only for the
             steps up to trained + 1 + staleness. 0: synchronous.
-        steps: the last one.
+        any_order: a step trains the oldest of the groups that are graded, and the others stay; not with staleness.
+        max_age: with any_order, steps after which a group that is not graded yet is dropped.
     """
 
     groups: int
@@ -35,6 +39,13 @@ class StepRule:
     oversampling: float = 1.0
     most_draws: int | None = None
     staleness: int = 0
+    any_order: bool = False
+    max_age: int = 0
+
+    @property
+    def oldest(self) -> int:
+        """Steps that may have been trained between drawing a group and training it."""
+        return self.max_age if self.any_order else self.staleness
 
 
 @dataclass
@@ -66,26 +77,30 @@ class Ledger:
     """The groups of a run.
 
     Attributes:
-        first: number of the oldest group that is neither trained nor dropped.
+        next: number of the group that is drawn next.
         trained, taken: the last step whose weights the engines have, and the last that was given to the trainer.
         counts: drawn, trained (filled among them) and, by reason, dropped so far; with those on the way they add up.
     """
 
     def __init__(self, rule: StepRule, first: int = 0, step: int = 0) -> None:
         """first, step: where a run goes on."""
-        self.rule, self.first, self.trained, self.taken = rule, first, step, step
+        self.rule, self.next, self.trained, self.taken = rule, first, step, step
         self.counts: Counter[str] = Counter()
-        self._records: list[GroupRecord] = []
+        self._records: dict[int, GroupRecord] = {}  # in the order of their numbers
+
+    def __contains__(self, number: int) -> bool:
+        """Whether a group is drawn and neither trained nor dropped."""
+        return number in self._records
 
     @property
-    def next(self) -> int:
-        """Number of the group that is drawn next."""
-        return self.first + len(self._records)
+    def first(self) -> int:
+        """Number of the oldest group that is neither trained nor dropped."""
+        return min(self._records, default=self.next)
 
     @property
     def in_flight(self) -> int:
         """Groups that are drawn and not graded."""
-        return sum(not record.graded for record in self._records)
+        return sum(not record.graded for record in self._records.values())
 
     @property
     def graded(self) -> int:
@@ -107,14 +122,15 @@ class Ledger:
 
     def draw(self) -> int:
         """Count one more group in; its number."""
-        self._records.append(GroupRecord(self.next, self.trained))
+        number = self.next
+        self._records[number] = GroupRecord(number, self.trained)
         self.counts["drawn"] += 1
-        return self._records[-1].number
+        self.next += 1
+        return number
 
     def grade(self, number: int, useful: bool) -> None:
         """A group has come back."""
-        record = self._records[number - self.first]
-        record.graded, record.useful = True, useful
+        self._records[number].graded, self._records[number].useful = True, useful
 
     def surplus(self) -> list[int]:
         """Take out the groups that no step can need any more, whatever is still to come; their numbers.
@@ -122,17 +138,27 @@ class Ledger:
         Their prompts are drawn again, under the same numbers.
         """
         parts = self._parts()
-        if sum(part.full for part in parts) < self._open:
+        if self.rule.any_order or sum(part.full for part in parts) < self._open:
             return []
-        kept = sum(part.length for part in parts)
-        gone, self._records = self._records[kept:], self._records[:kept]
-        self.counts[SURPLUS] += len(gone)
-        return [record.number for record in gone]
+        gone = list(self._records)[sum(part.length for part in parts) :]
+        self._drop(gone, SURPLUS)
+        if gone:
+            self.next = gone[0]
+        return gone
+
+    def expired(self) -> list[int]:
+        """Take out the groups that are not graded and would be too old for the next step; their numbers."""
+        gone = [r.number for r in self._records.values() if not r.graded and self.taken - r.drawn_at > self.rule.oldest]
+        self._drop(gone, STALE)
+        return gone
 
     def is_ready(self) -> bool:
-        """Whether the next step's groups are known, all those before its last one being graded."""
+        """Whether the next step's groups are known: all those before its last one are graded, unless any will do."""
         parts = self._parts()
-        return bool(parts) and parts[0].full and not parts[0].in_flight
+        if not parts or not parts[0].full:
+            return False
+        enough = len(parts[0].useful) == self.rule.groups
+        return not parts[0].in_flight or (self.rule.any_order and enough)
 
     def take(self) -> list[int]:
         """The numbers of the next step's groups, useful ones first; what else it looked through is dropped.
@@ -141,42 +167,44 @@ class Ledger:
         """
         part = self._parts()[0]
         fill = part.spare[: self.rule.groups - len(part.useful)]
-        self.first += part.length
-        self._records = self._records[part.length :]
+        taken = [record.number for record in (*part.useful, *fill)]
+        for number in taken:
+            del self._records[number]
+        self._drop([record.number for record in part.spare[len(fill) :]], NO_SIGNAL)
+        self._drop([record.number for record in part.stale], STALE)
         self.taken += 1
         self.counts["trained"] += self.rule.groups
         self.counts[FILLED] += len(fill)
-        self.counts[NO_SIGNAL] += len(part.spare) - len(fill)
-        self.counts[STALE] += len(part.stale)
-        return [record.number for record in (*part.useful, *fill)]
+        return taken
 
     def advance(self) -> None:
         """A step is trained, and the engines have its weights."""
         self.trained += 1
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: what is not graded will be drawn again."""
-        graded = {str(record.number): record.drawn_at for record in self._records if record.graded}
-        return {"counts": dict(self.counts), "graded": graded}
+        """For a checkpoint."""
+        drawn_at = {str(number): record.drawn_at for number, record in self._records.items()}
+        return {"counts": dict(self.counts), "next": self.next, "drawn_at": drawn_at}
 
     def restore(self, state: dict[str, Any], useful: Mapping[int, bool]) -> list[int]:
-        """Go on from a state, at the same `first`. useful: the graded groups that are there again, by number.
+        """Go on from a state, with the groups from `first` on alone. useful: those that are graded, by number.
 
-        Returns the numbers of the groups before the last of them that are to be generated again.
+        Returns the numbers of those that are not, which are to be generated (again).
         """
-        self.counts = Counter(state["counts"])
-        last = max(useful, default=self.first - 1)
-        # Groups that are not here any more were drawn and neither trained nor dropped: they are drawn anew.
-        self.counts["drawn"] = sum(self.counts[name] for name in ("trained", NO_SIGNAL, SURPLUS, STALE)) + len(useful)
-        again = []
-        for number in range(self.first, last + 1):
-            known = number in useful
-            drawn_at = state["graded"][str(number)] if known else self.trained
-            self._records.append(GroupRecord(number, drawn_at, known, useful.get(number, False)))
-            if not known:
-                self.counts["drawn"] += 1
-                again.append(number)
-        return again
+        first = self.next
+        kept = {int(number): drawn_at for number, drawn_at in state["drawn_at"].items() if int(number) >= first}
+        self._records = {
+            number: GroupRecord(number, drawn_at, number in useful, useful.get(number, False))
+            for number, drawn_at in sorted(kept.items())
+        }
+        self.counts, self.next = Counter(state["counts"]), max(state["next"], first)
+        self.counts[STALE] += len(state["drawn_at"]) - len(kept)
+        return [number for number in kept if number not in useful]
+
+    def _drop(self, numbers: list[int], reason: str) -> None:
+        for number in numbers:
+            del self._records[number]
+        self.counts[reason] += len(numbers)
 
     @property
     def _open(self) -> int:
@@ -186,7 +214,7 @@ class Ledger:
     def _parts(self) -> list[_Part]:
         """What the open steps look through as far as it is known: what is not graded counts as not useful."""
         parts: list[_Part] = []
-        for record in self._records:
+        for record in self._records.values():
             if not parts or parts[-1].full:
                 if len(parts) == self._open:
                     break
@@ -194,7 +222,7 @@ class Ledger:
             part, step = parts[-1], self.taken + len(parts)
             if not record.graded:
                 part.in_flight += 1
-            elif step - 1 - record.drawn_at > self.rule.staleness:
+            elif step - 1 - record.drawn_at > self.rule.oldest:
                 part.stale.append(record)
             else:
                 (part.useful if record.useful else part.spare).append(record)

@@ -104,10 +104,8 @@ class GroupStream:
     async def _take(self) -> list[Group]:
         self._fill()
         await self._wait_for(self.ledger.is_ready)
-        before, numbers = self.ledger.first, self.ledger.take()
-        groups = [self._graded[number] for number in numbers]
-        for number in range(before, self.ledger.first):
-            del self._graded[number]
+        groups = [self._graded.pop(number) for number in self.ledger.take()]
+        self._graded = {number: group for number, group in self._graded.items() if number in self.ledger}
         await self._drop_surplus()
         return groups
 
