@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -86,20 +86,49 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def publish(title: str, rows: Sequence[dict[str, Any]], file: Path | None) -> None:
-    """Print rows of equal keys as a table, and write them with date and hardware where a file is named."""
+@dataclass(frozen=True)
+class Figure:
+    """A ratio that releases are compared by, above 1 where ours is better; low and high: its quartiles over rounds."""
+
+    name: str
+    ratio: float
+    low: float
+    high: float
+
+
+def ratio_figure(name: str, theirs: Sequence[float], ours: Sequence[float]) -> Figure:
+    """How many times as long theirs takes: rounds of one run, compared round by round."""
+    low, middle, high = np.percentile(np.divide(theirs, ours), [25, 50, 75])
+    return Figure(name, float(middle), float(low), float(high))
+
+
+def growth(sizes: Sequence[float], seconds: Sequence[float]) -> float:
+    """The exponent of cost as work grows: 1 is linear, 2 quadratic."""
+    return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
+
+
+def publish(title: str, rows: Sequence[dict[str, Any]], file: Path | None, figures: Sequence[Figure] = ()) -> None:
+    """Print rows of equal keys as a table, then figures, and write them with date and hardware where a file is named."""
     table = Table(title=title)
     for index, heading in enumerate(rows[0]):
         table.add_column(heading, justify="right" if index else "left")
     for row in rows:
-        table.add_row(*(f"{value:,.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+        table.add_row(*map(shown, row.values()))
     facts = machine()
     console = Console(width=150)
     console.print("   ".join(f"{name}: {value}" for name, value in facts.items()))
     console.print(table)
+    for figure in figures:
+        console.print(f"{figure.name}: {figure.ratio:.3g} ({figure.low:.3g} to {figure.high:.3g})", highlight=False)
     if file is not None:
+        found = {"title": title, "machine": facts, "rows": list(rows), "figures": [asdict(figure) for figure in figures]}
         with atomic_write(file) as out:
-            json.dump({"title": title, "machine": facts, "rows": list(rows)}, out, indent=1)
+            json.dump(found, out, indent=1)
+
+
+def shown(value: Any) -> str:
+    """A cell of a table."""
+    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def machine() -> dict[str, str]:
@@ -133,6 +162,20 @@ def best_seconds(function: Callable[[], object], repeats: int) -> float:
         if repeat:
             best = min(best, time.perf_counter() - start)
     return best
+
+
+def in_turns(steps: Sequence[Callable[[], object]], repeats: int) -> list[list[float]]:
+    """Seconds of each step, round by round, after one round that does not count: what disturbs one disturbs all."""
+    found: list[list[float]] = [[] for _ in steps]
+    for repeat in range(repeats + 1):
+        for step, seconds in zip(steps, found, strict=True):
+            current_platform().synchronize()
+            start = time.perf_counter()
+            step()
+            current_platform().synchronize()
+            if repeat:
+                seconds.append(time.perf_counter() - start)
+    return found
 
 
 def anonymous_bytes(process: int | str = "self") -> int:

@@ -1,50 +1,133 @@
-"""What rank 0 pays on the host for the responses of a rollout: seconds and memory for a million tokens.
+"""What rank 0 pays for the responses of a rollout: requests, parsing and batch building, in seconds of its core.
 
-    python -m benchmarks.rollout_host [--tokens 4000000] [--length 10000] [--group 16] [--json FILE]
+    python -m benchmarks.rollout_host [--tokens 3000000] [--length 6000] [--group 16] [--engines 2] [--json FILE]
 
-The servers' answers are made up, in the form in which SGLang sends them. "arrays" is what the trainer does: each answer
-is turned into arrays as it comes, and the batch is put together from arrays. "lists" is what it is compared with: token
-ids and log-probs stay the numbers that the JSON was read into, and the batch is made of these. Each way runs in a
-process of its own; memory is what its heap has grown by when all responses are there, the answers themselves gone.
+Stub engines, processes of their own on loopback, answer each request at once with made-up responses. "columns" is what
+the trainer does: rollout/client.py asks for columns of numbers (engine/columns.py), from which samples and the batch are
+made. "JSON" is what it did before: SGLang's own answers, read into Python's numbers, with the collector of cycles off,
+and from them into arrays. Columns of the table, each for a million tokens:
+
+    s to fetch    CPU seconds of rank 0 for requests, answers and parsing; s to batch: until they are a batch
+    ms held       the longest time for which the event loop was held (not for a million tokens)
+    MB held       by which the process's heap has grown when all responses are there
+
+Growth is that of the seconds with the tokens: 1 is linear.
 """
 
 import argparse
+import asyncio
 import ctypes
 import gc
 import json
 import multiprocessing
-import random
 import time
-from collections.abc import Iterator
 from typing import Any
 
+import aiohttp
 import numpy as np
-import torch
+from aiohttp import web
 
-from benchmarks.common import anonymous_bytes, parser, publish
+from benchmarks.common import anonymous_bytes, growth, in_turns, parser, publish, ratio_figure
+from vapo_megatron.engine import columns
 from vapo_megatron.experience.batch import from_samples
 from vapo_megatron.experience.sample import Prompt, Sample
-from vapo_megatron.rollout.client import EngineClient, _decoded
+from vapo_megatron.rollout.client import EngineClient
 from vapo_megatron.rollout.server import EngineAddress
 
 PROMPT = Prompt("", "", "", tuple(range(200)))
+PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 20_000, "stop_token_ids": [151_643]}
+IN_FLIGHT = 32
 
 
-def answers(given: argparse.Namespace) -> Iterator[str]:
-    """One answer of a server for every group."""
-    rng = random.Random(0)
-    for _ in range(max(1, given.tokens // (given.length * given.group))):
-        group = []
-        for _ in range(given.group):
-            ids = [rng.randrange(150_000) for _ in range(given.length)]
-            entries = [[float(np.float32(-rng.random())), token, None] for token in ids]
-            meta = {
-                "finish_reason": {"type": "stop"},
-                "output_token_logprobs": entries,
-                "weight_versions": [{"version": "1"}],
-            }
-            group.append({"output_ids": ids, "meta_info": meta})
-        yield json.dumps(group)
+def made_up(length: int, group: int) -> list[dict[str, Any]]:
+    """SGLang's answer to a group of prompts."""
+    random = np.random.default_rng(0)
+    answers = []
+    for _ in range(group):
+        ids = random.integers(0, 150_000, length).tolist()
+        logprobs = (-random.exponential(1.0, length)).astype(np.float32).tolist()
+        meta = {
+            "finish_reason": {"type": "stop"},
+            "output_token_logprobs": [[value, token, None] for value, token in zip(logprobs, ids, strict=True)],
+            "weight_versions": [{"version": "1"}],
+        }
+        answers.append({"output_ids": ids, "meta_info": meta})
+    return answers
+
+
+def serve(length: int, group: int, port: Any) -> None:
+    """A stub engine, until it is killed; puts its port."""
+    answers = made_up(length, group)
+    bodies = {columns.PATH: (columns.pack(answers), columns.MEDIA_TYPE), "generate": (json.dumps(answers), "text/json")}
+
+    async def run() -> None:
+        application = web.Application(client_max_size=1 << 30)
+        for path, (body, kind) in bodies.items():
+
+            async def answer(request: web.Request, body: Any = body, kind: str = kind) -> web.Response:
+                await request.read()
+                return web.Response(body=body, content_type=kind)
+
+            application.router.add_post(f"/{path}", answer)
+        runner = web.AppRunner(application)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port.put(runner.addresses[0][1])
+        await asyncio.Event().wait()
+
+    asyncio.run(run())
+
+
+async def by_columns(session: aiohttp.ClientSession, client: EngineClient, group: int) -> list[Any]:
+    """A group's responses as the trainer fetches them: (token ids, log-probs) each."""
+    found = await client.generate([PROMPT.token_ids] * group, [PARAMS] * group)
+    return [(one.token_ids, one.logprobs) for one in found]
+
+
+async def by_json(session: aiohttp.ClientSession, client: EngineClient, group: int) -> list[Any]:
+    """Likewise, as it did before."""
+    body = {"input_ids": [list(PROMPT.token_ids)] * group, "sampling_params": [PARAMS] * group, "return_logprob": True}
+    async with session.post(f"{client.address.url}/generate", json=body) as answer:
+        text = await answer.text()
+    gc.disable()
+    answers = json.loads(text)
+    gc.enable()
+    return [
+        (
+            np.array(answer.pop("output_ids"), dtype=np.int32),
+            np.array([entry[0] for entry in answer["meta_info"].pop("output_token_logprobs")], dtype=np.float32),
+        )
+        for answer in answers
+    ]
+
+
+WAYS = {"JSON": by_json, "columns": by_columns}
+
+
+async def fetch(way: str, ports: list[int], groups: int, group: int) -> tuple[list[Any], float]:
+    """All responses, and the longest time in seconds for which the loop was held."""
+    clients = [EngineClient(EngineAddress(f"http://127.0.0.1:{port}", "no log"), 600) for port in ports]
+    held, room = 0.0, asyncio.Semaphore(IN_FLIGHT)
+
+    async def watch() -> None:
+        nonlocal held
+        while True:
+            start = time.perf_counter()
+            await asyncio.sleep(0.001)
+            held = max(held, time.perf_counter() - start - 0.001)
+
+    async def one(session: aiohttp.ClientSession, number: int) -> list[Any]:
+        async with room:
+            return await WAYS[way](session, clients[number % len(clients)], group)
+
+    watcher = asyncio.create_task(watch())
+    async with aiohttp.ClientSession() as session:
+        answers = await asyncio.gather(*(one(session, number) for number in range(groups)))
+    watcher.cancel()
+    for client in clients:
+        await client.close()
+    return [response for answer in answers for response in answer], held
 
 
 def heap() -> int:
@@ -54,71 +137,61 @@ def heap() -> int:
     return anonymous_bytes()
 
 
-def as_arrays(responses: list[Any]) -> torch.Tensor:
-    """The batch's tokens, by the trainer's own code."""
+def rollout(way: str, ports: list[int], tokens: int, given: argparse.Namespace) -> dict[str, float]:
+    """What so many response tokens cost."""
+    groups = max(1, tokens // (given.length * given.group))
+    before, start = heap(), time.process_time()
+    responses, held = asyncio.run(fetch(way, ports, groups, given.group))
+    fetched = time.process_time() - start
+    grown, start = heap() - before, time.process_time()
     samples = [
-        Sample(PROMPT, i, 0, 0, found.token_ids, found.logprobs, "stop", 1, 1, reward=0.0)
-        for i, found in enumerate(responses)
+        Sample(PROMPT, number, 0, 0, ids, logprobs, "stop", 1, 1, reward=0.0)
+        for number, (ids, logprobs) in enumerate(responses)
     ]
-    return from_samples(samples).tokens
-
-
-def as_lists(responses: list[Any]) -> torch.Tensor:
-    """The batch's tokens and log-probs out of Python's numbers."""
-    torch.tensor([value for _, logprobs in responses for value in logprobs], dtype=torch.float32)
-    flat = [token for ids, _ in responses for token in (*PROMPT.token_ids, *ids)]
-    return torch.tensor(flat, dtype=torch.int32)
-
-
-def measure(way: str, given: argparse.Namespace, results: Any) -> None:
-    """Put the row of one way into results."""
-    client = EngineClient(EngineAddress("http://unused", "no log"), 1.0)
-    parsing = reading = 0.0
-    responses: list[Any] = []
-    as_arrays([client._completion(answer) for answer in json.loads(next(answers(given)))])  # what is loaded lazily
-    before = heap()
-    for text in answers(given):
-        start = time.perf_counter()
-        group = _decoded(text) if way == "arrays" else json.loads(text)
-        parsed = time.perf_counter()
-        if way == "arrays":
-            responses += [client._completion(answer) for answer in group]
-        else:
-            responses += [
-                (answer["output_ids"], [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
-                for answer in group
-            ]
-        parsing, reading = parsing + parsed - start, reading + time.perf_counter() - parsed
-        del group, text
-    held = heap() - before
-    start = time.perf_counter()
-    tokens = len((as_arrays if way == "arrays" else as_lists)(responses))
-    packing, millions = time.perf_counter() - start, tokens / 1e6
-    row = {
-        "responses as": way,
-        "s to parse": parsing,
-        "s to read": reading,
-        "s to batch": packing,
-        "MB held": held / 1e6,
+    batched = len(from_samples(samples).tokens), time.process_time() - start
+    millions = groups * given.group * given.length / 1e6
+    return {
+        "s to fetch": fetched / millions,
+        "s to batch": batched[1] / millions,
+        "ms held": held * 1e3,
+        "MB held": grown / millions / 1e6,
+        "seconds": fetched + batched[1],
     }
-    results.put({name: value if isinstance(value, str) else value / millions for name, value in row.items()})
 
 
 def main() -> None:
-    """A row for each way, for a million tokens."""
+    """A row for each way, growth, and their ratio."""
     arguments = parser(__doc__)
-    arguments.add_argument("--tokens", type=int, default=4_000_000)
-    arguments.add_argument("--length", type=int, default=10_000, help="tokens of a response")
+    arguments.add_argument("--tokens", type=int, default=3_000_000, help="of responses")
+    arguments.add_argument("--length", type=int, default=6000, help="tokens of a response")
     arguments.add_argument("--group", type=int, default=16, help="responses of one answer")
+    arguments.add_argument("--engines", type=int, default=2)
+    arguments.add_argument("--repeats", type=int, default=5)
     given = arguments.parse_args()
-    context, rows = multiprocessing.get_context("spawn"), []
-    for way in ("lists", "arrays"):
-        results = context.SimpleQueue()
-        process = context.Process(target=measure, args=(way, given, results))
-        process.start()
-        rows.append(results.get())
-        process.join()
-    publish("for a million tokens, prompts included", rows, given.json)
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    stubs = [
+        context.Process(target=serve, args=(given.length, given.group, queue), daemon=True)
+        for _ in range(given.engines)
+    ]
+    for stub in stubs:
+        stub.start()
+    ports = [queue.get() for _ in stubs]
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    steps = [lambda way=way: found[way].append(rollout(way, ports, given.tokens, given)) for way in WAYS]
+    in_turns(steps, given.repeats)
+    sizes = [given.tokens * factor // 2 for factor in (1, 2, 4, 8)]
+    grown = growth(sizes, [rollout("columns", ports, size, given)["seconds"] for size in sizes])
+    for stub in stubs:
+        stub.kill()
+    rows = []
+    for way, runs in found.items():
+        medians = {name: float(np.median([run[name] for run in runs[1:]])) for name in runs[0] if name != "seconds"}
+        rows.append({"responses as": way, **medians, "growth": grown if way == "columns" else ""})
+    seconds = {way: [run["seconds"] for run in runs[1:]] for way, runs in found.items()}
+    figures = [ratio_figure("rank 0's seconds, JSON over columns", seconds["JSON"], seconds["columns"])]
+    title = f"for a million response tokens; {given.tokens:,} of them, {given.length} a response"
+    publish(title, rows, given.json, figures)
 
 
 if __name__ == "__main__":

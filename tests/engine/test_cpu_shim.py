@@ -1,5 +1,6 @@
 import struct
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +10,7 @@ from vapo_megatron.engine.cpu_shim import decode_attention, extend_attention, mu
 
 def hash_bytes(message: bytes) -> int:
     words = struct.unpack(f"<{len(message) // 4}I", message)
-    return int(murmur_hash32_blocks([torch.tensor([word]) for word in words]))
+    return int(murmur_hash32_blocks([np.array([word], dtype=np.uint32) for word in words])[0])
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Routed experts as a server sends them: those of a router that chose are read, anything else is refused in words."""
 
-import base64
-
 import numpy as np
 import pytest
 import torch
@@ -9,16 +7,12 @@ import torch
 from vapo_megatron.rollout.routed_experts import ExpertChoices
 
 
-def encoded(numbers: object) -> str:
-    return base64.b64encode(np.array(numbers, dtype=np.int32).tobytes()).decode()
-
-
 @pytest.mark.parametrize(("experts", "dtype"), [(256, torch.uint8), (257, torch.int16)])
 def test_they_come_in_the_smallest_type_that_holds_every_expert(experts: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     sent = torch.rand(50, 3, experts, generator=generator).topk(4).indices
     sent[0, 0] = torch.tensor([experts - 1, 0, 1, 2])
-    found = ExpertChoices(layers=3, experts=experts, per_token=4).decode(encoded(sent.tolist()), 50)
+    found = ExpertChoices(layers=3, experts=experts, per_token=4).decode(sent.flatten().numpy(), 50)
     assert found.dtype == dtype
     assert torch.equal(found.long(), sent.flatten(1))
 
@@ -29,19 +23,18 @@ GOOD = [[0, 1, 2, 3], [3, 2, 1, 0]]
 @pytest.mark.parametrize(
     ("sent", "said"),
     [
-        (None, "0 routed experts came for 2 tokens, expected 4 for each (2 layers x 2)"),
-        (encoded(GOOD[:1]), "4 routed experts came for 2 tokens"),
-        (encoded([*GOOD, GOOD[0]]), "12 routed experts came for 2 tokens"),
-        (encoded([[0, 1, 2, 4], [3, 2, 1, 0]]), "routed experts 0..4 came, the model has 0..3"),
-        (encoded([[0, 1, 2, 3], [-1, 2, 1, 0]]), "routed experts -1..3 came"),
-        (encoded([[0, 1, 2, 3], [3, 2, 1, 1]]), "[1, 1] came for token 1 in layer 1, expected 2 different ones"),
-        ("no base64!", "no int32 numbers in base64"),
-        ("AAAA", "no int32 numbers in base64"),
+        (None, "no routed experts came"),
+        ([], "0 routed experts came for 2 tokens, expected 4 for each (2 layers x 2)"),
+        (GOOD[:1], "4 routed experts came for 2 tokens"),
+        ([*GOOD, GOOD[0]], "12 routed experts came for 2 tokens"),
+        ([[0, 1, 2, 4], [3, 2, 1, 0]], "routed experts 0..4 came, the model has 0..3"),
+        ([[0, 1, 2, 3], [-1, 2, 1, 0]], "routed experts -1..3 came"),
+        ([[0, 1, 2, 3], [3, 2, 1, 1]], "[1, 1] came for token 1 in layer 1, expected 2 different ones"),
     ],
 )
-def test_what_no_router_chose_is_refused(sent: str | None, said: str) -> None:
+def test_what_no_router_chose_is_refused(sent: list[list[int]] | None, said: str) -> None:
     choices = ExpertChoices(layers=2, experts=4, per_token=2)
-    assert choices.decode(encoded(GOOD), 2).tolist() == GOOD
+    assert choices.decode(np.array(GOOD).flatten(), 2).tolist() == GOOD
     with pytest.raises(ValueError) as refused:
-        choices.decode(sent, 2)
+        choices.decode(None if sent is None else np.array(sent, dtype=np.int32).flatten(), 2)
     assert said in str(refused.value)

@@ -16,12 +16,13 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from vapo_megatron.experience.torchvision_ops import make_torchvision_importable
 
-_UINT32 = 0xFFFFFFFF
 # Named by `from sgl_kernel import ...` on the CPU path of modules that every server imports; speculative decoding and
 # hierarchical caches alone call them.
 _UNUSED_KERNELS = (
@@ -106,36 +107,34 @@ def _do_nothing(*args: object, **kwargs: object) -> None:
 # --- seeded sampling -------------------------------------------------------------------------------------------------
 
 
-def _rotate_left(x: torch.Tensor, bits: int) -> torch.Tensor:
-    return ((x << bits) | (x >> (32 - bits))) & _UINT32
+def _mix(state: NDArray[np.uint32], block: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    return _rotate_left(state ^ block, 13) * np.uint32(5) + np.uint32(0xE6546B64)
 
 
-def _multiply(x: torch.Tensor, constant: int) -> torch.Tensor:
-    """Low 32 bits of x * constant; by halves, since the whole product would overflow int64."""
-    return (x * (constant & 0xFFFF) + (((x * (constant >> 16)) & 0xFFFF) << 16)) & _UINT32
+def _scrambled(block: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    return _rotate_left(block * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
 
 
-def _mix(state: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    block = _multiply(_rotate_left(_multiply(block, 0xCC9E2D51), 15), 0x1B873593)
-    return (_multiply(_rotate_left(state ^ block, 13), 5) + 0xE6546B64) & _UINT32
+def _rotate_left(x: NDArray[np.uint32], bits: int) -> NDArray[np.uint32]:
+    return (x << np.uint32(bits)) | (x >> np.uint32(32 - bits))
 
 
-def _finalize(state: torch.Tensor, length: int) -> torch.Tensor:
-    state = state ^ length
-    state = _multiply(state ^ (state >> 16), 0x85EBCA6B)
-    state = _multiply(state ^ (state >> 13), 0xC2B2AE35)
-    return state ^ (state >> 16)
-
-
-def murmur_hash32_blocks(blocks: list[torch.Tensor]) -> torch.Tensor:
+def murmur_hash32_blocks(blocks: list[NDArray[np.uint32]]) -> NDArray[np.uint32]:
     """MurmurHash3_x86_32 with seed 0 of messages given as 32-bit little-endian blocks (A. Appleby, public domain).
 
-    blocks are int64 tensors that broadcast against each other, values in [0, 2^32). Returns int64 in [0, 2^32).
+    blocks broadcast against each other. numpy's uint32 wraps around as the hash wants it; torch has no such type to
+    compute with, and int64 takes eight times as long.
     """
-    state = torch.zeros_like(blocks[0])
+    state = np.zeros_like(blocks[0])
     for block in blocks:
-        state = _mix(state, block)
-    return _finalize(state, 4 * len(blocks))
+        state = _mix(state, _scrambled(block))
+    state ^= np.uint32(4 * len(blocks))
+    state ^= state >> np.uint32(16)
+    state *= np.uint32(0x85EBCA6B)
+    state ^= state >> np.uint32(13)
+    state *= np.uint32(0xC2B2AE35)
+    state ^= state >> np.uint32(16)
+    return state
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
@@ -144,10 +143,10 @@ def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torc
     As in sglang/kernels/ops/sampling/murmur_hash.py: the noise of the Gumbel-max sampler depends on a request's own
     seed and position and on nothing in its batch.
     """
-    words = seed.view(torch.int64) if seed.dtype == torch.uint64 else seed.to(torch.int64)
-    rows = [words & _UINT32, (words >> 32) & _UINT32, positions.to(torch.int64) & _UINT32]
-    columns = col_indices.to(torch.int64) & _UINT32
-    return murmur_hash32_blocks([*(row[:, None] for row in rows), columns[None, :]]).to(torch.uint32)
+    words = seed.numpy().view(np.uint64)
+    rows = [words, words >> np.uint64(32), positions.numpy()]
+    blocks = [*(row.astype(np.uint32)[:, None] for row in rows), col_indices.numpy().astype(np.uint32)[None, :]]
+    return torch.from_numpy(murmur_hash32_blocks(blocks))
 
 
 # --- attention over all requests of a batch at once ------------------------------------------------------------------
@@ -161,6 +160,13 @@ def _padded_slots(
     slots = req_to_token[req_pool_indices.long(), :longest].long()
     real = torch.arange(longest, device=slots.device)[None, :] < seq_lens[:, None]
     return slots.masked_fill(~real, 0), real
+
+
+def _cached(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """What a cache [slots, kv_heads, d] has at slots [B, longest]: [B, kv_heads, longest, d].
+
+    index_select copies whole rows, where cache[slots] looks up every number: six times as long."""
+    return cache.index_select(0, slots.flatten()).view(*slots.shape, *cache.shape[1:]).transpose(1, 2)
 
 
 def decode_attention(
@@ -178,8 +184,7 @@ def decode_attention(
     req_pool_indices, seq_lens [B], the new token included. Returns [B, heads, d_v].
     """
     slots, real = _padded_slots(req_to_token, req_pool_indices, seq_lens)
-    keys = k_cache[slots].transpose(1, 2).to(query.dtype)  # [B, kv_heads, longest, d]
-    values = v_cache[slots].transpose(1, 2).to(query.dtype)
+    keys, values = (_cached(cache, slots).to(query.dtype) for cache in (k_cache, v_cache))
     batch, heads, dim = query.shape
     # The query heads that share a key head stand as rows of one small attention: no copy of keys per query head.
     rows = query.view(batch, keys.shape[1], heads // keys.shape[1], dim)
@@ -204,8 +209,7 @@ def extend_attention(
     extend_prefix_lens + extend_seq_lens; the rest as in decode_attention. Returns [T, heads, d_v].
     """
     slots, real = _padded_slots(req_to_token, req_pool_indices, seq_lens)
-    keys = k_cache[slots].transpose(1, 2).to(query.dtype)  # [B, kv_heads, longest, d]
-    values = v_cache[slots].transpose(1, 2).to(query.dtype)
+    keys, values = (_cached(cache, slots).to(query.dtype) for cache in (k_cache, v_cache))
     batch, kv_heads, longest, _ = keys.shape
     group = query.shape[1] // kv_heads
 

@@ -43,11 +43,12 @@ def main(argv: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils.auth import add_api_key_middleware
 
-    from vapo_megatron.engine import processes
+    from vapo_megatron.engine import columns, generate_route, processes
 
     uvicorn.Server.run = functools.partialmethod(uvicorn.Server.run, sockets=[listener])  # type: ignore[method-assign,assignment]
     told = json.loads(identity)
     app.add_api_route(f"/{IDENTITY_PATH}", lambda: told)
+    app.add_api_route(f"/{columns.PATH}", generate_route.generate, methods=["POST"])
     if key:
         add_api_key_middleware(app, api_key=key, admin_api_key=None)
     if on_cpu:

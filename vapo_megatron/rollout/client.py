@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import gc
 import json
 import time
 from collections.abc import Sequence
@@ -13,9 +12,11 @@ from typing import Any, Literal
 
 import aiohttp
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vapo_megatron.engine import columns
 from vapo_megatron.engine.server_main import IDENTITY_PATH
 from vapo_megatron.errors import BadInput, RunFailed, TryAgain
 from vapo_megatron.experience.sample import FinishReason
@@ -114,16 +115,16 @@ class EngineClient:
             body["rid"] = list(ids)
         if cache is not None:
             body["extra_key"] = cache
-        answers = await self._call("generate", body)
-        completions = [self._completion(answer) for answer in answers]
-        if routed_experts is not None:
-            for prompt, completion, answer in zip(prompts, completions, answers, strict=True):
-                rows = len(prompt) + len(completion.token_ids) - 1
-                try:
-                    found = routed_experts.decode(answer["meta_info"].pop("routed_experts", None), rows)
-                except ValueError as error:
-                    raise RunFailed(f"{self._where()}: {error}") from None
-                completion.routed_experts = found
+        message = await self._call(columns.PATH, body)
+        try:
+            answers = columns.unpack(message)
+            completions = [self._completion(answer) for answer in answers]
+            if routed_experts is not None:
+                for prompt, completion, answer in zip(prompts, completions, answers, strict=True):
+                    rows = len(prompt) + len(completion.token_ids) - 1
+                    completion.routed_experts = routed_experts.decode(answer.experts, rows)
+        except ValueError as error:
+            raise RunFailed(f"{self._where()}: {error}") from None
         return completions
 
     async def abort(self, ids: Sequence[str]) -> None:
@@ -259,22 +260,19 @@ class EngineClient:
                 )
             await asyncio.sleep(_IDLE_POLL_SECONDS)
 
-    def _completion(self, answer: dict[str, Any]) -> Completion:
-        meta = answer["meta_info"]
-        reason = meta["finish_reason"]["type"]
+    def _completion(self, answer: columns.Columns) -> Completion:
+        reason = answer.meta["finish_reason"]["type"]
         if reason not in ("stop", "length"):
-            raise RunFailed(
-                f"{self._where()}: a response was not finished ({reason}: {meta['finish_reason'].get('message', '')})"
-            )
-        token_ids = np.array(answer.pop("output_ids"), dtype=np.int32)
-        # What is no number (null) becomes NaN.
-        logprobs = np.array([entry[0] for entry in meta.pop("output_token_logprobs")], dtype=np.float32)
+            message = answer.meta["finish_reason"].get("message", "")
+            raise RunFailed(f"{self._where()}: a response was not finished ({reason}: {message})")
+        # Copies: the message, with the experts in it, can go once these are in the batch.
+        token_ids, logprobs = answer.token_ids.copy(), answer.logprobs.copy()
         if len(logprobs) != len(token_ids) or not np.isfinite(logprobs).all():
             raise RunFailed(
                 f"{self._where()}: {len(token_ids)} response tokens came with {len(logprobs)} log-probs, "
                 "expected a finite one each: the engine's weights or logits are broken"
             )
-        spans = meta["weight_versions"]
+        spans = answer.meta["weight_versions"]
         oldest, newest = (self._version(spans[index]["version"]) for index in (0, -1))
         versions: tuple[tuple[int, int], ...] = ((newest, len(token_ids)),)
         if len(spans) > 1:
@@ -312,19 +310,22 @@ class EngineClient:
         return answer
 
     async def _request(self, path: str, body: dict[str, Any] | None) -> tuple[int, Any]:
-        """Status and decoded answer of a POST, or of a GET where there is no body."""
+        """Status and answer of a POST, or of a GET where there is no body: bytes of columns, else decoded JSON."""
         if self._session is None:
             # A new connection each time: a kept one may be closed by the server while a request is on its way.
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
             timeout = aiohttp.ClientTimeout(total=self._deadline)
-            headers = {"Authorization": f"Bearer {self._address.key}"} if self._address.key else {}
+            headers = {"Content-Type": "application/json"}
+            if self._address.key:
+                headers["Authorization"] = f"Bearer {self._address.key}"
             self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
         url = f"{self._address.url}/{path}"
         method = "GET" if body is None else "POST"
         try:
-            async with self._session.request(method, url, json=body) as answer:
-                text = await answer.text()
-                return answer.status, _decoded(text)
+            data = None if body is None else orjson.dumps(body)
+            async with self._session.request(method, url, data=data) as answer:
+                content = await answer.read()
+                return answer.status, content if answer.content_type == columns.MEDIA_TYPE else _decoded(content)
         except TimeoutError:
             raise TryAgain(
                 f"{self._where()}: no answer to {path} within {self._deadline:g} s: {self._address.cause()}"
@@ -346,18 +347,12 @@ class EngineClient:
         return kind(f"{self._where()}: {path} was refused (HTTP {status}): {first_line[:400]}")
 
 
-def _decoded(text: str) -> Any:
+def _decoded(content: bytes) -> Any:
     """JSON where it is JSON; some answers are empty, errors may be plain text."""
-    # A list a token: looking for cycles among them, where there are none, would take two thirds of the time.
-    collects = gc.isenabled()
-    gc.disable()
     try:
-        return json.loads(text)
+        return orjson.loads(content)
     except ValueError:
-        return text
-    finally:
-        if collects:
-            gc.enable()
+        return content.decode(errors="replace")
 
 
 def _load_answer(answer: Any) -> LoadAnswer | None:

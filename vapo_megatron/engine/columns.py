@@ -1,0 +1,91 @@
+"""Responses as a server hands them to its trainer: columns of numbers. In JSON they take rank 0 forty times as long.
+
+A message is a length (uint32), so many bytes of JSON, which has an entry for each response, and then the columns of one
+response after the other: token ids, log-probs, and the experts of each token, if they were asked for. All of it is
+little-endian.
+"""
+
+import base64
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+PATH = "vapo_generate"
+"""Where a server takes what SGLang takes under /generate, for a list of prompts, and answers with columns."""
+MEDIA_TYPE = "application/octet-stream"
+
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """One response. meta: SGLang's finish_reason and weight_versions. experts: flat, as they were sent; None without.
+
+    The arrays share the message's memory.
+    """
+
+    meta: dict[str, Any]
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    experts: NDArray[Any] | None
+
+
+def pack(answers: Sequence[dict[str, Any]]) -> bytes:
+    """A message of SGLang's answers to a list of prompts. A log-prob that is none becomes NaN."""
+    entries, columns = [], []
+    for answer in answers:
+        meta = answer["meta_info"]
+        ids = np.array(answer["output_ids"], dtype="<i4")
+        logprobs = np.array([entry[0] for entry in meta["output_token_logprobs"]], dtype="<f4")
+        experts = _smallest(meta.get("routed_experts"))
+        entries.append(
+            {
+                "tokens": len(ids),
+                "logprobs": len(logprobs),
+                "experts": None if experts is None else [len(experts), experts.dtype.str],
+                "meta": {name: meta[name] for name in ("finish_reason", "weight_versions")},
+            }
+        )
+        columns += [column.tobytes() for column in (ids, logprobs, experts) if column is not None]
+    head = json.dumps(entries, separators=(",", ":")).encode()
+    return b"".join((_LENGTH.pack(len(head)), head, *columns))
+
+
+def unpack(message: bytes) -> list[Columns]:
+    """The responses of a message.
+
+    Raises:
+        ValueError: it is not one, or not whole.
+    """
+    if len(message) < _LENGTH.size:
+        raise ValueError(f"{len(message)} bytes are no message")
+    start = _LENGTH.size + _LENGTH.unpack_from(message)[0]
+    found = []
+
+    def column(count: int, dtype: str) -> NDArray[Any]:
+        nonlocal start
+        values = np.frombuffer(message, dtype, count, start)
+        start += values.nbytes
+        return values
+
+    for entry in json.loads(message[_LENGTH.size : start]):
+        ids, logprobs = column(entry["tokens"], "<i4"), column(entry["logprobs"], "<f4")
+        experts = None if entry["experts"] is None else column(*entry["experts"])
+        found.append(Columns(entry["meta"], ids, logprobs, experts))
+    if start != len(message):
+        raise ValueError(f"{len(message)} bytes came, {start} were announced")
+    return found
+
+
+def _smallest(encoded: str | None) -> NDArray[Any] | None:
+    """SGLang's experts (int32 in base64) in one byte each where that holds them."""
+    if encoded is None:
+        return None
+    experts = np.frombuffer(base64.b64decode(encoded), dtype="<i4")
+    fits = not len(experts) or (experts.min() >= 0 and experts.max() < 256)
+    return experts.astype(np.uint8) if fits else experts
