@@ -33,6 +33,7 @@ setup(
         "nvidia-ml-py>=12.535",  # pynvml: what `doctor` asks of GPUs; pure Python, loads the driver's library
         "omegaconf>=2.3",
         "openai>=2.0,<3",
+        "orjson>=3.10",  # requests to engines
         "packaging>=24.2",
         "psutil>=5.9",
         "pyarrow>=17",

@@ -13,17 +13,18 @@ tokens need and may exceed the budget, "LDM within budget" as many more as it ta
     unfilled        room of the budget in which no token is
     padding         padded positions beyond real ones
     fullest         tokens of the fullest micro-batch; above the budget a job may run out of memory
-    seconds         until one rank has its micro-batches: ours shares all samples out and packs that rank's alone, the
-                    peer's packs those of all, as its ranks do
+    seconds         median, until one rank has its micro-batches: ours shares all samples out and packs that rank's
+                    alone, the peer's packs those of all, as its ranks do
+    growth          of our seconds with the samples (to eight times as many, over eight times the ranks): 1 is linear
 """
 
 import heapq
-import time
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
-from benchmarks.common import SHAPES, heavy_tailed_lengths, parser, publish
+from benchmarks.common import SHAPES, growth, heavy_tailed_lengths, in_turns, parser, publish, ratio_figure
 from vapo_megatron.experience.balance import Cost, plan_microbatches
 
 Plan = list[list[list[int]]]
@@ -96,33 +97,36 @@ def main() -> None:
     arguments.add_argument("--longest", type=int, default=20000)
     arguments.add_argument("--budget", type=int, default=32768)
     arguments.add_argument("--alignment", type=int, default=16, help="of a sequence; 16 is CP=8")
+    arguments.add_argument("--repeats", type=int, default=3)
     given = arguments.parse_args()
     lengths = heavy_tailed_lengths(given.samples, given.mean, given.longest)
-    rows = []
+    rows, figures = [], []
     for shape in ("1.5b", "7b"):
         spec = SHAPES[shape].spec()
         cost = Cost(float(spec.parameter_count()), float(spec.num_layers * spec.num_heads * spec.head_dim))
 
-        start = time.perf_counter()
-        ours = plan_microbatches(
-            range(given.samples),
-            lengths,
-            dp_size=given.ranks,
-            max_tokens=given.budget,
-            cost=cost,
-            alignment=given.alignment,
-        )
-        ours[0]
-        seconds = time.perf_counter() - start
-        found = quality(list(ours), lengths, cost, given.budget, given.alignment)
-        rows.append({"model": shape, "method": "ours", "seconds": seconds, **found})
-        for name, within_budget in (("LDM", False), ("LDM within budget", True)):
-            start = time.perf_counter()
-            plan = peer_plan(lengths, given.ranks, given.budget, cost, within_budget)
-            seconds = time.perf_counter() - start
-            found = quality(plan, lengths, cost, given.budget)
-            rows.append({"model": shape, "method": name, "seconds": seconds, **found})
-    publish(f"{given.samples} samples over {given.ranks} ranks, budget {given.budget} tokens", rows, given.json)
+        def ours(factor: int = 1, cost: Cost = cost) -> Sequence[list[list[int]]]:
+            many = lengths * factor
+            sizes = {"dp_size": given.ranks * factor, "max_tokens": given.budget, "alignment": given.alignment}
+            plans = plan_microbatches(range(len(many)), many, cost=cost, **sizes)
+            plans[0]
+            return plans
+
+        def peer(within_budget: bool, cost: Cost = cost) -> Plan:
+            return peer_plan(lengths, given.ranks, given.budget, cost, within_budget)
+
+        methods = {"ours": ours, "LDM": partial(peer, False), "LDM within budget": partial(peer, True)}
+        seconds = in_turns(list(methods.values()), given.repeats)
+        alignments = {"ours": given.alignment}
+        for (name, method), took in zip(methods.items(), seconds, strict=True):
+            found = quality(list(method()), lengths, cost, given.budget, alignments.get(name, 1))
+            rows.append({"model": shape, "method": name, "seconds": float(np.median(took)), **found, "growth": ""})
+        factors = (1, 2, 4, 8)
+        more = [float(np.median(in_turns([partial(ours, factor)], 1)[0])) for factor in factors]
+        rows[-3]["growth"] = growth(factors, more)
+        figures.append(ratio_figure(f"{shape}, LDM within budget over our planner", seconds[2], seconds[0]))
+    title = f"{given.samples} samples over {given.ranks} ranks, budget {given.budget} tokens"
+    publish(title, rows, given.json, figures)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def growth(sizes: Sequence[float], seconds: Sequence[float]) -> float:
 
 
 def publish(title: str, rows: Sequence[dict[str, Any]], file: Path | None, figures: Sequence[Figure] = ()) -> None:
-    """Print rows of equal keys as a table, then figures, and write them with date and hardware where a file is named."""
+    """Print rows of equal keys as a table, then figures; write them with date and hardware where a file is named."""
     table = Table(title=title)
     for index, heading in enumerate(rows[0]):
         table.add_column(heading, justify="right" if index else "left")
@@ -121,7 +121,12 @@ def publish(title: str, rows: Sequence[dict[str, Any]], file: Path | None, figur
     for figure in figures:
         console.print(f"{figure.name}: {figure.ratio:.3g} ({figure.low:.3g} to {figure.high:.3g})", highlight=False)
     if file is not None:
-        found = {"title": title, "machine": facts, "rows": list(rows), "figures": [asdict(figure) for figure in figures]}
+        found = {
+            "title": title,
+            "machine": facts,
+            "rows": list(rows),
+            "figures": [asdict(figure) for figure in figures],
+        }
         with atomic_write(file) as out:
             json.dump(found, out, indent=1)
 
@@ -257,7 +262,7 @@ def random_model(
     return trainable
 
 
-def gradient_seconds(trainable: Trainable, batch: ExperienceBatch, repeats: int) -> float:
-    """Collective: least seconds of forward and backward, which need no optimizer."""
+def gradient_step(trainable: Trainable, batch: ExperienceBatch) -> Callable[[], object]:
+    """Collective: forward and backward, which need no optimizer."""
     loss = sft_loss(batch)
-    return best_seconds(lambda: trainable.gradients(batch, range(batch.samples), loss), repeats)
+    return lambda: trainable.gradients(batch, range(batch.samples), loss)

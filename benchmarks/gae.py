@@ -1,21 +1,22 @@
 """GAE over packed responses against the usual loop over a padded batch, in one run.
 
-    python benchmarks/gae.py [--responses 512] [--longest 16384] [--threads 1] [--device cpu]
+    python -m benchmarks.gae [--responses 512] [--longest 4096] [--largest 64000000] [--device cpu] [--json FILE]
 
-Prints a table for several length distributions: milliseconds (best of several), how many times faster, largest
-difference relative to the largest advantage. Then time and tokens for batches of growing length.
+A row for each distribution of lengths: medians over rounds of the loop, of segmented_gae and of copying the arrays
+that it reads and writes, and the largest difference relative to the largest advantage. Below them decoupled_gae (both
+lambdas) over more and more tokens; growth is that of its seconds with the tokens: 1 is linear.
 """
 
 import argparse
-import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
+from benchmarks.common import Figure, growth, in_turns, parser, publish, ratio_figure
 from vapo_megatron.algorithms.gae import decoupled_gae, length_adaptive_lambda, segmented_gae
 
 Lengths = Callable[[int, int, torch.Generator], Tensor]
@@ -42,21 +43,6 @@ def padded_loop(rewards: Tensor, values: Tensor, mask: Tensor, lam: Tensor, gamm
     return torch.stack(columns[::-1], dim=1)
 
 
-def best_seconds(function: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Least wall-clock seconds of `repeats` calls, after one that does not count."""
-    best = float("inf")
-    for repeat in range(repeats + 1):
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        start = time.perf_counter()
-        function()
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        if repeat:
-            best = min(best, time.perf_counter() - start)
-    return best
-
-
 def batch(lengths: Tensor, device: torch.device, random: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """rewards [T] with 0 or 1 at each end, values [T], cu_seqlens, length-adaptive lambda [S]."""
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
@@ -67,68 +53,58 @@ def batch(lengths: Tensor, device: torch.device, random: torch.Generator) -> tup
     return rewards.to(device), values.to(device), cu_seqlens.to(device), lam.to(device)
 
 
-def compare(arguments: argparse.Namespace, device: torch.device) -> Table:
-    """One row a distribution of lengths."""
-    table = Table(title=f"{arguments.responses} responses of up to {arguments.longest} tokens, {device}")
-    for heading in ("lengths", "tokens", "loop ms", "segmented_gae ms", "ratio", "decoupled_gae ms", "ratio", "error"):
-        table.add_column(heading, justify="right")
+def compare(given: argparse.Namespace, device: torch.device) -> tuple[list[dict[str, Any]], list[Figure]]:
+    """One row a distribution of lengths, and how many times as long the loop takes."""
+    rows, figures = [], []
     for name, draw in DISTRIBUTIONS.items():
         random = torch.Generator().manual_seed(0)
-        lengths = draw(arguments.responses, arguments.longest, random)
+        lengths = draw(given.responses, given.longest, random)
         rewards, values, cu_seqlens, lam = batch(lengths, device, random)
         inside = (torch.arange(int(lengths.max())) < lengths[:, None]).to(device)
         padded = [torch.zeros(inside.shape, device=device).masked_scatter_(inside, x) for x in (rewards, values)]
-        one = torch.ones_like(lam)
-
-        loop = partial(padded_loop, *padded, inside.float())
-
-        expected = loop(lam, 1.0)[inside]
-        error = (segmented_gae(rewards, values, cu_seqlens, lam) - expected).abs().max() / expected.abs().max()
-        loop_time = best_seconds(lambda: loop(lam, 1.0), device, 2)  # noqa: B023
-        both_time = best_seconds(lambda: (loop(lam, 1.0), loop(one, 1.0) + padded[1]), device, 2)  # noqa: B023
-        packed = best_seconds(lambda: segmented_gae(rewards, values, cu_seqlens, lam), device, 15)  # noqa: B023
-        both = best_seconds(lambda: decoupled_gae(rewards, values, cu_seqlens, lam, 1.0), device, 15)  # noqa: B023
-        table.add_row(
-            name,
-            f"{rewards.numel():,}",
-            f"{loop_time * 1e3:.0f}",
-            f"{packed * 1e3:.1f}",
-            f"{loop_time / packed:.0f}x",
-            f"{both * 1e3:.1f}",
-            f"{both_time / both:.0f}x",
-            f"{float(error):.1e}",
+        copies = [torch.empty_like(rewards) for _ in range(3)]
+        steps = (
+            partial(padded_loop, *padded, inside.float(), lam, 1.0),
+            partial(segmented_gae, rewards, values, cu_seqlens, lam),
+            lambda copies=copies, rewards=rewards: [copy.copy_(rewards) for copy in copies],
         )
-    return table
+        expected = steps[0]()[inside]
+        error = (steps[1]() - expected).abs().max() / expected.abs().max()
+        loop, ours, copy = in_turns(steps, given.repeats)
+        milliseconds = {"loop ms": loop, "segmented_gae ms": ours, "copy ms": copy}
+        medians = {heading: float(np.median(took)) * 1e3 for heading, took in milliseconds.items()}
+        rows.append({"lengths": name, "tokens": rewards.numel(), **medians, "error": float(error), "growth": ""})
+        figures.append(ratio_figure(f"{name} lengths, padded loop over segmented_gae", loop, ours))
+    return rows, figures
 
 
-def scaling(arguments: argparse.Namespace, device: torch.device) -> Table:
-    """Nanoseconds a token as the batch grows."""
-    table = Table(title="decoupled_gae as tokens grow")
-    for heading in ("responses", "length", "tokens", "ms", "ns/token"):
-        table.add_column(heading, justify="right")
-    for responses, length in ((512, 128), (512, 1024), (512, 4096), (512, 16384), (64, 16384), (16384, 512)):
+def grown(given: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    """decoupled_gae over four sizes, each twice the one before."""
+    sizes, seconds, rows = [given.largest // factor for factor in (8, 4, 2, 1)], [], []
+    for size in sizes:
         random = torch.Generator().manual_seed(0)
-        rewards, values, cu_seqlens, lam = batch(torch.full((responses,), length), device, random)
-        seconds = best_seconds(lambda: decoupled_gae(rewards, values, cu_seqlens, lam, 1.0), device, 9)  # noqa: B023
-        cells = (responses, length, f"{rewards.numel():,}", f"{seconds * 1e3:.1f}")
-        table.add_row(*map(str, cells), f"{seconds * 1e9 / rewards.numel():.1f}")
-    return table
+        arrays = batch(torch.full((size // given.longest,), given.longest), device, random)
+        seconds.append(float(np.median(in_turns([partial(decoupled_gae, *arrays, 1.0)], 3)[0])))
+        row = {"lengths": "decoupled_gae", "tokens": arrays[0].numel(), "loop ms": "", "segmented_gae ms": ""}
+        rows.append(row | {"copy ms": "", "error": "", "growth": ""})
+        rows[-1]["segmented_gae ms"] = seconds[-1] * 1e3
+    rows[-1]["growth"] = growth(sizes, seconds)
+    return rows
 
 
 def main() -> None:
-    """Print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--responses", type=int, default=512)
-    parser.add_argument("--longest", type=int, default=16384)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--device", default="cpu")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    device = torch.device(arguments.device)
-    console = Console(width=120)
-    console.print(f"torch {torch.__version__}, {arguments.threads} threads")
-    console.print(compare(arguments, device))
-    console.print(scaling(arguments, device))
+    """Print the table."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--responses", type=int, default=512)
+    arguments.add_argument("--longest", type=int, default=4096)
+    arguments.add_argument("--largest", type=int, default=64_000_000, help="tokens of the largest batch")
+    arguments.add_argument("--device", default="cpu")
+    arguments.add_argument("--repeats", type=int, default=5)
+    given = arguments.parse_args()
+    device = torch.device(given.device)
+    rows, figures = compare(given, device)
+    title = f"{given.responses} responses of up to {given.longest} tokens, {device}"
+    publish(title, rows + grown(given, device), given.json, figures)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.common import best_seconds, one_rank, parser, publish
+from benchmarks.common import in_turns, one_rank, parser, publish, ratio_figure
 from vapo_megatron.config.model import ActorConfig
 from vapo_megatron.mcore.heads import logprobs_and_entropy
 from vapo_megatron.mcore.platform import current_platform
@@ -32,8 +33,8 @@ def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
     return log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
-def measure(name: str, given: argparse.Namespace, entropy: bool) -> dict[str, float]:
-    """Seconds of forward and backward, and MiB at most beyond the inputs."""
+def measure(name: str, given: argparse.Namespace, entropy: bool) -> tuple[list[float], float]:
+    """Seconds of forward and backward, round by round, and MiB at most beyond the inputs."""
     device, dtype = current_platform().device, getattr(torch, given.dtype)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(given.tokens, given.hidden, generator=generator).to(device, dtype).requires_grad_()
@@ -53,7 +54,7 @@ def measure(name: str, given: argparse.Namespace, entropy: bool) -> dict[str, fl
     watch = _Peak()
     step()
     peak = watch.mebibytes()
-    return {"seconds": best_seconds(step, given.repeats), "peak MiB": peak}
+    return in_turns([step], given.repeats)[0], peak
 
 
 class _Peak:
@@ -91,9 +92,10 @@ def main() -> None:
     arguments.add_argument("--only", choices=("plain", "chunked"), help="where the plain way does not fit")
     given = arguments.parse_args()
     given.chunk = ActorConfig(logprob_chunk=given.chunk).logprob_rows(given.words)
-    rows = []
+    rows, figures = [], []
     context = multiprocessing.get_context("spawn")
     for entropy in (False, True):
+        found: dict[str, list[float]] = {}
         for name in ("plain", "chunked") if given.only is None else (given.only,):
             answers = context.Queue()
             worker = context.Process(target=_measure_alone, args=(answers, name, given, entropy))
@@ -101,9 +103,15 @@ def main() -> None:
             worker.join()
             if worker.exitcode:
                 raise SystemExit(f"{name}: ended with code {worker.exitcode}; it may not have fit, try fewer --tokens")
-            rows.append({"head": name, "entropy in the loss": "yes" if entropy else "no", **answers.get()})
+            found[name], peak = answers.get()
+            told = "yes" if entropy else "no"
+            row = {"head": name, "entropy in the loss": told, "seconds": float(np.median(found[name]))}
+            rows.append(row | {"peak MiB": peak})
+        if len(found) == 2:
+            what = "with entropy" if entropy else "without entropy"
+            figures.append(ratio_figure(f"{what}, whole logits over chunks", found["plain"], found["chunked"]))
     title = f"{given.tokens} tokens, {given.words} words, hidden {given.hidden}, {given.dtype}, chunk {given.chunk}"
-    publish(title, rows, given.json)
+    publish(title, rows, given.json, figures)
 
 
 if __name__ == "__main__":

@@ -7,17 +7,20 @@ without packing: samples in random order, as many to a micro-batch as fit when e
 padding is computed like any token. "by length" sorts first, the best a padded batch can do. Only real tokens count.
 """
 
-import argparse
 import random
+
+import numpy as np
 
 from benchmarks.common import (
     SHAPES,
-    gradient_seconds,
+    gradient_step,
     heavy_tailed_lengths,
+    in_turns,
     one_rank,
     parser,
     publish,
     random_model,
+    ratio_figure,
     sample_batch,
 )
 from vapo_megatron.config.model import ActorConfig
@@ -33,13 +36,6 @@ def padded(lengths: list[int], budget: int) -> list[int]:
             group = []
         group.append(length)
     return found + [max(group)] * len(group)
-
-
-def measure(given: argparse.Namespace, lengths: list[int]) -> float:
-    """Seconds of forward and backward over samples of these lengths, packed."""
-    shape = SHAPES[given.shape]
-    model = random_model(shape, ActorConfig(max_tokens_per_microbatch=given.budget), given.dtype)
-    return gradient_seconds(model, sample_batch(lengths, shape.vocab), given.repeats)
 
 
 def main() -> None:
@@ -60,20 +56,24 @@ def main() -> None:
         "padded by length": padded(sorted(lengths), given.budget),
         "padded": padded(shuffled, given.budget),
     }
-    rows = []
+    shape = SHAPES[given.shape]
     with one_rank():
-        for name, computed in ways.items():
-            seconds = measure(given, computed)
-            rows.append(
-                {
-                    "batches": name,
-                    "real tok/s": sum(lengths) / seconds,
-                    "computed for each real token": sum(computed) / sum(lengths),
-                }
-            )
-    for row in rows:
-        row["packing gains"] = rows[0]["real tok/s"] / row["real tok/s"]
-    publish(f"{given.shape}, {given.samples} samples of {given.mean:.0f} tokens on average", rows, given.json)
+        model = random_model(shape, ActorConfig(max_tokens_per_microbatch=given.budget), given.dtype)
+        steps = [gradient_step(model, sample_batch(computed, shape.vocab)) for computed in ways.values()]
+        seconds = in_turns(steps, given.repeats)
+    rows = [
+        {
+            "batches": name,
+            "real tok/s": sum(lengths) / float(np.median(took)),
+            "computed for each real token": sum(computed) / sum(lengths),
+        }
+        for (name, computed), took in zip(ways.items(), seconds, strict=True)
+    ]
+    figures = [
+        ratio_figure(f"forward and backward, {name} over packed", took, seconds[0])
+        for name, took in zip(ways, seconds, strict=True)
+    ][1:]
+    publish(f"{given.shape}, {given.samples} samples of {given.mean:.0f} tokens on average", rows, given.json, figures)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python -m benchmarks.rollout_host [--tokens 3000000] [--length 6000] [--group 16] [--engines 2] [--json FILE]
 
 Stub engines, processes of their own on loopback, answer each request at once with made-up responses. "columns" is what
-the trainer does: rollout/client.py asks for columns of numbers (engine/columns.py), from which samples and the batch are
-made. "JSON" is what it did before: SGLang's own answers, read into Python's numbers, with the collector of cycles off,
+the trainer does: rollout/client.py asks for columns of numbers (engine/columns.py), and samples and the batch are made
+of them. "JSON" is what it did before: SGLang's own answers, read into Python's numbers, with the collector of cycles off,
 and from them into arrays. Columns of the table, each for a million tokens:
 
     s to fetch    CPU seconds of rank 0 for requests, answers and parsing; s to batch: until they are a batch

@@ -8,7 +8,19 @@ GPUs) of the machine can show nothing but the cost of communication.
 
 from typing import Any
 
-from benchmarks.common import SHAPES, gradient_seconds, over_ranks, parser, publish, random_model, sample_batch
+import numpy as np
+
+from benchmarks.common import (
+    SHAPES,
+    gradient_step,
+    in_turns,
+    over_ranks,
+    parser,
+    publish,
+    random_model,
+    ratio_figure,
+    sample_batch,
+)
 from vapo_megatron.config.model import ActorConfig, LayoutConfig
 
 
@@ -26,34 +38,39 @@ def layouts(ranks: int, shape: str) -> dict[str, LayoutConfig]:
 
 def measure(
     shape: str, layout: dict[str, Any], samples: int, length: int, dtype: str, repeats: int
-) -> dict[str, float]:
-    """On every rank: seconds of forward and backward."""
+) -> dict[str, list[float]]:
+    """On every rank: seconds of forward and backward, round by round."""
     cut = LayoutConfig(**layout)
     budget = max(4 * length // cut.cp, length)
     model = random_model(SHAPES[shape], ActorConfig(layout=cut, max_tokens_per_microbatch=budget), dtype)
     batch = sample_batch([length] * samples, SHAPES[shape].vocab)
-    return {"seconds": gradient_seconds(model, batch, repeats)}
+    return {"seconds": in_turns([gradient_step(model, batch)], repeats)[0]}
 
 
 def main() -> None:
     """A row for each number of ranks and kind of parallelism."""
     arguments = parser(__doc__)
     arguments.add_argument("--shape", choices=SHAPES, default="10m")
-    arguments.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    arguments.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     arguments.add_argument("--samples", type=int, default=32)
     arguments.add_argument("--length", type=int, default=512)
     arguments.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     arguments.add_argument("--repeats", type=int, default=3)
     given = arguments.parse_args()
     rows: list[dict[str, Any]] = []
+    found: dict[str, list[float]] = {}
     tokens = given.samples * (given.length - 1)
     for ranks in given.ranks:
         for name, layout in layouts(ranks, given.shape).items():
             sizes = given.samples, given.length, given.dtype, given.repeats
             seconds = over_ranks(ranks, measure, given.shape, layout.model_dump(), *sizes)["seconds"]
-            rows.append({"layout": f"{name} x {ranks}", "tok/s": tokens / seconds})
+            found[f"{name} x {ranks}"] = seconds
+            rows.append({"layout": f"{name} x {ranks}", "tok/s": tokens / float(np.median(seconds))})
             rows[-1]["of ideal"] = rows[-1]["tok/s"] / rows[0]["tok/s"] * given.ranks[0] / ranks
-    publish(f"{given.shape}, {given.samples} samples of {given.length} tokens, {given.dtype}", rows, given.json)
+    alone = next(iter(found.values()))
+    figures = [ratio_figure(f"one rank over {name}", alone, seconds) for name, seconds in found.items()][1:]
+    title = f"{given.shape}, {given.samples} samples of {given.length} tokens, {given.dtype}"
+    publish(title, rows, given.json, figures)
 
 
 if __name__ == "__main__":

@@ -9,25 +9,25 @@ second time, and every token's entropy is computed beside its log-prob, as train
 on both sides; packing, the fp32 sums of gradients and their reduction count here.
 
 The optimizer's update is left out of "forward+backward"; "whole step" has it (transformers: gradients clipped, torch's
-fused AdamW). Both sides take turns; the best of --repeats after one that does not count. "of CPU time" compares what
-the process used instead of what the clock says: on a CPU that others use too it is the metric to read, on a GPU it says
-nothing.
+fused AdamW). Both sides take turns, round by round; medians.
 """
 
 import argparse
-import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from benchmarks.common import (
     SHAPES,
+    in_turns,
     one_rank,
     parser,
     publish,
     random_model,
+    ratio_figure,
     sample_batch,
     sft_loss,
     transformers,
@@ -68,21 +68,6 @@ def ours(given: argparse.Namespace, batch: ExperienceBatch) -> tuple[Step, Step]
     return lambda: model.gradients(batch, samples, loss), lambda: model.train_step(batch, samples, loss)
 
 
-def in_turns(steps: tuple[Step, ...], repeats: int) -> list[tuple[float, float]]:
-    """Least wall-clock and least CPU seconds of each step, after one round that does not count."""
-    least = [(float("inf"), float("inf"))] * len(steps)
-    for repeat in range(repeats + 1):
-        for index, step in enumerate(steps):
-            current_platform().synchronize()
-            wall, cpu = time.perf_counter(), time.process_time()
-            step()
-            current_platform().synchronize()
-            if repeat:
-                took = time.perf_counter() - wall, time.process_time() - cpu
-                least[index] = (min(least[index][0], took[0]), min(least[index][1], took[1]))
-    return least
-
-
 def main() -> None:
     """A row for each length of sequence."""
     arguments = parser(__doc__)
@@ -93,27 +78,20 @@ def main() -> None:
     arguments.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     arguments.add_argument("--repeats", type=int, default=5)
     given = arguments.parse_args()
-    rows = []
+    rows, figures = [], []
     with one_rank():
         for length in given.lengths:
             tokens = given.tokens // length * length
             batch = sample_batch([length + 1] * (given.tokens // length), SHAPES[given.shape].vocab)
-            (mine, my_step), (theirs, their_step) = ours(given, batch), peer(given, batch, length)
-            passes = in_turns((mine, theirs), given.repeats)
-            steps = in_turns((my_step, their_step), given.repeats)
-            rows.append(
-                {
-                    "length": length,
-                    "forward+backward tok/s": tokens / passes[0][0],
-                    "transformers tok/s": tokens / passes[1][0],
-                    "ratio": passes[1][0] / passes[0][0],
-                    "of CPU time": passes[1][1] / passes[0][1],
-                    "whole step tok/s": tokens / steps[0][0],
-                    "transformers' tok/s": tokens / steps[1][0],
-                    "ratio of steps": steps[1][0] / steps[0][0],
-                }
-            )
-    publish(f"{given.shape}, {given.tokens} tokens a micro-batch, {given.dtype}", rows, given.json)
+            row: dict[str, Any] = {"length": length}
+            pairs = zip(("forward+backward", "whole step"), ours(given, batch), peer(given, batch, length), strict=True)
+            for what, mine, theirs in pairs:
+                seconds = in_turns((mine, theirs), given.repeats)
+                figures.append(ratio_figure(f"{what} of {length} tokens, transformers over ours", *seconds[::-1]))
+                for side, took in zip(("", ", transformers"), seconds, strict=True):
+                    row[f"{what} tok/s{side}"] = tokens / float(np.median(took))
+            rows.append(row)
+    publish(f"{given.shape}, {given.tokens} tokens a micro-batch, {given.dtype}", rows, given.json, figures)
 
 
 if __name__ == "__main__":

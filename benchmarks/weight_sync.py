@@ -10,7 +10,7 @@ A layout is TP x PP of the trainer. Each row is a layout and what is done:
 
 Columns:
 
-    GB/s        bytes of the Hugging Face tensors over the time of the whole, best of several; the first, in which
+    GB/s        bytes of the Hugging Face tensors over the time of the whole, median of several; the first, in which
                 buffers are made, is not among them
     of a copy   GB/s over that of a memory copy of the same bytes, bucket by bucket, in rank 0 of the same run
     gather      seconds of collectives and of waiting for other ranks; convert: of copies into place, and of checksums
@@ -32,11 +32,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import SHAPES, Shape, best_seconds, over_ranks, parser, publish, random_model
+from benchmarks.common import SHAPES, Shape, in_turns, over_ranks, parser, publish, random_model, ratio_figure
 from vapo_megatron.config.model import ActorConfig, LayoutConfig
 from vapo_megatron.config.rollout import RolloutConfig, SyncConfig
 from vapo_megatron.mcore.platform import current_platform
@@ -77,15 +78,15 @@ class MemoryPeak:
             self._most = max(self._most, self._process.memory_info().rss)
 
 
-def copy_seconds(total: int, bucket: int, device: torch.device) -> float:
+def copy_seconds(total: int, bucket: int, device: torch.device) -> list[float]:
     """Of copying `total` bytes, bucket by bucket, between two buffers that were touched before."""
     source, target = (torch.ones(min(total, bucket), dtype=torch.uint8, device=device) for _ in range(2))
     pieces = [min(bucket, total - start) for start in range(0, total, bucket)]
-    return best_seconds(lambda: [target[:n].copy_(source[:n]) for n in pieces], REPEATS)
+    return in_turns([lambda: [target[:n].copy_(source[:n]) for n in pieces]], REPEATS)[0]
 
 
 def measure(work: Callable[[], dict[str, float]]) -> dict[str, Any]:
-    """Collective: the fastest of several runs after a first, its parts, and the memory of all ranks together."""
+    """Collective: the middle one of several runs after a first, its parts, and the memory of all ranks together."""
     found: list[tuple[float, dict[str, float]]] = []
     with MemoryPeak() as memory:
         for _ in range(REPEATS + 1):
@@ -97,8 +98,9 @@ def measure(work: Callable[[], dict[str, float]]) -> dict[str, Any]:
             found.append((time.perf_counter() - start, parts))
     peak = torch.tensor([memory.mib], device=current_platform().device)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    seconds, parts = min(found[1:], key=lambda one: one[0])
-    return {"seconds": seconds, "parts": parts, "mib": float(peak)}
+    rounds = sorted(found[1:], key=lambda one: one[0])
+    seconds, parts = rounds[len(rounds) // 2]
+    return {"seconds": seconds, "rounds": [one for one, _ in found[1:]], "parts": parts, "mib": float(peak)}
 
 
 def stream(actor: Trainable, bucket: int) -> dict[str, Any]:
@@ -147,7 +149,7 @@ def one_layout(
     actor = random_model(shape, ActorConfig(layout=LayoutConfig(tp=tp, pp=pp)), dtype, optimizer=False)
     total = actor.spec.parameter_count() * getattr(torch, dtype).itemsize
     bucket = sync.bucket_mib << 20
-    plain = copy_seconds(total, bucket, current_platform().device) if dist.get_rank() == 0 else 0.0
+    plain = copy_seconds(total, bucket, current_platform().device) if dist.get_rank() == 0 else [0.0]
     dist.barrier()
     return {
         "bytes": total,
@@ -166,7 +168,7 @@ def row(layout: str, what: str, answer: dict[str, Any]) -> dict[str, Any]:
         "GB": total / 1e9,
         "seconds": done["seconds"],
         "GB/s": total / done["seconds"] / 1e9,
-        "of a copy": answer["copy"] / done["seconds"],
+        "of a copy": float(np.median(answer["copy"])) / done["seconds"],
         **{part: float(done["parts"].get(part, 0.0)) for part in PARTS},
         "MiB beyond": done["mib"],
     }
@@ -205,8 +207,15 @@ def main() -> None:
             )
     rows = [row(layout, what, answer) for layout, answer in answers.items() for what in ("stream", "weight sync")]
     title = f"{arguments.shape}, {arguments.dtype}, engine TP{arguments.engine_tp}, transport {arguments.transport}"
-    publish(title, rows, arguments.json)
-    copies = {layout: f"{answer['bytes'] / answer['copy'] / 1e9:.1f} GB/s" for layout, answer in answers.items()}
+    figures = [
+        ratio_figure(f"{what} of TPxPP {layout}, a plain copy over it", answer["copy"], answer[what]["rounds"])
+        for layout, answer in answers.items()
+        for what in ("stream", "weight sync")
+    ]
+    publish(title, rows, arguments.json, figures)
+    copies = {
+        layout: f"{answer['bytes'] / np.median(answer['copy']) / 1e9:.1f} GB/s" for layout, answer in answers.items()
+    }
     print(f"plain copy: {json.dumps(copies)}")
     if arguments.project_32b:
         print(projection(answers))

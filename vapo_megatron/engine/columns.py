@@ -37,23 +37,30 @@ class Columns:
 
 def pack(answers: Sequence[dict[str, Any]]) -> bytes:
     """A message of SGLang's answers to a list of prompts. A log-prob that is none becomes NaN."""
-    entries, columns = [], []
+    found = []
     for answer in answers:
         meta = answer["meta_info"]
         ids = np.array(answer["output_ids"], dtype="<i4")
         logprobs = np.array([entry[0] for entry in meta["output_token_logprobs"]], dtype="<f4")
-        experts = _smallest(meta.get("routed_experts"))
-        entries.append(
-            {
-                "tokens": len(ids),
-                "logprobs": len(logprobs),
-                "experts": None if experts is None else [len(experts), experts.dtype.str],
-                "meta": {name: meta[name] for name in ("finish_reason", "weight_versions")},
-            }
-        )
-        columns += [column.tobytes() for column in (ids, logprobs, experts) if column is not None]
+        told = {name: meta[name] for name in ("finish_reason", "weight_versions")}
+        found.append(Columns(told, ids, logprobs, _smallest(meta.get("routed_experts"))))
+    return join(found)
+
+
+def join(responses: Sequence[Columns]) -> bytes:
+    """The message of some responses."""
+    entries = [
+        {
+            "tokens": len(one.token_ids),
+            "logprobs": len(one.logprobs),
+            "experts": None if one.experts is None else [len(one.experts), one.experts.dtype.str],
+            "meta": one.meta,
+        }
+        for one in responses
+    ]
+    arrays = [array for one in responses for array in (one.token_ids, one.logprobs, one.experts) if array is not None]
     head = json.dumps(entries, separators=(",", ":")).encode()
-    return b"".join((_LENGTH.pack(len(head)), head, *columns))
+    return b"".join((_LENGTH.pack(len(head)), head, *(array.tobytes() for array in arrays)))
 
 
 def unpack(message: bytes) -> list[Columns]:

@@ -1,0 +1,91 @@
+"""Saving a model's training state against torch.save of as many bytes, in one run.
+
+    python -m benchmarks.saving [--shape 50m] [--ranks 1 2] [--json FILE]
+
+What a checkpoint of one model takes: float32 weights and both moments of AdamW, cut over data-parallel ranks. The two
+take turns, round by round.
+
+    plan s     training stands still: agreeing on who writes what, copying to the host; write s: while training goes on
+    torch s    rank 0 writes the same tensors alone, by torch.save
+"""
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.common import (
+    SHAPES,
+    gradient_step,
+    over_ranks,
+    parser,
+    publish,
+    random_model,
+    ratio_figure,
+    sample_batch,
+)
+from vapo_megatron.config.model import ActorConfig
+from vapo_megatron.mcore.dist_saver import plan_save
+
+
+def measure(shape: str, root: str, repeats: int) -> dict[str, Any]:
+    """Collective: seconds of each part, round by round, and bytes."""
+    model = random_model(SHAPES[shape], ActorConfig(), "float32")
+    gradient_step(model, sample_batch([64] * dist.get_world_size(), SHAPES[shape].vocab))()
+    found: dict[str, Any] = {"plan": [], "write": [], "torch": [], "bytes": 0}
+    for number in range(repeats + 1):
+        folder = Path(root) / f"round{number}"
+        folder.mkdir(exist_ok=True)
+        dist.barrier()
+        start = time.perf_counter()
+        plan = plan_save(model, folder)
+        dist.barrier()
+        planned = time.perf_counter()
+        results: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(results, plan.write())
+        if dist.get_rank() == 0:
+            plan.close(results)
+        dist.barrier()
+        written = time.perf_counter()
+        took = [planned - start, written - planned]
+        if dist.get_rank() == 0:
+            found["bytes"] = sum(file.stat().st_size for file in folder.iterdir())
+            tensors = [torch.ones(found["bytes"] // 4 // 16) for _ in range(16)]
+            start = time.perf_counter()
+            with (folder / "torch.pt").open("wb") as out:
+                torch.save(tensors, out)
+                out.flush()
+            took.append(time.perf_counter() - start)
+            for file in folder.iterdir():
+                file.unlink()
+            if number:
+                for name, seconds in zip(("plan", "write", "torch"), took, strict=True):
+                    found[name].append(seconds)
+        dist.barrier()
+    return found
+
+
+def main() -> None:
+    """A row for each number of ranks."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--shape", choices=SHAPES, default="50m")
+    arguments.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    arguments.add_argument("--repeats", type=int, default=5)
+    given = arguments.parse_args()
+    rows, figures = [], []
+    for ranks in given.ranks:
+        with tempfile.TemporaryDirectory() as root:
+            found = over_ranks(ranks, measure, given.shape, root, given.repeats)
+        medians = {f"{name} s": float(np.median(found[name])) for name in ("plan", "write", "torch")}
+        rows.append({"ranks": ranks, "GB": found["bytes"] / 1e9, **medians})
+        whole = np.add(found["plan"], found["write"])
+        figures.append(ratio_figure(f"{ranks} ranks, torch.save over a checkpoint's model", found["torch"], whole))
+    publish(f"{given.shape}, weights and AdamW", rows, given.json, figures)
+
+
+if __name__ == "__main__":
+    main()

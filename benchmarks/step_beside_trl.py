@@ -1,0 +1,172 @@
+"""A whole GRPO step beside TRL's: the same model, prompts, sampling and numbers of tokens, on all cores of a machine.
+
+    make bench ONLY=step_beside_trl                 # installs TRL beside the packages of .venv, in .venv-trl
+    python -m benchmarks.step_beside_trl [--trl PYTHON] [--steps 10] [--rounds 2] [--json FILE]
+
+A random Qwen3 of 0.85 M parameters (4 layers, hidden 128, 256 words), float32, 16 prompts x 16 responses of at most 64
+tokens at temperature 1, one optimizer step, no reference, no critic. Ours is `vapo-megatron train` with the preset grpo
+on two ranks and two engines; TRL's is its GRPOTrainer on two threads. They take turns; the first steps of each do not
+count. A figure is seconds of theirs over ours for as many response tokens; medians over steps, quartiles in brackets.
+
+    generation    asking for responses until they are there
+    update        forward, backward and optimizer, with the scoring of old log-probs where there is any
+    rest          what is left of a step: grading, batch, weight sync, logging. TRL generates with the weights it trains
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import parser, publish, ratio_figure
+from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.monitoring.metrics import read_metrics
+from vapo_megatron.weights.tiny import TinyModel, save_tiny_model, word_tokenizer
+
+ROOT = Path(__file__).parents[1]
+SKIPPED = 3
+PARTS = ("generation", "update", "rest", "step")
+Steps = list[dict[str, float]]
+
+
+def make_inputs(folder: Path, prompts: int, tokens: int) -> None:
+    """The model and a file of prompts, which both sides read."""
+    words = [f"w{number}" for number in range(252)]
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    shape = TinyModel(vocab_size=256, layers=4, intermediate_size=384, tied=False)
+    save_tiny_model(shape, word_tokenizer(words, 512, template), folder / "model")
+    random = np.random.default_rng(0)
+    rows = [{"problem": " ".join(random.choice(words, tokens)), "answer": "7"} for _ in range(prompts)]
+    with atomic_write(folder / "train.jsonl") as out:
+        out.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def ours(folder: Path, given: argparse.Namespace, number: int) -> Steps:
+    """Seconds by part of each step of a run of ours."""
+    config = folder / "grpo.yaml"
+    config.write_text("preset: grpo\n")
+    settings = {
+        "run.name": f"ours{number}",
+        "run.root": folder / "runs",
+        "run.steps": given.steps + SKIPPED,
+        "cluster.ranks": 2,
+        "model.path": folder / "model",
+        "model.dtype": "float32",
+        "data.train": folder / "train.jsonl",
+        "data.max_prompt_tokens": given.prompt,
+        "batch.prompts_per_step": given.prompts,
+        "batch.samples_per_prompt": given.group,
+        "sampling.max_new_tokens": given.longest,
+        "algorithm.update.minibatch_size": given.prompts * given.group,
+        "algorithm.kl.placement": "none",
+        "algorithm.kl.coef": 0,
+        "algorithm.kl.replace_reference_every": "null",
+        "rollout.num_engines": given.engines,
+        "rollout.context_length": 512,
+        "reward.workers": 1,
+        "export.hf_final": "false",
+        **dict(setting.split("=", 1) for setting in given.set),
+    }
+    command = [sys.executable, "-W", "ignore", "-m", "vapo_megatron.cli", "train", str(config)]
+    run([*command, *(f"{key}={value}" for key, value in settings.items())], OMP_NUM_THREADS="1")
+    steps = []
+    for row in read_metrics(folder / "runs" / f"ours{number}" / "metrics.jsonl"):
+        times = {name.removeprefix("time/"): value for name, value in row.items() if name.startswith("time/")}
+        update = sum(value for name, value in times.items() if name in ("update_policy", "score", "old_logprobs"))
+        steps.append(told(row["rollout/tokens"], times["rollout"], update, times["step"]) | {"phases": times})
+    return steps[SKIPPED:]
+
+
+def theirs(folder: Path, given: argparse.Namespace) -> Steps:
+    """Seconds by part of each step of TRL."""
+    out = folder / "trl.json"
+    sizes = {name: getattr(given, name) for name in ("prompts", "group", "longest")} | {"steps": given.steps + SKIPPED}
+    command = [str(given.trl), "-W", "ignore", str(Path(__file__).with_name("trl_steps.py"))]
+    run([*command, str(folder), str(out), json.dumps(sizes)], OMP_NUM_THREADS=str(os.cpu_count()))
+    rows = json.loads(out.read_text())
+    return [told(row["tokens"], row["generation"], row["update"], row["step"]) for row in rows][SKIPPED:]
+
+
+def told(tokens: float, generation: float, update: float, step: float) -> dict[str, Any]:
+    """A step as the table has it."""
+    return {
+        "tokens": tokens,
+        "generation": generation,
+        "update": update,
+        "rest": step - generation - update,
+        "step": step,
+    }
+
+
+def run(command: list[str], **environment: str) -> None:
+    """Run a program; its failure is ours, with the end of what it said."""
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    ended = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": paths, **environment}, capture_output=True, text=True
+    )
+    if ended.returncode:
+        raise SystemExit(
+            f"{' '.join(command)}: ended with code {ended.returncode}\n{(ended.stdout + ended.stderr)[-3000:]}"
+        )
+
+
+def main() -> None:
+    """A row for each side and part, and the ratios."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--trl", type=Path, default=ROOT / ".venv-trl" / "bin" / "python", help="its Python")
+    arguments.add_argument("--prompts", type=int, default=16)
+    arguments.add_argument("--prompt", type=int, default=16, help="tokens of a prompt")
+    arguments.add_argument("--group", type=int, default=16)
+    arguments.add_argument("--longest", type=int, default=64)
+    arguments.add_argument("--engines", type=int, default=2)
+    arguments.add_argument("--steps", type=int, default=10)
+    arguments.add_argument("--rounds", type=int, default=2, help="turns of each side")
+    arguments.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further settings of our run")
+    given = arguments.parse_args()
+    found: dict[str, Steps] = {"ours": [], "TRL": []}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_inputs(folder, given.prompts, given.prompt)
+        for number in range(given.rounds):
+            found["ours"] += ours(folder, given, number)
+            found["TRL"] += theirs(folder, given)
+    rows = []
+    for part in PARTS:
+        for side, steps in found.items():
+            low, middle, high = np.percentile([step[part] for step in steps], [25, 50, 75])
+            whole = np.median([step["step"] for step in steps])
+            tokens = float(np.median([step["tokens"] for step in steps]))
+            rows.append(
+                {
+                    "part": part,
+                    "of": side,
+                    "seconds": float(middle),
+                    "from": float(low),
+                    "to": float(high),
+                    "of the step": float(middle / whole),
+                    "response tokens/s": tokens / float(middle),
+                }
+            )
+    per_token = {
+        side: {part: [s[part] / s["tokens"] for s in steps] for part in PARTS} for side, steps in found.items()
+    }
+    figures = [
+        ratio_figure(f"{part}, TRL over ours", per_token["TRL"][part], per_token["ours"][part])
+        for part in ("generation", "update", "step")
+    ]
+    title = f"{given.prompts} x {given.group} responses of at most {given.longest} tokens, {given.engines} engines"
+    publish(title, rows, given.json, figures)
+    phases = [step["phases"] for step in found["ours"]]
+    print(
+        "our phases: " + ", ".join(f"{name} {np.median([p.get(name, 0.0) for p in phases]):.3f}" for name in phases[0])
+    )
+
+
+if __name__ == "__main__":
+    main()
