@@ -4,8 +4,8 @@
 
 Stub engines, processes of their own on loopback, answer each request at once with made-up responses. "columns" is what
 the trainer does: rollout/client.py asks for columns of numbers (engine/columns.py), and samples and the batch are made
-of them. "JSON" is what it did before: SGLang's own answers, read into Python's numbers, with the collector of cycles off,
-and from them into arrays. Columns of the table, each for a million tokens:
+of them. "JSON" is what it did before: SGLang's own answers become Python's numbers, with the collector of cycles off,
+and these become arrays. Columns of the table, each for a million tokens:
 
     s to fetch    CPU seconds of rank 0 for requests, answers and parsing; s to batch: until they are a batch
     ms held       the longest time for which the event loop was held (not for a million tokens)
