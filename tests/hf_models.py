@@ -16,7 +16,14 @@ from vapo_megatron.weights.spec import Head, ModelSpec
 
 make_torchvision_importable()
 
-CLASSES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "llama": "Llama", "mistral": "Mistral"}
+CLASSES = {
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "phi3": "Phi3",
+}
 VOCAB = 131
 SIZES = dict(
     hidden_size=32,
@@ -29,6 +36,13 @@ SIZES = dict(
     tie_word_embeddings=False,
 )
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 8},
+    "qwen3_moe": {"head_dim": 8, **EXPERTS},
+    "llama": {"head_dim": 8},
+    "mistral": {"head_dim": 8},
+    "phi3": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None},
+}
 
 
 def write_model(
@@ -41,9 +55,7 @@ def write_model(
     **overrides: Any,
 ) -> Path:
     """Save a model of a family and a task (CausalLM, SequenceClassification, TokenClassification) to path."""
-    head_dim = {} if family == "qwen2" else {"head_dim": 8}
-    experts = EXPERTS if family == "qwen3_moe" else {}
-    config = getattr(transformers, CLASSES[family] + "Config")(**(SIZES | head_dim | experts | overrides))
+    config = getattr(transformers, CLASSES[family] + "Config")(**(SIZES | OF_FAMILY.get(family, {}) | overrides))
     torch.manual_seed(seed)
     model = getattr(transformers, CLASSES[family] + "For" + task)(config)
     with torch.no_grad():  # biases and norms start at 0 and 1, where mistakes do not show

@@ -50,7 +50,7 @@ def test_spec_and_count_are_those_of_transformers(tmp_path: Path, family: str, t
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert spec.parameter_count() == sum(parameter.numel() for parameter in model.parameters())
     assert (spec.num_heads, spec.num_kv_heads, spec.ffn_size) == (8, 4, 48)
-    assert spec.head_dim == (4 if family == "qwen2" else 8)
+    assert spec.head_dim == (4 if family in ("qwen2", "phi3") else 8)
     assert spec.tied is tied
     assert spec.rope_theta == 5e5
     assert spec.dtype == "float32"
@@ -148,7 +148,7 @@ def test_old_and_new_names_of_the_dtype(tmp_path: Path) -> None:
     [
         (
             {"model_type": "qwen3_next"},
-            "'qwen3_next', expected one of llama, mistral, qwen2, qwen3, qwen3_moe, the nearest being qwen3",
+            "'qwen3_next', expected one of llama, mistral, phi3, qwen2, qwen3, qwen3_moe, the nearest being qwen3",
         ),
         ({"model_type": ...}, "model_type is None"),
         ({"rope_scaling": {"type": "yarn"}}, "factor of the rotary embedding is None"),

@@ -8,6 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -172,6 +173,10 @@ class Vocabulary(Rule):
 class GateUp(Rule):
     """The halves of a gated MLP, each cut along the output features; a rank holds its part of gate above that of up."""
 
+    def parts(self, spec: "ModelSpec") -> list[tuple[int, ...]]:
+        """Shapes of the two halves."""
+        return [_sizes(self.shape, spec)] * 2
+
     @override
     def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
         rows, *rest = _sizes(self.shape, spec)
@@ -233,10 +238,14 @@ class QKV(Rule):
     get_query_key_value_tensors); a rank holds whole groups.
     """
 
-    @override
-    def hf_shapes(self, spec: "ModelSpec") -> list[tuple[int, ...]]:
+    def parts(self, spec: "ModelSpec") -> list[tuple[int, ...]]:
+        """Shapes of queries, keys and values."""
         rest = _sizes(self.shape, spec)
         return [(spec.query_size, *rest), (spec.kv_size, *rest), (spec.kv_size, *rest)]
+
+    @override
+    def hf_shapes(self, spec: "ModelSpec") -> list[tuple[int, ...]]:
+        return self.parts(spec)
 
     @override
     def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
@@ -246,7 +255,7 @@ class QKV(Rule):
     def to_shard(self, sources: Sequence[SliceableTensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
         groups = spec.num_kv_heads // tp_size
         parts = []
-        for source, shape in zip(sources, self.hf_shapes(spec), strict=True):
+        for source, shape in zip(sources, self.parts(spec), strict=True):
             rows = shape[0] // tp_size
             part = source[tp_rank * rows : (tp_rank + 1) * rows]
             parts.append(part.reshape(groups, rows // groups, *shape[1:]))
@@ -270,6 +279,71 @@ class QKV(Rule):
         parts = shard.unflatten(0, (groups, sum(rows))).split(rows, dim=1)
         targets = (whole.chunk(tp_size)[tp_rank].unflatten(0, (groups, -1)) for whole in wholes)
         return list(zip(targets, parts, strict=True))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Some consecutive rows of a tensor, which need not be read yet."""
+
+    whole: SliceableTensor
+    start: int
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        return self.whole[self.start + rows.start : self.start + rows.stop]
+
+
+class FusedQKV(QKV):
+    """The same out of one Hugging Face tensor: all queries above all keys above all values."""
+
+    @override
+    def hf_shapes(self, spec: "ModelSpec") -> list[tuple[int, ...]]:
+        return _stacked(self.parts(spec))
+
+    @override
+    def to_shard(self, sources: Sequence[SliceableTensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
+        return super().to_shard(_unstacked(sources[0], self.parts(spec)), spec, tp_rank, tp_size)
+
+    @override
+    def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
+        return [torch.cat(super().to_hf(shards, spec))]
+
+    @override
+    def placings(
+        self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
+    ) -> list[Placing]:
+        parts = wholes[0].split([shape[0] for shape in self.parts(spec)])
+        return super().placings(shard, parts, spec, tp_rank, tp_size)
+
+
+class FusedGateUp(GateUp):
+    """Both halves out of one Hugging Face tensor, gate above up."""
+
+    @override
+    def hf_shapes(self, spec: "ModelSpec") -> list[tuple[int, ...]]:
+        return _stacked(self.parts(spec))
+
+    @override
+    def to_shard(self, sources: Sequence[SliceableTensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
+        return super().to_shard(_unstacked(sources[0], self.parts(spec)), spec, tp_rank, tp_size)
+
+    @override
+    def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
+        return [torch.cat(super().to_hf(shards, spec))]
+
+    @override
+    def placings(
+        self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
+    ) -> list[Placing]:
+        return super().placings(shard, wholes[0].chunk(2), spec, tp_rank, tp_size)
+
+
+def _stacked(parts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    return [(sum(shape[0] for shape in parts), *parts[0][1:])]
+
+
+def _unstacked(whole: SliceableTensor, parts: Sequence[tuple[int, ...]]) -> list[SliceableTensor]:
+    ends = accumulate(shape[0] for shape in parts)
+    return [_Rows(whole, end - shape[0]) for end, shape in zip(ends, parts, strict=True)]
 
 
 def _sizes(shape: tuple[Dimension, ...], spec: "ModelSpec") -> tuple[int, ...]:
