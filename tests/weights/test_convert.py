@@ -120,7 +120,7 @@ def save_checkpoint(source: Path, folder: Path) -> None:
 
 
 def test_a_runs_state_becomes_a_directory(models: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
-    source, _ = models["llama-float32-untied"]
+    source, _ = models["mistral-float32-untied"]
     run_ranks(4, save_checkpoint, source, tmp_path / "actor")
     assert any(key.startswith("optimizer.") for key in PartReader(tmp_path / "actor").tensors)
     megatron_to_hf(tmp_path / "actor", tmp_path / "out", Silent(), shard_bytes=SMALL)
@@ -167,7 +167,7 @@ def killed_conversion(to_hf: bool, source: Path, out: Path, after: int) -> None:
 def test_a_killed_conversion_goes_on_from_its_finished_files(
     models: dict[str, tuple[Path, Path]], tmp_path: Path, to_hf: bool
 ) -> None:
-    source = models["llama-float32-untied"][to_hf]
+    source = models["mistral-float32-untied"][to_hf]
     convert = megatron_to_hf if to_hf else hf_to_megatron
     out, partial = tmp_path / "out", tmp_path / "out.partial"
     killed_conversion(to_hf, source, out, after=2 * SMALL)
