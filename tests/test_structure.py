@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 CALLED_BY_LIBRARIES = {"get_replay_topk"}
 # Their owners are about to remove them.
 # lose: for engines that end while the run goes on.
-UNUSED_YET = {"lose", "expired"}
+UNUSED_YET = {"lose"}
 # T-PPO's estimator needs responses that go on in a later step.
 FOR_ASYNCHRONOUS_ROLLOUTS = {"truncated_window_gae"}
 LIBRARIES = {

@@ -1,6 +1,7 @@
 """Groups over several servers, without servers: who gets which, what is aborted, what goes to others."""
 
 import asyncio
+import json
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,11 +12,12 @@ import pytest
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.experience.prompts import PromptSource
-from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.experience.sample import FinishReason, Prompt, Sample
 from vapo_megatron.rollout.client import Completion
 from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.ledger import Ledger, StepRule
 from vapo_megatron.rollout.request import GenerationRequest, GroupRequest
+from vapo_megatron.rollout.saved_groups import pack_groups, unpack_groups
 from vapo_megatron.rollout.server import EngineAddress
 from vapo_megatron.rollout.stream import GroupStream, Work
 
@@ -32,23 +34,36 @@ class Client:
         self.running: set[str] = set()
         self.aborted: set[str] = set()
         self.gone = asyncio.Event()
+        self.stopped = asyncio.Event()
+        self.read: list[tuple[list[int], int]] = []
 
     async def generate(
-        self, prompts: Sequence[Any], params: Any, experts: Any, ids: Sequence[str], cache: str | None
+        self, prompts: Sequence[Any], params: Any, experts: Any, ids: Sequence[str], cache: str | None, unfinished: bool
     ) -> list[Completion]:
         self.asked.append(prompts[0][0])
+        self.read += [(list(prompt), given["max_new_tokens"]) for prompt, given in zip(prompts, params, strict=True)]
         self.running |= set(ids)
+        waits = [asyncio.ensure_future(event.wait()) for event in (self.gone, self.stopped)]
         try:
-            await asyncio.wait_for(self.gone.wait(), self.seconds)
-            raise TryAgain("the server is gone")
-        except TimeoutError:
-            found = np.array([prompts[0][0], 1], dtype=np.int32)
-            return [Completion(found, np.zeros(2, np.float32), "stop", self.version, self.version) for _ in ids]
+            await asyncio.wait(waits, timeout=self.seconds, return_when=asyncio.FIRST_COMPLETED)
+            if self.gone.is_set():
+                raise TryAgain("the server is gone")
+            if self.stopped.is_set() and unfinished:
+                self.stopped.clear()
+                return [self.completion(prompts[0][0], 3, "abort"), self.completion(prompts[0][0], 2, "stop")]
+            return [self.completion(prompts[0][0], 2, "stop") for _ in ids]
         finally:
+            for wait in waits:
+                wait.cancel()
             self.running -= set(ids)
+
+    def completion(self, first: int, length: int, reason: FinishReason) -> Completion:
+        ids, version = np.array([first, *range(1, length)], dtype=np.int32), self.version
+        return Completion(ids, -np.ones(length, np.float32), reason, version, version, versions=((version, length),))
 
     async def abort(self, ids: Sequence[str]) -> None:
         self.aborted |= set(ids)
+        self.stopped.set()
 
     async def close(self) -> None:
         self.gone.set()
@@ -144,6 +159,41 @@ def test_what_a_step_does_not_need_is_aborted() -> None:
         assert [group[0].prompt.cursor for group in groups] == [0]
         assert clients[1].aborted and not clients[1].running and stream.ledger.first == 1
         stream.close()
+
+
+def test_what_is_not_finished_goes_on_under_the_next_weights() -> None:
+    made, (fast, slow) = dispatcher(0.02, 30.0)
+    version = 5
+
+    def ask(prompt: Prompt) -> GroupRequest:
+        return GroupRequest(prompt, 2, SAMPLING, 8, 1, version, goes_on=True)
+
+    fast.version = slow.version = version
+    prompts = PromptSource(PROMPTS, seed=1, shuffle=False)
+    rule = StepRule(1, 9, oversampling=2.0, any_order=True, max_age=3)
+    with made:
+        work = Work(ask, lambda group: None, lambda group: True, 2, 20.0)
+        stream = GroupStream(made, prompts, Ledger(rule), work)
+        (first,) = stream.take(lambda _: None)
+        assert first[0].prompt.cursor == 0 and slow.asked == [1] and not slow.running
+        packed = pack_groups(stream.state()[1])
+        state = json.loads(json.dumps(stream.state()[0]))
+        stream.close()
+
+        slow.seconds = 0.02
+        fast.version = slow.version = version = 6
+        again = GroupStream(made, prompts, Ledger(rule, 0, 1), work)  # as from a checkpoint
+        groups = unpack_groups(packed, prompts.at, lambda ids: "text")
+        assert list(groups) == [1]
+        again.restore(state, groups)
+        (group,) = again.take(lambda _: None)
+        again.close()
+    assert group[0].prompt.cursor == 1 and [s.finish_reason for s in group] == ["stop", "stop"]
+    assert ([1, 1, 1, 2], 5) in fast.read + slow.read, "prompt and what there is of the response; five tokens are left"
+    assert group[0].response_ids.tolist() == [1, 1, 2, 1, 1] and len(group[0].rollout_logprobs) == 5
+    assert group[0].versions == ((5, 3), (6, 2)) and group[1].versions == ((5, 2),)
+    assert (group[0].weight_version_oldest, group[0].weight_version) == (5, 6)
+    assert group[0].seed != group[1].seed and group[1].response_ids.tolist() == [1, 1], "what was finished stays"
 
 
 def test_what_grading_raises_ends_the_step() -> None:

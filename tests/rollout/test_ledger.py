@@ -1,11 +1,12 @@
 """What is drawn, trained and dropped, whatever the order in which groups come back."""
 
+import json
 import random
 from collections.abc import Callable
 
 import pytest
 
-from vapo_megatron.rollout.ledger import DROPPED, NO_SIGNAL, Ledger, StepRule
+from vapo_megatron.rollout.ledger import DROPPED, FILLED, NO_SIGNAL, STALE, Ledger, StepRule
 
 
 def every(n: int) -> Callable[[int], bool]:
@@ -67,6 +68,39 @@ def test_no_group_is_older_than_the_bound(staleness: int, seed: int) -> None:
     assert 0 < max(ages) <= staleness
     ages = play(StepRule(4, 12, 3.0, 40, staleness), every(3), seed)[2]
     assert max(ages) <= staleness, "also where more are drawn than are wanted"
+
+
+def test_unfinished_groups_stay_until_they_are_too_old() -> None:
+    ledger = Ledger(StepRule(2, 9, oversampling=2.0, any_order=True, max_age=2))
+    assert [ledger.draw() for _ in range(ledger.room())] == [0, 1, 2, 3]
+    ledger.grade(3, True)
+    assert not ledger.is_ready()
+    ledger.grade(1, True)
+    assert ledger.is_ready() and ledger.take() == [1, 3] and not ledger.surplus(), "the oldest of those that are there"
+    ledger.advance()
+    assert (ledger.first, ledger.next, ledger.in_flight, ledger.room()) == (0, 4, 2, 2) and not ledger.expired()
+    for step in (2, 3):
+        for number in [ledger.draw() for _ in range(ledger.room())]:
+            ledger.grade(number, True)
+        assert ledger.take() == [2 * step, 2 * step + 1]
+        ledger.advance()
+    assert ledger.expired() == [0, 2], "drawn three steps ago"
+    assert ledger.counts == {"drawn": 8, "trained": 6, FILLED: 0, NO_SIGNAL: 0, STALE: 2} and ledger.first == 8
+
+
+def test_a_ledger_goes_on_where_it_was_saved() -> None:
+    ledger = Ledger(StepRule(2, 9, staleness=2))
+    for number in [ledger.draw() for _ in range(ledger.room())]:
+        if number not in (3, 5):
+            ledger.grade(number, True)
+    assert ledger.take() == [0, 1]
+    again = Ledger(ledger.rule, first=2, step=0)
+    again.taken = 1
+    state = json.loads(json.dumps(ledger.state()))
+    assert again.restore(state, {2: True, 4: True}) == [3, 5] and again.state() == ledger.state()
+    assert again.counts["drawn"] == 6 == again.counts["trained"] + again.in_flight + again.graded
+    later = Ledger(ledger.rule, first=7, step=0)
+    assert later.restore(state, {}) == [] and later.next == 7, "a run that leaves prompts out"
 
 
 def test_groups_of_a_later_step_than_allowed_are_not_drawn() -> None:

@@ -68,3 +68,17 @@ def test_responses_go_on_under_new_weights_and_none_is_lost_or_trained_twice(sha
     assert all(0 <= row["rollout/age_mean"] <= row["rollout/age_max"] <= 1 for row in rows)
     assert any(0 < row.get("rollout/age_0_share", 0) < 1 for row in rows), "tokens of old and new weights in one step"
     assert all(row["importance/ratio_max"] < 10 for row in rows)
+
+
+def test_partial_responses_go_on_in_later_steps(shared: World) -> None:
+    partial_responses = ("rollout.asynchronous.max_staleness=0", "rollout.partial_responses.enabled=true")
+    config, run_dir = ahead(shared, "partial", *partial_responses, "sampling.max_new_tokens=40", *SAVED)
+    for phase, call in (("rollout", 4), ("policy update", 3)):
+        assert live(shared, config, 1, partial(kill_at, phase, call)).code == 1, phase
+    assert live(shared, config, 1) == End(0, "")
+    assert len(trained(run_dir)) == len(set(trained(run_dir))) == 20
+    rows = [row for row in metrics(run_dir) if row["step"] > 0]
+    assert all(row["rollout/age_max"] <= 4 for row in rows) and any(row["rollout/age_max"] > 0 for row in rows)
+    ledger = json.loads((run_dir / "checkpoints/step_000005/progress.json").read_text())["groups"]
+    counts = ledger["counts"]
+    assert counts["drawn"] == counts["trained"] + counts["stale"] + len(ledger["drawn_at"]) > counts["trained"] == 20

@@ -10,6 +10,7 @@ from written_rollouts import CUT, END, RIGHT, WRONG, write_rollouts
 
 from vapo_megatron.config.algorithm import AlgorithmConfig, DynamicSamplingConfig
 from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.config.run import BatchConfig
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.collect import collect, step_rule
@@ -44,7 +45,7 @@ def collected(script: str, algorithm: dict[str, Any], fixed_policy: bool = False
     rollouts = write_rollouts(SCRIPTS[script])
     config = AlgorithmConfig.model_validate(algorithm)
     with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
-        rule = step_rule(SIZE, DynamicSamplingConfig() if fixed_policy else config.dynamic_sampling, steps=1)
+        rule = step_rule(SIZE, DynamicSamplingConfig() if fixed_policy else config.dynamic_sampling, 1, RolloutConfig())
         rollouts.begin(rule, SIZE.samples_per_prompt, 0, fixed_policy)
         batch = collect(rollouts, config, 1, recorder)
         row = recorder.write(1)

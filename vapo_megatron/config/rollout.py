@@ -92,6 +92,16 @@ class AsynchronousConfig(Section):
         return self
 
 
+class PartialResponsesConfig(Section):
+    """Responses that are not finished when a step has enough go on in the next one (docs/async.md)."""
+
+    enabled: bool = Field(
+        False, description="a step trains the first groups that are finished; the others go on under the next weights"
+    )
+    oversampling: float = Field(1.5, ge=1, description="groups in flight, in units of those still wanted")
+    max_age: int = Field(4, ge=1, description="steps after which a group that is still unfinished is dropped")
+
+
 class RolloutConfig(Section):
     """The SGLang servers. One server takes `tp` devices of one node."""
 
@@ -146,6 +156,7 @@ class RolloutConfig(Section):
     )
     sync: SyncConfig = SyncConfig()
     asynchronous: AsynchronousConfig = AsynchronousConfig()
+    partial_responses: PartialResponsesConfig = PartialResponsesConfig()
 
     @model_validator(mode="after")
     def _responses_that_go_on_fit(self) -> "RolloutConfig":
@@ -160,6 +171,15 @@ class RolloutConfig(Section):
                 f"router_replay=true with asynchronous.max_staleness={ahead.max_staleness}: the experts of old weights "
                 "are not those that the policy would choose, set one of them back"
             )
+        if not self.partial_responses.enabled:
+            return self
+        for key, on, why in (
+            (f"asynchronous.max_staleness={ahead.max_staleness}", ahead.max_staleness > 0, "responses go on there too"),
+            ("deterministic=true", self.deterministic is True, "which responses are finished depends on time"),
+            ("router_replay=true", self.router_replay, "the experts of old weights are not those of the policy"),
+        ):
+            if on:
+                raise ValueError(f"partial_responses.enabled=true with {key}: {why}, set one of them back")
         return self
 
     @model_validator(mode="after")

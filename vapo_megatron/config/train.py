@@ -5,7 +5,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from vapo_megatron.config.algorithm import AlgorithmConfig
+from vapo_megatron.config.algorithm import GROUP_ESTIMATORS, AlgorithmConfig
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.checkpoint import CheckpointConfig
 from vapo_megatron.config.data import DataConfig, EvaluationDataConfig
@@ -165,18 +165,24 @@ class TrainConfig(Section):
     def _old_responses_fit(self) -> None:
         """Responses of earlier weights: the algorithm must know what to do with them."""
         staleness, algorithm = self.rollout.asynchronous.max_staleness, self.algorithm
-        if not staleness:
+        partial, estimator = self.rollout.partial_responses.enabled, self.algorithm.advantage.estimator
+        if not staleness and not partial:
             return
-        key = f"rollout.asynchronous.max_staleness={staleness}"
+        key = "rollout.partial_responses.enabled=true" if partial else f"rollout.asynchronous.max_staleness={staleness}"
+        if partial and estimator in GROUP_ESTIMATORS:
+            raise ValueError(
+                f"{key} with algorithm.advantage.estimator={estimator}: it compares responses of a group, whose tokens "
+                "are of different weights then, use gae or reinforce_pp"
+            )
         if algorithm.importance_sampling.kind == "none" and algorithm.policy_loss.kind != "sao":
             raise ValueError(
                 f"{key} with algorithm.importance_sampling.kind=none: responses are of older weights than those that "
                 "are trained, and nothing corrects for it; set kind=tis or mis (or policy_loss.kind=sao)"
             )
-        if algorithm.advantage.estimator == "remax":
+        if estimator == "remax":
             raise ValueError(
                 f"{key} with algorithm.advantage.estimator=remax: its greedy responses are of newer weights than the "
-                "others, set max_staleness=0 or another estimator"
+                "others, choose another estimator"
             )
 
     def _grade_is_there(self) -> None:

@@ -41,7 +41,7 @@ def pack(answers: Sequence[dict[str, Any]]) -> bytes:
     for answer in answers:
         meta = answer["meta_info"]
         ids = np.array(answer["output_ids"], dtype="<i4")
-        logprobs = np.array([entry[0] for entry in meta["output_token_logprobs"]], dtype="<f4")
+        logprobs = np.array([entry[0] for entry in meta.get("output_token_logprobs", ())], dtype="<f4")
         told = {name: meta[name] for name in ("finish_reason", "weight_versions")}
         found.append(Columns(told, ids, logprobs, _smallest(meta.get("routed_experts"))))
     return join(found)

@@ -92,11 +92,12 @@ class EngineClient:
         routed_experts: ExpertChoices | None = None,
         ids: Sequence[str] | None = None,
         cache: str | None = None,
+        unfinished: bool = False,
     ) -> list[Completion]:
         """One response to each prompt of token ids, in one request that returns when all are done.
 
         ids: names of the responses, for abort(). cache: what the server has cached is read by requests of the same name
-        alone.
+        alone. unfinished: what there is of a response that was aborted is wanted; else it is an error.
 
         sampling_params are SGLang's, one dict a prompt. logprobs has one natural logarithm per response token: under
         the softmax of logits / temperature over the whole vocabulary, whatever top_p and top_k cut away from sampling
@@ -118,7 +119,7 @@ class EngineClient:
         message = await self._call(columns.PATH, body)
         try:
             answers = columns.unpack(message)
-            completions = [self._completion(answer) for answer in answers]
+            completions = [self._completion(answer, unfinished) for answer in answers]
             if routed_experts is not None:
                 for prompt, completion, answer in zip(prompts, completions, answers, strict=True):
                     rows = len(prompt) + len(completion.token_ids) - 1
@@ -260,9 +261,9 @@ class EngineClient:
                 )
             await asyncio.sleep(_IDLE_POLL_SECONDS)
 
-    def _completion(self, answer: columns.Columns) -> Completion:
+    def _completion(self, answer: columns.Columns, unfinished: bool = False) -> Completion:
         reason = answer.meta["finish_reason"]["type"]
-        if reason not in ("stop", "length"):
+        if reason not in ("stop", "length") and not (unfinished and reason == "abort"):
             message = answer.meta["finish_reason"].get("message", "")
             raise RunFailed(f"{self._where()}: a response was not finished ({reason}: {message})")
         # Copies: the message, with the experts in it, can go once these are in the batch.

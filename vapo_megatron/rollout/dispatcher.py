@@ -10,9 +10,11 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
+
+import numpy as np
 
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.errors import RunFailed, TryAgain
@@ -25,6 +27,8 @@ from vapo_megatron.rollout.server import EngineAddress
 # Groups waiting in a server keep its batch full while finished ones are on their way back.
 _QUEUED_PER_RUNNING = 2
 _ABORT_SECONDS = 30.0
+_STOP_POLL_SECONDS = 0.2
+_NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
 def response_seed(seed: int, cursor: int, index: int) -> int:
@@ -63,7 +67,7 @@ class _Waiting:
 
     number: int
     group: GroupRequest = field(compare=False)
-    engine: "asyncio.Future[_Engine]" = field(compare=False)
+    engine: "asyncio.Future[_Engine | None]" = field(compare=False)
 
 
 class Dispatcher:
@@ -82,6 +86,7 @@ class Dispatcher:
         self._stop_token_ids = list(stop_token_ids)
         self._engines = [_Engine(EngineClient(address, config.collect_timeout_s)) for address in engines]
         self._waiting: list[_Waiting] = []
+        self._running: dict[int, tuple[EngineClient, list[str]]] = {}
         self._numbers = itertools.count()
         self.loop = LoopThread()
 
@@ -120,24 +125,21 @@ class Dispatcher:
     async def generate(self, group: GroupRequest) -> list[Sample]:
         """The responses to one prompt, from the server with the fewest tokens outstanding. Cancelling aborts them.
 
+        stop() ends them early; those that are not finished then have the finish_reason abort.
+
         Raises:
             RunFailed, TryAgain: as collect.
         """
         number = next(self._numbers)
-        seeds = [response_seed(group.seed, group.prompt.cursor, index) for index in range(group.samples)]
-        params = [self._sampling_params(group, seed) for seed in seeds]
-        prompts = [group.prompt.token_ids] * group.samples
-        # Where the cache outlives its weights, it is not read under others.
-        cache = str(group.weight_version) if self._config.asynchronous.weight_sync == "in_place" else None
+        samples = list(group.begun) or [_empty(group, index) for index in range(group.samples)]
+        left = [sample for sample in samples if sample.finish_reason == "abort"]
         while True:
             engine = await self._engine_for(number, group)
-            ids = [uuid.uuid4().hex for _ in seeds]
+            if engine is None:  # stopped before it began
+                return samples
             try:
-                completions = await engine.client.generate(prompts, params, group.routed_experts, ids, cache)
+                completions = await self._ask(engine, number, group, left)
                 break
-            except asyncio.CancelledError:
-                await asyncio.shield(_abort(engine.client, ids))
-                raise
             except TryAgain:
                 if not engine.lost:
                     raise
@@ -145,7 +147,19 @@ class Dispatcher:
                 engine.take_back(group)
                 self._give_out()
         _check_versions(engine.client.address, completions, group)
-        return [_sample(group, index, seeds[index], completion) for index, completion in enumerate(completions)]
+        for sample, completion in zip(left, completions, strict=True):
+            samples[sample.index] = _continued(sample, completion)
+        return samples
+
+    async def stop(self) -> None:
+        """End all responses that are under way, on `loop`: generate() returns what there is of them."""
+        while self._running or self._waiting:
+            while self._waiting:
+                engine = heapq.heappop(self._waiting).engine
+                if not engine.done():
+                    engine.set_result(None)
+            await asyncio.gather(*(_abort(client, ids) for client, ids in self._running.values()))
+            await asyncio.sleep(_STOP_POLL_SECONDS)  # a request may have been on its way to the server
 
     def lose(self, url: str) -> None:
         """Give the server at an address nothing more; groups that it has not finished go to the others, first of all.
@@ -210,16 +224,33 @@ class Dispatcher:
             raise _first(errors) from None
         return [sample for task in groups for sample in task.result()]
 
-    async def _engine_for(self, number: int, group: GroupRequest) -> _Engine:
-        """Wait for a server with room; the group is counted as given to it."""
+    async def _ask(self, engine: _Engine, number: int, group: GroupRequest, left: Sequence[Sample]) -> list[Completion]:
+        """What a server adds to the samples that are left of a group."""
+        prompts = [[*group.prompt.token_ids, *sample.response_ids.tolist()] for sample in left]
+        params = [self._sampling_params(group, sample) for sample in left]
+        ids = [uuid.uuid4().hex for _ in left]
+        # Where the cache outlives its weights, it is not read under others.
+        cache = str(group.weight_version) if self._config.asynchronous.weight_sync == "in_place" else None
+        self._running[number] = engine.client, ids
+        try:
+            return await engine.client.generate(prompts, params, group.routed_experts, ids, cache, group.goes_on)
+        except asyncio.CancelledError:
+            await asyncio.shield(_abort(engine.client, ids))
+            raise
+        finally:
+            del self._running[number]
+
+    async def _engine_for(self, number: int, group: GroupRequest) -> _Engine | None:
+        """Wait for a server with room; the group is counted as given to it. None: stop() was called."""
         waiting = _Waiting(number, group, asyncio.get_running_loop().create_future())
         heapq.heappush(self._waiting, waiting)
         self._give_out()
         try:
             return await waiting.engine
         except asyncio.CancelledError:
-            if waiting.engine.done() and not waiting.engine.cancelled():
-                waiting.engine.result().take_back(group)
+            given = waiting.engine.result() if waiting.engine.done() and not waiting.engine.cancelled() else None
+            if given is not None:
+                given.take_back(group)
                 self._give_out()
             raise
 
@@ -240,14 +271,14 @@ class Dispatcher:
         limit = _QUEUED_PER_RUNNING * self._config.max_running_requests
         return engine.requests == 0 or engine.requests + n <= limit
 
-    def _sampling_params(self, group: GroupRequest, seed: int) -> dict[str, Any]:
+    def _sampling_params(self, group: GroupRequest, sample: Sample) -> dict[str, Any]:
         return {
             "temperature": group.sampling.temperature,
             "top_p": group.sampling.top_p,
             "top_k": group.sampling.top_k,
-            "max_new_tokens": group.max_new_tokens,
+            "max_new_tokens": group.max_new_tokens - len(sample.response_ids),
             "stop_token_ids": self._stop_token_ids,
-            "sampling_seed": seed,  # read with rollout.deterministic alone
+            "sampling_seed": sample.seed,  # read with rollout.deterministic alone
         }
 
 
@@ -268,19 +299,26 @@ async def _abort(client: EngineClient, ids: Sequence[str]) -> None:
             await client.abort(ids)
 
 
-def _sample(group: GroupRequest, index: int, seed: int, completion: Completion) -> Sample:
-    return Sample(
-        prompt=group.prompt,
-        group=group.group,
-        index=index,
-        seed=seed,
-        response_ids=completion.token_ids,
-        rollout_logprobs=completion.logprobs,
+def _empty(group: GroupRequest, index: int) -> Sample:
+    """A response of which there is nothing yet."""
+    seed = response_seed(group.seed, group.prompt.cursor, index)
+    version = group.weight_version
+    return Sample(group.prompt, group.group, index, seed, _NO_TOKENS, _NO_LOGPROBS, "abort", version, version)
+
+
+def _continued(sample: Sample, completion: Completion) -> Sample:
+    """A response with what was added to it."""
+    begun = len(sample.response_ids) > 0
+    ids, logprobs = completion.token_ids, completion.logprobs
+    return replace(
+        sample,
+        response_ids=np.concatenate((sample.response_ids, ids)) if begun else ids,
+        rollout_logprobs=np.concatenate((sample.rollout_logprobs, logprobs)) if begun else logprobs,
         finish_reason=completion.finish_reason,
         weight_version=completion.weight_version,
-        weight_version_oldest=completion.weight_version_oldest,
+        weight_version_oldest=sample.weight_version_oldest if begun else completion.weight_version_oldest,
+        versions=(*sample.versions, *completion.versions) if len(ids) else sample.versions,
         routed_experts=completion.routed_experts,
-        versions=completion.versions,
     )
 
 

@@ -147,7 +147,9 @@ class Ledger:
         return gone
 
     def expired(self) -> list[int]:
-        """Take out the groups that are not graded and would be too old for the next step; their numbers."""
+        """With any_order, take out the groups that are not graded and too old for the next step; their numbers."""
+        if not self.rule.any_order:
+            return []
         gone = [r.number for r in self._records.values() if not r.graded and self.taken - r.drawn_at > self.rule.oldest]
         self._drop(gone, STALE)
         return gone

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from vapo_megatron.config.rollout import SamplingConfig
-from vapo_megatron.experience.sample import Prompt
+from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.rollout.routed_experts import ExpertChoices
 
 
@@ -20,7 +20,8 @@ class GroupRequest:
         seed: of the run. With rollout.deterministic a response depends on (seed, prompt.cursor, index) and the
             weights alone.
         weight_version: of the weights that the engines have; a response made by others is an error.
-        goes_on: later weights may take over while a response is under way.
+        goes_on: a response may be stopped or get other weights while it is under way.
+        begun: what there is of the responses, in their order; those that are not finished (finish_reason abort) go on.
         routed_experts: of the model, where samples are to hold the experts that their tokens went through; needs
             rollout.router_replay.
         group: number of the group, which its samples get.
@@ -35,6 +36,7 @@ class GroupRequest:
     routed_experts: ExpertChoices | None = None
     group: int = 0
     goes_on: bool = False
+    begun: Sequence[Sample] = ()
 
     @property
     def max_tokens(self) -> int:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vapo_megatron.experience.prompts import PromptSource
@@ -49,6 +49,7 @@ class GroupStream:
         self._graders = ThreadPoolExecutor(_GRADED_AT_ONCE, thread_name_prefix="grade")
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._graded: dict[int, Group] = {}
+        self._begun: dict[int, Group] = {}  # not finished, and stopped
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
         self._on_generated: Callable[[int], None] = _ignore
@@ -89,12 +90,12 @@ class GroupStream:
         self._dispatcher.loop.run(self._advance())
 
     def state(self) -> tuple[dict[str, Any], dict[int, Group]]:
-        """For a checkpoint: the ledger's, and the graded groups that wait for the trainer, by number."""
+        """For a checkpoint: the ledger's, and by number the groups that wait for the trainer, graded or begun."""
         return self._dispatcher.loop.run(self._state())
 
-    def restore(self, state: dict[str, Any], graded: dict[int, Group]) -> None:
-        """Go on from a state. Graded groups may be missing at its end, or at its beginning."""
-        self._dispatcher.loop.run(self._restore(state, graded))
+    def restore(self, state: dict[str, Any], groups: dict[int, Group]) -> None:
+        """Go on from a state. What is missing of its groups is generated again."""
+        self._dispatcher.loop.run(self._restore(state, groups))
 
     def close(self) -> None:
         """Abort what is under way."""
@@ -102,11 +103,18 @@ class GroupStream:
         self._graders.shutdown(wait=False, cancel_futures=True)
 
     async def _take(self) -> list[Group]:
+        expired = self.ledger.expired()
+        await self._abort([number for number in expired if number in self._tasks])
+        self._begun = {number: group for number, group in self._begun.items() if number in self.ledger}
+        for number in [number for number in self._begun if number not in self._tasks]:
+            self._start(number)
         self._fill()
         await self._wait_for(self.ledger.is_ready)
         groups = [self._graded.pop(number) for number in self.ledger.take()]
         self._graded = {number: group for number, group in self._graded.items() if number in self.ledger}
         await self._drop_surplus()
+        if self.ledger.rule.any_order:
+            await self._stop()
         return groups
 
     async def _wait_for(self, condition: Callable[[], bool]) -> None:
@@ -128,13 +136,20 @@ class GroupStream:
 
     def _fill(self) -> None:
         for _ in range(self.ledger.room() if self._failure is None else 0):
-            number = self.ledger.draw()
-            self._tasks[number] = asyncio.create_task(self._run(number))
+            self._start(self.ledger.draw())
+
+    def _start(self, number: int) -> None:
+        self._tasks[number] = asyncio.create_task(self._run(number))
 
     async def _run(self, number: int) -> None:
         """Generate and grade a group, and see what can be done next."""
         try:
-            group = await self._dispatcher.generate(self._work.request(self._prompts.at(number)))
+            request = replace(self._work.request(self._prompts.at(number)), begun=self._begun.pop(number, ()))
+            group = await self._dispatcher.generate(request)
+            if any(sample.finish_reason == "abort" for sample in group):
+                self._begun[number] = group
+                del self._tasks[number]
+                return
             self._on_generated(len(group))
             await asyncio.get_running_loop().run_in_executor(self._graders, self._work.grade, group)
             self._graded[number] = group
@@ -149,18 +164,26 @@ class GroupStream:
         self._changed.set()
 
     async def _state(self) -> tuple[dict[str, Any], dict[int, Group]]:
-        return self.ledger.state(), dict(self._graded)
+        return self.ledger.state(), self._begun | self._graded
 
-    async def _restore(self, state: dict[str, Any], graded: dict[int, Group]) -> None:
-        self._graded = dict(graded)
-        for number in self.ledger.restore(state, {n: self._work.is_useful(group) for n, group in graded.items()}):
-            self._tasks[number] = asyncio.create_task(self._run(number))
+    async def _restore(self, state: dict[str, Any], groups: dict[int, Group]) -> None:
+        self._begun = {n: group for n, group in groups.items() if any(s.finish_reason == "abort" for s in group)}
+        self._graded = {n: group for n, group in groups.items() if n not in self._begun}
+        useful = {n: self._work.is_useful(group) for n, group in self._graded.items()}
+        for number in self.ledger.restore(state, useful):
+            self._start(number)
 
     async def _drop_surplus(self) -> None:
         surplus = self.ledger.surplus()
         for number in surplus:
             self._graded.pop(number, None)
         await self._abort([number for number in surplus if number in self._tasks])
+
+    async def _stop(self) -> None:
+        """End what is under way, and keep what there is of it."""
+        tasks = list(self._tasks.values())
+        await self._dispatcher.stop()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _abort(self, numbers: list[int]) -> None:
         tasks = [self._tasks.pop(number) for number in numbers]

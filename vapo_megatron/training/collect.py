@@ -1,12 +1,14 @@
 """Collecting a rollout: prompts out, graded groups back, the same batch on every rank."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from vapo_megatron.config.algorithm import AlgorithmConfig, DynamicSamplingConfig, ShapingConfig
+from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.config.run import BatchConfig
 from vapo_megatron.experience.batch import ExperienceBatch, from_samples
 from vapo_megatron.experience.sample import Sample
@@ -18,12 +20,15 @@ from vapo_megatron.training.metrics import rollout_metrics
 from vapo_megatron.training.rollouts import Rollouts
 
 
-def step_rule(size: BatchConfig, sampling: DynamicSamplingConfig, steps: int, staleness: int = 0) -> StepRule:
+def step_rule(size: BatchConfig, sampling: DynamicSamplingConfig, steps: int, rollout: RolloutConfig) -> StepRule:
     """What a step of training is made of: with dynamic sampling, of groups with correct and incorrect responses."""
-    if not sampling.enabled:
-        return StepRule(size.prompts_per_step, steps, staleness=staleness)
-    most = max(1, round(sampling.max_rounds * sampling.oversampling * size.prompts_per_step))
-    return StepRule(size.prompts_per_step, steps, sampling.oversampling, most, staleness)
+    rule = StepRule(size.prompts_per_step, steps, staleness=rollout.asynchronous.max_staleness)
+    if (partial := rollout.partial_responses).enabled:
+        rule = replace(rule, any_order=True, oversampling=partial.oversampling, max_age=partial.max_age)
+    if sampling.enabled:
+        most = max(1, round(sampling.max_rounds * sampling.oversampling * size.prompts_per_step))
+        rule = replace(rule, oversampling=sampling.oversampling, most_draws=most)
+    return rule
 
 
 def collect(rollouts: Rollouts, config: AlgorithmConfig, step: int, recorder: Recorder) -> ExperienceBatch:

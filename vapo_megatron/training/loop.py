@@ -36,8 +36,7 @@ def train(config: TrainConfig, models: Models, rollouts: Rollouts, state: RunSta
         sync_weights(models, rollouts, recorder)
         state.end_pretraining(rollouts)
 
-    staleness = config.rollout.asynchronous.max_staleness
-    rule = step_rule(config.batch, algorithm.dynamic_sampling, config.run.steps, staleness)
+    rule = step_rule(config.batch, algorithm.dynamic_sampling, config.run.steps, config.rollout)
     rollouts.begin(rule, config.batch.samples_per_prompt, state.step)
     for step in state.steps():
         batch = collect(rollouts, algorithm, step, recorder)

@@ -84,7 +84,7 @@ class Rollouts:
         if fixed_policy and not self.engines.share_device:
             rule = replace(rule, staleness=rule.steps)
         experts = None if fixed_policy else self.routed_experts
-        goes_on = self.engines.sync_mode != "wait"
+        goes_on = rule.any_order or self.engines.sync_mode != "wait"
         dispatcher, prompts = self.engines.dispatcher, self.prompts
 
         def request(prompt: Prompt) -> GroupRequest:
@@ -118,7 +118,7 @@ class Rollouts:
         tokens = sum(len(sample.response_ids) for sample in samples)
         recorder.add({names.ROLLOUT_SPEED: tokens / (time.perf_counter() - start)})
         recorder.add({names.FAILED_GRADES: failed_share(samples, self.verifier)})
-        if ledger.rule.staleness:
+        if ledger.rule.oldest:
             recorder.add(age_metrics(samples, self.engines.version))
             recorder.add(self._waits.row(start, self.engines, ledger))
         if ledger.rule.most_draws is not None:
