@@ -73,7 +73,7 @@ def test_every_group_waits_as_long_as_the_config_says(tmp_path: Path) -> None:
     "body,error,message",
     [
         (fail_on_one, BadInput, r"^data\.train: there is no such file$"),
-        (killed_on_one, RunFailed, r"rank1 ended with signal 9 and said nothing; out of memory is the usual reason"),
+        (killed_on_one, TryAgain, r"rank1 was killed by SIGKILL and said nothing: start the same command again"),
     ],
 )
 def test_the_first_failure_ends_all_ranks(tmp_path: Path, body: object, error: type[Exception], message: str) -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ import torch.distributed as dist
 
 from vapo_megatron import logs
 from vapo_megatron.cluster.failures import DeviceFault, LostPeer, explain
-from vapo_megatron.errors import BadInput, RunFailed, VapoError
+from vapo_megatron.cluster.memory_kills import MemoryKills
+from vapo_megatron.errors import BadInput, RunFailed, TryAgain, VapoError
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.signals import STOP_SIGNALS, listen, stop_requested, stop_signals_blocked
 
@@ -29,6 +31,7 @@ _GRACE_SECONDS = 15
 _MEETING_TIMEOUT = timedelta(minutes=15)
 # How long the end of a rank may take that others have noticed already.
 _PATIENCE_SECONDS = 60
+_LOOK_SECONDS = 2.0
 # How the starter ends its ranks; the stop signals ask for a save first.
 _END_NOW = signal.SIGUSR2
 # Exit code of a rank whose device is broken: slurm/lib.sh leaves its node out, and tries again as after 75.
@@ -232,9 +235,11 @@ def _wait(ranks: list[Any], failures: Any) -> None:
     running = {rank.sentinel: rank for rank in ranks}
     said: dict[str, VapoError] = {}
     lost: VapoError | None = None
+    lost_at, memory = 0.0, MemoryKills()
     while running:
-        ended = multiprocessing.connection.wait(list(running), None if lost is None else _PATIENCE_SECONDS)
-        if not ended and lost is not None:
+        ended = multiprocessing.connection.wait(list(running), _LOOK_SECONDS)
+        memory.look([rank.pid for rank in running.values()])
+        if not ended and lost is not None and time.monotonic() > lost_at + _PATIENCE_SECONDS:
             raise lost
         for sentinel in ended:
             rank = running.pop(sentinel)
@@ -243,15 +248,30 @@ def _wait(ranks: list[Any], failures: Any) -> None:
                 number, error = failures.get()
                 said[f"rank{number}"] = error
             if rank.exitcode == _LOST_A_PEER:
-                lost = lost or said[rank.name]  # the other's own end says more
+                lost, lost_at = lost or said[rank.name], lost_at or time.monotonic()  # the other's own end says more
             elif rank.name in said:
                 raise said[rank.name]
             elif rank.exitcode != 0:
-                end = f"signal {-rank.exitcode}" if rank.exitcode < 0 else f"exit code {rank.exitcode}"
-                hint = "; out of memory is the usual reason" if rank.exitcode == -signal.SIGKILL else ""
-                raise RunFailed(f"{rank.name} ended with {end} and said nothing{hint}")
+                if rank.exitcode < 0:
+                    raise _killed(rank, memory)
+                raise RunFailed(f"{rank.name} ended with exit code {rank.exitcode} and said nothing")
     if lost is not None:
         raise lost
+
+
+def _killed(rank: Any, memory: MemoryKills) -> VapoError:
+    """What to raise for a rank that a signal ended: whoever sent it, the run itself did nothing wrong."""
+    name = signal.Signals(-rank.exitcode).name
+    for_memory = memory.explain(rank.pid) if rank.exitcode == -signal.SIGKILL else None
+    if for_memory is None:
+        return TryAgain(
+            f"{rank.name} was killed by {name} and said nothing: start the same command again with run.resume=auto"
+        )
+    return TryAgain(
+        f"{rank.name} was killed by {name}: {for_memory}: start the same command again with run.resume=auto; if it "
+        "happens again, ask for more memory, or lower actor.max_tokens_per_microbatch, reward.workers or "
+        "rollout.max_total_tokens"
+    )
 
 
 def _end(ranks: list[Any]) -> None:
