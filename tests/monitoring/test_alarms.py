@@ -49,6 +49,7 @@ def healthy(step: int, noise: random.Random) -> Row:
         "actor/grad_norm": noisy(0.3, 0.4),
         "critic/grad_norm": noisy(2.0, 0.4),
         "sick/skipped_updates": 0.0,
+        "rollout/engine_failures": 0.0,
         "critic/gain": 0.1 + noise.gauss(0, 0.08),
         **{f"critic/value_bias_{p}": noise.gauss(0, 0.05) for p in (0, 25, 50, 75, 95)},
         "throughput/rollout": noisy(9000, 0.1),
@@ -82,6 +83,7 @@ SICK: dict[str, tuple[Callable[[Row, int], Row], int]] = {
     "groups_without_signal": (lambda row, since: {"reward/frac_zero_std_groups": 1.0}, 8),
     "failed_grades": (lambda row, since: {"reward/failed": 0.06}, 1),
     "slow_engine": (lambda row, since: {"throughput/rollout": 2000.0}, 3),
+    "engine_failures": (lambda row, since: {"rollout/engine_failures": 1.0}, 1),
     "host_memory": (lambda row, since: {"memory/process_gib": 2.0 + 0.02 * since}, 50),
 }
 

@@ -105,16 +105,63 @@ def test_what_a_lost_server_had_goes_to_the_others_first_of_all() -> None:
     assert [s.group for s in samples] == [g for g in range(12) for _ in range(2)]
     had = clients[0].asked
     assert had and clients[1].asked[4:][: len(had) + 2].index(had[0]) <= 2, "not behind those that wait"
-    made, _ = dispatcher(30.0, 0.02)
-    with made, pytest.raises(TryAgain, match="gone"):
+
+
+def test_a_server_that_dies_or_lies_gets_nothing_more_until_it_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        "vapo_megatron.rollout.dispatcher.end_server", lambda where, why: ended.append((where.url, why))
+    )
+    made, clients = dispatcher(0.03, 30.0, 0.01, max_running_requests=2)
+    clients[2].version = 3  # of weights that nobody wants
+    with made:
         work = made.loop.start(made._collect(request(), lambda _: None))
-        made.loop.run(made._engines[0].client.close())  # nobody says that the others are to do its work
-        work.result(timeout=10)
+        while not clients[1].asked:
+            time.sleep(0.001)
+        made.loop.run(clients[1].close())
+        samples = work.result(timeout=10)
+        assert [s.group for s in samples] == [g for g in range(12) for _ in range(2)]
+        assert {s.weight_version for s in samples} == {0} and len(clients[1].asked) <= 2 and len(clients[2].asked) <= 2
+        (url, why), *_ = ended  # the dead one cannot be told to end
+        assert url == "http://engine2" and "of version 3 to 3, expected 0" in why and len(ended) == 1
+        clients[2].version = 0
+        asked = len(clients[2].asked)
+        made.use(["http://engine0", "http://engine2"])
+        assert len(made.collect(request())) == 24 and len(clients[2].asked) > asked
 
 
-def test_one_that_fails_ends_all_and_what_runs_is_aborted() -> None:
-    made, clients = dispatcher(0.01, 30.0, version=3)
-    with made, pytest.raises(RunFailed, match="of version 3 to 3, expected 0"):
+def test_without_any_server_somebody_is_called_or_the_cause_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vapo_megatron.rollout.dispatcher._LOOK_SECONDS", 0.02)
+    made, clients = dispatcher(0.05, 0.05)
+    calls: list[int] = []
+
+    def bring_back() -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            clients[0].gone.clear()
+            made.use(["http://engine0"])
+
+    for client in clients:
+        client.gone.set()
+    with made:
+        made.when_stranded = bring_back
+        samples = made.collect(request())
+        assert len(calls) == 3 and [s.group for s in samples] == [g for g in range(12) for _ in range(2)]
+        clients[0].gone.set()
+        made.when_stranded = None
+        with pytest.raises(TryAgain, match="gone"):
+            made.collect(request())
+
+
+def test_a_refusal_ends_all_and_what_runs_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, clients = dispatcher(0.01, 30.0)
+
+    async def refuse(*_: Any) -> None:
+        await asyncio.sleep(0.1)
+        raise RunFailed("generate was refused")
+
+    monkeypatch.setattr(clients[0], "generate", refuse)
+    with made, pytest.raises(RunFailed, match="refused"):
         made.collect(request())
     assert len(clients[1].aborted) == 2 * len(clients[1].asked) > 0 and not clients[1].running
 

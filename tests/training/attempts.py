@@ -75,6 +75,7 @@ class SharedServer:
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def start(self) -> None: ...
     def wait_until_ready(self) -> None: ...
+    def ended(self) -> None: ...
     def stop(self) -> None: ...
 
 
@@ -118,7 +119,12 @@ class End:
 
 
 def live(
-    world: World, config: TrainConfig, count: int, prepare: Callable[[], None] = lambda: None, stop: str | None = None
+    world: World,
+    config: TrainConfig,
+    count: int,
+    prepare: Callable[[], None] = lambda: None,
+    stop: str | None = None,
+    own_engines: bool = False,
 ) -> End:
     """One life of a run on `count` ranks, started as `vapo-megatron train` starts it.
 
@@ -129,10 +135,11 @@ def live(
         prepare: called in the starter before its ranks are forked; may lay a trap.
         stop: once this file is there, relative to the run directory, SIGUSR1 is sent to the starter and to all that
             it has started: ranks and verifiers.
+        own_engines: the run starts its own, in place of that of the world.
     """
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"ranks": count})})
     SharedServer.address = world.address
-    return _life(config, partial(rank.train_rank, config), prepare, stop)
+    return _life(config, partial(rank.train_rank, config), prepare, stop, own_engines)
 
 
 def fine_tune(config: SftConfig) -> End:
@@ -145,10 +152,11 @@ def _life(
     body: Callable[[Path, Path | None], None],
     prepare: Callable[[], None] = lambda: None,
     stop: str | None = None,
+    own_engines: bool = False,
 ) -> End:
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
-    starter = context.Process(target=_start, args=(config, body, prepare, writer))
+    starter = context.Process(target=_start, args=(config, body, prepare, writer, own_engines))
     starter.start()
     writer.close()
     end = time.monotonic() + DEADLINE
@@ -171,10 +179,13 @@ def _life(
     return End(starter.exitcode, said)
 
 
-def _start(config: Any, body: Callable[[Path, Path | None], None], prepare: Callable[[], None], writer: Any) -> None:
+def _start(
+    config: Any, body: Callable[[Path, Path | None], None], prepare: Callable[[], None], writer: Any, own_engines: bool
+) -> None:
     os.setsid()
     logs.configure(logs.LogLevel.INFO)
-    placement.EngineServer = SharedServer  # type: ignore[assignment,misc]
+    if not own_engines:
+        placement.EngineServer = SharedServer  # type: ignore[assignment,misc]
     prepare()
     code, said = 0, ""
     try:

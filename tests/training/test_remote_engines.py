@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import attempts
+import engine_faults
 import psutil
 import pytest
 from tiny_runs import make_model, problems, write_config, write_rows
@@ -24,6 +25,7 @@ from vapo_megatron.errors import BadInput, RunFailed, TryAgain
 from vapo_megatron.experience.sample import Prompt
 from vapo_megatron.rollout.client import EngineClient
 from vapo_megatron.rollout.dispatcher import Dispatcher
+from vapo_megatron.rollout.keeper import ask_health
 from vapo_megatron.rollout.remote_engines import take_over_engines, what_must_agree
 from vapo_megatron.rollout.request import GenerationRequest
 from vapo_megatron.rollout.server import EngineAddress, EngineServer
@@ -128,8 +130,8 @@ def test_an_engine_of_another_config_is_named_with_what_differs(fleet: Fleet, ke
 
 
 def test_an_engine_of_another_protocol_is_refused(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vapo_megatron.rollout.remote_engines.PROTOCOL", 3)
-    with pytest.raises(BadInput, match="has version 2 of the weight sync and this trainer version 3"):
+    monkeypatch.setattr("vapo_megatron.rollout.remote_engines.PROTOCOL", 4)
+    with pytest.raises(BadInput, match="has version 3 of the weight sync and this trainer version 4"):
         take_over_engines(rollout_of(fleet.urls[0]), fleet.agreed())
 
 
@@ -187,6 +189,23 @@ def test_a_trainer_killed_in_a_weight_sync_goes_on_with_the_same_engines(fleet: 
     assert rows == expected
     assert max(row["rollout/train_infer_logprob_diff"] for row in rows) < 1e-4
     assert [row["rollout/weight_version"] for row in rows if row["step"] > 0] == [1.0, 2.0]
+
+
+def test_an_external_engine_that_dies_leaves_and_comes_back(fleet: Fleet) -> None:
+    """Its groups go to the other one, whose samples are the same; its owner starts it again, and it is taken back."""
+    whole = fleet.config("undisturbed", "run.steps=3")
+    end = attempts.live(fleet.world, whole, 2)
+    assert end.code == 0, end.said
+    config = fleet.config("dies", "run.steps=3", "rollout.health.every_s=0.3")
+    faults = {3: ("scheduler", signal.SIGKILL)}
+    end = attempts.live(fleet.world, config, 2, prepare=lambda: engine_faults.disturb(faults))
+    assert end.code == 0, end.said
+    rows = engine_faults.same_run(Path(config.run.directory), Path(whole.run.directory))
+    assert sum(row["rollout/engine_failures"] for row in rows) == 1
+    deadline = time.monotonic() + 60
+    while ask_health(EngineAddress(fleet.urls[0], "", KEY), 1) is None:
+        assert time.monotonic() < deadline, "it was not started again"
+        time.sleep(0.2)
 
 
 def test_an_engine_open_to_a_network_needs_a_key(fleet: Fleet) -> None:

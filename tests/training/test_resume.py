@@ -108,7 +108,7 @@ def test_asked_to_stop_and_killed(shared: World, straight: Callable[[int], Path]
     end = live(shared, config, count, stop="samples/step_000001.jsonl")
     assert end.code == 75 and "because of SIGUSR1" in end.said and "\n" not in end.said
     assert checkpoint_names(config)[-1] in end.said
-    assert live(shared, config, count, partial(kill_at, "policy update", 2)).code == 1
+    assert live(shared, config, count, partial(kill_at, "policy update", 2)).code == 75
     assert live(shared, config, count) == End(0, "")
     assert_equal(Path(config.run.directory), straight(count))
 

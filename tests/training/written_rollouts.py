@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from vapo_megatron.config.reward import RewardConfig
@@ -23,6 +25,7 @@ class WrittenEngines:
     """Answers requests from a script, and remembers them."""
 
     version, kv_cache_offloaded, share_device, collect_timeout_s, sync_mode = 0, True, True, 60.0, "wait"
+    failure: None = None
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -46,6 +49,12 @@ class WrittenEngines:
             version = group.weight_version
             found.append(Sample(group.prompt, group.group, index, 0, ids, [-1.0] * len(ids), reason, version, version))  # type: ignore[arg-type]
         return found
+
+    def wait(self, work: "Future[Any]") -> Any:
+        return work.result()
+
+    def attended(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def collect(self, request: GenerationRequest, on_done: Callable[[int], None]) -> list[Sample]:
         self.requests += request.groups()

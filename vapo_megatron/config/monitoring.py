@@ -29,6 +29,7 @@ class AlarmActions(Section):
     groups_without_signal: Action = Field("warn", description="one reward for whole groups")
     failed_grades: Action = Field("warn", description="verifications fail")
     slow_engine: Action = Field("warn", description="few tokens per second")
+    engine_failures: Action = Field("warn", description="an engine was ended and started again")
     host_memory: Action = Field("warn", description="memory runs out")
 
 

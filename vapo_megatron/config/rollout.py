@@ -102,6 +102,22 @@ class PartialResponsesConfig(Section):
     max_age: int = Field(4, ge=1, description="steps after which a group that is still unfinished is dropped")
 
 
+class HealthConfig(Section):
+    """When an engine is ended and started again beside the run, and when the run gives up."""
+
+    every_s: float = Field(2.0, gt=0, description="seconds between two looks at an engine and its processes")
+    answer_s: float = Field(20.0, gt=0, description="an engine that says nothing for so long is taken for dead")
+    progress_s: float = Field(
+        120.0, gt=0, description="likewise one with open requests and no batch; compiling a kernel may take a minute"
+    )
+    max_failures: int = Field(
+        3,
+        ge=0,
+        description="failures of one engine without a weight sync to the next between them, after which the run saves "
+        "and ends (exit 75); 0: at the first",
+    )
+
+
 class RolloutConfig(Section):
     """The SGLang servers. One server takes `tp` devices of one node."""
 
@@ -157,6 +173,7 @@ class RolloutConfig(Section):
     sync: SyncConfig = SyncConfig()
     asynchronous: AsynchronousConfig = AsynchronousConfig()
     partial_responses: PartialResponsesConfig = PartialResponsesConfig()
+    health: HealthConfig = HealthConfig()
 
     @model_validator(mode="after")
     def _responses_that_go_on_fit(self) -> "RolloutConfig":

@@ -5,6 +5,7 @@ import select
 import shutil
 import signal
 import threading
+from pathlib import Path
 
 _POLL_SECONDS = 1.0
 
@@ -23,10 +24,17 @@ def kill_group_with_owner(lifeline: int, owner_pid: int, scratch: str) -> thread
     return thread
 
 
+def remove_shared_memory(group: int) -> None:
+    """Remove what the processes of a server share in /dev/shm under names that they cannot remove when killed."""
+    for path in Path("/dev/shm").glob(f"sgl_shm_*_{group}_*"):
+        path.unlink(missing_ok=True)
+
+
 def _watch(lifeline: int, owner_pid: int, scratch: str) -> None:
     while os.getppid() == owner_pid:
         readable, _, _ = select.select([lifeline], [], [], _POLL_SECONDS)
         if readable and not os.read(lifeline, 4096):
             break
     shutil.rmtree(scratch, ignore_errors=True)
+    remove_shared_memory(os.getpgrp())
     os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -4,8 +4,8 @@
 
 LISTEN_FD is a bound TCP socket, inherited from the owner, so that no other process can take the port between its
 choice and its use. Standard input is the lifeline of owner_guard. IDENTITY, a JSON object, is what the server answers
-under IDENTITY_PATH. The key that requests must carry is in the environment; it is not given to SGLang,
-which would write it into its log.
+under IDENTITY_PATH; of its processes it tells under HEALTH_PATH (heartbeat.py). The key that requests must carry is in
+the environment; it is not given to SGLang, which would write it into its log.
 """
 
 import functools
@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from multiprocessing import set_start_method
 
+from vapo_megatron.engine.heartbeat import END_PATH, HEALTH_PATH, Heartbeat
 from vapo_megatron.engine.owner_guard import kill_group_with_owner
 
 KEY_VARIABLE = "VAPO_ENGINE_KEY"
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> None:
 
     import uvicorn
     from sglang.srt.entrypoints import engine
-    from sglang.srt.entrypoints.http_server import app, launch_server
+    from sglang.srt.entrypoints.http_server import app, get_global_state, launch_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils.auth import add_api_key_middleware
 
@@ -49,6 +50,9 @@ def main(argv: list[str]) -> None:
     told = json.loads(identity)
     app.add_api_route(f"/{IDENTITY_PATH}", lambda: told)
     app.add_api_route(f"/{columns.PATH}", generate_route.generate, methods=["POST"])
+    heartbeat = Heartbeat(lambda: get_global_state().tokenizer_manager.rid_to_state)
+    app.add_api_route(f"/{HEALTH_PATH}", heartbeat.health)
+    app.add_api_route(f"/{END_PATH}", heartbeat.end, methods=["POST"])
     if key:
         add_api_key_middleware(app, api_key=key, admin_api_key=None)
     if on_cpu:

@@ -187,6 +187,12 @@ def slow_engine(history: History, config: AlarmsConfig) -> str | None:
     return f"engines write {recent:,.0f} tokens per second, usually {median(before):,.0f}"
 
 
+def engine_failures(history: History, config: AlarmsConfig) -> str | None:
+    """Engines were ended and started again."""
+    failures = history.newest.get(names.ENGINE_FAILURES)
+    return f"{failures:.0f} engine failures since the last weight sync" if failures else None
+
+
 def host_memory(history: History, config: AlarmsConfig) -> str | None:
     """Memory of the host is nearly used up, or grows with every step."""
     used = history.newest.get(names.HOST_MEMORY_USED)

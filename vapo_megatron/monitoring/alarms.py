@@ -139,6 +139,12 @@ ALARMS: tuple[Alarm, ...] = (
         "the engines' logs in `logs/`; `vapo-megatron doctor`",
     ),
     Alarm(
+        rules.engine_failures,
+        "`rollout/engine_failures` above 0",
+        "an engine died, stood still or computed something else, and was started again (operations.md)",
+        "the logs named in the console, `logs/engine_*.ended*.log`: memory, the device",
+    ),
+    Alarm(
         rules.host_memory,
         "`memory/host_used` above {host_memory_used}, or `memory/process_gib` of rank 0 up by {host_memory_growth} "
         "within {window_steps} steps and growing in every fifth of them",

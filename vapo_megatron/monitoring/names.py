@@ -41,6 +41,8 @@ VALUE_BIAS = "critic/value_bias_"
 
 TRACKER_FAILURES = "tracking/failures"  # of TensorBoard, Weights & Biases, so far in this attempt; absent while 0
 
+ENGINE_FAILURES = "rollout/engine_failures"  # engines that were ended and started again since the last weight sync
+
 TOKENS_PER_SECOND = "throughput/tokens_per_second"
 ROLLOUT_SPEED = "throughput/rollout"  # response tokens per second of the rollout phase
 TIME = "time/"

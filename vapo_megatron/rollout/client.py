@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,10 +19,10 @@ from torch import Tensor
 
 from vapo_megatron.engine import columns
 from vapo_megatron.engine.server_main import IDENTITY_PATH
-from vapo_megatron.errors import BadInput, RunFailed, TryAgain
+from vapo_megatron.errors import BadInput, RunFailed, TryAgain, VapoError
 from vapo_megatron.experience.sample import FinishReason
 from vapo_megatron.rollout.routed_experts import ExpertChoices
-from vapo_megatron.rollout.server import EngineAddress
+from vapo_megatron.rollout.server import NO_WEIGHTS, EngineAddress
 from vapo_megatron.weight_sync.broadcast_group import Backend
 from vapo_megatron.weight_sync.bucket_message import Purpose
 from vapo_megatron.weight_sync.strict_loading import BROADCAST_GROUP, LOAD_FORMAT
@@ -32,6 +33,10 @@ _IDLE_POLL_SECONDS = 0.05
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 # What becomes of responses that run: they end, are computed anew later, or go on later with what the cache holds.
 PauseMode = Literal["abort", "retract", "in_place"]
+
+
+class EngineWrong(RunFailed):
+    """A server answers what cannot be: another one, or the same started again, may do better."""
 
 
 @dataclass(slots=True)
@@ -65,7 +70,7 @@ class EngineClient:
     """Sends requests to one server from one event loop.
 
     Every method raises TryAgain where the server is gone or silent for longer than the deadline (seconds), RunFailed
-    where it refuses; the one line names its address and its log.
+    where it refuses (EngineWrong where it is at fault); the one line names its address and its log.
     """
 
     def __init__(self, address: EngineAddress, deadline: float) -> None:
@@ -125,7 +130,7 @@ class EngineClient:
                     rows = len(prompt) + len(completion.token_ids) - 1
                     completion.routed_experts = routed_experts.decode(answer.experts, rows)
         except ValueError as error:
-            raise RunFailed(f"{self._where()}: {error}") from None
+            raise EngineWrong(f"{self._where()}: {error}") from None
         return completions
 
     async def abort(self, ids: Sequence[str]) -> None:
@@ -141,7 +146,10 @@ class EngineClient:
             "logprob_start_len": 0,
         }
         answers = await self._call("generate", body)
-        return [[entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]] for answer in answers]
+        return [
+            [math.nan if entry[0] is None else entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+            for answer in answers
+        ]
 
     async def info(self) -> dict[str, Any]:
         """The server's resolved arguments and state."""
@@ -265,11 +273,11 @@ class EngineClient:
         reason = answer.meta["finish_reason"]["type"]
         if reason not in ("stop", "length") and not (unfinished and reason == "abort"):
             message = answer.meta["finish_reason"].get("message", "")
-            raise RunFailed(f"{self._where()}: a response was not finished ({reason}: {message})")
+            raise TryAgain(f"{self._where()}: a response was not finished ({reason}: {message})")
         # Copies: the message, with the experts in it, can go once these are in the batch.
         token_ids, logprobs = answer.token_ids.copy(), answer.logprobs.copy()
         if len(logprobs) != len(token_ids) or not np.isfinite(logprobs).all():
-            raise RunFailed(
+            raise EngineWrong(
                 f"{self._where()}: {len(token_ids)} response tokens came with {len(logprobs)} log-probs, "
                 "expected a finite one each: the engine's weights or logits are broken"
             )
@@ -282,6 +290,8 @@ class EngineClient:
 
     def _version(self, text: str) -> int:
         """The number in a version, which begins with the mark of whoever handed the weights over."""
+        if text == str(NO_WEIGHTS):
+            raise TryAgain(f"{self._where()}: the server was started again and has no weights of ours yet")
         owner, _, number = text.rpartition(_OWNER_END)
         if owner != self._address.owner:
             raise RunFailed(
@@ -339,12 +349,14 @@ class EngineClient:
     def _where(self) -> str:
         return f"{self._address.url} (log {self._address.log_file})"
 
-    def _refused(self, path: str, status: int, answer: Any) -> RunFailed | TryAgain:
+    def _refused(self, path: str, status: int, answer: Any) -> VapoError:
         error = answer.get("error", answer) if isinstance(answer, dict) else answer
         message = error.get("message", error) if isinstance(error, dict) else error
         first_line = (str(message).splitlines() or ["no reason given"])[0]
         # A broadcast that breaks off: its sender, or another of its receivers, is gone.
-        kind = TryAgain if first_line.startswith("Failed to receive weights") else RunFailed
+        kind: type[VapoError] = TryAgain if first_line.startswith("Failed to receive weights") else RunFailed
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            kind = EngineWrong
         return kind(f"{self._where()}: {path} was refused (HTTP {status}): {first_line[:400]}")
 
 

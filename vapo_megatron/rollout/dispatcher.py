@@ -4,22 +4,25 @@ import asyncio
 import hashlib
 import heapq
 import itertools
+import logging
 import queue
 import struct
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.experience.sample import Sample
-from vapo_megatron.rollout.client import Completion, EngineClient
+from vapo_megatron.rollout.client import Completion, EngineClient, EngineWrong
+from vapo_megatron.rollout.keeper import end_server
 from vapo_megatron.rollout.loop_thread import LoopThread
 from vapo_megatron.rollout.request import GenerationRequest, GroupRequest
 from vapo_megatron.rollout.server import EngineAddress
@@ -29,6 +32,11 @@ _QUEUED_PER_RUNNING = 2
 _ABORT_SECONDS = 30.0
 _STOP_POLL_SECONDS = 0.2
 _NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
+_LOOK_SECONDS = 0.5
+
+T = TypeVar("T")
+
+_logger = logging.getLogger(__name__)
 
 
 def response_seed(seed: int, cursor: int, index: int) -> int:
@@ -73,7 +81,12 @@ class _Waiting:
 class Dispatcher:
     """Rank 0's way to all servers. One event loop, in a thread of its own, talks to every server at once.
 
-    collect() blocks its caller; generate() is for coroutines on `loop`.
+    collect() and wait() block their caller; generate() is for coroutines on `loop`. A server that fails gets nothing
+    more until use(), and what it has not finished goes to the others: their samples are the same, as seeds say.
+
+    Attributes:
+        when_stranded: called by the thread that waits, where no server is left, again and again; None: what the last
+            server failed of is raised.
 
     Args:
         engines: all servers of the job.
@@ -88,6 +101,7 @@ class Dispatcher:
         self._waiting: list[_Waiting] = []
         self._running: dict[int, tuple[EngineClient, list[str]]] = {}
         self._numbers = itertools.count()
+        self.when_stranded: Callable[[], None] | None = None
         self.loop = LoopThread()
 
     def collect(
@@ -104,15 +118,15 @@ class Dispatcher:
             on_group: called with the responses to a prompt as soon as they are there.
 
         Raises:
-            RunFailed: a response came from weights of another version or with experts that cannot be, or a server
-                refused a request.
-            TryAgain: a server is gone, or rollout.collect_timeout_s passed.
+            RunFailed: a server refused a request, or has weights of another run; or the last one answers with weights
+                of another version or with experts that cannot be (EngineWrong).
+            TryAgain: the last server is gone, or rollout.collect_timeout_s passed.
         """
         finished: queue.SimpleQueue[list[Sample] | None] = queue.SimpleQueue()
         work = self.loop.start(self._collect(request, finished.put))
         work.add_done_callback(lambda _: finished.put(None))
         try:
-            while (samples := finished.get()) is not None:
+            while (samples := self._next(finished)) is not None:
                 if on_done is not None:
                     on_done(len(samples))
                 if on_group is not None:
@@ -122,13 +136,33 @@ class Dispatcher:
             raise
         return work.result()
 
+    def wait(self, work: "Future[T]") -> T:
+        """What a future on `loop` comes to; it is cancelled where this thread is interrupted."""
+        finished: queue.SimpleQueue[None] = queue.SimpleQueue()
+        work.add_done_callback(lambda _: finished.put(None))
+        try:
+            self._next(finished)
+            return work.result()
+        except BaseException:
+            work.cancel()
+            raise
+
+    def _next(self, finished: "queue.SimpleQueue[T]") -> T:
+        """The next thing in a queue. Meanwhile somebody else is called for help where no server is left."""
+        while True:
+            with suppress(queue.Empty):
+                return finished.get(timeout=_LOOK_SECONDS)
+            if self.when_stranded is not None and all(engine.lost for engine in self._engines):
+                self.when_stranded()
+
     async def generate(self, group: GroupRequest) -> list[Sample]:
         """The responses to one prompt, from the server with the fewest tokens outstanding. Cancelling aborts them.
 
         stop() ends them early; those that are not finished then have the finish_reason abort.
 
         Raises:
-            RunFailed, TryAgain: as collect.
+            RunFailed: a server refused the request, or has weights of another run.
+            EngineWrong, TryAgain: the last server failed.
         """
         number = next(self._numbers)
         samples = list(group.begun) or [_empty(group, index) for index in range(group.samples)]
@@ -139,14 +173,13 @@ class Dispatcher:
                 return samples
             try:
                 completions = await self._ask(engine, number, group, left)
+                _check_versions(engine.client.address, completions, group)
                 break
-            except TryAgain:
-                if not engine.lost:
-                    raise
+            except (TryAgain, EngineWrong) as error:
+                self._give_up(engine, error)
             finally:
                 engine.take_back(group)
                 self._give_out()
-        _check_versions(engine.client.address, completions, group)
         for sample, completion in zip(left, completions, strict=True):
             samples[sample.index] = _continued(sample, completion)
         return samples
@@ -167,6 +200,10 @@ class Dispatcher:
         Blocks; not for coroutines on `loop`.
         """
         self.loop.run(self._lose(url))
+
+    def use(self, urls: Collection[str]) -> None:
+        """Give work to the servers at these addresses alone: they have the weights. Not for coroutines on `loop`."""
+        self.loop.run(self._use(urls))
 
     def busy_seconds(self) -> float:
         """Seconds in which a server had something to do, summed over servers, so far."""
@@ -204,6 +241,23 @@ class Dispatcher:
             if engine.client.address.url == url:
                 engine.lost = True
                 await engine.client.close()  # its requests fail now, not when their deadline passes
+
+    async def _use(self, urls: Collection[str]) -> None:
+        for engine in self._engines:
+            engine.lost = engine.client.address.url not in urls
+        self._give_out()
+
+    def _give_up(self, engine: _Engine, error: TryAgain | EngineWrong) -> None:
+        """A server has failed; raises the error where nobody could do its work."""
+        if not engine.lost:
+            engine.lost = True
+            _logger.warning("an engine gets no more work until it has weights again: %s", error)
+            loop, address = asyncio.get_running_loop(), engine.client.address
+            if isinstance(error, EngineWrong):  # it is alive: its owner is to start it again
+                loop.run_in_executor(None, end_server, address, str(error))
+            loop.create_task(engine.client.close())  # its other requests fail now, not when their deadline passes
+        if self.when_stranded is None and all(other.lost for other in self._engines):
+            raise error
 
     async def _collect(self, request: GenerationRequest, on_group: Callable[[list[Sample]], None]) -> list[Sample]:
         finished = 0
@@ -287,7 +341,7 @@ def _check_versions(address: EngineAddress, completions: Sequence[Completion], g
     for completion in completions:
         oldest, newest = completion.weight_version_oldest, completion.weight_version
         if oldest < expected or (newest != expected and not group.goes_on):
-            raise RunFailed(
+            raise EngineWrong(
                 f"{address.url} (log {address.log_file}): a response was made by weights of version "
                 f"{oldest} to {newest}, expected {expected}: a weight sync was missed"
             )

@@ -21,8 +21,8 @@ from vapo_megatron.rollout.server import EngineAddress
 from vapo_megatron.weights.fp8 import BlockFp8
 from vapo_megatron.weights.spec import ModelSpec
 
-PROTOCOL = 2
-"""Of the weight sync: to be raised with every change of weight_bucket.announce, strict_loading or broadcast_group."""
+PROTOCOL = 3
+"""To be raised with every change of bucket_message.announce, strict_loading, broadcast_group or engine.heartbeat."""
 
 _ANSWER_SECONDS = 30.0
 _POLL_SECONDS = 1.0
@@ -80,18 +80,24 @@ def take_over_engines(config: RolloutConfig, agreed: Mapping[str, JsonValue]) ->
 
 
 async def _take_over_all(config: RolloutConfig, agreed: Mapping[str, JsonValue], owner: str, key: str) -> RemoteEngines:
-    identities = await asyncio.gather(*(_meet(url, key, config.start_timeout_s) for url in config.external_urls))
+    identities = await asyncio.gather(*(meet(url, key, config.start_timeout_s) for url in config.external_urls))
     addresses = []
     for url, identity in zip(config.external_urls, identities, strict=True):
-        _check(url, identity, agreed)
+        check_identity(url, identity, agreed)
         here = identity["host"] == socket.gethostname()
         log_file = identity["log_file"] if here else f"{identity['host']}:{identity['log_file']}"
         addresses.append(EngineAddress(url, log_file, key, owner))
-    await asyncio.gather(*(_take_over(address, config.sync.request_timeout_s) for address in addresses))
+    await asyncio.gather(*(take_over(address, config.sync.request_timeout_s) for address in addresses))
     return RemoteEngines(tuple(addresses), all(identity["cuda"] for identity in identities))
 
 
-async def _meet(url: str, key: str, deadline: float) -> dict[str, Any]:
+async def meet(url: str, key: str, deadline: float) -> dict[str, Any]:
+    """What an engine tells of itself, once it answers.
+
+    Raises:
+        BadInput: it is no engine of ours, or wants another key.
+        TryAgain: it did not answer within so many seconds.
+    """
     client = EngineClient(EngineAddress(url, "that of `vapo-megatron engine` there", key), _ANSWER_SECONDS)
     end = time.monotonic() + deadline
     try:
@@ -119,7 +125,8 @@ async def _meet(url: str, key: str, deadline: float) -> dict[str, Any]:
     return identity
 
 
-async def _take_over(address: EngineAddress, deadline: float) -> None:
+async def take_over(address: EngineAddress, deadline: float) -> None:
+    """EngineClient.take_over, within so many seconds."""
     client = EngineClient(address, deadline)
     try:
         await client.take_over()
@@ -127,7 +134,8 @@ async def _take_over(address: EngineAddress, deadline: float) -> None:
         await client.close()
 
 
-def _check(url: str, identity: Mapping[str, Any], agreed: Mapping[str, JsonValue]) -> None:
+def check_identity(url: str, identity: Mapping[str, Any], agreed: Mapping[str, JsonValue]) -> None:
+    """Raises BadInput where an engine and this run differ in what must agree."""
     theirs = identity["agreed"]
     for key in dict.fromkeys((*agreed, *theirs)):
         if theirs.get(key) != agreed.get(key):

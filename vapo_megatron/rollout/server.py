@@ -23,6 +23,7 @@ from pydantic import JsonValue
 
 import vapo_megatron
 from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.engine.owner_guard import remove_shared_memory
 from vapo_megatron.engine.server_main import KEY_VARIABLE
 from vapo_megatron.errors import BadInput, RunFailed
 from vapo_megatron.rollout.cuda_environment import cuda_environment
@@ -31,8 +32,14 @@ from vapo_megatron.weights.fp8 import BlockFp8
 
 _CPU_TOTAL_TOKENS = 65536
 _POLL_SECONDS = 0.1
-# Servers are never behind a proxy, whatever http_proxy says.
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+# Lines of a log that do not say why a server ended: requests, and one of SGLang's own, which has no key.
+_NO_CAUSE = (' HTTP/1.1" ', "/freeze_gc")
+# Processes of a server that was killed hold its port until the kernel has ended them.
+_PORT_SECONDS = 2.0
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Servers are never behind a proxy, whatever http_proxy says."""
+NO_WEIGHTS = -1
+"""The version of what a server has that was started in place of another one: whatever it answers is not wanted."""
 # What a trainer rank's environment says of its own process group and allocator; a server has its own.
 _NOT_INHERITED = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT"),
@@ -64,7 +71,7 @@ def cause_in_log(log_file: Path) -> str:
         lines = log_file.read_text(errors="replace").splitlines()[-400:]
     except OSError as error:
         return f"its log cannot be read: {error.strerror}"
-    lines = [line.strip() for line in lines if line.strip()]
+    lines = [line.strip() for line in lines if line.strip() and not any(words in line for words in _NO_CAUSE)]
     exceptions = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Killed)\b", line)]
     last = (exceptions or lines or ["its log is empty"])[-1]
     return last[:400]
@@ -188,6 +195,39 @@ class EngineServer:
         code = None if self._process is None else self._process.poll()
         return None if code is None else f"{_describe(code)}: {self._cause()}"
 
+    def is_ready(self) -> bool:
+        """Whether it answers."""
+        try:
+            with DIRECT.open(f"{self.address.url}/health", timeout=10) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, TimeoutError, ConnectionError):
+            return False
+
+    def start_again(self) -> None:
+        """Start a server in place of one that was ended, at the same address. It has no weights of the trainer's.
+
+        Raises:
+            BadInput: its port is in use.
+        """
+        self._weight_version = NO_WEIGHTS
+        end = time.monotonic() + _PORT_SECONDS
+        while True:
+            try:
+                return self.start()
+            except BadInput:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(_POLL_SECONDS)
+
+    def set_log_aside(self) -> Path:
+        """Keep the log of a server that was ended from the one that takes its place. Returns where it is now."""
+        number = 1
+        while (kept := self._log_file.with_suffix(f".ended{number}{self._log_file.suffix}")).exists():
+            number += 1
+        if self._log_file.exists():
+            self._log_file.rename(kept)
+        return kept
+
     def wait_until_ready(self) -> None:
         """Return when the server answers.
 
@@ -198,7 +238,7 @@ class EngineServer:
             self.start()
         assert self._process is not None
         deadline = self._started_at + self._config.start_timeout_s
-        while not self._is_healthy():
+        while not self.is_ready():
             code = self._process.poll()
             if code is not None:
                 self.stop()
@@ -223,6 +263,7 @@ class EngineServer:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            remove_shared_memory(process.pid)
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
             self._scratch = None
@@ -259,13 +300,6 @@ class EngineServer:
                 "this machine and a free port"
             ) from None
         return listener
-
-    def _is_healthy(self) -> bool:
-        try:
-            with _DIRECT.open(f"{self.address.url}/health", timeout=10) as answer:
-                return bool(answer.status == 200)
-        except (urllib.error.URLError, TimeoutError, ConnectionError):
-            return False
 
     def _cause(self) -> str:
         return cause_in_log(self._log_file)

@@ -69,7 +69,7 @@ class GroupStream:
         """
         self._on_generated = on_generated
         try:
-            groups = self._dispatcher.loop.run(self._take())
+            groups = self._dispatcher.wait(self._dispatcher.loop.start(self._take()))
         finally:
             self._on_generated = _ignore
         for number, group in enumerate(groups):
@@ -83,7 +83,8 @@ class GroupStream:
         Raises:
             As take().
         """
-        self._dispatcher.loop.run(self._wait_for(lambda: not self._tasks and not self.ledger.room()))
+        graded = self._wait_for(lambda: not self._tasks and not self.ledger.room())
+        self._dispatcher.wait(self._dispatcher.loop.start(graded))
 
     def advance(self) -> None:
         """A step is trained and the engines have its weights; where steps overlap, groups are drawn for the next."""

@@ -34,12 +34,13 @@ def step_rule(size: BatchConfig, sampling: DynamicSamplingConfig, steps: int, ro
 def collect(rollouts: Rollouts, config: AlgorithmConfig, step: int, recorder: Recorder) -> ExperienceBatch:
     """Collective: the groups of the next step that Rollouts.begin has said how to choose, graded."""
     batch = None
-    if dist.get_rank() == 0:
-        samples = rollouts.take(recorder)
-        recorder.samples(step, samples)
-        batch = from_samples(samples)
-        if config.advantage.estimator == "remax":
-            batch.greedy_rewards = greedy_rewards(rollouts, samples, config.shaping, recorder)
+    with rollouts.engines.attended():
+        if dist.get_rank() == 0:
+            samples = rollouts.take(recorder)
+            recorder.samples(step, samples)
+            batch = from_samples(samples)
+            if config.advantage.estimator == "remax":
+                batch.greedy_rewards = greedy_rewards(rollouts, samples, config.shaping, recorder)
     with recorder.timer("broadcast"):
         batch = broadcast_batch(batch)
     if batch.greedy_rewards is not None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from vapo_megatron.config.run import EvaluationConfig
 from vapo_megatron.evaluation.evaluator import EngineGenerator, Evaluator
 from vapo_megatron.evaluation.sets import SetResult, numbered
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.training.broadcast import broadcast_value
+from vapo_megatron.training.engines import EnginesFailed
 from vapo_megatron.training.rollouts import Rollouts
 from vapo_megatron.training.state import RunState
 
@@ -26,14 +27,14 @@ def evaluate(
 ) -> None:
     """Collective: answer the evaluation sets, where this step is one to do so."""
     due = config.before_training if state.step == 0 else state.is_due(config.every)
-    if not due or not sets:
+    if not due or not sets or rollouts.engines.failure is not None:
         return
-    if dist.get_rank() == 0:
-        with recorder.phase("evaluation"):
-            for result in evaluate_sets(rollouts, sets, config, state.run_dir, state.step):
-                recorder.add(result.metrics())
-                recorder.console.note(result.line(f"step {state.step}"))
-    broadcast_value(None)  # the others wait, on the CPU
+    with suppress(EnginesFailed), rollouts.engines.attended():  # the next safe point saves, and ends the run for it
+        if dist.get_rank() == 0:
+            with recorder.phase("evaluation"):
+                for result in evaluate_sets(rollouts, sets, config, state.run_dir, state.step):
+                    recorder.add(result.metrics())
+                    recorder.console.note(result.line(f"step {state.step}"))
     if state.step == 0:
         recorder.write(0)
 

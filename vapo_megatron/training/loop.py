@@ -39,7 +39,8 @@ def train(config: TrainConfig, models: Models, rollouts: Rollouts, state: RunSta
     rule = step_rule(config.batch, algorithm.dynamic_sampling, config.run.steps, config.rollout)
     rollouts.begin(rule, config.batch.samples_per_prompt, state.step)
     for step in state.steps():
-        batch = collect(rollouts, algorithm, step, recorder)
+        with state.saved_without_engines():
+            batch = collect(rollouts, algorithm, step, recorder)
         engines.offload()
         score(models, batch, algorithm, recorder)
         if models.updates.is_sound(batch):

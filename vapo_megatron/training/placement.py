@@ -8,6 +8,7 @@ started by somebody else; rank 0 feeds all of them, by one broadcast.
 import os
 import socket
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,8 @@ from vapo_megatron.errors import BadInput
 from vapo_megatron.mcore.mesh import world_timeout
 from vapo_megatron.mcore.platform import Platform
 from vapo_megatron.rollout.client import EngineClient
+from vapo_megatron.rollout.engine_watch import EngineWatch
+from vapo_megatron.rollout.keeper import EngineKeeper, Kept
 from vapo_megatron.rollout.remote_engines import RemoteEngines, take_over_engines, what_must_agree
 from vapo_megatron.rollout.server import EngineAddress, EngineServer
 from vapo_megatron.training.broadcast import on_rank_zero
@@ -38,6 +41,14 @@ from vapo_megatron.weights.spec import read_spec
 
 
 @dataclass(frozen=True)
+class EngineReport:
+    """One engine, as the rank that feeds it sees it."""
+
+    url: str
+    kept: Kept
+
+
+@dataclass(frozen=True)
 class EngineSettings:
     """What every engine of a run is started with. fp8: how its weights are quantised; None where they are not."""
 
@@ -51,12 +62,15 @@ class EngineSettings:
 class Placement(ABC):
     """The engines of a run as one rank sees them.
 
-    server: that this rank owns, to be started and stopped by whoever holds this object; None where it owns none.
+    keeper: of the server that this rank owns, to be started and stopped by whoever holds this object; None where it
+        owns none.
     shares_memory: whether engines use memory of the trainer's device, so that the two have to take turns.
+    needs_all: whether the run ends where one engine is given up; else where all are.
     """
 
-    server: EngineServer | None = None
+    keeper: EngineKeeper | None = None
     shares_memory = False
+    needs_all = True
 
     def __init__(self, settings: EngineSettings, platform: Platform) -> None:
         self._settings, self._config, self._platform = settings, settings.config, platform
@@ -68,6 +82,27 @@ class Placement(ABC):
     @abstractmethod
     def transport(self) -> Transport | None:
         """The way from this rank to the engines it feeds, once they answer; None where it has no part in one."""
+
+    @abstractmethod
+    def engines(self) -> list[EngineReport]:
+        """How the engines are that this rank feeds."""
+
+    @abstractmethod
+    def fail(self, cause: str) -> None:
+        """An engine that this rank feeds was found to be wrong: the one that the cause names."""
+
+    @abstractmethod
+    def survived(self, url: str) -> None:
+        """An engine has served from one weight sync to the next."""
+
+    @abstractmethod
+    def tell(self, when_lost: Callable[[str], None]) -> None:
+        """Call when_lost with the URL of an engine that fails where no broken connection tells of it."""
+
+    def close(self) -> None:
+        """End this rank's server, and what watches others."""
+        if self.keeper is not None:
+            self.keeper.stop()
 
     def _client(self, address: EngineAddress) -> EngineClient:
         return EngineClient(address, self._config.sync.request_timeout_s)
@@ -88,26 +123,47 @@ class _OwnEngines(Placement):
             RunFailed: a server did not start; its log's cause is named.
         """
         address = None
-        if self.server is not None:
-            self.server.wait_until_ready()
-            address = self.server.address
+        if self.keeper is not None:
+            self.keeper.wait_until_ready()
+            address = self.keeper.address
         addresses: list[EngineAddress | None] = [None] * dist.get_world_size()
         dist.all_gather_object(addresses, address)
         return [found for found in addresses if found is not None]
 
     @override
     def transport(self) -> Transport | None:
-        if self.server is None:
+        if self.keeper is None:
             return None
-        client, config = self._client(self.server.address), self._config
+        client, config = self._client(self.keeper.address), self._config
         name = self.default_transport if config.sync.transport == "auto" else config.sync.transport
         if name == "distributed":
             return DistributedTransport([client], config.tp, config.sync.request_timeout_s)
         return self._disk([client]) if name == "disk" else SharedMemoryTransport(client, config.tp)
 
-    def _server(self, index: int, devices: range | None, host: str) -> EngineServer:
+    @override
+    def engines(self) -> list[EngineReport]:
+        if self.keeper is None:
+            return []
+        return [EngineReport(self.keeper.address.url, self.keeper.look())]
+
+    @override
+    def fail(self, cause: str) -> None:
+        assert self.keeper is not None
+        self.keeper.fail(cause)
+
+    @override
+    def tell(self, when_lost: Callable[[str], None]) -> None:
+        """Their keepers end those that fail, which breaks their connections."""
+
+    @override
+    def survived(self, url: str) -> None:
+        assert self.keeper is not None
+        self.keeper.survived()
+
+    def _keeper(self, index: int, devices: range | None, host: str) -> EngineKeeper:
         made, log_file = self._settings, self._settings.log_dir / f"engine_{index}.log"
-        return EngineServer(made.model_dir, self._config, made.dtype, log_file, devices, host=host, fp8=made.fp8)
+        server = EngineServer(made.model_dir, self._config, made.dtype, log_file, devices, host=host, fp8=made.fp8)
+        return EngineKeeper(server, self._config)
 
 
 class CpuPlacement(_OwnEngines):
@@ -125,7 +181,7 @@ class CpuPlacement(_OwnEngines):
         _refuse_ipc(self._config)
         host, rank = _reachable_host(), dist.get_rank()
         if rank < self._config.num_engines:
-            self.server = self._server(rank, None, host)
+            self.keeper = self._keeper(rank, None, host)
 
 
 class ColocatedPlacement(_OwnEngines):
@@ -150,13 +206,13 @@ class ColocatedPlacement(_OwnEngines):
         self._group = _engine_group(tp)
         if rank % tp == 0:
             first = platform.device.index
-            self.server = self._server(rank // tp, range(first, first + tp), host)
+            self.keeper = self._keeper(rank // tp, range(first, first + tp), host)
 
     def transport(self) -> Transport | None:
         """See Placement. CUDA IPC takes part of every rank: each sends from the memory of its own GPU."""
         if self._config.sync.transport not in ("auto", "ipc"):
             return super().transport()
-        client = None if self.server is None else self._client(self.server.address)
+        client = None if self.keeper is None else self._client(self.keeper.address)
         several = self._config.tp > 1
         gather = partial(_gather_payloads, group=self._group) if several else None
         barrier = partial(dist.barrier, group=self._group) if several else None
@@ -166,11 +222,14 @@ class ColocatedPlacement(_OwnEngines):
 class ExternalPlacement(Placement):
     """Engines of rollout.external_urls, on devices of their own, which outlive the run; rank 0 feeds all of them."""
 
+    needs_all = False
+
     def __init__(self, settings: EngineSettings, platform: Platform) -> None:
         super().__init__(settings, platform)
         if not platform.engines_share_device:  # the transport is a GPU's alone, wherever engines are
             _refuse_ipc(self._config)
         self._engines: RemoteEngines | None = None
+        self._watches: dict[str, EngineWatch] = {}
 
     def wait_for_addresses(self) -> list[EngineAddress]:
         """See Placement. They take requests again after the first weight sync.
@@ -181,7 +240,36 @@ class ExternalPlacement(Placement):
         made = self._settings
         agreed = what_must_agree(self._config, read_spec(made.model_dir), made.dtype, made.fp8)
         self._engines = on_rank_zero(lambda: take_over_engines(self._config, agreed))
+        if dist.get_rank() == 0:
+            self._watches = {
+                address.url: EngineWatch(address, self._config, agreed) for address in self._engines.addresses
+            }
         return list(self._engines.addresses)
+
+    @override
+    def engines(self) -> list[EngineReport]:
+        return [EngineReport(url, watch.look()) for url, watch in self._watches.items()]
+
+    @override
+    def fail(self, cause: str) -> None:
+        named = [watch for url, watch in self._watches.items() if url in cause]
+        sick = named or [watch for watch in self._watches.values() if watch.is_sick()]
+        for watch in sick or self._watches.values():
+            watch.fail(cause)
+
+    @override
+    def survived(self, url: str) -> None:
+        self._watches[url].survived()
+
+    @override
+    def tell(self, when_lost: Callable[[str], None]) -> None:
+        for watch in self._watches.values():
+            watch.when_lost = when_lost
+
+    @override
+    def close(self) -> None:
+        for watch in self._watches.values():
+            watch.stop()
 
     @override
     def transport(self) -> Transport | None:

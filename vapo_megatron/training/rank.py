@@ -1,6 +1,7 @@
 """The body of a training rank: its parts are built here, and closed again; the loop is in between."""
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -95,7 +96,8 @@ def start_engines(engines: Engines, recorder: Recorder) -> None:
 
 
 def agree(config: TrainConfig, models: Models, rollouts: Rollouts, recorder: Recorder, resumed: Resumed | None) -> None:
-    """Collective: the engines have the actor's weights, and compute the same."""
+    """Collective: the engines have the actor's weights, and compute the same; those that come later get them too."""
+    rollouts.engines.when_stranded(partial(sync_weights, models, rollouts, recorder, again=True))
     if resumed is not None:
         resumed.restore_generators(models.saved())
         rollouts.engines.version = resumed.progress.weight_version - 1
@@ -107,3 +109,5 @@ def agree(config: TrainConfig, models: Models, rollouts: Rollouts, recorder: Rec
         sync_weights(models, rollouts, recorder)
     else:
         check_engines(models, rollouts, recorder)
+    if rollouts.engines.failure is not None:
+        raise rollouts.engines.failure

@@ -11,6 +11,7 @@ from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput, TryAgain
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.rollout.devices import first_engine_devices
+from vapo_megatron.rollout.keeper import EngineKeeper
 from vapo_megatron.rollout.remote_engines import identity_of_engine, what_must_agree
 from vapo_megatron.rollout.server import EngineServer
 from vapo_megatron.signals import listen, stop_requested
@@ -35,7 +36,7 @@ def serve_engine(config: TrainConfig, host: str, port: int) -> None:
     Raises:
         BadInput: the config cannot work here, or it would listen on a network without a key.
         RunFailed: the engine did not start.
-        TryAgain: it ended by itself.
+        TryAgain: it failed and was started again too often (rollout.health.max_failures).
     """
     listen()
     key = config.rollout.api_key()
@@ -65,10 +66,18 @@ def serve_engine(config: TrainConfig, host: str, port: int) -> None:
         key=key or "",
         identity=identity_of_engine(agreed, devices is not None, str(log_file)),
     )
-    with server:
-        _logger.info("engine at %s, log %s", server.address.url, log_file)
+    keeper = EngineKeeper(server, rollout)
+    try:
+        keeper.start()
+        keeper.wait_until_ready()
+        _logger.info("engine at %s, log %s", keeper.address.url, log_file)
         idle = threading.Event()
         while stop_requested() is None:
-            if (cause := server.ended()) is not None:
-                raise TryAgain(f"{log_file}: the engine ended ({cause})")
+            if (kept := keeper.look()).state == "given up":
+                raise TryAgain(
+                    f"{log_file}: the engine failed {kept.in_a_row} times in a row, the last time {kept.cause} "
+                    "(rollout.health.max_failures)"
+                )
             idle.wait(_POLL_SECONDS)
+    finally:
+        keeper.stop()

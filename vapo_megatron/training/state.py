@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from vapo_megatron.config.checkpoint import CheckpointConfig
 from vapo_megatron.config.run import RunConfig
 from vapo_megatron.training.broadcast import on_rank_zero
 from vapo_megatron.training.checkpoint import Checkpointer, Snapshot
+from vapo_megatron.training.engines import EnginesFailed
 from vapo_megatron.training.recorded_rollouts import RecordedRollouts
 from vapo_megatron.training.resume import Resumed
 from vapo_megatron.training.rollouts import Rollouts
@@ -45,6 +47,7 @@ class RunState:
         self.pretraining = resumed.progress.pretraining if resumed is not None else PretrainingProgress()
         self.recorded = RecordedRollouts(run_dir, resumed.manifest.record if resumed is not None else {})
         self.metrics: Mapping[str, float] = {}
+        self._whole: Snapshot | None = None
         self.started = time.perf_counter()
 
     @property
@@ -84,8 +87,8 @@ class RunState:
         milestone: work that is dear was just done.
 
         Raises:
-            TryAgain: the run is saved and was asked to stop, or its time is short; or it has to go back to its last
-                checkpoint, for too many sick updates.
+            TryAgain: the run is saved and was asked to stop, or its time is short, or its engines fail (EnginesFailed);
+                or it has to go back to its last checkpoint, for too many sick updates.
             RunFailed: an alarm stops the run, or it has gone back often enough.
             BadInput: a save failed.
         """
@@ -104,12 +107,28 @@ class RunState:
             weight_version=rollouts.engines.version,
             probe=rollouts.probe,
         )
+        self._whole, failure = Snapshot(progress, self.metrics, self.recorded.files, graded), rollouts.engines.failure
         self._checkpointer.safe_point(
-            Snapshot(progress, self.metrics, self.recorded.files, graded),
-            due=periodic or (last and self._config.at_end),
-            last=last,
+            self._whole,
+            due=periodic or (last and self._config.at_end) or failure is not None,
+            last=last or failure is not None,
             making_room=rollouts.engines.kv_cache_offloaded,
         )
+        if failure is not None:
+            raise failure
+
+    @contextmanager
+    def saved_without_engines(self) -> Iterator[None]:
+        """Collective: where engines fail for good in here, the state of the last safe point is saved.
+
+        Models and generators must still be as they were then.
+        """
+        try:
+            yield
+        except EnginesFailed:
+            if self._whole is not None:
+                self._checkpointer.safe_point(self._whole, due=True, last=True)
+            raise
 
     def _is_multiple_of(self, every: int | None) -> bool:
         return every is not None and self.step % every == 0

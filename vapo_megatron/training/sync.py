@@ -1,25 +1,45 @@
 """Weight sync: the engines get the actor's weights, and both must then compute the same."""
 
+from contextlib import suppress
+
+from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.training.engines import EnginesFailed
 from vapo_megatron.training.models import Models
 from vapo_megatron.training.rollouts import Rollouts
 
 
-def sync_weights(models: Models, rollouts: Rollouts, recorder: Recorder) -> None:
+def sync_weights(models: Models, rollouts: Rollouts, recorder: Recorder, again: bool = False) -> None:
     """Collective: the engines get the actor's weights; engine and trainer must then agree on the probe.
+
+    Engines that fail in it are left out, as long as there are others. Where none is left for good, Engines.failure says
+    so when this returns.
+
+    again: the weights of the last weight sync, for engines that have taken the place of those that had them.
 
     Raises:
         RunFailed: a tensor was not taken or not sent, or log-probs differ by more than the tolerance.
     """
-    engines = rollouts.engines
-    rollouts.prepare_sync(recorder)
-    engines.offload_kv_cache()
-    models.memory.enter("weight_sync")
-    with recorder.timer("weight_sync"):
-        engines.onload("weights")
-        engines.update_weights(models.actor)
-        recorder.add({f"weight_sync/{part}_seconds": seconds for part, seconds in engines.sync_seconds.items()})
-    check_engines(models, rollouts, recorder)
+    engines, at_step = rollouts.engines, not again
+    if at_step:
+        with suppress(EnginesFailed), engines.attended():
+            rollouts.prepare_sync(recorder)
+    while True:
+        engines.offload_kv_cache()
+        models.memory.enter("weight_sync")
+        with recorder.timer("weight_sync"):
+            engines.onload("weights")
+            engines.update_weights(models.actor, again)
+        if engines.has_weights:
+            recorder.add({f"weight_sync/{part}_seconds": seconds for part, seconds in engines.sync_seconds.items()})
+            check_engines(models, rollouts, recorder)
+        if engines.has_weights or engines.failure is not None:
+            break
+        again = True
+    for cause in engines.take_failures():
+        recorder.console.alarm(f"an engine failed: {cause}")
+    if at_step:
+        recorder.add({names.ENGINE_FAILURES: float(engines.take_count()), "rollout/engines": float(engines.serving)})
 
 
 def check_engines(models: Models, rollouts: Rollouts, recorder: Recorder) -> None:

@@ -106,7 +106,8 @@ def record_rollouts(
     rule = StepRule(size.prompts_per_step, iterations)
     rollouts.begin(rule, size.samples_per_prompt, state.pretraining.iterations, fixed_policy=True)
     for done in range(state.pretraining.iterations + 1, iterations + 1):
-        batch = collect(rollouts, algorithm, state.step, recorder)
+        with state.saved_without_engines():
+            batch = collect(rollouts, algorithm, state.step, recorder)
         name = state.recorded.next_name
         state.recorded.add(name, on_rank_zero(partial(write_rollout, batch, state.run_dir / name)))
         state.pretraining = state.pretraining.model_copy(update={"iterations": done})

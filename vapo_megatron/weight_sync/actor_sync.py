@@ -1,20 +1,18 @@
 """The actor's weights to the engines: the stream of buckets, the session they go through, and the proof afterwards."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import torch
 import torch.distributed as dist
 
 from vapo_megatron.config.rollout import Dtype, RolloutConfig
-from vapo_megatron.errors import RunFailed
+from vapo_megatron.errors import RunFailed, VapoError
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.rollout.client import PauseMode
 from vapo_megatron.weight_sync.logprob_difference import Limits, LogprobDifference, Precision, limits_of
 from vapo_megatron.weight_sync.probe import probe_batch, split_logprobs
-from vapo_megatron.weight_sync.session import WeightSync, some_of
+from vapo_megatron.weight_sync.session import EngineLost, WeightSync, some_of
 from vapo_megatron.weight_sync.transports import Transport
 from vapo_megatron.weights.bucket import DeviceSlots, NamedTensors, SharedSlots
 from vapo_megatron.weights.export import make_slots, stream_hf
@@ -45,42 +43,59 @@ class ActorSync:
         self._session = None if transport is None else WeightSync(transport, pause)
         self._slots: DeviceSlots | SharedSlots | None = None
 
-    def update(self, actor: Trainable, version: int) -> dict[str, float]:
-        """The engines get the actor's weights, re-sharded, under a version. Returns the seconds of each part.
+    def serve(self, starts: Mapping[str, int]) -> None:
+        """See WeightSync.serve; of the engines that this rank feeds, the others are not there."""
+        if self._session is not None:
+            self._session.serve(starts)
+
+    @property
+    def served(self) -> list[str]:
+        """URLs of the engines that this rank feeds."""
+        return [] if self._session is None else self._session.served
+
+    def update(self, actor: Trainable, version: int) -> tuple[dict[str, float], str | None]:
+        """The engines get the actor's weights, re-sharded, under a version.
+
+        Returns:
+            The seconds of each part, and how an engine of this rank's failed; None where none did.
 
         Raises:
             RunFailed: a name or shape that an engine does not take, or a parameter that was not sent.
         """
-        times = PartTimes()
+        times, lost = PartTimes(), None
         buckets = self._buckets(actor, times)
-        if self._session is not None:
-            self._session.load(buckets, version, times)
-        else:
-            _drain(buckets)
+        try:
+            if self._session is not None:
+                self._session.load(buckets, version, times)
+            else:
+                _drain(buckets)
+        except EngineLost as error:
+            lost = str(error)
         seconds = times.read()
         if isinstance(self._slots, DeviceSlots):  # a device's memory gives way to caches, activations and optimizers
             self._slots.close()
             self._slots = None
             current_platform().release_ipc_memory()
-        return seconds
+        return seconds, lost
 
     def compare_logprobs(
         self, actor: Trainable, sequences: Sequence[Sequence[int]], before_asking: Callable[[], None]
-    ) -> LogprobDifference:
-        """The difference of the log-probs that actor and engines give to some sequences, the worst over all engines.
+    ) -> tuple[dict[str, LogprobDifference], str | None]:
+        """The difference of the log-probs that the actor and each engine of this rank's give to some sequences, by URL;
+        and how an engine failed to answer, None where none did.
 
         before_asking: called when the actor has done its part and before the engines do theirs.
         """
         batch = probe_batch(sequences)
         ours = split_logprobs(batch, actor.score(batch, temperature=1.0)[:, 0])
         before_asking()
-        own = []
-        if self._session is not None and self._session.owns:
-            own = self._session.logprob_differences(sequences, ours, self.limits.share)
-        # Over the CPU: engines on these GPUs may still be at work.
-        worst = torch.tensor(astuple(LogprobDifference.worst(own)), dtype=torch.float64)
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        return LogprobDifference(*worst.tolist())
+        if self._session is None or not self._session.owns:
+            return {}, None
+        try:
+            found = self._session.logprob_differences(sequences, ours, self.limits.share)
+        except VapoError as error:
+            return {}, str(error)
+        return dict(zip(self._session.served, found, strict=True)), None
 
     @property
     def limits(self) -> Limits:

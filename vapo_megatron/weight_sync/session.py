@@ -1,18 +1,27 @@
 """The weight sync of the trainer's weights to servers, and the proof that they arrived."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
+from typing import Any, TypeVar
 
-from vapo_megatron.errors import RunFailed
+from vapo_megatron.errors import RunFailed, TryAgain, VapoError
 from vapo_megatron.rollout.client import EngineClient, PauseMode
 from vapo_megatron.weight_sync.bucket_message import Purpose
 from vapo_megatron.weight_sync.logprob_difference import LogprobDifference, compare_logprobs
-from vapo_megatron.weight_sync.transports import Transport
+from vapo_megatron.weight_sync.transports import NOTHING, Transport
 from vapo_megatron.weights.bucket import NamedTensors
 from vapo_megatron.weights.part_times import PartTimes
 
 _NAMED_IN_AN_ERROR = 8
+
+T = TypeVar("T")
+
+
+class EngineLost(TryAgain):
+    """A server failed in the middle of a weight sync; others may serve on."""
 
 
 class WeightSync:
@@ -28,12 +37,26 @@ class WeightSync:
 
     def __init__(self, transport: Transport, pause: PauseMode = "abort") -> None:
         self._transport, self._pause = transport, pause
+        self._known = transport.clients
+        self._starts: dict[str, int] = {}
         self._runner = asyncio.Runner()
 
     @property
     def owns(self) -> bool:
         """Whether this rank may ask servers for log-probs."""
         return bool(self._transport.clients)
+
+    @property
+    def served(self) -> list[str]:
+        """URLs of the servers that take part."""
+        return [client.address.url for client in self._transport.clients]
+
+    def serve(self, starts: Mapping[str, int]) -> None:
+        """Go on with those of the servers that are at these URLs; the numbers change where one was started again."""
+        if any(starts.get(url) != number for url, number in self._starts.items()):
+            self._transport.serve(())  # what it had opened with them is of no more use
+        self._starts = dict(starts)
+        self._transport.serve([client for client in self._known if client.address.url in starts])
 
     def load(self, buckets: Iterable[NamedTensors], version: int, times: PartTimes | None = None) -> None:
         """Replace the server's weights; what it generates from now on is marked with version.
@@ -44,6 +67,8 @@ class WeightSync:
         Raises:
             RunFailed: a name the server does not know, a shape that does not fit, parameters that were not sent, or
                 tensors that arrived damaged. The server then takes no requests until a later load succeeds.
+            EngineLost: a server is gone, silent or refuses to go on; all buckets were gone through nevertheless, as
+                other ranks depend on it. None is served any more, until serve().
         """
         self._stream(buckets, "load", version, times or PartTimes())
 
@@ -56,7 +81,7 @@ class WeightSync:
         return self._stream(buckets, "compare", None, PartTimes())
 
     def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """EngineClient.prompt_logprobs of every server."""
+        """EngineClient.prompt_logprobs of every server that takes part."""
         return self._runner.run(self._transport.each(lambda client: client.prompt_logprobs(sequences)))
 
     def verify(
@@ -88,6 +113,7 @@ class WeightSync:
     def close(self) -> None:
         """Close the connection and give the buffers back."""
         self._transport.close()
+        self._transport.serve(self._known)
         self._runner.run(self._transport.each(EngineClient.close))
         self._runner.close()
 
@@ -102,30 +128,40 @@ class WeightSync:
     def _stream(
         self, buckets: Iterable[NamedTensors], purpose: Purpose, version: int | None, times: PartTimes
     ) -> list[str]:
-        transport, run = self._transport, self._runner.run
-        run(transport.each(lambda client: client.pause(self._pause)))
-        run(transport.begin_session())
+        transport = self._transport
+        lost: list[VapoError] = []
+
+        def run(call: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
+            """What a call returns; where a server fails, this rank goes on without one, for the sake of the others."""
+            try:
+                return self._runner.run(call())
+            except VapoError as error:
+                if not transport.clients:
+                    raise
+                lost.append(error)
+                transport.serve(())
+                return None
+
+        run(lambda: transport.each(lambda client: client.pause(self._pause)))
+        run(transport.begin_session)
         problems: list[str] = []
         first = True
-        for bucket in buckets:
-            problems += self._deliver(bucket, purpose, first, None, times)
-            first = False
         # Nothing ends the weight sync: to know which bucket is the last one would be to hold two.
-        problems += self._deliver(None, purpose, first, version, times)
-        run(transport.end_session())
+        for bucket in itertools.chain(buckets, [None]):
+            ends = version if bucket is None else None
+            with times.part("send"):
+                answer = run(partial(transport.deliver, bucket, purpose, first=first, version=ends)) or NOTHING
+            times.add("load", answer.seconds)
+            times.add("send", -answer.seconds)
+            problems += answer.problems
+            first = False
+        run(transport.end_session)
         if problems and purpose == "load":
             raise self._rejected(problems)
-        run(transport.each(EngineClient.resume))
+        run(lambda: transport.each(EngineClient.resume))
+        if lost:
+            raise EngineLost(str(lost[0]))
         return problems
-
-    def _deliver(
-        self, bucket: NamedTensors | None, purpose: Purpose, first: bool, version: int | None, times: PartTimes
-    ) -> list[str]:
-        with times.part("send"):
-            answer = self._runner.run(self._transport.deliver(bucket, purpose, first=first, version=version))
-        times.add("load", answer.seconds)
-        times.add("send", -answer.seconds)
-        return answer.problems
 
     def _rejected(self, problems: Sequence[str]) -> RunFailed:
         addresses = (client.address for client in self._transport.clients)

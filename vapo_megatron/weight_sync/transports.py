@@ -45,6 +45,10 @@ class Transport(ABC):
     def __init__(self, clients: Sequence[EngineClient]) -> None:
         self.clients = tuple(clients)
 
+    def serve(self, clients: Sequence[EngineClient]) -> None:
+        """Feed these servers from now on, on the owner; without any it only takes part in what several ranks do."""
+        self.clients = tuple(clients)
+
     async def each(self, call: Callable[[EngineClient], Awaitable[T]]) -> list[T]:
         """What every server answers to a call; all are asked at once."""
         return await asyncio.gather(*(call(client) for client in self.clients))
@@ -179,6 +183,12 @@ class DistributedTransport(Transport):
         self._engine_tp, self._deadline = engine_tp, deadline
         self._group: BroadcastGroup | None = None
         self._device, self._slots = device, DeviceSlots(device)
+
+    @override
+    def serve(self, clients: Sequence[EngineClient]) -> None:
+        if tuple(clients) != self.clients:
+            self._group = None  # of other servers, or of one that is gone
+        super().serve(clients)
 
     async def begin_session(self) -> None:
         """See Transport; the first time the two sides meet."""

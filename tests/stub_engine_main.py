@@ -1,0 +1,38 @@
+"""The program of stub_engine.StubServer: python stub_engine_main.py PORT; its folder of temporary files is TMPDIR."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+from vapo_megatron.engine.heartbeat import END_PATH, Heartbeat, register
+
+
+def main(port: int) -> None:
+    if os.fork() == 0:
+        register("scheduler")
+        while True:
+            signal.pause()
+    heartbeat = Heartbeat(lambda: [])
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(asyncio.run(heartbeat.health())).encode())
+
+        def do_POST(self) -> None:
+            if self.path == f"/{END_PATH}?cause=a+test":
+                asyncio.run(heartbeat.end("a test"))
+
+        def log_message(self, *_: object) -> None: ...
+
+    time.sleep(0.2)
+    HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,71 @@
+"""A run whose engines are killed, stopped and made to lie ends as one that was not disturbed, without a new start."""
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import attempts
+import pytest
+from engine_faults import disturb, kill_in_a_weight_sync, same_run
+
+from vapo_megatron.config.train import TrainConfig
+
+SETTINGS = (
+    "value_pretraining.enabled=false",
+    "data.eval=[]",
+    "checkpoint.every=null",
+    "checkpoint.every_minutes=null",
+    "rollout.health.every_s=0.3",
+    "rollout.health.answer_s=5",
+)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[attempts.World]:
+    with attempts.world(tmp_path_factory.mktemp("engines")) as made:
+        yield made
+
+
+def config_of(world: attempts.World, name: str, *more: str) -> TrainConfig:
+    return attempts.config_of(world, name, {"tp": 1}, *SETTINGS, *more)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(world: attempts.World) -> Path:
+    config = config_of(world, "undisturbed")
+    end = attempts.live(world, config, 2)
+    assert end.code == 0, end.said
+    return Path(config.run.directory)
+
+
+def test_the_only_engine_is_killed_stopped_and_lies(world: attempts.World, undisturbed: Path) -> None:
+    config, began = config_of(world, "one", "rollout.health.max_failures=4"), time.monotonic()
+    # 4 groups a step: in the first, between the first and the second, and in the third.
+    faults = {2: ("scheduler", signal.SIGKILL), 8: ("server", 0), 14: ("server", signal.SIGSTOP)}
+    end = attempts.live(world, config, 2, prepare=lambda: disturb(faults), own_engines=True)
+    assert end.code == 0, end.said
+    rows = same_run(Path(config.run.directory), undisturbed)
+    assert sum(row["rollout/engine_failures"] for row in rows) == 3
+    assert time.monotonic() - began < attempts.DEADLINE
+
+
+def test_one_of_two_engines_is_killed_and_stopped_in_a_weight_sync(world: attempts.World, undisturbed: Path) -> None:
+    config = config_of(world, "two", "rollout.num_engines=2")
+
+    def prepare() -> None:
+        disturb({2: ("detokenizer", signal.SIGKILL)})
+        kill_in_a_weight_sync(3)
+
+    end = attempts.live(world, config, 2, prepare=prepare, own_engines=True)
+    assert end.code == 0, end.said
+    rows = same_run(Path(config.run.directory), undisturbed)
+    assert sum(row["rollout/engine_failures"] for row in rows) >= 2
+
+
+def test_after_bounded_failures_the_run_is_saved_and_ends_with_the_cause(world: attempts.World) -> None:
+    config = config_of(world, "given_up", "rollout.health.max_failures=0")
+    faults = {7: ("scheduler", signal.SIGKILL)}  # in the second step
+    end = attempts.live(world, config, 2, prepare=lambda: disturb(faults), own_engines=True)
+    assert end.code == 75 and "an engine failed 1 times in a row" in end.said, end
+    assert [path.name for path in (Path(config.run.directory) / "checkpoints").iterdir()] == ["step_000001"]

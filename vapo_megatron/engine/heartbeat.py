@@ -1,0 +1,90 @@
+"""What a server tells of its own processes: whether all of them are there, and get on with what they were asked.
+
+Each process of a server has a file in the server's folder of temporary files; a scheduler writes the time of its last
+batch into it. The HTTP process reads them when it is asked (HEALTH_PATH), and ends the server when it is told to.
+"""
+
+import functools
+import mmap
+import os
+import signal
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Sized
+from pathlib import Path
+from typing import Any
+
+HEALTH_PATH = "vapo_health"
+END_PATH = "vapo_end"
+
+_PREFIX = "process-"
+_TIME = struct.Struct("d")
+_STATES = {"T": "stopped", "t": "stopped by a debugger", "Z": "dead", "X": "dead"}
+
+
+def register(role: str) -> Callable[[], None]:
+    """This process is one of the server's, from now on. Returns what is to be called when it gets on with its work."""
+    path = Path(tempfile.gettempdir()) / f"{_PREFIX}{role}-{os.getpid()}"
+    path.write_bytes(_TIME.pack(time.monotonic()))
+    with path.open("r+b") as file:
+        memory = mmap.mmap(file.fileno(), _TIME.size)
+
+    def beat() -> None:
+        _TIME.pack_into(memory, 0, time.monotonic())
+
+    return beat
+
+
+def beats_with(scheduler: Any, beat: Callable[[], None]) -> None:
+    """Have SGLang's scheduler class call beat before and after each batch."""
+    run_batch = scheduler.run_batch
+
+    @functools.wraps(run_batch)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        beat()
+        try:
+            return run_batch(*args, **kwargs)
+        finally:
+            beat()
+
+    scheduler.run_batch = watched
+
+
+class Heartbeat:
+    """The HTTP process' view of the others.
+
+    Args:
+        requests: returns what the server has been asked and has not answered yet.
+    """
+
+    def __init__(self, requests: Callable[[], Sized]) -> None:
+        self._requests, self._idle_at = requests, time.monotonic()
+
+    async def health(self) -> dict[str, Any]:
+        """lost: a line for each process that is dead or stopped. requests: that are open. silent_s: for how many
+        seconds no batch has begun or ended while there were any; 0 without."""
+        now, lost, beats = time.monotonic(), [], [self._idle_at]
+        for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+            _, role, pid = path.name.split("-")
+            state = _STATES.get(_state(int(pid)))
+            if state is not None:
+                lost.append(f"its {role} (process {pid}) is {state}")
+            beats.append(_TIME.unpack(path.read_bytes())[0])
+        requests = len(self._requests())
+        if requests == 0:
+            self._idle_at = now
+        return {"lost": sorted(lost), "requests": requests, "silent_s": now - max(beats) if requests else 0.0}
+
+    async def end(self, cause: str) -> None:
+        """End the server, all its processes and this one: its owner starts it again, and finds the cause in the log."""
+        print(f"EndedForError: {cause}", flush=True)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _state(pid: int) -> str:
+    """The state of a process, as in /proc/<pid>/stat; X where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"

@@ -1,0 +1,202 @@
+"""Keeps one server running: ends it when it is dead, stopped, silent or called wrong, and starts it again.
+
+The address stays the same. Whoever has a request in a server that is ended hears of it at once, by a broken connection;
+a server that was started again has no weights of ours (NO_WEIGHTS) until the next weight sync.
+"""
+
+import contextlib
+import json
+import logging
+import threading
+import time
+import urllib.parse
+import urllib.request
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.engine.heartbeat import END_PATH, HEALTH_PATH
+from vapo_megatron.errors import BadInput
+from vapo_megatron.rollout.server import DIRECT, EngineAddress, EngineServer
+
+_logger = logging.getLogger(__name__)
+
+State = Literal["starting", "serving", "waiting", "given up"]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """How a server is, small enough to be sent to other ranks.
+
+    failures: so far; in_a_row: the last of them, between which it neither outlived two weight syncs nor served for
+    rollout.start_timeout_s; cause: of the last one.
+    """
+
+    state: State
+    failures: int
+    in_a_row: int
+    cause: str
+
+
+class EngineKeeper:
+    """A thread beside the owner of a server. Its methods may be called from any other.
+
+    Args:
+        server: to be kept. Not started yet.
+        config: the rollout section.
+    """
+
+    def __init__(self, server: EngineServer, config: RolloutConfig) -> None:
+        self._server, self._config, self._health = server, config, config.health
+        self._lock, self._stop = threading.RLock(), threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="engine-keeper", daemon=True)
+        self._state: State = "starting"
+        self._may_start = True
+        self._failures = self._in_a_row = 0
+        self._cause = ""
+        self._answered = self._started = self._served = self._ended = 0.0
+
+    @property
+    def address(self) -> EngineAddress:
+        """Of the server, valid once started; that of one which takes its place is the same."""
+        return self._server.address
+
+    def start(self) -> None:
+        """Begin to start the server for the first time; wait_until_ready() follows."""
+        self._server.start()
+
+    def wait_until_ready(self) -> None:
+        """Return when the server answers for the first time; from then on it is kept.
+
+        Raises:
+            RunFailed: see EngineServer.wait_until_ready. A server that never started is not started again.
+        """
+        self._server.wait_until_ready()
+        self._state = "serving"
+        self._served = self._answered = time.monotonic()
+        self._thread.start()
+
+    def look(self) -> Kept:
+        """How the server is."""
+        with self._lock:
+            return Kept(self._state, self._failures, self._in_a_row, self._cause)
+
+    def fail(self, cause: str) -> None:
+        """The server was found to be wrong: it is ended, and started again."""
+        with self._lock:
+            if self._state == "serving":
+                self._replace(cause)
+
+    def survived(self) -> None:
+        """The server has served from one weight sync to the next: earlier failures count no more."""
+        with self._lock:
+            self._in_a_row = 0
+
+    def let_start(self, allowed: bool) -> None:
+        """Whether a server may be started now; one that is being started and may not is ended, to be started later."""
+        with self._lock:
+            self._may_start = allowed
+            if not allowed and self._state == "starting":
+                self._server.stop()
+                self._state = "waiting"
+
+    def stop(self) -> None:
+        """End the server for good."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._server.stop()
+
+    def _keep(self) -> None:
+        while not self._stop.wait(self._health.every_s):
+            with self._lock:
+                if self._state == "waiting" and self._may_start:
+                    self._start_again()
+                elif self._state == "starting":
+                    self._look_at_start()
+            if self._state == "serving" and (cause := self._wrong()) is not None:
+                self.fail(cause)
+
+    def _wrong(self) -> str | None:
+        """What is wrong with a server that serves. Not under the lock: it may take seconds."""
+        if (ended := self._server.ended()) is not None:
+            return f"it ended ({ended})"
+        now = time.monotonic()
+        found = ask_health(self.address, self._health.every_s)
+        if found is None:
+            silent = now - self._answered
+            return f"no answer for {silent:.0f} s" if silent > self._health.answer_s else None
+        self._answered = now
+        return what_is_wrong(found, self._health.progress_s)
+
+    def _replace(self, cause: str) -> None:
+        if self._state == "serving" and time.monotonic() - self._served > self._config.start_timeout_s:
+            self._in_a_row = 0
+        self._failures += 1
+        self._in_a_row += 1
+        self._cause = cause if self.address.url in cause else f"{self.address.url}: {cause}"
+        self._server.stop()
+        self._ended = time.monotonic()
+        log = self._server.set_log_aside()
+        given_up = self._in_a_row > self._health.max_failures
+        then = "not started again" if given_up else "it is started again"
+        _logger.warning("engine %s (log %s): %s, failure %d", self._cause, log, then, self._in_a_row)
+        self._state = "given up" if given_up else "waiting"
+        if not given_up and self._may_start:
+            self._start_again()
+
+    def _start_again(self) -> None:
+        self._state, self._started = "starting", time.monotonic()
+        try:
+            self._server.start_again()
+        except BadInput as error:  # its port: processes of the old server may have it for a moment
+            _logger.info("engine %s: %s", self.address.url, error)
+            self._state = "waiting"
+            if time.monotonic() > self._ended + self._config.start_timeout_s:
+                self._replace(str(error))
+
+    def _look_at_start(self) -> None:
+        seconds, limit = time.monotonic() - self._started, self._config.start_timeout_s
+        if (ended := self._server.ended()) is not None:
+            self._replace(f"it ended while starting ({ended})")
+        elif self._server.is_ready():
+            self._state = "serving"
+            self._served = self._answered = time.monotonic()
+            _logger.info("engine %s serves again after %.1f s", self.address.url, seconds)
+        elif seconds > limit:
+            self._replace(f"it did not answer within rollout.start_timeout_s={limit:g} s")
+
+
+def what_is_wrong(health: dict[str, Any], progress_s: float) -> str | None:
+    """What a server tells of itself (engine.heartbeat), in words; None where all is well."""
+    if health["lost"]:
+        return str(health["lost"][0])
+    if health["silent_s"] > progress_s:
+        return (
+            f"{health['requests']} requests wait and no batch has ended for {health['silent_s']:.0f} s "
+            f"(rollout.health.progress_s={progress_s:g})"
+        )
+    return None
+
+
+def ask_health(address: EngineAddress, timeout: float) -> dict[str, Any] | None:
+    """What a server tells of itself; None where it does not answer within so many seconds."""
+    try:
+        with DIRECT.open(_request(address, HEALTH_PATH), timeout=max(timeout, 1.0)) as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
+    except (OSError, ValueError):
+        return None
+
+
+def end_server(address: EngineAddress, cause: str) -> None:
+    """End a server that was found to be wrong, if it can still be told to; its owner starts it again."""
+    request = _request(address, f"{END_PATH}?{urllib.parse.urlencode({'cause': cause})}")
+    request.method = "POST"
+    with contextlib.suppress(OSError, ValueError):  # it ended before it could answer
+        DIRECT.open(request, timeout=5).close()
+
+
+def _request(address: EngineAddress, path: str) -> urllib.request.Request:
+    headers = {"Authorization": f"Bearer {address.key}"} if address.key else {}
+    return urllib.request.Request(f"{address.url}/{path}", headers=headers)
