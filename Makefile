@@ -19,12 +19,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 
 ROOMS ?=
 
-.PHONY: help install quickstart test test-full test-mcore019 test-py312 mutants bench gpu-check lint format docs docs-serve
+.PHONY: help install quickstart test test-full test-faults test-mcore019 test-py312 mutants bench gpu-check lint format docs docs-serve
 
 help:
 	@echo "make quickstart   train a small reasoning model with VAPO on this machine, from nothing"
 	@echo "make test         every check: ruff, mypy, pytest"
 	@echo "make test-full    the larger matrix of parallel layouts, about ten minutes on two cores"
+	@echo "make test-faults  a run under a hundred faults: processes killed and stopped, damaged files, a full disk"
 	@echo "make test-mcore019  tests of layouts and weights with Megatron-Core 0.19 on Python 3.11, in .venv-mcore019"
 	@echo "make test-py312   the same on Python 3.12, in .venv-py312"
 	@echo "make mutants      how many small changes to the code the tests notice, in .venv-mutants; hours, goes on where it stopped"
@@ -48,6 +49,10 @@ test: lint
 
 test-full: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m full tests/mcore
+
+# FAULTS: how many; SEED: which ones, and when.
+test-faults: $(STAMP)
+	@OMP_NUM_THREADS=1 FAULTS=$(or $(FAULTS),100) SEED=$(or $(SEED),1) $(BIN)/python -m pytest -q -s -m faults tests/training
 
 # Megatron-Core 0.17 and later asks for Python 3.12, for its compiled data loader alone, which nothing here imports. Its
 # wheel is unpacked in front of the packages of .venv.

@@ -63,7 +63,7 @@ class Engines:
         self._sync: ActorSync | None = None
         self._dispatcher: Dispatcher | None = None
         self._offloaded: set[MemoryTag] = set()
-        self._fed: set[str] = set()
+        self._fed: dict[str, int] = {}  # URLs of those with the weights, and their failures so far
         self._failures: list[str] = []
         self._count = 0
         self._seen: dict[str, int] = {}
@@ -107,7 +107,7 @@ class Engines:
         """
         addresses = self._placement.wait_for_addresses()
         self.count = len(addresses)
-        self._fed = {address.url for address in addresses}
+        self._fed = {address.url: 0 for address in addresses}
         if dist.get_rank() == 0:
             self._dispatcher = Dispatcher(addresses, self._config, self._stop_token_ids)
             self._placement.tell(self._dispatcher.lose)
@@ -144,7 +144,7 @@ class Engines:
                 self._placement.fail(lost)
             if self._agree(self._sync.served):
                 return
-        self._fed = set()
+        self._fed = {}
 
     def check(
         self, actor: Trainable, sequences: Sequence[Sequence[int]], before_asking: Callable[[], None] = lambda: None
@@ -289,13 +289,14 @@ class Engines:
         told = _gather([(report, report.url in fed) for report in own])
         reports = [pair for rank in told for pair in rank]
         for report in own:
-            if report.url in fed and report.url in self._fed and report.kept.failures == self._seen.get(report.url, 0):
+            if report.url in fed and report.kept.failures == self._fed.get(report.url):
                 self._placement.survived(report.url)
-        self._fed = {report.url for report, is_fed in reports if is_fed and report.kept.state == "serving"}
+        serving = [report for report, is_fed in reports if is_fed and report.kept.state == "serving"]
+        self._fed = {report.url: report.kept.failures for report in serving}
         self._note([report for report, _ in reports])
         if self._dispatcher is not None:
             self._dispatcher.use(self._fed)
-        return self._fed
+        return set(self._fed)
 
     def _note(self, reports: Sequence[EngineReport]) -> None:
         for report in reports:

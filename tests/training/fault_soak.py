@@ -1,0 +1,300 @@
+"""A run under a seeded stream of faults, started again for as long as it ends with a code that says so.
+
+What a person would do is done: a checkpoint that is named as damaged is removed, then the same command is given again.
+"""
+
+import asyncio
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attempts
+import psutil
+
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.rollout.client import EngineClient
+from vapo_megatron.training import rank
+
+RANKS = 2
+_DISK_LIMIT = 64 << 10
+_STOPPED_SECONDS = 2.0
+_RESET_SECONDS = 0.05
+
+
+@dataclass
+class Soak:
+    """What became of a run.
+
+    Attributes:
+        faults: how many of each kind were done.
+        seconds: from each fault to the end of the step that was next, by kind.
+        codes: of the attempts, the last one's included.
+        left: processes and files that should not be there any more.
+    """
+
+    faults: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    codes: Counter[int] = field(default_factory=Counter)
+    left: list[str] = field(default_factory=list)
+
+    def table(self) -> str:
+        """A line for each kind of fault: how many, and the median and largest of their seconds."""
+        lines = []
+        for kind, number in sorted(self.faults.items()):
+            found = sorted(self.seconds.get(kind, []))
+            told = f"{found[len(found) // 2]:6.1f} {found[-1]:6.1f}" if found else "     -      -"
+            lines.append(f"{kind:28} {number:4d} {told}")
+        return "\n".join(lines)
+
+
+class Attempt:
+    """One start of the run, in a process that leads a group of its own."""
+
+    def __init__(self, config: TrainConfig, prepare: Callable[[], None]) -> None:
+        config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"ranks": RANKS})})
+        context = multiprocessing.get_context("fork")
+        self._reader, writer = context.Pipe(duplex=False)
+        body = partial(rank.train_rank, config)
+        self.process = context.Process(target=attempts._start, args=(config, body, prepare, writer, True))
+        self.process.start()
+        writer.close()
+
+    def family(self) -> dict[str, list[psutil.Process]]:
+        """Its living processes, by role."""
+        found: dict[str, list[psutil.Process]] = {}
+        with suppress(psutil.NoSuchProcess):
+            starter = psutil.Process(self.process.pid)
+            for process in starter.children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    found.setdefault(_role(process, starter.pid), []).append(process)
+        return found
+
+    def end(self, seconds: float) -> tuple[int, str]:
+        """Exit code and one line."""
+        self.process.join(seconds)
+        assert self.process.exitcode is not None, "an attempt does not end"
+        said = ""
+        with suppress(EOFError):
+            said = self._reader.recv() if self._reader.poll() else ""
+        return self.process.exitcode, said
+
+
+def _role(process: psutil.Process, starter: int) -> str:
+    command = process.cmdline()
+    if "vapo_megatron.engine.server_main" in command:
+        return "engine"
+    if "sglang::scheduler" in " ".join(command):
+        return "scheduler"
+    if "sglang::detokenizer" in " ".join(command):
+        return "detokenizer"
+    if "vapo_megatron.rewards.worker" in command:
+        return "verifier"
+    return "rank" if process.ppid() == starter else "other"
+
+
+def reset_connections(every: int) -> None:
+    """Cut the connection of each `every`-th request of generation soon after it was sent, and all others with it."""
+    generate, calls = EngineClient.generate, 0
+
+    async def cut(client: EngineClient, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        work = asyncio.ensure_future(generate(client, *args, **kwargs))
+        if calls % every == 0:
+            await asyncio.sleep(_RESET_SECONDS)
+            await client.close()
+        return await work
+
+    EngineClient.generate = cut  # type: ignore[method-assign]
+
+
+def rows_of(run_dir: Path) -> int:
+    """Steps that are done."""
+    try:
+        return (run_dir / "metrics.jsonl").read_text().count("\n")
+    except OSError:
+        return 0
+
+
+# Faults of a process by its role: the signals that it gets, the seconds between them.
+SIGNALS: dict[str, tuple[str, list[int]]] = {
+    "rank: kill -9": ("rank", [signal.SIGKILL]),
+    "rank: stopped for a while": ("rank", [signal.SIGSTOP, signal.SIGCONT]),
+    "engine: kill -9": ("engine", [signal.SIGKILL]),
+    "engine: stopped": ("engine", [signal.SIGSTOP]),
+    "engine: stopped for a while": ("engine", [signal.SIGSTOP, signal.SIGCONT]),
+    "scheduler: kill -9": ("scheduler", [signal.SIGKILL]),
+    "scheduler: stopped": ("scheduler", [signal.SIGSTOP]),
+    "detokenizer: kill -9": ("detokenizer", [signal.SIGKILL]),
+    "detokenizer: stopped": ("detokenizer", [signal.SIGSTOP]),
+    "verifier: kill -9": ("verifier", [signal.SIGKILL]),
+    "verifier: stopped for a while": ("verifier", [signal.SIGSTOP, signal.SIGCONT]),
+}
+ASKED = {"run: SIGTERM": signal.SIGTERM, "run: SIGUSR1": signal.SIGUSR1}
+FILES = ("checkpoint: cut file", "checkpoint: flipped bit")
+DISK, RESETS = "disk: full", "network: reset"
+KINDS = (*SIGNALS, *ASKED, *FILES, DISK, RESETS)
+
+
+class Fuzzer:
+    """Disturbs one run until it is finished.
+
+    Args:
+        config: of the run, with run.resume=auto.
+        random: chooses faults and times.
+        kinds: what to choose from.
+        most: faults in this run.
+        soak: gets what was done.
+    """
+
+    def __init__(self, config: TrainConfig, chance: random.Random, kinds: Sequence[str], most: int, soak: Soak) -> None:
+        self._config, self._chance, self._kinds, self._left, self._soak = config, chance, kinds, most, soak
+        self._run_dir = Path(config.run.directory)
+        self._groups: set[int] = set()
+        self._open: list[tuple[str, float, int]] = []  # kind, time, steps that were done then
+
+    def run(self, seconds: float) -> None:
+        """Start attempts until one ends with 0."""
+        end = time.monotonic() + seconds
+        while True:
+            code, said = self._attempt(end)
+            self._soak.codes[code] += 1
+            if code == 0:
+                break
+            assert code in (2, 75), f"an attempt ended with {code}: {said}"
+            if code == 2:
+                self._mend(said)
+        self._soak.left += self._left_behind()
+
+    def _attempt(self, end: float) -> tuple[int, str]:
+        attempt = Attempt(self._config, self._prepare())
+        next_at, known = time.monotonic() + self._chance.uniform(1, 15), rows_of(self._run_dir)
+        while attempt.process.is_alive():
+            assert time.monotonic() < end, "the run does not end"
+            time.sleep(0.1)
+            if (rows := rows_of(self._run_dir)) > known:
+                known = rows
+                self._progress(rows)
+            if self._left and time.monotonic() >= next_at and self._signal(attempt):
+                next_at = time.monotonic() + self._chance.uniform(1, 8)
+        found = attempt.end(10)
+        self._progress(rows_of(self._run_dir))
+        if self._left and found[0] != 0 and self._chance.random() < 0.4:
+            self._damage()
+        return found
+
+    def _prepare(self) -> Callable[[], None]:
+        kind = self._chance.choice(self._kinds) if self._left else ""
+        if kind == DISK:
+            self._did(kind)
+            return partial(attempts.fill_the_disk, _DISK_LIMIT)
+        if kind == RESETS:
+            self._did(kind)
+            return partial(reset_connections, self._chance.randrange(3, 9))
+        return lambda: None
+
+    def _signal(self, attempt: Attempt) -> bool:
+        """Whether a fault was done."""
+        kind = self._chance.choice([kind for kind in self._kinds if kind in SIGNALS or kind in ASKED])
+        family = attempt.family()
+        self._groups |= {process.pid for process in family.get("engine", [])}
+        try:
+            if kind in ASKED:
+                os.kill(attempt.process.pid or 0, ASKED[kind])
+                self._did(kind)
+                return True
+            role, numbers = SIGNALS[kind]
+            if role not in family:
+                return False
+            victim = self._chance.choice(sorted(family[role], key=lambda process: process.pid))
+            for number in numbers:
+                if number == signal.SIGCONT:
+                    time.sleep(_STOPPED_SECONDS)
+                victim.send_signal(number)
+        except (psutil.NoSuchProcess, ProcessLookupError):
+            return False
+        self._did(kind)
+        return True
+
+    def _damage(self) -> None:
+        kinds = [kind for kind in self._kinds if kind in FILES]
+        checkpoints = sorted((self._run_dir / "checkpoints").glob("step_*"))
+        if not kinds or len(checkpoints) < 2:
+            return
+        kind = self._chance.choice(kinds)
+        path = self._chance.choice([path for path in sorted(checkpoints[-1].rglob("*")) if path.stat().st_size > 64])
+        if path.is_dir():
+            return
+        content = bytearray(path.read_bytes())
+        if kind == "checkpoint: cut file":
+            del content[self._chance.randrange(len(content)) :]
+        else:
+            content[self._chance.randrange(len(content))] ^= 1 << self._chance.randrange(8)
+        path.write_bytes(content)
+        self._did(kind)
+
+    def _mend(self, said: str) -> None:
+        """What the one line asks for: remove a damaged checkpoint; the disk has room again by itself."""
+        named = re.match(r"(\S+?/checkpoints/step_\w+)", said)
+        if named and "damaged" in said:
+            shutil.rmtree(named[1])
+        else:
+            assert "cannot be saved" in said, said
+
+    def _did(self, kind: str) -> None:
+        self._left -= 1
+        self._soak.faults[kind] += 1
+        self._open.append((kind, time.monotonic(), rows_of(self._run_dir)))
+
+    def _progress(self, rows: int) -> None:
+        now = time.monotonic()
+        for kind, began, before in self._open:
+            if rows > before:
+                self._soak.seconds.setdefault(kind, []).append(now - began)
+        self._open = [entry for entry in self._open if rows <= entry[2]]
+
+    def _left_behind(self) -> list[str]:
+        end = time.monotonic() + 20
+        while (alive := [pid for pid in self._groups if _group_lives(pid)]) and time.monotonic() < end:
+            time.sleep(0.2)
+        shared = [path.name for pid in self._groups for path in Path("/dev/shm").glob(f"*_{pid}_*")]
+        # Ranks that are killed have no chance to remove a folder; what they leave there is empty.
+        temporary = [path.name for path in Path(tempfile.gettempdir()).iterdir()]
+        hidden = [path.name for path in (self._run_dir / "checkpoints").glob(".*")]
+        return [*(f"process group {pid}" for pid in alive), *shared, *temporary, *hidden]
+
+
+def _group_lives(group: int) -> bool:
+    for process in psutil.process_iter(["status"]):
+        with suppress(ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE:
+                return True
+    return False
+
+
+@contextmanager
+def temporary_files_in(folder: Path) -> Iterator[None]:
+    """All temporary files of this process and of those that it starts go there."""
+    before, variable = tempfile.tempdir, os.environ.get("TMPDIR")
+    folder.mkdir()
+    tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+        if variable is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = variable
