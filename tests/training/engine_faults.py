@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,9 @@ def disturb(faults: dict[int, tuple[str, int]]) -> None:
         if calls in faults:
             role, number = faults[calls]
             if number:
-                os.kill(processes_of(client.address.url)[role], number)
+                while keeper.look().state != "serving":
+                time.sleep(0.1)
+            os.kill(processes_of(client.address.url)[role], number)
             else:
                 completions = await generate(client, *args, **kwargs)
                 for completion in completions:
@@ -51,8 +54,8 @@ def disturb(faults: dict[int, tuple[str, int]]) -> None:
     EngineClient.generate = disturbed  # type: ignore[method-assign]
 
 
-def kill_in_a_weight_sync(version: int) -> None:
-    """The engine of the last rank is stopped when weights of a version are about to come."""
+def stop_in_a_weight_sync(version: int) -> None:
+    """The engine of the last rank is stopped when weights of a version are about to come; it serves by then."""
     update = Engines.update_weights
 
     def disturbed(engines: Engines, *args: Any, **kwargs: Any) -> None:

@@ -1,13 +1,12 @@
 """A run whose engines are killed, stopped and made to lie ends as one that was not disturbed, without a new start."""
 
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import attempts
 import pytest
-from engine_faults import disturb, kill_in_a_weight_sync, same_run
+from engine_faults import disturb, same_run, stop_in_a_weight_sync
 
 from vapo_megatron.config.train import TrainConfig
 
@@ -39,28 +38,28 @@ def undisturbed(world: attempts.World) -> Path:
     return Path(config.run.directory)
 
 
-def test_the_only_engine_is_killed_stopped_and_lies(world: attempts.World, undisturbed: Path) -> None:
-    config, began = config_of(world, "one", "rollout.health.max_failures=4"), time.monotonic()
-    # 4 groups a step: in the first, between the first and the second, and in the third.
-    faults = {2: ("scheduler", signal.SIGKILL), 8: ("server", 0), 14: ("server", signal.SIGSTOP)}
+def test_the_only_engine_is_killed_and_lies(world: attempts.World, undisturbed: Path) -> None:
+    config = config_of(world, "one")
+    faults = {2: ("scheduler", signal.SIGKILL), 8: ("server", 0)}  # 4 groups a step
     end = attempts.live(world, config, 2, prepare=lambda: disturb(faults), own_engines=True)
     assert end.code == 0, end.said
     rows = same_run(Path(config.run.directory), undisturbed)
-    assert sum(row["rollout/engine_failures"] for row in rows) == 3
-    assert time.monotonic() - began < attempts.DEADLINE
+    assert sum(row["rollout/engine_failures"] for row in rows) == 2
 
 
-def test_one_of_two_engines_is_killed_and_stopped_in_a_weight_sync(world: attempts.World, undisturbed: Path) -> None:
+def test_one_of_two_engines_is_stopped_in_a_rollout_and_in_a_weight_sync(
+    world: attempts.World, undisturbed: Path
+) -> None:
     config = config_of(world, "two", "rollout.num_engines=2")
 
     def prepare() -> None:
-        disturb({2: ("detokenizer", signal.SIGKILL)})
-        kill_in_a_weight_sync(3)
+        disturb({2: ("server", signal.SIGSTOP)})
+        stop_in_a_weight_sync(3)
 
     end = attempts.live(world, config, 2, prepare=prepare, own_engines=True)
     assert end.code == 0, end.said
     rows = same_run(Path(config.run.directory), undisturbed)
-    assert sum(row["rollout/engine_failures"] for row in rows) >= 2
+    assert sum(row["rollout/engine_failures"] for row in rows) == 2
 
 
 def test_after_bounded_failures_the_run_is_saved_and_ends_with_the_cause(world: attempts.World) -> None:
