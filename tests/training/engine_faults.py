@@ -41,9 +41,7 @@ def disturb(faults: dict[int, tuple[str, int]]) -> None:
         if calls in faults:
             role, number = faults[calls]
             if number:
-                while keeper.look().state != "serving":
-                time.sleep(0.1)
-            os.kill(processes_of(client.address.url)[role], number)
+                os.kill(processes_of(client.address.url)[role], number)
             else:
                 completions = await generate(client, *args, **kwargs)
                 for completion in completions:
@@ -61,6 +59,8 @@ def stop_in_a_weight_sync(version: int) -> None:
     def disturbed(engines: Engines, *args: Any, **kwargs: Any) -> None:
         keeper = engines._placement.keeper
         if keeper is not None and dist.get_rank() == dist.get_world_size() - 1 and engines.version + 1 == version:
+            while keeper.look().state != "serving":
+                time.sleep(0.1)
             os.kill(processes_of(keeper.address.url)["scheduler"], signal.SIGSTOP)
         update(engines, *args, **kwargs)
 
