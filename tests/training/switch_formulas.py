@@ -149,6 +149,10 @@ class Estimates:
             rewards[-1] += 0.0 if bootstraps else self.rewards[s]
             if values is not None:
                 after = float(values[s][-1]) if bootstraps else 0.0
+                if advantage.off_policy == "vtrace":
+                    weights = (old[s] - response.rollout).exp().clamp(max=1.0)
+                    self._vtrace(rewards, values[s], weights, after, response.length, config)
+                    continue
                 lam = lambda_of(advantage.lambda_policy, response.length, config)
                 self.advantages.append(gae(rewards, values[s], lam, advantage.gamma, after))
                 lam = lambda_of(advantage.lambda_critic, response.length, config)
@@ -169,6 +173,30 @@ class Estimates:
             self.advantages = [tilted(r, self.rewards[s], old[s]) for s, r in enumerate(responses)]
         if advantage.whiten != "none":
             self._whiten(shift=advantage.whiten == "full")
+
+    def _vtrace(
+        self, rewards: Tensor, values: Tensor, weights: Tensor, after: float, length: int, config: AlgorithmConfig
+    ) -> None:
+        """IMPALA's v_s = V_s + sum of products of what lies between, written out; A_t = r + gamma v_{t+1} - V_t."""
+        gamma, steps = config.advantage.gamma, range(length)
+        following = [*values.tolist()[1:], after]
+        deltas = [float(rewards[t]) + gamma * following[t] - float(values[t]) for t in steps]
+
+        def target(s: int, lam: float) -> float:
+            found = float(values[s]) if s < length else after
+            for t in range(s, length):
+                trace = math.prod(gamma * lam * float(weights[i]) for i in range(s, t))
+                found += trace * float(weights[t]) * deltas[t]
+            return found
+
+        critic, policy = (
+            lambda_of(choice, length, config)
+            for choice in (config.advantage.lambda_critic, config.advantage.lambda_policy)
+        )
+        self.targets.append(torch.tensor([target(s, critic) for s in steps], dtype=torch.float64))
+        # With lambda, what is beyond V of the next state counts lambda times (remark 2).
+        found = [deltas[t] + gamma * policy * (target(t + 1, policy) - following[t]) for t in steps]
+        self.advantages.append(torch.tensor(found, dtype=torch.float64))
 
     def _carries_loss(self, response: Response, config: AlgorithmConfig) -> bool:
         if config.shaping.truncated == "mask" and response.truncated:

@@ -48,7 +48,7 @@ def test_killed_wherever_it_goes_on_to_the_bit(shared: World) -> None:
     assert len(set(trained(straight))) == 20, "no prompt twice within an epoch"
 
     config, killed = ahead(shared, "killed", *SAVED)
-    for phase, call in (("rollout", 3), ("policy update", 3), ("save", 4), ("rollout", 2)):
+    for phase, call in (("rollout", 3), ("policy update", 3), ("save", 2)):
         assert live(shared, config, 1, partial(kill_at, phase, call)).code == 1, phase
     assert live(shared, config, 1) == End(0, "")
     assert metrics(killed) == metrics(straight)
@@ -58,7 +58,7 @@ def test_killed_wherever_it_goes_on_to_the_bit(shared: World) -> None:
 def test_responses_go_on_under_new_weights_and_none_is_lost_or_trained_twice(shared: World) -> None:
     going_on = ("rollout.deterministic=false", "rollout.asynchronous.weight_sync=retract", "sampling.max_new_tokens=40")
     config, run_dir = ahead(shared, "retract", *going_on, *SAVED)
-    for phase, call in (("policy update", 3), ("save", 5)):
+    for phase, call in (("policy update", 3), ("save", 2)):
         assert live(shared, config, 1, partial(kill_at, phase, call)).code == 1, phase
     assert live(shared, config, 1) == End(0, "")
     straight, other = ahead(shared, "retract_straight", *going_on)

@@ -35,6 +35,11 @@ class AdvantageConfig(Section):
     lambda_policy: Lambda = Field("length_adaptive", description="lambda of the advantages")
     length_adaptive_alpha: float = Field(0.05, gt=0, description="lambda = 1 - 1 / (alpha * response tokens)")
     length_adaptive_floor: Fraction = Field(0.0, description="least length-adaptive lambda")
+    off_policy: Literal["none", "vtrace"] = Field(
+        "none",
+        description="vtrace: temporal differences are weighted by min(1, pi / mu) of each token, mu the policy that "
+        "drew it (responses of earlier weights); gae alone",
+    )
     whiten: Literal["none", "full", "scale"] = Field(
         "none", description="over all tokens of the batch: to mean 0 and variance 1 (full), or variance 1 alone (scale)"
     )
@@ -58,6 +63,11 @@ class AdvantageConfig(Section):
             raise ValueError(
                 f"gamma={self.gamma} with estimator={self.estimator}: it discounts nothing, set gamma=1 or use gae or "
                 "reinforce_pp"
+            )
+        if self.off_policy != "none" and self.estimator != "gae":
+            raise ValueError(
+                f"off_policy={self.off_policy} with estimator={self.estimator}: it corrects values, of gae alone: "
+                "set off_policy=none or estimator=gae"
             )
         if self.estimator == "raft" and self.whiten != "none":
             raise ValueError(f"whiten={self.whiten} with estimator=raft: its 1 and 0 select responses, set whiten=none")
@@ -295,6 +305,7 @@ class AlgorithmConfig(Section):
             self.kl.placement == "reward",
             self.importance_sampling.kind != "none",
             self.advantage.function is not None,
+            self.advantage.off_policy != "none",
             self.filter_function is not None,
         )
         single = update.updates(samples, groups) == 1

@@ -1,16 +1,19 @@
 """From rewards and values to advantages and value targets: the algorithms of vapo_megatron.algorithms, by config."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithms import advantages, shaping
+from vapo_megatron.algorithms import advantages, importance, shaping
 from vapo_megatron.algorithms.baselines import leave_one_out
 from vapo_megatron.algorithms.critic_faults import value_faults
 from vapo_megatron.algorithms.critic_metrics import sign_agreement
 from vapo_megatron.algorithms.gae import bootstrap_of_truncated, decoupled_gae, length_adaptive_lambda, segmented_gae
 from vapo_megatron.algorithms.kl import k1
+from vapo_megatron.algorithms.off_policy import corrected_gae
 from vapo_megatron.algorithms.segments import place_terminal, segment_sum, to_tokens
 from vapo_megatron.algorithms.selection import loss_mask
 from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig, KlConfig, Lambda, ShapingConfig
@@ -142,11 +145,17 @@ def token_rewards(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConf
 
 
 def gae(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig) -> None:
-    """Decoupled, length-adaptive GAE over token rewards [T] (VAPO, sections 4.1 and 4.2)."""
+    """Decoupled, length-adaptive GAE over token rewards [T] (VAPO, sections 4.1 and 4.2), corrected where that is asked
+    for as if the policy that is trained had drawn the responses (V-trace)."""
     values, bounds = batch.values, batch.response_cu_seqlens
     assert values is not None, "no values: the batch is not scored"
     bootstraps = config.shaping.truncated == "bootstrap"
-    batch.advantages, batch.returns = decoupled_gae(
+    estimator: Callable[..., tuple[Tensor, Tensor]] = decoupled_gae
+    if config.advantage.off_policy == "vtrace":
+        assert batch.old_logprobs is not None, "no log-probs: the batch is not scored"
+        weights = importance.tis(batch.old_logprobs - batch.rollout_logprobs, 1.0)
+        estimator = partial(corrected_gae, rho=weights, c=weights)
+    batch.advantages, batch.returns = estimator(
         rewards,
         values,
         bounds,
