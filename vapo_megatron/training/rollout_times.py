@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from vapo_megatron.experience.sample import Sample
+from vapo_megatron.monitoring import names
 from vapo_megatron.rollout.ledger import Ledger
 from vapo_megatron.training.engines import Engines
 
@@ -31,10 +32,10 @@ class Waits:
         self._taken_at: float | None = None
         self._busy = 0.0
 
-    def row(self, asked_at: float, engines: Engines, ledger: Ledger) -> dict[str, float]:
+    def row(self, asked_at: float, tokens: int, engines: Engines, ledger: Ledger) -> dict[str, float]:
         """When a step's groups have just been taken: idle shares since the last time, and what is on its way.
 
-        asked_at: when the trainer began to wait for them, time.perf_counter().
+        asked_at: when the trainer began to wait for them, time.perf_counter(). tokens: of their responses.
         """
         now, busy = time.perf_counter(), engines.dispatcher.busy_seconds()
         row = {"throughput/queued_groups": float(ledger.graded), "throughput/groups_in_flight": float(ledger.in_flight)}
@@ -42,5 +43,7 @@ class Waits:
             seconds = now - self._taken_at
             row["throughput/trainer_idle"] = (now - asked_at) / seconds
             row["throughput/engines_idle"] = 1 - (busy - self._busy) / (seconds * engines.count)
+            if ledger.rule.staleness:  # engines have generated all the time, not only while they were waited for
+                row[names.ROLLOUT_SPEED] = tokens / seconds
         self._taken_at, self._busy = now, busy
         return row

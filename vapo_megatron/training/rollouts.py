@@ -1,6 +1,7 @@
 """The rollout side of a run: prompts go to the engines, responses come back and are graded."""
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +23,7 @@ from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rewards.grading import failed_share, grade_samples
 from vapo_megatron.rewards.pool import VerifierPool
-from vapo_megatron.rollout.ledger import FILLED, NO_SIGNAL, SURPLUS, Ledger, StepRule
+from vapo_megatron.rollout.ledger import DROPPED, FILLED, NO_SIGNAL, Ledger, StepRule
 from vapo_megatron.rollout.request import GenerationRequest, GroupRequest
 from vapo_megatron.rollout.routed_experts import ExpertChoices
 from vapo_megatron.rollout.saved_groups import pack_groups, unpack_groups
@@ -70,6 +71,7 @@ class Rollouts:
     stream: GroupStream | None = None
     saved: tuple[dict[str, Any], dict[int, list[Sample]]] | None = None
     _fixed_policy: bool = False
+    _counted: Counter[str] = field(default_factory=Counter)
     _waits: Waits = field(default_factory=Waits)
 
     def begin(self, rule: StepRule, samples_per_prompt: int, step: int, fixed_policy: bool = False) -> None:
@@ -99,6 +101,7 @@ class Rollouts:
         if self.saved is not None and not fixed_policy:
             self.stream.restore(*self.saved)
             self.saved = None
+        self._counted = self.stream.ledger.counts.copy()
 
     def end(self) -> None:
         """Take nothing more. What is under way is aborted."""
@@ -109,8 +112,7 @@ class Rollouts:
     def take(self, recorder: Recorder) -> list[Sample]:
         """On rank 0: the graded responses of the next step, in the order of group and index."""
         assert self.stream is not None and self.prompts is not None and self.verifier is not None, "begin() comes first"
-        ledger, before = self.stream.ledger, self.stream.ledger.counts.copy()
-        start = time.perf_counter()
+        ledger, start = self.stream.ledger, time.perf_counter()
         with recorder.phase("rollout", total=self.stream.responses) as advance:
             groups = self.stream.take(advance)
         self.prompts.cursor = ledger.first
@@ -118,11 +120,14 @@ class Rollouts:
         tokens = sum(len(sample.response_ids) for sample in samples)
         recorder.add({names.ROLLOUT_SPEED: tokens / (time.perf_counter() - start)})
         recorder.add({names.FAILED_GRADES: failed_share(samples, self.verifier)})
+        counts, self._counted = ledger.counts - self._counted, ledger.counts.copy()
+        if ledger.rule.most_draws is not None:
+            recorder.add(dynamic_sampling_metrics(counts))
         if ledger.rule.oldest:
             recorder.add(age_metrics(samples, self.engines.version))
-            recorder.add(self._waits.row(start, self.engines, ledger))
-        if ledger.rule.most_draws is not None:
-            recorder.add(dynamic_sampling_metrics(ledger.counts - before))
+            recorder.add(self._waits.row(start, tokens, self.engines, ledger))
+        if ledger.rule.most_draws is not None or ledger.rule.oldest:
+            recorder.add({f"rollout/dropped_{reason}": float(counts[reason]) for reason in DROPPED})
         return samples
 
     def prepare_sync(self, recorder: Recorder) -> None:
@@ -184,8 +189,6 @@ def dynamic_sampling_metrics(counts: Mapping[str, int]) -> dict[str, float]:
     return {
         "dynamic_sampling/prompts": float(looked_through),
         "dynamic_sampling/kept": float(trained - filled),
-        "rollout/dropped_no_signal": float(counts[NO_SIGNAL]),
-        "rollout/dropped_surplus": float(counts[SURPLUS]),
     }
 
 
