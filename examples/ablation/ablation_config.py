@@ -66,6 +66,7 @@ class Row(Section):
     preset: str
     critic: Literal["pretrained", "reward_model", "none"]
     overrides: tuple[str, ...] = ()
+    steps: int | None = Field(None, ge=1, description="instead of those of all rows, to draw as many responses as VAPO")
     paper: float | None = Field(None, description="AIME 2024 avg@32 in percent (arXiv 2504.05118, table 1)")
 
 

@@ -1,19 +1,21 @@
-"""Running jobs: a few at once, each after those that it needs; finished ones are skipped, failed ones remembered."""
+"""Running jobs: a few at once, each after those that it needs; finished ones are skipped, failed ones remembered.
+
+A job is a command, run in a fork of this process, which has imported the program once for all of them. Jobs that draw
+responses share an engine, started by `vapo-megatron engine` for as long as jobs want one of its kind.
+"""
 
 import json
-import os
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from examples.ablation.plan import ROOT, Job
+from examples.ablation.forked import Forked, SharedEngine
+from examples.ablation.plan import Job
 from vapo_megatron.config.atomic import atomic_write
 
 POLL_SECONDS = 0.2
-SECONDS_FILE = "seconds.json"
-TERMINATE_SECONDS = 30
+COSTS_FILE = "costs.json"
 
 
 @dataclass
@@ -29,9 +31,10 @@ class Outcome:
 @dataclass
 class _Running:
     job: Job
-    process: subprocess.Popen
+    process: Forked
     started: float
-    log: Path
+    engine: SharedEngine | None
+    engine_cpu: float
 
 
 def unfinished(jobs: Sequence[Job]) -> list[Job]:
@@ -46,16 +49,17 @@ def unfinished(jobs: Sequence[Job]) -> list[Job]:
 def execute(jobs: Sequence[Job], workers: int, out: Path, say: Callable[[str], None]) -> Outcome:
     """Run what is unfinished; a failed job does not stop the others, save those that need it.
 
-    Seconds that each job took go into out/seconds.json, its output into out/logs/. Interrupted (KeyboardInterrupt),
+    What each job cost goes into out/costs.json, its output into out/logs/. Interrupted (KeyboardInterrupt),
     the running jobs are told to end and waited for; the next call goes on from there.
     """
     waiting, running = unfinished(jobs), list[_Running]()
     open_names = {job.name for job in waiting}
     outcome = Outcome(skipped=[job.name for job in jobs if job.name not in open_names])
     total = len(waiting)
+    engines = [SharedEngine(out / "logs" / f"engine_{number}.log") for number in range(workers)]
     try:
         while waiting or running:
-            for entry in [entry for entry in running if entry.process.poll() is not None]:
+            for entry in [entry for entry in running if not entry.process.is_alive()]:
                 running.remove(entry)
                 _settle(entry, out, outcome)
                 _report(entry, outcome, total, waiting, running, workers, out, say)
@@ -70,46 +74,45 @@ def execute(jobs: Sequence[Job], workers: int, out: Path, say: Callable[[str], N
                     outcome.refused[job.name] = reason
                     say(f"NOT RUN {job.name}: {reason}")
                 else:
-                    running.append(_start(job, out))
+                    running.append(_start(job, out, engines, [entry.engine for entry in running]))
             time.sleep(POLL_SECONDS)
     finally:
-        _end(running)
+        for entry in running:
+            entry.process.end()
+        for engine in engines:
+            engine.close()
     return outcome
 
 
-def seconds_taken(out: Path) -> dict[str, float]:
-    """Seconds of each job that has run, by name."""
-    path = out / SECONDS_FILE
+def costs(out: Path) -> dict[str, dict[str, float]]:
+    """Of each job that has run, by name: `seconds` by the clock, and `cpu_seconds`, the engine's included."""
+    path = out / COSTS_FILE
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
-def _start(job: Job, out: Path) -> _Running:
-    overwrite = ("run.overwrite=true",) if (job.directory / "config.yaml").is_file() else ()
-    log = out / "logs" / f"{job.name.replace('/', '-')}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [*job.argv, *overwrite],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
-    return _Running(job, process, time.monotonic(), log)
+def _start(job: Job, out: Path, engines: list[SharedEngine], taken: list[SharedEngine | None]) -> _Running:
+    arguments = ("run.overwrite=true",) if (job.directory / "config.yaml").is_file() else ()
+    engine = None
+    if job.engine:
+        engine = next(each for each in engines if each not in taken)
+        arguments = (*arguments, f"rollout.external_urls=[{engine.serving(job.engine)}]")
+    process = Forked((*job.argv, *arguments), out / "logs" / f"{job.name.replace('/', '-')}.log")
+    return _Running(job, process, time.monotonic(), engine, engine.cpu_seconds() if engine else 0.0)
 
 
 def _settle(entry: _Running, out: Path, outcome: Outcome) -> None:
-    job, code = entry.job, entry.process.returncode
-    if code == 0 and job.finished():
+    job, process = entry.job, entry.process
+    if process.exitcode == 0 and job.finished():
         outcome.done.append(job.name)
-        taken = seconds_taken(out) | {job.name: round(time.monotonic() - entry.started, 1)}
-        with atomic_write(out / SECONDS_FILE) as file:
-            json.dump(taken, file, indent=1)
+        engine = entry.engine.cpu_seconds() - entry.engine_cpu if entry.engine else 0.0
+        seconds = time.monotonic() - entry.started
+        cost = {"seconds": round(seconds, 1), "cpu_seconds": round(process.cpu_seconds() + engine, 1)}
+        with atomic_write(out / COSTS_FILE) as file:
+            json.dump(costs(out) | {job.name: cost}, file, indent=1)
         return
-    lines = entry.log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
-    reason = lines[-1] if code else "it ended well, but its results are not those that were asked for"
-    outcome.failed[job.name] = f"exit code {code}: {reason} (all of it: {entry.log})"
+    lines = process.log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+    reason = lines[-1] if process.exitcode else "it ended well, but its results are not those that were asked for"
+    outcome.failed[job.name] = f"exit code {process.exitcode}: {reason} (all of it: {process.log})"
 
 
 def _report(
@@ -124,7 +127,8 @@ def _report(
 ) -> None:
     job, now = entry.job, time.monotonic()
     settled = len(outcome.done) + len(outcome.failed) + len(outcome.refused)
-    left = time_left(waiting, [(e.job, now - e.started) for e in running], workers, pace(seconds_taken(out), waiting))
+    taken = {name: cost["seconds"] for name, cost in costs(out).items()}
+    left = time_left(waiting, [(e.job, now - e.started) for e in running], workers, pace(taken, waiting))
     word = "done" if job.name in outcome.done else "FAILED"
     say(f"[{settled:>3}/{total}] {word} {job.name:<36} {now - entry.started:5.0f} s   about {left / 60:.0f} min left")
 
@@ -157,14 +161,3 @@ def time_left(
     """Seconds until the last job ends. running: jobs and the seconds that they have run."""
     work = sum(expected(job) for job in waiting) + sum(max(0.0, expected(job) - gone) for job, gone in running)
     return work / workers
-
-
-def _end(running: Sequence[_Running]) -> None:
-    for entry in running:
-        entry.process.terminate()
-    for entry in running:
-        try:
-            entry.process.wait(TERMINATE_SECONDS)
-        except subprocess.TimeoutExpired:
-            entry.process.kill()
-            entry.process.wait()

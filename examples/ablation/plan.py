@@ -1,13 +1,12 @@
 """What the ablation runs: for each seed a task, a cold start, two critics to start from, and a run for each row."""
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from examples.ablation.ablation_config import SETTINGS_FILE, AblationConfig, RewardModelConfig, Setting, task_settings
-from examples.ablation.task import PROMPT_TOKENS, longest_sequence
+from examples.ablation.task import PROMPT_TOKENS, SPARE_TOKENS, longest_sequence
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.load import load_config
@@ -19,8 +18,8 @@ from vapo_megatron.monitoring.metrics import read_metrics
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-EVALUATION = "evaluation/unseen_avg@4"
-EVALUATION_SAMPLES = 4
+EVALUATION_SAMPLES = 2
+EVALUATION = f"evaluation/unseen_avg@{EVALUATION_SAMPLES}"
 POLICY = Path("cold_start", "hf", "final", "actor")
 # Of each start of a critic: the job that makes it, critic.init, and where it lies.
 CRITICS = {
@@ -30,13 +29,16 @@ CRITICS = {
 
 # Seconds of a job where nobody else uses the machine and two jobs share its two cores: a first guess for the time
 # left, which what the first jobs really take then corrects.
-START, STEP, COLD_START_STEP = 30.0, 4.0, 0.2
-SECONDS = {"task": 12.0, "value_critic": 240.0, "reward_model": 60.0}
+START, STEP, COLD_START_STEP = 15.0, 2.5, 0.2
+SECONDS = {"task": 5.0, "value_critic": 60.0, "reward_model": 20.0}
 
 
 @dataclass(frozen=True)
 class Job:
-    """A command, where its results lie, and how to know that they are there."""
+    """A command, where its results lie, and how to know that they are there.
+
+    argv: module and arguments of `python -m`. engine: likewise, of the engine that its responses come from, if any.
+    """
 
     name: str
     argv: tuple[str, ...]
@@ -44,6 +46,7 @@ class Job:
     needs: tuple[str, ...]
     seconds: float
     finished: Callable[[], bool]
+    engine: tuple[str, ...] = ()
     refusal: Callable[[], str] = lambda: ""  # asked when all that it needs is there: why it is not to run, or nothing
 
 
@@ -72,7 +75,7 @@ class _Seed:
         wanted, file = task_settings(task, self.seed), folder / "task" / SETTINGS_FILE
         yield Job(
             self._name("task"),
-            (sys.executable, "-m", "examples.ablation.task", *argv),
+            ("examples.ablation.task", *argv),
             folder / "task",
             (),
             SECONDS["task"],
@@ -85,8 +88,8 @@ class _Seed:
         # VAPO's own run is always there, and with it its value pretraining; it also evaluates the cold start.
         pretraining = [*self.config.value_pretraining, "run.steps=1", "evaluation.before_training=true"]
         yield self._train("value_critic", "vapo", pretraining, "cold_start", 1, SECONDS["value_critic"])
-        steps = self.config.steps
         for row in rows:
+            steps = row.steps or self.config.steps
             overrides = [f"run.steps={steps}", "value_pretraining.enabled=false"]
             if row.critic in CRITICS:
                 needs, init, path = CRITICS[row.critic]
@@ -110,6 +113,11 @@ class _Seed:
     def _place(self) -> list[str]:
         return [f"run.seed={self.seed}", f"run.root={self.folder}"]
 
+    @property
+    def _lengths(self) -> tuple[str, str]:
+        longest = longest_sequence(self.setting.task)
+        return f"sampling.max_new_tokens={longest - PROMPT_TOKENS}", f"rollout.context_length={longest + SPARE_TOKENS}"
+
     def _cold_start(self) -> Job:
         folder = self.folder
         overrides = [*self._place, f"model.path={folder / 'task' / 'model'}", f"data.path={folder / 'task/sft.jsonl'}"]
@@ -129,7 +137,7 @@ class _Seed:
         files = (f"demonstrations={folder / 'task/sft.jsonl'}", f"problems={folder / 'task/train.jsonl'}")
         overrides = [*self._place, f"model.path={folder / POLICY}", *files]
         wanted = load_config(RewardModelConfig, HERE / "reward_model.yaml", overrides, PRESETS)
-        script = (sys.executable, "-m", "examples.ablation.reward_model", str(HERE / "reward_model.yaml"))
+        script = ("examples.ablation.reward_model", str(HERE / "reward_model.yaml"))
         return Job(
             self._name("reward_model"),
             (*script, *overrides),
@@ -149,13 +157,12 @@ class _Seed:
         seconds: float,
         refusal: Callable[[], str] = lambda: "",
     ) -> Job:
-        folder, task = self.folder, self.setting.task
+        folder = self.folder
         overrides = [
             *(f"preset={preset}", f"run.name={name}", *self._place, f"model.path={folder / POLICY}"),
             f"data.train={folder / 'task' / 'train.jsonl'}",
             f"data.eval=[{{name: unseen, path: {folder / 'task' / 'eval.jsonl'}, samples: {EVALUATION_SAMPLES}}}]",
-            f"sampling.max_new_tokens={longest_sequence(task) - PROMPT_TOKENS}",
-            f"rollout.context_length={longest_sequence(task) + 1}",
+            *self._lengths,
             *self.setting.overrides,
             *overrides,
         ]
@@ -167,8 +174,16 @@ class _Seed:
             (self._name(needs),),
             seconds,
             lambda: is_finished(folder / name, wanted, steps),
+            self._engine(),
             refusal,
         )
+
+    def _engine(self) -> tuple[str, ...]:
+        """One for all seeds of a setting: their models have one shape, and a run sends its weights before it asks."""
+        first = self.folder.with_name(f"seed{self.config.seeds[0]}")
+        place = (f"run.root={self.folder.parent}", "run.name=engine", f"data.train={first / 'task' / 'train.jsonl'}")
+        overrides = ["preset=vapo", *place, f"model.path={first / POLICY}", *self._lengths]
+        return (*_cli("engine", HERE / "train.yaml", overrides), "--port", "0")
 
     def _refusal(self) -> str:
         """Why the critic that value pretraining left is not good enough for a row; empty: it is."""
@@ -183,7 +198,7 @@ def explained_before_training(run_dir: Path) -> float:
 
 
 def _cli(command: str, config: Path, overrides: list[str]) -> tuple[str, ...]:
-    return (sys.executable, "-m", "vapo_megatron.cli", command, str(config), *overrides)
+    return ("vapo_megatron.cli", command, str(config), *overrides)
 
 
 def is_finished(run_dir: Path, wanted: Section, steps: int) -> bool:
@@ -199,7 +214,8 @@ def is_finished(run_dir: Path, wanted: Section, steps: int) -> bool:
 
 
 def _comparable(config: Section) -> dict:
-    """All values but whether a run was told to take the place of an earlier one."""
+    """All values but whether a run was told to take the place of an earlier one, and where its engine listened."""
     values = config.model_dump(mode="json")
     values["run"].pop("overwrite")
+    values.get("rollout", {}).pop("external_urls", None)
     return values

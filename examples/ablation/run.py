@@ -13,6 +13,7 @@ from rich.console import Console
 
 from examples.ablation.ablation_config import AblationConfig, read_ablation
 from examples.ablation.execute import Outcome, execute, unfinished
+from examples.ablation.forked import import_program
 from examples.ablation.page import MEASURED, write_page
 from examples.ablation.plan import HERE, ROOT, Job, plan_jobs
 from examples.ablation.results import collect, write_figures
@@ -26,7 +27,7 @@ def show_plan(config: AblationConfig, jobs: list[Job], waiting: list[Job]) -> No
     """Say what will run, and for how long."""
     minutes = sum(job.seconds for job in waiting) / config.workers / 60
     console.print(
-        f"[bold]Ablation[/bold]: seeds {', '.join(map(str, config.seeds))}, {config.steps} steps of 256 responses, "
+        f"[bold]Ablation[/bold]: seeds {', '.join(map(str, config.seeds))}, {config.steps} steps, "
         f"{config.workers} runs at once\n{len(jobs)} jobs with tasks, cold starts and critics; "
         f"{len(jobs) - len(waiting)} are finished, {len(waiting)} to run: about {minutes:.0f} minutes on two idle cores"
     )
@@ -59,6 +60,7 @@ def main(
         show_plan(config, jobs, unfinished(jobs))
         if plan:
             return
+        import_program()
         outcome = execute(jobs, config.workers, out.resolve(), console.print)
         command = " ".join(
             ["python -m examples.ablation.run", *(["--long"] if long else []), *(overrides or []), "--docs"]
@@ -83,7 +85,7 @@ def present(
         if setting["critics"]:
             console.print(f"\n[bold]{name}[/bold]\n\n{critic_table(setting)}\n")
         if setting["rows"]["vapo"]["seeds"]:
-            console.print(f"{accuracy_table(setting)}\n\n{cost_table(setting)}\n")
+            console.print(f"{accuracy_table(setting, config.steps)}\n\n{cost_table(setting)}\n")
     console.print(
         f"[bold green]{len(outcome.done)} jobs run, {len(outcome.skipped)} were finished before, "
         f"{len(outcome.refused)} not run[/bold green] ({seconds / 60:.1f} minutes)\n  figures  {out / 'measured.json'}"

@@ -31,6 +31,7 @@ OPERATIONS = ("A", "B", "C")
 LOST = "X"  # the operation of states b
 DIGITS = 10
 PROMPT_TOKENS = 4
+SPARE_TOKENS = 2  # that an engine keeps free
 
 Problem = tuple[int, int, int]  # state, steps, m
 
@@ -121,7 +122,7 @@ def make_task(task: Task, seed: int, out: Path) -> None:
         *(str(digit) for digit in range(DIGITS)),
         "####",
     ]
-    longest = longest_sequence(task) + 1  # the reward model reads one token behind the end
+    longest = longest_sequence(task) + SPARE_TOKENS  # the reward model reads one token behind the end
     tokenizer = word_tokenizer(words, longest, CHAT_TEMPLATE)
     shape = TinyModel(vocab_size=len(tokenizer), max_positions=longest, seed=seed)
     save_tiny_model(shape, tokenizer, out / "model")

@@ -2,7 +2,6 @@
 
 import json
 import random
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from examples.ablation import transformer_tables
 from examples.ablation.ablation_config import Task, read_ablation
 from examples.ablation.page import MEASURED, ROOT, render
 from examples.ablation.plan import EVALUATION, PRESETS, Job, plan_jobs
-from examples.ablation.results import collect, reached, read_figures
+from examples.ablation.results import accuracy_at, collect, reached, read_figures
 from examples.ablation.task import LOST, PROMPT_TOKENS, Problems, longest_sequence, make_task
 from vapo_megatron.config.data import PromptTemplate
 from vapo_megatron.config.load import dump_config, load_config
@@ -143,13 +142,13 @@ def test_rows_keep_the_papers_proportions_and_share_all_but_what_they_are_about(
             rows[job.name.split("/")[2]] = load_config(TrainConfig, Path(arguments[0]), list(arguments[1:]), PRESETS)
     pretraining = rows.pop("value_critic")
     for settings in rows.values():
-        assert settings.batch.prompts_per_step * settings.batch.samples_per_prompt == 256
+        assert settings.batch.prompts_per_step * settings.batch.samples_per_prompt == 128
         assert settings.actor == rows["vapo"].actor and not settings.value_pretraining.enabled
         assert (settings.reward.correct, settings.reward.incorrect) == (1.0, -1.0)
         assert settings.critic.optimizer.lr == pytest.approx(2 * settings.actor.optimizer.lr)
         assert settings.algorithm.advantage.length_adaptive_alpha == 0.05
     assert pretraining.value_pretraining.enabled and pretraining.critic.init == "policy"
-    updates = pretraining.value_pretraining.updates(256)
+    updates = pretraining.value_pretraining.updates(128)
     assert pretraining.critic.optimizer.decay_steps == updates
     assert rows["vapo"].critic.init == rows["vc_ppo"].critic.init == "value_checkpoint"
     assert rows["ppo"].critic.init == rows["without_value_pretraining"].critic.init == "reward_model"
@@ -198,8 +197,8 @@ def small_job(folder: Path, name: str, needs: tuple[str, ...] = (), fails: bool 
     """A job that writes a file, or says something and fails."""
     result = folder / name.replace("/", "-")
     line = "sys.exit('no such luck')" if fails else f"pathlib.Path({str(result)!r}).write_text('x')"
-    argv = (sys.executable, "-c", f"import sys, pathlib\n{line}")
-    return Job(name, argv, folder / "none", needs, 1.0, result.is_file, lambda: refusal)
+    argv = ("ablation_job", f"import sys, pathlib\n{line}")
+    return Job(name, argv, folder / "none", needs, 1.0, result.is_file, refusal=lambda: refusal)
 
 
 def test_jobs_run_in_order_once_and_a_failure_stops_only_what_needs_it(tmp_path: Path) -> None:
@@ -243,6 +242,9 @@ def test_time_left_follows_what_jobs_really_take(tmp_path: Path) -> None:
 # Figures and page.
 
 
+CPU = {"value_critic": 30.0, "vapo": 8.0, "grpo": 12.0}
+
+
 def finished_runs(out: Path, explained: float = 0.3) -> tuple:
     """Two seeds of VAPO and GRPO as run directories, and their config."""
     config = read_ablation(SHORT, ["seeds=[1, 2]", "steps=4"], ["grpo"], [])
@@ -260,16 +262,19 @@ def finished_runs(out: Path, explained: float = 0.3) -> tuple:
             last = {f"value_pretraining/value_bias_{p}": -0.05 for p in (0, 25, 50, 75, 95)}
             names = ("explained_variance", "baseline_loo_ev", "baseline_position_ev")
             last |= {f"value_pretraining/{key}": explained for key in names}
-            rows.append(
-                {"step": 0, "value_pretraining/iteration": 504.0, "value_pretraining/time/rollout": 30.0} | last
-            )
+            rows.append({"step": 0, "value_pretraining/iteration": 224.0} | last)
         else:
             shared = {"response_length/mean": 60.0, "time/step": 2.0}
             shared |= {"actor/clip_fraction_low": 0.0, "actor/clip_fraction_high": 0.01}
+            shared |= {"accuracy/mean": 0.7, "response_length/min": 3.0, "response_length/max": 70.0}
             rows = [shared | {"step": step} for step in range(1, 5)]
             for step, value in zip((2, 4), accuracy[name], strict=True):
                 rows[step - 1][EVALUATION] = value + 0.01 * (seed == "seed2" and name == "vapo")
         (job.directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    used = {
+        f"steps/seed{seed}/{name}": {"seconds": 99.0, "cpu_seconds": s} for seed in (1, 2) for name, s in CPU.items()
+    }
+    (out / execution.COSTS_FILE).write_text(json.dumps(used))
     return config, {job.name for job in plan_jobs(config, out)}
 
 
@@ -277,12 +282,15 @@ def test_figures_count_the_responses_of_value_pretraining(tmp_path: Path) -> Non
     config, names = finished_runs(tmp_path)
     setting = collect(config, tmp_path, names, {})["settings"]["steps"]
     vapo, grpo = (setting["rows"][name]["seeds"]["1"] for name in ("vapo", "grpo"))
-    assert vapo["responses"] == [24 * 256 + 256 * n for n in (1, 2, 3, 4)]
-    assert grpo["responses"] == [256, 512, 768, 1024]
-    assert vapo["seconds"][-1] == 30 + 8 and grpo["seconds"][-1] == 8
-    assert reached(vapo, 0.4, 0.85, "responses") == 24 * 256 + 1024
+    assert vapo["responses"] == [16 * 128 + 128 * n for n in (1, 2, 3, 4)]
+    assert grpo["responses"] == [128, 256, 384, 512]
+    assert vapo["cpu_seconds"] == [32, 34, 36, 38] and grpo["cpu_seconds"] == [3, 6, 9, 12]
+    assert reached(vapo, 0.4, 0.85, "responses") == 16 * 128 + 512
     assert reached(grpo, 0.4, 0.85, "responses") is None
-    table = transformer_tables.accuracy_table(setting)
+    assert accuracy_at(grpo, (0, 0.4), "responses", 128) == pytest.approx(0.55), "half way from 0.4 to 0.7"
+    assert accuracy_at(vapo, (2048, 0.4), "responses", 2000) == 0.4, "value pretraining moves no policy"
+    assert accuracy_at(grpo, (0, 0.4), "responses", 513) is None
+    table = transformer_tables.accuracy_table(setting, 4)
     (line,) = (line for line in table.splitlines() if line.startswith("| GRPO"))
     assert "+0.085 ± 0.064" in line, "(0.08 + 0.09) / 2, t(1) * 0.005"
     assert "not reached" in transformer_tables.cost_table(setting).splitlines()[3]
