@@ -19,16 +19,16 @@ class Task(Section):
     """Size and difficulty (task.py says what it is)."""
 
     states: int = Field(40, ge=2)
-    fewest_steps: int = Field(8, ge=1)
-    most_steps: int = Field(12, ge=1)
-    repeats: tuple[int, ...] = Field((1, 2, 5), min_length=1, description="how often a step's operation is written")
-    hard_states: int = Field(6, ge=0, description="in which the cold start is wrong more often than right")
-    hard_right: float = Field(0.45, gt=0, lt=1, description="chance of the right operation in one of them")
+    fewest_steps: int = Field(6, ge=1)
+    most_steps: int = Field(8, ge=1)
+    repeats: tuple[int, ...] = Field((0, 2, 7), min_length=1, description="what a step counts down from")
+    hard_states: int = Field(10, ge=0, description="in which the cold start is wrong more often than right")
+    hard_right: float = Field(0.35, gt=0, lt=1, description="chance of the right operation in one of them")
     slip_share: float = Field(0.015, ge=0, le=1, description="chance of a wrong operation in any other state")
     direct_share: float = Field(0.1, ge=0, le=1, description="bare guesses among the cold start's solutions")
-    break_share: float = Field(0.05, ge=0, le=1, description="solutions that break off at some token and guess")
-    cold_start_rows: int = Field(12_800, ge=1)
-    evaluation_share: float = Field(0.2, gt=0, lt=1, description="of pairs of state and steps")
+    break_share: float = Field(0.05, ge=0, le=1, description="solutions that break off at some token")
+    cold_start_rows: int = Field(16_000, ge=1)
+    evaluation_share: float = Field(0.3, gt=0, lt=1, description="of pairs of state and steps")
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -66,7 +66,7 @@ class Row(Section):
     preset: str
     critic: Literal["pretrained", "reward_model", "none"]
     overrides: tuple[str, ...] = ()
-    steps: int | None = Field(None, ge=1, description="instead of those of all rows, to draw as many responses as VAPO")
+    more_steps: int = Field(0, ge=0, description="than other rows: to draw as many responses as VAPO in all")
     paper: float | None = Field(None, description="AIME 2024 avg@32 in percent (arXiv 2504.05118, table 1)")
 
 

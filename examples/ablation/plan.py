@@ -89,7 +89,7 @@ class _Seed:
         pretraining = [*self.config.value_pretraining, "run.steps=1", "evaluation.before_training=true"]
         yield self._train("value_critic", "vapo", pretraining, "cold_start", 1, SECONDS["value_critic"])
         for row in rows:
-            steps = row.steps or self.config.steps
+            steps = self.config.steps + row.more_steps
             overrides = [f"run.steps={steps}", "value_pretraining.enabled=false"]
             if row.critic in CRITICS:
                 needs, init, path = CRITICS[row.critic]

@@ -54,6 +54,7 @@ def judged_solutions(config: RewardModelConfig) -> ExperienceBatch:
     samples = read_demonstrations(
         config.demonstrations, tokenizer.encode_prompt, tokenizer.encode_response, tokenizer.eos_id, sys.maxsize
     )
+    samples = samples[: HELD_OUT + config.steps * config.batch_size]
     for sample in samples:
         sample.correct = grade_response(
             answers[sample.prompt.problem], tokenizer.decode(sample.response_ids.tolist()), "hash"

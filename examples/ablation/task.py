@@ -1,15 +1,15 @@
 """The task of the ablation: choose an operation at every step, and see only at the step's end whether it was right.
 
-A problem "s17 c30 m3" names a state x0, a count c and a number m. A step writes its operation m times beside a
-countdown, then the state that follows; the response ends when the count does, with the state modulo 10:
+A problem "17 n9 m3" names a state x0, a number of steps n and a number m. A step writes its operation, counts m down to
+0, says how many steps are left, and then the state that follows; the response ends with the state that it came to:
 
-    A17 c29 A17 c28 A17 c27 s4 C4 c26 C4 c25 C4 c24 s31 ... s22 #### 2
+    A17 k3 k2 k1 k0 n8 4 C4 k3 k2 k1 k0 n7 31 ... n0 22 #### 22
 
 In every state one of A, B and C is right, told nowhere. A right one leads to the state that follows (one cycle through
 all). After a wrong one the step ends in a state "b" drawn at random, and b stays b: where the response ought to be is
-lost, and its answer is right one time in ten. So a decision shows 2 m tokens later; the longer the response, the later,
-as m differs between problems. In "hard" states the cold start is wrong more often than right, "#### digit" may come at
-any token, and a bare guess is right one time in ten.
+lost, and so is its answer. So a decision shows m + 3 tokens later; the longer the response, the later,
+as m differs between problems. In "hard" states the cold start is wrong more often than right, and "####" with the
+state of that moment may come at any token. (With the state's last digit for an answer, models learnt digits of training problems by heart.)
 """
 
 import json
@@ -29,7 +29,6 @@ from vapo_megatron.weights.tiny import TinyModel, save_tiny_model, word_tokenize
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ ' ' + message['content'] }}{% endfor %}"
 OPERATIONS = ("A", "B", "C")
 LOST = "X"  # the operation of states b
-DIGITS = 10
 PROMPT_TOKENS = 4
 SPARE_TOKENS = 2  # that an engine keeps free
 
@@ -37,8 +36,8 @@ Problem = tuple[int, int, int]  # state, steps, m
 
 
 def longest_sequence(task: Task) -> int:
-    """Tokens of the longest prompt with its solution: each step 2 m + 1, the answer two, the end token."""
-    return PROMPT_TOKENS + task.most_steps * (2 * max(task.repeats) + 1) + 3
+    """Tokens of the longest prompt with its solution: each step m + 4, the answer two, the end token."""
+    return PROMPT_TOKENS + task.most_steps * (max(task.repeats) + 4) + 3
 
 
 class Problems:
@@ -59,20 +58,20 @@ class Problems:
         self.evaluation = sorted((*pair, m) for pair in pairs[:cut] for m in task.repeats)
         self.training = sorted((*pair, m) for pair in pairs[cut:] for m in task.repeats)
 
-    def answer(self, problem: Problem) -> int:
-        """The digit that solves a problem."""
+    def answer(self, problem: Problem) -> str:
+        """The state that solves a problem."""
         state, steps, _ = problem
         for _ in range(steps):
             state = self.successor[state]
-        return state % DIGITS
+        return str(state)
 
     def row(self, problem: Problem) -> dict[str, Any]:
         """A problem as data.train and data.eval want it."""
         state, steps, m = problem
         return {
             "id": f"s{state}-n{steps}-m{m}",
-            "problem": f"s{state} c{steps * m} m{m}",
-            "answer": str(self.answer(problem)),
+            "problem": f"{state} n{steps} m{m}",
+            "answer": self.answer(problem),
         }
 
     def operation(self, state: int) -> str:
@@ -88,21 +87,23 @@ class Problems:
         lost, words = False, []
         for step in range(steps):
             operation = LOST if lost else self.right[state] if best else self.operation(state)
-            for copy in range(m):
-                words += [f"{operation}{state}", f"c{(steps - step) * m - copy - 1}"]
+            words += [f"{operation}{state}", *(f"k{left}" for left in range(m, -1, -1)), f"n{steps - step - 1}"]
             if not lost and operation != self.right[state]:
                 lost, state = True, self.rng.randrange(self.task.states)
             else:
                 state = self.successor[state]
-            words.append(f"{'b' if lost else 's'}{state}")
-        return [*words, "####", str(self.rng.randrange(DIGITS) if lost else state % DIGITS)]
+            words.append(f"{'b' if lost else ''}{state}")
+        return [*words, "####", str(state)]
 
     def solution(self, problem: Problem) -> str:
         """A solution as an unskilled solver writes it: a bare guess, a chain that breaks off anywhere, or a chain."""
         kind, words = self.rng.random(), self.chain(problem)
-        if kind < self.task.direct_share + self.task.break_share:
-            kept = 0 if kind < self.task.direct_share else self.rng.randrange(1, len(words) - 2)
-            words = [*words[:kept], "####", str(self.rng.randrange(DIGITS))]
+        if kind < self.task.direct_share:
+            words = ["####", str(self.rng.randrange(self.task.states))]
+        elif kind < self.task.direct_share + self.task.break_share:
+            kept = words[: self.rng.randrange(1, len(words) - 2)]
+            states = [word.removeprefix("b") for word in kept if word.removeprefix("b").isdigit()]
+            words = [*kept, "####", states[-1] if states else str(problem[0])]
         return " ".join(words)
 
 
@@ -114,17 +115,18 @@ def make_task(task: Task, seed: int, out: Path) -> None:
     chosen = [problems.rng.choice(problems.training) for _ in range(task.cold_start_rows)]
     rows = ({"problem": problems.row(p)["problem"], "response": problems.solution(p)} for p in chosen)
     write_rows(out / "sft.jsonl", rows)
-    letters = ("s", "b", *OPERATIONS, LOST)
+    letters = ("", "b", *OPERATIONS, LOST)
     words = [
         *(f"{letter}{state}" for letter in letters for state in range(task.states)),
-        *(f"c{count}" for count in range(task.most_steps * max(task.repeats) + 1)),
+        *(f"n{count}" for count in range(task.most_steps + 1)),
+        *(f"k{count}" for count in range(max(task.repeats) + 1)),
         *(f"m{m}" for m in task.repeats),
-        *(str(digit) for digit in range(DIGITS)),
         "####",
     ]
     longest = longest_sequence(task) + SPARE_TOKENS  # the reward model reads one token behind the end
     tokenizer = word_tokenizer(words, longest, CHAT_TEMPLATE)
-    shape = TinyModel(vocab_size=len(tokenizer), max_positions=longest, seed=seed)
+    narrow = {"hidden_size": 64, "intermediate_size": 160, "head_dim": 16}
+    shape = TinyModel(vocab_size=len(tokenizer), max_positions=longest, seed=seed, **narrow)
     save_tiny_model(shape, tokenizer, out / "model")
     with atomic_write(out / SETTINGS_FILE) as file:
         json.dump(task_settings(task, seed), file)

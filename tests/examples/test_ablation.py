@@ -31,8 +31,8 @@ def test_no_evaluation_problem_shares_start_and_length_with_a_training_problem()
     problems = Problems(Task(), seed=3)
     training = {problem[:2] for problem in problems.training}
     evaluation = {problem[:2] for problem in problems.evaluation}
-    assert not training & evaluation and len(evaluation) == round(0.2 * 40 * 5)
-    assert {m for _, _, m in problems.evaluation} == {m for _, _, m in problems.training} == {1, 2, 5}
+    assert not training & evaluation and len(evaluation) == round(0.3 * 40 * 3)
+    assert {m for _, _, m in problems.evaluation} == {m for _, _, m in problems.training} == {0, 2, 7}
 
 
 def test_the_best_chain_is_graded_correct_at_every_length_and_fits(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_the_best_chain_is_graded_correct_at_every_length_and_fits(tmp_path: Pat
         assert grade_response(row["answer"], tokenizer.decode(ids), "hash").correct
         assert not grade_response(row["answer"], tokenizer.decode(ids[:-1]), "hash").correct
         lengths.add(len(ids))
-    assert max(lengths) > 4 * min(lengths)
+    assert max(lengths) > 2 * min(lengths)
 
 
 def test_a_wrong_operation_shows_at_the_end_of_its_step_and_leaves_luck_alone() -> None:
@@ -58,22 +58,22 @@ def test_a_wrong_operation_shows_at_the_end_of_its_step_and_leaves_luck_alone() 
     for problem in problems.training:
         state, _, m = problem
         words = problems.chain(problem)
-        width = 2 * m + 1
+        width = m + 4
         steps = [words[at : at + width] for at in range(0, len(words) - 2, width)]
         lost = False
         for step in steps:
             operation, here = step[0][0], int(step[0][1:])
-            assert here == state and {word for word in step[:-1:2]} == {step[0]}
+            assert here == state and step[1:-2] == [f"k{left}" for left in range(m, -1, -1)]
             assert (operation == LOST) == lost, "the step before has told"
             lost = lost or operation != problems.right[here]
-            assert step[-1][0] == ("b" if lost else "s")
-            state = int(step[-1][1:])
+            assert step[-1].startswith("b") == lost
+            state = int(step[-1].removeprefix("b"))
         if lost:
             total += 1
-            right += words[-1] == str(problems.answer(problem))
+            right += words[-1] == problems.answer(problem)
         else:
-            assert words[-1] == str(problems.answer(problem))
-    assert total > 200 and 0.02 < right / total < 0.2
+            assert words[-1] == problems.answer(problem)
+    assert total > 200 and right / total < 0.08
 
 
 def test_solutions_end_at_any_token_as_often_as_stated() -> None:
@@ -85,9 +85,9 @@ def test_solutions_end_at_any_token_as_often_as_stated() -> None:
         words = problems.solution(problem).split()
         assert words[-2] == "####" and words.count("####") == 1
         bare += len(words) == 2
-        whole += len(words) == 8 * 5 + 2
+        whole += len(words) == 8 * 6 + 2
         places.add(len(words) - 2)
-    assert places == set(range(0, 8 * 5 + 1))
+    assert places == set(range(0, 8 * 6 + 1))
     assert bare / 3000 == pytest.approx(0.3, abs=0.03) and whole / 3000 == pytest.approx(0.3, abs=0.03)
 
 
@@ -97,7 +97,7 @@ def test_hard_states_are_wrong_by_majority_and_the_others_rarely() -> None:
     for state in range(40):
         share = sum(problems.operation(state) == problems.right[state] for _ in range(500)) / 500
         assert share == pytest.approx(0.3 if state in problems.hard else 0.95, abs=0.08)
-    assert len(problems.hard) == 6
+    assert len(problems.hard) == 10
 
 
 def test_a_seed_gives_the_same_bytes_and_another_seed_another_task(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_every_row_is_planned_at_every_seed_after_what_it_needs(file: Path, tmp_
                 assert f"preset={row.preset}" in jobs[f"{setting.name}/seed{seed}/{row.name}"].argv
     order = list(jobs)
     assert all(order.index(need) < order.index(job.name) for job in jobs.values() for need in job.needs)
-    assert len(config.seeds) >= (5 if file == LONG else 3)
+    assert len(config.seeds) >= 5
 
 
 def test_rows_keep_the_papers_proportions_and_share_all_but_what_they_are_about(tmp_path: Path) -> None:
@@ -282,13 +282,14 @@ def test_figures_count_the_responses_of_value_pretraining(tmp_path: Path) -> Non
     config, names = finished_runs(tmp_path)
     setting = collect(config, tmp_path, names, {})["settings"]["steps"]
     vapo, grpo = (setting["rows"][name]["seeds"]["1"] for name in ("vapo", "grpo"))
-    assert vapo["responses"] == [16 * 128 + 128 * n for n in (1, 2, 3, 4)]
+    before = 8 * 128
+    assert vapo["responses"] == [before + 128 * n for n in (1, 2, 3, 4)]
     assert grpo["responses"] == [128, 256, 384, 512]
     assert vapo["cpu_seconds"] == [32, 34, 36, 38] and grpo["cpu_seconds"] == [3, 6, 9, 12]
-    assert reached(vapo, 0.4, 0.85, "responses") == 16 * 128 + 512
+    assert reached(vapo, 0.4, 0.85, "responses") == before + 512
     assert reached(grpo, 0.4, 0.85, "responses") is None
     assert accuracy_at(grpo, (0, 0.4), "responses", 128) == pytest.approx(0.55), "half way from 0.4 to 0.7"
-    assert accuracy_at(vapo, (2048, 0.4), "responses", 2000) == 0.4, "value pretraining moves no policy"
+    assert accuracy_at(vapo, (before, 0.4), "responses", 1000) == 0.4, "value pretraining moves no policy"
     assert accuracy_at(grpo, (0, 0.4), "responses", 513) is None
     table = transformer_tables.accuracy_table(setting, 4)
     (line,) = (line for line in table.splitlines() if line.startswith("| GRPO"))
