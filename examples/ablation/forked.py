@@ -37,6 +37,7 @@ class Forked:
         self.log, self._used = log, log.with_suffix(".cpu")
         log.parent.mkdir(parents=True, exist_ok=True)
         self._used.unlink(missing_ok=True)
+        log.write_bytes(b"")  # here, lest an earlier command's words are read before the fork opens it
         self._process = multiprocessing.get_context("fork").Process(target=_run, args=(argv, log, self._used))
         self._process.start()
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import yaml
@@ -116,6 +117,8 @@ def read_seed(run_dir: Path, row: Row, critic: Figures, cpu_seconds: float | Non
     for name, metric in OF_A_STEP.items():
         if metric in steps[0]:
             figures[name] = [step.get(metric) for step in steps]
+    if prompts[0] is not None:
+        del figures["correct"]  # of the groups that were kept: those that are neither all right nor all wrong
     return figures
 
 
@@ -149,6 +152,13 @@ def read_figures(path: Path) -> Figures:
 def finals(row: Figures, steps: int) -> dict[int, float]:
     """Accuracy after so many steps, by seed."""
     return {int(seed): found["accuracy"][str(steps)] for seed, found in row["seeds"].items()}
+
+
+def mean_of_rollouts(row: Figures, steps: int) -> dict[int, float]:
+    """Mean accuracy of the rollouts of so many steps, by seed; nothing where groups are dropped from them."""
+    return {
+        int(seed): mean(known(found["correct"][:steps])) for seed, found in row["seeds"].items() if "correct" in found
+    }
 
 
 def mean_over_steps(row: Figures, steps: int) -> dict[int, float]:

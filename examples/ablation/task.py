@@ -7,9 +7,10 @@ A problem "17 n9 m3" names a state x0, a number of steps n and a number m. A ste
 
 In every state one of A, B and C is right, told nowhere. A right one leads to the state that follows (one cycle through
 all). After a wrong one the step ends in a state "b" drawn at random, and b stays b: where the response ought to be is
-lost, and so is its answer. So a decision shows m + 3 tokens later; the longer the response, the later,
-as m differs between problems. In "hard" states the cold start is wrong more often than right, and "####" with the
-state of that moment may come at any token. (With the state's last digit for an answer, models learnt digits of training problems by heart.)
+lost, and so is its answer. So a decision shows m + 3 tokens later; the longer the response, the later, as m differs
+between problems. In "hard" states the cold start is wrong more often than right, and "####" with the state of that
+moment may come at any token. (With the state's last digit for an answer, models learnt digits of training problems by
+heart.)
 """
 
 import json

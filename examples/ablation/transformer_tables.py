@@ -5,8 +5,9 @@ from statistics import mean
 from typing import Any
 
 from examples.ablation.intervals import interval, paired, shown
-from examples.ablation.results import Figures, accuracy_at, finals, known, mean_over_steps, reached
+from examples.ablation.results import Figures, accuracy_at, finals, known, mean_of_rollouts, mean_over_steps, reached
 
+MEASURES = {"final": finals, "evaluations": mean_over_steps, "rollouts": mean_of_rollouts}
 THRESHOLDS = (0.85, 0.9)
 LENGTHS = ((min, "length_min"), (max, "length_max"))
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of what VAPO spent
@@ -64,7 +65,7 @@ def accuracy_table(setting: Figures, steps: int) -> str:
         "of leave-one-out",
     ]
     lines = [f"| {' | '.join(titles)} |", "|---|" + "---:|" * (len(titles) - 1)]
-    vapo, measures = setting["rows"]["vapo"], (finals, mean_over_steps)
+    vapo, measures = setting["rows"]["vapo"], MEASURES.values()
     for name, row in setting["rows"].items():
         if not row["seeds"]:
             continue
@@ -91,7 +92,7 @@ def findings(setting: Figures, steps: int) -> list[str]:
     lines = []
     vapo = setting["rows"]["vapo"]
     for row in (row for row in setting["rows"].values() if row["title"].startswith("without") and row["seeds"]):
-        less = [paired(found(vapo, steps), found(row, steps)) for found in (finals, mean_over_steps)]
+        less = [paired(found(vapo, steps), found(row, steps)) for found in MEASURES.values()]
         ahead, behind = (any(each and each.excludes_zero and each.mean * sign > 0 for each in less) for sign in (1, -1))
         word = "shown" if ahead else "not shown"
         word += ", and reversed in one measure" if ahead and behind else ", and reversed" if behind else ""

@@ -4,11 +4,13 @@ import json
 import random
 from pathlib import Path
 
+import psutil
 import pytest
 
 from examples.ablation import execute as execution
 from examples.ablation import transformer_tables
 from examples.ablation.ablation_config import Task, read_ablation
+from examples.ablation.forked import SharedEngine
 from examples.ablation.page import MEASURED, ROOT, render
 from examples.ablation.plan import EVALUATION, PRESETS, Job, plan_jobs
 from examples.ablation.results import accuracy_at, collect, reached, read_figures
@@ -16,7 +18,7 @@ from examples.ablation.task import LOST, PROMPT_TOKENS, Problems, longest_sequen
 from vapo_megatron.config.data import PromptTemplate
 from vapo_megatron.config.load import dump_config, load_config
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.errors import BadInput
+from vapo_megatron.errors import BadInput, RunFailed
 from vapo_megatron.experience.tokenizer import TextTokenizer
 from vapo_megatron.rewards.math import grade_response
 
@@ -73,7 +75,7 @@ def test_a_wrong_operation_shows_at_the_end_of_its_step_and_leaves_luck_alone() 
             right += words[-1] == problems.answer(problem)
         else:
             assert words[-1] == problems.answer(problem)
-    assert total > 200 and right / total < 0.08
+    assert total > 100 and right / total < 0.08
 
 
 def test_solutions_end_at_any_token_as_often_as_stated() -> None:
@@ -186,7 +188,9 @@ def test_a_run_is_finished_by_its_last_step_and_its_config(tmp_path: Path) -> No
     assert not job.finished(), "the model is not there"
     (job.directory / "hf" / "final").mkdir(parents=True)
     assert job.finished()
-    write(["actor.optimizer.lr=1.0e-4"], 2)
+    write(["rollout.external_urls=[http://127.0.0.1:9]"], 2)
+    assert job.finished(), "where its engine listened is not what was asked for"
+    write(["actor.optimizer.lr=1.0e-5"], 2)
     assert not job.finished()
 
 
@@ -233,6 +237,22 @@ def test_what_stands_on_a_job_that_runs_again_runs_again(tmp_path: Path) -> None
     assert [job.name for job in execution.unfinished(jobs)] == ["steps/seed1/cold_start", "steps/seed1/vapo"]
 
 
+def test_jobs_of_one_kind_share_an_engine_and_another_kind_takes_its_place(tmp_path: Path) -> None:
+    code = "import os, time; sum(range(10**7)); print(f'engine at http://127.0.0.1:{os.getpid()}, log x', flush=True); time.sleep(60)"
+    engine = SharedEngine(tmp_path / "engine.log")
+    try:
+        first = engine.serving(("ablation_job", code))
+        assert engine.serving(("ablation_job", code)) == first and engine.cpu_seconds() > 0
+        second = engine.serving(("ablation_job", code, "of another setting"))
+        assert second != first
+    finally:
+        engine.close()
+    for url in (first, second):
+        assert not psutil.pid_exists(int(url.rpartition(":")[2]))
+    with pytest.raises(RunFailed, match="did not start"):
+        engine.serving(("ablation_job", "raise SystemExit(3)"))
+
+
 def test_time_left_follows_what_jobs_really_take(tmp_path: Path) -> None:
     job = small_job(tmp_path, "steps/seed2/vapo")
     expected = execution.pace({"steps/seed1/vapo": 50.0, "clip/seed1/vapo": 500.0}, [job])
@@ -242,13 +262,13 @@ def test_time_left_follows_what_jobs_really_take(tmp_path: Path) -> None:
 # Figures and page.
 
 
-CPU = {"value_critic": 30.0, "vapo": 8.0, "grpo": 12.0}
+CPU = {"value_critic": 30.0, "vapo": 8.0, "grpo": 12.0, "without_clip_higher": 8.0}
 
 
 def finished_runs(out: Path, explained: float = 0.3) -> tuple:
     """Two seeds of VAPO and GRPO as run directories, and their config."""
-    config = read_ablation(SHORT, ["seeds=[1, 2]", "steps=4"], ["grpo"], [])
-    accuracy = {"vapo": (0.80, 0.92), "grpo": (0.70, 0.84)}
+    config = read_ablation(SHORT, ["seeds=[1, 2]", "steps=4"], ["grpo", "without_clip_higher"], [])
+    accuracy = {"vapo": (0.80, 0.92), "grpo": (0.70, 0.84), "without_clip_higher": (0.80, 0.925)}
     for job in plan_jobs(config, out):
         _, seed, name = job.name.split("/")
         if "train" not in job.argv:
@@ -294,7 +314,7 @@ def test_figures_count_the_responses_of_value_pretraining(tmp_path: Path) -> Non
     table = transformer_tables.accuracy_table(setting, 4)
     (line,) = (line for line in table.splitlines() if line.startswith("| GRPO"))
     assert "+0.085 ± 0.064" in line, "(0.08 + 0.09) / 2, t(1) * 0.005"
-    assert "not reached" in transformer_tables.cost_table(setting).splitlines()[3]
+    assert "| GRPO | not reached | not reached | 128 | 3.00 |" in transformer_tables.cost_table(setting)
 
 
 def test_the_page_says_what_was_not_run_and_what_is_missing(tmp_path: Path) -> None:
@@ -305,6 +325,7 @@ def test_the_page_says_what_was_not_run_and_what_is_missing(tmp_path: Path) -> N
     page = render(tabular, sweep, figures | {"command": "as run"})
     assert "not run: VAPO, seed 2: its critic explains 0.100" in page
     assert "steps, GRPO: seeds 2" in page and "`as run`" in page
+    assert "without clip-higher: not shown; clipped high 1.000 % of tokens, VAPO's 1.000 %" in page
     jobs = {job.name: job for job in plan_jobs(config, tmp_path)}
     assert "below 0.2" in jobs["steps/seed1/vapo"].refusal() and not jobs["steps/seed1/grpo"].refusal()
 
