@@ -238,7 +238,8 @@ def test_what_stands_on_a_job_that_runs_again_runs_again(tmp_path: Path) -> None
 
 
 def test_jobs_of_one_kind_share_an_engine_and_another_kind_takes_its_place(tmp_path: Path) -> None:
-    code = "import os, time; sum(range(10**7)); print(f'engine at http://127.0.0.1:{os.getpid()}, log x', flush=True); time.sleep(60)"
+    code = "import os, time; sum(range(10**7))\n"
+    code += "print(f'engine at http://127.0.0.1:{os.getpid()}, log x', flush=True); time.sleep(60)"
     engine = SharedEngine(tmp_path / "engine.log")
     try:
         first = engine.serving(("ablation_job", code))
@@ -302,7 +303,7 @@ def test_figures_count_the_responses_of_value_pretraining(tmp_path: Path) -> Non
     config, names = finished_runs(tmp_path)
     setting = collect(config, tmp_path, names, {})["settings"]["steps"]
     vapo, grpo = (setting["rows"][name]["seeds"]["1"] for name in ("vapo", "grpo"))
-    before = 8 * 128
+    before = 16 * 128
     assert vapo["responses"] == [before + 128 * n for n in (1, 2, 3, 4)]
     assert grpo["responses"] == [128, 256, 384, 512]
     assert vapo["cpu_seconds"] == [32, 34, 36, 38] and grpo["cpu_seconds"] == [3, 6, 9, 12]
