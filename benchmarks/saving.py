@@ -46,7 +46,7 @@ def measure(shape: str, root: str, repeats: int) -> dict[str, Any]:
         dist.barrier()
         planned = time.perf_counter()
         results: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(results, plan.write())
+        dist.all_gather_object(results, plan.write()[0])
         if dist.get_rank() == 0:
             plan.close(results)
         dist.barrier()

@@ -10,6 +10,7 @@ from hf_models import write_model
 from ranks import run_ranks
 from test_train_step import OPTIMIZER, ROLLOUT, policy_loss, token_tensors
 
+from vapo_megatron.checkpoint.manifest import file_facts
 from vapo_megatron.config.model import ActorConfig, CriticConfig, LayoutConfig, ModelConfig
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.errors import BadInput
@@ -77,7 +78,9 @@ def save(
     plan = plan_save(trainable, folder)
     after = train(trainable, 2)
     results: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(results, plan.write())
+    written, facts = plan.write()
+    assert facts == file_facts(folder, [folder / name for name in facts]), "digests are of other bytes than the files'"
+    dist.all_gather_object(results, written)
     if dist.get_rank() == 0:
         plan.close(results)
     dist.barrier()

@@ -113,7 +113,7 @@ def save_checkpoint(source: Path, folder: Path) -> None:
     torch.distributed.barrier()
     planned = plan_save(trainable, folder)
     results = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(results, planned.write())
+    torch.distributed.all_gather_object(results, planned.write()[0])
     if torch.distributed.get_rank() == 0:
         planned.close(results)  # type: ignore[arg-type]
         write_model_card(folder, trainable.spec, "lm", source, "float32")

@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError
 
@@ -48,6 +48,42 @@ class Manifest(ModelPart):
         default_factory=dict,
         description="rollouts of value pretraining that are needed to go on, by their path in the run directory",
     )
+
+
+class DigestedFile:
+    """A new file whose size and digest are known once it is written, without reading it again.
+
+    As much of a binary stream as torch.save writes into: bytes go to its end alone. Use as a context manager.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError."""
+        self._file = path.open("wb")
+        self._digest = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        """Append bytes, or what has their buffer. Raises OSError."""
+        self._digest.update(data)
+        return self._file.write(data)
+
+    def tell(self) -> int:
+        """Bytes so far."""
+        return self._file.tell()
+
+    def flush(self) -> None:
+        """Nothing: finish() does."""
+
+    def finish(self) -> FileFacts:
+        """What is in the file, which is on the disk then. Raises OSError."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return FileFacts(bytes=self._file.tell(), sha256=self._digest.hexdigest())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
 
 def file_facts(root: Path, paths: Iterable[Path]) -> dict[str, FileFacts]:

@@ -24,8 +24,10 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 
 from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_HELP
+from vapo_megatron.checkpoint.manifest import DigestedFile, FileFacts
 from vapo_megatron.config.atomic import sync
 from vapo_megatron.errors import BadInput
 from vapo_megatron.mcore import dist_optimizer
@@ -46,29 +48,26 @@ class PlannedSave:
     metadata: Any
     common: dict[str, Any]
 
-    def write(self) -> list[Any]:
-        """Write this rank's tensors; no communication. What rank 0 needs to close the checkpoint.
+    def write(self) -> tuple[list[Any], dict[str, FileFacts]]:
+        """Write this rank's tensors; no communication. What rank 0 needs to close the checkpoint, and what is now in
+        which file of the folder.
 
         Raises:
             OSError: the file system refuses.
         """
         results: list[Any] = []
-        for index, bucket in enumerate(self.writer.write_buckets or ()):
-            answers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-            pending: queue.Queue[int] = queue.Queue()
-            pending.put(index)
-            transforms = [self.writer.transforms] if hasattr(self.writer, "transforms") else []
-            self.writer.write_preloaded_data(transforms, index, bucket, answers, pending, True)
-            _, found = answers.get()
-            if isinstance(found, Exception):
-                raise found
-            results += found
+        facts: dict[str, FileFacts] = {}
+        for path, key, (data, tensors) in self.writer.write_buckets or ():
+            with DigestedFile(Path(path)) as file:
+                into: Any = file
+                for item, content in (*data, *tensors):
+                    written = _write_item(
+                        self.writer.transforms, into, content, item, key, SerializationFormat.TORCH_SAVE
+                    )
+                    results.append(written)
+                facts[Path(path).name] = file.finish()
         self.writer.write_buckets = None  # the copies may go
-        return results
-
-    def files(self) -> list[Path]:
-        """The files that write() makes on this rank."""
-        return [Path(name) for name, _, _ in self.writer.write_buckets or ()]
+        return results, facts
 
     def close(self, results: Sequence[list[Any]]) -> list[Path]:
         """On rank 0, once every rank has written: the files that make a checkpoint of it. Raises OSError."""

@@ -149,10 +149,13 @@ class BackgroundSave:
         try:
             for write in job.writers:
                 write(job.folder)
-            paths = [path for plan in job.models.values() for path in plan.files()]
-            results = {name: plan.write() for name, plan in job.models.items()}
-            paths += sorted((job.folder / "ranks").glob(f"{rank:05d}.pt"))
-            return _Part(results, file_facts(job.folder, paths))
+            results: dict[str, list[Any]] = {}
+            files: dict[str, FileFacts] = {}
+            for name, plan in job.models.items():
+                results[name], written = plan.write()
+                files |= {f"{name}/{file}": facts for file, facts in written.items()}
+            files |= file_facts(job.folder, (job.folder / "ranks").glob(f"{rank:05d}.pt"))
+            return _Part(results, files)
         except (OSError, BadInput, RuntimeError) as error:  # torch's own writer turns OSError into RuntimeError
             return _Part({}, {}, Problem.of(error))
 
