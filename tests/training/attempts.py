@@ -84,6 +84,7 @@ def config_of(world: World, name: str, layout: Mapping[str, int], *overrides: st
     optimizer = {"lr": 1e-3, "warmup_steps": 4}
     user: dict[str, Any] = {
         "run": {"name": name, "root": str(world.folder / "runs"), "steps": 3},
+        "cluster": {"restarts": 0},
         "model": {"path": str(world.model), "dtype": "float32"},
         "actor": {"layout": dict(layout), "optimizer": optimizer},
         "critic": {"layout": dict(layout), "optimizer": optimizer},

@@ -192,7 +192,12 @@ def test_a_second_run_does_not_overwrite_the_first(task: Path, two_ranks: Path) 
 
 def test_kill_minus_nine_leaves_no_process(task: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "vapo_megatron.cli", *train_arguments(task, "killed", "run.steps=500")],
+        [
+            sys.executable,
+            "-m",
+            "vapo_megatron.cli",
+            *train_arguments(task, "killed", "run.steps=500", "cluster.restarts=0"),
+        ],
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

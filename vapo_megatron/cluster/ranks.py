@@ -40,6 +40,10 @@ DEVICE_FAULT = 76
 _LOST_A_PEER = 77
 
 
+class RankKilled(TryAgain):
+    """A signal ended a rank; the others were ended for it."""
+
+
 @dataclass(frozen=True)
 class RankPlace:
     """A rank's place among all ranks, and where they meet."""
@@ -190,6 +194,7 @@ def start_ranks(count: int, body: Callable[[], None], collective_timeout_s: floa
     them at once.
 
     Raises:
+        RankKilled: a signal ended one.
         VapoError: what the first failing rank raised, or what its error means (cluster.failures); RunFailed with its
             stack trace for anything unforeseen.
     """
@@ -259,15 +264,15 @@ def _wait(ranks: list[Any], failures: Any) -> None:
         raise lost
 
 
-def _killed(rank: Any, memory: MemoryKills) -> VapoError:
+def _killed(rank: Any, memory: MemoryKills) -> RankKilled:
     """What to raise for a rank that a signal ended: whoever sent it, the run itself did nothing wrong."""
     name = signal.Signals(-rank.exitcode).name
     for_memory = memory.explain(rank.pid) if rank.exitcode == -signal.SIGKILL else None
     if for_memory is None:
-        return TryAgain(
+        return RankKilled(
             f"{rank.name} was killed by {name} and said nothing: start the same command again with run.resume=auto"
         )
-    return TryAgain(
+    return RankKilled(
         f"{rank.name} was killed by {name}: {for_memory}: start the same command again with run.resume=auto; if it "
         "happens again, ask for more memory, or lower actor.max_tokens_per_microbatch, reward.workers or "
         "rollout.max_total_tokens"

@@ -48,6 +48,12 @@ class ClusterConfig(Section):
         None, ge=1, description="ranks started by hand; default: one an accelerator, on the CPU what a replica takes"
     )
     collective_timeout_s: float = Field(10800.0, gt=0, description="longest wait for another rank, a rollout included")
+    restarts: int = Field(
+        2,
+        ge=0,
+        description="ranks started by hand: how often, from one checkpoint, they are started again in this process "
+        "where one was killed; after that the exit code is 75",
+    )
 
 
 class BatchConfig(Section):
