@@ -23,7 +23,7 @@ class PlannedRunConfig(Section):
         "policy learns",
     )
     grade_seconds: float = Field(
-        0.02, ge=0, description="of one response on one of reward.workers; grading follows generation"
+        0.02, ge=0, description="of one response on one of reward.workers, while others are generated"
     )
     gpu_benchmark: str | None = Field(
         None,

@@ -6,7 +6,7 @@ from vapo_megatron.operations.hardware import GIB
 from vapo_megatron.operations.plan.activations import EXPERT_IMBALANCE
 from vapo_megatron.operations.plan.models import model_directory
 from vapo_megatron.operations.plan.plan import Plan
-from vapo_megatron.operations.plan.rollout import imbalance, rounds
+from vapo_megatron.operations.plan.rollout import drawn_prompts, imbalance
 
 
 def assumptions(plan: Plan) -> list[str]:
@@ -32,17 +32,17 @@ def assumptions(plan: Plan) -> list[str]:
         f"{hardware.trainer_overhead / GIB:g} GiB of a GPU go to the trainer's context and NCCL, "
         f"{hardware.engine_overhead / GIB:g} GiB to an offloaded engine's, {hardware.fragmentation:.0%} are lost to "
         "fragmentation (hardware.trainer_overhead_gib, .engine_overhead_gib, .fragmentation)",
-        "communication does not overlap with computation, grading follows generation "
+        "communication does not overlap with computation, grading overlaps with generation "
         f"({config.plan.grade_seconds:g} s a response on each of {config.reward.workers} reward.workers, "
         "plan.grade_seconds); starting and checkpoints are not counted",
         f"the engine with most tokens has {uneven:.2f} times the mean, as half of the variance of lengths is between "
         "prompts",
     ]
     if config.algorithm.dynamic_sampling.enabled:
-        drawn = rounds(prompts, config.algorithm.dynamic_sampling, config.plan.informative_share)
+        drawn = drawn_prompts(prompts, config.algorithm.dynamic_sampling, config.plan.informative_share)
         lines.append(
-            f"dynamic sampling draws {sum(drawn)} prompts in {len(drawn)} rounds for {prompts}, as "
-            f"{config.plan.informative_share:.0%} of the groups are informative (plan.informative_share)"
+            f"dynamic sampling draws {drawn:.0f} prompts for {prompts}, as {config.plan.informative_share:.0%} of the "
+            "groups are informative (plan.informative_share)"
         )
     if plan.memory.engine.deterministic:
         lines.append(f"deterministic engines have {reached.deterministic:g} of the speed of others")

@@ -1,4 +1,4 @@
-"""Seconds in which the engines of a run answer prompts: one engine, several of unequal load, further rounds."""
+"""Seconds in which the engines of a run answer prompts: one engine, several of unequal load."""
 
 import math
 
@@ -33,17 +33,15 @@ def imbalance(engines: int, prompts: float, samples: float, lengths: Lengths) ->
     return 1 + math.sqrt(2 * math.log(engines) * variance)
 
 
-def rounds(prompts: int, settings: DynamicSamplingConfig, informative_share: float) -> list[int]:
-    """Prompts of each round of dynamic sampling (training/collect.py) until enough groups are informative.
+def drawn_prompts(prompts: int, settings: DynamicSamplingConfig, informative_share: float) -> float:
+    """Prompts that engines answer for a step of so many informative groups (rollout/ledger.py).
 
-    Without dynamic sampling it is one round of all prompts.
+    At first oversampling times as many are in flight; what is too much is aborted, and counted here as if it were not.
     """
     if not settings.enabled:
-        return [prompts]
-    drawn: list[int] = []
-    while len(drawn) < settings.max_rounds and (missing := prompts - informative_share * sum(drawn)) >= 0.5:
-        drawn.append(max(1, round(missing * settings.oversampling)))
-    return drawn
+        return prompts
+    first = settings.oversampling * prompts
+    return min(settings.max_rounds * first, max(first, prompts / informative_share))
 
 
 def _engine_seconds(

@@ -16,7 +16,7 @@ from vapo_megatron.operations.plan.lengths import Lengths
 from vapo_megatron.operations.plan.memory import microbatches, minibatch_samples
 from vapo_megatron.operations.plan.models import PlannedModel
 from vapo_megatron.operations.plan.offload import on_device, phases_of
-from vapo_megatron.operations.plan.rollout import rollout_seconds, rounds
+from vapo_megatron.operations.plan.rollout import drawn_prompts, rollout_seconds
 
 # Work of the largest micro-batch of a rank over that of its mean one, less one: what a pipeline loses in each stage
 # that waits. Measured at 8,192 samples over 64 ranks, by `python -m benchmarks.balance`, column "uneven".
@@ -183,11 +183,10 @@ def plan_time(
     def grade(responses: float) -> float:
         return responses * config.plan.grade_seconds / config.reward.workers
 
-    drawn = rounds(batch.prompts_per_step, config.algorithm.dynamic_sampling, config.plan.informative_share)
-    phases: dict[str, float] = {
-        "rollout": sum(generate(prompts, prompts * n) for prompts in drawn),
-        "verify": grade(sum(drawn) * n),
-    }
+    drawn = drawn_prompts(batch.prompts_per_step, config.algorithm.dynamic_sampling, config.plan.informative_share)
+    rollout = generate(drawn, drawn * n)
+    # Groups are graded while others are generated: the last one follows, or what the workers could not keep up with.
+    phases: dict[str, float] = {"rollout": rollout, "verify": max(grade(n), grade(drawn * n) - rollout)}
     if config.algorithm.advantage.estimator == "remax":
         phases["rollout_greedy"] = generate(batch.prompts_per_step, batch.prompts_per_step)
     wanted = phases_of(config)
@@ -205,7 +204,8 @@ def plan_time(
         settings = config.value_pretraining
         trained = settings.updates(config.samples) * settings.minibatch_size
         # Every group that the policy writes is learnt from: one round.
-        collected = generate(batch.prompts_per_step, samples) + grade(samples)
+        generated = generate(batch.prompts_per_step, samples)
+        collected = max(generated + grade(n), grade(samples))
         pretraining = {
             "rollouts": settings.rollouts(config.samples) * collected,
             "critic updates": update_seconds(critic, trained, lengths, config, hardware),
