@@ -4,6 +4,7 @@ What a person would do is done: a checkpoint that is named as damaged is removed
 """
 
 import asyncio
+import json
 import multiprocessing
 import os
 import random
@@ -101,7 +102,8 @@ def _role(process: psutil.Process, starter: int) -> str:
         return "detokenizer"
     if "vapo_megatron.rewards.worker" in command:
         return "verifier"
-    return "rank" if process.ppid() == starter else "other"
+    own = process.ppid() == starter and not any("resource_tracker" in part for part in command)
+    return "rank" if own else "other"
 
 
 def reset_connections(every: int) -> None:
@@ -142,6 +144,7 @@ SIGNALS: dict[str, tuple[str, list[int]]] = {
     "verifier: kill -9": ("verifier", [signal.SIGKILL]),
     "verifier: stopped for a while": ("verifier", [signal.SIGSTOP, signal.SIGCONT]),
 }
+_ENGINES = re.compile("engine|scheduler|detokenizer")
 ASKED = {"run: SIGTERM": signal.SIGTERM, "run: SIGUSR1": signal.SIGUSR1}
 FILES = ("checkpoint: cut file", "checkpoint: flipped bit")
 DISK, RESETS = "disk: full", "network: reset"
@@ -173,13 +176,14 @@ class Fuzzer:
             self._soak.codes[code] += 1
             if code == 0:
                 break
-            assert code in (2, 75), f"an attempt ended with {code}: {said}"
+            # An engine that dies before it ever served may have been given what it cannot serve: no reason to try again.
+            assert code in (2, 75) or "ended while starting" in said, f"an attempt ended with {code}: {said}"
             if code == 2:
                 self._mend(said)
         self._soak.left += self._left_behind()
 
     def _attempt(self, end: float) -> tuple[int, str]:
-        attempt = Attempt(self._config, self._prepare())
+        attempt, began = Attempt(self._config, self._prepare()), time.time()
         next_at, known = time.monotonic() + self._chance.uniform(1, 15), rows_of(self._run_dir)
         while attempt.process.is_alive():
             assert time.monotonic() < end, "the run does not end"
@@ -187,7 +191,7 @@ class Fuzzer:
             if (rows := rows_of(self._run_dir)) > known:
                 known = rows
                 self._progress(rows)
-            if self._left and time.monotonic() >= next_at and self._signal(attempt):
+            if self._left and time.monotonic() >= next_at and self._signal(attempt, self._serves(began)):
                 next_at = time.monotonic() + self._chance.uniform(1, 8)
         found = attempt.end(10)
         self._progress(rows_of(self._run_dir))
@@ -205,9 +209,19 @@ class Fuzzer:
             return partial(reset_connections, self._chance.randrange(3, 9))
         return lambda: None
 
-    def _signal(self, attempt: Attempt) -> bool:
-        """Whether a fault was done."""
-        kind = self._chance.choice([kind for kind in self._kinds if kind in SIGNALS or kind in ASKED])
+    def _serves(self, began: float) -> bool:
+        """Whether engines serve, as far as rank 0 says where it is."""
+        try:
+            told = json.loads((self._run_dir / "logs" / "heartbeat_00000.json").read_text())
+        except (OSError, ValueError):
+            return False
+        return bool(told["beat"] > began and told["phase"] not in ("-", "load_models", "start_engines"))
+
+    def _signal(self, attempt: Attempt, serves: bool) -> bool:
+        """Whether a fault was done. One that only stops an engine's start would be waited for, as long as a start may
+        take."""
+        kinds = [kind for kind in self._kinds if kind in SIGNALS or kind in ASKED]
+        kind = self._chance.choice([kind for kind in kinds if serves or not _ENGINES.match(kind)])
         family = attempt.family()
         self._groups |= {process.pid for process in family.get("engine", [])}
         try:
@@ -247,7 +261,7 @@ class Fuzzer:
 
     def _mend(self, said: str) -> None:
         """What the one line asks for: remove a damaged checkpoint; the disk has room again by itself."""
-        named = re.match(r"(\S+?/checkpoints/step_\w+)", said)
+        named = re.search(r"(\S+?/checkpoints/step_\w+)", said)
         if named and "damaged" in said:
             shutil.rmtree(named[1])
         else:

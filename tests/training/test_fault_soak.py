@@ -20,6 +20,7 @@ SETTINGS = (
     "rollout.health.every_s=0.5",
     "rollout.health.answer_s=5",
     "rollout.health.max_failures=20",
+    "robustness.hangs.every_s=0.5",
 )
 
 
