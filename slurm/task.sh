@@ -19,6 +19,17 @@ leave_scratch() { # the last task of the node takes the folder away
     rmdir "$scratch/tasks" 2>/dev/null && rm -rf "$scratch"
 }
 
+killed_for_memory() { # in words, where the kernel has killed a process of this step for want of memory
+    local root=${CGROUP_ROOT:-/sys/fs/cgroup} folder events peak
+    for folder in "$root$(sed -n 's/^0:://p' /proc/self/cgroup)" "$root/memory$(sed -n 's/^[0-9]*:memory://p' /proc/self/cgroup)"; do
+        events=$(cat "$folder/memory.events" "$folder/memory.oom_control" 2>/dev/null)
+        [[ $(awk '$1 == "oom_kill" { print $2 }' <<<"$events") -gt 0 ]] || continue
+        peak=$(cat "$folder/memory.peak" "$folder/memory.max_usage_in_bytes" 2>/dev/null | head -n 1)
+        echo ": the system killed a process of this step for want of memory${peak:+, which held up to $((peak >> 20)) MiB}"
+        return
+    done
+}
+
 refuse() { # CODE MESSAGE
     trap - EXIT
     echo "task.sh: $2" >&2
@@ -109,7 +120,8 @@ rank=$!
 } 2>/dev/null
 # A task that was killed because another one failed says nothing about its node.
 if [[ -z $ending || $code -lt 128 ]]; then
-    [[ $code -lt 128 ]] || echo "task.sh: task $SLURM_PROCID on $SLURMD_NODENAME was ended by signal $((code - 128))" >&2
+    why=$([[ $code != 137 ]] || killed_for_memory)
+    [[ $code -lt 128 ]] || echo "task.sh: task $SLURM_PROCID on $SLURMD_NODENAME was ended by signal $((code - 128))$why" >&2
     record "$code"
 fi
 leave_scratch

@@ -133,6 +133,23 @@ def test_a_task_that_dies_of_a_signal_is_recorded_with_its_node(tmp_path: Path, 
     assert task.recorded == [str(128 + number), "a"]
 
 
+@pytest.mark.parametrize("kills", [0, 1])
+def test_a_task_that_was_killed_for_memory_says_so(
+    tmp_path: Path, kills: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    names = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
+    first = "memory" in names
+    folder = tmp_path / "groups" / (f"memory{names['memory']}" if first else names[""].lstrip("/"))
+    folder.mkdir(parents=True)
+    (folder / ("memory.oom_control" if first else "memory.events")).write_text(f"oom 5\noom_kill {kills}\n")
+    (folder / ("memory.max_usage_in_bytes" if first else "memory.peak")).write_text(f"{3 << 30}\n")
+    die = "import os; os.kill(os.getpid(), 9)"
+    task = Task(tmp_path, sys.executable, "-c", die, CGROUP_ROOT=str(tmp_path / "groups"))
+    assert task.process.wait(60) == 137
+    why = ": the system killed a process of this step for want of memory, which held up to 3072 MiB" if kills else ""
+    assert capfd.readouterr().err.strip() == f"task.sh: task 1 on a was ended by signal 9{why}"
+
+
 def test_a_node_without_a_usable_disk_is_recorded_as_unfit(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     task = Task(tmp_path, "touch", str(tmp_path / "ran"), LOCAL_TMP=str(tmp_path / "file"))

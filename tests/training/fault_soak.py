@@ -119,7 +119,7 @@ def reset_connections(every: int) -> None:
             await client.close()
         return await work
 
-    EngineClient.generate = cut  # type: ignore[method-assign]
+    EngineClient.generate = cut  # type: ignore[method-assign,assignment]
 
 
 def rows_of(run_dir: Path) -> int:
@@ -176,7 +176,7 @@ class Fuzzer:
             self._soak.codes[code] += 1
             if code == 0:
                 break
-            # An engine that dies before it ever served may have been given what it cannot serve: no reason to try again.
+            # An engine that dies before it ever served may have been given what it cannot serve: the run fails.
             assert code in (2, 75) or "ended while starting" in said, f"an attempt ended with {code}: {said}"
             if code == 2:
                 self._mend(said)
@@ -218,8 +218,7 @@ class Fuzzer:
         return bool(told["beat"] > began and told["phase"] not in ("-", "load_models", "start_engines"))
 
     def _signal(self, attempt: Attempt, serves: bool) -> bool:
-        """Whether a fault was done. One that only stops an engine's start would be waited for, as long as a start may
-        take."""
+        """Whether a fault was done. One that only stops an engine's start would be waited for, as for a slow start."""
         kinds = [kind for kind in self._kinds if kind in SIGNALS or kind in ASKED]
         kind = self._chance.choice([kind for kind in kinds if serves or not _ENGINES.match(kind)])
         family = attempt.family()
