@@ -14,6 +14,7 @@ from vapo_megatron.checkpoint.manifest import file_facts
 from vapo_megatron.config.model import ActorConfig, CriticConfig, LayoutConfig, ModelConfig
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.errors import BadInput
+from vapo_megatron.mcore import optimizer_shards
 from vapo_megatron.mcore.dist_saver import load_training_state, plan_save
 from vapo_megatron.mcore.mesh import make_mesh
 from vapo_megatron.mcore.trainable import Trainable
@@ -116,7 +117,9 @@ def test_training_goes_on_as_if_nothing_had_happened(
     before: int,
     saving: tuple[int, dict[str, Any]],
     going_on: list[tuple[int, dict[str, Any]]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(optimizer_shards, "_GATHERED_BYTES", 150_000)  # several parameters each time, and several times
     model_dir, folder = models[family], tmp_path / "saved"
     world, layout = saving
     expected = run_ranks(world, save, model_dir, LayoutConfig(**layout), head, dtype, folder, before)[0]

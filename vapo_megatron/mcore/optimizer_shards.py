@@ -7,7 +7,7 @@ parameter of the whole model-parallel shard; and it takes them from wrong places
 parameters. Keys and shapes are the same, so either reads what the other wrote.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -29,6 +29,8 @@ _STATES = ("param", "exp_avg", "exp_avg_sq")
 _BYTES = 4 * len(_STATES)
 # Host memory of what is read together; a larger parameter is read alone.
 _READ_BYTES = 2 << 30
+# Of the device, twice, of what is gathered together; a larger parameter is gathered alone.
+_GATHERED_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -82,16 +84,19 @@ def gathered_states(part: Any, model_state: Mapping[str, Any]) -> dict[int, dict
     # Whoever saves a parameter's states does so as the first of the ranks that hold them.
     box = [[whole.sharded.replica_id for whole in parameters]]
     dist.broadcast_object_list(box, src=dist.get_process_group_ranks(group)[0], group=group)
-    saved, held = {}, [0] * group.size()
+    saved, held, batch, size = {}, [0] * group.size(), [], 0
     for whole, replica_id in zip(parameters, box[0], strict=True):
         if not is_main_replica(replica_id):
             continue
         owner = held.index(min(held))
         held[owner] += whole.parameter.numel()
-        tensors = _gather(part, whole, owner)
-        if tensors is not None:
-            saved[whole.index] = whole.states(tensors, replace(whole.sharded, replica_id=replica_id))
-    return saved
+        placed = replace(whole, sharded=replace(whole.sharded, replica_id=replica_id))
+        if size and size + whole.parameter.numel() * _BYTES > _GATHERED_BYTES:
+            saved |= _gather(part, batch)
+            batch, size = [], 0
+        batch.append((placed, owner))
+        size += whole.parameter.numel() * _BYTES
+    return saved | _gather(part, batch)
 
 
 def reads(part: Any, model_state: Mapping[str, Any]) -> list[list[WholeParameter]]:
@@ -132,22 +137,45 @@ def put_states(part: Any, portion: Sequence[WholeParameter], loaded: Mapping[int
             part._set_main_param_and_optimizer_states(whole.parameter, tensors)
 
 
-def _gather(part: Any, whole: WholeParameter, owner: int) -> dict[str, Tensor] | None:
-    """Collective over the data-parallel ranks: states of a parameter in its shape, on the owner; None on others."""
-    return dict(_gather_each(part, whole, owner)) or None
+def _gather(part: Any, batch: Sequence[tuple[WholeParameter, int]]) -> dict[int, dict[str, Sharded]]:
+    """Collective over the data-parallel ranks: states of parameters, in host memory, each on its owner; one exchange.
 
-
-def _gather_each(part: Any, whole: WholeParameter, owner: int) -> Iterator[tuple[str, Tensor]]:
+    A rank sends what it holds and no more, for each owner parameter by parameter, and of a parameter state by state.
+    """
     group, device = part.data_parallel_group, current_platform().device
-    rank, longest = group.rank(), max(stop - start for start, stop in whole.ranges)
-    start, stop = whole.ranges[rank]
-    held = part._get_main_param_and_optimizer_states(whole.parameter) if stop > start else {}
-    for name in _STATES:
-        own = torch.zeros(longest, dtype=torch.float32, device=device)
-        if held:
-            own[: stop - start].copy_(held[name].detach())
-        pieces = [torch.empty_like(own) for _ in whole.ranges] if rank == owner else None
-        dist.gather(own, pieces, dst=dist.get_global_rank(group, owner), group=group)
-        if pieces is not None:
-            cut = [piece[: stop - start] for piece, (start, stop) in zip(pieces, whole.ranges, strict=True)]
-            yield name, torch.cat(cut).view(whole.parameter.shape).to("cpu")
+    rank, pieces, sent = group.rank(), [torch.empty(0, dtype=torch.float32, device=device)], [0] * group.size()
+    for receiver in range(group.size()):
+        for whole, owner in batch:
+            start, stop = whole.ranges[rank]
+            if owner == receiver and stop > start:
+                held = part._get_main_param_and_optimizer_states(whole.parameter)
+                pieces += [held[name].detach().flatten().to(device, torch.float32) for name in _STATES]
+                sent[receiver] += len(_STATES) * (stop - start)
+    own = [whole for whole, owner in batch if owner == rank]
+    received = [
+        len(_STATES) * sum(stop - start for start, stop in (w.ranges[r] for w in own)) for r in range(len(sent))
+    ]
+    came = torch.empty(sum(received), dtype=torch.float32, device=device)
+    dist.all_to_all_single(came, torch.cat(pieces), received, sent, group=group)
+    streams = [_Stream(part_of_rank) for part_of_rank in came.to("cpu").split(received)]
+    found = {}
+    for whole in own:
+        cut = [
+            {name: stream.take(stop - start) for name in _STATES}
+            for stream, (start, stop) in zip(streams, whole.ranges, strict=True)
+        ]
+        tensors = {name: torch.cat([piece[name] for piece in cut]).view(whole.parameter.shape) for name in _STATES}
+        found[whole.index] = whole.states(tensors, whole.sharded)
+    return found
+
+
+class _Stream:
+    """Numbers that a rank sent, taken from the front."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+
+    def take(self, count: int) -> Tensor:
+        """The next ones."""
+        taken, self._values = self._values[:count], self._values[count:]
+        return taken
