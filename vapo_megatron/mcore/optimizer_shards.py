@@ -84,7 +84,9 @@ def gathered_states(part: Any, model_state: Mapping[str, Any]) -> dict[int, dict
     # Whoever saves a parameter's states does so as the first of the ranks that hold them.
     box = [[whole.sharded.replica_id for whole in parameters]]
     dist.broadcast_object_list(box, src=dist.get_process_group_ranks(group)[0], group=group)
-    saved, held, batch, size = {}, [0] * group.size(), [], 0
+    saved: dict[int, dict[str, Sharded]] = {}
+    batch: list[tuple[WholeParameter, int]] = []
+    held, size = [0] * group.size(), 0
     for whole, replica_id in zip(parameters, box[0], strict=True):
         if not is_main_replica(replica_id):
             continue
