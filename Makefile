@@ -29,7 +29,7 @@ help:
 	@echo "make test-mcore019  tests of layouts and weights with Megatron-Core 0.19 on Python 3.11, in .venv-mcore019"
 	@echo "make test-py312   the same on Python 3.12, in .venv-py312"
 	@echo "make mutants      how many small changes to the code the tests notice, in .venv-mutants; hours, goes on where it stopped"
-	@echo "make bench        every benchmark at sizes of a CPU; tables go to runs/benchmarks/"
+	@echo "make bench        every benchmark at sizes of a CPU, and what became slower; TRL comes into .venv-trl for it"
 	@echo "make gpu-check    what a GPU node is checked with first, in its own environment; see docs/gpu.md"
 	@echo "make lint         ruff and mypy alone"
 	@echo "make format       let ruff format and mend"
@@ -90,16 +90,19 @@ mutants: .venv-mutants/.installed
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$site/packages_of_venv.pth"
 	touch $@
 
-bench: $(STAMP)
-	@export OMP_NUM_THREADS=1
-	for name in balance batch_copies throughput packing scaling rollout_host weight_sync convert gae; do
-	  echo "== $$name"; $(BIN)/python -W ignore -m benchmarks.$$name $$([ $$name = gae ] || echo --json runs/benchmarks/$$name.json)
-	done
-	echo "== logprob_head"
-	$(BIN)/python -W ignore -m benchmarks.logprob_head --tokens 1024 --hidden 512 --dtype float32 --json runs/benchmarks/logprob_head.json
-	echo "== gpu"
-	$(BIN)/python -W ignore -m benchmarks.gpu $$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "--tiny")') \
-	  --json runs/benchmarks/gpu.json
+# Parts alone: ONLY="gae verifier". KEEP=1: what was measured is what later runs are compared with, and makes the page.
+ONLY ?=
+KEEP ?=
+bench: .venv-trl/.installed
+	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m benchmarks.run $(ONLY) $(if $(KEEP),--keep)
+
+# The packages of .venv, and TRL with what it needs in front of them.
+.venv-trl/.installed: $(STAMP) requirements/trl.txt
+	@$(BIN)/python -m venv --clear --without-pip .venv-trl
+	site=$$(.venv-trl/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+	$(PIP) --no-deps --target "$$site" -r requirements/trl.txt
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$site/packages_of_venv.pth"
+	touch $@
 
 # In the environment of the GPU node (requirements/h100.txt), which is not the one that `make` sets up: an activated one,
 # or .venv, or PYTHON=...

@@ -70,7 +70,6 @@ def ours(folder: Path, given: argparse.Namespace, number: int) -> Steps:
         "rollout.num_engines": given.engines,
         "rollout.context_length": 512,
         "reward.workers": 1,
-        "export.hf_final": "false",
         **dict(setting.split("=", 1) for setting in given.set),
     }
     command = [sys.executable, "-W", "ignore", "-m", "vapo_megatron.cli", "train", str(config)]

@@ -5,6 +5,7 @@ from fractions import Fraction
 
 from vapo_megatron.rewards.normal_form import PlainNumber, compact, normal_form, plain_number, words
 from vapo_megatron.rewards.quantities import Quantity, quantity, time_of_day
+from vapo_megatron.rewards.values import same_value
 
 # A decimal stands for every number that it is a rounding of: 0.333333 for 1/3 (six places, as math-verify has it),
 # but not 0.0000001 for 0.0000002.
@@ -63,7 +64,7 @@ def quick_comparison(ground_truth: str, answer: str) -> bool | None:
         return False
     if "=" not in ground_truth + answer and bool(_BASE.search(ground_truth)) != bool(_BASE.search(answer)):
         return False
-    return None
+    return same_value(ground_truth, answer)
 
 
 def _plain_words(text: str) -> str:

@@ -1,0 +1,162 @@
+"""Every benchmark at sizes of a CPU, what became slower since the last release, and the page of figures.
+
+    make bench [ONLY="gae verifier"] [KEEP=1]
+    python -m benchmarks.run [NAME ...] [--keep] | --page
+
+Each part is a program of its own and writes runs/benchmarks/NAME.json: parts may be run one by one, the newest counts.
+Then every figure is put beside the one that was kept: it became slower where the quartiles of the two do not touch.
+--keep puts the parts that are there into benchmarks/kept/, which is committed, and makes docs/performance.md of it;
+--page makes the page alone.
+"""
+
+import argparse
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Figure, shown
+
+ROOT = Path(__file__).parents[1]
+OUT, KEPT, PAGE = ROOT / "runs" / "benchmarks", ROOT / "benchmarks" / "kept", ROOT / "docs" / "performance.md"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A benchmark: the question that it answers, the options that it is run with here."""
+
+    question: str
+    options: tuple[str, ...] = ()
+
+
+PARTS = {
+    "step_beside_trl": Part("How fast is a whole step?"),
+    "throughput": Part("How fast is forward and backward?", ("--lengths", "64", "256", "1024", "--repeats", "7")),
+    "collection": Part("What do collecting and grading add to the engines' time?"),
+    "rollout_host": Part("What do responses cost rank 0?"),
+    "host_costs": Part("What does a step cost the host at the sizes of large runs?"),
+    "batch_copies": Part("What does a batch cost the ranks of a machine?"),
+    "verifier": Part("How fast is the verifier?"),
+    "gae": Part("How fast is GAE?"),
+    "balance": Part("Do ranks get equal work?", ("--samples", "4096", "--ranks", "32")),
+    "packing": Part("What is packing worth?"),
+    "logprob_head": Part(
+        "What do log-probs without logits save?",
+        ("--tokens", "512", "--hidden", "512", "--dtype", "float32", "--words", "65536"),
+    ),
+    "scaling": Part("What do more ranks bring?"),
+    "weight_sync": Part("How fast do weights reach an engine?", ("--layouts", "1x1,2x1")),
+    "convert": Part("What does a conversion take?"),
+    "saving": Part("What does saving take?"),
+}
+
+_INTRODUCTION = """# Performance
+
+Only measured numbers are here, each with date and hardware. `make bench KEEP=1` (benchmarks/run.py) makes this page of
+the JSON in benchmarks/kept: run it, do not write here. A ratio compares both sides within one run, round by round: its
+median and its quartiles; above 1 ours is better. `make bench` measures everything anew and says what became slower
+than here by more than its spread; it takes parts by name: `make bench ONLY="gae verifier"`.
+"""
+_REST = """
+## How far are plans off?
+
+`python -m benchmarks.published` puts plans beside step times that other systems publish: [plan.md](plan.md).
+
+## On GPUs
+
+Nothing was measured yet: this project had no GPU so far. `python -m benchmarks.gpu` (MFU for 1.5B, 7B and a slice of
+32B, BF16 and FP8) and `pytest -m gpu` are there to be run; `python -m benchmarks.gpu --tiny` runs the code on a CPU.
+"""
+
+
+def figures(found: dict[str, Any]) -> dict[str, Figure]:
+    """The figures of a part, by name."""
+    return {figure["name"]: Figure(**figure) for figure in found["figures"]}
+
+
+def slower(kept: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    """A line for each figure that is below the kept one, their quartiles apart; for one that is gone as well."""
+    before, after = figures(kept), figures(now)
+    for name, old in before.items():
+        new = after.get(name)
+        if new is None:
+            yield f"{name}: is not measured any more, was {old.ratio:.3g}"
+        elif new.high < old.low:
+            spread = f"({new.low:.3g} to {new.high:.3g}), was {old.ratio:.3g} ({old.low:.3g} to {old.high:.3g})"
+            yield f"{name}: {new.ratio:.3g} {spread}"
+
+
+def page(kept: dict[str, dict[str, Any]]) -> str:
+    """docs/performance.md of the kept parts."""
+    return _INTRODUCTION + "".join(_section(name, kept[name]) for name in PARTS if name in kept) + _REST
+
+
+def _section(name: str, found: dict[str, Any]) -> str:
+    headings = list(found["rows"][0])
+    table = [headings, ["---"] * len(headings), *([shown(value) for value in row.values()] for row in found["rows"])]
+    lines = [
+        f"\n## {PARTS[name].question}\n",
+        (importlib.import_module(f"benchmarks.{name}").__doc__ or "").strip(),
+        "",
+    ]
+    facts = ", ".join(f"{fact} {value}" for fact, value in found["machine"].items() if fact not in ("date", "hardware"))
+    lines += [f"Measured {found['machine']['date']} on {found['machine']['hardware']} ({facts}): {found['title']}.", ""]
+    lines += ["| " + " | ".join(cells) + " |" for cells in table]
+    if found["figures"]:
+        lines += ["", "| ratio | median | quartiles |", "|---|---|---|"]
+    for figure in figures(found).values():
+        lines.append(f"| {figure.name} | **{figure.ratio:.3g}** | {figure.low:.3g} to {figure.high:.3g} |")
+    return "\n".join(lines) + "\n"
+
+
+def read(folder: Path) -> dict[str, dict[str, Any]]:
+    """The parts that are there."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json")) if path.stem in PARTS}
+
+
+def main() -> None:
+    """Run parts, compare, keep."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PARTS)}; all where left out")
+    arguments.add_argument("--keep", action="store_true", help="what was measured is what later runs are compared with")
+    arguments.add_argument("--page", action="store_true", help="only make the page anew, of what is kept")
+    given = arguments.parse_args()
+    if given.page:
+        PAGE.write_text(page(read(KEPT)))
+        return
+    if unknown := [name for name in given.names if name not in PARTS]:
+        arguments.error(f"{unknown[0]}: there is no such part; there are {', '.join(PARTS)}")
+    OUT.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for name in given.names or PARTS:
+        print(f"== {name}", flush=True)
+        start = time.monotonic()
+        command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.{name}", *PARTS[name].options]
+        if subprocess.run([*command, "--json", str(OUT / f"{name}.json")], cwd=ROOT).returncode:
+            failed.append(name)
+        print(f"   {time.monotonic() - start:.0f} s", flush=True)
+    now, kept = read(OUT), read(KEPT)
+    found = [f"{name}: {line}" for name in kept.keys() & now.keys() for line in slower(kept[name], now[name])]
+    print(
+        "\n".join(["== slower than what is kept", *sorted(found)])
+        if found
+        else "== nothing is slower than what is kept"
+    )
+    if given.keep:
+        KEPT.mkdir(exist_ok=True)
+        for name in now:
+            shutil.copyfile(OUT / f"{name}.json", KEPT / f"{name}.json")
+        PAGE.write_text(page(read(KEPT)))
+        print(f"== {PAGE.relative_to(ROOT)} is made of {len(read(KEPT))} parts")
+    if failed:
+        raise SystemExit(f"== failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

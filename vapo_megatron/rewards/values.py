@@ -1,0 +1,244 @@
+r"""The values of formulas, without a computer algebra system: \frac{2\sqrt{3}}{3}, 2(x+1)^2, (0, \pi/2], y = 2x + 3.
+
+Formulas are evaluated in floating point, letters at fixed points. That settles many answers in microseconds where
+parsing them for sympy takes tens of milliseconds. Whatever is not plainly arithmetic, or too close to call, is left to
+sympy: units, words, functions, inequalities, a negative number under a root, numbers beyond 1e100.
+"""
+
+import cmath
+import re
+from collections.abc import Mapping
+
+_LONGEST = 200  # characters
+_DEEPEST = 20
+_EQUAL, _DIFFERENT, _DIFFERENT_DECIMALS = 1e-11, 1e-6, 1e-3  # relative; in between nothing is said
+_POINTS = (0.7312890625 + 0.2j, -1.618 + 0.57721j)
+_CONSTANTS = {"e": complex(cmath.e), "i": 1j}  # unless they are variables: formulas are compared as both
+_UNREAD_LETTERS = frozenset("dEIoO")  # differentials, other spellings of e and i, an o for a zero
+_TOKEN = re.compile(
+    r"\s*(?:(?P<number>\d+\.?\d*|\.\d+)|(?P<letter>[a-eh-zA-EH-Z]|[fghFGH](?!\())|"
+    r"(?P<command>\\(?:frac|sqrt|pi|times|cdot|div)(?![a-zA-Z]))|(?P<sign>[-+*/^(){}\[\]]))"
+)
+_OPERATORS = {r"\times": "*", r"\cdot": "*", r"\div": "/"}
+_BRACKETED = re.compile(r"(?P<open>[(\[]|\\\{)(?P<inside>.*)(?P<close>[)\]]|\\\})", re.DOTALL)
+_NAMED = re.compile(r"(?P<name>[a-zA-Z](?:\([a-z]\))?)=(?P<value>[^=]+)")
+
+
+class _Unread(Exception):
+    """Not a formula that this module reads."""
+
+
+def same_value(ground_truth: str, answer: str) -> bool | None:
+    """Whether two formulas, tuples, intervals, lists or sets of them have the same value; None: it cannot tell.
+
+    Both are texts in normal form. A name before the value (x = 5) may be left out.
+    """
+    if max(len(ground_truth), len(answer)) > _LONGEST:
+        return None
+    one, other = _NAMED.fullmatch(ground_truth), _NAMED.fullmatch(answer)
+    if one and other and one["name"] != other["name"]:
+        return None
+    true_value, value = (named["value"] if named else text for named, text in ((one, ground_truth), (other, answer)))
+    true_opens, true_entries, true_closes = _entries(true_value)
+    opens, entries, closes = _entries(value)
+    if (true_opens, true_closes, len(true_entries)) != (opens, closes, len(entries)):
+        return None
+    if len(entries) == 1 or opens in ("(", "["):
+        found = [_same(*pair) for pair in zip(true_entries, entries, strict=True)]
+        return False if False in found else None if None in found else True
+    return _same_unordered(true_entries, entries)
+
+
+def _entries(text: str) -> tuple[str, list[str], str]:
+    """Opening bracket, what the outermost commas between the brackets part, closing bracket; "" where there is none."""
+    match = _BRACKETED.fullmatch(text)
+    if match and "," in match["inside"] and (entries := _parted(match["inside"])) is not None:
+        return match["open"], entries, match["close"]
+    return "", _parted(text) or [text], ""
+
+
+def _parted(text: str) -> list[str] | None:
+    """text split at its outermost commas; None where its brackets do not match."""
+    entries, depth, start = [], 0, 0
+    for position, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if depth < 0:
+            return None
+        if character == "," and depth == 0:
+            entries.append(text[start:position])
+            start = position + 1
+    return [*entries, text[start:]] if depth == 0 else None
+
+
+def _same_unordered(true_entries: list[str], entries: list[str]) -> bool | None:
+    """Whether each entry has its like; None as well where some entry has several, or none may be told."""
+    found = [[_same(one, other) for other in entries] for one in true_entries]
+    if any(None in row for row in found):
+        return None
+    counts = [*(sum(row) for row in found if row), *(sum(column) for column in zip(*found, strict=True))]
+    return True if set(counts) == {1} else False if 0 in counts else None
+
+
+def _same(ground_truth: str, answer: str) -> bool | None:
+    infinite = [text.strip().removeprefix("+").replace(" ", "") for text in (ground_truth, answer)]
+    ends = [text in (r"\infty", r"-\infty") for text in infinite]
+    if all(ends):
+        return infinite[0] == infinite[1]
+    try:
+        if any(ends):
+            plain = _Reader(_tokens(answer if ends[0] else ground_truth), {})
+            return False if plain.value() is not None else None
+        true_tokens, tokens = _tokens(ground_truth), _tokens(answer)
+        letters = {token for token in true_tokens if token.isalpha()}
+        if letters != {token for token in tokens if token.isalpha()} or letters & _UNREAD_LETTERS:
+            return None
+        said = {_agree(true_tokens, tokens, point) for point in _points(letters)}
+    except (_Unread, ArithmeticError, ValueError):
+        return None
+    if said == {True}:
+        return True
+    # Special letters as constants, as variables: where one says different and the other equal, sympy decides.
+    return False if None not in said and (said == {False} or not letters & _CONSTANTS.keys()) else None
+
+
+def _agree(true_tokens: list[str], tokens: list[str], point: Mapping[str, complex]) -> bool | None:
+    one, other = _Reader(true_tokens, point).value(), _Reader(tokens, point).value()
+    distance = abs(one - other) / max(abs(one), abs(other), 1e-9)
+    decimals = any("." in token for token in (*true_tokens, *tokens))
+    if distance < _EQUAL:
+        return True
+    return False if distance > (_DIFFERENT_DECIMALS if decimals else _DIFFERENT) else None
+
+
+def _points(letters: set[str]) -> list[dict[str, complex]]:
+    points = [{letter: point ** (1 + ord(letter) / 97) for letter in letters} for point in _POINTS]
+    return points + [point | _CONSTANTS for point in points] if letters & _CONSTANTS.keys() else points
+
+
+def _tokens(text: str) -> list[str]:
+    found: list[str] = []
+    position, text = 0, text.strip()
+    only_letters = text.isalpha()
+    while position < len(text):
+        match = _TOKEN.match(text, position)
+        if match is None:
+            raise _Unread
+        token = match[0].strip()
+        # Two numbers side by side are no product, nor is a number behind a letter; letters alone are a word.
+        if found and match["number"] and (found[-1][0].isdigit() or found[-1].isalpha()):
+            raise _Unread
+        if only_letters and len(text) > 1:
+            raise _Unread
+        found.append(_OPERATORS.get(token, token))
+        position = match.end()
+    if not found:
+        raise _Unread
+    return found
+
+
+class _Reader:
+    """Evaluates tokens by recursive descent."""
+
+    def __init__(self, tokens: list[str], letters: Mapping[str, complex]) -> None:
+        self._tokens, self._letters, self._next, self._depth = tokens, letters, 0, 0
+
+    def value(self) -> complex:
+        """Of all tokens."""
+        value = self._sum()
+        if self._next < len(self._tokens):
+            raise _Unread
+        return value
+
+    def _peek(self) -> str:
+        return self._tokens[self._next] if self._next < len(self._tokens) else ""
+
+    def _take(self, *expected: str) -> str:
+        token = self._peek()
+        if not token or (expected and token not in expected):
+            raise _Unread
+        self._next += 1
+        return token
+
+    def _sum(self) -> complex:
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise _Unread
+        value = self._product()
+        while self._peek() in ("+", "-"):
+            value = value + self._product() if self._take() == "+" else value - self._product()
+        self._depth -= 1
+        return _checked(value)
+
+    def _product(self) -> complex:
+        if self._peek() in ("+", "-"):
+            return self._product() if self._take() == "+" else -self._product()
+        value = self._power()
+        while (token := self._peek()) and token not in ("+", "-", ")", "}", "]"):
+            if token in ("*", "/"):
+                self._take()
+                sign = -1 if self._peek() == "-" and self._take() else 1
+                factor = sign * self._power()
+                # 1/2x is read in two ways.
+                if token == "/" and self._peek() not in ("", "+", "-", ")", "}", "]", "*", "/"):
+                    raise _Unread
+                value = value * factor if token == "*" else value / factor
+            elif token == r"\frac" and self._tokens[self._next - 1][0].isdigit():
+                raise _Unread  # a mixed number, or a product
+            else:
+                value *= self._power()
+        return _checked(value)
+
+    def _power(self) -> complex:
+        base = self._atom()
+        if self._peek() != "^":
+            return base
+        self._take()
+        exponent = self._group() if self._peek() == "{" else self._atom()
+        if self._peek() == "^":
+            raise _Unread
+        whole = exponent.imag == 0 and exponent.real == int(exponent.real)
+        if (not whole and (base.imag or base.real < 0)) or abs(exponent) > 1000:
+            raise _Unread
+        return _checked(base ** (int(exponent.real) if whole else exponent))
+
+    def _atom(self) -> complex:
+        token = self._take()
+        if token[0].isdigit() or token[0] == ".":
+            return complex(float(token))
+        if token.isalpha():
+            return self._letters[token]
+        if token == r"\pi":
+            return complex(cmath.pi)
+        if token in ("(", "{"):
+            value = self._sum()
+            self._take(")" if token == "(" else "}")
+            return value
+        if token == r"\frac":
+            top = self._group()
+            return top / self._group()
+        if token == r"\sqrt":
+            return self._root()
+        raise _Unread
+
+    def _group(self) -> complex:
+        self._take("{")
+        value = self._sum()
+        self._take("}")
+        return value
+
+    def _root(self) -> complex:
+        degree = complex(2)
+        if self._peek() == "[":
+            self._take()
+            degree = self._sum()
+            self._take("]")
+        radicand = self._group()
+        if radicand.imag or radicand.real < 0 or degree.imag or degree.real < 1:
+            raise _Unread
+        return complex(radicand.real ** (1 / degree.real))
+
+
+def _checked(value: complex) -> complex:
+    if not 1e-100 < abs(value) < 1e100 and value != 0:
+        raise _Unread
+    return value
