@@ -144,6 +144,7 @@ def machine() -> dict[str, str]:
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": torch.cuda.get_device_name() if cuda else f"{_cpu_name()}, {os.cpu_count()} cores",
+        "load before": f"{os.getloadavg()[1]:.1f}",  # of five minutes: an idle machine has less than 1
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
         "megatron-core": megatron.core.__version__,

@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -204,3 +205,27 @@ def test_failures_are_counted_and_the_first_is_told(capfd: pytest.CaptureFixture
             grades_of([cases[0], cases[3]], pool)
         grades_of([cases[0], None, None], pool)  # nearly all were truncated: that says little of the function
     assert capfd.readouterr().err == ""
+
+
+def test_cases_that_are_alike_are_settled_once(math_pool: VerifierPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    submit = math_pool._submit
+    monkeypatch.setattr(math_pool, "_submit", lambda jobs: (sent.append(len(jobs)), submit(jobs))[1])
+    right, wrong = (r"\sin 2x", r"\boxed{2 \sin x \cos x}"), (r"\sin 2x", r"\boxed{\sin x \cos x}")
+    seen: list[int] = []
+    cases = [wrong, right, wrong, ("4", "#### 4"), right, wrong]
+    grades = math_pool.grade_batch(cases, on_done=lambda index, _: seen.append(index))
+    assert [grade.correct for grade in grades] == [False, True, False, True, True, False]
+    assert sent == [2] and sorted(seen) == list(range(6))
+
+
+def test_the_time_of_a_case_is_that_of_its_processor() -> None:
+    """What else the machine does, here for twice the time limit, is not the answer's fault."""
+    with VerifierPool(RewardConfig(workers=1, response_timeout_s=2.0)) as pool:
+        pool.grade_batch([(r"\sin x", r"\boxed{\cos x}")])
+        worker = pool._workers[0].process
+        worker.send_signal(signal.SIGSTOP)
+        threading.Timer(4.0, worker.send_signal, [signal.SIGCONT]).start()
+        assert pool.grade_batch([(r"\sin 2x", r"\boxed{2 \sin x \cos x}")])[0].correct
+        assert pool._workers[0].process is worker
+        assert pool.grade_batch([("42", r"\boxed{\sum_{k=1}^{9999999999} \frac{1}{k!}}")])[0].reason != "equal"

@@ -36,7 +36,12 @@ class RewardConfig(Section):
     correct: float = Field(1.0, description="reward of a correct response (verifier=math)")
     incorrect: float = Field(-1.0, description="reward of any other response, and of one whose verification failed")
     workers: int = Field(4, ge=1, description="verifier processes, started when first needed")
-    response_timeout_s: float = Field(5.0, gt=0, description="time for one response, then its worker is replaced")
+    response_timeout_s: float = Field(
+        5.0,
+        gt=0,
+        description="time for one response, then its worker is replaced: for mathematics time of its processor, and "
+        "ten times that by the clock; for a function by the clock",
+    )
     startup_timeout_s: float = Field(60.0, gt=0, description="time for a worker to import the verifier")
     memory_mib: int = Field(2048, ge=256, description="address space of a worker, MiB")
 

@@ -90,20 +90,26 @@ class VerifierPool:
                 on_done(index, grades[index])
 
         batch, jobs = _Batch(), []
+        places: dict[tuple[object, ...], list[int]] = {}  # of cases that are the same for a worker, which gets one
         for index, given in enumerate(cases):
             case = given if isinstance(given, Case) else Case(*given)
             prepared = self._prepare(case)
             if isinstance(prepared, Grade):
                 done(index, prepared)
-            else:
+                continue
+            same = places.setdefault((index,) if self._config.function else tuple(prepared.values()), [])
+            same.append(index)
+            if len(same) == 1:
                 jobs.append(_Job(batch, index, prepared))
+        alike = {same[0]: same for same in places.values()}
         try:
             self._submit(jobs)
             for _ in jobs:
                 found = batch.results.get()
                 if isinstance(found, BaseException):
                     raise found
-                done(*found)
+                for index in alike[found[0]]:
+                    done(index, found[1])
         finally:
             with self._lock:  # of a batch that was interrupted nobody waits for the rest
                 self._waiting = deque(job for job in self._waiting if job.batch is not batch)
@@ -238,7 +244,8 @@ class VerifierPool:
             for worker in self._workers:
                 if self._waiting and worker.idle:
                     job = self._waiting.popleft()
-                    worker.send(job, job.message, self._config.response_timeout_s)
+                    of_cpu = self._config.function is None
+                    worker.send(job, job.message, self._config.response_timeout_s, of_cpu)
 
     def _give_up(self, error: BaseException) -> None:
         """Let all who wait raise an error, and begin anew."""
@@ -283,7 +290,8 @@ class VerifierPool:
             self._replace(worker, "crashed")
         now = time.monotonic()
         for worker in [worker for worker in self._workers if not worker.idle and worker.due <= now]:
-            self._replace(worker, "timeout")
+            if not worker.prolong():
+                self._replace(worker, "timeout")
 
     def _receive(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
         if not worker.ready:

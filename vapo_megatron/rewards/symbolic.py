@@ -6,6 +6,7 @@ rewards.pool run it under a deadline and a memory limit. too_costly refuses the 
 
 import logging
 import re
+from functools import lru_cache
 from itertools import accumulate
 
 from math_verify import parse, verify
@@ -24,14 +25,21 @@ _LARGEST_FACTORIAL = 2_000
 _EXPONENT = re.compile(r"(?:\^|\*\*)\s*\{?\s*\(?-?(\d+)")
 _FACTORIAL = re.compile(r"(\d+)\s*\)?\s*!")
 _TOWER = re.compile(r"(?:(?:\^|\*\*)\s*[{(]*\s*-?\w+\s*){2}")
+_LARGEST_POWER_OF_SUM = 1_000
+_BIG_FACTORIAL = re.compile(r"\^[^!()]*\)\s*!")
+_BIG_BINOMIAL = re.compile(r"binom\s*\{[^{}]*(?:\^|\d{6})")
+_POWER_OF_SUM = re.compile(r"\^\s*\{?(\d+)\}?[^()]*\)\s*\^\s*\{?(\d+)")
 _DEEPEST_NESTING = 40
 _OR = re.compile(r"\s*(?:\\text\{\s*or\s*\}|\\lor\b|\\vee\b|(?<![a-zA-Z\\])or(?![a-zA-Z]))\s*")
 _ENVIRONMENT = re.compile(r"\$|\\\(|\\\[")
 
 
 def too_costly(text: str) -> bool:
-    """Whether text holds a power tower, a huge exponent or factorial, or is nested deeper than any answer."""
-    if _TOWER.search(text) or "!!" in text:
+    """Whether text holds a power tower, a huge exponent, factorial or binomial, a high power of a sum of high powers,
+    or is nested deeper than any answer."""
+    if _TOWER.search(text) or "!!" in text or _BIG_FACTORIAL.search(text) or _BIG_BINOMIAL.search(text):
+        return True
+    if any(int(inner[:5]) * int(outer[:5]) > _LARGEST_POWER_OF_SUM for inner, outer in _POWER_OF_SUM.findall(text)):
         return True
     if max(accumulate((c in "([{") - (c in ")]}") for c in text), default=0) > _DEEPEST_NESTING:
         return True
@@ -68,6 +76,7 @@ def _same_entry(ground_truth: str, answer: str) -> bool:
     return same if same is not None else equivalent(ground_truth, answer, True)
 
 
+@lru_cache(maxsize=256)  # a group's responses share their ground truth
 def _parsed(text: str, is_formula: bool) -> list[object]:
     if is_formula and not _ENVIRONMENT.search(normal := normal_form(text)):
         if (union := _union_of_relations(normal)) is not None:

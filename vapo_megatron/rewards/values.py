@@ -75,7 +75,7 @@ def _same_unordered(true_entries: list[str], entries: list[str]) -> bool | None:
     found = [[_same(one, other) for other in entries] for one in true_entries]
     if any(None in row for row in found):
         return None
-    counts = [*(sum(row) for row in found if row), *(sum(column) for column in zip(*found, strict=True))]
+    counts = [sum(map(bool, line)) for line in (*found, *zip(*found, strict=True))]
     return True if set(counts) == {1} else False if 0 in counts else None
 
 

@@ -45,9 +45,9 @@ def main() -> None:
                 except Exception as error:  # whatever a user's module raises on import is told to the trainer
                     reply = {"status": "failed", "detail": _one_line(error)}
             else:
-                signal.setitimer(signal.ITIMER_REAL, deadline + _GRACE_SECONDS)
+                signal.setitimer(signal.ITIMER_PROF, deadline + _GRACE_SECONDS)
                 reply = _handle(handler, message)
-                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.setitimer(signal.ITIMER_PROF, 0)
             _write(replies, encode(reply))
 
 

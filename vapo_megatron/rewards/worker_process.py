@@ -7,8 +7,13 @@ import time
 from collections import deque
 from typing import Any
 
+import psutil
+
 from vapo_megatron.rewards.framing import Decoder, encode
 from vapo_megatron.signals import stop_signals_blocked
+
+# A case that is limited in processor time may take this many times as long by the clock.
+_PATIENCE = 10
 
 
 class WorkerProcess:
@@ -39,6 +44,7 @@ class WorkerProcess:
         self._decoder = Decoder()
         self.ready = False
         self.job: Any = None
+        self._sent_at = self._cpu_limit = self._cpu_before = 0.0
         self.due = time.monotonic() + startup_timeout_s
         self._outgoing.append(encode(greeting))
 
@@ -52,11 +58,33 @@ class WorkerProcess:
         """Whether a part of what it was sent has not gone into its pipe yet."""
         return bool(self._outgoing)
 
-    def send(self, job: Any, message: dict[str, Any], response_timeout_s: float) -> None:
-        """Give it a case; the deadline counts from now."""
+    def send(self, job: Any, message: dict[str, Any], response_timeout_s: float, of_cpu: bool) -> None:
+        """Give it a case. of_cpu: the time is that of its processor, which other work of the machine does not use."""
         self.job = job
-        self.due = time.monotonic() + response_timeout_s
+        self._sent_at = time.monotonic()
+        self._cpu_limit, self._cpu_before = (response_timeout_s, self._cpu_seconds()) if of_cpu else (0.0, 0.0)
+        self.due = self._sent_at + response_timeout_s
         self._outgoing.append(encode(message))
+
+    def prolong(self) -> bool:
+        """Once it is due: whether it has not had its processor time yet; then it is due later."""
+        left = (
+            self._cpu_before + self._cpu_limit - self._cpu_seconds()
+            if self._cpu_limit and self.job is not None
+            else 0.0
+        )
+        last = self._sent_at + _PATIENCE * self._cpu_limit
+        if left <= 0 or self.due >= last:
+            return False
+        self.due = min(time.monotonic() + max(left, 0.05), last)
+        return True
+
+    def _cpu_seconds(self) -> float:
+        try:
+            times = psutil.Process(self.process.pid).cpu_times()
+        except psutil.Error:  # it has ended: read() tells
+            return float("inf")
+        return float(times.user + times.system)
 
     def write(self) -> None:
         """Push what is waiting into the pipe as far as it goes. A dead worker is noticed by read."""
