@@ -19,6 +19,10 @@ _VARIABLE = re.compile(r"\d+[A-Za-z]")  # 2B is not 2b
 _RELATION = re.compile(r"[<>]|\\(?:le|leq|ge|geq|lt|gt|ne|neq|leqslant|geqslant)(?![a-zA-Z])")
 # The problem handed back: a sum, product, limit or integral that is left to the reader.
 _UNEVALUATED = re.compile(r"\\(?:sum|prod|lim|i{1,3}nt|oint)(?![a-zA-Z])")
+_SAID_ALIKE = {
+    **dict.fromkeys(("no solutions", r"\emptyset", r"\varnothing", r"\{\}"), "no solution"),
+    "dne": "does not exist",
+}
 _PERCENT = re.compile(r"%|\bpercent|\bpct\b", re.IGNORECASE)
 _BASE = re.compile(r"(?<![a-zA-Z])\d_\{?\d")
 
@@ -70,7 +74,8 @@ def quick_comparison(ground_truth: str, answer: str) -> bool | None:
 def _plain_words(text: str) -> str:
     """text without an article or "the answer is" before it; "" unless letters and spaces are all there is."""
     text = re.sub(r"^(?:the answer is|an|a|the) ", "", text)
-    return "no solution" if text == "no solutions" else text if re.fullmatch(r"[a-z][a-z ]+", text) else ""
+    text = re.sub(r"^(yes|no)\b[,;.:].*", r"\1", text, flags=re.DOTALL)
+    return _SAID_ALIKE.get(text, text if re.fullmatch(r"[a-z][a-z ]+", text) else "")
 
 
 def _same_ratio_or_time(ground_truth: str, answer: str) -> bool | None:

@@ -45,6 +45,7 @@ _SUBSTITUTIONS = tuple(
         (r"(?<=\d)(?:[eE]|\\mathrm\{E\})([-+]?\d{1,3})$", r"\\times 10^{\1}"),
         (r"\s*\\text\{\s*,?\s*and\s*\}\s*|,\s*and\s+(?=-?\d)", ", "),
         (r"^\((\d+)\)_", r"\1_"),
+        (r"^(\d+) (\d{1,2}/\d{1,2})$", r"\1+\2"),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
         (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),

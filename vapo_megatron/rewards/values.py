@@ -17,9 +17,13 @@ _CONSTANTS = {"e": complex(cmath.e), "i": 1j}  # unless they are variables: form
 _UNREAD_LETTERS = frozenset("dEIoO")  # differentials, other spellings of e and i, an o for a zero
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>\d+\.?\d*|\.\d+)|(?P<letter>[a-eh-zA-EH-Z]|[fghFGH](?!\())|"
-    r"(?P<command>\\(?:frac|sqrt|pi|times|cdot|div)(?![a-zA-Z]))|(?P<sign>[-+*/^(){}\[\]]))"
+    r"(?P<command>\\(?:frac|sqrt|pi|times|cdot|div|sin|cos|tan)(?![a-zA-Z]))|"
+    r"(?P<degree>\^(?:\\circ|\{\\circ\s*\}))|(?P<sign>[-+*/^(){}\[\]]))"
 )
-_OPERATORS = {r"\times": "*", r"\cdot": "*", r"\div": "/"}
+_WRITTEN_AS = {r"\times": "*", r"\cdot": "*", r"\div": "/", r"^\circ": "°"}
+_FUNCTIONS = {r"\sin": cmath.sin, r"\cos": cmath.cos, r"\tan": cmath.tan}
+_REPEATING = re.compile(r"(?<![\d.])(?P<whole>\d*)\.(?P<first>\d*)\\overline\{(?P<again>\d+)\}")
+_ENDS = ("", "+", "-", ")", "}", "]", "*", "/")
 _BRACKETED = re.compile(r"(?P<open>[(\[]|\\\{)(?P<inside>.*)(?P<close>[)\]]|\\\})", re.DOTALL)
 _NAMED = re.compile(r"(?P<name>[a-zA-Z](?:\([a-z]\))?)=(?P<value>[^=]+)")
 
@@ -89,14 +93,17 @@ def _same(ground_truth: str, answer: str) -> bool | None:
             plain = _Reader(_tokens(answer if ends[0] else ground_truth), {})
             return False if plain.value() is not None else None
         true_tokens, tokens = _tokens(ground_truth), _tokens(answer)
-        letters = {token for token in true_tokens if token.isalpha()}
-        if letters != {token for token in tokens if token.isalpha()} or letters & _UNREAD_LETTERS:
+        letters, others = ({token for token in side if token.isalpha()} for side in (true_tokens, tokens))
+        if letters ^ others <= _CONSTANTS.keys() and not (letters | others) & _UNREAD_LETTERS:
+            said = {_agree(true_tokens, tokens, point) for point in _points(letters, others)}
+        else:
             return None
-        said = {_agree(true_tokens, tokens, point) for point in _points(letters)}
     except (_Unread, ArithmeticError, ValueError):
         return None
     if said == {True}:
         return True
+    if letters != others or ("°" in true_tokens) != ("°" in tokens):
+        return None
     # Special letters as constants, as variables: where one says different and the other equal, sympy decides.
     return False if None not in said and (said == {False} or not letters & _CONSTANTS.keys()) else None
 
@@ -110,30 +117,39 @@ def _agree(true_tokens: list[str], tokens: list[str], point: Mapping[str, comple
     return False if distance > (_DIFFERENT_DECIMALS if decimals else _DIFFERENT) else None
 
 
-def _points(letters: set[str]) -> list[dict[str, complex]]:
-    points = [{letter: point ** (1 + ord(letter) / 97) for letter in letters} for point in _POINTS]
-    return points + [point | _CONSTANTS for point in points] if letters & _CONSTANTS.keys() else points
+def _points(letters: set[str], others: set[str]) -> list[dict[str, complex]]:
+    points = [{letter: point ** (1 + ord(letter) / 97) for letter in letters | others} for point in _POINTS]
+    with_constants = [point | _CONSTANTS for point in points]
+    if letters != others:
+        return with_constants
+    return points + with_constants if letters & _CONSTANTS.keys() else points
 
 
 def _tokens(text: str) -> list[str]:
     found: list[str] = []
-    position, text = 0, text.strip()
+    position, text = 0, _REPEATING.sub(_fraction, text.strip())
     only_letters = text.isalpha()
     while position < len(text):
         match = _TOKEN.match(text, position)
         if match is None:
             raise _Unread
-        token = match[0].strip()
+        token = r"^\circ" if match["degree"] else match[0].strip()
         # Two numbers side by side are no product, nor is a number behind a letter; letters alone are a word.
         if found and match["number"] and (found[-1][0].isdigit() or found[-1].isalpha()):
             raise _Unread
         if only_letters and len(text) > 1:
             raise _Unread
-        found.append(_OPERATORS.get(token, token))
+        found.append(_WRITTEN_AS.get(token, token))
         position = match.end()
     if not found:
         raise _Unread
     return found
+
+
+def _fraction(repeating: re.Match[str]) -> str:
+    """0.1\\overline{6} as (16-1)/90."""
+    before, first, again = repeating["whole"] or "0", repeating["first"], repeating["again"]
+    return f"\\frac{{{int(before + first + again) - int(before + first)}}}{{{'9' * len(again)}{'0' * len(first)}}}"
 
 
 class _Reader:
@@ -179,7 +195,7 @@ class _Reader:
                 sign = -1 if self._peek() == "-" and self._take() else 1
                 factor = sign * self._power()
                 # 1/2x is read in two ways.
-                if token == "/" and self._peek() not in ("", "+", "-", ")", "}", "]", "*", "/"):
+                if token == "/" and self._peek() not in _ENDS:
                     raise _Unread
                 value = value * factor if token == "*" else value / factor
             elif token == r"\frac" and self._tokens[self._next - 1][0].isdigit():
@@ -190,6 +206,9 @@ class _Reader:
 
     def _power(self) -> complex:
         base = self._atom()
+        if self._peek() == "°":
+            self._take()
+            return base * cmath.pi / 180
         if self._peek() != "^":
             return base
         self._take()
@@ -218,6 +237,10 @@ class _Reader:
             return top / self._group()
         if token == r"\sqrt":
             return self._root()
+        if token in _FUNCTIONS and (self._peek() == "(" or self._peek()[:1].isdigit()):
+            value = _FUNCTIONS[token](self._power())
+            if self._peek() in _ENDS:  # of sin 2x it is not said where its argument ends
+                return value
         raise _Unread
 
     def _group(self) -> complex:
