@@ -243,6 +243,21 @@ def test_what_is_not_finished_goes_on_under_the_next_weights() -> None:
     assert group[0].seed != group[1].seed and group[1].response_ids.tolist() == [1, 1], "what was finished stays"
 
 
+def test_what_a_server_ends_by_itself_goes_on_at_once() -> None:
+    made, (client,) = dispatcher(0.3)
+
+    def ask(prompt: Prompt) -> GroupRequest:
+        return GroupRequest(prompt, 2, SAMPLING, 8, 1, 0, goes_on=True)
+
+    with made:
+        work = Work(ask, lambda group: None, lambda group: True, 2, 10.0)
+        stream = GroupStream(made, PromptSource(PROMPTS, seed=1, shuffle=False), Ledger(StepRule(1, 1)), work)
+        client.stopped.set()
+        (group,) = stream.take(lambda _: None)
+        stream.close()
+    assert group[0].response_ids.tolist() == [0, 1, 2, 0, 1] and client.asked == [0, 0]
+
+
 def test_what_grading_raises_ends_the_step() -> None:
     made, _ = dispatcher(0.01)
 

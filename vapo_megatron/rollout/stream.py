@@ -52,6 +52,7 @@ class GroupStream:
         self._begun: dict[int, Group] = {}  # not finished, and stopped
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
+        self._stopping = False
         self._on_generated: Callable[[int], None] = _ignore
 
     @property
@@ -150,6 +151,8 @@ class GroupStream:
             if any(sample.finish_reason == "abort" for sample in group):
                 self._begun[number] = group
                 del self._tasks[number]
+                if not self._stopping:  # its server was restarted, say
+                    self._start(number)
                 return
             self._on_generated(len(group))
             await asyncio.get_running_loop().run_in_executor(self._graders, self._work.grade, group)
@@ -182,9 +185,10 @@ class GroupStream:
 
     async def _stop(self) -> None:
         """End what is under way, and keep what there is of it."""
-        tasks = list(self._tasks.values())
+        tasks, self._stopping = list(self._tasks.values()), True
         await self._dispatcher.stop()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._stopping = False
 
     async def _abort(self, numbers: list[int]) -> None:
         tasks = [self._tasks.pop(number) for number in numbers]
