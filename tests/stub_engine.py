@@ -13,6 +13,7 @@ from pathlib import Path
 
 import vapo_megatron
 from vapo_megatron.engine.heartbeat import HEALTH_PATH
+from vapo_megatron.rollout.remote_engines import PROTOCOL
 from vapo_megatron.rollout.server import EngineAddress
 
 
@@ -41,6 +42,7 @@ class StubServer:
         self.starts += 1
         self._scratch = tempfile.mkdtemp()
         environment = os.environ | {"TMPDIR": self._scratch, "PYTHONPATH": str(Path(vapo_megatron.__file__).parents[1])}
+        environment["STUB_PROTOCOL"] = str(PROTOCOL)
         command = [sys.executable, str(Path(__file__).with_name("stub_engine_main.py")), str(self._port)]
         self._process = subprocess.Popen(command, env=environment, start_new_session=True)
 

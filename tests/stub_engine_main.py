@@ -10,6 +10,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 from vapo_megatron.engine.heartbeat import END_PATH, Heartbeat, register
 
+PROTOCOL = int(os.environ.get("STUB_PROTOCOL", "0"))
+
 
 def main(port: int) -> None:
     if os.fork() == 0:
@@ -21,12 +23,19 @@ def main(port: int) -> None:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
+            self.send_header("Content-Type", "application/json")
             self.end_headers()
-            self.wfile.write(json.dumps(asyncio.run(heartbeat.health())).encode())
+            told = asyncio.run(heartbeat.health()) | {"protocol": PROTOCOL, "agreed": {}}
+            self.wfile.write(json.dumps(told).encode())
 
         def do_POST(self) -> None:
             if self.path == f"/{END_PATH}?cause=a+test":
                 asyncio.run(heartbeat.end("a test"))
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(b"{}")
 
         def log_message(self, *_: object) -> None: ...
 

@@ -37,7 +37,7 @@ class EngineWatch:
         self._lock, self._stop = threading.RLock(), threading.Event()
         self._state: State = "serving"
         self._failures = self._in_a_row = 0
-        self._cause = ""
+        self._cause = self._refused = ""
         self.when_lost: Callable[[str], None] | None = None
         self._answered = time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
@@ -104,7 +104,9 @@ class EngineWatch:
         try:
             asyncio.run(ask())
         except VapoError as error:
-            _logger.warning("engine %s is not taken back: %s", self._address.url, error)
+            if str(error) != self._refused:
+                _logger.warning("engine %s is not taken back: %s", self._address.url, error)
+            self._refused = str(error)
             return
         with self._lock:
             self._state, self._answered = "serving", time.monotonic()
