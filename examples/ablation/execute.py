@@ -46,6 +46,14 @@ def unfinished(jobs: Sequence[Job]) -> list[Job]:
     return list(again.values())
 
 
+def as_it_stands(jobs: Sequence[Job]) -> Outcome:
+    """What is finished and what would be refused, without running anything."""
+    waiting = {job.name: job for job in unfinished(jobs)}
+    ready = [job for job in waiting.values() if not any(name in waiting for name in job.needs)]
+    refused = {job.name: reason for job in ready if (reason := job.refusal())}
+    return Outcome(skipped=[job.name for job in jobs if job.name not in waiting], refused=refused)
+
+
 def execute(jobs: Sequence[Job], workers: int, out: Path, say: Callable[[str], None]) -> Outcome:
     """Run what is unfinished; a failed job does not stop the others, save those that need it.
 

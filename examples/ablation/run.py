@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from examples.ablation.ablation_config import AblationConfig, read_ablation
-from examples.ablation.execute import Outcome, execute, unfinished
+from examples.ablation.execute import Outcome, as_it_stands, execute, unfinished
 from examples.ablation.forked import import_program
 from examples.ablation.page import MEASURED, write_page
 from examples.ablation.plan import HERE, ROOT, Job, plan_jobs
@@ -46,6 +46,7 @@ def main(
     ] = None,
     long: Annotated[bool, typer.Option("--long", help="ablation_long.yaml: more seeds, steps and settings")] = False,
     plan: Annotated[bool, typer.Option("--plan", help="say what would run, and end")] = False,
+    as_is: Annotated[bool, typer.Option("--as-is", help="run nothing, present what is finished")] = False,
     docs: Annotated[
         bool, typer.Option("--docs", help="write the figures into examples/ablation/measured, and docs/ablation.md")
     ] = False,
@@ -60,12 +61,21 @@ def main(
         show_plan(config, jobs, unfinished(jobs))
         if plan:
             return
-        import_program()
-        outcome = execute(jobs, config.workers, out.resolve(), console.print)
-        command = " ".join(
-            ["python -m examples.ablation.run", *(["--long"] if long else []), *(overrides or []), "--docs"]
-        )
-        present(config, out.resolve(), jobs, outcome, command if docs else None, time.monotonic() - started)
+        if as_is:
+            outcome = as_it_stands(jobs)
+        else:
+            import_program()
+            outcome = execute(jobs, config.workers, out.resolve(), console.print)
+        chosen = [f"--only {row}" for row in only or []] + [f"--setting {setting}" for setting in settings or []]
+        words = [
+            "python -m examples.ablation.run",
+            *(["--long"] if long else []),
+            *(overrides or []),
+            *chosen,
+            "--docs",
+        ]
+        command = " ".join(words)
+        present(config, out.resolve(), outcome, command if docs else None, time.monotonic() - started)
     except VapoError as error:
         typer.echo(f"ablation: {error}", err=True)
         raise typer.Exit(error.exit_code) from None
@@ -74,12 +84,9 @@ def main(
         raise typer.Exit(130) from None
 
 
-def present(
-    config: AblationConfig, out: Path, jobs: list[Job], outcome: Outcome, command: str | None, seconds: float
-) -> None:
+def present(config: AblationConfig, out: Path, outcome: Outcome, command: str | None, seconds: float) -> None:
     """Print tables and write figures of all that is finished, with a command the page too; fail where a job did."""
-    done = {job.name for job in jobs} - set(outcome.failed) - set(outcome.refused)
-    figures = collect(config, out, done, outcome.refused) | {"command": command}
+    figures = collect(config, out, {*outcome.done, *outcome.skipped}, outcome.refused) | {"command": command}
     write_figures(figures, out / "measured.json")
     for name, setting in figures["settings"].items():
         if setting["critics"]:

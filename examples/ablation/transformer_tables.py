@@ -10,6 +10,7 @@ from examples.ablation.results import Figures, accuracy_at, finals, known, mean_
 MEASURES = {"final": finals, "evaluations": mean_over_steps, "rollouts": mean_of_rollouts}
 THRESHOLDS = (0.85, 0.9)
 LENGTHS = ((min, "length_min"), (max, "length_max"))
+FEWEST_SEEDS = 3
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of what VAPO spent
 
 
@@ -94,7 +95,8 @@ def findings(setting: Figures, steps: int) -> list[str]:
     for row in (row for row in setting["rows"].values() if row["title"].startswith("without") and row["seeds"]):
         less = [paired(found(vapo, steps), found(row, steps)) for found in MEASURES.values()]
         ahead, behind = (any(each and each.excludes_zero and each.mean * sign > 0 for each in less) for sign in (1, -1))
-        word = "shown" if ahead else "not shown"
+        told = sum(seed in vapo["seeds"] for seed in row["seeds"]) >= FEWEST_SEEDS
+        word = "shown" if ahead else "not shown" if told else f"fewer than {FEWEST_SEEDS} seeds, which tell nothing"
         word += ", and reversed in one measure" if ahead and behind else ", and reversed" if behind else ""
         lines.append(f"{row['title']}: {word}" + ("" if ahead else f"; {_acts_through(vapo, row, steps)}"))
     return lines

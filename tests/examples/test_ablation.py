@@ -220,6 +220,8 @@ def test_jobs_run_in_order_once_and_a_failure_stops_only_what_needs_it(tmp_path:
     assert outcome.failed["steps/seed1/needs_b"] == "needs steps/seed1/b"
     assert outcome.refused == {"steps/seed1/blind": "its critic explains 0.1"}
     assert any(line.startswith("NOT RUN steps/seed1/blind") for line in said)
+    stands = execution.as_it_stands(jobs)
+    assert stands.skipped == ["steps/seed1/a", "steps/seed1/needs_a"] and stands.refused == outcome.refused
     again = execution.execute([jobs[0], jobs[3]], 2, tmp_path, said.append)
     assert again.skipped == ["steps/seed1/a", "steps/seed1/needs_a"] and not again.done
 
@@ -326,7 +328,10 @@ def test_the_page_says_what_was_not_run_and_what_is_missing(tmp_path: Path) -> N
     page = render(tabular, sweep, figures | {"command": "as run"})
     assert "not run: VAPO, seed 2: its critic explains 0.100" in page
     assert "steps, GRPO: seeds 2" in page and "`as run`" in page
-    assert "without clip-higher: not shown; clipped high 1.000 % of tokens, VAPO's 1.000 %" in page
+    assert (
+        "without clip-higher: fewer than 3 seeds, which tell nothing; clipped high 1.000 % of tokens, VAPO's 1.000 %"
+        in page
+    )
     jobs = {job.name: job for job in plan_jobs(config, tmp_path)}
     assert "below 0.2" in jobs["steps/seed1/vapo"].refusal() and not jobs["steps/seed1/grpo"].refusal()
 

@@ -1,0 +1,98 @@
+"""Forms of the critic in whole tiny runs: residual, bounded, smaller than the policy; and a run's critic probed."""
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attempts import ENGINE, End, World, config_of, kill_at, left_behind, live, metrics, world
+from tiny_runs import WORDS, write_config
+
+from vapo_megatron.cli import PRESETS
+from vapo_megatron.config.critic_probes import ProbedRunConfig
+from vapo_megatron.config.load import load_config
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.training.critic_command import probe_critic
+from vapo_megatron.weights.spec import read_spec
+from vapo_megatron.weights.tiny import CHATML_TEMPLATE, TinyModel, save_tiny_model, word_tokenizer
+
+ONE_RANK: dict[str, int] = {}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with world(tmp_path_factory.mktemp("forms")) as found:
+        yield found
+
+
+def finished(shared: World, name: str, *overrides: str) -> tuple[TrainConfig, list[dict[str, Any]]]:
+    """A run of two steps and its metrics."""
+    config = config_of(shared, name, ONE_RANK, "run.steps=2", *overrides)
+    assert live(shared, config, 1) == End(0, "")
+    return config, metrics(Path(config.run.directory))
+
+
+def test_a_residual_critic_starts_from_the_mean_of_the_other_responses(shared: World) -> None:
+    """Its head is zero at first: what it explains is what the group explains, in pretraining and in training."""
+    still = ("critic.optimizer.lr=1e-12", "algorithm.value_loss.residual=true")
+    _, rows = finished(shared, "residual", *still)
+    pretraining = [row for row in rows if "value_pretraining/explained_variance" in row]
+    steps = [row for row in rows if "critic/explained_variance" in row]
+    assert len(pretraining) >= 2 and len(steps) == 2
+    for prefix, found in (("value_pretraining", pretraining), ("critic", steps)):
+        for row in found:
+            assert abs(row[f"{prefix}/baseline_loo_ev"]) > 1e-3
+            assert row[f"{prefix}/explained_variance"] == pytest.approx(row[f"{prefix}/baseline_loo_ev"], abs=1e-4)
+
+
+def test_values_of_a_bounded_critic_stay_in_their_range(shared: World) -> None:
+    wild = ("critic.head_init_std=5", "value_pretraining.enabled=false", "algorithm.kl.placement=none")
+    wild = (*wild, "algorithm.kl.coef=0", "algorithm.kl.replace_reference_every=null", "run.steps=1")
+    _, free = finished(shared, "free", *wild)
+    _, bounded = finished(
+        shared, "bounded", *wild, *(f"algorithm.value_loss.{key}" for key in ("bounded=true", "low=-1", "high=1"))
+    )
+    assert free[-1]["critic/value_std"] > 2
+    assert 0.1 < bounded[-1]["critic/value_std"] <= 1 and abs(bounded[-1]["critic/value_mean"]) <= 1
+    assert bounded[-1]["critic/grad_norm"] > 0
+
+
+def test_a_smaller_critic_is_killed_and_goes_on_to_the_bit(shared: World) -> None:
+    tokenizer, small = word_tokenizer(WORDS, 128, CHATML_TEMPLATE), shared.folder / "small"
+    shape = TinyModel(vocab_size=len(tokenizer), layers=1, hidden_size=32, intermediate_size=48, max_positions=128)
+    save_tiny_model(shape, tokenizer, small)
+    form = f"critic.model_path={small}"
+    straight, expected = finished(shared, "small_straight", form)
+    config = config_of(
+        shared, "small_killed", ONE_RANK, "run.steps=2", form, "run.resume=auto",
+        "checkpoint.asynchronous=false",
+    )  # fmt: skip
+    assert live(shared, config, 1, partial(kill_at, "policy update", 4)).code == 1
+    assert live(shared, config, 1) == End(0, "")
+    run_dir = Path(config.run.directory)
+    assert metrics(run_dir) == expected
+    assert left_behind(run_dir) == left_behind(Path(straight.run.directory))
+    final = run_dir / "hf" / "final"
+    assert [read_spec(final / part).num_layers for part in ("actor", "critic")] == [2, 1]
+    assert read_spec(final / "critic").hidden_size == 32
+
+
+def test_the_critic_of_a_run_is_probed_by_an_engine_that_continues_its_states(shared: World) -> None:
+    """The first word decides the grade: behind it all continuations of a state end alike, and half of states differ."""
+    grade = (
+        "reward.function=parity_grade:first_word",
+        "reward.grade_truncated=true",
+        "value_pretraining.enabled=false",
+    )
+    config, _ = finished(shared, "probed", *grade)
+    user = config.model_dump(mode="json", exclude={"rollout", "data"})
+    user["rollout"] = {**ENGINE, "max_running_requests": 32}
+    user["data"] = {"train": str(shared.train), "max_prompt_tokens": 16}
+    probes = ("prompts=8", "responses_per_prompt=4", "continuations=3", "quantiles=[0.5]", "bootstrap=100")
+    overrides = [f"critic_probes.{probe}" for probe in probes]
+    probe_critic(load_config(ProbedRunConfig, write_config(shared.folder / "probe.yaml", user), overrides, PRESETS))
+    report = json.loads((Path(config.run.directory) / "critic_probes" / "report.json").read_text())
+    assert report["figures"]["knowable"]["estimate"] > 0.8, "a response of one word has nothing before its half"
+    assert abs(report["figures"]["explained_critic"]["estimate"]) < 0.5, "and the critic has learnt nothing"
