@@ -8,7 +8,7 @@ from examples.ablation.intervals import interval, paired, shown
 from examples.ablation.results import Figures, accuracy_at, finals, known, mean_of_rollouts, mean_over_steps, reached
 
 MEASURES = {"final": finals, "evaluations": mean_over_steps, "rollouts": mean_of_rollouts}
-THRESHOLDS = (0.85, 0.9)
+THRESHOLDS = (0.5, 0.6, 0.7, 0.85)
 LENGTHS = ((min, "length_min"), (max, "length_max"))
 FEWEST_SEEDS = 3
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of what VAPO spent
@@ -56,15 +56,8 @@ def accuracy_table(setting: Figures, steps: int) -> str:
 
     steps: of VAPO, after which rows are compared; a row may have more of them.
     """
-    titles = ["", "paper, AIME24", "seeds", "final", "mean of all evaluations", "VAPO less this, final"]
-    titles += [
-        "VAPO less this, mean",
-        "tokens",
-        "lambda",
-        "clipped low, high",
-        "explained variance",
-        "of leave-one-out",
-    ]
+    titles = ["", "paper, AIME24", "seeds", *MEASURES, *(f"VAPO less this, {name}" for name in MEASURES), "tokens"]
+    titles += ["lambda", "clipped low, high", "explained variance", "of leave-one-out"]
     lines = [f"| {' | '.join(titles)} |", "|---|" + "---:|" * (len(titles) - 1)]
     vapo, measures = setting["rows"]["vapo"], MEASURES.values()
     for name, row in setting["rows"].items():
@@ -180,7 +173,9 @@ def _of_a_step(row: Figures, by: str, form: str) -> str:
 
 
 def spread(values: list[float]) -> str:
-    """Mean with its 95 % interval; of one value, the value."""
+    """Mean with its 95 % interval; of one value, the value; – of none."""
+    if not values:
+        return "–"
     found = interval(values)
     return f"{found.mean:.3f}" + ("" if math.isnan(found.half) else f" ± {found.half:.3f}")
 
