@@ -61,7 +61,8 @@ _INTRODUCTION = """# Performance
 Only measured numbers are here, each with date and hardware. `make bench KEEP=1` (benchmarks/run.py) makes this page of
 the JSON in benchmarks/kept: run it, do not write here. A ratio compares both sides within one run, round by round: its
 median and its quartiles; above 1 ours is better. `make bench` measures everything anew and says what became slower
-than here by more than its spread; it takes parts by name: `make bench ONLY="gae verifier"`.
+than here by more than its spread; it takes parts by name: `make bench ONLY="gae verifier"`. Where "load before" is
+above 1, or not there, a part was measured beside other work on the same cores: its ratios count, its seconds do not.
 """
 _REST = """
 ## How far are plans off?
@@ -94,7 +95,10 @@ def slower(kept: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 
 def page(kept: dict[str, dict[str, Any]]) -> str:
     """docs/performance.md of the kept parts."""
-    return _INTRODUCTION + "".join(_section(name, kept[name]) for name in PARTS if name in kept) + _REST
+    missing = [f"{part.question.rstrip('?')} (`{name}`)" for name, part in PARTS.items() if name not in kept]
+    not_measured = f"\n## Not measured by this command yet\n\n{'; '.join(missing)}.\n\n" if missing else "\n"
+    sections = "".join(_section(name, kept[name]) for name in PARTS if name in kept)
+    return _INTRODUCTION + sections + not_measured + (KEPT / "earlier.md").read_text() + _REST
 
 
 def _section(name: str, found: dict[str, Any]) -> str:
