@@ -32,6 +32,7 @@ RANKS = 2
 _DISK_LIMIT = 64 << 10
 _STOPPED_SECONDS = 2.0
 _RESET_SECONDS = 0.05
+_EARLY = 0.3
 
 
 @dataclass
@@ -184,15 +185,16 @@ class Fuzzer:
 
     def _attempt(self, end: float) -> tuple[int, str]:
         attempt, began = Attempt(self._config, self._prepare()), time.time()
-        next_at, known = time.monotonic() + self._chance.uniform(1, 15), rows_of(self._run_dir)
+        next_at, known = time.monotonic() + self._chance.uniform(0.5, 15), rows_of(self._run_dir)
+        may = self._chance.random() < _EARLY  # disturb it before it has done a step
         while attempt.process.is_alive():
             assert time.monotonic() < end, "the run does not end"
             time.sleep(0.1)
             if (rows := rows_of(self._run_dir)) > known:
-                known = rows
+                known, may = rows, True
                 self._progress(rows)
-            if self._left and time.monotonic() >= next_at and self._signal(attempt, self._serves(began)):
-                next_at = time.monotonic() + self._chance.uniform(1, 8)
+            if may and self._left and time.monotonic() >= next_at and self._signal(attempt, self._serves(began)):
+                next_at = time.monotonic() + self._chance.uniform(0.5, 5)
         found = attempt.end(10)
         self._progress(rows_of(self._run_dir))
         if self._left and found[0] != 0 and self._chance.random() < 0.4:
