@@ -49,7 +49,7 @@ def test_killed_wherever_it_goes_on_to_the_bit(shared: World) -> None:
 
     config, killed = ahead(shared, "killed", *SAVED)
     for phase, call in (("rollout", 3), ("policy update", 3), ("save", 2)):
-        assert live(shared, config, 1, partial(kill_at, phase, call)).code == 1, phase
+        assert live(shared, config, 1, partial(kill_at, phase, call)).code == 75, phase
     assert live(shared, config, 1) == End(0, "")
     assert metrics(killed) == metrics(straight)
     assert left_behind(killed) == left_behind(straight)
@@ -59,7 +59,7 @@ def test_responses_go_on_under_new_weights_and_none_is_lost_or_trained_twice(sha
     going_on = ("rollout.deterministic=false", "rollout.asynchronous.weight_sync=retract", "sampling.max_new_tokens=40")
     config, run_dir = ahead(shared, "retract", *going_on, *SAVED)
     for phase, call in (("policy update", 3), ("save", 2)):
-        assert live(shared, config, 1, partial(kill_at, phase, call)).code == 1, phase
+        assert live(shared, config, 1, partial(kill_at, phase, call)).code == 75, phase
     assert live(shared, config, 1) == End(0, "")
     straight, other = ahead(shared, "retract_straight", *going_on)
     assert live(shared, straight, 1) == End(0, "")
@@ -74,7 +74,7 @@ def test_partial_responses_go_on_in_later_steps(shared: World) -> None:
     partial_responses = ("rollout.asynchronous.max_staleness=0", "rollout.partial_responses.enabled=true")
     config, run_dir = ahead(shared, "partial", *partial_responses, "sampling.max_new_tokens=40", *SAVED)
     for phase, call in (("rollout", 4), ("policy update", 3)):
-        assert live(shared, config, 1, partial(kill_at, phase, call)).code == 1, phase
+        assert live(shared, config, 1, partial(kill_at, phase, call)).code == 75, phase
     assert live(shared, config, 1) == End(0, "")
     assert len(trained(run_dir)) == len(set(trained(run_dir))) == 20
     rows = [row for row in metrics(run_dir) if row["step"] > 0]
