@@ -52,7 +52,7 @@ class GroupStream:
         self._begun: dict[int, Group] = {}  # not finished, and stopped
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
-        self._stopping = False
+        self._stopping = self._closed = False
         self._on_generated: Callable[[int], None] = _ignore
 
     @property
@@ -101,8 +101,12 @@ class GroupStream:
 
     def close(self) -> None:
         """Abort what is under way."""
-        self._dispatcher.loop.run(self._abort(list(self._tasks)))
+        self._dispatcher.loop.run(self._close())
         self._graders.shutdown(wait=False, cancel_futures=True)
+
+    async def _close(self) -> None:
+        self._closed = True
+        await self._abort(list(self._tasks))
 
     async def _take(self) -> list[Group]:
         expired = self.ledger.expired()
@@ -137,7 +141,7 @@ class GroupStream:
             self._fill()
 
     def _fill(self) -> None:
-        for _ in range(self.ledger.room() if self._failure is None else 0):
+        for _ in range(0 if self._closed or self._failure is not None else self.ledger.room()):
             self._start(self.ledger.draw())
 
     def _start(self, number: int) -> None:
