@@ -113,6 +113,7 @@ def test_a_server_that_dies_or_lies_gets_nothing_more_until_it_is_used_again(mon
         "vapo_megatron.rollout.dispatcher.end_server", lambda where, why: ended.append((where.url, why))
     )
     made, clients = dispatcher(0.03, 30.0, 0.01, max_running_requests=2)
+    made._are_replaced = True
     clients[2].version = 3  # of weights that nobody wants
     with made:
         work = made.loop.start(made._collect(request(), lambda _: None))
@@ -141,16 +142,27 @@ def test_without_any_server_somebody_is_called_or_the_cause_is_raised(monkeypatc
             clients[0].gone.clear()
             made.use(["http://engine0"])
 
+    ended: list[str] = []
+    monkeypatch.setattr("vapo_megatron.rollout.dispatcher.end_server", lambda where, why: ended.append(where.url))
     for client in clients:
         client.gone.set()
     with made:
-        made.when_stranded = bring_back
+        made.when_stranded, made._are_replaced = bring_back, True
         samples = made.collect(request())
         assert len(calls) == 3 and [s.group for s in samples] == [g for g in range(12) for _ in range(2)]
         clients[0].gone.set()
-        made.when_stranded = None
+        made.when_stranded, made._are_replaced = None, False
+        made.use(["http://engine0"])
         with pytest.raises(TryAgain, match="gone"):
             made.collect(request())
+        clients[1].gone.clear()
+        clients[1].version = 3
+        made.use(["http://engine1"])
+        with pytest.raises(RunFailed, match="of version 3 to 3, expected 0"):
+            made.collect(request())
+        clients[1].version = 0
+        assert len(made.collect(request())) == 24, "it may be asked again"
+    assert not ended, "nobody would start it again"
 
 
 def test_a_refusal_ends_all_and_what_runs_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,18 +85,25 @@ class Dispatcher:
     more until use(), and what it has not finished goes to the others: their samples are the same, as seeds say.
 
     Attributes:
-        when_stranded: called by the thread that waits, where no server is left, again and again; None: what the last
-            server failed of is raised.
+        when_stranded: called by the thread that waits, where no server is left, again and again.
 
     Args:
         engines: all servers of the job.
         config: the rollout section.
         stop_token_ids: tokens that end a response; they belong to it.
+        are_replaced: whether somebody starts a server again that ends: one that answers what cannot be is ended then,
+            and groups wait for it where it is the last; else what the last one failed of is raised.
     """
 
-    def __init__(self, engines: Sequence[EngineAddress], config: RolloutConfig, stop_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        engines: Sequence[EngineAddress],
+        config: RolloutConfig,
+        stop_token_ids: Sequence[int],
+        are_replaced: bool = False,
+    ) -> None:
         self._config = config
-        self._stop_token_ids = list(stop_token_ids)
+        self._stop_token_ids, self._are_replaced = list(stop_token_ids), are_replaced
         self._engines = [_Engine(EngineClient(address, config.collect_timeout_s)) for address in engines]
         self._waiting: list[_Waiting] = []
         self._running: dict[int, tuple[EngineClient, list[str]]] = {}
@@ -248,16 +255,16 @@ class Dispatcher:
         self._give_out()
 
     def _give_up(self, engine: _Engine, error: TryAgain | EngineWrong) -> None:
-        """A server has failed; raises the error where nobody could do its work."""
+        """A server has failed; raises the error where nobody could do its work, now or later."""
+        if not self._are_replaced and all(other.lost for other in self._engines if other is not engine):
+            raise error
         if not engine.lost:
             engine.lost = True
             _logger.warning("an engine gets no more work until it has weights again: %s", error)
             loop, address = asyncio.get_running_loop(), engine.client.address
-            if isinstance(error, EngineWrong):  # it is alive: its owner is to start it again
+            if isinstance(error, EngineWrong) and self._are_replaced:  # it is alive: its owner is to start it again
                 loop.run_in_executor(None, end_server, address, str(error))
             loop.create_task(engine.client.close())  # its other requests fail now, not when their deadline passes
-        if self.when_stranded is None and all(other.lost for other in self._engines):
-            raise error
 
     async def _collect(self, request: GenerationRequest, on_group: Callable[[list[Sample]], None]) -> list[Sample]:
         finished = 0

@@ -109,7 +109,7 @@ class Engines:
         self.count = len(addresses)
         self._fed = {address.url: 0 for address in addresses}
         if dist.get_rank() == 0:
-            self._dispatcher = Dispatcher(addresses, self._config, self._stop_token_ids)
+            self._dispatcher = Dispatcher(addresses, self._config, self._stop_token_ids, are_replaced=True)
             self._placement.tell(self._dispatcher.lose)
         pause: PauseMode = "abort" if self.sync_mode == "wait" else self.sync_mode
         self._sync = ActorSync(self._config, self._dtype, self._fp8, self._placement.transport(), pause)
