@@ -65,7 +65,9 @@ def save_transformer_figure(figures: Figures, path: Path) -> None:
                 steps = sorted(map(int, next(iter(seeds.values()))["accuracy"]))
                 responses = [_mean([found["responses"][step - 1] for found in seeds.values()]) for step in steps]
                 accuracy = [_mean([found["accuracy"][str(step)] for found in seeds.values()]) for step in steps]
-                _line(axes, SHORT.get(row, row), setting["rows"][row]["title"], responses, accuracy)
+                title, whole = setting["rows"][row]["title"], len(setting["rows"]["vapo"]["seeds"])
+                label = title if len(seeds) == whole else f"{title} ({len(seeds)} of {whole} seeds)"
+                _line(axes, SHORT.get(row, row), label, responses, accuracy)
         _finish(figure, panels, path)
 
 
@@ -99,7 +101,8 @@ def _finish(figure: Figure, panels: list[Axes], path: Path) -> None:
             lines.setdefault(label, handle)
     panels[0].set_ylabel("accuracy", color=GREY)
     handles, labels = list(lines.values()), [str(label) for label in lines]
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=9)
+    columns = 5 if len(panels) > 1 else 3
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path, "wb") as file:
         figure.savefig(file, format="png", dpi=DPI)

@@ -11,6 +11,7 @@ MEASURES = {"final": finals, "evaluations": mean_over_steps, "rollouts": mean_of
 THRESHOLDS = (0.5, 0.6, 0.7, 0.85)
 LENGTHS = ((min, "length_min"), (max, "length_max"))
 FEWEST_SEEDS = 3
+OTHERS = ("ppo", "vc_ppo", "grpo", "dapo")
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of what VAPO spent
 
 
@@ -92,6 +93,18 @@ def findings(setting: Figures, steps: int) -> list[str]:
         word = "shown" if ahead else "not shown" if told else f"fewer than {FEWEST_SEEDS} seeds, which tell nothing"
         word += ", and reversed in one measure" if ahead and behind else ", and reversed" if behind else ""
         lines.append(f"{row['title']}: {word}" + ("" if ahead else f"; {_acts_through(vapo, row, steps)}"))
+    return lines
+
+
+def against_others(setting: Figures, steps: int) -> list[str]:
+    """Of each other algorithm in which measures VAPO is ahead of it or behind, by more than the interval."""
+    lines, vapo = [], setting["rows"]["vapo"]
+    for row in (row for row in setting["rows"].values() if row["preset"] in OTHERS and row["seeds"]):
+        less = {name: paired(found(vapo, steps), found(row, steps)) for name, found in MEASURES.items()}
+        told = {name: each.mean for name, each in less.items() if each and each.excludes_zero}
+        ahead = ", ".join(name for name, by in told.items() if by > 0) or "none"
+        behind = ", ".join(name for name, by in told.items() if by < 0) or "none"
+        lines.append(f"{row['title']}: after equally many steps VAPO is ahead in {ahead}, behind in {behind}")
     return lines
 
 

@@ -328,6 +328,7 @@ def test_the_page_says_what_was_not_run_and_what_is_missing(tmp_path: Path) -> N
     figures = collect(config, tmp_path, names - {"steps/seed2/vapo", "steps/seed2/grpo"}, refused)
     tabular, sweep = (read_figures(MEASURED / f"{name}.json") for name in ("tabular", "sweep"))
     page = render(tabular, sweep, figures | {"command": "as run"})
+    assert "- GRPO: after equally many steps VAPO is ahead in none, behind in none" in page, "one seed has no interval"
     assert "not run: VAPO, seed 2: its critic explains 0.100" in page
     assert "steps, GRPO: seeds 2" in page and "`as run`" in page
     assert (
