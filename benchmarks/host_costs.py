@@ -15,7 +15,6 @@ Seconds at each size, measured at that size; growth is that of seconds with toke
 the whole of the first size: 1 is linear.
 """
 
-import argparse
 import time
 from collections.abc import Callable
 from typing import Any
@@ -113,6 +112,11 @@ def measure(tokens: int, length: int, group: int, ranks: int) -> dict[str, float
     return seconds
 
 
+def measure_all(sizes: list[int], length: int, group: int, ranks: int) -> dict[str, Any]:
+    """Collective: measure() of each size."""
+    return {str(size): measure(size, length, group, ranks) for size in sizes}
+
+
 def main() -> None:
     """A row for each part, and their sum."""
     arguments = parser(__doc__)
@@ -123,7 +127,8 @@ def main() -> None:
     given = arguments.parse_args()
     first = given.tokens[0]
     sizes = [first // 8, first // 4, first // 2, *given.tokens]
-    found = {size: of_size(size, given) for size in sizes}
+    answers = over_ranks(2, measure_all, sizes, given.length, given.group, given.ranks)
+    found = {size: answers[str(size)] for size in sizes}
     rows = []
     for part in found[first]:
         row: dict[str, Any] = {"part": part}
@@ -133,11 +138,6 @@ def main() -> None:
     sums = {name: sum(row[name] for row in rows) for name in rows[0] if name.startswith("s at")}
     rows.append({"part": "all", **sums, "growth": growth(sizes[:4], [sum(found[size].values()) for size in sizes[:4]])})
     publish(f"responses of {given.length} tokens on average, two ranks of one machine", rows, given.json)
-
-
-def of_size(size: int, given: argparse.Namespace) -> dict[str, float]:
-    """measure() in processes of its own."""
-    return over_ranks(2, measure, size, given.length, given.group, given.ranks)
 
 
 if __name__ == "__main__":
