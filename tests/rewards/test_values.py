@@ -1,5 +1,7 @@
 """Values of formulas without sympy: what it says is right, and what it does not read is left alone."""
 
+from random import Random
+
 import pytest
 
 from vapo_megatron.rewards.normal_form import normal_form
@@ -94,3 +96,14 @@ def test_a_cut_or_garbled_formula_never_raises() -> None:
         for cut in range(len(one)):
             assert same_value(one[:cut], other) in (True, False, None)
             assert same_value(one[cut:], one[:cut]) in (True, False, None)
+
+
+def test_no_text_breaks_it() -> None:
+    """It runs in the trainer's process: an exception would end the run."""
+    assert same_value(r"\infty", "p") is None and same_value(r"[0, \infty)", "[0, p)") is None
+    random = Random(7)
+    pieces = [*"pexi0123.,^()[]{}+-*/° ", r"\infty", r"\frac", r"\sqrt", r"\pi", r"\sin", r"\log", "^{", "}{", r"\circ"]
+    for _ in range(4000):
+        texts = ["".join(random.choices(pieces, k=random.randint(1, 9))) for _ in range(2)]
+        assert same_value(*texts) in (True, False, None), texts
+    assert same_value("(" * 5000 + "1" + ")" * 5000, "1") in (True, None)

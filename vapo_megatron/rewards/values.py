@@ -98,8 +98,8 @@ def _same(ground_truth: str, answer: str) -> bool | None:
             said = {_agree(true_tokens, tokens, point) for point in _points(letters, others)}
         else:
             return None
-    except (_Unread, ArithmeticError, ValueError):
-        return None
+    except (_Unread, ArithmeticError, ValueError, LookupError, RecursionError):
+        return None  # sympy reads more, in a process of its own
     if said == {True}:
         return True
     if letters != others or ("°" in true_tokens) != ("°" in tokens):
@@ -225,6 +225,8 @@ class _Reader:
         if token[0].isdigit() or token[0] == ".":
             return complex(float(token))
         if token.isalpha():
+            if token not in self._letters:
+                raise _Unread
             return self._letters[token]
         if token == r"\pi":
             return complex(cmath.pi)
