@@ -69,15 +69,18 @@ def ours(folder: Path, given: argparse.Namespace, number: int) -> Steps:
         "algorithm.kl.replace_reference_every": "null",
         "rollout.num_engines": given.engines,
         "rollout.context_length": 512,
+        "reward.verifier": "function",
+        "reward.function": "benchmarks.parity_reward:verify",
+        "reward.grade_truncated": "true",
         "reward.workers": 1,
         **dict(setting.split("=", 1) for setting in given.set),
     }
     command = [sys.executable, "-W", "ignore", "-m", "vapo_megatron.cli", "train", str(config)]
     run([*command, *(f"{key}={value}" for key, value in settings.items())], OMP_NUM_THREADS="1")
     steps = []
-    for row in read_metrics(folder / "runs" / f"ours{number}" / "metrics.jsonl"):
+    for row in read_metrics(folder / "runs" / f"ours{number}"):
         times = {name.removeprefix("time/"): value for name, value in row.items() if name.startswith("time/")}
-        update = sum(value for name, value in times.items() if name in ("update_policy", "score", "old_logprobs"))
+        update = sum(value for name, value in times.items() if name in ("update_policy", "score_policy"))
         steps.append(told(row["rollout/tokens"], times["rollout"], update, times["step"]) | {"phases": times})
     return steps[SKIPPED:]
 

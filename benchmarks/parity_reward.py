@@ -1,0 +1,9 @@
+"""The reward of benchmarks.step_beside_trl, for a model that knows nothing: whether a response has an odd number of words."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def verify(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> bool:
+    """Correct where the words are odd in number."""
+    return len(response.split()) % 2 == 1
