@@ -1,4 +1,4 @@
-"""The reward of benchmarks.step_beside_trl, for a model that knows nothing: whether a response has an odd number of words."""
+"""The reward of benchmarks.step_beside_trl: whether a response has an odd number of words. Any model gets some right."""
 
 from collections.abc import Mapping
 from typing import Any
