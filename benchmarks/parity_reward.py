@@ -1,4 +1,4 @@
-"""The reward of benchmarks.step_beside_trl: whether a response has an odd number of words. Any model gets some right."""
+"""The reward of benchmarks.step_beside_trl: is the number of words odd? Any model gets some of them."""
 
 from collections.abc import Mapping
 from typing import Any
