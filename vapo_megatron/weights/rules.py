@@ -46,9 +46,13 @@ class Rule(ABC):
     hf: tuple[str, ...]
     shape: tuple[Dimension, ...]
 
+    def parts(self, spec: "ModelSpec") -> list[tuple[int, ...]]:
+        """Shapes of the matrices or vectors that it puts together, each a Hugging Face tensor where none is fused."""
+        return [_sizes(self.shape, spec)] * len(self.hf)
+
     def hf_shapes(self, spec: "ModelSpec") -> list[tuple[int, ...]]:
         """Shapes of the Hugging Face tensors, in the order of `hf`."""
-        return [_sizes(self.shape, spec)] * len(self.hf)
+        return self.parts(spec)
 
     @abstractmethod
     def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
@@ -173,8 +177,8 @@ class Vocabulary(Rule):
 class GateUp(Rule):
     """The halves of a gated MLP, each cut along the output features; a rank holds its part of gate above that of up."""
 
+    @override
     def parts(self, spec: "ModelSpec") -> list[tuple[int, ...]]:
-        """Shapes of the two halves."""
         return [_sizes(self.shape, spec)] * 2
 
     @override
@@ -238,14 +242,10 @@ class QKV(Rule):
     get_query_key_value_tensors); a rank holds whole groups.
     """
 
+    @override
     def parts(self, spec: "ModelSpec") -> list[tuple[int, ...]]:
-        """Shapes of queries, keys and values."""
         rest = _sizes(self.shape, spec)
         return [(spec.query_size, *rest), (spec.kv_size, *rest), (spec.kv_size, *rest)]
-
-    @override
-    def hf_shapes(self, spec: "ModelSpec") -> list[tuple[int, ...]]:
-        return self.parts(spec)
 
     @override
     def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
@@ -292,58 +292,38 @@ class _Rows:
         return self.whole[self.start + rows.start : self.start + rows.stop]
 
 
-class FusedQKV(QKV):
-    """The same out of one Hugging Face tensor: all queries above all keys above all values."""
+class _Fused(Rule):
+    """A rule of several Hugging Face tensors, before which it is put, out of one that has them above each other."""
 
     @override
     def hf_shapes(self, spec: "ModelSpec") -> list[tuple[int, ...]]:
-        return _stacked(self.parts(spec))
+        parts = self.parts(spec)
+        return [(sum(shape[0] for shape in parts), *parts[0][1:])]
 
     @override
     def to_shard(self, sources: Sequence[SliceableTensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
-        return super().to_shard(_unstacked(sources[0], self.parts(spec)), spec, tp_rank, tp_size)
+        rows = [shape[0] for shape in self.parts(spec)]
+        parts = [_Rows(sources[0], end - count) for end, count in zip(accumulate(rows), rows, strict=True)]
+        return super().to_shard(parts, spec, tp_rank, tp_size)  # type: ignore[safe-super]
 
     @override
     def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
-        return [torch.cat(super().to_hf(shards, spec))]
+        return [torch.cat(super().to_hf(shards, spec))]  # type: ignore[safe-super]
 
     @override
     def placings(
         self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
     ) -> list[Placing]:
         parts = wholes[0].split([shape[0] for shape in self.parts(spec)])
-        return super().placings(shard, parts, spec, tp_rank, tp_size)
+        return super().placings(shard, parts, spec, tp_rank, tp_size)  # type: ignore[safe-super]
 
 
-class FusedGateUp(GateUp):
-    """Both halves out of one Hugging Face tensor, gate above up."""
-
-    @override
-    def hf_shapes(self, spec: "ModelSpec") -> list[tuple[int, ...]]:
-        return _stacked(self.parts(spec))
-
-    @override
-    def to_shard(self, sources: Sequence[SliceableTensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
-        return super().to_shard(_unstacked(sources[0], self.parts(spec)), spec, tp_rank, tp_size)
-
-    @override
-    def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
-        return [torch.cat(super().to_hf(shards, spec))]
-
-    @override
-    def placings(
-        self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
-    ) -> list[Placing]:
-        return super().placings(shard, wholes[0].chunk(2), spec, tp_rank, tp_size)
+class FusedQKV(_Fused, QKV):
+    """Query, key and value projections in one tensor."""
 
 
-def _stacked(parts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    return [(sum(shape[0] for shape in parts), *parts[0][1:])]
-
-
-def _unstacked(whole: SliceableTensor, parts: Sequence[tuple[int, ...]]) -> list[SliceableTensor]:
-    ends = accumulate(shape[0] for shape in parts)
-    return [_Rows(whole, end - shape[0]) for end, shape in zip(ends, parts, strict=True)]
+class FusedGateUp(_Fused, GateUp):
+    """The halves of a gated MLP in one tensor."""
 
 
 def _sizes(shape: tuple[Dimension, ...], spec: "ModelSpec") -> tuple[int, ...]:
