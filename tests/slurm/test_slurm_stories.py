@@ -105,16 +105,22 @@ def test_rows_of_an_array_are_runs_and_a_cancelled_one_leaves_nothing_behind(sit
 
     job = slurm.job(f"{array}_2")["JobId"]
     processes = list(processes_of(job))
+    ports = {address for process in processes for address in _listening(process)}
     shared_memory = {path for process in processes for path in _shared_memory(process)}
-    assert len(ranks_of(job)) == 2 and list(site.local_tmp.iterdir())
+    assert len(ranks_of(job)) == 2 and ports and list(site.local_tmp.iterdir())
     slurm.call("scancel", f"{array}_2")
     site.wait_until("the job is gone", lambda: not slurm.call("squeue", "--noheader", f"--jobs={array}_2"))
     assert slurm.job(f"{array}_2")["JobState"] == "CANCELLED"
     assert slurm.job(f"{array}_2")["Restarts"] == "0"
     _, alive = psutil.wait_procs(processes, timeout=10)
     assert not [process.cmdline() for process in alive]
-    assert not processes_of(job), "and with them their ports, which another test's processes may have by now"
+    assert not processes_of(job)
     assert not list(site.local_tmp.iterdir())
+    # Tests of another worker may have been given one of the ports since.
+    own = psutil.Process()
+    others = {*own.parent().children(recursive=True)} - {own, *own.children(recursive=True)}
+    held = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr in ports]
+    assert not [connection for connection in held if connection.pid not in {other.pid for other in others}]
     assert not [path for path in shared_memory if path.exists()]
     assert site.saved_step("seeds-long") > 0
 
@@ -142,6 +148,13 @@ def _minutes_with_room(job: dict[str, str]) -> int:
     """A time limit that a job which has run so long reaches within two minutes, and not at once."""
     hours, minutes, seconds = map(int, job["RunTime"].split(":"))
     return hours * 60 + minutes + (1 if seconds < 40 else 2)
+
+
+def _listening(process: psutil.Process) -> list[tuple[str, int]]:
+    try:
+        return [c.laddr for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    except psutil.Error:
+        return []
 
 
 def _shared_memory(process: psutil.Process) -> list[Path]:
