@@ -5,7 +5,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vapo_megatron.engine.cpu_shim import decode_attention, extend_attention, murmur_hash32, murmur_hash32_blocks
+from vapo_megatron.engine.cpu_shim import (
+    decode_attention,
+    extend_attention,
+    murmur_hash32,
+    murmur_hash32_blocks,
+    padded_slots,
+)
 
 
 def hash_bytes(message: bytes) -> int:
@@ -77,7 +83,7 @@ def test_batched_decode_equals_attention_request_by_request(cache: tuple[torch.T
     keys, values, req_to_token, pool = cache
     lengths = torch.tensor([1, 17, 40, 5])
     query = torch.randn(4, 4, 16)
-    batched = decode_attention(query, keys, values, req_to_token, pool, lengths, scaling=0.3)
+    batched = decode_attention(query, keys, values, *padded_slots(req_to_token, pool, lengths), scaling=0.3)
     for i in range(4):
         slots = req_to_token[pool[i], : lengths[i]].long()
         alone = attend_one(query[i : i + 1], keys[slots], values[slots], prefix=int(lengths[i]) - 1)

@@ -111,9 +111,7 @@ def test_the_cause_in_a_log_is_its_last_exception(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("Traceback (most recent call last):\n  File x\nValueError: bad shape\n\nbye\n")
     assert cause_in_log(log) == "ValueError: bad shape"
-    log.write_text(
-        'ValueError: bad shape\nrequests.HTTPError: 401 for url: http://h:1/freeze_gc\n"GET /x HTTP/1.1" 200\n'
-    )
+    log.write_text('ValueError: bad shape\n"GET /x HTTP/1.1" 200\n')
     assert cause_in_log(log) == "ValueError: bad shape"
     log.write_text("one\ntwo\n")
     assert cause_in_log(log) == "two"

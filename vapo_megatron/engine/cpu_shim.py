@@ -92,6 +92,7 @@ def _patch_sglang() -> None:
         choices.add_deterministic_attention_backend_choices(["torch_native"])
     batch_invariant_ops.enable_batch_invariant_mode = _do_nothing
     backend = TorchNativeAttnBackend
+    backend.init_forward_metadata = _forgetting_slots(backend.init_forward_metadata)
     backend._run_sdpa_forward_decode = _batched_decode(backend._run_sdpa_forward_decode)
     backend._run_sdpa_forward_extend = _batched_extend(backend._run_sdpa_forward_extend)
 
@@ -152,10 +153,13 @@ def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torc
 # --- attention over all requests of a batch at once ------------------------------------------------------------------
 
 
-def _padded_slots(
+def padded_slots(
     req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cache slots [B, longest] of every request, and which of them are real (bool, same shape); the rest are slot 0."""
+    """Cache slots [B, longest] of every request, and which of them are real (bool, same shape); the rest are slot 0.
+
+    req_to_token [pool, longest context] holds the slots; req_pool_indices, seq_lens [B].
+    """
     longest = int(seq_lens.max())
     slots = req_to_token[req_pool_indices.long(), :longest].long()
     real = torch.arange(longest, device=slots.device)[None, :] < seq_lens[:, None]
@@ -173,17 +177,15 @@ def decode_attention(
     query: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    seq_lens: torch.Tensor,
+    slots: torch.Tensor,
+    real: torch.Tensor,
     scaling: float | None,
 ) -> torch.Tensor:
     """One new token of every request against that request's cache.
 
-    query [B, heads, d]; k_cache, v_cache [slots, kv_heads, d]; req_to_token [pool, longest context] holds the slots;
-    req_pool_indices, seq_lens [B], the new token included. Returns [B, heads, d_v].
+    query [B, heads, d]; k_cache, v_cache [slots, kv_heads, d]; slots, real: of padded_slots, the new token included.
+    Returns [B, heads, d_v].
     """
-    slots, real = _padded_slots(req_to_token, req_pool_indices, seq_lens)
     keys, values = (_cached(cache, slots).to(query.dtype) for cache in (k_cache, v_cache))
     batch, heads, dim = query.shape
     # The query heads that share a key head stand as rows of one small attention: no copy of keys per query head.
@@ -208,7 +210,7 @@ def extend_attention(
     query [T, heads, d], the requests' new tokens one after another, extend_seq_lens [B] of each; seq_lens [B] =
     extend_prefix_lens + extend_seq_lens; the rest as in decode_attention. Returns [T, heads, d_v].
     """
-    slots, real = _padded_slots(req_to_token, req_pool_indices, seq_lens)
+    slots, real = padded_slots(req_to_token, req_pool_indices, seq_lens)
     keys, values = (_cached(cache, slots).to(query.dtype) for cache in (k_cache, v_cache))
     batch, kv_heads, longest, _ = keys.shape
     group = query.shape[1] // kv_heads
@@ -226,11 +228,21 @@ def extend_attention(
     return attended.unflatten(2, (group, len(new))).permute(0, 3, 1, 2, 4).flatten(2, 3)[is_new]
 
 
+def _forgetting_slots(init_forward_metadata: Callable[..., None]) -> Callable[..., None]:
+    """The slots of a batch are the same in all layers: the first one looks them up. A new forward pass has others."""
+
+    def run(self: Any, forward_batch: object) -> None:
+        self.slots = None
+        init_forward_metadata(self, forward_batch)
+
+    return run
+
+
 def _batched_decode(per_request: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """SGLang's per-request method, kept for encoders and sliding windows alone."""
 
     def run(
-        self: object,
+        self: Any,
         query: torch.Tensor,
         output: torch.Tensor,
         k_cache: torch.Tensor,
@@ -244,10 +256,13 @@ def _batched_decode(per_request: Callable[..., torch.Tensor]) -> Callable[..., t
         sliding_window_size: int | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        cache = (k_cache, v_cache, req_to_token, req_pool_indices, seq_lens)
         if encoder_lens is None and sliding_window_size is None:
-            return output.copy_(decode_attention(query, *cache, scaling))
+            if self.slots is None:
+                self.slots = padded_slots(req_to_token, req_pool_indices, seq_lens)
+            slots, real = self.slots
+            return output.copy_(decode_attention(query, k_cache, v_cache, slots, real, scaling))
         options.update(scaling=scaling, sliding_window_size=sliding_window_size)
+        cache = (k_cache, v_cache, req_to_token, req_pool_indices, seq_lens)
         return per_request(self, query, output, *cache, encoder_lens, **options)
 
     return run

@@ -32,8 +32,8 @@ from vapo_megatron.weights.fp8 import BlockFp8
 
 _CPU_TOTAL_TOKENS = 65536
 _POLL_SECONDS = 0.1
-# Lines of a log that do not say why a server ended: requests, and one of SGLang's own, which has no key.
-_NO_CAUSE = (' HTTP/1.1" ', "/freeze_gc")
+# Lines of a log that do not say why a server ended.
+_REQUEST = ' HTTP/1.1" '
 # Processes of a server that was killed hold its port until the kernel has ended them.
 _PORT_SECONDS = 2.0
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -71,7 +71,7 @@ def cause_in_log(log_file: Path) -> str:
         lines = log_file.read_text(errors="replace").splitlines()[-400:]
     except OSError as error:
         return f"its log cannot be read: {error.strerror}"
-    lines = [line.strip() for line in lines if line.strip() and not any(words in line for words in _NO_CAUSE)]
+    lines = [line.strip() for line in lines if line.strip() and _REQUEST not in line]
     exceptions = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Killed)\b", line)]
     last = (exceptions or lines or ["its log is empty"])[-1]
     return last[:400]
