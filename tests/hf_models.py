@@ -16,6 +16,25 @@ from vapo_megatron.weights.spec import Head, ModelSpec
 
 make_torchvision_importable()
 
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification  # noqa: E402
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoePreTrainedModel  # noqa: E402
+
+
+class Glm4MoeForSequenceClassification(GenericForSequenceClassification, Glm4MoePreTrainedModel):
+    """transformers has no such class of this family; put together as it puts together those of the others."""
+
+
+class Glm4MoeForTokenClassification(GenericForTokenClassification, Glm4MoePreTrainedModel):
+    """Likewise."""
+
+
+for _auto, _class in (
+    (transformers.AutoModelForSequenceClassification, Glm4MoeForSequenceClassification),
+    (transformers.AutoModelForTokenClassification, Glm4MoeForTokenClassification),
+):
+    _auto.register(transformers.Glm4MoeConfig, _class, exist_ok=True)
+    setattr(transformers, _class.__name__, _class)
+
 CLASSES = {
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
@@ -23,6 +42,7 @@ CLASSES = {
     "llama": "Llama",
     "mistral": "Mistral",
     "phi3": "Phi3",
+    "glm4_moe": "Glm4Moe",
 }
 VOCAB = 131
 SIZES = dict(
@@ -41,6 +61,16 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 8, **EXPERTS},
     "llama": {"head_dim": 8},
     "mistral": {"head_dim": 8},
+    "glm4_moe": {
+        "head_dim": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "routed_scaling_factor": 1.5,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "num_mtp_layers": 0,
+    },
     "phi3": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None},
 }
 
@@ -61,7 +91,11 @@ def write_model(
     with torch.no_grad():  # biases and norms start at 0 and 1, where mistakes do not show
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.to(dtype).save_pretrained(path, max_shard_size=max_shard_size)
+        model.to(dtype)
+        for name, buffer in model.named_buffers():  # which stays in float32, as in published checkpoints
+            if name.endswith("e_score_correction_bias"):
+                buffer.data = torch.randn(buffer.shape) * 0.3
+    model.save_pretrained(path, max_shard_size=max_shard_size)
     return path
 
 

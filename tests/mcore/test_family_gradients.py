@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hf_models import read_tensors
 from ranks import run_ranks
 
 from vapo_megatron.config.model import ActorConfig, LayoutConfig, ModelConfig, OptimizerSettings
@@ -33,6 +34,17 @@ FAMILIES = {
     "qwen3-tied": transformers.Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
     "llama": transformers.LlamaConfig(**SHAPE),
     "mistral": transformers.MistralConfig(**SHAPE, sliding_window=None),
+    "glm4_moe": transformers.Glm4MoeConfig(
+        **SHAPE,
+        head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        routed_scaling_factor=1.5,
+        use_qk_norm=True,
+        attention_bias=True,
+        num_mtp_layers=0,
+    ),
     "phi3": transformers.Phi3Config(**SHAPE, bos_token_id=1, eos_token_id=2, pad_token_id=None),
 }
 LENGTHS = (2, 9, 33)
@@ -41,6 +53,11 @@ LENGTHS = (2, 9, 33)
 def sequences() -> list[list[int]]:
     rows = random_sequences(len(LENGTHS), max(LENGTHS), VOCAB, seed=2)
     return [row[:n] for row, n in zip(rows, LENGTHS, strict=True)]
+
+
+def biases(model: Any) -> list[torch.Tensor]:
+    """Those by which a router chooses: no parameters."""
+    return [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
 
 
 def megatron(model_dir: Path, layout: LayoutConfig) -> tuple[Any, dict[str, Any]]:
@@ -58,7 +75,7 @@ def megatron(model_dir: Path, layout: LayoutConfig) -> tuple[Any, dict[str, Any]
         # Gradients take the places of the weights, so that the one mapping gives them their names.
         for chunk in actor.chunks:
             for parameter in chunk.parameters():
-                parameter.copy_(parameter.main_grad)
+                parameter.copy_(parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter))
     gradients = {name: t.numpy() for bucket in stream_hf(actor.chunks, spec, mesh, "lm") for name, t in bucket}
     return logprobs.numpy(), gradients
 
@@ -70,17 +87,27 @@ def test_log_probs_and_every_gradient_equal_transformers(tmp_path: Path, family:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
-    model.save_pretrained(tmp_path)
+        for bias in biases(model):
+            bias.copy_(torch.randn_like(bias))
+    model.save_pretrained(tmp_path / "model")
     rows = []
     for ids in sequences():
         tokens = torch.tensor(ids)
         rows.append(model(tokens[None, :-1]).logits[0].log_softmax(-1).gather(1, tokens[1:, None])[:, 0])
     expected = torch.cat(rows)
     (-expected.mean()).backward()
-    for logprobs, gradients in run_ranks(2, megatron, tmp_path, LayoutConfig(tp=2, sequence_parallel=True)):
-        assert (torch.from_numpy(logprobs) - expected.detach()).abs().max() < 1e-5
-        assert gradients.keys() == {name for name, _ in model.named_parameters()}
-        for name, parameter in model.named_parameters():
+    with torch.no_grad():
+        # Saved in the place of the weights, gradients get the names of files: experts are one tensor in memory.
+        for parameter in model.parameters():
             assert parameter.grad is not None
-            error = (torch.from_numpy(gradients[name]) - parameter.grad).abs().max()
-            assert error <= 1e-5 * parameter.grad.abs().max() + 1e-7, f"{name}: {error}"
+            parameter.copy_(parameter.grad)
+        for bias in biases(model):  # no gradient is to move it
+            bias.zero_()
+    model.save_pretrained(tmp_path / "gradients")
+    wanted = read_tensors(tmp_path / "gradients")
+    for logprobs, gradients in run_ranks(2, megatron, tmp_path / "model", LayoutConfig(tp=2, sequence_parallel=True)):
+        assert (torch.from_numpy(logprobs) - expected.detach()).abs().max() < 1e-5
+        assert gradients.keys() == wanted.keys()
+        for name, gradient in wanted.items():
+            error = (torch.from_numpy(gradients[name]) - gradient).abs().max()
+            assert error <= 1e-5 * gradient.abs().max() + 1e-7, f"{name}: {error}"

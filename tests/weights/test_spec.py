@@ -48,7 +48,8 @@ def test_spec_and_count_are_those_of_transformers(tmp_path: Path, family: str, t
     write_model(tmp_path, family, tie_word_embeddings=tied, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     spec = read_spec(tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert spec.parameter_count() == sum(parameter.numel() for parameter in model.parameters())
+    buffers = [buffer for name, buffer in model.named_buffers() if name in model.state_dict()]
+    assert spec.parameter_count() == sum(tensor.numel() for tensor in (*model.parameters(), *buffers))
     assert (spec.num_heads, spec.num_kv_heads, spec.ffn_size) == (8, 4, 48)
     assert spec.head_dim == (4 if family in ("qwen2", "phi3") else 8)
     assert spec.tied is tied
@@ -148,7 +149,8 @@ def test_old_and_new_names_of_the_dtype(tmp_path: Path) -> None:
     [
         (
             {"model_type": "qwen3_next"},
-            "'qwen3_next', expected one of llama, mistral, phi3, qwen2, qwen3, qwen3_moe, the nearest being qwen3",
+            "'qwen3_next', expected one of glm4_moe, llama, mistral, phi3, qwen2, qwen3, qwen3_moe, the nearest being "
+            "qwen3",
         ),
         ({"model_type": ...}, "model_type is None"),
         ({"rope_scaling": {"type": "yarn"}}, "factor of the rotary embedding is None"),

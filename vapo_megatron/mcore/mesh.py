@@ -71,12 +71,11 @@ def check_layout(layout: LayoutConfig, world_size: int, name: str) -> None:
 
 def check_model_layout(spec: ModelSpec, layout: LayoutConfig, name: str) -> None:
     """Raises BadInput where a model cannot be cut as the layout asks; name is the config section."""
-    # Experts are whole on their ranks; only a dense MLP is cut.
-    columns = 0 if spec.num_experts else spec.ffn_size
     for what, count in (
         ("attention heads", spec.num_heads),
         ("key-value heads", spec.num_kv_heads),
-        ("MLP columns", columns),
+        # Experts are whole on their ranks.
+        *(("MLP columns", size) for size in spec.mlp_sizes),
     ):
         if count % layout.tp:
             raise BadInput(f"{name}.layout.tp={layout.tp} does not divide the model's {count} {what}: choose a divisor")

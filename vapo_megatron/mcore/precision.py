@@ -60,10 +60,10 @@ def _check_recompute(spec: ModelSpec, section: TrainableConfig, name: str, fused
                     f"{key} with {name}.precision.fp8={section.precision.fp8}: Megatron asks its global state for it, "
                     "of which there is none here: name moe_act, or set granularity=full"
                 )
-            if module == "mlp" and spec.num_experts:
+            if module == "mlp" and spec.num_experts and not spec.dense_layers:
                 raise BadInput(f"{key}: all layers of a {spec.family} model have experts instead, name moe")
-            if module == "shared_experts":
-                raise BadInput(f"{key}: no family here has shared experts, leave it out")
+            if module == "shared_experts" and not spec.shared_ffn_size:
+                raise BadInput(f"{key}: a {spec.family} model has no shared experts, leave it out")
     if recompute.granularity == "full":
         layers = spec.num_layers // (layout.pp * (layout.vpp or 1))
         key = f"{name}.recompute.layers={recompute.layers}"
@@ -148,7 +148,8 @@ def _check_shapes(spec: ModelSpec, layout: LayoutConfig, precision: PrecisionCon
         ("hidden size", spec.hidden_size),
         ("attention columns a rank", spec.num_heads * spec.head_dim // layout.tp),
         ("key and value columns a rank", 2 * spec.num_kv_heads * spec.head_dim // layout.tp),
-        ("MLP columns a rank", spec.expert_ffn_size if spec.num_experts else spec.ffn_size // layout.tp),
+        *(("MLP columns a rank", size // layout.tp) for size in spec.mlp_sizes),
+        *([("expert columns", spec.expert_ffn_size)] if spec.num_experts else []),
     ):
         if size % multiple:
             raise BadInput(

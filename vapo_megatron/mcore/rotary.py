@@ -27,14 +27,18 @@ class _Rotate(torch.autograd.Function):
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     found = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    (real, imaginary), (of_real, of_imaginary) = x.chunk(2, -1), found.chunk(2, -1)
+    turned = 2 * cos.shape[-1]
+    found[..., turned:] = x[..., turned:]
+    (real, imaginary), (of_real, of_imaginary) = x[..., :turned].chunk(2, -1), found[..., :turned].chunk(2, -1)
     torch.mul(real, cos, out=of_real).addcmul_(imaginary, sin, value=-sign)
     torch.mul(imaginary, cos, out=of_imaginary).addcmul_(real, sin, value=sign)
     return found
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x [t, heads, d], whose halves are real and imaginary parts, by angles given as cos and sin [t, 1, d / 2]."""
+    """Turn x [t, heads, d], whose halves are real and imaginary parts, by angles given as cos and sin [t, 1, d / 2].
+
+    Where they are fewer, the first channels alone are turned."""
     found: Tensor = _Rotate.apply(x, cos, sin)
     return found
 

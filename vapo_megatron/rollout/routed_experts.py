@@ -14,16 +14,17 @@ from vapo_megatron.weights.spec import ModelSpec
 
 @dataclass(frozen=True)
 class ExpertChoices:
-    """Of how many experts a layer's router chooses how many, in how many layers."""
+    """Of how many experts a layer's router chooses how many, in how many layers; the first of these may have none."""
 
     layers: int
     experts: int
     per_token: int
+    dense_layers: int = 0
 
     @classmethod
     def of(cls, spec: ModelSpec) -> "ExpertChoices":
         """Those of a model."""
-        return cls(spec.num_layers, spec.num_experts, spec.experts_per_token)
+        return cls(spec.num_layers, spec.num_experts, spec.experts_per_token, spec.dense_layers)
 
     @property
     def dtype(self) -> type[np.uint8] | type[np.int16]:
@@ -52,9 +53,10 @@ class ExpertChoices:
                 f"routed experts {int(flat.min())}..{int(flat.max())} came, the model has 0..{self.experts - 1}"
             )
         chosen = flat.astype(self.dtype).reshape(rows, self.layers, self.per_token)
-        row = _first_repetition(chosen)
+        row = _first_repetition(chosen[:, self.dense_layers :])
         if row is not None:
-            position, layer = divmod(row, self.layers)
+            position, layer = divmod(row, self.layers - self.dense_layers)
+            layer += self.dense_layers
             raise ValueError(
                 f"routed experts {chosen[position, layer].tolist()} came for token {position} in layer {layer}, "
                 f"expected {self.per_token} different ones"

@@ -51,19 +51,22 @@ class ByteProgress(Protocol):
 
 @dataclass(frozen=True)
 class Converted:
-    """What was made: parameters, bytes of their tensors, files of weights, how many of these an earlier start left."""
+    """What was made: parameters, bytes of their tensors, files of weights, how many of these an earlier start left; a
+    line on layers that were left out."""
 
     parameters: int
     nbytes: int
     files: int
     resumed: int
+    left_out: str = ""
 
     @property
     def described(self) -> str:
         """For the person who asked for it."""
         earlier = f" ({self.resumed} of them by an earlier start)" if self.resumed else ""
         size = f"{self.parameters:,} parameters, {self.nbytes / 2**30:.2f} GiB"
-        return f"{size} in {self.files} file{'s' if self.files > 1 else ''}{earlier}"
+        left_out = f"\n{self.left_out}" if self.left_out else ""
+        return f"{size} in {self.files} file{'s' if self.files > 1 else ''}{earlier}{left_out}"
 
 
 def hf_to_megatron(
@@ -119,7 +122,7 @@ def hf_to_megatron(
             compare_with_hf(PartReader(work.path), source, progress.advance)
         if check is not None:
             check(work.path)
-    return Converted(spec.parameter_count(head), total, len(parts), resumed)
+    return Converted(spec.parameter_count(head), total, len(parts), resumed, source.left_out)
 
 
 def _written_part(
@@ -181,7 +184,7 @@ def megatron_to_hf(
     check_saved_model(reader, spec, head)
 
     def dtype_of(entry: Entry) -> torch.dtype:
-        return dtype or reader.dtype(place_of(entry, spec).key)
+        return entry.rule.cast(dtype, reader.dtype(place_of(entry, spec).key))
 
     parts = _parts(spec, head, dtype_of, shard_bytes)
     names = shard_names(len(parts))
@@ -218,7 +221,7 @@ def _write_shard(
         parameter = reader.read(place_of(entry, spec))
         for hf_name, tensor in zip(entry.hf, entry.rule.to_hf([parameter], spec), strict=True):
             # A copy also where the dtype is kept: two tensors of one parameter may share its memory.
-            tensors[hf_name] = tensor.to(dtype or tensor.dtype, copy=True)
+            tensors[hf_name] = tensor.to(entry.rule.cast(dtype, tensor.dtype), copy=True)
     try:
         save_file(tensors, work.path / name, metadata={"format": "pt"})
         follow_umask(work.path / name)

@@ -140,7 +140,7 @@ def _owners(
         if stage is None:
             raise RunFailed(f"{entry.hf[0]}: no pipeline stage holds the Megatron parameter that it comes from")
         found = stages[stage][i]
-        target = dtype or found
+        target = entry.rule.cast(dtype, found)
         nbytes = entry.rule.count(spec) * target.itemsize
         shards.append(ParamShard(entry, stage, entry.owner(spec, mesh.ep_size), found, target, nbytes))
     return shards

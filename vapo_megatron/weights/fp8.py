@@ -24,7 +24,7 @@ SCALE_SUFFIX = "_scale_inv"
 
 # Linear layers of the transformer. Embeddings, output layer, router, norms and biases stay as they are.
 _QUANTIZED = re.compile(
-    r"model\.layers\.(?P<layer>\d+)\.(self_attn\.[qkvo]_proj|mlp\.(experts\.\d+\.)?(gate|up|down)_proj)\.weight"
+    r"model\.layers\.(?P<layer>\d+)\.(self_attn\.[qkvo]_proj|mlp\.(experts\.\d+\.|shared_experts\.)?(gate|up|down)_proj)\.weight"
 )
 
 
@@ -102,8 +102,12 @@ def dequantize(values: Tensor, scales: Tensor) -> Tensor:
 
 def check_blocks(spec: ModelSpec, engine_tp: int) -> None:
     """Raises BadInput where a tensor-parallel rank of an engine would hold parts of blocks."""
-    ffn = spec.expert_ffn_size if spec.num_experts else spec.ffn_size
-    for what, size in (("queries", spec.query_size), ("keys", spec.kv_size), ("feed-forward", ffn)):
+    ffn = (*spec.mlp_sizes, *([spec.expert_ffn_size] if spec.num_experts else []))
+    for what, size in (
+        ("queries", spec.query_size),
+        ("keys", spec.kv_size),
+        *(("feed-forward", size) for size in ffn),
+    ):
         if size % (BLOCK * engine_tp):
             raise BadInput(
                 f"rollout.quantization=fp8: the model's {what} have {size} features, expected a multiple of {BLOCK} x "

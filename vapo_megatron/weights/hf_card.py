@@ -40,11 +40,14 @@ def copy_carried(source_dir: Path, folder: Path, names: Sequence[str]) -> None:
 
 
 def exported_config(source: dict[str, Any], spec: ModelSpec, head: Head, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json of an exported model: the source's, with class, labels and dtype as they are now."""
+    """config.json of an exported model: the source's, with class, labels, layers and dtype as they are now."""
     config = {key: value for key, value in source.items() if key not in ("auto_map", "_name_or_path")}
     table = spec.table
     config["architectures"] = [table.causal_lm if head == "lm" else table.token_classification]
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+        if key in config:
+            config[key] = 0  # layers that predict further tokens are left out
     for key in ("id2label", "label2id", "num_labels", "problem_type"):
         config.pop(key, None)
     if head == "value":

@@ -10,7 +10,7 @@ from torch import Tensor
 from vapo_megatron.errors import BadInput
 from vapo_megatron.weights.families.family import VALUE_HEAD_WEIGHT
 from vapo_megatron.weights.hf_files import HFTensors
-from vapo_megatron.weights.load import checked_names, new_head
+from vapo_megatron.weights.load import checked_names, left_out_layers, new_head
 from vapo_megatron.weights.mapping import Entry, entries
 from vapo_megatron.weights.saved_keys import place_of
 from vapo_megatron.weights.spec import Head, ModelSpec
@@ -34,9 +34,10 @@ class HFSource:
         saved = head == "value" and any(score.fullmatch(name) for name in self._tensors.names)
         self.value_head: Literal["new", "saved"] = "saved" if saved else "new"
         self._names = checked_names(self._tensors, spec, head, self.value_head)
+        self.left_out = left_out_layers(self._tensors, spec)
         self._dtypes: dict[str, torch.dtype] = {}
         for entry in entries(spec, head):
-            for found in {dtype or self._dtype(name) for name in entry.hf}:
+            for found in {entry.rule.cast(dtype, self._dtype(name)) for name in entry.hf}:
                 key = place_of(entry, spec).key
                 if self._dtypes.setdefault(key, found) != found:
                     raise BadInput(

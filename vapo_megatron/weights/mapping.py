@@ -77,8 +77,9 @@ def entries(spec: ModelSpec, head: Head) -> list[Entry]:
 
 
 def _layer_entries(spec: ModelSpec, layer: int) -> list[Entry]:
-    experts = [Entry(rule, layer, expert) for expert in range(spec.num_experts) for rule in spec.table.expert]
-    return [*(Entry(rule, layer) for rule in spec.table.layer), *experts]
+    count = spec.num_experts if spec.has_experts(layer) else 0
+    experts = [Entry(rule, layer, expert) for expert in range(count) for rule in spec.table.expert]
+    return [*(Entry(rule, layer) for rule in spec.layer_rules(layer)), *experts]
 
 
 def local_parameters(
@@ -106,8 +107,8 @@ def local_parameters(
                 raise RunFailed(f"Megatron parameter {name}: shape {list(parameter.shape)}, expected {list(expected)}")
             found.append((entry, parameter))
     there = {entry for entry, _ in found}
-    for layer, expert in {(entry.layer, entry.expert) for entry in there} - {(None, None)}:
-        for rule in spec.table.layer if expert is None else spec.table.expert:
+    for layer, expert in {(entry.layer, entry.expert) for entry in there if entry.layer is not None}:
+        for rule in spec.layer_rules(layer) if expert is None else spec.table.expert:
             if Entry(rule, layer, expert) not in there:
                 where = f"layer {layer}" if expert is None else f"layer {layer}, expert {expert}"
                 raise RunFailed(f"{where}: Megatron parameter {rule.megatron} is not there, expected by the spec")

@@ -46,8 +46,7 @@ def read_rope(config: Mapping[str, Any], path: str) -> tuple[float, RopeScaling 
     """Base and scaling of a config.json: rope_theta and rope_scaling (transformers 4) or rope_parameters (5).
 
     Raises:
-        BadInput: the scaling, or a rotation of part of the head, is not one that Megatron can represent; or a number
-            is missing.
+        BadInput: the scaling is not one that Megatron can represent; or a number is missing.
     """
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(parameters, Mapping):
@@ -68,8 +67,6 @@ def read_rope(config: Mapping[str, Any], path: str) -> tuple[float, RopeScaling 
             raise BadInput(f"{path}: {key} of the rotary embedding is {value!r}, expected a number above 0")
         return value
 
-    if (partial := number("partial_rotary_factor", 1.0)) != 1.0:
-        raise BadInput(f"{path}: partial_rotary_factor is {partial}, expected 1.0: choose another checkpoint")
     theta = float(number("rope_theta", DEFAULT_THETA))
     if kind == "linear":
         return theta, RopeScaling("linear", number("factor"))
@@ -101,6 +98,27 @@ def read_rope(config: Mapping[str, Any], path: str) -> tuple[float, RopeScaling 
             truncate=bool(parameters.get("truncate", True)),
         )
     return theta, None
+
+
+def partial_rotary(config: Mapping[str, Any], allowed: bool, head_dim: int, path: str) -> float:
+    """Share of a head's channels that are turned, in either spelling.
+
+    Raises:
+        BadInput: no number above 0 and up to 1; below 1 where the family does not allow it, or no even number of
+            channels.
+    """
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    share = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise BadInput(f"{path}: partial_rotary_factor is {share!r}, expected a number above 0 and up to 1")
+    if share != 1 and not allowed:
+        raise BadInput(f"{path}: partial_rotary_factor is {share}, expected 1.0: choose another checkpoint")
+    if int(head_dim * share) % 2 or not int(head_dim * share):
+        raise BadInput(
+            f"{path}: partial_rotary_factor {share} of head_dim {head_dim} is {int(head_dim * share)} channels, "
+            "expected an even number"
+        )
+    return float(share)
 
 
 def _refuse_two_spellings(config: Mapping[str, Any], path: str) -> None:

@@ -83,6 +83,10 @@ class Rule(ABC):
         for target, source in self.placings(shard, wholes, spec, tp_rank, tp_size):
             target.copy_(source)
 
+    def cast(self, asked: torch.dtype | None, held: torch.dtype) -> torch.dtype:
+        """The dtype in which a parameter held in `held` is written where `asked` is asked for (None: no other)."""
+        return asked or held
+
     def count(self, spec: "ModelSpec") -> int:
         """Parameters of the Hugging Face tensors."""
         return sum(math.prod(shape) for shape in self.hf_shapes(spec))
@@ -109,6 +113,15 @@ class Replicated(Rule):
         self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
     ) -> list[Placing]:
         return [(wholes[0], shard)] if tp_rank == 0 else []
+
+
+@dataclass(frozen=True)
+class ExactVector(Replicated):
+    """Numbers that small differences of make other choices: never cast."""
+
+    @override
+    def cast(self, asked: torch.dtype | None, held: torch.dtype) -> torch.dtype:
+        return held
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 from torch import Tensor
 
 from vapo_megatron.config.suggest import nearest
 from vapo_megatron.errors import BadInput
 from vapo_megatron.weights.families import FAMILIES
-from vapo_megatron.weights.families.family import VALUE_HEAD_BIAS, VALUE_HEAD_WEIGHT, Family
-from vapo_megatron.weights.rope import RopeScaling, inverse_frequencies, read_rope
+from vapo_megatron.weights.families.family import (
+    KEY_NORM,
+    QKV_BIAS,
+    QUERY_NORM,
+    VALUE_HEAD_BIAS,
+    VALUE_HEAD_WEIGHT,
+    Family,
+)
+from vapo_megatron.weights.rope import RopeScaling, inverse_frequencies, partial_rotary, read_rope
 from vapo_megatron.weights.rules import Rule
 
 Head = Literal["lm", "value"]
@@ -21,12 +28,12 @@ Head = Literal["lm", "value"]
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder-only transformer, dense or with a mixture of experts in every layer.
+    """A decoder-only transformer, dense or with a mixture of experts in every layer but perhaps the first.
 
     Attributes:
         family: config.json's model_type, a key of FAMILIES.
         num_kv_heads: key-value heads (query groups).
-        ffn_size: width of the gated MLP of a dense model; unused where there are experts.
+        ffn_size: width of the gated MLP of a dense layer; unused where all have experts.
         vocab_size: words, padding rows aside.
         tied: whether the language-model head is the word embedding.
         max_position_embeddings: longest input, in tokens, for which full attention is what the model computes; where
@@ -39,6 +46,10 @@ class ModelSpec:
         experts_per_token: how many of them a token goes through.
         expert_ffn_size: width of an expert's gated MLP.
         norm_topk_prob: whether the weights of a token's experts are scaled to sum up to 1.
+        dense_layers: how many of the first layers have no experts, of a model that has some.
+        shared_ffn_size: width of the gated MLP beside the experts that every token goes through.
+        routed_scaling: what the weights of a token's experts are multiplied with after that.
+        partial_rotary: share of a head's channels, the first, that the rotary embedding turns.
     """
 
     family: str
@@ -63,6 +74,10 @@ class ModelSpec:
     experts_per_token: int = 0
     expert_ffn_size: int = 0
     norm_topk_prob: bool = False
+    dense_layers: int = 0
+    shared_ffn_size: int = 0
+    routed_scaling: float = 1.0
+    partial_rotary: float = 1.0
 
     @property
     def table(self) -> Family:
@@ -94,14 +109,37 @@ class ModelSpec:
         return self.padded_vocab_size(tp_size) // tp_size
 
     def rope_inv_freq(self) -> Tensor:
-        """Inverse frequencies of the rotary embedding, scaling included, float32 [head_dim / 2], on the CPU."""
-        return inverse_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
+        """Inverse frequencies of the rotary embedding, scaling included, float32, on the CPU: one for two channels that
+        it turns."""
+        return inverse_frequencies(int(self.head_dim * self.partial_rotary), self.rope_theta, self.rope_scaling)
 
     @property
     def softmax_scale(self) -> float:
         """Of attention scores: 1 / sqrt(head_dim), and YaRN's factor once for queries and once for keys."""
         stretch = 1.0 if self.rope_scaling is None else self.rope_scaling.attention_factor
         return stretch**2 * self.head_dim**-0.5
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer's MLP is a mixture of experts."""
+        return bool(self.num_experts) and layer >= self.dense_layers
+
+    @property
+    def mlp_sizes(self) -> tuple[int, ...]:
+        """Widths of the gated MLPs that tensor parallelism cuts: of dense layers, and of what experts share."""
+        dense = self.ffn_size if self.dense_layers or not self.num_experts else 0
+        return tuple(size for size in (dense, self.shared_ffn_size) if size)
+
+    def layer_rules(self, layer: int) -> tuple[Rule, ...]:
+        """Rules of a layer, its experts' aside."""
+        absent = (*(() if self.qkv_bias else (QKV_BIAS,)), *(() if self.qk_norm else (QUERY_NORM, KEY_NORM)))
+        rules = self.table.dense_layer if layer < self.dense_layers else self.table.layer
+        return tuple(rule for rule in rules if rule not in absent)
+
+    @property
+    def layer_kinds(self) -> tuple[tuple[int, tuple[Rule, ...]], ...]:
+        """How many layers there are of each kind, dense ones before experts first, and their rules."""
+        kinds = (self.dense_layers, 0), (self.num_layers - self.dense_layers, self.num_layers - 1)
+        return tuple((count, self.layer_rules(layer)) for count, layer in kinds)
 
     def head_rules(self, head: Head) -> tuple[Rule, ...]:
         """Rules of the output layer's own parameters: none where a language model's is tied."""
@@ -121,7 +159,8 @@ class ModelSpec:
         table = self.table
         once = sum(rule.count(self) for rule in (table.embedding, table.final_norm, *self.head_rules(head)))
         expert = sum(rule.count(self) for rule in table.expert)
-        return self.num_layers * (sum(rule.count(self) for rule in table.layer) + experts * expert) + once
+        layers = sum(count * sum(rule.count(self) for rule in rules) for count, rules in self.layer_kinds)
+        return layers + (self.num_layers - self.dense_layers) * experts * expert + once
 
 
 class _HFConfig(BaseModel):
@@ -146,6 +185,12 @@ class _HFConfig(BaseModel):
     sliding_window: PositiveInt | None = None
     num_experts: PositiveInt | None = None
     num_local_experts: PositiveInt | None = None
+    n_routed_experts: PositiveInt | None = None
+    n_shared_experts: NonNegativeInt = 0
+    first_k_dense_replace: NonNegativeInt = 0
+    routed_scaling_factor: PositiveFloat = 1.0
+    n_group: PositiveInt = 1
+    use_qk_norm: bool = False
     num_experts_per_tok: PositiveInt = 1
     moe_intermediate_size: PositiveInt | None = None
     norm_topk_prob: bool = False
@@ -216,8 +261,8 @@ def read_spec(hf_dir: Path, *, vocab_divisible_by: int = 1, value_outputs: int =
         ffn_size=read.intermediate_size,
         vocab_size=read.vocab_size,
         tied=read.tie_word_embeddings,
-        qkv_bias=family.qkv_bias,
-        qk_norm=family.qk_norm,
+        qkv_bias=read.attention_bias if family.qkv_bias is None else family.qkv_bias,
+        qk_norm=read.use_qk_norm if family.qk_norm is None else family.qk_norm,
         rms_norm_eps=read.rms_norm_eps,
         rope_theta=theta,
         rope_scaling=scaling,
@@ -225,7 +270,8 @@ def read_spec(hf_dir: Path, *, vocab_divisible_by: int = 1, value_outputs: int =
         dtype=_dtype(read, path),
         vocab_divisible_by=vocab_divisible_by,
         value_outputs=value_outputs,
-        **(_experts(read, path) if family.expert else {}),
+        partial_rotary=partial_rotary({**family.defaults, **config}, family.partial_rotary, head_dim, str(path)),
+        **(_experts(read, family, path) if family.expert else {}),
     )
 
 
@@ -240,7 +286,7 @@ def _family(model_type: Any, path: Path) -> Family:
 def _check_representable(read: _HFConfig, family: Family, path: Path) -> None:
     for key, found, expected in (
         ("hidden_act", read.hidden_act, "silu"),
-        ("attention_bias", read.attention_bias and not family.qkv_bias, False),
+        ("attention_bias", read.attention_bias and family.qkv_bias is False, False),
         ("mlp_bias", read.mlp_bias, False),
     ):
         if found != expected:
@@ -254,11 +300,13 @@ def _check_representable(read: _HFConfig, family: Family, path: Path) -> None:
         )
 
 
-def _experts(read: _HFConfig, path: Path) -> dict[str, Any]:
+def _experts(read: _HFConfig, family: Family, path: Path) -> dict[str, Any]:
     """The spec's fields of a mixture of experts. transformers 5 calls their number num_local_experts."""
-    count, chosen = read.num_experts or read.num_local_experts, read.num_experts_per_tok
+    sigmoid = family.sigmoid_router
+    count = read.n_routed_experts if sigmoid else read.num_experts or read.num_local_experts
+    chosen = read.num_experts_per_tok
     if count is None or read.moe_intermediate_size is None:
-        key = "num_experts" if count is None else "moe_intermediate_size"
+        key = ("n_routed_experts" if sigmoid else "num_experts") if count is None else "moe_intermediate_size"
         raise BadInput(f"{path}: {key} is missing, expected a positive number for a model with experts")
     for key, found, expected in (
         ("decoder_sparse_step", read.decoder_sparse_step, 1),
@@ -269,6 +317,24 @@ def _experts(read: _HFConfig, path: Path) -> dict[str, Any]:
                 f"{path}: {key} is {found}, expected {expected}: every layer must have experts; choose another "
                 "checkpoint"
             )
+    for key, found, wanted, fits in (
+        (
+            "n_group",
+            read.n_group,
+            "1: Megatron and transformers choose groups of experts differently",
+            read.n_group == 1,
+        ),
+        ("norm_topk_prob", read.norm_topk_prob, "true: Megatron always normalises them", read.norm_topk_prob),
+        ("n_shared_experts", read.n_shared_experts, "at least 1", read.n_shared_experts > 0),
+        (
+            "first_k_dense_replace",
+            read.first_k_dense_replace,
+            f"less than the {read.num_hidden_layers} layers",
+            read.first_k_dense_replace < read.num_hidden_layers,
+        ),
+    ):
+        if sigmoid and not fits:
+            raise BadInput(f"{path}: {key} is {found}, expected {wanted}; choose another checkpoint")
     if chosen > count:
         raise BadInput(f"{path}: num_experts_per_tok is {chosen}, expected at most the {count} experts")
     if chosen == 1 and read.norm_topk_prob:
@@ -281,6 +347,9 @@ def _experts(read: _HFConfig, path: Path) -> dict[str, Any]:
         "experts_per_token": chosen,
         "expert_ffn_size": read.moe_intermediate_size,
         "norm_topk_prob": read.norm_topk_prob,
+        "dense_layers": read.first_k_dense_replace if family.dense_layer else 0,
+        "shared_ffn_size": read.n_shared_experts * read.moe_intermediate_size if sigmoid else 0,
+        "routed_scaling": read.routed_scaling_factor if sigmoid else 1.0,
     }
 
 

@@ -74,7 +74,7 @@ def compare_with_checkpoint(
     for entry in entries(spec, head):
         saved = reader.read(place_of(entry, spec))
         written = entry.rule.to_shard([tensors[name] for name in entry.hf], spec, 0, 1)
-        _same(entry.hf[0], written, saved.to(dtype or saved.dtype))
+        _same(entry.hf[0], written, saved.to(entry.rule.cast(dtype, saved.dtype)))
         advance(written.numel() * written.element_size())
 
 

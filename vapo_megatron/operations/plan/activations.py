@@ -80,11 +80,12 @@ class Activations:
         spec = self.spec
         # Gate and up, their product; without Transformer Engine the activated gate as well.
         columns = 3 if self.fused else 4
-        if not spec.num_experts:
+        if not spec.num_experts:  # dense layers of a model with experts are few, and counted as the others
             return columns * spec.ffn_size / self.layout.tp * self.width
         routed = spec.experts_per_token * EXPERT_IMBALANCE / self._cut
         # What is sent to experts, what they make of it, and what comes back of them; the router is float32.
         expert = routed * (columns * spec.expert_ffn_size + 3 * spec.hidden_size) * self.width
+        expert += columns * spec.shared_ffn_size / self.layout.tp * self.width
         return expert + 3 * 4 * spec.num_experts / self._cut
 
     def _kept_by_layer(self) -> float:
@@ -148,7 +149,7 @@ class Activations:
         attention = (2 * spec.query_size + 2 * spec.kv_size) / tp
         if spec.num_experts:
             routed = spec.experts_per_token * EXPERT_IMBALANCE / self._cut
-            mlp = routed * (3 * spec.expert_ffn_size + 2 * spec.hidden_size)
+            mlp = routed * (3 * spec.expert_ffn_size + 2 * spec.hidden_size) + 3 * spec.shared_ffn_size / tp
         else:
             mlp = 3 * spec.ffn_size / tp
         widest = max(mlp, attention) + 2 * spec.hidden_size

@@ -77,7 +77,9 @@ class PlannedEngine:
     def workspace(self) -> float:
         """Bytes of a GPU beside weights and cache: context and graphs, a piece of prefill, the logits of a batch."""
         spec, tp = self.spec, self.config.tp
-        ffn = spec.experts_per_token * spec.expert_ffn_size if spec.num_experts else spec.ffn_size
+        ffn = (
+            spec.experts_per_token * spec.expert_ffn_size + spec.shared_ffn_size if spec.num_experts else spec.ffn_size
+        )
         prefill = _PREFILL_TOKENS * (4 * spec.hidden_size + (3 * ffn + 2 * spec.query_size) / tp) * self.width
         logits = 2 * 4 * self.config.max_running_requests * spec.vocab_size
         return self.hardware.engine_overhead + prefill + logits

@@ -36,9 +36,19 @@ def matrix_parameters(spec: ModelSpec) -> int:
 
     Embedding and head are not among them.
     """
-    layer = sum(_matrix(rule, spec) for rule in spec.table.layer)
+    return _matrices(spec, "")
+
+
+def _matrices(spec: ModelSpec, part: str) -> int:
+    """Those of a part of the layers, by how its Megatron names begin; experts begin with "mlp."."""
+    layers = sum(
+        count * _matrix(rule, spec)
+        for count, rules in spec.layer_kinds
+        for rule in rules
+        if rule.megatron.startswith(part)
+    )
     expert = sum(_matrix(rule, spec) for rule in spec.table.expert)
-    return spec.num_layers * (layer + spec.experts_per_token * expert)
+    return layers + (spec.num_layers - spec.dense_layers) * spec.experts_per_token * expert
 
 
 def forward_flops(spec: ModelSpec, head: Head, tokens: float, squares: float, head_tokens: float) -> Flops:
@@ -86,6 +96,4 @@ def _computed_again(spec: ModelSpec, layout: LayoutConfig, recompute: RecomputeC
 
 def mlp_share(spec: ModelSpec) -> float:
     """The MLP's, or the experts', share of a layer's matrix weights."""
-    mlp = sum(_matrix(rule, spec) for rule in spec.table.layer if rule.megatron.startswith("mlp."))
-    mlp += spec.experts_per_token * sum(_matrix(rule, spec) for rule in spec.table.expert)
-    return mlp * spec.num_layers / matrix_parameters(spec)
+    return _matrices(spec, "mlp.") / matrix_parameters(spec)

@@ -30,7 +30,10 @@ class Shard:
 
 def shard(spec: ModelSpec, head: Head, layout: LayoutConfig, stage: int) -> Shard:
     """What a rank of pipeline stage `stage` holds under a layout that divides the model."""
-    table, layers = spec.table, spec.num_layers // layout.pp
+    table = spec.table
+    chunks = layout.pp * (layout.vpp or 1)
+    layers = [layer for layer in range(spec.num_layers) if layer * chunks // spec.num_layers % layout.pp == stage]
+    first_kind = sum(layer < spec.dense_layers for layer in layers)
     first, last = stage == 0, stage == layout.pp - 1
     outside: list[Rule] = []
     if first:
@@ -39,9 +42,10 @@ def shard(spec: ModelSpec, head: Head, layout: LayoutConfig, stage: int) -> Shar
         outside += [table.final_norm, *spec.head_rules(head)]
     if last and not first and head == "lm" and spec.tied:
         outside.append(table.embedding)  # Megatron keeps a copy where the head is not on the embedding's rank
-    dense = layers * _held(table.layer, spec, layout.tp) + _held(outside, spec, layout.tp)
-    experts = layers * (spec.num_experts // layout.ep) * _held(table.expert, spec, layout.tp)
-    return Shard(dense, experts)
+    counts = first_kind, len(layers) - first_kind
+    dense = sum(n * _held(rules, spec, layout.tp) for n, (_, rules) in zip(counts, spec.layer_kinds, strict=True))
+    experts = counts[1] * (spec.num_experts // layout.ep) * _held(table.expert, spec, layout.tp)
+    return Shard(dense + _held(outside, spec, layout.tp), experts)
 
 
 def _held(rules: Iterable[Rule], spec: ModelSpec, tp_size: int) -> int:

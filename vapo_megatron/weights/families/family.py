@@ -57,11 +57,17 @@ class Family:
     Attributes:
         model_type: as config.json names it.
         classes: what transformers' class names of the family begin with.
-        layer: rules of a transformer layer, their `megatron` names relative to it.
+        layer: rules of a transformer layer, their `megatron` names relative to it; ModelSpec.layer_rules says which of
+            them a model has.
+        dense_layer: those of the first layers of a model with experts, where these have none.
         expert: rules of each expert of a layer, where the MLP is a mixture of experts; their `megatron` names do not
             say which expert.
-        qkv_bias: whether query, key and value projections have biases.
-        qk_norm: whether queries and keys are normalised by head.
+        qkv_bias: whether query, key and value projections have biases; None: config.json says, by attention_bias.
+        qk_norm: whether queries and keys are normalised by head; None: config.json says, by use_qk_norm.
+        sigmoid_router: whether experts are chosen by the sigmoid of their score and a bias of each, not by softmax.
+        partial_rotary: whether the rotary embedding may turn a part of a head's channels.
+        predicts_ahead: whether layers for the prediction of further tokens (MTP) may follow in the files, which are
+            left out.
         defaults: what transformers assumes where config.json lacks a key.
         embedding: the input word embeddings.
         final_norm: the norm after the last layer.
@@ -72,9 +78,13 @@ class Family:
     model_type: str
     classes: str
     layer: tuple[Rule, ...]
-    qkv_bias: bool = False
-    qk_norm: bool = False
+    qkv_bias: bool | None = False
+    qk_norm: bool | None = False
     expert: tuple[Rule, ...] = ()
+    dense_layer: tuple[Rule, ...] = ()
+    sigmoid_router: bool = False
+    partial_rotary: bool = False
+    predicts_ahead: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     embedding: Rule = EMBEDDING
     final_norm: Rule = FINAL_NORM

@@ -1,0 +1,3 @@
+from sglang.srt.models.glm4_moe import EntryClass
+
+__all__ = ["EntryClass"]
