@@ -134,6 +134,23 @@ def test_mathematics_is_left_to_a_comparison() -> None:
     assert prepare("12", r"\boxed{12}") == Grade(True, "equal", "12", 1.0)
 
 
+def test_a_number_and_what_varies_are_told_apart_by_two_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sympy looks for half a minute for what a large binomial and a sine share."""
+    from vapo_megatron.rewards import symbolic
+
+    assert grade("1", r"\boxed{\sin^2 x+\cos^2 x}")  # both have letters or not, and yet are equal: sympy decides
+    assert not grade(r"\sin^2 x+\cos^2 x", r"\boxed{\frac{999999}{1000000}}")
+
+    def only_texts(one: object, other: object, **_: object) -> bool:
+        if not isinstance(one, str) and not isinstance(other, str):
+            pytest.fail("left to sympy")
+        return one == other
+
+    monkeypatch.setattr(symbolic, "verify", only_texts)
+    assert not grade(r"\binom{4020}{1005}", r"\boxed{2\sin x\cos x}")
+    assert not grade(r"2\log x", r"\boxed{\binom{40}{5}}")
+
+
 def _shared_rows(name: str) -> list[dict]:
     path = SHARED_DATA / name
     if not path.is_file():
