@@ -200,15 +200,17 @@ def _start(
     os._exit(code)
 
 
-def kill_at(place: str, call: int, victim: int = 0) -> None:
-    """Have a rank kill itself with SIGKILL in its call-th call of a place."""
+def kill_at(place: str, call: int, victim: int = 0, once: Path | None = None) -> None:
+    """Have a rank kill itself with SIGKILL in its call-th call of a place; once: only where this file is not there."""
     module, name = PLACES[place]
     original, calls = getattr(module, name), 0
 
     def trap(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += dist.get_rank() == victim
-        if calls == call and dist.get_rank() == victim:
+        if calls == call and dist.get_rank() == victim and not (once is not None and once.exists()):
+            if once is not None:
+                once.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*args, **kwargs)
 

@@ -26,6 +26,7 @@ from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.rollout.server import EngineAddress, EngineServer
 from vapo_megatron.training.models import Models
+from vapo_megatron.training.resume import Start
 from vapo_megatron.weights.export import stream_hf
 
 PRESETS = Path(algorithm.__file__).parent / "presets"
@@ -137,7 +138,7 @@ def watched_run(config: TrainConfig, run_dir: Path, address: EngineAddress, othe
 
     loop.score, loop.update_critic, loop.update_policy = score_first, update_critic, update_policy
     loop.export = loop.export_final = loop.show_end = lambda *args: None
-    vapo_megatron.training.rank.train_rank(config, run_dir)
+    vapo_megatron.training.rank.train_rank(config, run_dir, Start())
 
 
 def run_preset(

@@ -17,6 +17,8 @@ from vapo_megatron.config.atomic import sync
 from vapo_megatron.config.checkpoint import RetentionConfig
 
 CHECKPOINT_FOLDER = "checkpoints"
+# What value pretraining has recorded, of which checkpoints name files.
+RECORD_FOLDER = "recorded_rollouts"
 CHECKPOINT_HELP = "restore it from a copy, or delete this folder to go on from the checkpoint before it"
 _NAME = re.compile(r"step_(\d{6,})(?:_pretraining_(\d{6,}))?")
 

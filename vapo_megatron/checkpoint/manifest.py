@@ -18,6 +18,10 @@ MODEL_PART_FILE = "model_part.json"
 FORMAT = 1
 
 
+class Damaged(BadInput):
+    """A checkpoint is not what was saved."""
+
+
 class FileFacts(Section):
     """A file of a checkpoint."""
 
@@ -179,6 +183,6 @@ def _shown(path: Path, checkpoint: Path) -> str:
     return path.relative_to(checkpoint).as_posix() if path.is_relative_to(checkpoint) else str(path)
 
 
-def damaged(checkpoint: Path, what: str) -> BadInput:
+def damaged(checkpoint: Path, what: str) -> "Damaged":
     """The error for a checkpoint that must not be loaded."""
-    return BadInput(f"{checkpoint}: {what}: the checkpoint is damaged; {CHECKPOINT_HELP}")
+    return Damaged(f"{checkpoint}: {what}: the checkpoint is damaged; {CHECKPOINT_HELP}")

@@ -1,6 +1,5 @@
 """The ranks of a run: this process's place among them, and how the ranks of one machine are started and ended."""
 
-import ctypes
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -19,21 +18,18 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from vapo_megatron import logs
+from vapo_megatron.cluster.children import begin_child, end_children
 from vapo_megatron.cluster.failures import DeviceFault, LostPeer, explain
 from vapo_megatron.cluster.memory_kills import MemoryKills
 from vapo_megatron.errors import BadInput, RunFailed, TryAgain, VapoError
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.signals import STOP_SIGNALS, listen, stop_requested, stop_signals_blocked
 
-_PR_SET_PDEATHSIG = 1
-_GRACE_SECONDS = 15
 # Ranks of one job start together; one that is not there by then does not come.
 _MEETING_TIMEOUT = timedelta(minutes=15)
 # How long the end of a rank may take that others have noticed already.
 _PATIENCE_SECONDS = 60
 _LOOK_SECONDS = 2.0
-# How the starter ends its ranks; the stop signals ask for a save first.
-_END_NOW = signal.SIGUSR2
 # Exit code of a rank whose device is broken: slurm/lib.sh leaves its node out, and tries again as after 75.
 DEVICE_FAULT = 76
 # Exit code by which a started rank says that it failed for want of another one.
@@ -159,18 +155,10 @@ def end_from_thread(error: VapoError) -> NoReturn:
     _leave(error.exit_code)
 
 
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _started_rank(
     place: RankPlace, body: Callable[[], None], collective_timeout_s: float, failures: Any, level: logs.LogLevel
 ) -> None:
-    _die_with_parent()
-    logs.configure(level)  # a spawned process does not have it yet
-    # Ctrl-C reaches the whole terminal group; the starter turns it into one orderly end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(_END_NOW, lambda *_: sys.exit(143))
+    begin_child(level)
     listen()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     _tell.append(lambda error: failures.put((place.rank, error)))
@@ -231,7 +219,7 @@ def start_ranks(count: int, body: Callable[[], None], collective_timeout_s: floa
         try:
             _wait(ranks, failures)
         finally:
-            _end(ranks)
+            end_children(ranks)
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
@@ -277,17 +265,6 @@ def _killed(rank: Any, memory: MemoryKills) -> RankKilled:
         "happens again, ask for more memory, or lower actor.max_tokens_per_microbatch, reward.workers or "
         "rollout.max_total_tokens"
     )
-
-
-def _end(ranks: list[Any]) -> None:
-    for rank in ranks:
-        if rank.is_alive():
-            os.kill(rank.pid, _END_NOW)
-    for rank in ranks:
-        rank.join(_GRACE_SECONDS)
-        if rank.is_alive():
-            rank.kill()
-            rank.join()
 
 
 def machine_default_ranks(model_sizes: list[int]) -> int:

@@ -24,6 +24,12 @@ class CheckpointConfig(Section):
         30.0, gt=0, description="time between saves, within value pretraining too; none: no saves by time"
     )
     at_end: bool = Field(True, description="save after the last step, so that a larger run.steps can go on from there")
+    in_memory_every: int | None = Field(
+        1,
+        ge=1,
+        description="least steps between copies in host memory (/dev/shm), from which ranks that were killed are "
+        "started again; further apart where they would take above 5 % of the time; none: from the last checkpoint",
+    )
     asynchronous: bool = Field(True, description="write while training goes on, from a copy in host memory")
     keep: RetentionConfig = RetentionConfig()
     job_timeout_s: float | None = Field(

@@ -5,6 +5,7 @@ import select
 import shutil
 import signal
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 _POLL_SECONDS = 1.0
@@ -30,11 +31,20 @@ def remove_shared_memory(group: int) -> None:
         path.unlink(missing_ok=True)
 
 
+def _kill_others() -> None:
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            pid = int(path.name)
+            if pid != os.getpid() and os.getpgid(pid) == os.getpgrp():
+                os.kill(pid, signal.SIGKILL)
+
+
 def _watch(lifeline: int, owner_pid: int, scratch: str) -> None:
     while os.getppid() == owner_pid:
         readable, _, _ = select.select([lifeline], [], [], _POLL_SECONDS)
         if readable and not os.read(lifeline, 4096):
             break
+    _kill_others()  # first: they would go on writing into what is removed
     shutil.rmtree(scratch, ignore_errors=True)
     remove_shared_memory(os.getpgrp())
     os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -48,6 +48,12 @@ class PlannedSave:
     metadata: Any
     common: dict[str, Any]
 
+    @property
+    def bytes(self) -> int:
+        """Of this rank's tensors, until they are written."""
+        buckets = self.writer.write_buckets or ()
+        return sum(tensor.nbytes for _, _, (_, tensors) in buckets for _, tensor in tensors)
+
     def write(self) -> tuple[list[Any], dict[str, FileFacts]]:
         """Write this rank's tensors; no communication. What rank 0 needs to close the checkpoint, and what is now in
         which file of the folder.

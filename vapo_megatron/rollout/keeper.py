@@ -23,6 +23,8 @@ _logger = logging.getLogger(__name__)
 
 State = Literal["starting", "serving", "waiting", "given up"]
 
+_POLL_SECONDS = 0.1
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -48,7 +50,8 @@ class EngineKeeper:
 
     def __init__(self, server: EngineServer, config: RolloutConfig) -> None:
         self._server, self._config, self._health = server, config, config.health
-        self._lock, self._stop = threading.RLock(), threading.Event()
+        self._lock, self._first, self._stop = threading.RLock(), threading.Lock(), threading.Event()
+        self._begun = False
         self._thread = threading.Thread(target=self._keep, name="engine-keeper", daemon=True)
         self._state: State = "starting"
         self._may_start = True
@@ -62,19 +65,26 @@ class EngineKeeper:
         return self._server.address
 
     def start(self) -> None:
-        """Begin to start the server for the first time; wait_until_ready() follows."""
-        self._server.start()
+        """Begin to start the server for the first time; wait_until_ready() follows. Nothing where it has begun."""
+        with self._lock:
+            if not self._begun:
+                self._server.start()
+                self._begun = True
 
     def wait_until_ready(self) -> None:
-        """Return when the server answers for the first time; from then on it is kept.
+        """Return when the server answers, or is given up; from the first time on it is kept.
 
         Raises:
             RunFailed: see EngineServer.wait_until_ready. A server that never started is not started again.
         """
-        self._server.wait_until_ready()
-        self._state = "serving"
-        self._served = self._answered = time.monotonic()
-        self._thread.start()
+        with self._first:
+            if not self._thread.is_alive():
+                self._server.wait_until_ready()
+                self._state = "serving"
+                self._served = self._answered = time.monotonic()
+                self._thread.start()
+        while self._state in ("starting", "waiting") and not self._stop.wait(_POLL_SECONDS):
+            pass
 
     def look(self) -> Kept:
         """How the server is."""

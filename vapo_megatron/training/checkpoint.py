@@ -1,72 +1,34 @@
-"""When the state of a run is saved, what goes into it, and when the run stops for it."""
+"""When the state of a run is saved, and when the run stops for it."""
 
 import logging
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from vapo_megatron.checkpoint.checkpoints import (
-    CHECKPOINT_FOLDER,
-    CheckpointName,
-    best_checkpoint,
-    list_checkpoints,
-    open_checkpoint,
-)
-from vapo_megatron.checkpoint.manifest import FileFacts, Manifest, read_manifest, write_json
-from vapo_megatron.checkpoint.progress import GROUPS_FILE, PROGRESS_FILE, Progress
+from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_FOLDER, CheckpointName, best_checkpoint, list_checkpoints
+from vapo_megatron.checkpoint.manifest import read_manifest
 from vapo_megatron.checkpoint.time_limit import TimeLimit, earliest_deadline, process_start
-from vapo_megatron.config.atomic import atomic_write, sync
-from vapo_megatron.config.base import Section
-from vapo_megatron.config.checkpoint import CheckpointConfig
-from vapo_megatron.config.load import dump_config
+from vapo_megatron.config.checkpoint import CheckpointConfig, RetentionConfig
 from vapo_megatron.config.suggest import nearest
 from vapo_megatron.errors import BadInput, RunFailed, TryAgain, VapoError
-from vapo_megatron.mcore.dist_saver import plan_save
-from vapo_megatron.mcore.mesh import world_timeout
-from vapo_megatron.mcore.rng import rng_state
 from vapo_megatron.monitoring.names import EVALUATION
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.signals import job_end_time, stop_requested
-from vapo_megatron.training.background_save import BackgroundSave, CheckpointJob, Problem
+from vapo_megatron.training.background_save import Outcome, Problem
 from vapo_megatron.training.broadcast import on_rank_zero
 from vapo_megatron.training.recorded_rollouts import remove_unneeded
-from vapo_megatron.training.resume import RUN_FILES, Resumed, SavedModel, layouts
-from vapo_megatron.weights.torch_dist import write_model_card
+from vapo_megatron.training.resume import Resumed
+from vapo_megatron.training.state_saver import SavedRun, Snapshot, StateSaver
 
 _logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What a checkpoint holds besides models, generators and files.
-
-    Attributes:
-        progress: how far the run is.
-        metrics: of the step that was done last, by name; rank 0's count.
-        record: the files of what value pretraining has recorded, where that is not over.
-        groups: of graded groups that wait for the trainer (rollout/saved_groups.py); empty where there are none.
-    """
-
-    progress: Progress
-    metrics: Mapping[str, float]
-    record: Mapping[str, FileFacts] = field(default_factory=dict)
-    groups: bytes = b""
-
-    @property
-    def name(self) -> CheckpointName:
-        """Of the checkpoint."""
-        pretraining = self.progress.pretraining
-        return (
-            CheckpointName(self.progress.step, pretraining.count) if self.record else CheckpointName(self.progress.step)
-        )
+# Of the run's time, at most, that it waits for copies in host memory: where steps are short, not each has one.
+_COPYING_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -77,6 +39,7 @@ class _Decision:
     save: bool
     failed: bool
     alarmed: bool
+    too_soon: bool
 
 
 class Checkpointer:
@@ -85,38 +48,34 @@ class Checkpointer:
     def __init__(
         self,
         config: CheckpointConfig,
-        settings: Section,
-        kind: Literal["train", "sft"],
-        run_dir: Path,
-        models: Mapping[str, SavedModel],
+        run: SavedRun,
         recorder: Recorder,
         resumed: Resumed | None,
+        memory: Path | None = None,
     ) -> None:
         """Collective.
 
         Args:
             config: the checkpoint section.
-            settings: the whole config, which is saved along.
-            kind: the command.
-            run_dir: of the run.
-            models: by the name of their folder.
+            run: what is saved.
             recorder: times saves and tells of them.
             resumed: the checkpoint that this attempt of the run goes on from; None for a new run.
+            memory: where copies in host memory are kept; None for none.
         """
-        self._config, self._settings, self._kind, self._run_dir = config, settings, kind, run_dir
-        self._models, self._recorder = models, recorder
-        self._run_id = resumed.manifest.run_id if resumed is not None else secrets.token_hex(8)
-        self._began_at = self._last = resumed.name if resumed is not None else None
+        self._config, self._run_dir, self._recorder = config, run.run_dir, recorder
+        self._began_at = resumed.name if resumed is not None else None
+        is_on_disk = resumed is not None and resumed.checkpoint.is_relative_to(run.run_dir)
+        self._last = self._began_at if is_on_disk else None
         deadline = earliest_deadline(process_start(), config.job_timeout_s, job_end_time())
         self._limit = TimeLimit(deadline, config.margin_s)
         if resumed is not None:
             self._limit.saved(resumed.manifest.seconds)
         self._limit.left_point()
         self._saved_at = time.monotonic()
-        self._running: BackgroundSave | None = None
-        self._unopened: Problem | None = None
-        # Threads of saves meet in here, undisturbed by what training sends.
-        self._group = dist.new_group(timeout=world_timeout(), backend="gloo")
+        self._disk = StateSaver(run, run.run_dir, config.keep)
+        self._memory, self._copied_at, self._copy_seconds = None, 0.0, 0.0
+        if memory is not None and config.in_memory_every is not None:
+            self._memory = StateSaver(run, memory, RetentionConfig(last=1), in_memory=True)
 
     def safe_point(
         self,
@@ -143,10 +102,12 @@ class Checkpointer:
         self._limit.reached_point()
         decision = self._agree(snapshot, due)
         if decision.alarmed:
-            self._finish()  # of the state before the trouble; that of now is not saved
+            self.wait()  # for the state before the trouble; that of now is not saved
             on_rank_zero(self._stop_for_alarm)
         wanted = (decision.save or decision.stop) and snapshot.name != self._last
         failed = (wanted or decision.failed) and self._finish() is not None
+        if self._copies(snapshot, decision) and not (decision.stop or last):
+            self._copy(snapshot, making_room)
         if wanted or failed:
             self._begin(snapshot, making_room)
         if failed or decision.stop or last or not self._config.asynchronous:
@@ -156,7 +117,9 @@ class Checkpointer:
                 problem = self._finish()
             if problem is not None:
                 raise self._refused(snapshot.name, problem)
-        if dist.get_rank() == 0 and not snapshot.record and not (self._running is not None and self._running.is_busy):
+        if decision.stop or last:
+            self.wait()
+        if dist.get_rank() == 0 and not snapshot.record and not self._disk.is_busy:
             remove_unneeded(self._run_dir)
         if decision.stop and not last:
             raise TryAgain(
@@ -167,8 +130,10 @@ class Checkpointer:
         self._limit.left_point()
 
     def wait(self) -> None:
-        """Collective: end the save that is under way, if there is one."""
+        """Collective: end what is being saved, if anything is."""
         self._finish()
+        if self._memory is not None:
+            self._memory.finish()
 
     def _agree(self, snapshot: Snapshot, due: bool) -> _Decision:
         """Collective: what any rank was told, and what rank 0's clock and metrics say."""
@@ -179,16 +144,33 @@ class Checkpointer:
             minutes = (time.monotonic() - self._saved_at) / 60
             by_time = self._config.every_minutes is not None and minutes >= self._config.every_minutes
             better = self._is_best(snapshot)
-        running = self._running
         said = [
             stop_requested() is not None or short,
             due or by_time or better,
-            self._unopened is not None or (running is not None and running.has_failed),
+            self._disk.has_failed,
             self._recorder.stopping is not None,
+            self._is_too_soon(),
         ]
         flags = torch.tensor(said, dtype=torch.int32)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return _Decision(*flags.bool().tolist())
+
+    def _copies(self, snapshot: Snapshot, decision: _Decision) -> bool:
+        """Whether a copy in host memory is to be made now."""
+        every = self._config.in_memory_every
+        return (
+            self._memory is not None
+            and every is not None
+            and snapshot.progress.step % every == 0
+            and not decision.too_soon
+        )
+
+    def _is_too_soon(self) -> bool:
+        """Whether the last copy in host memory is still being written on this rank, or copying takes up the run."""
+        if self._memory is None:
+            return False
+        rests = time.monotonic() - self._copied_at < self._copy_seconds / _COPYING_SHARE
+        return self._memory.is_busy or (dist.get_rank() == 0 and rests)
 
     def _stop_for_alarm(self) -> None:
         raise RunFailed(
@@ -220,81 +202,37 @@ class Checkpointer:
         )
 
     def _begin(self, snapshot: Snapshot, making_room: Callable[[], AbstractContextManager[None]]) -> None:
-        name, rank = snapshot.name, dist.get_rank()
         self._saved_at = time.monotonic()
-        opened = on_rank_zero(partial(self._open, name))
-        if isinstance(opened, Problem):
-            self._unopened = opened
+        with self._recorder.timer("save_checkpoint"):
+            self._disk.begin(snapshot, making_room)
+        self._last = snapshot.name
+
+    def _copy(self, snapshot: Snapshot, making_room: Callable[[], AbstractContextManager[None]]) -> None:
+        """Collective: have a copy in host memory as well."""
+        assert self._memory is not None
+        problem = self._memory.finish()
+        if isinstance(problem, Problem):
+            self._recorder.console.alarm(
+                f"no more copies in host memory ({problem.reason}): a lost rank costs what follows the last checkpoint"
+            )
+            self._memory = None
             return
-        folder: Path = opened
-        with making_room(), self._recorder.timer("save_checkpoint"):
-            plans = {}
-            for key, saved in self._models.items():
-                onloaded = saved.model.onloaded
-                plans[key] = plan_save(saved.model, folder / key)
-                saved.model.onload_only(*onloaded)
-            writers: list[Callable[[Path], None]] = [partial(_write_generators, rank, rng_state())]
-            if rank == 0:
-                writers += self._rank_zero_writers(snapshot)
-        manifest = Manifest(
-            checkpoint_id=secrets.token_hex(8),
-            run_id=self._run_id,
-            step=snapshot.progress.step,
-            kind=self._kind,
-            models=tuple(self._models),
-            world_size=dist.get_world_size(),
-            layouts=layouts(self._models),
-            metrics={key: value for key, value in snapshot.metrics.items() if key.startswith(EVALUATION)},
-            files={},
-            record=dict(snapshot.record),
-        )
-        job = CheckpointJob(self._run_dir, name, folder, plans, writers, manifest, self._config.keep)
-        self._running = BackgroundSave(job, self._group)
-        self._last = name
-
-    def _open(self, name: CheckpointName) -> Path | Problem:
-        try:
-            folder = open_checkpoint(self._run_dir, name)
-            for part in ("ranks", *self._models):
-                (folder / part).mkdir()
-            return folder
-        except OSError as error:
-            return Problem.of(error)
-
-    def _rank_zero_writers(self, snapshot: Snapshot) -> list[Callable[[Path], None]]:
-        copies = {name: path.read_bytes() for name in RUN_FILES if (path := self._run_dir / name).is_file()}
-
-        def write_small(folder: Path) -> None:
-            dump_config(self._settings, folder / "config.yaml")
-            write_json(folder / PROGRESS_FILE, snapshot.progress.model_dump(mode="json"))
-            if snapshot.groups:
-                with atomic_write(folder / GROUPS_FILE, "wb") as file:
-                    file.write(snapshot.groups)
-            for name, content in copies.items():
-                (folder / name).write_bytes(content)
-                sync(folder / name)
-
-        def write_cards(folder: Path) -> None:
-            for key, saved in self._models.items():
-                model = saved.model
-                dtype = str(model.dtype).removeprefix("torch.")
-                write_model_card(folder / key, model.spec, model.head, saved.source_dir, dtype)
-
-        return [write_small, write_cards]
+        start = time.monotonic()
+        with self._recorder.timer("copy_state"):
+            self._memory.begin(snapshot, making_room)
+        self._copied_at = time.monotonic()
+        self._copy_seconds = self._copied_at - start
 
     def _finish(self) -> Problem | None:
         """Collective: wait for the save that is under way, if there is one; why it failed, if it did."""
-        running, self._running = self._running, None
-        problem, self._unopened = self._unopened, None
-        if running is not None:
-            outcome = running.wait()
-            problem = outcome.problem
-            if problem is None:
-                self._limit.saved(outcome.seconds)
-        if problem is not None:
-            self._last = None
-            self._recorder.console.alarm(f"saving failed ({problem.reason})")
-        return problem
+        outcome = self._disk.finish()
+        if isinstance(outcome, Outcome):
+            self._limit.saved(outcome.seconds)
+        if not isinstance(outcome, Problem):
+            return None
+        self._last = None
+        self._recorder.console.alarm(f"saving failed ({outcome.reason})")
+        return outcome
 
     def _refused(self, name: CheckpointName, problem: Problem) -> VapoError:
         checkpoint = self._run_dir / CHECKPOINT_FOLDER / str(name)
@@ -305,9 +243,3 @@ class Checkpointer:
             "checkpoints saved before are untouched",
             shared=True,
         )
-
-
-def _write_generators(rank: int, state: dict[str, Any], folder: Path) -> None:
-    path = folder / "ranks" / f"{rank:05d}.pt"
-    torch.save(state, path)
-    sync(path)

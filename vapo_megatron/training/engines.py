@@ -50,16 +50,20 @@ class Engines:
         log_dir: Path,
         stop_token_ids: Sequence[int],
         fp8: BlockFp8 | None = None,
+        home: Path | None = None,
     ) -> None:
         """Collective: decide who owns what; start() follows.
 
-        fp8 is how weights are quantised for the engines, where rollout.quantization asks for it.
+        fp8 is how weights are quantised for the engines, where rollout.quantization asks for it; home: of engines that
+        outlive their ranks (rollout.engine_home).
 
         Raises:
             BadInput: rollout.sync.transport is not possible on this machine.
         """
         self._config, self._dtype, self._fp8, self._stop_token_ids = config, dtype, fp8, stop_token_ids
-        self._placement = place_engines(EngineSettings(config, model_dir, dtype, log_dir, fp8), current_platform())
+        self._placement = place_engines(
+            EngineSettings(config, model_dir, dtype, log_dir, fp8), current_platform(), home
+        )
         self._sync: ActorSync | None = None
         self._dispatcher: Dispatcher | None = None
         self._offloaded: set[MemoryTag] = set()
@@ -76,6 +80,11 @@ class Engines:
     def share_device(self) -> bool:
         """Whether engines live in the trainer's memory, and so have to take turns with it."""
         return self._placement.shares_memory
+
+    @property
+    def taken_over(self) -> bool:
+        """Collective: whether an engine was there before this rank, with whatever weights."""
+        return any(_gather(self._placement.taken_over))
 
     @property
     def dispatcher(self) -> Dispatcher:

@@ -1,6 +1,5 @@
 """From a validated config to running ranks."""
 
-import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -8,26 +7,20 @@ from typing import Any
 
 from vapo_megatron.checkpoint.checkpoints import latest_checkpoint
 from vapo_megatron.checkpoint.lease import Lease
-from vapo_megatron.cluster.ranks import (
-    RankKilled,
-    environment_place,
-    machine_default_ranks,
-    run_as_external_rank,
-    start_ranks,
-)
+from vapo_megatron.cluster.ranks import environment_place, machine_default_ranks, run_as_external_rank
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.errors import Interrupted
-from vapo_megatron.signals import listen, stop_requested
+from vapo_megatron.signals import listen
 from vapo_megatron.training.broadcast import on_rank_zero
-from vapo_megatron.training.start import Settings, Start, prepare_start
+from vapo_megatron.training.restarts import run_ranks
+from vapo_megatron.training.resume import Start
+from vapo_megatron.training.start import Settings, prepare_start
 
-_logger = logging.getLogger(__name__)
-
-Body = Callable[[Path, Path | None], None]
+Body = Callable[[Path, Start], None]
 
 
 def launch(settings: Settings, body: Body, check: Callable[[Any, int], None]) -> bool:
-    """Check everything, make the run directory or find the saved state in it, run body(run_dir, checkpoint) on all
+    """Check everything, make the run directory or find the saved state in it, run body(run_dir, start) on all
     ranks.
 
     Where torchrun or Slurm started this process it is one of their ranks; else the ranks of this machine are started.
@@ -55,29 +48,10 @@ def launch(settings: Settings, body: Body, check: Callable[[Any, int], None]) ->
         start = prepare(lease.take)
         if not start.finished:
             try:
-                _run_ranks(settings, count, partial(body, run_dir), start, lease)
+                run_ranks(settings, count, partial(body, run_dir), start, lease)
             except KeyboardInterrupt:
                 raise Interrupted(_how_to_go_on(run_dir)) from None
         return not start.finished
-
-
-def _run_ranks(settings: Settings, count: int, body: Callable[[Path | None], None], start: Start, lease: Lease) -> None:
-    """Start the ranks, and again from the last checkpoint where one was killed (cluster.restarts)."""
-    run = settings.run.model_copy(update={"resume": "auto", "overwrite": False})
-    again, left = settings.model_copy(update={"run": run}), settings.cluster.restarts
-    while not start.finished:
-        try:
-            return start_ranks(count, partial(body, start.checkpoint), settings.cluster.collective_timeout_s)
-        except RankKilled as error:
-            before, start = start, prepare_start(again, lambda: None, lease.take)
-            left = settings.cluster.restarts if start != before else left
-            if left == 0 or stop_requested():
-                raise
-            left -= 1
-            where = start.checkpoint or "the beginning"
-            _logger.warning(
-                "%s; they are started again in this process, from %s", str(error).partition(": start")[0], where
-            )
 
 
 def _prepared(prepare: Callable[[Callable[[], None]], Start], body: Body, run_dir: Path, started: list[bool]) -> None:
@@ -85,7 +59,7 @@ def _prepared(prepare: Callable[[Callable[[], None]], Start], body: Body, run_di
     with Lease(run_dir) as lease:
         start = on_rank_zero(partial(prepare, lease.take))
         if not start.finished:
-            body(run_dir, start.checkpoint)
+            body(run_dir, start)
         started.append(not start.finished)
 
 

@@ -23,6 +23,7 @@ from vapo_megatron.errors import BadInput
 from vapo_megatron.mcore.mesh import world_timeout
 from vapo_megatron.mcore.platform import Platform
 from vapo_megatron.rollout.client import EngineClient
+from vapo_megatron.rollout.engine_home import HomedEngine, HomedKeeper
 from vapo_megatron.rollout.engine_watch import EngineWatch
 from vapo_megatron.rollout.keeper import EngineKeeper, Kept
 from vapo_megatron.rollout.remote_engines import RemoteEngines, take_over_engines, what_must_agree
@@ -68,12 +69,17 @@ class Placement(ABC):
     needs_all: whether the run ends where one engine is given up; else where all are.
     """
 
-    keeper: EngineKeeper | None = None
+    keeper: EngineKeeper | HomedKeeper | None = None
     shares_memory = False
     needs_all = True
 
-    def __init__(self, settings: EngineSettings, platform: Platform) -> None:
-        self._settings, self._config, self._platform = settings, settings.config, platform
+    def __init__(self, settings: EngineSettings, platform: Platform, home: Path | None = None) -> None:
+        self._settings, self._config, self._platform, self._home = settings, settings.config, platform, home
+
+    @property
+    def taken_over(self) -> bool:
+        """Whether this rank's engine was there before it."""
+        return isinstance(self.keeper, HomedKeeper) and self.keeper.taken_over
 
     @abstractmethod
     def wait_for_addresses(self) -> list[EngineAddress]:
@@ -160,10 +166,18 @@ class _OwnEngines(Placement):
         assert self.keeper is not None
         self.keeper.survived()
 
-    def _keeper(self, index: int, devices: range | None, host: str) -> EngineKeeper:
-        made, log_file = self._settings, self._settings.log_dir / f"engine_{index}.log"
-        server = EngineServer(made.model_dir, self._config, made.dtype, log_file, devices, host=host, fp8=made.fp8)
-        return EngineKeeper(server, self._config)
+    def _keeper(self, index: int, devices: range | None, host: str) -> EngineKeeper | HomedKeeper:
+        engine = HomedEngine(make_server, (self._settings, index, devices, host), self._config)
+        if self._home is None:
+            return EngineKeeper(engine.make(*engine.arguments), self._config)
+        # How much of the trainer's GPU one holds that shares it is not known after a kill: those are started anew.
+        return HomedKeeper(self._home, index, engine, may_take_over=not self.shares_memory)
+
+
+def make_server(made: EngineSettings, index: int, devices: range | None, host: str) -> EngineServer:
+    """The server with this number; devices: of the GPUs it uses, None without."""
+    log_file = made.log_dir / f"engine_{index}.log"
+    return EngineServer(made.model_dir, made.config, made.dtype, log_file, devices, host=host, fp8=made.fp8)
 
 
 class CpuPlacement(_OwnEngines):
@@ -171,13 +185,13 @@ class CpuPlacement(_OwnEngines):
 
     default_transport = "shared_memory"
 
-    def __init__(self, settings: EngineSettings, platform: Platform) -> None:
+    def __init__(self, settings: EngineSettings, platform: Platform, home: Path | None = None) -> None:
         """Collective.
 
         Raises:
             BadInput: rollout.sync.transport needs GPUs.
         """
-        super().__init__(settings, platform)
+        super().__init__(settings, platform, home)
         _refuse_ipc(self._config)
         host, rank = _reachable_host(), dist.get_rank()
         if rank < self._config.num_engines:
@@ -190,13 +204,13 @@ class ColocatedPlacement(_OwnEngines):
     default_transport = "ipc"
     shares_memory = True
 
-    def __init__(self, settings: EngineSettings, platform: Platform) -> None:
+    def __init__(self, settings: EngineSettings, platform: Platform, home: Path | None = None) -> None:
         """Collective.
 
         Raises:
             BadInput: engines are to generate while the trainer updates.
         """
-        super().__init__(settings, platform)
+        super().__init__(settings, platform, home)
         if (staleness := self._config.asynchronous.max_staleness) > 0:
             raise BadInput(
                 f"rollout.asynchronous.max_staleness={staleness} with engines on the trainer's GPUs: they cannot "
@@ -283,15 +297,15 @@ class ExternalPlacement(Placement):
         return DistributedTransport(clients, config.tp, config.sync.request_timeout_s, device)
 
 
-def place_engines(settings: EngineSettings, platform: Platform) -> Placement:
-    """Collective: the placement that a config asks for on this kind of machine.
+def place_engines(settings: EngineSettings, platform: Platform, home: Path | None = None) -> Placement:
+    """Collective: the placement that a config asks for on this kind of machine. home: of engines that outlive ranks.
 
     Raises:
         BadInput: rollout.sync.transport is not possible there.
     """
     if settings.config.external_urls:
         return ExternalPlacement(settings, platform)
-    return (ColocatedPlacement if platform.engines_share_device else CpuPlacement)(settings, platform)
+    return (ColocatedPlacement if platform.engines_share_device else CpuPlacement)(settings, platform, home)
 
 
 def _refuse_ipc(config: RolloutConfig) -> None:

@@ -18,24 +18,24 @@ from vapo_megatron.training.checkpoint import Checkpointer
 from vapo_megatron.training.engines import Engines
 from vapo_megatron.training.loop import train
 from vapo_megatron.training.models import Models, load_models
-from vapo_megatron.training.resume import Resumed, open_resumed, restore_run_files
+from vapo_megatron.training.resume import Resumed, Start, open_resumed, restore_run_files
 from vapo_megatron.training.rollouts import Rollouts, make_rollouts
 from vapo_megatron.training.sick_updates import SickUpdates
 from vapo_megatron.training.state import RunState
+from vapo_megatron.training.state_saver import SavedRun
 from vapo_megatron.training.summary import show_header
 from vapo_megatron.training.sync import check_engines, sync_weights
 from vapo_megatron.weight_sync.quantization import engine_fp8
 from vapo_megatron.weights.spec import read_spec
 
 
-def train_rank(config: TrainConfig, run_dir: Path, checkpoint: Path | None = None) -> None:
-    """Collective: the whole training of one rank. Engines and verifiers end with it, however it ends.
-
-    checkpoint: the saved state that it goes on from; None for a new run.
+def train_rank(config: TrainConfig, run_dir: Path, start: Start) -> None:
+    """Collective: the whole training of one rank. What it owns (verifiers, engines without a home) ends with it,
+    however it ends.
     """
     is_main_rank, model_dir, platform = dist.get_rank() == 0, Path(config.model.path), current_platform()
     tokenizer, spec = TextTokenizer(model_dir, config.data.prompt), read_spec(model_dir)
-    resumed = open_resumed(checkpoint) if checkpoint is not None else None
+    resumed = open_resumed(start.checkpoint) if start.checkpoint is not None else None
     if resumed is not None and is_main_rank:
         restore_run_files(run_dir, resumed, config)
     with ExitStack() as stack:
@@ -60,6 +60,7 @@ def train_rank(config: TrainConfig, run_dir: Path, checkpoint: Path | None = Non
                 run_dir / "logs",
                 tokenizer.eos_token_ids,
                 fp8=engine_fp8(config.rollout, config.actor.precision, spec),
+                home=start.home,
             )
         )
         verifier = stack.enter_context(VerifierPool(config.reward)) if is_main_rank else None
@@ -74,7 +75,8 @@ def train_rank(config: TrainConfig, run_dir: Path, checkpoint: Path | None = Non
         start_engines(engines, recorder)
         show_header(config, models, engines.count, recorder)
         agree(config, models, rollouts, recorder, resumed)
-        checkpointer = Checkpointer(config.checkpoint, config, "train", run_dir, models.saved(), recorder, resumed)
+        saved = SavedRun.of(config, "train", run_dir, models.saved(), resumed)
+        checkpointer = Checkpointer(config.checkpoint, saved, recorder, resumed, start.memory)
         state = RunState(config.run, config.checkpoint, run_dir, checkpointer, updates, resumed)
         train(config, models, rollouts, state, recorder)
 
@@ -105,7 +107,7 @@ def agree(config: TrainConfig, models: Models, rollouts: Rollouts, recorder: Rec
         # What loading took and found belongs to no step.
         recorder.discard_pending()
         recorder.console.note(f"goes on from {resumed.checkpoint}")
-    elif config.rollout.load_format == "dummy" or config.rollout.external_urls:
+    elif config.rollout.load_format == "dummy" or config.rollout.external_urls or rollouts.engines.taken_over:
         sync_weights(models, rollouts, recorder)
     else:
         check_engines(models, rollouts, recorder)

@@ -17,13 +17,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from vapo_megatron.checkpoint.checkpoints import list_checkpoints
+from vapo_megatron.checkpoint.checkpoints import RECORD_FOLDER, list_checkpoints
+from vapo_megatron.checkpoint.host_memory import host_memory_of
 from vapo_megatron.checkpoint.manifest import FileFacts, read_manifest
 from vapo_megatron.config.atomic import atomic_write, sync
 from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.batch import ExperienceBatch, offsets
 
-RECORD_FOLDER = "recorded_rollouts"
 # On the disk: token and rollout log-prob.
 BYTES_PER_TOKEN = 8
 _OVER_TOKENS = ("tokens", "rollout_logprobs")
@@ -140,7 +140,7 @@ def write_rollout(batch: ExperienceBatch, path: Path) -> FileFacts:
 
 def remove_unneeded(run_dir: Path) -> None:
     """On rank 0, while no checkpoint is being written and nothing is being recorded: remove the files that no
-    checkpoint names.
+    checkpoint names, nor copy in host memory.
 
     Nothing goes where a checkpoint cannot be read: it may name any of them.
     """
@@ -150,7 +150,8 @@ def remove_unneeded(run_dir: Path) -> None:
     try:
         needed = {
             run_dir / name
-            for checkpoint in list_checkpoints(run_dir).values()
+            for place in (run_dir, host_memory_of(run_dir))
+            for checkpoint in list_checkpoints(place).values()
             for name in read_manifest(checkpoint).record
         }
     except BadInput:

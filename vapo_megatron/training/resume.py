@@ -34,6 +34,28 @@ _STEP_FILE = re.compile(r"step_(\d+)[_.].*")
 
 
 @dataclass(frozen=True)
+class Start:
+    """Where a run begins, and what outlives its ranks.
+
+    Attributes:
+        checkpoint: the saved state; None for a new run.
+        finished: there is nothing to do.
+        memory: where copies of the run's state are kept in host memory; None for none.
+        home: socket of the process that keeps the engines; None where ranks do.
+    """
+
+    checkpoint: Path | None = None
+    finished: bool = False
+    memory: Path | None = None
+    home: Path | None = None
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the saved state is a copy in host memory."""
+        return self.checkpoint is not None and self.memory is not None and self.checkpoint.is_relative_to(self.memory)
+
+
+@dataclass(frozen=True)
 class SavedModel:
     """A model of a run, and the Hugging Face directory that it started from."""
 

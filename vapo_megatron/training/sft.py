@@ -19,11 +19,12 @@ from vapo_megatron.mcore.mesh import make_mesh
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.broadcast import on_rank_zero
-from vapo_megatron.training.checkpoint import Checkpointer, Snapshot
+from vapo_megatron.training.checkpoint import Checkpointer
 from vapo_megatron.training.final_model import begin_final, end_final, final_dir
 from vapo_megatron.training.losses import NegativeLogLikelihood
-from vapo_megatron.training.resume import SavedModel, open_resumed, restore_run_files
+from vapo_megatron.training.resume import SavedModel, Start, open_resumed, restore_run_files
 from vapo_megatron.training.sick_updates import SickUpdates
+from vapo_megatron.training.state_saver import SavedRun, Snapshot
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.save import save_hf
 from vapo_megatron.weights.spec import read_spec
@@ -80,14 +81,11 @@ def check_same_data(config: SftConfig, now: str, saved: str | None) -> None:
         )
 
 
-def sft_rank(config: SftConfig, run_dir: Path, checkpoint: Path | None = None) -> None:
-    """Collective: the whole fine-tuning of one rank; ends with a Hugging Face directory.
-
-    checkpoint: the saved state that it goes on from; None for a new run.
-    """
+def sft_rank(config: SftConfig, run_dir: Path, start: Start) -> None:
+    """Collective: the whole fine-tuning of one rank; ends with a Hugging Face directory."""
     batch = load_demonstrations(config)
     data = fingerprint(batch)
-    resumed = open_resumed(checkpoint) if checkpoint is not None else None
+    resumed = open_resumed(start.checkpoint) if start.checkpoint is not None else None
     if resumed is not None:
         on_rank_zero(partial(check_same_data, config, data, resumed.progress.demonstrations))
         if dist.get_rank() == 0:
@@ -110,7 +108,8 @@ def sft_rank(config: SftConfig, run_dir: Path, checkpoint: Path | None = None) -
     order = batch_order(batch.samples, config.data.batch_size, steps, config.run.seed)
     start_step = 0 if resumed is None else first
     with Recorder(run_dir, config.monitoring, is_main_rank=dist.get_rank() == 0, start_step=start_step) as recorder:
-        checkpointer = Checkpointer(config.checkpoint, config, "sft", run_dir, saved, recorder, resumed)
+        whole = SavedRun.of(config, "sft", run_dir, saved, resumed)
+        checkpointer = Checkpointer(config.checkpoint, whole, recorder, resumed, start.memory)
         recorder.console.header(
             f"vapo-megatron sft: {config.run.name}",
             {

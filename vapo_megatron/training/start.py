@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from vapo_megatron.experience.prompts import PromptSource, train_prompts
 from vapo_megatron.experience.tokenizer import TextTokenizer
 from vapo_megatron.monitoring.metrics import read_metrics
 from vapo_megatron.training.final_model import HF_FOLDER, final_step
+from vapo_megatron.training.resume import Start
 from vapo_megatron.training.sft import load_demonstrations, planned_steps
 from vapo_megatron.weights.spec import read_spec
 from vapo_megatron.weights.torch_dist import read_model_card
@@ -25,14 +26,6 @@ from vapo_megatron.weights.torch_dist import read_model_card
 Settings = TrainConfig | SftConfig
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where a run begins. checkpoint: the saved state; None for a new run."""
-
-    checkpoint: Path | None = None
-    finished: bool = False
 
 
 def prepare_start(settings: Settings, check: Callable[[], None], take: Callable[[], None]) -> Start:

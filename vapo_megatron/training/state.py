@@ -10,12 +10,13 @@ from vapo_megatron.checkpoint.progress import PretrainingProgress, Progress
 from vapo_megatron.config.checkpoint import CheckpointConfig
 from vapo_megatron.config.run import RunConfig
 from vapo_megatron.training.broadcast import on_rank_zero
-from vapo_megatron.training.checkpoint import Checkpointer, Snapshot
+from vapo_megatron.training.checkpoint import Checkpointer
 from vapo_megatron.training.engines import EnginesFailed
 from vapo_megatron.training.recorded_rollouts import RecordedRollouts
 from vapo_megatron.training.resume import Resumed
 from vapo_megatron.training.rollouts import Rollouts
 from vapo_megatron.training.sick_updates import SickUpdates
+from vapo_megatron.training.state_saver import Snapshot
 
 
 class RunState:

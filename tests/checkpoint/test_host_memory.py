@@ -1,0 +1,49 @@
+"""The folder in host memory is a run's alone, and goes with the process that made it, however that ended."""
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from vapo_megatron.checkpoint import host_memory as module
+from vapo_megatron.checkpoint.host_memory import host_memory, host_memory_of
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    monkeypatch.setattr(module, "ROOT", folder)
+    return folder
+
+
+def killed_in(run_dir: Path) -> None:
+    with host_memory(run_dir) as folder:
+        assert folder is not None
+        (folder / "copy").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_killed_processes_left_goes_at_the_next_start(root: Path, tmp_path: Path) -> None:
+    for name in ("own", "other"):
+        process = multiprocessing.get_context("fork").Process(target=killed_in, args=(tmp_path / name,))
+        process.start()
+        process.join()
+        assert host_memory_of(tmp_path / name).is_dir()
+    with host_memory(tmp_path / "alive") as alive, host_memory(tmp_path / "own") as own:
+        assert alive is not None and own == host_memory_of(tmp_path / "own")
+        assert set(root.iterdir()) == {alive, own}, "of the killed ones nothing is left, the live one's stays"
+        assert not (own / "copy").exists() and own.stat().st_mode & 0o077 == 0
+        (tmp_path / "own" / "recorded_rollouts").mkdir(parents=True)
+        (tmp_path / "own" / "recorded_rollouts" / "file").touch()
+        assert (own / "recorded_rollouts" / "file").exists(), "what a copy names of the run directory is found from it"
+    assert not list(root.iterdir()) and (tmp_path / "own" / "recorded_rollouts" / "file").exists()
+
+
+def test_without_host_memory_there_are_no_copies(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root.rmdir()
+    with caplog.at_level("WARNING", logger="vapo_megatron"), host_memory(tmp_path / "run") as folder:
+        assert folder is None
+    assert "no copies of the run's state are kept there (No such file or directory)" in caplog.text

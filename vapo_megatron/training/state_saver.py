@@ -1,0 +1,209 @@
+"""Writing the state of a run as a checkpoint, to one place: the run directory, or host memory."""
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from vapo_megatron.checkpoint.checkpoints import CheckpointName, open_checkpoint
+from vapo_megatron.checkpoint.manifest import FileFacts, Manifest, write_json
+from vapo_megatron.checkpoint.progress import GROUPS_FILE, PROGRESS_FILE, Progress
+from vapo_megatron.config.atomic import atomic_write, sync
+from vapo_megatron.config.base import Section
+from vapo_megatron.config.checkpoint import RetentionConfig
+from vapo_megatron.config.load import dump_config
+from vapo_megatron.mcore.dist_saver import plan_save
+from vapo_megatron.mcore.mesh import world_timeout
+from vapo_megatron.mcore.rng import rng_state
+from vapo_megatron.monitoring.names import EVALUATION
+from vapo_megatron.training.background_save import BackgroundSave, CheckpointJob, Outcome, Problem
+from vapo_megatron.training.broadcast import on_rank_zero
+from vapo_megatron.training.resume import RUN_FILES, Resumed, SavedModel, layouts
+from vapo_megatron.weights.torch_dist import write_model_card
+
+# What other users of host memory are left with.
+_ROOM_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint holds besides models, generators and files.
+
+    Attributes:
+        progress: how far the run is.
+        metrics: of the step that was done last, by name; rank 0's count.
+        record: the files of what value pretraining has recorded, where that is not over.
+        groups: of graded groups that wait for the trainer (rollout/saved_groups.py); empty where there are none.
+    """
+
+    progress: Progress
+    metrics: Mapping[str, float]
+    record: Mapping[str, FileFacts] = field(default_factory=dict)
+    groups: bytes = b""
+
+    @property
+    def name(self) -> CheckpointName:
+        """Of the checkpoint."""
+        pretraining = self.progress.pretraining
+        return (
+            CheckpointName(self.progress.step, pretraining.count) if self.record else CheckpointName(self.progress.step)
+        )
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """What of a run stays the same from save to save.
+
+    Attributes:
+        settings: the whole config.
+        kind: the command.
+        run_dir: of the run.
+        models: by the name of their folder.
+        run_id: of the run, over all its lives.
+    """
+
+    settings: Section
+    kind: Literal["train", "sft"]
+    run_dir: Path
+    models: Mapping[str, SavedModel]
+    run_id: str
+
+    @classmethod
+    def of(
+        cls,
+        settings: Section,
+        kind: Literal["train", "sft"],
+        run_dir: Path,
+        models: Mapping[str, SavedModel],
+        resumed: Resumed | None,
+    ) -> "SavedRun":
+        """Of a run that goes on from a checkpoint, or is new."""
+        return cls(
+            settings, kind, run_dir, models, resumed.manifest.run_id if resumed is not None else secrets.token_hex(8)
+        )
+
+
+class StateSaver:
+    """Saves of a run in one place, one after the other. All methods are collective, its making included.
+
+    Args:
+        run: what is saved.
+        place: has the folder of checkpoints.
+        keep: which of them stay.
+        in_memory: whether the place is host memory, which is not to be filled up.
+    """
+
+    def __init__(self, run: SavedRun, place: Path, keep: RetentionConfig, in_memory: bool = False) -> None:
+        self._run, self._place, self._keep, self._in_memory = run, place, keep, in_memory
+        self._running: BackgroundSave | None = None
+        self._unopened: Problem | None = None
+        # Threads of saves meet in here, undisturbed by what training sends.
+        self._group = dist.new_group(timeout=world_timeout(), backend="gloo")
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way on this rank."""
+        return self._running is not None and self._running.is_busy
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it is known on this rank that the last save failed."""
+        return self._unopened is not None or (self._running is not None and self._running.has_failed)
+
+    def begin(self, snapshot: Snapshot, making_room: Callable[[], AbstractContextManager[None]]) -> None:
+        """Copy what is saved and begin to write it; finish() has ended the save before.
+
+        making_room: entered while tensors are gathered, which takes memory of the device.
+        """
+        run, name, rank = self._run, snapshot.name, dist.get_rank()
+        opened = on_rank_zero(partial(self._open, name))
+        if isinstance(opened, Problem):
+            self._unopened = opened
+            return
+        folder: Path = opened
+        with making_room():
+            plans = {}
+            for key, saved in run.models.items():
+                onloaded = saved.model.onloaded
+                plans[key] = plan_save(saved.model, folder / key)
+                saved.model.onload_only(*onloaded)
+            writers: list[Callable[[Path], None]] = [partial(_write_generators, rank, rng_state())]
+            if rank == 0:
+                writers += self._rank_zero_writers(snapshot)
+        if self._in_memory:
+            needed = sum(plan.bytes for plan in plans.values()) * dist.get_world_size()
+            writers.insert(0, partial(_check_room, needed))
+        manifest = Manifest(
+            checkpoint_id=secrets.token_hex(8),
+            run_id=run.run_id,
+            step=snapshot.progress.step,
+            kind=run.kind,
+            models=tuple(run.models),
+            world_size=dist.get_world_size(),
+            layouts=layouts(run.models),
+            metrics={key: value for key, value in snapshot.metrics.items() if key.startswith(EVALUATION)},
+            files={},
+            record=dict(snapshot.record),
+        )
+        job = CheckpointJob(self._place, name, folder, plans, writers, manifest, self._keep)
+        self._running = BackgroundSave(job, self._group)
+
+    def finish(self) -> Outcome | Problem | None:
+        """Wait for the save that is under way, if there is one: how it ended, or why it failed."""
+        running, self._running = self._running, None
+        problem, self._unopened = self._unopened, None
+        if running is None:
+            return problem
+        outcome = running.wait()
+        return outcome.problem or outcome
+
+    def _open(self, name: CheckpointName) -> Path | Problem:
+        try:
+            folder = open_checkpoint(self._place, name)
+            for part in ("ranks", *self._run.models):
+                (folder / part).mkdir()
+            return folder
+        except OSError as error:
+            return Problem.of(error)
+
+    def _rank_zero_writers(self, snapshot: Snapshot) -> list[Callable[[Path], None]]:
+        run = self._run
+        copies = {name: path.read_bytes() for name in RUN_FILES if (path := run.run_dir / name).is_file()}
+
+        def write_small(folder: Path) -> None:
+            dump_config(run.settings, folder / "config.yaml")
+            write_json(folder / PROGRESS_FILE, snapshot.progress.model_dump(mode="json"))
+            if snapshot.groups:
+                with atomic_write(folder / GROUPS_FILE, "wb") as file:
+                    file.write(snapshot.groups)
+            for name, content in copies.items():
+                (folder / name).write_bytes(content)
+                sync(folder / name)
+
+        def write_cards(folder: Path) -> None:
+            for key, saved in run.models.items():
+                model = saved.model
+                dtype = str(model.dtype).removeprefix("torch.")
+                write_model_card(folder / key, model.spec, model.head, saved.source_dir, dtype)
+
+        return [write_small, write_cards]
+
+
+def _check_room(needed: int, folder: Path) -> None:
+    if shutil.disk_usage(folder).free < needed + _ROOM_BYTES:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _write_generators(rank: int, state: dict[str, Any], folder: Path) -> None:
+    path = folder / "ranks" / f"{rank:05d}.pt"
+    torch.save(state, path)
+    sync(path)
