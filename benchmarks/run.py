@@ -40,6 +40,7 @@ PARTS = {
     "throughput": Part("How fast is forward and backward?", ("--lengths", "64", "256", "1024", "--repeats", "7")),
     "collection": Part("What do collecting and grading add to the engines' time?"),
     "rollout_host": Part("What do responses cost rank 0?"),
+    "twin": Part("How far off is `plan --simulate`?"),
     "host_costs": Part("What does a step cost the host at the sizes of large runs?"),
     "batch_copies": Part("What does a batch cost the ranks of a machine?"),
     "verifier": Part("How fast is the verifier?"),

@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "training": _DATA
     | {"algorithms", "cluster", "evaluation", "mcore", "monitoring", "rewards", "rollout", "weight_sync"},
     "operations": _DATA
-    | {"algorithms", "cluster", "evaluation", "mcore", "monitoring", "rewards", "rollout", "weight_sync"},
+    | {"algorithms", "cluster", "evaluation", "mcore", "monitoring", "rewards", "rollout", "training", "weight_sync"},
 }
 # Methods that a library calls on objects of ours.
 CALLED_BY_LIBRARIES = {"get_replay_topk"}

@@ -147,6 +147,9 @@ def plan(
     overrides: OverridesArgument = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of the run; default: the config's")] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="likewise, in nodes of hardware.gpus_per_node")] = None,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="run its scheduling with a virtual clock: which mode would suit it")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="JSON in place of tables")] = False,
 ) -> None:
     """Say what a run needs and takes before any GPU is held: memory and time by phase, layouts that fit."""
@@ -156,7 +159,7 @@ def plan(
     settings = load_config(PlanConfig, config, overrides or [], PRESETS)
     from vapo_megatron.operations.plan.command import plan_run
 
-    plan_run(settings, gpus, nodes, json)
+    plan_run(settings, gpus, nodes, json, simulate)
 
 
 @app.command()

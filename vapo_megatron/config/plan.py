@@ -7,6 +7,23 @@ from vapo_megatron.config.hardware import HardwareConfig
 from vapo_megatron.config.train import TrainConfig
 
 
+class SimulationConfig(Section):
+    """What `plan --simulate` takes for granted besides (docs/async.md)."""
+
+    steps: int = Field(6, ge=1, description="that are counted, after those in which the run settles")
+    engine_gpus: int | None = Field(
+        None, ge=1, description="GPUs of engines of their own; none: the split of GPUs that is best"
+    )
+    response_spread: float | None = Field(
+        None,
+        gt=0,
+        description="sigma of response lengths that are log-normal, cut at sampling.max_new_tokens; none: the tail of "
+        "a plan",
+    )
+    engine_hours_between_failures: float = Field(24.0, gt=0, description="of one engine, in the column with failures")
+    restart_seconds: float = Field(300.0, ge=0, description="until an engine that failed answers again")
+
+
 class PlannedRunConfig(Section):
     """What `plan` cannot know: the number of GPUs, the mean lengths of prompts and responses."""
 
@@ -30,6 +47,7 @@ class PlannedRunConfig(Section):
         description="JSON of `python -m benchmarks.gpu --json FILE` on such a GPU: what it reached stands in for "
         "hardware.efficiency.linear, .attention and .fp8_gain",
     )
+    simulation: SimulationConfig = SimulationConfig()
 
 
 class PlanConfig(TrainConfig):

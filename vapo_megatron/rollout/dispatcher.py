@@ -7,7 +7,6 @@ import itertools
 import logging
 import queue
 import struct
-import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
@@ -56,17 +55,17 @@ class _Engine:
     busy_since: float = 0.0
     busy_seconds: float = 0.0
 
-    def give(self, group: GroupRequest) -> None:
+    def give(self, group: GroupRequest, now: float) -> None:
         if self.requests == 0:
-            self.busy_since = time.perf_counter()
+            self.busy_since = now
         self.requests += group.samples
         self.tokens += group.max_tokens
 
-    def take_back(self, group: GroupRequest) -> None:
+    def take_back(self, group: GroupRequest, now: float) -> None:
         self.requests -= group.samples
         self.tokens -= group.max_tokens
         if self.requests == 0:
-            self.busy_seconds += time.perf_counter() - self.busy_since
+            self.busy_seconds += now - self.busy_since
 
 
 @dataclass(order=True)
@@ -93,6 +92,7 @@ class Dispatcher:
         stop_token_ids: tokens that end a response; they belong to it.
         are_replaced: whether somebody starts a server again that ends: one that answers what cannot be is ended then,
             and groups wait for it where it is the last; else what the last one failed of is raised.
+        loop, client: what time is, and who asks a server; others in a simulation (operations/twin).
     """
 
     def __init__(
@@ -101,15 +101,17 @@ class Dispatcher:
         config: RolloutConfig,
         stop_token_ids: Sequence[int],
         are_replaced: bool = False,
+        loop: LoopThread | None = None,
+        client: Callable[[EngineAddress, float], EngineClient] = EngineClient,
     ) -> None:
         self._config = config
         self._stop_token_ids, self._are_replaced = list(stop_token_ids), are_replaced
-        self._engines = [_Engine(EngineClient(address, config.collect_timeout_s)) for address in engines]
+        self._engines = [_Engine(client(address, config.collect_timeout_s)) for address in engines]
         self._waiting: list[_Waiting] = []
         self._running: dict[int, tuple[EngineClient, list[str]]] = {}
         self._numbers = itertools.count()
         self.when_stranded: Callable[[], None] | None = None
-        self.loop = LoopThread()
+        self.loop = loop or LoopThread()
 
     def collect(
         self,
@@ -145,22 +147,23 @@ class Dispatcher:
 
     def wait(self, work: "Future[T]") -> T:
         """What a future on `loop` comes to; it is cancelled where this thread is interrupted."""
-        finished: queue.SimpleQueue[None] = queue.SimpleQueue()
-        work.add_done_callback(lambda _: finished.put(None))
         try:
-            self._next(finished)
+            while not self.loop.wait(work, _LOOK_SECONDS):
+                self._call_for_help()
             return work.result()
         except BaseException:
             work.cancel()
             raise
 
     def _next(self, finished: "queue.SimpleQueue[T]") -> T:
-        """The next thing in a queue. Meanwhile somebody else is called for help where no server is left."""
         while True:
             with suppress(queue.Empty):
                 return finished.get(timeout=_LOOK_SECONDS)
-            if self.when_stranded is not None and all(engine.lost for engine in self._engines):
-                self.when_stranded()
+            self._call_for_help()
+
+    def _call_for_help(self) -> None:
+        if self.when_stranded is not None and all(engine.lost for engine in self._engines):
+            self.when_stranded()
 
     async def generate(self, group: GroupRequest) -> list[Sample]:
         """The responses to one prompt, from the server with the fewest tokens outstanding. Cancelling aborts them.
@@ -185,7 +188,7 @@ class Dispatcher:
             except (TryAgain, EngineWrong) as error:
                 self._give_up(engine, error)
             finally:
-                engine.take_back(group)
+                engine.take_back(group, self.loop.time())
                 self._give_out()
         for sample, completion in zip(left, completions, strict=True):
             samples[sample.index] = _continued(sample, completion)
@@ -214,7 +217,7 @@ class Dispatcher:
 
     def busy_seconds(self) -> float:
         """Seconds in which a server had something to do, summed over servers, so far."""
-        now = time.perf_counter()
+        now = self.loop.time()
         return sum(e.busy_seconds + (now - e.busy_since if e.requests else 0.0) for e in self._engines)
 
     def overdue(self, finished: int, wanted: int) -> TryAgain:
@@ -311,7 +314,7 @@ class Dispatcher:
         except asyncio.CancelledError:
             given = waiting.engine.result() if waiting.engine.done() and not waiting.engine.cancelled() else None
             if given is not None:
-                given.take_back(group)
+                given.take_back(group, self.loop.time())
                 self._give_out()
             raise
 
@@ -324,7 +327,7 @@ class Dispatcher:
                 if not able:
                     return
                 engine = min(able, key=lambda e: e.tokens)
-                engine.give(first.group)
+                engine.give(first.group, self.loop.time())
                 first.engine.set_result(engine)
             heapq.heappop(self._waiting)
 

@@ -228,6 +228,6 @@ class Ledger:
                 part.stale.append(record)
             else:
                 (part.useful if record.useful else part.spare).append(record)
-            enough = len(part.useful) == self.rule.groups
-            part.full = enough or part.length - len(part.stale) == self.rule.most_draws
+            drawn = self.rule.most_draws is not None and part.length - len(part.stale) == self.rule.most_draws
+            part.full = drawn or len(part.useful) == self.rule.groups
         return parts

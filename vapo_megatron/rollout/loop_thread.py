@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -17,9 +17,17 @@ class LoopThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
         self._thread.start()
 
+    def time(self) -> float:
+        """Seconds, of a clock of its own."""
+        return self._loop.time()
+
     def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
         """Begin to run something. The future may be cancelled, and the coroutine is then."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def wait(self, future: "Future[T]", seconds: float) -> bool:
+        """Whether a future that start() gave is done, at the latest after so many seconds."""
+        return bool(wait([future], seconds).done)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """What a coroutine returns or raises; it is cancelled where this thread is interrupted."""

@@ -13,7 +13,7 @@ from vapo_megatron.rollout.ledger import Ledger
 from vapo_megatron.rollout.request import GroupRequest
 
 # Groups that are decoded and graded at once; their responses share the verifier's processes.
-_GRADED_AT_ONCE = 16
+GRADED_AT_ONCE = 16
 
 Group = list[Sample]
 
@@ -46,7 +46,7 @@ class GroupStream:
     def __init__(self, dispatcher: Dispatcher, prompts: PromptSource, ledger: Ledger, work: Work) -> None:
         """ledger: of a new stream; restore() may follow."""
         self._dispatcher, self._prompts, self.ledger, self._work = dispatcher, prompts, ledger, work
-        self._graders = ThreadPoolExecutor(_GRADED_AT_ONCE, thread_name_prefix="grade")
+        self._graders = ThreadPoolExecutor(GRADED_AT_ONCE, thread_name_prefix="grade")
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._graded: dict[int, Group] = {}
         self._begun: dict[int, Group] = {}  # not finished, and stopped

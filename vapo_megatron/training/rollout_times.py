@@ -1,6 +1,5 @@
 """What engines that work ahead bring and cost: ages of tokens, and who waits for whom."""
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -35,9 +34,9 @@ class Waits:
     def row(self, asked_at: float, tokens: int, engines: Engines, ledger: Ledger) -> dict[str, float]:
         """When a step's groups have just been taken: idle shares since the last time, and what is on its way.
 
-        asked_at: when the trainer began to wait for them, time.perf_counter(). tokens: of their responses.
+        asked_at: when the trainer began to wait for them, by the dispatcher's clock. tokens: of their responses.
         """
-        now, busy = time.perf_counter(), engines.dispatcher.busy_seconds()
+        now, busy = engines.dispatcher.loop.time(), engines.dispatcher.busy_seconds()
         row = {"throughput/queued_groups": float(ledger.graded), "throughput/groups_in_flight": float(ledger.in_flight)}
         if self._taken_at is not None:
             seconds = now - self._taken_at

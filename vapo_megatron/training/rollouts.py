@@ -1,6 +1,5 @@
 """The rollout side of a run: prompts go to the engines, responses come back and are graded."""
 
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -112,13 +111,14 @@ class Rollouts:
     def take(self, recorder: Recorder) -> list[Sample]:
         """On rank 0: the graded responses of the next step, in the order of group and index."""
         assert self.stream is not None and self.prompts is not None and self.verifier is not None, "begin() comes first"
-        ledger, start = self.stream.ledger, time.perf_counter()
+        ledger, clock = self.stream.ledger, self.engines.dispatcher.loop
+        start = clock.time()
         with recorder.phase("rollout", total=self.stream.responses) as advance:
             groups = self.stream.take(advance)
         self.prompts.cursor = ledger.first
         samples = [sample for group in groups for sample in group]
         tokens = sum(len(sample.response_ids) for sample in samples)
-        recorder.add({names.ROLLOUT_SPEED: tokens / (time.perf_counter() - start)})
+        recorder.add({names.ROLLOUT_SPEED: tokens / (clock.time() - start)})
         recorder.add({names.FAILED_GRADES: failed_share(samples, self.verifier)})
         counts, self._counted = ledger.counts - self._counted, ledger.counts.copy()
         if ledger.rule.most_draws is not None:

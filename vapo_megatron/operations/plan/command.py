@@ -10,15 +10,17 @@ from vapo_megatron.experience.rows import read_problems
 from vapo_megatron.operations.plan.plan import Plan, default_world, make_plan
 from vapo_megatron.operations.plan.search import Proposal, largest_budget, propose
 from vapo_megatron.operations.plan.tables import as_json, show
+from vapo_megatron.operations.twin import modes as twin
 
 # A proposal is worth telling where it saves at least this share of the run's time.
 _WORTH_TELLING = 0.1
 
 
-def plan_run(config: PlanConfig, gpus: int | None, nodes: int | None, as_text: bool) -> None:
+def plan_run(config: PlanConfig, gpus: int | None, nodes: int | None, as_text: bool, simulated: bool = False) -> None:
     """Print what a run needs and takes on `gpus` GPUs, or on `nodes` nodes; neither: what the config says.
 
-    as_text: JSON on standard output in place of tables.
+    as_text: JSON on standard output in place of tables. simulated: and what each mode of collecting is like, where the
+    plan fits.
 
     Raises:
         BadInput: the layouts cannot be made, or something has no room; then the line ends with what to change.
@@ -31,10 +33,17 @@ def plan_run(config: PlanConfig, gpus: int | None, nodes: int | None, as_text: b
         name: largest_budget(plan, name) for name in ("actor", "critic") if name in plan.models
     }
     proposal = worth_telling(plan, propose(plan))
+    found: list[twin.Mode] = twin.modes(plan) if simulated and plan.fits else []
+    console = Console(width=None if Console().is_terminal else 160)
     if as_text:
-        print(json.dumps(as_json(plan, budgets, proposal), indent=2))
+        told = as_json(plan, budgets, proposal)
+        if found:
+            told["simulation"] = {"modes": [mode.as_json() for mode in found], "assumptions": twin.assumptions(plan)}
+        print(json.dumps(told, indent=2))
     else:
-        show(plan, budgets, proposal, Console(width=None if Console().is_terminal else 160))
+        show(plan, budgets, proposal, console)
+        if found:
+            twin.show(plan, found, console)
     if not plan.fits:
         raise BadInput(_refusal(plan, proposal))
 

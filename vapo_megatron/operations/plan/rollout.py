@@ -11,7 +11,7 @@ from vapo_megatron.operations.plan.lengths import Lengths
 # Points at which the batch of a decoding engine is looked at while its last responses run out.
 _TAIL_POINTS = 128
 # Of the variance of response lengths, what prompts account for: responses of one group are long together.
-_BETWEEN_PROMPTS = 0.5
+BETWEEN_PROMPTS = 0.5
 
 
 def rollout_seconds(
@@ -29,7 +29,7 @@ def imbalance(engines: int, prompts: float, samples: float, lengths: Lengths) ->
     """
     response = lengths.mean_square - lengths.prompt**2 - 2 * lengths.prompt * lengths.mean
     relative = max(0.0, response / lengths.mean**2 - 1)
-    variance = relative * engines * (_BETWEEN_PROMPTS / prompts + (1 - _BETWEEN_PROMPTS) / samples)
+    variance = relative * engines * (BETWEEN_PROMPTS / prompts + (1 - BETWEEN_PROMPTS) / samples)
     return 1 + math.sqrt(2 * math.log(engines) * variance)
 
 
@@ -54,19 +54,27 @@ def _engine_seconds(
     at_once = min(samples, engine.at_once(lengths.prompt + lengths.mean / 2))
     if at_once < min(1.0, samples):
         return math.inf
-    spec, tp = engine.spec, engine.config.tp
-    rate = _rate(engine, hardware)
-    prefill = prompts * forward_flops(spec, "lm", lengths.prompt, lengths.prompt**2, 1).total / (rate * tp)
+    prefill = prompts * prefill_seconds(engine, lengths.prompt, hardware)
     waiting = (samples - at_once) * lengths.mean
-    full = waiting / at_once * _decode_seconds(engine, at_once, lengths.prompt + lengths.mean / 2, hardware)
+    full = waiting / at_once * decode_seconds(engine, at_once, lengths.prompt + lengths.mean / 2, hardware)
     width = lengths.longest / _TAIL_POINTS
     tail = 0.0
     for point in range(_TAIL_POINTS):
         produced = (point + 0.5) * width
         running = max(1.0, at_once * lengths.still_running(produced))
-        tail += width * _decode_seconds(engine, running, lengths.prompt + produced, hardware)
-    slowed = hardware.efficiency.deterministic if engine.deterministic else 1.0
-    return (prefill + full + tail) / slowed
+        tail += width * decode_seconds(engine, running, lengths.prompt + produced, hardware)
+    return (prefill + full + tail) / reached_speed(engine, hardware)
+
+
+def reached_speed(engine: PlannedEngine, hardware: Hardware) -> float:
+    """Of an engine, in units of that of one without batch-invariant kernels."""
+    return hardware.efficiency.deterministic if engine.deterministic else 1.0
+
+
+def prefill_seconds(engine: PlannedEngine, tokens: float, hardware: Hardware) -> float:
+    """Seconds in which an engine reads one sequence."""
+    flops = forward_flops(engine.spec, "lm", tokens, tokens**2, 1).total
+    return flops / (_rate(engine, hardware) * engine.config.tp)
 
 
 def _rate(engine: PlannedEngine, hardware: Hardware) -> float:
@@ -75,7 +83,7 @@ def _rate(engine: PlannedEngine, hardware: Hardware) -> float:
     return hardware.bf16 * efficiency.linear * (efficiency.fp8_gain if engine.quantised else 1.0)
 
 
-def _decode_seconds(engine: PlannedEngine, batch: float, context: float, hardware: Hardware) -> float:
+def decode_seconds(engine: PlannedEngine, batch: float, context: float, hardware: Hardware) -> float:
     """Seconds of one decoding step: weights and cache are read, and each token goes through the weights."""
     spec, tp, efficiency = engine.spec, engine.config.tp, hardware.efficiency
     layers, head = float(matrix_parameters(spec)), float(spec.vocab_size * spec.hidden_size)

@@ -1,0 +1,142 @@
+"""What a plan knows of a run, as a scenario: shared GPUs, or engines with GPUs of their own."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+
+from vapo_megatron.config.rollout import AsynchronousConfig, RolloutConfig
+from vapo_megatron.errors import BadInput
+from vapo_megatron.operations.hardware import Hardware
+from vapo_megatron.operations.plan.engines import PlannedEngine
+from vapo_megatron.operations.plan.lengths import Lengths
+from vapo_megatron.operations.plan.plan import Plan, make_plan
+from vapo_megatron.operations.plan.rollout import decode_seconds, prefill_seconds, reached_speed
+from vapo_megatron.operations.twin.engines import Failures
+from vapo_megatron.operations.twin.response_lengths import ResponseLengths
+from vapo_megatron.operations.twin.run import Scenario
+
+# Phases of a plan in which engines work, or that are no part of a step of a trainer which shares its GPUs with none.
+_OF_ENGINES = ("rollout", "verify", "weight_sync")
+
+
+class PlannedSpeed:
+    """An engine as fast as a plan takes it to be."""
+
+    def __init__(self, engine: PlannedEngine, lengths: Lengths, hardware: Hardware) -> None:
+        """Raises BadInput where its cache does not hold one response."""
+        self.at_once = int(engine.at_once(lengths.prompt + lengths.mean / 2))
+        if self.at_once < 1:
+            raise BadInput(
+                f"an engine of {engine.config.tp} GPUs has a KV cache of {max(0, engine.cache_tokens)} tokens, too few "
+                "for one response: take a larger rollout.tp, or rollout.mem_fraction_static"
+            )
+        reached = reached_speed(engine, hardware)
+        self._decode = cache(lambda running, context: decode_seconds(engine, running, context, hardware) / reached)
+        self._prefill = cache(lambda tokens: prefill_seconds(engine, tokens, hardware) / reached)
+
+    def decode_seconds(self, running: float, context: float) -> float:
+        """As EngineSpeed's; linear between whole multiples of 64 tokens."""
+        low = context // 64 * 64
+        below, above = self._decode(running, low), self._decode(running, low + 64)
+        return below + (above - below) * (context - low) / 64
+
+    def prefill_seconds(self, tokens: float) -> float:
+        """As EngineSpeed's."""
+        return self._prefill(tokens)
+
+
+def on_shared_gpus(plan: Plan, partial: bool, length_of: Callable[[int, int], int]) -> Scenario:
+    """Trainer and engines take turns, as the plan says; partial: what is not finished goes on in the next step."""
+    rollout = _mode(plan.config.rollout, 0, partial)
+    return _scenario(plan, plan, plan.memory.engine, plan.world, rollout, length_of, plan.time.phases["weight_sync"])
+
+
+def on_own_gpus(
+    plan: Plan, engine_gpus: int, staleness: int, length_of: Callable[[int, int], int], fits: bool = True
+) -> Scenario | None:
+    """Engines have so many of the GPUs, the trainer the rest; None where that cannot be laid out, or does not fit.
+
+    Weights go over the network, once. fits: refuse what has no room.
+    """
+    trainers, tp = plan.world - engine_gpus, plan.config.rollout.tp
+    if engine_gpus % tp or trainers < 1:
+        return None
+    try:
+        trainer = make_plan(plan.config, trainers)
+    except BadInput:
+        return None
+    if fits and not trainer.fits:
+        return None
+    actor = plan.models["actor"]
+    sync = trainer.time.phases["weight_sync"] + actor.spec.parameter_count() * actor.width / plan.hardware.network
+    engine = replace(plan.memory.engine, taken=0.0)
+    return _scenario(plan, trainer, engine, engine_gpus, _mode(plan.config.rollout, staleness, False), length_of, sync)
+
+
+def splits(plan: Plan) -> Iterator[int]:
+    """GPUs that engines may have for themselves."""
+    tp, node = plan.config.rollout.tp, plan.hardware.gpus_per_node
+    return (gpus for gpus in range(tp, plan.world, tp) if plan.world <= node or (plan.world - gpus) % node == 0)
+
+
+def looks_like(scenario: Scenario, plan: Plan) -> float:
+    """Seconds of a step as sums say them, to choose what to simulate: the longer of training, and of decoding with
+    engines that are always full."""
+    speed, lengths = scenario.speed, plan.lengths
+    samples = plan.config.samples
+    decoding = speed.decode_seconds(speed.at_once, lengths.prompt + lengths.mean / 2) / speed.at_once
+    engines = samples * lengths.mean * decoding / scenario.engines
+    return max(engines, scenario.trainer_seconds(round(samples * lengths.sample))) + scenario.sync_seconds
+
+
+def failures_of(plan: Plan) -> Failures:
+    """As the config says."""
+    given = plan.config.plan.simulation
+    return Failures(given.engine_hours_between_failures * 3600, given.restart_seconds, plan.config.run.seed)
+
+
+def lengths_of(plan: Plan) -> ResponseLengths:
+    """As the config says."""
+    return ResponseLengths(plan.lengths, plan.config.plan.simulation.response_spread)
+
+
+def _mode(config: RolloutConfig, staleness: int, partial: bool) -> RolloutConfig:
+    ahead = config.asynchronous.weight_sync if staleness else "auto"
+    modes = {
+        "asynchronous": AsynchronousConfig(max_staleness=staleness, weight_sync=ahead),
+        "partial_responses": config.partial_responses.model_copy(update={"enabled": partial}),
+    }
+    return config.model_copy(update=modes)
+
+
+def _scenario(
+    plan: Plan,
+    trainer: Plan,
+    engine: PlannedEngine,
+    gpus: int,
+    rollout: RolloutConfig,
+    length_of: Callable[[int, int], int],
+    sync_seconds: float,
+) -> Scenario:
+    config, lengths = plan.config, plan.lengths
+    mean_tokens = config.samples * lengths.sample
+    seconds = sum(value for phase, value in trainer.time.phases.items() if phase not in _OF_ENGINES)
+    dtype = "float32" if engine.width == 4 else "bfloat16"
+    return Scenario(
+        rollout=rollout,
+        batch=config.batch,
+        sampling=config.algorithm.dynamic_sampling,
+        max_new_tokens=lengths.longest,
+        sync_mode=rollout.sync_mode(dtype, True),
+        engines=gpus // config.rollout.tp,
+        speed=PlannedSpeed(engine, lengths, plan.hardware),
+        prompt_tokens=max(1, round(lengths.prompt)),
+        length_of=length_of,
+        trainer_seconds=lambda tokens: seconds * tokens / mean_tokens,
+        sync_seconds=sync_seconds,
+        grade_seconds=config.plan.grade_seconds,
+        grade_workers=config.reward.workers,
+        informative_share=config.plan.informative_share if config.algorithm.dynamic_sampling.enabled else 1.0,
+        steps=config.plan.simulation.steps,
+        seed=config.run.seed,
+    )
