@@ -5,7 +5,9 @@
 A random model (0.85 M parameters) on real engines of this machine. "bare" sends the same requests, as many at once, and
 reads nothing of the answers but their length; "collected" is what a step does: groups drawn by the ledger, spread over
 the engines, decoded and graded by verifier processes while others are generated, put in order. With "a straggler" one
-engine answers each group --delay seconds late, on both sides. The sides take turns.
+engine answers each group --delay seconds late, on both sides. With "a failing engine" one of them refuses its first
+request and gets nothing more: its groups go to the others, beside which "bare" has the others alone from the start. The
+sides take turns.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from benchmarks.step_beside_trl import make_inputs
 from vapo_megatron.config.data import DataConfig
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
+from vapo_megatron.errors import TryAgain
 from vapo_megatron.experience.prompts import PromptSource, train_prompts
 from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.experience.tokenizer import TextTokenizer
@@ -34,14 +37,17 @@ from vapo_megatron.rollout.server import EngineServer
 from vapo_megatron.rollout.stream import GroupStream, Work
 
 EOS = 2
+FAILS = float("inf")
 
 
 class Late(EngineClient):
-    """A client whose answers come late."""
+    """A client whose answers come late, or never."""
 
     delay = 0.0
 
     async def generate(self, *args: Any, **options: Any) -> list[Completion]:
+        if self.delay == FAILS:
+            raise TryAgain("it fails, as it was told to")
         answer = await super().generate(*args, **options)
         await asyncio.sleep(self.delay)
         return answer
@@ -64,8 +70,8 @@ class Bench:
         prompts = self.prompts.take(self.given.prompts)
 
         async def run() -> int:
-            clients = [Late(address, 600) for address in self.addresses]
-            clients[0].delay = delay
+            clients = [Late(address, 600) for address in self.addresses[int(delay == FAILS) :]]
+            clients[0].delay = 0.0 if delay == FAILS else delay
             params = {"temperature": 1.0, "max_new_tokens": self.given.longest, "stop_token_ids": [EOS]}
 
             async def group(number: int, prompt: Prompt) -> int:
@@ -129,7 +135,7 @@ def main() -> None:
             for server in servers:
                 server.wait_until_ready()
             bench = Bench(servers, given, folder)
-            for what, delay in (("", 0.0), (", a straggler", given.delay)):
+            for what, delay in (("", 0.0), (", a straggler", given.delay), (", a failing engine", FAILS)):
                 steps = [lambda d=delay: bench.bare(d), lambda d=delay: bench.collected(d, pool)]
                 seconds = in_turns(steps, given.repeats)
                 per_token = []

@@ -7,6 +7,7 @@ A random Qwen3 of 0.85 M parameters (4 layers, hidden 128, 256 words), float32, 
 tokens at temperature 1, one optimizer step, no reference, no critic. Ours is `vapo-megatron train` with the preset grpo
 on two ranks and two engines; TRL's is its GRPOTrainer on two threads. They take turns; the first steps of each do not
 count. A figure is seconds of theirs over ours for as many response tokens; medians over steps, quartiles in brackets.
+TRL 1.16 has no PPO any more: a step with a critic has no peer to stand beside.
 
     generation    asking for responses until they are there
     update        forward, backward and optimizer, with the scoring of old log-probs where there is any
