@@ -38,7 +38,7 @@ class Client:
         self.read: list[tuple[list[int], int]] = []
 
     async def generate(
-        self, prompts: Sequence[Any], params: Any, experts: Any, ids: Sequence[str], cache: str | None, unfinished: bool
+        self, prompts: Sequence[Any], params: Any, experts: Any, ids: Sequence[str], unfinished: bool
     ) -> list[Completion]:
         self.asked.append(prompts[0][0])
         self.read += [(list(prompt), given["max_new_tokens"]) for prompt, given in zip(prompts, params, strict=True)]

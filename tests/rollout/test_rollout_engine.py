@@ -11,7 +11,7 @@ import torch
 from tiny_qwen3 import EOS, token_logprobs
 from transformers import Qwen3ForCausalLM
 
-from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
+from vapo_megatron.config.rollout import AsynchronousConfig, RolloutConfig, SamplingConfig
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.experience.sample import Prompt
 from vapo_megatron.rollout.client import EngineClient, PauseMode
@@ -142,6 +142,36 @@ def test_a_response_goes_on_under_new_weights_with_their_log_probs(
             same = sample.rollout_logprobs[before:] == pytest.approx(by_new[before:], abs=1e-4)
             assert same is exact, "in place, what was read by the old weights stays in the cache"
         sync.load(buckets_of(model), version=0)
+
+
+def test_a_response_that_waits_over_a_sync_in_place_reads_nothing_of_the_old_weights(
+    model_path: Path, config: RolloutConfig, model: Qwen3ForCausalLM, other_model: Qwen3ForCausalLM, tmp_path: Path
+) -> None:
+    ahead = AsynchronousConfig(max_staleness=1, weight_sync="in_place")
+    # Deterministic engines cache no prompts on a CPU.
+    config = config.model_copy(update={"asynchronous": ahead, "deterministic": False, "max_running_requests": 4})
+    long = SamplingConfig(max_new_tokens=120)
+    (group,) = GenerationRequest(PROMPTS[5:], 32, long, seed=3, weight_version=0).groups()
+    with EngineServer(model_path, config, "float32", tmp_path / "engine.log") as server:
+        server.wait_until_ready()
+        client = EngineClient(server.address, 60)
+        with (
+            Dispatcher([server.address], config, [EOS]) as dispatcher,
+            WeightSync(SharedMemoryTransport(client, 1), pause="in_place") as sync,
+        ):
+            sync.load(buckets_of(model), version=0)
+            dispatcher.collect(GenerationRequest(PROMPTS[5:], 1, SAMPLING, seed=1, weight_version=0))
+            # The server runs four of them; the others wait in it, and the old weights have read their prompt.
+            work = dispatcher.loop.start(dispatcher.generate(replace(group, goes_on=True)))
+            time.sleep(0.2)
+            sync.load(buckets_of(other_model), version=7)
+            samples = work.result(timeout=120)
+    waited = [sample for sample in samples if sample.weight_version_oldest == 7]
+    assert waited, "none began after the weight sync"
+    for sample in waited:
+        tokens = [*sample.prompt.token_ids, *sample.response_ids.tolist()]
+        expected = token_logprobs(other_model, tokens)[-len(sample.response_ids) :]
+        assert sample.rollout_logprobs == pytest.approx(expected, abs=1e-4)
 
 
 def test_what_is_cancelled_ends_in_the_server(dispatcher: Dispatcher, server: EngineServer) -> None:

@@ -130,8 +130,8 @@ def test_an_engine_of_another_config_is_named_with_what_differs(fleet: Fleet, ke
 
 
 def test_an_engine_of_another_protocol_is_refused(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vapo_megatron.rollout.remote_engines.PROTOCOL", 4)
-    with pytest.raises(BadInput, match="has version 3 of the weight sync and this trainer version 4"):
+    monkeypatch.setattr("vapo_megatron.rollout.remote_engines.PROTOCOL", 5)
+    with pytest.raises(BadInput, match="has version 4 of the weight sync and this trainer version 5"):
         take_over_engines(rollout_of(fleet.urls[0]), fleet.agreed())
 
 

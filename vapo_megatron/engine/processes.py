@@ -19,6 +19,7 @@ from sglang.srt.managers import load_snapshot  # noqa: E402
 from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process  # noqa: E402
 from sglang.srt.utils.common import kill_itself_when_parent_died  # noqa: E402
 
+from vapo_megatron.engine.cache_by_version import cache_by_version  # noqa: E402
 from vapo_megatron.engine.cpu_fp8 import install_cpu_fp8  # noqa: E402
 from vapo_megatron.engine.heartbeat import beats_with, register  # noqa: E402
 from vapo_megatron.weight_sync.strict_loading import install_strict_loading  # noqa: E402
@@ -35,6 +36,7 @@ shm_broadcast.make_shm_name = parallel_state.make_shm_name = lambda kind: (
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
     """SGLang's scheduler, with weight updates that name what they could not place."""
     beats_with(Scheduler, register("scheduler"))
+    cache_by_version(Scheduler)
     install_strict_loading()
     if _on_cpu:
         install_cpu_fp8()

@@ -96,13 +96,12 @@ class EngineClient:
         sampling_params: Sequence[dict[str, Any]],
         routed_experts: ExpertChoices | None = None,
         ids: Sequence[str] | None = None,
-        cache: str | None = None,
         unfinished: bool = False,
     ) -> list[Completion]:
         """One response to each prompt of token ids, in one request that returns when all are done.
 
-        ids: names of the responses, for abort(). cache: what the server has cached is read by requests of the same name
-        alone. unfinished: what there is of a response that was aborted is wanted; else it is an error.
+        ids: names of the responses, for abort(). unfinished: what there is of a response that was aborted is wanted;
+        else it is an error.
 
         sampling_params are SGLang's, one dict a prompt. logprobs has one natural logarithm per response token: under
         the softmax of logits / temperature over the whole vocabulary, whatever top_p and top_k cut away from sampling
@@ -119,8 +118,6 @@ class EngineClient:
         }
         if ids is not None:
             body["rid"] = list(ids)
-        if cache is not None:
-            body["extra_key"] = cache
         message = await self._call(columns.PATH, body)
         try:
             answers = columns.unpack(message)

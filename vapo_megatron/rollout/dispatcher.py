@@ -293,11 +293,9 @@ class Dispatcher:
         prompts = [[*group.prompt.token_ids, *sample.response_ids.tolist()] for sample in left]
         params = [self._sampling_params(group, sample) for sample in left]
         ids = [uuid.uuid4().hex for _ in left]
-        # Where the cache outlives its weights, it is not read under others.
-        cache = str(group.weight_version) if self._config.asynchronous.weight_sync == "in_place" else None
         self._running[number] = engine.client, ids
         try:
-            return await engine.client.generate(prompts, params, group.routed_experts, ids, cache, group.goes_on)
+            return await engine.client.generate(prompts, params, group.routed_experts, ids, group.goes_on)
         except asyncio.CancelledError:
             await asyncio.shield(_abort(engine.client, ids))
             raise

@@ -21,7 +21,7 @@ from vapo_megatron.rollout.server import EngineAddress
 from vapo_megatron.weights.fp8 import BlockFp8
 from vapo_megatron.weights.spec import ModelSpec
 
-PROTOCOL = 3
+PROTOCOL = 4
 """To be raised with every change of bucket_message.announce, strict_loading, broadcast_group or engine.heartbeat."""
 
 _ANSWER_SECONDS = 30.0

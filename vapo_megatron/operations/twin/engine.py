@@ -123,7 +123,6 @@ class SimulatedEngine(EngineClient):
         sampling_params: Sequence[dict[str, Any]],
         routed_experts: object = None,
         ids: Sequence[str] | None = None,
-        cache: str | None = None,
         unfinished: bool = False,
     ) -> list[Completion]:
         """As EngineClient's."""

@@ -40,12 +40,17 @@ class Mode:
             "mode": self.name,
             "engine_gpus": self.engine_gpus,
             "step": outcome.step,
+            "step_error": outcome.step_error,
             "engines_idle": outcome.engines_idle,
             "trainer_idle": outcome.trainer_idle,
             "age_mean": outcome.mean("rollout/age_mean"),
             "age_max": outcome.largest("rollout/age_max"),
             "groups": dict(outcome.counts),
-            "with_failures": {"step": self.failing.step, "engines_failed": self.failing.failures},
+            "with_failures": {
+                "step": self.failing.step,
+                "step_error": self.failing.step_error,
+                "engines_failed": self.failing.failures,
+            },
         }
 
 
@@ -105,11 +110,11 @@ def show(plan: Plan, found: list[Mode], console: Console) -> None:
         table.add_row(
             mode.name,
             f"{plan.world} shared" if own is None else f"{plan.world - own} + {own} engines'",
-            f"{row['step']:.1f}",
+            f"{row['step']:.1f} ± {row['step_error']:.1f}",
             f"{row['engines_idle']:.0%}",
             f"{row['trainer_idle']:.0%}",
             f"{row['age_mean']:.2f}, at most {row['age_max']:.0f}",
-            f"{row['with_failures']['step']:.1f}",
+            f"{row['with_failures']['step']:.1f} ± {row['with_failures']['step_error']:.1f}",
             f"{row['with_failures']['engines_failed']}",
         )
     console.print(table)
@@ -124,8 +129,8 @@ def assumptions(plan: Plan) -> list[str]:
     given = plan.config.plan.simulation
     tail = "the plan's tail" if given.response_spread is None else f"log-normal, sigma {given.response_spread:g}"
     return [
-        f"{given.steps} steps of the run's own scheduling, whose engines and trainer take the seconds of the plan, the "
-        "trainer in proportion to a step's tokens (plan.simulation.steps)",
+        f"{given.steps} steps (± standard error) of the run's own scheduling, whose engines and trainer take the seconds "
+        "of the plan, the trainer in proportion to a step's tokens (plan.simulation.steps)",
         f"response lengths: {tail}, half of the variance between prompts (plan.simulation.response_spread)",
         "engines with GPUs of their own get their weights over the network once, and keep no part of the trainer",
         f"each engine fails every {given.engine_hours_between_failures:g} h on average and is back after "

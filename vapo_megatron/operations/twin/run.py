@@ -1,10 +1,12 @@
 """The steps of a run, simulated: the trainer takes groups, works for a while, and hands its weights over."""
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from statistics import stdev
 from typing import Any, Literal, Self, cast
 
 from vapo_megatron.config.algorithm import DynamicSamplingConfig
@@ -91,9 +93,15 @@ class Outcome:
         return sum(self.step_seconds) / len(self.step_seconds)
 
     @property
+    def step_error(self) -> float:
+        """Standard error of that mean, as if steps did not depend on one another; 0 of a single one."""
+        seconds = self.step_seconds
+        return stdev(seconds) / math.sqrt(len(seconds)) if len(seconds) > 1 else 0.0
+
+    @property
     def engines_idle(self) -> float:
         """Share of the time in which an engine has nothing to do."""
-        return self.mean("throughput/engines_idle")
+        return max(0.0, self.mean("throughput/engines_idle"))
 
     @property
     def trainer_idle(self) -> float:
