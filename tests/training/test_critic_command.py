@@ -17,8 +17,9 @@ from vapo_megatron.config.load import load_config
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.sample import Sample
+from vapo_megatron.rewards.grading import grade_samples
 from vapo_megatron.rollout.request import GenerationRequest
-from vapo_megatron.training import critic_command
+from vapo_megatron.training import critic_command, probe_rollouts
 from vapo_megatron.training.critic_command import probe_critic
 
 
@@ -54,6 +55,7 @@ class RandomEngines:
 
     def __init__(self) -> None:
         self.requests: list[GenerationRequest] = []
+        self.answers: list[list[Sample]] = []
 
     def collect(self, request: GenerationRequest, on_done: Callable[[int], None]) -> list[Sample]:
         self.requests.append(request)
@@ -65,6 +67,7 @@ class RandomEngines:
                 reason: Any = "length" if length == request.limit(group) else "stop"
                 samples.append(Sample(prompt, group, index, 0, ids, [-1.0] * length, reason, 0, 0))  # type: ignore[arg-type]
             on_done(request.samples_per_prompt)
+        self.answers.append(samples)
         return samples
 
 
@@ -76,10 +79,18 @@ def test_states_are_continued_and_judged(config: Path, monkeypatch: pytest.Monke
         assert model.path.endswith("hf/final/actor") and devices == [None]
         yield engines
 
+    graded: list[list[Sample]] = []
+
+    def watched(samples: Sequence[Sample], *args: Any) -> None:
+        graded.append(list(samples))
+        grade_samples(samples, *args)
+
     monkeypatch.setattr(critic_command, "engines_of", stand_in)
+    monkeypatch.setattr(probe_rollouts, "grade_samples", watched)
     settings = load(config)
     probe_critic(settings)
     drawn, continued = engines.requests
+    (responses, _), (_, wholes) = engines.answers, graded
     assert (len(drawn.prompts), drawn.samples_per_prompt) == (4, 2)
     assert (len(continued.prompts), continued.samples_per_prompt) == (4 * 2 * 2, 3)
     assert continued.max_new_tokens is not None
@@ -89,6 +100,11 @@ def test_states_are_continued_and_judged(config: Path, monkeypatch: pytest.Monke
         assert start.token_ids[: len(prompt.token_ids)] == prompt.token_ids
         assert len(start.token_ids) - len(prompt.token_ids) == longest - limit
         assert number % 2 or limit == longest, "the first quantile is the prompt itself"
+        before = responses[number // 2].response_ids[: longest - limit].tolist()
+        assert list(start.token_ids[len(prompt.token_ids) :]) == before, "what the response began with"
+        for whole in wholes[3 * number : 3 * number + 3]:
+            assert whole.prompt is prompt and whole.response_ids[: longest - limit].tolist() == before
+            assert len(whole.response_ids) > longest - limit, "graded is the whole response, continuation and all"
     assert len({prompt.cursor for request in engines.requests for prompt in request.prompts}) == 4 + 16
     folder = Path(settings.run.directory) / "critic_probes"
     report = json.loads((folder / "report.json").read_text())
