@@ -129,8 +129,8 @@ def assumptions(plan: Plan) -> list[str]:
     given = plan.config.plan.simulation
     tail = "the plan's tail" if given.response_spread is None else f"log-normal, sigma {given.response_spread:g}"
     return [
-        f"{given.steps} steps (± standard error) of the run's own scheduling, whose engines and trainer take the seconds "
-        "of the plan, the trainer in proportion to a step's tokens (plan.simulation.steps)",
+        f"{given.steps} steps (± standard error) of the run's own scheduling; engines and trainer take the seconds of "
+        "the plan, the trainer in proportion to a step's tokens (plan.simulation.steps)",
         f"response lengths: {tail}, half of the variance between prompts (plan.simulation.response_spread)",
         "engines with GPUs of their own get their weights over the network once, and keep no part of the trainer",
         f"each engine fails every {given.engine_hours_between_failures:g} h on average and is back after "
