@@ -27,8 +27,9 @@ import numpy as np
 
 from benchmarks.common import parser, publish, ratio_figure
 from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.monitoring.metrics import read_metrics
-from vapo_megatron.weights.tiny import TinyModel, save_tiny_model, word_tokenizer
+from vapo_megatron.weights.tiny import save_tiny_model, word_tokenizer
 
 ROOT = Path(__file__).parents[1]
 SKIPPED = 3

@@ -7,7 +7,8 @@ from typing import Any
 
 import yaml
 
-from vapo_megatron.weights.tiny import CHATML_TEMPLATE, TinyModel, save_tiny_model, word_tokenizer
+from vapo_megatron.config.tiny_model import TinyModel
+from vapo_megatron.weights.tiny import CHATML_TEMPLATE, save_tiny_model, word_tokenizer
 
 WORDS = ["####", *(str(digit) for digit in range(10)), "<|im_start|>user", "<|im_start|>assistant", "plus"]
 CONTEXT = 128

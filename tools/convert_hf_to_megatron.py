@@ -11,6 +11,8 @@ import typer
 from vapo_megatron.command_line import run_app
 from vapo_megatron.config.converter_options import DtypeOption, ShardSizeOption, VerifyOption
 from vapo_megatron.errors import BadInput, told_in_one_line
+from vapo_megatron.weights.model_files import read_config
+from vapo_megatron.weights.work_folder import check_absent
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -36,6 +38,8 @@ def main(
             raise BadInput(
                 f"--value-outputs {value_outputs} with --head lm: a policy has no value head; give --head value"
             )
+        check_absent(out)
+        read_config(hf)
         echo_conversion(hf, out, head, value_outputs, dtype, shard_gib, verify)
 
 

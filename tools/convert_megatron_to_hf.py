@@ -12,20 +12,23 @@ import typer
 from vapo_megatron.command_line import run_app
 from vapo_megatron.config.converter_options import DtypeOption, ShardSizeOption, VerifyOption
 from vapo_megatron.errors import BadInput, told_in_one_line
+from vapo_megatron.weights.model_files import CARD_FILE
+from vapo_megatron.weights.work_folder import check_absent
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def saved_model(checkpoint: Path, model: str) -> Path:
     """The folder with the model: checkpoint itself, or its actor or critic. Raises BadInput where there is none."""
-    from vapo_megatron.weights.torch_dist import CARD_FILE, read_model_card
-
-    if (checkpoint / CARD_FILE).is_file():
-        head = read_model_card(checkpoint).head
-        if model == "critic" and head == "lm":
-            raise BadInput(f"--model critic: {checkpoint} is a policy, not the state of a run; leave --model out")
-        return checkpoint
     if not checkpoint.is_dir():
+        raise BadInput(
+            f"{checkpoint}: no such directory; give a model saved by training or tools/convert_hf_to_megatron.py"
+        )
+    if (checkpoint / CARD_FILE).is_file():
+        from vapo_megatron.weights.torch_dist import read_model_card
+
+        if model == "critic" and read_model_card(checkpoint).head == "lm":
+            raise BadInput(f"--model critic: {checkpoint} is a policy, not the state of a run; leave --model out")
         return checkpoint
     if not (checkpoint / model / CARD_FILE).is_file():
         raise BadInput(
@@ -46,6 +49,7 @@ def main(
 ) -> None:
     """Write the directory, verified, or nothing: of a policy ...ForCausalLM, of a critic ...ForTokenClassification."""
     with told_in_one_line("error"):
+        check_absent(out)
         echo_conversion(saved_model(checkpoint, model), out, dtype, shard_gib, verify)
 
 

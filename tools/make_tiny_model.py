@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from vapo_megatron.command_line import run_app
 from vapo_megatron.config.explain import explain
+from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.errors import BadInput, told_in_one_line
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -40,22 +41,9 @@ def main(
     with told_in_one_line("error"):
         if out.is_file() or (out.is_dir() and any(out.iterdir())):
             raise BadInput(f"{out}: exists already; name another place, or remove it")
-        from vapo_megatron.weights.tiny import (
-            CHATML_TEMPLATE,
-            TinyModel,
-            save_tiny_model,
-            tokenizer_from,
-            word_tokenizer,
-        )
-
-        tokenizer = (
-            tokenizer_from(tokenizer_from_dir)
-            if tokenizer_from_dir is not None
-            else word_tokenizer([str(number) for number in range(100)], max_positions, CHATML_TEMPLATE)
-        )
         sizes = {
             "family": family,
-            "vocab_size": vocab_size if vocab_size is not None else len(tokenizer),
+            **({} if vocab_size is None else {"vocab_size": vocab_size}),
             "layers": layers,
             "hidden_size": hidden_size,
             "intermediate_size": intermediate_size,
@@ -72,6 +60,15 @@ def main(
             shape = TinyModel.model_validate(sizes)
         except ValidationError as error:
             raise BadInput(explain(error, TinyModel, sizes, "options")) from None
+        from vapo_megatron.weights.tiny import CHATML_TEMPLATE, save_tiny_model, tokenizer_from, word_tokenizer
+
+        tokenizer = (
+            tokenizer_from(tokenizer_from_dir)
+            if tokenizer_from_dir is not None
+            else word_tokenizer([str(number) for number in range(100)], max_positions, CHATML_TEMPLATE)
+        )
+        if vocab_size is None:
+            shape = shape.model_copy(update={"vocab_size": len(tokenizer)})
         parameters = save_tiny_model(shape, tokenizer, out)
     typer.echo(f"{out}: {family}, {parameters:,} parameters, {len(tokenizer):,} tokens")
 

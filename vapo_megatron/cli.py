@@ -157,6 +157,7 @@ def plan(
     from vapo_megatron.config.plan import PlanConfig
 
     settings = load_config(PlanConfig, config, overrides or [], PRESETS)
+    _read_model(settings.model.path)
     from vapo_megatron.operations.plan.command import plan_run
 
     plan_run(settings, gpus, nodes, json, simulate)
@@ -204,16 +205,19 @@ def report(
 
 
 def _look_first(settings: "TrainConfig | SftConfig | EvaluateConfig") -> None:
-    """Refuse in two seconds what takes ten to refuse with every library imported; ranks of a job leave it to one."""
-    from vapo_megatron.cluster.ranks import environment_place
-    from vapo_megatron.training.first_checks import look_first
+    """Refuse in a second what takes ten to refuse with every library imported; ranks of a job leave it to one."""
+    from vapo_megatron.cluster.place import environment_place
+    from vapo_megatron.training.first_look import look_first
 
     if environment_place() is None:
         look_first(settings)
 
 
 def _read_model(path: str) -> None:
-    """Refuse a model that cannot be used before every library is imported."""
+    """Refuse a model that cannot be used before every library is imported; one that is not there before any is."""
+    from vapo_megatron.weights.model_files import read_config
+
+    read_config(Path(path))
     from vapo_megatron.weights.spec import read_spec
 
     read_spec(Path(path))

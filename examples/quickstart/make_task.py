@@ -14,9 +14,10 @@ from typing import Annotated, Any
 
 import typer
 
+from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.errors import told_in_one_line
 from vapo_megatron.experience.jsonl import write_rows
-from vapo_megatron.weights.tiny import TinyModel, save_tiny_model, word_tokenizer
+from vapo_megatron.weights.tiny import save_tiny_model, word_tokenizer
 
 STATES = 64
 FEWEST_STEPS = 10

@@ -1,5 +1,6 @@
 """How programs end that are given a wrong command line, as processes of their own: one line, soon, code 2."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -43,12 +44,58 @@ def test_a_tool_refuses_an_option_before_it_imports_torch(tool: str) -> None:
     assert ended.stderr.count("\n") == 1 and "--nonsense" in ended.stderr
 
 
-def test_a_missing_model_is_refused_before_transformers_and_megatron_are_imported(tmp_path: Path) -> None:
-    config = tmp_path / "run.yaml"
-    config.write_text("model: {path: absent}\ndata: {train: t.jsonl}\nsampling: {max_new_tokens: 8}\n")
-    script = f"import sys; sys.argv = ['vapo-megatron', 'train', '{config}']\n"
-    script += "from vapo_megatron import cli\ntry: cli.main()\n"
-    script += "finally: print('transformers' in sys.modules or 'megatron' in sys.modules)"
-    ended = _run("-c", script)
-    assert (ended.returncode, ended.stdout) == (2, "False\n"), ended.stderr
-    assert "absent: no such directory" in ended.stderr
+# Each in a fork of one process that has imported the command line: what it imports beside that is its own.
+SCRIPT = """
+import json, os, runpy, sys
+sys.path.insert(0, '.')
+from vapo_megatron import cli
+for arguments in json.loads(sys.argv[1]):
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        sys.argv, code = arguments, None
+        try:
+            runpy.run_path(arguments[0], run_name='__main__') if arguments[0].endswith('.py') else cli.main()
+        except SystemExit as ended:
+            code = ended.code
+        heavy = [name for name in ('torch', 'transformers', 'megatron', 'sglang', 'numpy') if name in sys.modules]
+        print(json.dumps([code, heavy]), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+RUN = "model: {path: MODEL}\ndata: {train: TRAIN}\nsampling: {max_new_tokens: 8}\nrun: {name: none, root: ROOT}\n"
+
+
+def test_what_most_often_goes_wrong_is_refused_before_any_library_is_imported(tmp_path: Path) -> None:
+    model, rows = tmp_path / "model", tmp_path / "rows.jsonl"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    rows.write_text('{"problem": "1 + 1", "answer": "2"}\n')
+    good = RUN.replace("MODEL", str(model)).replace("TRAIN", str(rows)).replace("ROOT", str(tmp_path))
+    configs = {
+        "unknown": good.replace("train:", "trian:"),
+        "no_model": good.replace(str(model), "absent"),
+        "no_data": good.replace(str(rows), "absent.jsonl"),
+        "evaluate": "model: {path: absent}\ndata: {eval: [{name: a, path: a.jsonl}]}\nsampling: {max_new_tokens: 8}\n",
+        "sft": f"model: {{path: {model}}}\ndata: {{path: absent.jsonl, batch_size: 1}}\nrun: {{root: {tmp_path}}}\n",
+    }
+    for name, text in configs.items():
+        (tmp_path / name).write_text(text)
+    command = ["vapo-megatron"]
+    cases = [[*command, one, str(tmp_path / "unknown")] for one in ("train", "engine", "plan", "doctor", "critic")]
+    cases += [[*command, one, str(tmp_path / "no_model")] for one in ("train", "engine", "plan")]
+    cases += [[*command, "train", str(tmp_path / "no_data")], [*command, "train", "absent.yaml"]]
+    cases += [[*command, "evaluate", str(tmp_path / "evaluate")], [*command, "sft", str(tmp_path / "sft")]]
+    out = ["--out", str(tmp_path / "out")]
+    cases += [
+        ["tools/convert_hf_to_megatron.py", "--hf", *wrong] for wrong in (["absent", *out], [str(model), "--out", "."])
+    ]
+    cases += [["tools/convert_megatron_to_hf.py", "--checkpoint", "absent", *out]]
+    cases += [["tools/export_fp8.py", "--hf", "absent", "--calibration", str(rows), *out]]
+    cases += [["tools/make_tiny_model.py", "--family", "gpt", *out], ["tools/prepare_data.py", "--source", "a", *out]]
+    cases += [["tools/grade.py", "--cases", "absent.jsonl", *out]]
+    ended = _run("-c", SCRIPT, json.dumps(cases))
+    found = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert len(found) == len(cases), ended.stderr
+    assert {" ".join(case): one for case, one in zip(cases, found, strict=True) if one != [2, []]} == {}
+    assert len(list(filter(None, ended.stderr.splitlines()))) == len(cases), ended.stderr

@@ -193,6 +193,6 @@ def test_arguments_that_sglang_refuses_are_told_of_before_anything_starts(
 def test_a_tracker_that_is_not_installed_is_refused_before_the_run(
     command: Command, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr("vapo_megatron.training.first_checks.find_spec", lambda _: None)
+    monkeypatch.setattr("vapo_megatron.training.first_look.find_spec", lambda _: None)
     code = command.exit_code(name, "monitoring.wandb.enabled=true")
     assert_refused(command, code, capfd.readouterr().err, "monitoring.wandb.enabled", "pip install")

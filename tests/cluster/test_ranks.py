@@ -17,11 +17,10 @@ import ranks  # noqa: F401  (imports what ranks need before they are forked)
 import torch
 import torch.distributed as dist
 
+from vapo_megatron.cluster.place import node_name, place_from_environment
 from vapo_megatron.cluster.ranks import (
     DEVICE_FAULT,
     RankPlace,
-    node_name,
-    place_from_environment,
     run_as_external_rank,
     start_ranks,
 )

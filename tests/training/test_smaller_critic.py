@@ -13,6 +13,7 @@ from vapo_megatron.checkpoint.size import OPTIMIZER_BYTES, checkpoint_bytes
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.monitoring.recorder import Recorder
@@ -24,7 +25,7 @@ from vapo_megatron.training.score import score, values
 from vapo_megatron.training.updates import update_critic, update_policy
 from vapo_megatron.weights.save import save_hf
 from vapo_megatron.weights.spec import read_spec
-from vapo_megatron.weights.tiny import CHATML_TEMPLATE, TinyModel, save_tiny_model, word_tokenizer
+from vapo_megatron.weights.tiny import CHATML_TEMPLATE, save_tiny_model, word_tokenizer
 
 LAYOUTS: list[dict[str, Any]] = [{}, {"critic.layout": {"tp": 2}}]
 

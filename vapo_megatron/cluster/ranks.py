@@ -1,16 +1,14 @@
-"""The ranks of a run: this process's place among them, and how the ranks of one machine are started and ended."""
+"""The ranks of a run: how those of one machine are started and ended."""
 
 import multiprocessing
 import multiprocessing.connection
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,7 +19,8 @@ from vapo_megatron import logs
 from vapo_megatron.cluster.children import begin_child, end_children
 from vapo_megatron.cluster.failures import DeviceFault, LostPeer, explain
 from vapo_megatron.cluster.memory_kills import MemoryKills
-from vapo_megatron.errors import BadInput, RunFailed, TryAgain, VapoError
+from vapo_megatron.cluster.place import RankPlace, node_name
+from vapo_megatron.errors import RunFailed, TryAgain, VapoError
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.signals import STOP_SIGNALS, listen, stop_requested, stop_signals_blocked
 
@@ -38,55 +37,6 @@ _LOST_A_PEER = 77
 
 class RankKilled(TryAgain):
     """A signal ended a rank; the others were ended for it."""
-
-
-@dataclass(frozen=True)
-class RankPlace:
-    """A rank's place among all ranks, and where they meet."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    init_method: str
-
-
-def place_from_environment(environment: Mapping[str, str]) -> RankPlace | None:
-    """The place that torchrun or srun gave this process; None where it was started by hand.
-
-    Raises:
-        BadInput: Slurm started several tasks and nothing says where rank 0 listens, or a variable is no number.
-    """
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        return RankPlace(
-            _count("RANK", environment),
-            _count("WORLD_SIZE", environment),
-            _count("LOCAL_RANK", {"LOCAL_RANK": "0", **environment}),
-            "env://",
-        )
-    if _count("SLURM_NTASKS", {"SLURM_NTASKS": "1", **environment}) > 1 and "SLURM_PROCID" in environment:
-        address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
-        if not address or not port:
-            raise BadInput(
-                "MASTER_ADDR and MASTER_PORT are not set: Slurm started several tasks and they need a place to meet; "
-                "export both in the batch script"
-            )
-        return RankPlace(
-            _count("SLURM_PROCID", environment),
-            _count("SLURM_NTASKS", environment),
-            _count("SLURM_LOCALID", environment),
-            f"tcp://{address}:{port}",
-        )
-    return None
-
-
-def _count(name: str, environment: Mapping[str, str]) -> int:
-    found = environment.get(name)
-    if found is None or not found.isdecimal():
-        raise BadInput(
-            f"{name} is {'not set' if found is None else repr(found)}, expected a number: torchrun and srun set it; "
-            "outside of them unset RANK, WORLD_SIZE and the variables of SLURM"
-        )
-    return int(found)
 
 
 def run_as_rank(place: RankPlace, body: Callable[[], None], collective_timeout_s: float) -> None:
@@ -126,11 +76,6 @@ def run_as_external_rank(place: RankPlace, body: Callable[[], None], collective_
             _leave(1)
         print(f"vapo-megatron: {told}", file=sys.stderr)
         _leave(DEVICE_FAULT if isinstance(told, DeviceFault) else told.exit_code)
-
-
-def node_name(environment: Mapping[str, str] = os.environ) -> str:
-    """The name that Slurm knows this node by, else its host's."""
-    return environment.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def _where(place: RankPlace) -> str:
@@ -270,8 +215,3 @@ def _killed(rank: Any, memory: MemoryKills) -> RankKilled:
 def machine_default_ranks(model_sizes: list[int]) -> int:
     """Ranks to start by hand: every accelerator, or on the CPU just what the largest replica takes."""
     return current_platform().device_count() or max(model_sizes)
-
-
-def environment_place() -> RankPlace | None:
-    """place_from_environment of this process."""
-    return place_from_environment(os.environ)

@@ -28,7 +28,8 @@ from vapo_megatron.weights.fp8 import SCALE_SUFFIX, BlockFp8, check_blocks, dequ
 from vapo_megatron.weights.hf_card import GENERATION_CONFIG, TOKENIZER_FILES, copy_carried
 from vapo_megatron.weights.hf_files import HFTensors
 from vapo_megatron.weights.load import check_weights
-from vapo_megatron.weights.spec import ModelSpec, read_config, read_spec
+from vapo_megatron.weights.model_files import read_config
+from vapo_megatron.weights.spec import ModelSpec, read_spec
 
 Format = Literal["fp8", "fp8_block", "nvfp4"]
 REPORT_FILE = "quantization_report.json"

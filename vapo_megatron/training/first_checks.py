@@ -1,17 +1,12 @@
 """The checks that need neither transformers nor Megatron-Core: most mistakes are refused before those are imported."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 from vapo_megatron.config.model import TrainableConfig
-from vapo_megatron.config.monitoring import MonitoringConfig
-from vapo_megatron.config.run_directory import check_place
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import EvaluateConfig, TrainConfig
 from vapo_megatron.errors import BadInput
-from vapo_megatron.experience.jsonl import read_rows
-from vapo_megatron.experience.rows import read_problems
 from vapo_megatron.mcore.mesh import check_layout, check_model_layout
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.rollout.context import check_context
@@ -20,39 +15,14 @@ from vapo_megatron.weights.load import check_weights
 from vapo_megatron.weights.spec import ModelSpec, read_spec
 
 
-def look_first(settings: TrainConfig | SftConfig | EvaluateConfig) -> None:
-    """What a command started by hand looks at before it imports the rest of the program.
-
-    Raises:
-        BadInput: the run directory is taken, or the model, the data or the sizes cannot be used. Whatever this lets
-            pass is checked in full where the run is prepared; a run that may go on, or be finished, is left to that.
-    """
-    if settings.run.resume != "never" and Path(settings.run.directory).exists():
-        return
-    check_place(settings.run)
-    if not isinstance(settings, EvaluateConfig):
-        check_trackers(settings.monitoring)
+def check_numbers(settings: TrainConfig | SftConfig | EvaluateConfig) -> None:
+    """Raises BadInput where model, critic or layouts cannot be used; of a run that has not started."""
     if isinstance(settings, TrainConfig):
         check_train_numbers(settings, settings.cluster.ranks)
-        read_problems(settings.data.train, settings.data.fields)
     elif isinstance(settings, SftConfig):
         check_sft_numbers(settings, settings.cluster.ranks)
-        for _ in read_rows(Path(settings.data.path)):
-            pass
     elif settings.model is not None:
         check_weights(Path(settings.model.path), read_spec(Path(settings.model.path)), "lm")
-    if not isinstance(settings, SftConfig):
-        for entry in settings.data.eval:
-            read_problems(entry.path, settings.data.fields, entry.limit)
-
-
-def check_trackers(config: MonitoringConfig) -> None:
-    """Raises BadInput where a tracker is asked for whose package is not installed."""
-    if config.wandb.enabled and find_spec("wandb") is None:
-        raise BadInput(
-            "monitoring.wandb.enabled: the package wandb is not installed: pip install 'vapo-megatron[wandb]', "
-            "or set it to false"
-        )
 
 
 def check_train_numbers(config: TrainConfig, world_size: int | None) -> ModelSpec:

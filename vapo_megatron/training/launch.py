@@ -7,7 +7,8 @@ from typing import Any
 
 from vapo_megatron.checkpoint.checkpoints import latest_checkpoint
 from vapo_megatron.checkpoint.lease import Lease
-from vapo_megatron.cluster.ranks import environment_place, machine_default_ranks, run_as_external_rank
+from vapo_megatron.cluster.place import environment_place
+from vapo_megatron.cluster.ranks import machine_default_ranks, run_as_external_rank
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.errors import Interrupted
 from vapo_megatron.signals import listen

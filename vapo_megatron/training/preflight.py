@@ -21,9 +21,9 @@ from vapo_megatron.training.first_checks import (
     check_capacity,
     check_critic_source,
     check_sft_numbers,
-    check_trackers,
     check_train_numbers,
 )
+from vapo_megatron.training.first_look import check_trackers
 from vapo_megatron.training.recorded_rollouts import BYTES_PER_TOKEN
 from vapo_megatron.training.sft import load_demonstrations
 from vapo_megatron.training.user_functions import check_functions

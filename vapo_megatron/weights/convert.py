@@ -26,8 +26,9 @@ from vapo_megatron.weights.hf_card import (
 )
 from vapo_megatron.weights.hf_source import HFSource
 from vapo_megatron.weights.mapping import Entry, entries
+from vapo_megatron.weights.model_files import read_config
 from vapo_megatron.weights.saved_keys import place_of
-from vapo_megatron.weights.spec import Head, ModelSpec, read_config, read_spec
+from vapo_megatron.weights.spec import Head, ModelSpec, read_spec
 from vapo_megatron.weights.torch_dist import CONTENT_METADATA, read_model_card, write_model_card
 from vapo_megatron.weights.torch_dist_files import METADATA_FILE, PartReader, PartWriter
 from vapo_megatron.weights.verify import check_saved_model, compare_with_checkpoint, compare_with_hf

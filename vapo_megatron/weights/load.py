@@ -14,7 +14,8 @@ from vapo_megatron.errors import BadInput
 from vapo_megatron.weights.families.family import VALUE_HEAD_BIAS, VALUE_HEAD_WEIGHT
 from vapo_megatron.weights.hf_files import HFTensors
 from vapo_megatron.weights.mapping import Entry, MeshView, entries, local_parameters
-from vapo_megatron.weights.spec import Head, ModelSpec, read_config
+from vapo_megatron.weights.model_files import read_config
+from vapo_megatron.weights.spec import Head, ModelSpec
 
 _logger = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from vapo_megatron.weights.export import stream_hf
 from vapo_megatron.weights.hf_card import carried_files, exported_config
 from vapo_megatron.weights.hf_writer import MAX_SHARD_BYTES, HFWriter
 from vapo_megatron.weights.mapping import MeshView
-from vapo_megatron.weights.spec import Head, ModelSpec, read_config
+from vapo_megatron.weights.model_files import read_config
+from vapo_megatron.weights.spec import Head, ModelSpec
 
 
 def save_hf(

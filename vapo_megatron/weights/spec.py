@@ -1,6 +1,5 @@
 """The numbers that define a model, whatever its family, read from a Hugging Face config.json."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +19,7 @@ from vapo_megatron.weights.families.family import (
     VALUE_HEAD_WEIGHT,
     Family,
 )
+from vapo_megatron.weights.model_files import read_config
 from vapo_megatron.weights.rope import RopeScaling, inverse_frequencies, partial_rotary, read_rope
 from vapo_megatron.weights.rules import Rule
 
@@ -199,26 +199,6 @@ class _HFConfig(BaseModel):
     quantization_config: dict[str, Any] | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
-
-
-def read_config(hf_dir: Path) -> dict[str, Any]:
-    """config.json of a Hugging Face directory.
-
-    Raises:
-        BadInput: no such directory, no config.json in it, or not a JSON object.
-    """
-    path = hf_dir / "config.json"
-    if not hf_dir.is_dir():
-        raise BadInput(f"{hf_dir}: no such directory; give a Hugging Face model directory (config.json, *.safetensors)")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise BadInput(f"{path}: no such file; {hf_dir} is not a Hugging Face model directory") from None
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{path}: cannot be read as JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise BadInput(f"{path}: a {type(config).__name__} was found, expected a JSON object")
-    return config
 
 
 def read_spec(hf_dir: Path, *, vocab_divisible_by: int = 1, value_outputs: int = 1) -> ModelSpec:

@@ -3,14 +3,12 @@
 import secrets
 import shutil
 from pathlib import Path
-from typing import Literal
 
 import torch
-from pydantic import Field, model_validator
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from vapo_megatron.config.atomic import follow_umask
-from vapo_megatron.config.base import Section
+from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.torchvision_ops import make_torchvision_importable
 
@@ -30,8 +28,6 @@ from transformers import (  # noqa: E402
 )
 from transformers.utils import logging  # noqa: E402
 
-Family = Literal["qwen2", "qwen3", "qwen3_moe", "llama"]
-
 # The tokens that Qwen2.5 adds to its byte-pair tokens, in the order of their ids 151643 to 151664.
 QWEN_SPECIAL_TOKENS = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>"),
@@ -50,66 +46,34 @@ CHATML_TEMPLATE = (
 )
 
 
-class TinyModel(Section):
-    """The shape of a small model. vocab_size may exceed the tokenizer's: the rest of the rows is padding."""
-
-    family: Family = "qwen3"
-    vocab_size: int = Field(default=128, gt=0)
-    layers: int = Field(default=2, gt=0)
-    hidden_size: int = Field(default=128, gt=0)
-    intermediate_size: int = Field(default=256, gt=0, description="of an expert, for a model with experts")
-    heads: int = Field(default=4, gt=0)
-    kv_heads: int = Field(default=2, gt=0)
-    head_dim: int = Field(default=32, gt=0, multiple_of=2)
-    experts: int = Field(default=8, gt=0, description="of a layer; unread without experts")
-    experts_per_token: int = Field(default=2, gt=1, description="likewise")
-    max_positions: int = Field(default=512, gt=0)
-    tied: bool = True
-    rope_theta: float = Field(default=10_000.0, gt=0)
-    initializer_range: float = Field(default=0.02, gt=0)
-    seed: int = Field(default=0, ge=0)
-
-    @model_validator(mode="after")
-    def _heads_fit(self) -> "TinyModel":
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
-        if self.family == "qwen2" and self.heads * self.head_dim != self.hidden_size:
-            raise ValueError(
-                f"a qwen2 model has head_dim = hidden_size / heads, not {self.head_dim} for "
-                f"{self.hidden_size} / {self.heads}"
-            )
-        if self.experts_per_token > self.experts:
-            raise ValueError(f"experts_per_token {self.experts_per_token} is above the {self.experts} experts")
-        return self
-
-    def hf_config(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-        """The transformers config of this shape with the tokenizer's special tokens."""
-        kind = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig, "llama": LlamaConfig}
-        sizes: dict[str, int] = {} if self.family == "qwen2" else {"head_dim": self.head_dim}
-        if self.family == "qwen3_moe":
-            sizes |= {
-                "num_experts": self.experts,
-                "num_experts_per_tok": self.experts_per_token,
-                "moe_intermediate_size": self.intermediate_size,
-                # As the published models have it; transformers' default is false.
-                "norm_topk_prob": True,
-            }
-        return kind[self.family](
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            max_position_embeddings=self.max_positions,
-            tie_word_embeddings=self.tied,
-            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
-            initializer_range=self.initializer_range,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            **sizes,
-        )
+def hf_config(shape: TinyModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """The transformers config of this shape with the tokenizer's special tokens."""
+    kind = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig, "llama": LlamaConfig}
+    sizes: dict[str, int] = {} if shape.family == "qwen2" else {"head_dim": shape.head_dim}
+    if shape.family == "qwen3_moe":
+        sizes |= {
+            "num_experts": shape.experts,
+            "num_experts_per_tok": shape.experts_per_token,
+            "moe_intermediate_size": shape.intermediate_size,
+            # As the published models have it; transformers' default is false.
+            "norm_topk_prob": True,
+        }
+    return kind[shape.family](
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=shape.max_positions,
+        tie_word_embeddings=shape.tied,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        initializer_range=shape.initializer_range,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **sizes,
+    )
 
 
 def save_tiny_model(shape: TinyModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> int:
@@ -126,7 +90,7 @@ def save_tiny_model(shape: TinyModel, tokenizer: PreTrainedTokenizerBase, direct
         raise BadInput(f"{directory}: exists and is not a model directory; choose another place")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(shape.seed)
-        model = AutoModelForCausalLM.from_config(shape.hf_config(tokenizer), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(hf_config(shape, tokenizer), dtype=torch.float32)
     logging.disable_progress_bar()
     temporary = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}")
     try:

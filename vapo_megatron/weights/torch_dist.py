@@ -28,9 +28,9 @@ from torch.nn import Module
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.errors import BadInput, RunFailed
 from vapo_megatron.weights.hf_card import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, copy_carried
+from vapo_megatron.weights.model_files import CARD_FILE
 from vapo_megatron.weights.spec import Head, ModelSpec
 
-CARD_FILE = "model.json"
 HF_FOLDER = "hf"
 FORMAT = 1
 OPTIMIZER_PREFIX = "optimizer."

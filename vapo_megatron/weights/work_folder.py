@@ -15,6 +15,12 @@ PROGRESS_FILE = ".progress.json"
 LOCK_FILE = ".lock"
 
 
+def check_absent(out: Path) -> None:
+    """Raises BadInput where there is something that would be written over."""
+    if out.exists() or out.is_symlink():
+        raise BadInput(f"{out}: exists already; name another place, or remove it")
+
+
 class WorkFolder:
     """OUT.partial, which becomes OUT; a context manager.
 
@@ -37,8 +43,7 @@ class WorkFolder:
         self._lock: IO[str] | None = None
 
     def __enter__(self) -> Self:
-        if self._out.exists() or self._out.is_symlink():
-            raise BadInput(f"{self._out}: exists already; name another place, or remove it")
+        check_absent(self._out)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._take_lock()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from vapo_megatron.cluster.ranks import environment_place, node_name
+from vapo_megatron.cluster.place import environment_place, node_name
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.operations.doctor import bandwidth

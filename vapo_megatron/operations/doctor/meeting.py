@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore
 
-from vapo_megatron.cluster.ranks import RankPlace
+from vapo_megatron.cluster.place import RankPlace
 from vapo_megatron.errors import BadInput, RunFailed
 
 _POLL_SECONDS = 0.05
