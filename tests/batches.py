@@ -1,12 +1,15 @@
 """Random responses as a rollout brings them, for tests that train on them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from hf_models import VOCAB
 
 from vapo_megatron.experience.batch import ExperienceBatch, from_samples
 from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.training.shards import ShardedBatch, scatter
 
 LENGTHS = [(3, 1), (5, 9), (1, 30), (7, 2), (2, 17), (4, 4)]  # prompt and response tokens
 
@@ -28,3 +31,18 @@ def make_batch(
             Sample(prompt, group, 0, 0, ids[p:], logprobs, "stop", 0, 0, reward=float(correct), correct=correct)
         )
     return from_samples(samples)
+
+
+def spread(batch: ExperienceBatch) -> ShardedBatch:
+    """Collective: a batch that every rank has, each sample at home on one of them."""
+    return scatter(None if dist.is_initialized() and dist.get_rank() else batch)
+
+
+def whole_of(batch: ShardedBatch) -> ExperienceBatch:
+    """Collective: all fields of all samples, on every rank."""
+    if not dist.is_initialized():
+        return batch.own
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, batch.own.tensors())
+    names = [name for name in parts[0] if name not in vars(batch.table) and not name.endswith("cu_seqlens")]
+    return batch.table.batch(**{name: torch.cat([part[name] for part in parts]) for name in names})

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms.aggregation import token_weights
-from vapo_megatron.algorithms.critic_faults import FAULTS, loss_faults, target_faults, value_faults
+from vapo_megatron.algorithms.critic_faults import FAULTS, loss_counts, loss_faults, target_faults, value_faults
+from vapo_megatron.algorithms.critic_metrics import Figures, figures_of
 from vapo_megatron.algorithms.gae import decoupled_gae
 from vapo_megatron.algorithms.segments import place_terminal, to_tokens
 
@@ -31,7 +32,8 @@ class Chain:
         self.returns = to_tokens(self.outcomes, self.cu)
 
     def faults(self, values: Tensor, returns: Tensor | None = None) -> list[str]:
-        return value_faults(values, self.returns if returns is None else returns, self.cu, self.groups)
+        figures = figures_of(values, self.returns if returns is None else returns, self.cu)
+        return value_faults(Figures.read(figures), self.groups, torch.ones(len(self.groups), dtype=torch.bool))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -72,11 +74,11 @@ def test_masks_that_leave_out_what_they_should_not_are_named() -> None:
     chain = Chain()
     selected = torch.arange(len(chain.outcomes)) % 3 != 0
     weights = to_tokens(token_weights(chain.cu.diff(), "token_mean", selected=selected), chain.cu)
-    assert loss_faults(weights, selected, chain.cu) == []
+    assert loss_faults(loss_counts(weights, selected, chain.cu)) == []
     without_end = weights.clone()
     without_end[chain.cu[1:] - 1] = 0
-    assert loss_faults(without_end, selected, chain.cu) == ["end"]
-    assert loss_faults((weights == 0).float(), selected, chain.cu) == ["mask"]
+    assert loss_faults(loss_counts(without_end, selected, chain.cu)) == ["end"]
+    assert loss_faults(loss_counts((weights == 0).float(), selected, chain.cu)) == ["mask"]
 
 
 def test_targets_that_were_made_after_an_update_are_named() -> None:

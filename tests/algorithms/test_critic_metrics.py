@@ -3,7 +3,7 @@
 import math
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -36,7 +36,13 @@ class Case:
         return sum(self.mask[self.bounds[self.owner[token]] : token])
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return tuple(torch.tensor(x) for x in (self.values, self.returns, self.mask))  # type: ignore[return-value]
+        """Values, returns and bounds of the tokens that are kept."""
+        kept = torch.tensor(self.kept)
+        values, returns = torch.tensor(self.values)[kept], torch.tensor(self.returns)[kept]
+        return values, returns, torch.searchsorted(kept, self.cu.long())
+
+    def figures(self, quantiles: Sequence[float] = ()) -> cm.Figures:
+        return cm.Figures.read(cm.figures_of(*self.tensors(), quantiles))
 
 
 def explained(values: list[float], returns: list[float]) -> float:
@@ -72,22 +78,15 @@ def by_position_loop(case: Case, bins: int) -> dict[int, float]:
 @pytest.mark.parametrize("bins", [1, 3, 32])
 def test_table_by_position_is_fitted_without_the_group_it_is_read_for(masked: bool, bins: int) -> None:
     case = Case(1, masked)
-    _, returns, mask = case.tensors()
-    found = baselines.by_position(returns, case.cu, torch.tensor(GROUPS), bins, mask)
-    for t, expected in by_position_loop(case, bins).items():
-        assert float(found[t]) == pytest.approx(expected, abs=1e-12), t
-    bin_of = baselines.position_bins(case.cu, bins, mask=mask)
-    assert all(int(bin_of[t]) == b for t, b in position_bin_loop(case, bins).items())
-
-
-def test_positions_count_what_the_mask_keeps_and_relative_bins_are_parts_of_the_response() -> None:
-    case = Case(2)
-    mask = case.tensors()[2]
-    found, relative = baselines.positions(case.cu, mask), baselines.position_bins(case.cu, 4, True, mask)
-    for t in case.kept:
-        start, end = case.bounds[case.owner[t]], case.bounds[case.owner[t] + 1]
-        assert int(found[t]) == case.position(t)
-        assert int(relative[t]) == case.position(t) * 4 // sum(case.mask[start:end])
+    _, returns, cu = case.tensors()
+    lengths = cu.diff()
+    bin_of = baselines.bins_of_positions(lengths, bins)[baselines.positions(cu)]
+    assert torch.equal(bin_of, baselines.even_bins(baselines.positions(cu), bins))
+    group = torch.unique(torch.tensor(GROUPS), return_inverse=True)[1].repeat_interleave(lengths)
+    sums = baselines.sums_by_group(returns, bin_of, group, bins, 4)
+    found = baselines.means_of_other_groups(sums)[bin_of, group].tolist()
+    assert found == pytest.approx(list(by_position_loop(case, bins).values()), abs=1e-12)
+    assert bin_of.tolist() == list(position_bin_loop(case, bins).values())
 
 
 @pytest.mark.parametrize("groups", [GROUPS, [0] * 9, list(range(9))])
@@ -98,11 +97,18 @@ def test_leave_one_out(groups: list[int]) -> None:
     assert baselines.leave_one_out(torch.tensor([5.0]), torch.tensor([0])).tolist() == [0.0]
 
 
+def beside_baselines(values: Tensor, returns: Tensor, cu: Tensor, groups: Tensor) -> cm.Explained:
+    known = torch.ones(len(groups), dtype=torch.bool)
+    position = cm.explained_by_position(
+        *(returns, cu, slice(0, len(groups)), cu.long().diff(), groups, known, lambda x: x, lambda x: x)
+    )
+    return cm.explained_beside_baselines(cm.Figures.read(cm.figures_of(values, returns, cu)), groups, position)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_baselines_are_measured_on_the_tokens_of_the_critic(masked: bool) -> None:
     case = Case(4, masked)
-    values, returns, mask = case.tensors()
-    found = cm.explained_beside_baselines(values, returns, case.cu, torch.tensor(GROUPS), mask)
+    found = beside_baselines(*case.tensors(), torch.tensor(GROUPS))
     actual = [case.returns[t] for t in case.kept]
     present = [s for s in range(len(LENGTHS)) if any(case.owner[t] == s for t in case.kept)]
     siblings = leave_one_out_loop([case.rewards[s] for s in present], [GROUPS[s] for s in present])
@@ -123,7 +129,7 @@ def test_a_baseline_explains_nothing_of_what_is_random() -> None:
     cu = torch.arange(0, 4001, 10, dtype=torch.int32)
     returns = torch.randint(0, 2, (400,)).float().repeat_interleave(10)
     groups = torch.arange(400) // 2
-    found = cm.explained_beside_baselines(torch.zeros(4000), returns, cu, groups)
+    found = beside_baselines(torch.zeros(4000), returns, cu, groups)
     assert float(found.position) < 0.01 and float(found.leave_one_out) < 0.1
     assert float(found.critic) == 0
 
@@ -131,12 +137,12 @@ def test_a_baseline_explains_nothing_of_what_is_random() -> None:
 @pytest.mark.parametrize("masked", [False, True])
 def test_calibration_and_reliability(masked: bool) -> None:
     case = Case(5, masked)
-    values, returns, mask = case.tensors()
+    values, returns, _ = case.tensors()
     pairs = [(case.values[t], case.returns[t]) for t in case.kept]
     slope, intercept = statistics.linear_regression(*zip(*pairs, strict=True))
-    found = cm.calibration(values, returns, mask)
+    found = cm.calibration(case.figures())
     assert (float(found.slope), float(found.intercept)) == pytest.approx((slope, intercept), abs=1e-6)
-    bins = cm.reliability(values, returns, 4, mask)
+    bins = cm.reliability(values, returns, 4)
     assert int(bins.tokens.sum()) == len(pairs) and len(bins.tokens) == 4
     assert int(bins.tokens.max()) - int(bins.tokens.min()) <= 1
     pairs.sort()
@@ -151,16 +157,20 @@ def test_calibration_and_reliability(masked: bool) -> None:
 def test_calibration_says_how_far_values_are_stretched() -> None:
     returns = torch.tensor([-1.0, 1.0, -1.0, 1.0])
     known = torch.tensor([-0.5, 0.5, -0.5, 0.5])
-    assert [float(x) for x in cm.calibration(known, returns)] == [2.0, 0.0]
-    assert float(cm.calibration(3 * returns + 1, returns).slope) == pytest.approx(1 / 3)
-    assert [float(x) for x in cm.calibration(torch.full((4,), 0.1), returns + 1)] == [0.0, 1.0]
-    assert [float(x) for x in cm.calibration(known[:0], returns[:0])] == [0.0, 0.0]
+
+    def line(values: Tensor, returns: Tensor) -> list[float]:
+        figures = cm.Figures.read(cm.figures_of(values, returns, torch.tensor([0, len(values) // 2, len(values)])))
+        return [float(x) for x in cm.calibration(figures)]
+
+    assert line(known, returns) == [2.0, 0.0]
+    assert line(3 * returns + 1, returns)[0] == pytest.approx(1 / 3)
+    assert line(torch.full((4,), 0.1), returns + 1) == [0.0, 1.0]
+    assert line(known[:0], returns[:0]) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_bias_by_position_and_outcome(masked: bool) -> None:
     case = Case(6, masked)
-    values, returns, mask = case.tensors()
     correct = torch.tensor([r > 0 for r in case.rewards])
     quantiles = (0, 0.3, 0.5, 1.0)
     by_response = [[t for t in case.kept if case.owner[t] == s] for s in range(len(LENGTHS))]
@@ -171,78 +181,79 @@ def test_bias_by_position_and_outcome(masked: bool) -> None:
         )
         for q in quantiles
     ]
-    assert cm.bias_by_position(values, returns, case.cu, quantiles, mask).tolist() == pytest.approx(expected, abs=1e-6)
+    assert cm.bias_by_position(case.figures(quantiles)).tolist() == pytest.approx(expected, abs=1e-6)
     for good, found, end in zip(
         (True, False),
-        cm.bias_by_outcome(values, returns, correct, case.cu, mask),
-        cm.bias_at_end(values, returns, correct, case.cu, mask),
+        cm.bias_by_outcome(case.figures(), correct),
+        cm.bias_at_end(case.figures(), correct),
         strict=True,
     ):
         errors = [case.values[t] - case.returns[t] for t in case.kept if (case.returns[t] > 0) == good]
         assert float(found) == pytest.approx(statistics.fmean(errors), abs=1e-6)
         last = [case.values[x[-1]] - case.returns[x[-1]] for x in by_response if (case.returns[x[-1]] > 0) == good]
         assert float(end) == pytest.approx(statistics.fmean(last), abs=1e-6)
-    assert bool(cm.bias_by_outcome(values, returns, torch.ones(len(LENGTHS)), case.cu, mask)[1].isnan())
+    assert bool(cm.bias_by_outcome(case.figures(), torch.ones(len(LENGTHS)))[1].isnan())
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_sign_agreement(masked: bool) -> None:
     case = Case(7, masked)
-    values, _, mask = case.tensors()
+    values, _, cu = case.tensors()
     signs = [math.copysign(1, case.values[t]) for t in case.kept]
     expected = statistics.correlation(signs, [case.returns[t] for t in case.kept])
     outcomes = torch.tensor(case.rewards)
-    assert float(cm.sign_agreement(values, outcomes, case.cu, mask)) == pytest.approx(expected, abs=1e-9)
-    assert float(cm.sign_agreement(values.abs(), outcomes, case.cu, mask)) == 0.0
+
+    def agreement(advantages: Tensor) -> float:
+        return float(cm.sign_agreement(cm.signs_of(advantages, cu), cu.diff(), outcomes))
+
+    assert agreement(values) == pytest.approx(expected, abs=1e-9)
+    assert agreement(values.abs()) == 0.0
 
 
-@pytest.mark.parametrize(
-    "metric",
-    [
-        lambda v, r, c, g, m: torch.stack(cm.explained_beside_baselines(v, r, c, g, m)),
-        lambda v, r, c, g, m: torch.stack(cm.calibration(v, r, m)),
-        lambda v, r, c, g, m: cm.bias_by_position(v, r, c, mask=m),
-        lambda v, r, c, g, m: torch.stack(cm.bias_by_outcome(v, r, g == 4, c, m)),
-        lambda v, r, c, g, m: cm.sign_agreement(v, g.float(), c, m),
-    ],
-)
-def test_what_the_mask_leaves_out_is_not_read(metric: Callable[..., Tensor]) -> None:
+def test_figures_of_a_response_do_not_depend_on_those_beside_it() -> None:
     case = Case(8)
-    values, returns, mask = case.tensors()
-    groups = torch.tensor(GROUPS)
-    found = metric(values, returns, case.cu, groups, mask)
-    values[mask == 0], returns[mask == 0] = torch.nan, torch.inf
-    assert torch.equal(metric(values, returns, case.cu, groups, mask), found)
+    values, returns, cu = case.tensors()
+    whole = cm.figures_of(values, returns, cu, (0.3, 1.0))
+    for at, (start, end) in enumerate(zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True)):
+        bounds = torch.tensor([0, end - start])
+        alone = cm.figures_of(values[start:end], returns[start:end], bounds, (0.3, 1.0))
+        assert torch.equal(alone[0], whole[at])
 
 
 def test_explained_variance() -> None:
-    returns, mask = torch.tensor([0.0, 1.0, 2.0, 99.0]), torch.tensor([1, 1, 1, 0])
-    assert float(cm.explained_variance(returns + 7, returns, mask)) == 1.0
-    assert float(cm.explained_variance(torch.zeros(4), returns, mask)) == 0.0
-    assert float(cm.explained_variance(-returns, returns, mask)) == pytest.approx(-3.0)
-    values = torch.tensor([0.5, 0.5, 1.0, 0.0])
-    residual = statistics.pvariance((returns - values)[:3].tolist())
-    expected = 1 - residual / statistics.pvariance(returns[:3].tolist())
-    assert float(cm.explained_variance(values, returns, mask)) == pytest.approx(expected)
-    assert float(cm.explained_variance(values[:3], returns[:3])) == pytest.approx(expected)
+    returns = torch.tensor([0.0, 1.0, 2.0])
+    assert float(cm.explained_variance(returns + 7, returns)) == 1.0
+    assert float(cm.explained_variance(torch.zeros(3), returns)) == 0.0
+    assert float(cm.explained_variance(-returns, returns)) == pytest.approx(-3.0)
+    values = torch.tensor([0.5, 0.5, 1.0])
+    residual = statistics.pvariance((returns - values).tolist())
+    expected = 1 - residual / statistics.pvariance(returns.tolist())
+    assert float(cm.explained_variance(values, returns)) == pytest.approx(expected)
 
 
 def test_explained_variance_without_variance_is_zero() -> None:
-    assert float(cm.explained_variance(torch.randn(4), torch.ones(4), torch.ones(4))) == 0.0
-    assert float(cm.explained_variance(torch.randn(4), torch.ones(4), torch.zeros(4))) == 0.0
+    assert float(cm.explained_variance(torch.randn(4), torch.ones(4))) == 0.0
+    assert float(cm.explained_variance(torch.randn(4)[:0], torch.ones(4)[:0])) == 0.0
+    cu, groups = torch.tensor([0, 1, 4]), torch.tensor([0, 1])
+    assert [float(x) for x in beside_baselines(torch.randn(4), torch.full((4,), 0.1), cu, groups)] == [0.0] * 4
 
 
 def test_bias_by_position() -> None:
     # Lengths 5, 0, 1, 2; positions floor(q (l - 1)) = 0,1,2,3,3 / - / 0,... / 0,0,0,0,0.
     cu_seqlens = torch.tensor([0, 5, 5, 6, 8], dtype=torch.int32)
     values = torch.tensor([10.0, 20.0, 30.0, 40.0, 50.0, 1.0, 5.0, 6.0])
-    got = cm.bias_by_position(values, torch.ones(8), cu_seqlens)
+
+    def bias(*quantiles: float) -> Tensor:
+        return cm.bias_by_position(cm.Figures.read(cm.figures_of(values, torch.ones(8), cu_seqlens, quantiles)))
+
+    got = bias(0, 0.25, 0.5, 0.75, 0.95)
     assert got.tolist() == pytest.approx([(v - 1 + 0 + 4) / 3 for v in (10, 20, 30, 40, 40)])
-    last = cm.bias_by_position(values, torch.ones(8), cu_seqlens, quantiles=(1.0,))
+    last = bias(1.0)
     assert last.tolist() == pytest.approx([(49 + 0 + 5) / 3])
 
 
 def test_bias_by_position_of_nothing_and_of_a_bad_quantile() -> None:
-    assert cm.bias_by_position(torch.zeros(0), torch.zeros(0), torch.tensor([0, 0])).tolist() == [0.0] * 5
+    nothing = cm.figures_of(torch.zeros(0), torch.zeros(0), torch.tensor([0, 0]), (0, 0.5))
+    assert cm.bias_by_position(cm.Figures.read(nothing)).tolist() == [0.0] * 2
     with pytest.raises(ValueError, match="quantiles"):
-        cm.bias_by_position(torch.zeros(1), torch.zeros(1), torch.tensor([0, 1]), quantiles=(1.5,))
+        cm.figures_of(torch.zeros(1), torch.zeros(1), torch.tensor([0, 1]), quantiles=(1.5,))

@@ -19,7 +19,8 @@ def full_batch() -> ExperienceBatch:
             batch.routed_experts = torch.arange(rows * 2, dtype=torch.int16).view(rows, 2)
         elif getattr(batch, f.name) is None:
             count = torch.arange(sizes[f.metadata["over"]])
-            setattr(batch, f.name, count % 2 == 0 if f.metadata["dtype"] == torch.bool else count + 0.5)
+            of_dtype = {torch.bool: count % 2 == 0, torch.int64: count}
+            setattr(batch, f.name, of_dtype.get(f.metadata["dtype"], count + 0.5))
     return batch
 
 

@@ -5,13 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
+from batches import spread, whole_of
 from ranks import run_ranks
 
 from vapo_megatron.experience.batch import ExperienceBatch, from_samples
 from vapo_megatron.experience.microbatch import pack
 from vapo_megatron.experience.sample import Prompt, Sample
-from vapo_megatron.training import broadcast
 
 LENGTHS = [(2, 3), (1, 1), (4, 2)]  # prompt and response tokens
 
@@ -82,14 +81,12 @@ def test_a_batch_with_experts_for_some_samples_alone_has_none() -> None:
 
 
 def received(told: bool) -> Any:
-    """What every rank has of rank 0's batch, which is sent in slices of seven bytes."""
-    broadcast._SLICE_BYTES = 7
-    batch = broadcast.broadcast_batch(make_batch(told) if dist.get_rank() == 0 else None)
-    return {name: tensor.numpy() for name, tensor in batch.tensors().items()}
+    """What ranks have of rank 0's batch, together."""
+    return {name: tensor.numpy() for name, tensor in whole_of(spread(make_batch(told))).tensors().items()}
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_every_rank_gets_the_batch_with_them(told: bool) -> None:
+def test_ranks_get_their_samples_with_them(told: bool) -> None:
     expected = make_batch(told).tensors()
     assert ("routed_experts" in expected) is told
     for found in run_ranks(2, received, told):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from batches import spread
 from hf_models import VOCAB, read_tensors, write_model, write_tensors
 from step_formulas import Policy, Response, State, responses_of
 from switch_formulas import ADAM
@@ -147,15 +148,16 @@ def read_rollout(folder: Path) -> ExperienceBatch:
 def iterate(folder: Path, switches: dict[str, Any]) -> Seen:
     """On one rank: the trainer's phases from scoring to the policy's update, in the order of its loop."""
     config = config_of(folder, switches)
-    models, batch = load_models(config, None), read_rollout(folder)
+    models, whole = load_models(config, None), read_rollout(folder)
     if models.reference is not None:
         take_weights(models, folder)
     held = {model.name: model for model in (models.actor, models.critic, models.reference) if model is not None}
     seen = Seen({name: state_of(model) for name, model in held.items()})
-    seen.steps = {model.name: watch_steps(model, batch) for model in models.trained}
+    seen.steps = {model.name: watch_steps(model, whole) for model in models.trained}
     algorithm = config.algorithm
     if algorithm.advantage.estimator != "remax":
-        batch.greedy_rewards = None
+        whole.greedy_rewards = None
+    batch = spread(whole)
     with Recorder(folder, MonitoringConfig(), is_main_rank=False) as recorder:
         score(models, batch, algorithm, recorder)
         estimate_advantages(batch, algorithm, recorder)

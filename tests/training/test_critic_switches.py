@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from batches import spread, whole_of
 from hf_models import read_tensors, write_model
 from ranks import run_ranks
 from step_formulas import State
@@ -141,19 +142,21 @@ def on_layouts(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     for name in names:
         layout = {f"critic.layout.{key}": value for key, value in LAYOUTS.get(name, {}).items()}
         config = config_of(folder, layout | {"model.path": str(folder / "four_layers")})
-        models, batch = load_models(config, None), read_rollout(folder)
-        batch.greedy_rewards = None
+        models, rollout = load_models(config, None), read_rollout(folder)
+        rollout.greedy_rewards = None
+        batch = spread(rollout)
         assert models.critic is not None
         with Recorder(folder, MonitoringConfig(), is_main_rank=False) as recorder:
             score(models, batch, config.algorithm, recorder)
             estimate_advantages(batch, config.algorithm, recorder)
-            before = batch.values
+            before = whole_of(batch).values
             update_critic(models, batch, config.algorithm, "1/1", recorder)
             score(models, batch, config.algorithm, recorder)
-        assert before is not None and batch.values is not None
+        after = whole_of(batch).values
+        assert before is not None and after is not None
         mesh, critic = models.critic.mesh, models.critic
         sizes = (mesh.tp_size, mesh.pp_size, mesh.cp_size, mesh.dp_size, len(critic.chunks))
-        found[name] = (*sizes, critic.transformer.sequence_parallel), before.tolist(), batch.values.tolist()
+        found[name] = (*sizes, critic.transformer.sequence_parallel), before.tolist(), after.tolist()
     return found
 
 

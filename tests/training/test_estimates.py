@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from batches import spread
 from torch import Tensor
 
 from vapo_megatron.algorithms import policy_loss, value_loss
@@ -12,11 +13,13 @@ from vapo_megatron.config.monitoring import MonitoringConfig
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.batch import ExperienceBatch, from_samples
+from vapo_megatron.experience.microbatch import Share
 from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import baselines_of, gae, returns_known, token_rewards, whiten
 from vapo_megatron.training.losses import values_of
 from vapo_megatron.training.metrics import importance_metrics, value_metrics
+from vapo_megatron.training.shards import Part
 from vapo_megatron.training.updates import check_targets, correct_for_rollout
 from vapo_megatron.training.updates import policy_loss as loss_of
 
@@ -33,8 +36,8 @@ def batch_of(lengths: list[int], truncated: list[bool], rewards: list[float], si
 
 
 def targets(batch: ExperienceBatch, values: Tensor, config: AlgorithmConfig) -> Tensor:
-    batch.values = values
-    gae(batch, token_rewards(batch, batch.rewards, config), config)
+    batch.values, batch.shaped_rewards = values, batch.rewards
+    gae(batch, token_rewards(batch, config), config, batch.response_lengths)
     assert batch.returns is not None
     return batch.returns
 
@@ -71,8 +74,9 @@ def test_truncated_responses_without_a_return_are_not_measured_on() -> None:
 
 def test_whitening_counts_the_tokens_that_carry_loss() -> None:
     advantages = torch.tensor([1.0, 3.0, 900.0, 900.0, 900.0, 5.0, 7.0, -900.0])
-    selected = torch.tensor([True, True, False, False, False, True, True, False])
-    found = whiten(advantages, selected, AdvantageConfig(whiten="full"))
+    batch = spread(batch_of([2, 3, 2, 1], [False] * 4, [1.0] * 4))
+    batch.fill(selected=torch.tensor([True, False, True, False]))
+    found = whiten(batch, advantages, AdvantageConfig(whiten="full"))
     kept = torch.tensor([1.0, 3.0, 5.0, 7.0])
     expected = (kept - kept.mean()) / kept.std()
     torch.testing.assert_close(found[[0, 1, 5, 6]], expected, atol=1e-6, rtol=1e-6)
@@ -81,7 +85,8 @@ def test_whitening_counts_the_tokens_that_carry_loss() -> None:
 
 def test_a_ratio_beyond_all_bounds_is_reported_as_a_number() -> None:
     assert policy_loss.bounded_ratio(torch.tensor([1000.0])).isfinite().all()
-    found = importance_metrics(torch.ones(2), torch.tensor([0.0, 500.0]))
+    batch = spread(batch_of([2], [False], [1.0]))
+    found = importance_metrics(batch, torch.ones(2), torch.tensor([0.0, 500.0]))
     assert torch.tensor(list(found.values())).isfinite().all()
 
 
@@ -89,9 +94,14 @@ def test_a_ratio_beyond_all_bounds_is_reported_as_a_number() -> None:
 def test_rejected_tokens_are_kept_in_the_denominator_or_dropped(rejected: str, tokens: int) -> None:
     batch = batch_of([2, 3], [False, False], [1.0, -1.0])
     batch.advantages, batch.selected = torch.ones(5), torch.ones(2, dtype=torch.bool)
-    batch.importance_weights = torch.tensor([1.0, 0.0, 1.1, 0.9, 0.0])
+    batch.old_logprobs, batch.rollout_logprobs = torch.tensor([1.0, 9.0, 1.1, 0.9, 9.0]).log(), torch.zeros(5)
     config = AlgorithmConfig.model_validate({"importance_sampling": {"kind": "mis", "rejected": rejected}})
-    loss = loss_of(batch, config)
+    whole = spread(batch)
+    with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
+        correct_for_rollout(whole, config.importance_sampling, recorder)
+    assert batch.importance_weights.tolist() == pytest.approx([1.0, 0.0, 1.1, 0.9, 0.0])
+    part = Part(whole.own, Share([[0, 1]], 2), whole.table, torch.arange(2), [])
+    loss = loss_of(part, config)
     assert loss.weights.tolist() == pytest.approx([1 / tokens] * 5)
     assert loss.mean_weights.tolist() == pytest.approx([1 / 5] * 5)
 
@@ -112,7 +122,7 @@ def test_truncated_weights_may_reject_tokens_or_responses(reject: str, expected:
     batch.old_logprobs, batch.rollout_logprobs = torch.tensor([1.1, 2.5, 0.6, 0.9, 0.9]).log(), torch.zeros(5)
     config = ImportanceSamplingConfig.model_validate({"kind": "tis", "cap": 1.5, "reject": reject})
     with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
-        correct_for_rollout(batch, config, recorder)
+        correct_for_rollout(spread(batch), config, recorder)
     assert batch.importance_weights is not None
     assert batch.importance_weights.tolist() == pytest.approx(expected)
     assert config.rejects == (reject != "none")
@@ -159,5 +169,5 @@ def test_a_residual_critic_learns_what_the_group_does_not_know() -> None:
 def test_a_metric_without_responses_to_it_is_left_out() -> None:
     batch = batch_of([2, 3], [False, False], [1.0, 1.0])
     ones = torch.ones(5)
-    found = value_metrics(ones, ones, batch.response_cu_seqlens, batch.group_ids, batch.correct, ones)
+    found = value_metrics(spread(batch), ones, ones, torch.ones(2, dtype=torch.bool))
     assert found["critic/value_bias_correct"] == 0 and "critic/value_bias_incorrect" not in found

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from batches import spread
 from ranks import run_ranks
 from switch_rollout import config_of, read_rollout, write_models
 
@@ -19,8 +20,9 @@ from vapo_megatron.training.score import score, values
 def faults(folder: Path, fault: str, switches: dict[str, Any]) -> list[str]:
     """On one rank: one iteration with a fault planted; the faults that its row names."""
     config = config_of(folder, switches)
-    models, batch, algorithm = load_models(config, None), read_rollout(folder), config.algorithm
-    batch.greedy_rewards, original, new = None, updates.token_weights, models.critic_is_new
+    models, rollout, algorithm = load_models(config, None), read_rollout(folder), config.algorithm
+    rollout.greedy_rewards, original, new = None, updates.token_weights, models.critic_is_new
+    batch = spread(rollout)
     critic = models.critic
     assert critic is not None
     with Recorder(folder, MonitoringConfig(), is_main_rank=False) as recorder:
@@ -45,7 +47,7 @@ def faults(folder: Path, fault: str, switches: dict[str, Any]) -> list[str]:
         elif fault == "targets remade":
             for parameter in critic.chunks[0].parameters():
                 parameter.data.add_(0.02)
-            batch.values = values(critic, batch, algorithm.value_loss)
+            batch.own.values = values(critic, batch.own, algorithm.value_loss)
         updates.update_critic(models, batch, algorithm, "1/1", recorder)
         row = recorder.write(1)
     return sorted(name.rpartition("fault_")[2] for name in row if "fault_" in name)

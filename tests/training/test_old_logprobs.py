@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import make_batch
+from batches import make_batch, spread
 from hf_models import write_model
 from ranks import run_ranks
 from trainables import make_trainable, policy_loss
@@ -13,6 +13,7 @@ from trainables import make_trainable, policy_loss
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.experience.batch import offsets
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.models import Models
 from vapo_megatron.training.score import score, update_gives_logprobs
@@ -31,16 +32,18 @@ def one_step(model_dir: Path, layout: LayoutConfig, how: str, algorithm: dict[st
     update = {"minibatch_size": 6, "old_logprobs": how}
     config = AlgorithmConfig.model_validate({**algorithm, "update": update})
     actor = make_trainable(model_dir, "lm", layout=layout, max_tokens_per_microbatch=40, temperature=0.7)
-    models, batch = Models(actor), make_batch()
+    models, batch = Models(actor), spread(make_batch())
     with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
         score(models, batch, config, recorder)
-        batch.selected = torch.ones(batch.samples, dtype=torch.bool)
-        batch.advantages = torch.randn(batch.response_tokens, generator=torch.Generator().manual_seed(3))
+        batch.fill(selected=torch.ones(batch.samples, dtype=torch.bool))
+        advantages = torch.randn(batch.response_tokens, generator=torch.Generator().manual_seed(3))
+        bounds = offsets(batch.table.response_lengths)
+        batch.own.advantages = advantages[bounds[batch.at_home.start] : bounds[batch.at_home.stop]]
         update_policy(models, batch, config, "1/1", recorder)
         row = recorder.write(1)
     times = [name.removeprefix("time/") for name in row if name.startswith("time/")]
     kept = {name: value for name, value in row.items() if name.startswith(("actor/", "rollout/"))}
-    return kept, times, float(actor.score(batch).double().square().sum())
+    return kept, times, float(actor.score(make_batch()).double().square().sum())
 
 
 @pytest.mark.parametrize(
@@ -106,4 +109,4 @@ def test_kept_outputs_are_those_before_the_step_at_the_sampling_temperature(
 def test_it_fires_only_where_it_is_exact(algorithm: dict[str, Any], fires: bool) -> None:
     update = {"minibatch_size": 6} | algorithm.get("update", {})
     config = AlgorithmConfig.model_validate({**algorithm, "update": update})
-    assert update_gives_logprobs(config, make_batch()) is fires
+    assert update_gives_logprobs(config, spread(make_batch())) is fires

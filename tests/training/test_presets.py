@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attempts import SharedServer
+from batches import whole_of
 from ranks import run_ranks
 from step_formulas import CACHE, FORMULAS, LONGEST, Iteration, Policy, State, responses_of, weights_after
 from tiny_runs import make_model, problems, write_config, write_rows
@@ -121,8 +122,9 @@ def watched_run(config: TrainConfig, run_dir: Path, address: EngineAddress, othe
 
     def update_critic(models: Models, batch: Any, *args: Any) -> None:
         if not seen:
+            whole = whole_of(batch)
             seen["begin"] = {
-                "batch": {name: tensor.clone() for name, tensor in batch.tensors().items()},
+                "batch": {name: tensor.clone() for name, tensor in whole.tensors().items()},
                 "actor": state_of(models.actor),
                 "critic": state_of(models.critic),
                 "reference": state_of(models.reference),

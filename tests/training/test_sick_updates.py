@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attempts import End, World, config_of, live, metrics, world
-from batches import make_batch
+from batches import make_batch, spread
 from hf_models import write_model
 from ranks import run_ranks
 from trainables import make_trainable, policy_loss, weights_digest
@@ -20,10 +20,10 @@ from trainables import make_trainable, policy_loss, weights_digest
 from vapo_megatron.checkpoint.checkpoints import list_checkpoints
 from vapo_megatron.config.robustness import SickUpdatesConfig
 from vapo_megatron.errors import RunFailed, TryAgain
-from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore import trainable as trainable_module
 from vapo_megatron.mcore.optimizer import optimizer_tensors
 from vapo_megatron.training import updates
+from vapo_megatron.training.shards import ShardedBatch
 from vapo_megatron.training.sick_updates import RECORD_FILE, SickUpdates, first_prompt
 
 NAN, INF = float("nan"), float("inf")
@@ -133,13 +133,13 @@ def test_spikes_are_told_by_the_runs_own_history_which_a_resumed_run_has() -> No
     assert resumed == whole and default == [True] * 9
 
 
-def batch_with(field: str, value: float) -> ExperienceBatch:
+def batch_with(field: str, value: float) -> ShardedBatch:
     batch = make_batch()
     for name in ("old_logprobs", "values", "advantages"):
         setattr(batch, name, torch.zeros(batch.response_tokens))
     batch.selected = torch.ones(batch.samples, dtype=torch.bool)
     getattr(batch, field)[1] = value
-    return batch
+    return spread(batch)
 
 
 @pytest.mark.parametrize(
@@ -166,8 +166,7 @@ def test_no_signal_and_nothing_selected_are_skipped_and_do_no_harm() -> None:
     assert judge.has_signal(silent, other_terms=True)
     assert not judge.has_signal(silent, other_terms=False)
     assert SickUpdates(SickUpdatesConfig(without_signal=False)).has_signal(silent, other_terms=False)
-    assert silent.selected is not None
-    silent.selected[:] = False
+    silent.fill(selected=torch.zeros(silent.samples, dtype=torch.bool))
     assert not judge.has_signal(silent, other_terms=True)
     assert judge.metrics() == {"sick/skipped_updates": 2.0, "sick/empty": 1.0, "sick/no_signal": 1.0}
     assert not judge.exhausted

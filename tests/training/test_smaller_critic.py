@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from batches import spread
 from hf_models import write_model
 from ranks import run_ranks
 from switch_rollout import config_of, read_rollout, write_models
@@ -33,8 +34,9 @@ LAYOUTS: list[dict[str, Any]] = [{}, {"critic.layout": {"tp": 2}}]
 def two_steps(folder: Path, switches: dict[str, Any]) -> dict[str, Any]:
     """Collective: two iterations and an export; losses, and how the exported critic's values differ."""
     config = config_of(folder, {"critic.model_path": str(folder / "small"), **switches})
-    models, batch, losses = load_models(config, None), read_rollout(folder), []
-    batch.greedy_rewards = None
+    models, whole, losses = load_models(config, None), read_rollout(folder), []
+    whole.greedy_rewards = None
+    batch = spread(whole)
     assert models.critic is not None
     with Recorder(folder, MonitoringConfig(), is_main_rank=False) as recorder:
         for step in (1, 2):
@@ -47,7 +49,7 @@ def two_steps(folder: Path, switches: dict[str, Any]) -> dict[str, Any]:
     save_hf(critic.chunks, critic.spec, critic.mesh, critic.head, models.sources["critic"], place)
     started = {"critic.init": "value_checkpoint", "critic.init_path": str(place), **switches}
     again = load_frozen("critic", config_of(folder, started))
-    difference = values(again, batch, config.algorithm.value_loss) - values(critic, batch, config.algorithm.value_loss)
+    difference = values(again, whole, config.algorithm.value_loss) - values(critic, whole, config.algorithm.value_loss)
     layers = models.actor.spec.num_layers, critic.spec.num_layers, read_spec(place).num_layers
     return {"losses": losses, "difference": float(difference.abs().max()), "layers": layers}
 

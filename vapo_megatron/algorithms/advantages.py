@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithms.segments import check_bounds, place_terminal
+from vapo_megatron.algorithms.segments import check_bounds, place_terminal, segment_sum
 from vapo_megatron.algorithms.suffix_scan import suffix_scan_
 
 
@@ -82,23 +82,25 @@ def raft(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def returns_to_go(token_rewards: Tensor, cu_seqlens: Tensor, gamma: float = 1.0) -> Tensor:
-    """G_t = sum over i >= t of gamma^(i-t) r_i within each response: [T] -> [T].
+def returns_to_go(token_rewards: Tensor, cu_seqlens: Tensor, gamma: float = 1.0, of: Tensor | None = None) -> Tensor:
+    """G_t = sum over i >= t of gamma^(i-t) r_i within each response: [T] -> [T]. of: as in `segmented_gae`.
 
     Raises ValueError where cu_seqlens does not fit.
     """
     check_bounds(cu_seqlens, token_rewards.numel())
     lengths = cu_seqlens.to(token_rewards.device, torch.int64).diff()
     decay = torch.full(lengths.shape, gamma, dtype=torch.float64, device=token_rewards.device)
-    return suffix_scan_(token_rewards.clone(), lengths, [decay])[0]
+    return suffix_scan_(token_rewards.clone(), lengths, [decay], of)[0]
 
 
-def reinforce_pp(rewards: Tensor, kl: Tensor, cu_seqlens: Tensor, kl_coef: float, gamma: float = 1.0) -> Tensor:
+def reinforce_pp(
+    rewards: Tensor, kl: Tensor, cu_seqlens: Tensor, kl_coef: float, gamma: float = 1.0, of: Tensor | None = None
+) -> Tensor:
     """A_t = R - kl_coef * sum over i >= t of KL_i (REINFORCE++, arXiv 2501.03262, eq. 6), to be whitened.
 
-    rewards [S]; kl [T] is the k1 estimate of each token. Returns [T].
+    rewards [S]; kl [T] is the k1 estimate of each token; of as in `segmented_gae`. Returns [T].
     """
-    return returns_to_go(place_terminal(rewards, cu_seqlens, kl.numel()) - kl_coef * kl, cu_seqlens, gamma)
+    return returns_to_go(place_terminal(rewards, cu_seqlens, kl.numel()) - kl_coef * kl, cu_seqlens, gamma, of)
 
 
 def self_imitation(returns: Tensor, values: Tensor) -> Tensor:
@@ -106,7 +108,14 @@ def self_imitation(returns: Tensor, values: Tensor) -> Tensor:
     return (returns - values).clamp(min=0).detach()
 
 
-def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
+def whitening_sums(x: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Of each response the tokens whose mask is not 0, their sum and sum of squares: [T], [T] -> float64 [S, 3]."""
+    kept = torch.where(mask != 0, x, 0).double()
+    columns = (mask != 0).double(), kept, kept.square()
+    return torch.stack([segment_sum(column, cu_seqlens) for column in columns], dim=1)
+
+
+def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, eps: float = 1e-8, sums: Tensor | None = None) -> Tensor:
     """(x - mean) / sqrt(var + eps) over the tokens whose mask is not 0; var unbiased.
 
     Args:
@@ -114,13 +123,16 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, eps: float = 1e-8) 
         mask: [T]; tokens with 0 do not count and get 0.
         shift_mean: False scales and puts the mean back.
         eps: added to the variance.
+        sums: float64 [S, 3], whitening_sums of all responses of which these are a part; None: these are all.
 
     Returns:
         [T], dtype of x. With fewer than two tokens the variance is taken for 0.
     """
-    kept, count = torch.where(mask != 0, x, 0).double(), (mask != 0).sum().double()
-    mean = kept.sum() / count.clamp(min=1)
-    variance = ((kept.square().sum() - count * mean.square()) / (count - 1).clamp(min=1)).clamp(min=0)
+    if sums is None:
+        sums = whitening_sums(x, mask, torch.tensor([0, x.numel()]))
+    count, total, squares = sums.sum(0)
+    mean = total / count.clamp(min=1)
+    variance = ((squares - count * mean.square()) / (count - 1).clamp(min=1)).clamp(min=0)
     whitened = (x - mean) / (variance + eps).sqrt()
     if not shift_mean:
         whitened = whitened + mean

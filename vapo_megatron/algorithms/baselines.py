@@ -7,7 +7,7 @@ remembering it. float64.
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithms.segments import response_lengths, to_tokens
+from vapo_megatron.algorithms.segments import to_tokens
 
 
 def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -25,74 +25,50 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return torch.where(others > 0, of_group, of_batch)
 
 
-def positions(cu_seqlens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """How many tokens of its response stand before each token: int64 [T].
+def positions(cu_seqlens: Tensor) -> Tensor:
+    """How many tokens of its response stand before each token: int64 [T]."""
+    bounds = cu_seqlens.long()
+    return torch.arange(int(bounds[-1]), device=bounds.device) - to_tokens(bounds[:-1], bounds)
 
-    With a mask [T] those that it leaves out (0) are not counted.
+
+def bins_of_positions(lengths: Tensor, bins: int) -> Tensor:
+    """The bin of each position up to the longest response's last, in bins of about equally many tokens: int64.
+
+    By the number of tokens before it, which is what a state knows of where it is; how long the response will be it does
+    not. lengths: int64 [S].
     """
-    kept = torch.ones(int(cu_seqlens[-1]), dtype=torch.int64) if mask is None else (mask != 0).long().cpu()
-    before = torch.cat((kept.new_zeros(1), kept.cumsum(0)))
-    bounds = cu_seqlens.long().cpu()
-    found = before[:-1] - to_tokens(before[bounds[:-1]], bounds)
-    return found if mask is None else found.to(mask.device)
+    longest = int(lengths.max()) if lengths.numel() else 0
+    if not longest:
+        return torch.zeros(1, dtype=torch.int64)
+    ending = torch.bincount(lengths, minlength=longest + 1)
+    return _even(lengths.numel() - ending.cumsum(0)[:-1], bins)
 
 
-def position_bins(cu_seqlens: Tensor, bins: int, relative: bool = False, mask: Tensor | None = None) -> Tensor:
-    """The bin of each token by where it stands in its response: int64 [T], each in 0 .. bins - 1.
-
-    relative: equal parts of the response. Else by the number of tokens before it, which is what a state knows of where
-    it is (how long the response will be it does not), in bins of about equally many tokens.
-    """
-    position = positions(cu_seqlens, mask)
-    if relative:
-        lengths = to_tokens(response_lengths(cu_seqlens, mask), cu_seqlens).to(position.device)
-        return (position * bins // lengths.clamp(min=1)).clamp(max=bins - 1)
-    return even_bins(position, bins, mask)
-
-
-def even_bins(positions: Tensor, bins: int, mask: Tensor | None = None) -> Tensor:
-    """Bins of about equally many of the tokens whose mask is not 0, by position, int64 [T] -> int64 [T]."""
-    counted = positions if mask is None else positions[mask != 0]
-    if counted.numel() == 0:
+def even_bins(positions: Tensor, bins: int) -> Tensor:
+    """Bins of about equally many tokens, by position, int64 [T] -> int64 [T]."""
+    if positions.numel() == 0:
         return torch.zeros_like(positions)
+    return _even(torch.bincount(positions), bins)[positions]
+
+
+def _even(counts: Tensor, bins: int) -> Tensor:
     # A whole position is in one bin: that of the share of tokens which stand earlier.
-    counts = torch.bincount(counted)
     earlier = counts.cumsum(0) - counts
-    bin_of = (earlier * bins // counted.numel()).clamp(max=bins - 1)
-    return bin_of[positions.clamp(max=counts.numel() - 1)]
+    return (earlier * bins // counts.sum()).clamp(max=bins - 1)
 
 
-def by_position(
-    returns: Tensor, cu_seqlens: Tensor, group_ids: Tensor, bins: int = 32, mask: Tensor | None = None
-) -> Tensor:
-    """Mean return at the same position in the responses of all other groups: float64 [T].
-
-    A table over `position_bins`, fitted without the group of the response that is looked up: its siblings share its
-    prompt. A bin that nobody else fills has the mean return of all other groups; a group that is alone has that of its
-    other responses, and a response that is alone 0.
-    """
-    _, owner = torch.unique(group_ids, return_inverse=True)
-    groups = int(owner.max()) + 1 if owner.numel() else 0
-    if groups == 1:
-        owner, groups = torch.arange(owner.numel(), device=owner.device), owner.numel()
-    return mean_of_other_groups(
-        returns, position_bins(cu_seqlens, bins, mask=mask), to_tokens(owner, cu_seqlens), bins, groups, mask
-    )
-
-
-def mean_of_other_groups(
-    x: Tensor, bin_of: Tensor, group: Tensor, bins: int, groups: int, mask: Tensor | None = None
-) -> Tensor:
-    """Mean of x [T] in the same bin over all other groups: float64 [T].
-
-    bin_of and group are int64 [T], below bins and groups; where no other group has the bin, the mean of all others.
-    """
-    kept = torch.ones_like(x, dtype=torch.float64) if mask is None else (mask != 0).double()
-    weighted = x.double() if mask is None else torch.where(mask != 0, x.double(), 0)
+def sums_by_group(x: Tensor, bin_of: Tensor, group: Tensor, bins: int, groups: int) -> Tensor:
+    """Sums of x [T] and numbers of tokens in each bin of each group: float64 [2, bins, groups]. bin_of and group are
+    int64 [T]."""
     cell = bin_of * groups + group
-    sums, counts = (torch.bincount(cell, x, minlength=bins * groups).view(bins, groups) for x in (weighted, kept))
-    others = (sums.sum(1, keepdim=True) - sums, counts.sum(1, keepdim=True) - counts)
-    anywhere = (others[0].sum(0, keepdim=True), others[1].sum(0, keepdim=True))
+    weights = x.double(), torch.ones_like(x, dtype=torch.float64)
+    return torch.stack([torch.bincount(cell, w, minlength=bins * groups).view(bins, groups) for w in weights])
+
+
+def means_of_other_groups(found: Tensor) -> Tensor:
+    """Mean in the same bin over all other groups, from sums_by_group: float64 [bins, groups]; where no other group has
+    the bin, the mean of all others."""
+    others = found.sum(2, keepdim=True) - found
+    anywhere = others.sum(1, keepdim=True)
     fallback = anywhere[0] / anywhere[1].clamp(min=1)
-    table = torch.where(others[1] > 0, others[0] / others[1].clamp(min=1), fallback)
-    return table.flatten()[cell]
+    return torch.where(others[1] > 0, others[0] / others[1].clamp(min=1), fallback)

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithms.critic_metrics import calibration, correlation, returns_of_responses
-from vapo_megatron.algorithms.segments import last_tokens, segment_mean, to_tokens
+from vapo_megatron.algorithms.critic_metrics import Figures, calibration, correlation, pooled
+from vapo_megatron.algorithms.segments import last_tokens, to_tokens
 
 # What each fault means, for people. The keys are those of the metrics critic/fault_<name>.
 FAULTS = {
@@ -24,64 +24,64 @@ FAULTS = {
 }
 
 
-@torch.no_grad()
-def value_faults(
-    values: Tensor, returns: Tensor, cu_seqlens: Tensor, group_ids: Tensor, mask: Tensor | None = None
-) -> list[str]:
-    """Names in FAULTS of what is wrong with values [T] beside Monte-Carlo returns [T]; none for a critic that is sound.
+def value_faults(figures: Figures, group_ids: Tensor, known: Tensor) -> list[str]:
+    """Names in FAULTS of what is wrong with values beside Monte-Carlo returns; none for a critic that is sound.
 
-    What is estimated counts where it is beyond three standard errors over responses.
+    What is estimated counts where it is beyond three standard errors over responses. figures, group_ids [S]; known,
+    bool [S]: the responses that have a return.
     """
-    kept = values if mask is None else values[mask != 0]
-    if kept.numel() < 2:
+    kept = figures.only(known)
+    tokens = float(kept.tokens.sum())
+    if tokens < 2:
         return []
-    spread = float(kept.double().std(correction=0))
-    if spread <= 1e-6 * max(1.0, float(kept.abs().mean())):
+    spread = float(pooled(kept.tokens, kept.values, kept.values_spread)[1].sqrt())
+    if spread <= 1e-6 * max(1.0, float(kept.sizes.sum()) / tokens):
         return ["constant"]
-    found = list(_estimated(values, returns, cu_seqlens, mask))
+    found = list(_estimated(kept))
     # One state has one value, but for the rounding of bfloat16.
-    rounding = max(0.1 * spread, 0.01 * float(kept.abs().max()))
-    return [*found, "shift"] if sibling_gap(values, cu_seqlens, group_ids) > rounding else found
+    rounding = max(0.1 * spread, 0.01 * float(kept.largest.max()))
+    return [*found, "shift"] if sibling_gap(figures, group_ids) > rounding else found
 
 
-def _estimated(values: Tensor, returns: Tensor, cu_seqlens: Tensor, mask: Tensor | None) -> Iterator[str]:
-    known = cu_seqlens.diff() > 0 if mask is None else segment_mean((mask != 0).double(), cu_seqlens) > 0
-    responses = int(known.sum())
-    mean_values = segment_mean(values.double(), cu_seqlens, mask)[known]
-    found = float(correlation(mean_values, returns_of_responses(returns, cu_seqlens, mask)[known]))
+def _estimated(figures: Figures) -> Iterator[str]:
+    has = figures.tokens > 0
+    responses = int(has.sum())
+    found = float(correlation(figures.values[has], figures.first_return[has]))
     if responses < 32 or abs(found) < 3 / responses**0.5:
         return
     if found < 0:
         yield "sign"
         return
-    slope = float(calibration(values, returns, mask).slope)
+    slope = float(calibration(figures).slope)
     # A critic that is still learning says too little, so that much is allowed on that side.
     if not 0.4 < slope < 4:
         yield "scale"
 
 
-def sibling_gap(values: Tensor, cu_seqlens: Tensor, group_ids: Tensor) -> float:
+def sibling_gap(figures: Figures, group_ids: Tensor) -> float:
     """Mean over responses of |V - mean of the group| at their first token; only rounding makes it more than 0."""
-    starts = cu_seqlens[:-1].long()[cu_seqlens.diff() > 0]
-    _, owner, sizes = torch.unique(group_ids[cu_seqlens.diff() > 0], return_inverse=True, return_counts=True)
-    first = values[starts].double()
+    first = figures.first_value[figures.tokens > 0]
+    _, owner, sizes = torch.unique(group_ids[figures.tokens > 0], return_inverse=True, return_counts=True)
     means = first.new_zeros(sizes.numel()).index_add_(0, owner, first) / sizes
     shared = sizes[owner] > 1
     return float((first - means[owner]).abs()[shared].mean()) if bool(shared.any()) else 0.0
 
 
-@torch.no_grad()
-def loss_faults(weights: Tensor, selected: Tensor, cu_seqlens: Tensor) -> list[str]:
-    """Names in FAULTS of what is wrong with loss weights [T], where the responses of selected, bool [S], carry loss."""
-    of_selected = to_tokens(selected, cu_seqlens)
-    counted = weights[of_selected] != 0
-    if counted.numel() == 0:
-        return []
-    if float(counted.double().mean()) < 0.5:
-        return ["mask"]
+def loss_counts(weights: Tensor, selected: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Of the responses that carry loss (selected, bool [S]), with loss weights [T]: tokens, those with a weight,
+    responses, those whose last token has one. int64 [4], to be added up over parts of the responses."""
+    counted = weights[to_tokens(selected, cu_seqlens)] != 0
     responses, last = last_tokens(cu_seqlens)
     ends = weights[last[selected[responses]]] != 0
-    return ["end"] if float(ends.double().mean()) < 0.5 else []
+    return torch.tensor([counted.numel(), int(counted.sum()), ends.numel(), int(ends.sum())])
+
+
+def loss_faults(counts: Tensor) -> list[str]:
+    """Names in FAULTS of what is wrong with loss weights, from loss_counts."""
+    tokens, counted, responses, ends = counts.tolist()
+    if 2 * counted < tokens:
+        return ["mask"]
+    return ["end"] if 2 * ends < responses else []
 
 
 @torch.no_grad()

@@ -1,35 +1,121 @@
 """How good values are: what they say of Monte-Carlo returns, and what two free baselines say of the same tokens.
 
-T tokens of S packed responses. `returns` are Monte-Carlo returns, whatever the critic's targets are: a target that is
-made of values can be explained by values that know nothing. Tokens whose mask [T] is 0 (observations, responses without
-a return) count nowhere. All results are float64.
+`returns` are Monte-Carlo returns, whatever the critic's targets are: a target that is made of values can be explained
+by values that know nothing. Everything follows from a few sums over each response's tokens (figures_of), which may be
+made apart for parts of the responses and joined. All results are float64.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithms.baselines import by_position, leave_one_out, positions
-from vapo_megatron.algorithms.segments import check_bounds, last_tokens, response_lengths, to_tokens
+from vapo_megatron.algorithms.baselines import (
+    bins_of_positions,
+    leave_one_out,
+    means_of_other_groups,
+    positions,
+    sums_by_group,
+)
+from vapo_megatron.algorithms.segments import check_bounds, segment_sum, to_tokens
 
 # Edges of bins are quantiles; of so many values at most, evenly drawn.
 _SAMPLE = 1 << 17
+_POSITION_BINS = 32
 
 
 @torch.no_grad()
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor | None = None) -> Tensor:
-    """1 - Var(R - V) / Var(R) over the tokens whose mask is not 0 (all without one): scalar float64.
+def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
+    """1 - Var(R - V) / Var(R) over tokens: scalar float64.
 
     1 at best, without lower bound; 0 where all returns are equal or there are none: nothing is there to explain.
     """
-    actual, predicted = _kept(returns, mask), _kept(values, mask)
+    actual, predicted = returns.double(), values.double()
     if actual.numel() == 0:
         return actual.new_zeros(())
-    variance = actual.var(correction=0)
-    residual = (actual - predicted).var(correction=0)
+    return _explained((actual - predicted).var(correction=0), actual.var(correction=0))
+
+
+def _explained(residual: Tensor, variance: Tensor) -> Tensor:
     return torch.where(variance > 0, 1 - residual / variance.where(variance > 0, 1), 0)
+
+
+class Figures(NamedTuple):
+    """What is needed of each response's tokens: [S], 0 for a response without any; biases [Q, S].
+
+    A spread is the sum of squared distances to the response's own mean, joint that of products of both distances.
+    errors are R - V; biases V - R at quantiles of the response.
+    """
+
+    tokens: Tensor
+    values: Tensor
+    values_spread: Tensor
+    returns: Tensor
+    returns_spread: Tensor
+    joint: Tensor
+    errors_spread: Tensor
+    first_value: Tensor
+    first_return: Tensor
+    last_error: Tensor
+    largest: Tensor
+    sizes: Tensor
+    biases: Tensor
+
+    @classmethod
+    def read(cls, columns: Tensor) -> "Figures":
+        """From what figures_of gave, of some responses or of all, [S, 12 + Q]."""
+        rows = columns.t()
+        return cls._make((*rows[:12].unbind(), rows[12:]))
+
+    def only(self, responses: Tensor) -> "Figures":
+        """Those of some responses, bool [S]."""
+        return Figures(*(column[..., responses] for column in self))
+
+
+@torch.no_grad()
+def figures_of(values: Tensor, returns: Tensor, cu_seqlens: Tensor, quantiles: Sequence[float] = ()) -> Tensor:
+    """The columns of Figures, [S, 12 + Q]. A response's do not depend on those beside it.
+
+    values, returns [T]. quantiles: of biases, V - R at the token floor(q (l - 1)) of l. Raises ValueError for one that
+    is outside [0, 1].
+    """
+    check_bounds(cu_seqlens, values.numel())
+    if any(not 0 <= q <= 1 for q in quantiles):
+        raise ValueError(f"quantiles must be in [0, 1], got {tuple(quantiles)}")
+    bounds, v, r = cu_seqlens.to(values.device, torch.int64), values.double(), returns.double()
+    lengths = bounds.diff()
+    count = lengths.clamp(min=1)
+
+    def centred(x: Tensor) -> tuple[Tensor, Tensor]:
+        mean = segment_sum(x, bounds) / count
+        return mean, x - to_tokens(mean, bounds)
+
+    (mean_v, from_v), (mean_r, from_r), (_, from_e) = centred(v), centred(r), centred(r - v)
+    owner = to_tokens(torch.arange(len(lengths), device=v.device), bounds)
+    largest = v.new_zeros(len(lengths)).scatter_reduce_(0, owner, v.abs(), "amax")
+    filled = lengths > 0
+
+    def at(tokens: Tensor, x: Tensor) -> Tensor:
+        found = x.new_zeros(len(lengths))
+        found[filled] = x[tokens[filled]]
+        return found
+
+    columns = [
+        *(lengths.double(), mean_v, segment_sum(from_v.square(), bounds)),
+        *(mean_r, segment_sum(from_r.square(), bounds), segment_sum(from_v * from_r, bounds)),
+        *(segment_sum(from_e.square(), bounds), at(bounds[:-1], v), at(bounds[:-1], r), at(bounds[1:] - 1, v - r)),
+        *(largest, segment_sum(v.abs(), bounds)),
+        *(at(bounds[:-1] + (q * (lengths - 1)).floor().long(), v - r) for q in quantiles),
+    ]
+    return torch.stack(columns, dim=1)
+
+
+def pooled(tokens: Tensor, means: Tensor, spreads: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance (not unbiased) over the tokens of all responses, from those of each [S]; 0 without tokens."""
+    total = tokens.sum().clamp(min=1)
+    mean = (tokens * means).sum() / total
+    return mean, (spreads.sum() + (tokens * (means - mean).square()).sum()) / total
 
 
 class Explained(NamedTuple):
@@ -44,32 +130,60 @@ class Explained(NamedTuple):
     gain: Tensor
 
 
-@torch.no_grad()
-def explained_beside_baselines(
-    values: Tensor, returns: Tensor, cu_seqlens: Tensor, group_ids: Tensor, mask: Tensor | None = None
-) -> Explained:
+def explained_beside_baselines(figures: Figures, group_ids: Tensor, position: Tensor) -> Explained:
     """Explained variance of values, of the mean of the other responses of the group, and of a table by position.
 
-    The return of a response, which the others of its group are compared with, is that of its first token.
+    The return of a response, which the others of its group are compared with, is that of its first token. position:
+    explained_by_position().
     """
-    critic = explained_variance(values, returns, mask)
-    whole = returns_of_responses(returns, cu_seqlens, mask)
-    has = response_lengths(cu_seqlens, mask) > 0
-    baseline = torch.zeros_like(whole)
-    baseline[has] = leave_one_out(whole[has], group_ids[has])
-    siblings = explained_variance(to_tokens(baseline, cu_seqlens), returns, mask)
-    position = explained_variance(by_position(returns, cu_seqlens, group_ids, mask=mask), returns, mask)
+    tokens, variance = figures.tokens, pooled(figures.tokens, figures.returns, figures.returns_spread)[1]
+    errors = pooled(tokens, figures.returns - figures.values, figures.errors_spread)[1]
+    critic = _explained(errors, variance)
+    has = tokens > 0
+    baseline = torch.zeros_like(tokens)
+    baseline[has] = leave_one_out(figures.first_return[has], group_ids[has])
+    # What is the same for all tokens of a response moves its mean alone.
+    siblings = _explained(pooled(tokens, figures.returns - baseline, figures.returns_spread)[1], variance)
     best = torch.stack((siblings, position)).max().clamp(min=0)
     return Explained(critic, siblings, position, critic - best)
 
 
-def returns_of_responses(returns: Tensor, cu_seqlens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The return of each response, that of its first token whose mask is not 0: [T] -> float64 [S]; 0 without one."""
-    first = (positions(cu_seqlens, mask) == 0) if mask is None else (positions(cu_seqlens, mask) == 0) & (mask != 0)
-    found = returns.new_zeros(cu_seqlens.numel() - 1, dtype=torch.float64)
-    owner = to_tokens(torch.arange(found.numel(), device=returns.device), cu_seqlens)
-    found[owner[first]] = returns[first].double()
-    return found
+@torch.no_grad()
+def explained_by_position(
+    returns: Tensor,
+    cu_seqlens: Tensor,
+    own: slice,
+    lengths: Tensor,
+    group_ids: Tensor,
+    known: Tensor,
+    summed: Callable[[Tensor], Tensor],
+    everywhere: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Explained variance of the mean return at the same position in the responses of all other groups: scalar.
+
+    The table has bins of about equally many tokens, and is fitted without the group of the response that is looked up:
+    its siblings share its prompt. A bin that nobody else fills has the mean return of all other groups; a group that is
+    alone has that of its other responses.
+
+    Args:
+        returns, cu_seqlens: of the responses `own` of all S, whose groups are whole.
+        lengths, group_ids: int64 [S], of all.
+        known: bool [S]; the others count nowhere.
+        summed: the sum over all parts of what was found of one.
+        everywhere: [own S, ...] to [S, ...].
+    """
+    owner = torch.unique(group_ids, return_inverse=True)[1]
+    groups = int(owner.max()) + 1 if owner.numel() else 0
+    if groups == 1:
+        owner, groups = torch.arange(owner.numel()), owner.numel()
+    bins = bins_of_positions(lengths[known], _POSITION_BINS)
+    counts = to_tokens(known[own], cu_seqlens)
+    cell = bins[positions(cu_seqlens).clamp(max=len(bins) - 1)], to_tokens(owner[own], cu_seqlens)
+    sums = summed(sums_by_group(returns[counts], cell[0][counts], cell[1][counts], _POSITION_BINS, groups))
+    residual = returns.double() - means_of_other_groups(sums)[cell]
+    found = Figures.read(everywhere(figures_of(residual, returns, cu_seqlens))).only(known)
+    variance = pooled(found.tokens, found.returns, found.returns_spread)[1]
+    return _explained(pooled(found.tokens, found.values, found.values_spread)[1], variance)
 
 
 class Calibration(NamedTuple):
@@ -82,18 +196,16 @@ class Calibration(NamedTuple):
     intercept: Tensor
 
 
-@torch.no_grad()
-def calibration(values: Tensor, returns: Tensor, mask: Tensor | None = None) -> Calibration:
+def calibration(figures: Figures) -> Calibration:
     """Least squares of returns on values."""
-    predicted, actual = _kept(values, mask), _kept(returns, mask)
-    if predicted.numel() == 0:
-        return Calibration(predicted.new_zeros(()), predicted.new_zeros(()))
-    centred = predicted - predicted.mean()
-    variance = centred.square().mean()
+    tokens = figures.tokens
+    mean, variance = pooled(tokens, figures.values, figures.values_spread)
+    actual = pooled(tokens, figures.returns, figures.returns_spread)[0]
     # Values that are all equal differ from their mean by rounding alone.
-    varies = variance > 1e-14 * predicted.square().mean()
-    slope = torch.where(varies, (centred * actual).mean() / variance.where(varies, 1), 0)
-    return Calibration(slope, actual.mean() - slope * predicted.mean())
+    varies = variance > 1e-14 * (variance + mean.square())
+    joint = figures.joint.sum() + (tokens * (figures.values - mean) * (figures.returns - actual)).sum()
+    slope = torch.where(varies, joint / tokens.sum().clamp(min=1) / variance.where(varies, 1), 0)
+    return Calibration(slope, actual - slope * mean)
 
 
 class Reliability(NamedTuple):
@@ -105,9 +217,9 @@ class Reliability(NamedTuple):
 
 
 @torch.no_grad()
-def reliability(values: Tensor, returns: Tensor, bins: int = 10, mask: Tensor | None = None) -> Reliability:
+def reliability(values: Tensor, returns: Tensor, bins: int = 10) -> Reliability:
     """Mean return in bins of about equally many tokens by their value; bins without tokens are left out."""
-    predicted, actual = _kept(values, mask), _kept(returns, mask)
+    predicted, actual = values.double(), returns.double()
     if predicted.numel() == 0:
         return Reliability(predicted, actual, predicted.long())
     sample = predicted[:: max(1, predicted.numel() // _SAMPLE)]
@@ -119,67 +231,42 @@ def reliability(values: Tensor, returns: Tensor, bins: int = 10, mask: Tensor | 
     return Reliability(sums[0] / tokens, sums[1] / tokens, tokens)
 
 
-@torch.no_grad()
-def bias_by_position(
-    values: Tensor,
-    returns: Tensor,
-    cu_seqlens: Tensor,
-    quantiles: Sequence[float] = (0, 0.25, 0.5, 0.75, 0.95),
-    mask: Tensor | None = None,
-) -> Tensor:
-    """Mean over responses of V - R at the token floor(q (l - 1)) of the l tokens of each that count.
-
-    Returns float64, one entry per quantile; empty responses do not count, and with none at all it is 0.
-    Raises ValueError for a quantile outside [0, 1].
-    """
-    check_bounds(cu_seqlens, values.numel())
-    if any(not 0 <= q <= 1 for q in quantiles):
-        raise ValueError(f"quantiles must be in [0, 1], got {tuple(quantiles)}")
-    bounds = cu_seqlens.to(values.device, torch.int64)
-    if mask is not None:
-        kept = mask.nonzero().squeeze(1)
-        values, returns, bounds = values[kept], returns[kept], torch.searchsorted(kept, bounds)
-    lengths = bounds.diff()
-    starts, lengths = bounds[:-1][lengths > 0], lengths[lengths > 0]
-    q = torch.tensor(list(quantiles), dtype=torch.float64, device=values.device)
-    token = starts + (q[:, None] * (lengths - 1)).floor().long()
-    bias = values[token].double() - returns[token].double()
-    return bias.sum(dim=1) / max(1, lengths.numel())
+def bias_by_position(figures: Figures) -> Tensor:
+    """Mean over responses of V - R at each quantile of their tokens, [Q]; 0 without responses."""
+    return figures.biases.sum(dim=1) / (figures.tokens > 0).sum().clamp(min=1)
 
 
-@torch.no_grad()
-def bias_by_outcome(
-    values: Tensor, returns: Tensor, correct: Tensor, cu_seqlens: Tensor, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def bias_by_outcome(figures: Figures, correct: Tensor) -> tuple[Tensor, Tensor]:
     """Mean of V - R over the tokens of correct and of incorrect responses; NaN where there are none of them.
 
     Values that mean returns are too low where the end was good and too high where it was bad, by as much as the end
     could not be known: at the last token both should be near 0.
     """
-    good = to_tokens(correct, cu_seqlens) != 0
-    error = _kept(values, mask) - _kept(returns, mask)
-    good = good if mask is None else good[mask != 0]
+    sums, good = figures.tokens * (figures.values - figures.returns), correct != 0
+    return sums[good].sum() / figures.tokens[good].sum(), sums[~good].sum() / figures.tokens[~good].sum()
+
+
+def bias_at_end(figures: Figures, correct: Tensor) -> tuple[Tensor, Tensor]:
+    """V - R at the last token of correct and of incorrect responses, mean over responses; NaN if none."""
+    has = figures.tokens > 0
+    good, error = correct[has] != 0, figures.last_error[has]
     return error[good].mean(), error[~good].mean()
 
 
-@torch.no_grad()
-def bias_at_end(
-    values: Tensor, returns: Tensor, correct: Tensor, cu_seqlens: Tensor, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """V - R at the last token that counts of correct and of incorrect responses, mean over responses; NaN if none."""
-    responses, last = last_tokens(cu_seqlens, mask)
-    good, error = correct[responses] != 0, values[last].double() - returns[last].double()
-    return error[good].mean(), error[~good].mean()
+def signs_of(advantages: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Of each response the sum of its advantages' signs, and how many are not 0: [T] -> float64 [S, 2]."""
+    sign = advantages.sign().double()
+    return torch.stack((segment_sum(sign, cu_seqlens), segment_sum(sign.abs(), cu_seqlens)), dim=1)
 
 
-@torch.no_grad()
-def sign_agreement(advantages: Tensor, outcomes: Tensor, cu_seqlens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Correlation over tokens of the advantage's sign with the final result [S] of its response: scalar.
-
-    0 where either is the same everywhere.
-    """
-    sign = _kept(advantages, mask).sign()
-    return correlation(sign, _kept(to_tokens(outcomes, cu_seqlens), mask))
+def sign_agreement(signs: Tensor, lengths: Tensor, outcomes: Tensor) -> Tensor:
+    """Correlation over tokens of the advantage's sign (signs_of, [S, 2]) with the final result [S] of its response:
+    scalar; 0 where either is the same everywhere."""
+    total, (sums, squares) = lengths.sum().double().clamp(min=1), signs.sum(0)
+    mean, (outcome, outcomes_variance) = sums / total, pooled(lengths, outcomes.double(), torch.zeros(()))
+    joint = (signs[:, 0] * (outcomes.double() - outcome)).sum() / total
+    scale = ((squares / total - mean.square()).clamp(min=0) * outcomes_variance).sqrt()
+    return torch.where(scale > 1e-12, joint / scale.where(scale > 1e-12, 1), 0)
 
 
 @torch.no_grad()
@@ -190,7 +277,3 @@ def correlation(x: Tensor, y: Tensor) -> Tensor:
     x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
     scale = (x.square().mean() * y.square().mean()).sqrt()
     return torch.where(scale > 1e-12, (x * y).mean() / scale.where(scale > 1e-12, 1), 0)
-
-
-def _kept(x: Tensor, mask: Tensor | None) -> Tensor:
-    return x.double() if mask is None else x[mask != 0].double()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithms.baselines import even_bins, mean_of_other_groups
+from vapo_megatron.algorithms.baselines import even_bins, means_of_other_groups, sums_by_group
 from vapo_megatron.algorithms.gae import segmented_gae
 from vapo_megatron.algorithms.segments import place_terminal
 
@@ -64,7 +64,9 @@ def position_table(probes: Probes) -> Tensor:
     """The mean true value at about the same position, over the other prompts: [P]."""
     bins = max(1, min(_MOST_BINS, len(probes.values) // _MOST_BINS))
     prompts = int(probes.prompts.max()) + 1
-    return mean_of_other_groups(probes.truth, even_bins(probes.positions, bins), probes.prompts, bins, prompts)
+    bin_of = even_bins(probes.positions, bins)
+    sums = sums_by_group(probes.truth, bin_of, probes.prompts, bins, prompts)
+    return means_of_other_groups(sums)[bin_of, probes.prompts]
 
 
 def cross_fit(probes: Probes, *predictors: Tensor) -> Tensor:

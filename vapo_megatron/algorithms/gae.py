@@ -45,6 +45,7 @@ def segmented_gae(
     gamma: float = 1.0,
     mask: Tensor | None = None,
     bootstrap_values: Tensor | None = None,
+    of: Tensor | None = None,
 ) -> Tensor:
     """Advantages of S packed responses; linear in tokens, no step over time.
 
@@ -56,6 +57,8 @@ def segmented_gae(
         gamma: discount in [0, 1].
         mask: [T]; tokens with 0 (observations) are stepped over: they get 0 and neither discount nor bootstrap.
         bootstrap_values: [S] value of the state after the last token; None is 0 for every response.
+        of: int64, the lengths of all responses of which these are a part: a response then has the same sums to the bit
+            in whichever part it is. None: these are all.
 
     Returns:
         [T], float32 or the wider dtype of rewards and values. Carries no gradient.
@@ -63,7 +66,7 @@ def segmented_gae(
     Raises:
         ValueError: shapes that do not fit each other, or lambda or gamma outside [0, 1].
     """
-    (advantages,) = _advantages(rewards, values, cu_seqlens, (lam,), gamma, mask, bootstrap_values)
+    (advantages,) = _advantages(rewards, values, cu_seqlens, (lam,), gamma, mask, bootstrap_values, of)
     return advantages
 
 
@@ -77,6 +80,7 @@ def decoupled_gae(
     gamma: float = 1.0,
     mask: Tensor | None = None,
     bootstrap_values: Tensor | None = None,
+    of: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advantages under lam_policy and value targets A + V under lam_critic (VC-PPO, arXiv 2503.01491, section 3.3).
 
@@ -84,7 +88,7 @@ def decoupled_gae(
     from advantages that nothing has whitened.
     """
     lambdas = (lam_policy, lam_critic)
-    policy, critic = _advantages(rewards, values, cu_seqlens, lambdas, gamma, mask, bootstrap_values)
+    policy, critic = _advantages(rewards, values, cu_seqlens, lambdas, gamma, mask, bootstrap_values, of)
     targets = critic.add_(values)
     return policy, targets if mask is None else targets.masked_fill_(mask == 0, 0)
 
@@ -96,7 +100,8 @@ def monte_carlo_returns(rewards: Tensor, cu_seqlens: Tensor, gamma: float) -> Te
     rewards float32 [S], cu_seqlens int64 [S + 1] -> float32 [T]. A response's do not depend on those beside it.
     """
     following = to_tokens(cu_seqlens[1:] - 1, cu_seqlens) - torch.arange(int(cu_seqlens[-1]))
-    discounts = gamma ** torch.arange(int(cu_seqlens.diff().max()), dtype=torch.float64)
+    longest = int(cu_seqlens.diff().max()) if rewards.numel() else 0
+    discounts = gamma ** torch.arange(longest, dtype=torch.float64)
     return discounts.float()[following] * to_tokens(rewards, cu_seqlens)
 
 
@@ -173,10 +178,11 @@ def _advantages(
     gamma: float,
     mask: Tensor | None,
     bootstrap_values: Tensor | None,
+    of: Tensor | None,
 ) -> list[Tensor]:
     found = temporal_differences(rewards, values, cu_seqlens, gamma, mask, bootstrap_values)
     decays = [decay(lam, gamma, cu_seqlens.numel() - 1, rewards.device) for lam in lambdas]
-    scans = suffix_scan_(found.deltas, found.cu_seqlens.diff(), decays)
+    scans = suffix_scan_(found.deltas, found.cu_seqlens.diff(), decays, of)
     return [found.unpack(scan, rewards.numel()) for scan in scans]
 
 

@@ -54,14 +54,16 @@ def corrected_gae(
     deltas, bounds, kept = found
     if kept is not None:
         values, rho, c = values[kept], rho[kept], c[kept]
-    ends = last_tokens(bounds)[1]
+    ends, most = last_tokens(bounds)[1], torch.finfo(deltas.dtype).max
     weighted = deltas * rho
 
     def corrections(lam: float | Tensor) -> tuple[Tensor, Tensor]:
         """gamma * lambda of each token, 0 on the last of its response; D."""
         discounts = to_tokens(decay(lam, gamma, bounds.numel() - 1, deltas.device).to(deltas.dtype), bounds)
         discounts[ends] = 0
-        return discounts, varying_suffix_scan(weighted, discounts * c.to(deltas.dtype))
+        # In float64: what stands beside a response, and so how sums are cut, is then lost in the rounding to float32.
+        found = varying_suffix_scan(weighted.double(), (discounts * c.to(deltas.dtype)).double())
+        return discounts, found.clamp(-most, most).to(deltas.dtype)
 
     targets = corrections(lam_critic)[1] + values
     discounts, following = corrections(lam_policy)

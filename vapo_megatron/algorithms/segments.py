@@ -43,6 +43,22 @@ def segment_mean(x: Tensor, cu_seqlens: Tensor, mask: Tensor | None = None) -> T
     return segment_sum(x, cu_seqlens) / response_lengths(cu_seqlens, mask).clamp(min=1)
 
 
+def extent(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Of each response's x [T]: mean, sum of squared distances to it, least and largest: float64 [S, 4].
+
+    0, 0, infinity and its negative for an empty one. A response's do not depend on those beside it.
+    """
+    x, responses = x.double(), cu_seqlens.numel() - 1
+    owner = to_tokens(torch.arange(responses, device=x.device), cu_seqlens)
+    mean = segment_sum(x, cu_seqlens) / response_lengths(cu_seqlens).clamp(min=1)
+    spread = segment_sum((x - mean[owner]).square(), cu_seqlens)
+    ends = [
+        x.new_full((responses,), start).scatter_reduce_(0, owner, x, kind)
+        for start, kind in ((torch.inf, "amin"), (-torch.inf, "amax"))
+    ]
+    return torch.stack((mean, spread, *ends), dim=1)
+
+
 def last_tokens(cu_seqlens: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Find the last token of every response that has one (whose mask is not 0, where a mask [T] is given).
 

@@ -21,13 +21,15 @@ COPY_FROM_LENGTH = 1024
 SLAB_TOKENS = 1 << 20
 
 
-def suffix_scan_(x: Tensor, lengths: Tensor, decays: Sequence[Tensor]) -> list[Tensor]:
+def suffix_scan_(x: Tensor, lengths: Tensor, decays: Sequence[Tensor], of: Tensor | None = None) -> list[Tensor]:
     """Scan each response from its last token to its first, once for every decay.
 
     Args:
         x: contiguous [T] floating point, S responses end to end; overwritten with the last result.
         lengths: int64 [S], which sum to T.
         decays: one or more vectors float64 [S] with entries in [0, 1].
+        of: int64, the lengths of all responses of which these are a part: how sums are cut depends on them alone, so
+            that a response has the same sums to the bit in whichever part it is. None: these are all.
 
     Returns:
         For each decay, y [T] with y_t = x_t + decay[s] * y_{t+1} in response s and y_{t+1} = 0 after its end.
@@ -35,7 +37,7 @@ def suffix_scan_(x: Tensor, lengths: Tensor, decays: Sequence[Tensor]) -> list[T
     """
     starts = lengths.cumsum(0) - lengths
     responses = (starts // SLAB_TOKENS).unique_consecutive(return_counts=True)[1].tolist()
-    slabs = [_Slab(part) for part in lengths.split(responses)]
+    slabs = [_Slab(part, lengths if of is None else of) for part in lengths.split(responses)]
     tokens = [slab.tokens for slab in slabs]
     room = max((slab.padded_tokens for slab in slabs), default=0)
     padded, work = x.new_empty((2, room), dtype=_matmul_dtype(x.dtype))
@@ -58,9 +60,9 @@ class _Slab:
     save padding: an eighth of the mean length, or half a chunk.
     """
 
-    def __init__(self, lengths: Tensor) -> None:
+    def __init__(self, lengths: Tensor, of: Tensor) -> None:
         self.tokens = int(lengths.sum())
-        mean_length = self.tokens // lengths.numel()
+        mean_length = int(of.sum()) // of.numel()
         self.tile = CHUNK
         while self.tile < LONGEST_TILE and 8 * self.tile <= mean_length:
             self.tile *= 2
@@ -69,7 +71,7 @@ class _Slab:
         # Few long runs are quicker to copy, many short ones to index.
         self.layout = _Copied(lengths, padding) if mean_length >= COPY_FROM_LENGTH else _Indexed(lengths, padding)
         self.padded_tokens = self.tokens + int(padding.sum())
-        self.rows = _Rows(tiles, self.padded_tokens // self.tile)
+        self.rows = _Rows(tiles, self.padded_tokens // self.tile, (of + (self.tile - 1)) // self.tile)
 
     def scan(self, x: Tensor, decays: Sequence[Tensor], scans: Sequence[Tensor], padded: Tensor, work: Tensor) -> None:
         """Write the scan of x for each decay into `scans`; padded and work are room for padded_tokens or more."""
@@ -81,10 +83,13 @@ class _Slab:
 
 
 class _Rows:
-    """Responses padded to whole rows: response s has counts[s] of the N rows, one after another."""
+    """Responses padded to whole rows: response s has counts[s] of the N rows, one after another.
 
-    def __init__(self, counts: Tensor, rows: int) -> None:
-        self.counts = counts
+    of: the counts of all responses of which these are a part.
+    """
+
+    def __init__(self, counts: Tensor, rows: int, of: Tensor) -> None:
+        self.counts, self.of = counts, of
         self.owner = torch.arange(counts.numel(), device=counts.device).repeat_interleave(counts, output_size=rows)
         self.last = counts[counts > 0].cumsum(0) - 1
 
@@ -94,7 +99,7 @@ class _Rows:
         if width == 1:
             out.copy_(x)
             if rows > self.last.numel():
-                suffix_scan_(out.view(-1), self.counts, [decay])
+                suffix_scan_(out.view(-1), self.counts, [decay], self.of)
             return out
         size = min(width, CHUNK)
         # Powers come from float64: in float32 the rounding of the decay would be raised to the power as well.

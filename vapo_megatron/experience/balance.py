@@ -63,6 +63,10 @@ class MicrobatchPlan(Sequence[list[list[int]]]):
         """Data-parallel ranks."""
         return len(self._ranks)
 
+    def samples_of(self, dp_rank: int) -> NDArray[np.int64]:
+        """All samples of a data-parallel rank, ascending."""
+        return np.sort(self._samples[self._ranks[dp_rank]])
+
     def __getitem__(self, dp_rank: Any) -> Any:
         even = _level_tokens(self._ranks[dp_rank], self._work, self._tokens, self.microbatches, self._budget)
         if even is None:

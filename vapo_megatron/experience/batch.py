@@ -1,8 +1,8 @@
-"""One rollout's samples as flat tensors, the same on every rank.
+"""Samples as flat tensors, and what goes by samples alone.
 
-Everything that algorithms see of a rollout is a table over response tokens with `cu_seqlens`. Every rank sees all of it
-(about 40 bytes per token, once a machine): advantages, whitening, denominators and mini-batches are then computed on
-every rank from the same numbers, and no parallel layout can change them.
+Everything that algorithms see of a rollout is a table over response tokens with `cu_seqlens`. A rank holds some of the
+samples of a rollout as an ExperienceBatch, and of all of them what goes by samples (SampleTable): denominators and
+mini-batches are computed on every rank from the same numbers, and no parallel layout can change them.
 """
 
 from collections.abc import Sequence
@@ -58,6 +58,7 @@ class ExperienceBatch:
         advantages: float32 [T].
         returns: float32 [T], value targets.
         selected: bool [S], whether the sample carries loss.
+        accepted_lengths: int64 [S], response tokens that importance sampling accepts, where the others do not count.
         importance_weights: float32 [T], on the policy loss, for the engine's policy not being the trainer's.
 
     Raises:
@@ -84,6 +85,7 @@ class ExperienceBatch:
     advantages: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
     returns: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
     selected: Tensor | None = field(default=None, metadata=_over("samples", torch.bool))
+    accepted_lengths: Tensor | None = field(default=None, metadata=_over("samples", torch.int64))
     importance_weights: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
 
     def __post_init__(self) -> None:
@@ -117,8 +119,13 @@ class ExperienceBatch:
         """int64 [S], prompt and response."""
         return self.cu_seqlens.diff()
 
+    def table(self) -> "SampleTable":
+        """What goes by samples."""
+        taken: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(SampleTable)}
+        return SampleTable(**taken)
+
     def select(self, samples: Sequence[int]) -> "ExperienceBatch":
-        """Some of the samples, in the order given, with every field that is there, as copies.
+        """Some of the samples, in the order given, with every field that is there.
 
         Raises:
             ValueError: a field that was filled in has another shape or dtype than it should.
@@ -135,7 +142,7 @@ class ExperienceBatch:
             elif over == "samples":
                 taken[f.name] = tensor[chosen]
             else:
-                taken[f.name] = _stretches(tensor, self._bounds(over), chosen)
+                taken[f.name] = stretches(tensor, self._bounds(over), chosen)
         return ExperienceBatch(**taken)
 
     def sample_experts(self, sample: int) -> Tensor | None:
@@ -166,13 +173,60 @@ class ExperienceBatch:
         return int(self._bounds(over)[-1])
 
 
+@dataclass
+class SampleTable:
+    """What goes by samples, of S of them: the fields that an ExperienceBatch has under the same names.
+
+    Attributes:
+        response_lengths: int64 [S], EOS included.
+    """
+
+    prompt_lengths: Tensor
+    response_lengths: Tensor
+    rewards: Tensor
+    correct: Tensor
+    truncated: Tensor
+    group_ids: Tensor
+    greedy_rewards: Tensor | None = None
+    baselines: Tensor | None = None
+    shaped_rewards: Tensor | None = None
+    selected: Tensor | None = None
+    accepted_lengths: Tensor | None = None
+
+    @property
+    def samples(self) -> int:
+        """S."""
+        return len(self.prompt_lengths)
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 [S], prompt and response."""
+        return self.prompt_lengths + self.response_lengths
+
+    def select(self, samples: Tensor) -> "SampleTable":
+        """Some of the samples, in the order given: int64."""
+        taken: dict[str, Any] = {}
+        for f in fields(self):
+            tensor = getattr(self, f.name)
+            taken[f.name] = None if tensor is None else tensor[samples]
+        return SampleTable(**taken)
+
+    def batch(self, **over_tokens: Tensor) -> ExperienceBatch:
+        """All of them, with what goes by their tokens."""
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "response_lengths"}
+        bounds = {"cu_seqlens": offsets(self.lengths), "response_cu_seqlens": offsets(self.response_lengths)}
+        return ExperienceBatch(**over_tokens, **bounds, **found)
+
+
 def offsets(lengths: Tensor) -> Tensor:
     """Where each of S stretches begins that lie end to end, and where the last one ends: int64 [S] -> [S + 1]."""
     return torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
 
 
-def _stretches(values: Tensor, bounds: Tensor, chosen: Tensor) -> Tensor:
-    """The stretches of the chosen samples, one after another, as a copy."""
+def stretches(values: Tensor, bounds: Tensor, chosen: Tensor) -> Tensor:
+    """The stretches of the chosen samples, one after another; a view where they lie so already."""
+    if len(chosen) and bool((chosen.diff() == 1).all()):
+        return values[int(bounds[chosen[0]]) : int(bounds[chosen[-1] + 1])]
     starts, ends = bounds[chosen].tolist(), bounds[chosen + 1].tolist()
     return torch.cat([values[:0], *(values[start:end] for start, end in zip(starts, ends, strict=True))])
 

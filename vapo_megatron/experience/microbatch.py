@@ -2,12 +2,32 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.experience.zigzag import local_positions
+
+
+class Share(Sequence[int]):
+    """The samples that a rank computes of a batch, their places in it: what the rank's part of a plan comes to.
+
+    Attributes:
+        microbatches: places in the batch of the samples of each micro-batch.
+        of: how many samples there are on all data-parallel ranks together.
+    """
+
+    def __init__(self, microbatches: Sequence[Sequence[int]], of: int) -> None:
+        self.microbatches, self.of = microbatches, of
+        self._places = sorted(place for members in microbatches for place in members)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._places[index]
 
 
 @dataclass(frozen=True)
@@ -104,3 +124,17 @@ def pack(
         tuple(lengths),
         None if experts is None else experts[local],
     )
+
+
+class Packed(Sequence[MicroBatch]):
+    """The micro-batches of a share of a batch, each packed when it is asked for: none takes memory before its turn."""
+
+    def __init__(self, batch: ExperienceBatch, share: Share, *how: Any) -> None:
+        """how: what pack() is given beside batch and samples."""
+        self._batch, self._share, self._how = batch, share, how
+
+    def __len__(self) -> int:
+        return len(self._share.microbatches)
+
+    def __getitem__(self, index: Any) -> Any:
+        return pack(self._batch, self._share.microbatches[index], *self._how)

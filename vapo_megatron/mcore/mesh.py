@@ -44,6 +44,15 @@ class Mesh:
         rank = (self.dp_rank * self.cp_size + self.cp_rank) * self.tp_size + self.tp_rank
         return rank < max(self.tp_size, self.ep_size)
 
+    def dp_rank_of(self, rank: int) -> int:
+        """The data-parallel rank that another rank of the world has."""
+        return rank // (self.tp_size * self.cp_size) % self.dp_size
+
+    def reporter(self, dp_rank: int) -> int:
+        """The rank of the world that has the outputs of a data-parallel rank's samples: the first of its output ranks,
+        where context-parallel ranks have brought theirs together."""
+        return ((self.pp_size - 1) * self.dp_size + dp_rank) * self.cp_size * self.tp_size
+
     @property
     def is_last_stage(self) -> bool:
         """Whether this rank holds the model's head."""

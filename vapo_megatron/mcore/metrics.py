@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,14 +23,20 @@ class StepResult:
     updated: bool = True
 
 
-def sum_over_ranks(values: Tensor) -> Tensor:
-    """Collective: sum over all ranks of CPU tensors to which each token's speaker alone contributes."""
-    return _over_ranks(values, dist.ReduceOp.SUM)
+def sum_over_ranks(values: Tensor, group: Any = None) -> Tensor:
+    """Collective: sum over all ranks, or those of a model's group, of CPU tensors; one contributes to each token."""
+    return _over_ranks(values, dist.ReduceOp.SUM, group)
 
 
-def _over_ranks(values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+def largest_over_ranks(*values: float) -> list[float]:
+    """Collective: the largest that any rank has of each value."""
+    found: list[float] = _over_ranks(torch.tensor(values), dist.ReduceOp.MAX).tolist()
+    return found
+
+
+def _over_ranks(values: Tensor, op: dist.ReduceOp.RedOpType, group: Any = None) -> Tensor:
     moved = values.to(current_platform().device)
-    dist.all_reduce(moved, op=op)
+    dist.all_reduce(moved, op=op, group=group)
     return moved.cpu()
 
 

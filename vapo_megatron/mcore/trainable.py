@@ -17,9 +17,9 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
 from vapo_megatron.config.model import ActorConfig, ModelConfig, TrainableConfig
-from vapo_megatron.experience.balance import Cost, plan_microbatches
+from vapo_megatron.experience.balance import Cost, MicrobatchPlan, plan_microbatches
 from vapo_megatron.experience.batch import ExperienceBatch
-from vapo_megatron.experience.microbatch import MicroBatch, pack
+from vapo_megatron.experience.microbatch import MicroBatch, Packed, Share
 from vapo_megatron.mcore.data_parallel import sum_model_grads, wrap
 from vapo_megatron.mcore.guarded_step import GuardedStep
 from vapo_megatron.mcore.layer_spec import parameters_of
@@ -199,7 +199,7 @@ class Trainable:
             drop_fp8_copies(self._chunks)
 
     @property
-    def _replays(self) -> bool:
+    def replays(self) -> bool:
         """Whether tokens go through the engine's experts where these are known. A critic's experts and those of a
         reference policy have other weights: they choose for themselves."""
         return bool(self.spec.num_experts) and self.head == "lm" and self._optimizer is not None
@@ -212,31 +212,27 @@ class Trainable:
             float(self.spec.num_layers * self.spec.num_heads * self.spec.head_dim),
         )
 
-    def microbatches(self, batch: ExperienceBatch, samples: Sequence[int]) -> list[MicroBatch]:
-        """This rank's packed part of some samples of a batch."""
-        layout, mesh = self.config.layout, self.mesh
-        plan = plan_microbatches(
+    def plan(self, lengths: Tensor, samples: Sequence[int]) -> MicrobatchPlan:
+        """Which data-parallel rank computes which of some samples. lengths: int64 [S], of all of them by number."""
+        layout = self.config.layout
+        return plan_microbatches(
             samples,
-            batch.lengths.numpy(),
-            dp_size=mesh.dp_size,
+            lengths.numpy(),
+            dp_size=self.mesh.dp_size,
             max_tokens=self.config.max_tokens_per_microbatch * layout.cp,
             cost=self.cost,
             alignment=layout.alignment,
             total_alignment=self.config.total_alignment,
             multiple_of=layout.pp if layout.vpp else 1,
         )
-        return [
-            pack(
-                batch,
-                members,
-                layout.alignment,
-                self.config.total_alignment,
-                layout.cp,
-                mesh.cp_rank,
-                with_experts=self._replays,
-            )
-            for members in plan[mesh.dp_rank]
-        ]
+
+    def microbatches(self, batch: ExperienceBatch, samples: Sequence[int]) -> Packed:
+        """This rank's part of some samples of a batch, all of them where they are a Share; packed when asked for."""
+        share = samples
+        if not isinstance(share, Share):
+            share = Share(self.plan(batch.lengths, samples)[self.mesh.dp_rank], len(samples))
+        layout, total = self.config.layout, self.config.total_alignment
+        return Packed(batch, share, layout.alignment, total, layout.cp, self.mesh.cp_rank, self.replays)
 
     @torch.no_grad()
     def score(
@@ -245,37 +241,54 @@ class Trainable:
         on_done: Callable[[int], None] | None = None,
         temperature: float | None = None,
         read: Callable[[Tensor], Tensor] | None = None,
+        share: Share | None = None,
     ) -> Tensor:
         """Collective: outputs for every response token of a batch.
 
         Args:
-            batch: what to score.
+            batch: what to score, the same on every rank unless there is a share.
             on_done: called with numbers of samples as they are done, going by this rank's share of the work.
             temperature: stands in for the model's own.
             read: from a value head's outputs [t, n] to values [t]; None takes the first.
+            share: all of the batch, which is what this rank's part of a plan comes to.
 
         Returns:
-            float32 [T, 2] log-probs and entropies, or [T, 1] values; the same on every rank.
+            float32 [T, 2] log-probs and entropies, or [T, 1] values; the same on every rank, of a share on the ranks
+            that have its outputs.
         """
         self._offloader.require("weights")
-        result = torch.zeros(batch.response_tokens, 2 if self.head == "lm" else 1)
-        microbatches = self.microbatches(batch, range(batch.samples))
+        found: list[tuple[MicroBatch, Tensor]] = []
+        samples = range(batch.samples) if share is None else share
+        microbatches = self.microbatches(batch, samples)
 
         def collect(microbatch: MicroBatch, output: Tensor, non_loss_data: bool = True) -> None:
             if self.mesh.is_output_rank:
-                found = output[0].float()
+                outputs = output[0].float()
                 if self.head == "value":
-                    found = (found[:, 0] if read is None else read(found))[:, None]
-                microbatch.scatter(result, found.cpu())
+                    outputs = (outputs[:, 0] if read is None else read(outputs))[:, None]
+                found.append((microbatch, outputs))
 
         self._run(
             microbatches,
             collect,
             forward_only=True,
             temperature=temperature,
-            on_forward=samples_done(batch.samples, on_done),
+            on_forward=samples_done(batch.samples if share is None else share.of, on_done),
         )
-        return sum_over_ranks(result)
+        return self._in_place(batch, samples, found, 2 if self.head == "lm" else 1)
+
+    def _in_place(
+        self, batch: ExperienceBatch, samples: Sequence[int], found: list[tuple[MicroBatch, Tensor]], width: int
+    ) -> Tensor:
+        """Collective: outputs of micro-batches at their response tokens of the batch, [T, width]."""
+        if isinstance(samples, Share) and not self.mesh.is_output_rank:
+            return torch.zeros(0, width)
+        outputs = torch.zeros(batch.response_tokens, width)
+        for microbatch, part in found:
+            microbatch.scatter(outputs, part.cpu())
+        if not isinstance(samples, Share):
+            return sum_over_ranks(outputs)
+        return sum_over_ranks(outputs, self.mesh.pg.cp) if self.mesh.cp_size > 1 else outputs
 
     def train_step(
         self, batch: ExperienceBatch, samples: Sequence[int], loss: TokenLoss, keep_outputs: bool = False
@@ -283,7 +296,8 @@ class Trainable:
         """Collective: one optimizer step on some samples of a batch; none where `accepts` refuses it, by the model's
         name, gradient norm and the loss's metrics: weights, optimizer and schedule then stay as they are.
 
-        keep_outputs: also return what score() would have returned before the step, for these samples; 0 elsewhere.
+        Samples may be a Share of the batch, which is this rank's alone. keep_outputs: also return what score() would
+        have returned before the step, for these samples; 0 elsewhere.
         """
         kept: list[tuple[MicroBatch, Tensor]] | None = [] if keep_outputs else None
         totals = self._backward(batch, samples, loss, kept)
@@ -293,10 +307,8 @@ class Trainable:
         self._gathering = self.wrapped[0].ddp_config.overlap_param_gather
         outputs = None
         if kept is not None:
-            outputs = torch.zeros(batch.response_tokens, 2 if self.head == "lm" else self.spec.value_outputs)
-            for microbatch, found in kept:
-                microbatch.scatter(outputs, found.cpu())
-            outputs = sum_over_ranks(outputs)
+            width = 2 if self.head == "lm" else self.spec.value_outputs
+            outputs = self._in_place(batch, samples, kept, width)
         return StepResult(grad_norm, float(self._optimizer.param_groups[0]["lr"]), metrics, outputs, updated)
 
     def _accepts_update(self, metrics: dict[str, float], grad_norm: float) -> bool:
@@ -340,7 +352,7 @@ class Trainable:
 
     def _run(
         self,
-        microbatches: list[MicroBatch],
+        microbatches: Packed,
         consume: Callable[..., Any],
         forward_only: bool,
         temperature: float | None = None,

@@ -71,6 +71,10 @@ class Recorder:
         if self.is_main_rank:
             self._samples.write(step, samples)
 
+    def estimated(self, group_ids: Tensor) -> int:
+        """How many of a step's samples, the first ones, estimates() is to be given. group_ids: int64 [S], in order."""
+        return self._samples.with_tokens_among(group_ids)
+
     def estimates(self, step: int, values: Tensor | None, advantages: Tensor | None, cu_seqlens: Tensor) -> None:
         """Keep what critic and advantages [T] say of the tokens of some of the step's samples (SampleWriter)."""
         if self.is_main_rank:

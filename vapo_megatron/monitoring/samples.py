@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vapo_megatron.experience.jsonl import write_rows
@@ -37,6 +38,11 @@ class SampleWriter:
         self._rows = [_row(sample) for _, sample in self._kept]
         return self._save(step) if self._rows else None
 
+    def with_tokens_among(self, group_ids: Tensor) -> int:
+        """How many of a step's samples, the first ones, add_estimates is to be given. group_ids: int64 [S]."""
+        kept = group_ids.unique()[: self._groups if self._with_tokens else 0]
+        return int(torch.isin(group_ids, kept).nonzero().max()) + 1 if len(kept) else 0
+
     def add_estimates(self, step: int, values: Tensor | None, advantages: Tensor | None, cu_seqlens: Tensor) -> None:
         """Add `estimates` to some rows of the step: half of them correct responses, the first there are.
 
@@ -44,7 +50,8 @@ class SampleWriter:
         it), their values and advantages, and `left_out`, how many tokens there are between the first half and the last.
 
         Args:
-            values, advantages: float32 [T], of all samples that were given to write; None where there are none.
+            values, advantages: float32 [T], of the first samples that were given to write (with_tokens_among); None
+                where there are none.
             cu_seqlens: int64 [S + 1].
         """
         if self._decode is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from vapo_megatron.algorithms import advantages, importance, shaping
 from vapo_megatron.algorithms.baselines import leave_one_out
 from vapo_megatron.algorithms.critic_faults import value_faults
-from vapo_megatron.algorithms.critic_metrics import sign_agreement
+from vapo_megatron.algorithms.critic_metrics import Figures, figures_of, sign_agreement, signs_of
 from vapo_megatron.algorithms.gae import bootstrap_of_truncated, decoupled_gae, length_adaptive_lambda, segmented_gae
 from vapo_megatron.algorithms.kl import k1
 from vapo_megatron.algorithms.off_policy import corrected_gae
@@ -22,66 +22,71 @@ from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.metrics import advantage_metrics, value_metrics
+from vapo_megatron.training.shards import ShardedBatch
 from vapo_megatron.training.user_functions import user_advantages, user_selection
 
 
 def estimate_advantages(
-    batch: ExperienceBatch, config: AlgorithmConfig, recorder: Recorder, new_critic: bool = False
+    batch: ShardedBatch, config: AlgorithmConfig, recorder: Recorder, new_critic: bool = False
 ) -> None:
-    """Fill shaped_rewards, selected, advantages and, where there is a critic, returns of a scored batch.
+    """Collective: fill shaped_rewards, selected, advantages and, where there is a critic, returns of a scored batch.
 
-    No communication. new_critic: nothing has trained the critic yet.
+    new_critic: nothing has trained the critic yet.
     """
-    best, filtered = None, None
+    best, filtered, own, table = None, None, batch.own, batch.table
     with recorder.timer("advantages"):
-        rewards = shaped_rewards(batch, config.shaping)
-        batch.shaped_rewards = rewards
+        rewards = shaped_rewards(table, config.shaping)
+        batch.fill(shaped_rewards=rewards)
         if config.uses_critic:
-            gae(batch, token_rewards(batch, rewards, config), config)
-            lam = policy_lambda(batch, config.advantage)
+            gae(own, token_rewards(own, config), config, table.response_lengths)
+            lam = policy_lambda(table.response_lengths, config.advantage)
             recorder.add(
                 {"advantage/lambda_mean": float(lam.mean()), "advantage/lambda_clamped": clamped(lam, config.advantage)}
             )
         elif config.advantage.estimator == "reinforce_pp":
-            penalty, bounds = kl_penalty(batch, config.kl), batch.response_cu_seqlens
-            batch.advantages = advantages.reinforce_pp(rewards, penalty, bounds, 1.0, config.advantage.gamma)
+            penalty, bounds = kl_penalty(own, config.kl), own.response_cu_seqlens
+            own.advantages = advantages.reinforce_pp(
+                rewards[batch.at_home], penalty, bounds, 1.0, config.advantage.gamma, table.response_lengths
+            )
         elif config.advantage.function is None:
             found = response_advantages(batch, rewards, config)
-            batch.advantages = to_tokens(found, batch.response_cu_seqlens)
+            own.advantages = to_tokens(found[batch.at_home], own.response_cu_seqlens)
             if config.advantage.estimator == "raft":
-                best = (found > 0) & batch.correct if config.advantage.raft_needs_correct else found > 0
+                best = (found > 0) & table.correct if config.advantage.raft_needs_correct else found > 0
         if config.advantage.function is not None:
-            batch.advantages = user_advantages(config.advantage.function, batch)
+            own.advantages = batch.on_whole(partial(user_advantages, config.advantage.function), by_samples=False)
         if config.filter_function is not None:
-            filtered = user_selection(config.filter_function, batch)
+            filtered = batch.on_whole(partial(user_selection, config.filter_function), by_samples=True)
             recorder.add({"filter/kept": float(filtered.float().mean())})
-        batch.selected = loss_mask(batch.truncated, config.shaping.truncated == "mask", best, filtered)
-        assert batch.advantages is not None, "the estimator has filled them in"
-        of_selected = to_tokens(batch.selected, batch.response_cu_seqlens)
-        batch.advantages = whiten(batch.advantages, of_selected, config.advantage)
-    recorder.add(advantage_metrics(batch.advantages, rewards))
+        batch.fill(selected=loss_mask(table.truncated, config.shaping.truncated == "mask", best, filtered))
+        assert own.advantages is not None, "the estimator has filled them in"
+        own.advantages = whiten(batch, own.advantages, config.advantage)
+    recorder.add(advantage_metrics(batch))
     recorder.add(critic_row(batch, config, new_critic))
 
 
-def critic_row(batch: ExperienceBatch, config: AlgorithmConfig, new_critic: bool = False) -> dict[str, float]:
-    """How good advantages and the critic's values are, on a batch that the critic has not yet learnt from.
+def critic_row(batch: ShardedBatch, config: AlgorithmConfig, new_critic: bool = False) -> dict[str, float]:
+    """Collective: how good advantages and the critic's values are, on a batch that the critic has not yet learnt from.
 
     new_critic: it has never been updated.
     """
-    bounds = batch.response_cu_seqlens
-    assert batch.advantages is not None and batch.shaped_rewards is not None, "no advantages: estimate them first"
-    known = to_tokens(returns_known(batch.truncated, config.shaping), bounds)
-    row = {names.SIGN_AGREEMENT: float(sign_agreement(batch.advantages, batch.rewards, bounds, known))}
-    if batch.values is None:
+    own, table, bounds = batch.own, batch.table, batch.own.response_cu_seqlens
+    assert own.advantages is not None, "no advantages: estimate them first"
+    known = returns_known(table.truncated, config.shaping)
+    signs = batch.everywhere(signs_of(own.advantages, bounds))[known]
+    row = {names.SIGN_AGREEMENT: float(sign_agreement(signs, table.response_lengths[known], table.rewards[known]))}
+    if own.values is None:
         return row
-    rewards = token_rewards(batch, batch.shaped_rewards, config)
-    returns = segmented_gae(rewards, torch.zeros_like(rewards), bounds, 1.0, config.advantage.gamma)
+    rewards = token_rewards(own, config)
+    of, gamma = table.response_lengths, config.advantage.gamma
+    returns = segmented_gae(rewards, torch.zeros_like(rewards), bounds, 1.0, gamma, of=of)
     # A residual critic's baseline differs between the responses of a group: its head's part is judged alone.
-    baseline = 0.0 if batch.baselines is None else to_tokens(batch.baselines, bounds)
-    faults = value_faults(batch.values - baseline, returns - baseline, bounds, batch.group_ids, known)
+    baseline = 0.0 if own.baselines is None else to_tokens(own.baselines, bounds)
+    figures = Figures.read(batch.everywhere(figures_of(own.values - baseline, returns - baseline, bounds)))
+    faults = value_faults(figures, table.group_ids, known)
     if new_critic:
         faults = [fault for fault in faults if fault != "constant"]  # a new head is zero, and is not broken
-    row |= value_metrics(batch.values, returns, bounds, batch.group_ids, batch.correct, known)
+    row |= value_metrics(batch, own.values, returns, known)
     return row | {f"{names.CRITIC_FAULT}{fault}": 1.0 for fault in faults}
 
 
@@ -134,23 +139,28 @@ def kl_penalty(batch: ExperienceBatch, config: KlConfig) -> Tensor:
     return config.coef * k1(batch.old_logprobs, batch.ref_logprobs)
 
 
-def token_rewards(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig) -> Tensor:
-    """The reward [S] on the last token of each response, less the KL penalty of every token. float32 [T].
+def token_rewards(batch: ExperienceBatch, config: AlgorithmConfig) -> Tensor:
+    """The shaped reward on the last token of each response, less the KL penalty of every token. float32 [T].
 
     A truncated response has no reward where a value stands for what would have followed.
     """
+    rewards = batch.shaped_rewards
+    assert rewards is not None, "no shaped rewards: estimate_advantages comes first"
     if config.shaping.truncated == "bootstrap":
         rewards = rewards.masked_fill(batch.truncated, 0)
     return place_terminal(rewards, batch.response_cu_seqlens, batch.response_tokens) - kl_penalty(batch, config.kl)
 
 
-def gae(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig) -> None:
+def gae(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig, of: Tensor) -> None:
     """Decoupled, length-adaptive GAE over token rewards [T] (VAPO, sections 4.1 and 4.2), corrected where that is asked
-    for as if the policy that is trained had drawn the responses (V-trace)."""
+    for as if the policy that is trained had drawn the responses (V-trace).
+
+    of: int64, the lengths of all responses of which these are a part.
+    """
     values, bounds = batch.values, batch.response_cu_seqlens
     assert values is not None, "no values: the batch is not scored"
     bootstraps = config.shaping.truncated == "bootstrap"
-    estimator: Callable[..., tuple[Tensor, Tensor]] = decoupled_gae
+    estimator: Callable[..., tuple[Tensor, Tensor]] = partial(decoupled_gae, of=of)
     if config.advantage.off_policy == "vtrace":
         assert batch.old_logprobs is not None, "no log-probs: the batch is not scored"
         weights = importance.tis(batch.old_logprobs - batch.rollout_logprobs, 1.0)
@@ -159,25 +169,23 @@ def gae(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig) -> Non
         rewards,
         values,
         bounds,
-        lam_policy=policy_lambda(batch, config.advantage),
-        lam_critic=lambda_of(config.advantage.lambda_critic, batch, config.advantage),
+        lam_policy=policy_lambda(batch.response_lengths, config.advantage),
+        lam_critic=lambda_of(config.advantage.lambda_critic, batch.response_lengths, config.advantage),
         gamma=config.advantage.gamma,
         bootstrap_values=bootstrap_of_truncated(values, batch.truncated, bounds) if bootstraps else None,
     )
 
 
-def lambda_of(choice: Lambda, batch: ExperienceBatch, config: AdvantageConfig) -> Tensor:
-    """The lambda of each response, float32 [S]."""
+def lambda_of(choice: Lambda, lengths: Tensor, config: AdvantageConfig) -> Tensor:
+    """The lambda of responses of these lengths, float32 [S]."""
     if choice == "length_adaptive":
-        return length_adaptive_lambda(
-            batch.response_lengths, config.length_adaptive_alpha, config.length_adaptive_floor
-        )
-    return torch.full((batch.samples,), float(choice))
+        return length_adaptive_lambda(lengths, config.length_adaptive_alpha, config.length_adaptive_floor)
+    return torch.full((len(lengths),), float(choice))
 
 
-def policy_lambda(batch: ExperienceBatch, config: AdvantageConfig) -> Tensor:
-    """The lambda of the advantages of each response, float32 [S]."""
-    return lambda_of(config.lambda_policy, batch, config)
+def policy_lambda(lengths: Tensor, config: AdvantageConfig) -> Tensor:
+    """The lambda of the advantages of responses of these lengths, float32 [S]."""
+    return lambda_of(config.lambda_policy, lengths, config)
 
 
 def clamped(lam: Tensor, config: AdvantageConfig) -> float:
@@ -187,16 +195,17 @@ def clamped(lam: Tensor, config: AdvantageConfig) -> float:
     return float((lam <= config.length_adaptive_floor).float().mean())
 
 
-def response_advantages(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig) -> Tensor:
-    """Advantages from rewards [S] alone, the same for all tokens of a response: float32 [S].
+def response_advantages(batch: ShardedBatch, rewards: Tensor, config: AlgorithmConfig) -> Tensor:
+    """Collective: advantages from rewards [S] alone, the same for all tokens of a response: float32 [S].
 
     A KL penalty in the reward is that of the response, the sum over its tokens.
     """
-    estimator = config.advantage.estimator
-    rewards = rewards - segment_sum(kl_penalty(batch, config.kl), batch.response_cu_seqlens)
+    estimator, own, table = config.advantage.estimator, batch.own, batch.table
+    if config.kl.placement == "reward":
+        rewards = rewards - batch.everywhere(segment_sum(kl_penalty(own, config.kl), own.response_cu_seqlens))
     if estimator == "remax":
-        assert batch.greedy_rewards is not None, "no greedy rewards: they are collected with the batch"
-        return advantages.remax(rewards, batch.greedy_rewards)
+        assert table.greedy_rewards is not None, "no greedy rewards: they are collected with the batch"
+        return advantages.remax(rewards, table.greedy_rewards)
     estimators = {
         "grpo": advantages.grpo,
         "dr_grpo": advantages.dr_grpo,
@@ -204,14 +213,18 @@ def response_advantages(batch: ExperienceBatch, rewards: Tensor, config: Algorit
         "group_baseline": advantages.group_baseline,
         "raft": advantages.raft,
     }
-    return estimators[estimator](rewards, batch.group_ids)
+    return estimators[estimator](rewards, table.group_ids)
 
 
-def whiten(found: Tensor, selected: Tensor, config: AdvantageConfig) -> Tensor:
-    """Advantages [T], whitened where that is asked for over the tokens that carry loss (selected, bool [T]).
+def whiten(batch: ShardedBatch, found: Tensor, config: AdvantageConfig) -> Tensor:
+    """Collective: advantages [own T], whitened where that is asked for over the tokens of all samples that carry loss.
 
     Those of the others are 0 then. Value targets are never whitened.
     """
     if config.whiten == "none":
         return found
-    return advantages.whiten(found, selected, shift_mean=config.whiten == "full")
+    assert batch.own.selected is not None, "what carries loss is known before"
+    bounds = batch.own.response_cu_seqlens
+    selected = to_tokens(batch.own.selected, bounds)
+    sums = batch.everywhere(advantages.whitening_sums(found, selected, bounds))
+    return advantages.whiten(found, selected, shift_mean=config.whiten == "full", sums=sums)

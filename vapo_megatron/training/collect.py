@@ -1,4 +1,4 @@
-"""Collecting a rollout: prompts out, graded groups back, the same batch on every rank."""
+"""Collecting a rollout: prompts out, graded groups back, as a batch on rank 0."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,9 +15,9 @@ from vapo_megatron.experience.sample import Sample
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rollout.ledger import StepRule
 from vapo_megatron.training.advantages import shaped_rewards
-from vapo_megatron.training.broadcast import broadcast_batch
 from vapo_megatron.training.metrics import rollout_metrics
 from vapo_megatron.training.rollouts import Rollouts
+from vapo_megatron.training.shards import ShardedBatch, scatter
 
 
 def step_rule(size: BatchConfig, sampling: DynamicSamplingConfig, steps: int, rollout: RolloutConfig) -> StepRule:
@@ -31,8 +31,8 @@ def step_rule(size: BatchConfig, sampling: DynamicSamplingConfig, steps: int, ro
     return rule
 
 
-def collect(rollouts: Rollouts, config: AlgorithmConfig, step: int, recorder: Recorder) -> ExperienceBatch:
-    """Collective: the groups of the next step that Rollouts.begin has said how to choose, graded."""
+def collect(rollouts: Rollouts, config: AlgorithmConfig, step: int, recorder: Recorder) -> ExperienceBatch | None:
+    """Collective: the groups of the next step that Rollouts.begin has said how to choose, graded, on rank 0."""
     batch = None
     with rollouts.engines.attended():
         if dist.get_rank() == 0:
@@ -41,15 +41,20 @@ def collect(rollouts: Rollouts, config: AlgorithmConfig, step: int, recorder: Re
             batch = from_samples(samples)
             if config.advantage.estimator == "remax":
                 batch.greedy_rewards = greedy_rewards(rollouts, samples, config.shaping, recorder)
-    with recorder.timer("broadcast"):
-        batch = broadcast_batch(batch)
-    if batch.greedy_rewards is not None:
-        recorder.add({"reward/greedy_mean": float(batch.greedy_rewards.mean())})
     rollouts.remember_probe(batch)
-    recorder.add(rollout_metrics(batch))
-    version = float(rollouts.engines.version)
-    recorder.add({"rollout/tokens": float(batch.response_tokens), "rollout/weight_version": version})
+    if batch is not None:
+        if batch.greedy_rewards is not None:
+            recorder.add({"reward/greedy_mean": float(batch.greedy_rewards.mean())})
+        recorder.add(rollout_metrics(batch))
+        version = float(rollouts.engines.version)
+        recorder.add({"rollout/tokens": float(batch.response_tokens), "rollout/weight_version": version})
     return batch
+
+
+def spread(batch: ExperienceBatch | None, recorder: Recorder) -> ShardedBatch:
+    """Collective: rank 0's batch, each sample at home on one rank."""
+    with recorder.timer("broadcast"):
+        return scatter(batch)
 
 
 def greedy_rewards(rollouts: Rollouts, samples: Sequence[Sample], config: ShapingConfig, recorder: Recorder) -> Tensor:

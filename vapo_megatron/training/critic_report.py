@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vapo_megatron.algorithms.critic_conclusion import Conclusion, conclusion_of, described
 from vapo_megatron.algorithms.critic_faults import value_faults
-from vapo_megatron.algorithms.critic_metrics import Reliability, reliability
+from vapo_megatron.algorithms.critic_metrics import Figures, Reliability, figures_of, reliability
 from vapo_megatron.algorithms.critic_probes import (
     Interval,
     Probes,
@@ -87,8 +87,9 @@ def probed(drawn: Drawn, values: Tensor, advantage: AdvantageConfig, config: Cri
     by_lambda = rows(LAMBDAS, lambda lam: lam)
     by_alpha = rows(ALPHAS, lambda alpha: length_adaptive_lambda(drawn.lengths, alpha, floor))
     found = intervals(lambda w: figures(probes, w))
+    every = Figures.read(figures_of(values, returns, bounds))
     # Continuations of a state are not independent, as the tests of the other faults want their responses.
-    known = [f for f in value_faults(values, returns, bounds, batch.group_ids) if f in ("constant", "shift")]
+    known = [f for f in value_faults(every, batch.group_ids, every.tokens > 0) if f in ("constant", "shift")]
     return ProbeReport(
         found,
         by_lambda,

@@ -1,47 +1,62 @@
 """Faults of a critic's update that can be known while it runs, by name (algorithms/critic_faults.py)."""
 
-import torch
-from torch import Tensor
+from dataclasses import replace
 
-from vapo_megatron.algorithms.critic_faults import loss_faults, target_faults
+import torch
+
+from vapo_megatron.algorithms.critic_faults import loss_counts, loss_faults, target_faults
 from vapo_megatron.config.algorithm import AlgorithmConfig
-from vapo_megatron.experience.batch import ExperienceBatch
-from vapo_megatron.mcore.metrics import StepResult
+from vapo_megatron.mcore.metrics import StepResult, largest_over_ranks, sum_over_ranks
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.training.advantages import gae, token_rewards
+from vapo_megatron.training.exchange import seat
 from vapo_megatron.training.losses import ValueLoss, values_of
+from vapo_megatron.training.shards import Part
 
 # How far values may be apart that one critic gives one batch twice, cut into other micro-batches; times their size.
 _ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
+# What first_update_faults reads of the first mini-batch beside values and returns, where it is filled in.
+RECOMPUTED = ("old_logprobs", "ref_logprobs")
+
+
 def first_update_faults(
-    critic: Trainable, minibatch: ExperienceBatch, loss: ValueLoss, result: StepResult, config: AlgorithmConfig
+    critic: Trainable, part: Part, loss: ValueLoss, result: StepResult, config: AlgorithmConfig
 ) -> list[str]:
     """Collective: what the first optimizer step on a rollout gives away.
 
     Args:
         critic: which has just made the step.
-        minibatch: with the values that the rollout was scored with.
+        part: of its mini-batch, with the values that the rollout was scored with.
         loss: of the step.
         result: of the step; its outputs are those of the critic before it.
         config: of the algorithm.
     """
-    assert minibatch.selected is not None and minibatch.returns is not None and minibatch.values is not None
-    found = loss_faults(loss.weights, minibatch.selected, minibatch.response_cu_seqlens)
-    again = minibatch.select(range(minibatch.samples))
-    assert again.shaped_rewards is not None, "no shaped rewards: estimate_advantages comes first"
-    gae(again, token_rewards(again, again.shaped_rewards, config), config)
+    batch, reports = part.batch, len(part.reported[seat()[0]]) > 0
+    assert batch.selected is not None and batch.returns is not None and batch.values is not None
+    counts = loss_counts(loss.weights, batch.selected, batch.response_cu_seqlens)
+    found = loss_faults(sum_over_ranks(counts if reports else torch.zeros_like(counts)))
+    again = replace(batch)
+    gae(again, token_rewards(again, config), config, again.response_lengths)
     assert again.returns is not None
-    found += target_faults(minibatch.returns, again.returns)
-    if "targets" not in found and result.outputs is not None:
-        recorded = minibatch.values if loss.old_values is None else loss.old_values
-        found += target_faults(values_of(result.outputs, config.value_loss), recorded, _tolerance(critic, recorded))
+    recorded = batch.values if loss.old_values is None else loss.old_values
+    here = [
+        float(bool(target_faults(batch.returns, again.returns))),
+        float(recorded.abs().max()) if len(recorded) else 0.0,
+    ]
+    remade, largest = largest_over_ranks(*here)
+    if not remade and result.outputs is not None:
+        differs = reports and target_faults(
+            values_of(result.outputs, config.value_loss), recorded, _tolerance(critic, largest)
+        )
+        (remade,) = largest_over_ranks(float(bool(differs)))
+    found += ["targets"] if remade else []
     if result.metrics["value_loss"] > 1e-12 and not critic.head_has_gradient():
         found.append("frozen")
     return found
 
 
-def _tolerance(critic: Trainable, values: Tensor) -> float:
+def _tolerance(critic: Trainable, largest: float) -> float:
     rounding = _ROUNDING[critic.dtype] if critic.config.precision.fp8 == "none" else 2 * _ROUNDING[torch.bfloat16]
-    return rounding * max(1.0, float(values.abs().max()))
+    return rounding * max(1.0, largest)

@@ -3,8 +3,7 @@
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import estimate_advantages
-from vapo_megatron.training.broadcast import share_fields
-from vapo_megatron.training.collect import collect, step_rule
+from vapo_megatron.training.collect import collect, spread, step_rule
 from vapo_megatron.training.evaluation import evaluate
 from vapo_megatron.training.export import export, export_critic, export_final
 from vapo_megatron.training.models import Models
@@ -40,12 +39,11 @@ def train(config: TrainConfig, models: Models, rollouts: Rollouts, state: RunSta
     rollouts.begin(rule, config.batch.samples_per_prompt, state.step)
     for step in state.steps():
         with state.saved_without_engines():
-            batch = collect(rollouts, algorithm, step, recorder)
+            batch = spread(collect(rollouts, algorithm, step, recorder), recorder)
         engines.offload()
         score(models, batch, algorithm, recorder)
         if models.updates.is_sound(batch):
             estimate_advantages(batch, algorithm, recorder, models.critic_is_new)
-            share_fields(batch, "advantages", "returns")
             update_critic(models, batch, algorithm, state.seed, recorder)
             update_policy(models, batch, algorithm, state.seed, recorder)
         replace_reference(models, algorithm.kl, step)

@@ -1,6 +1,7 @@
 """What a step reports of its rollout: reward, lengths, agreement with the engine, quality of the critic."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,15 +10,17 @@ from vapo_megatron.algorithms import critic_metrics
 from vapo_megatron.algorithms.kl import k3
 from vapo_megatron.algorithms.policy_loss import bounded_ratio
 from vapo_megatron.algorithms.repetition import repeated_share
+from vapo_megatron.algorithms.segments import extent
 from vapo_megatron.algorithms.selection import frac_zero_std_groups
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.monitoring import names
+from vapo_megatron.training.shards import ShardedBatch
 
 _REPETITION_SAMPLES = 256
 
 
 def rollout_metrics(batch: ExperienceBatch) -> dict[str, float]:
-    """Reward, accuracy and length of the samples."""
+    """On rank 0: reward, accuracy and length of the samples."""
     lengths, rewards = batch.response_lengths.float(), batch.rewards
     return {
         names.REWARD: float(rewards.mean()),
@@ -43,66 +46,98 @@ def _repetition(batch: ExperienceBatch) -> float:
     return repeated_share(part.tokens[starts + offsets], part.response_cu_seqlens)
 
 
-def policy_metrics(batch: ExperienceBatch) -> dict[str, float]:
-    """How far the trainer's policy is from the one that sampled: k3 of KL(rollout || trainer) a token, and its largest.
+def policy_metrics(batch: ShardedBatch) -> dict[str, float]:
+    """Collective: how far the trainer's policy is from the one that sampled, k3 of KL(rollout || trainer) per token.
 
     Source: Schulman, "Approximating KL divergence" (2020); x ~ rollout, r = trainer / rollout, k3 = r - 1 - log r.
     """
-    assert batch.old_logprobs is not None and batch.entropies is not None, "the policy has not scored the batch"
-    log_ratio = batch.old_logprobs - batch.rollout_logprobs
-    divergence = k3(batch.rollout_logprobs, batch.old_logprobs)
+    own = batch.own
+    assert own.old_logprobs is not None and own.entropies is not None, "the policy has not scored the batch"
+    log_ratio = own.old_logprobs - own.rollout_logprobs
+    divergence = k3(own.rollout_logprobs, own.old_logprobs)
+    found = over_tokens(batch, divergence, log_ratio.abs(), own.entropies)
     return {
-        names.TRAIN_INFER_KL: float(divergence.mean()),
-        names.TRAIN_INFER_KL_MAX: float(divergence.max()),
-        "actor/train_infer_logprob_diff_max": float(log_ratio.abs().max()),
-        names.ENTROPY: float(batch.entropies.mean()),
+        names.TRAIN_INFER_KL: found[0].mean,
+        names.TRAIN_INFER_KL_MAX: found[0].largest,
+        "actor/train_infer_logprob_diff_max": found[1].largest,
+        names.ENTROPY: found[2].mean,
     }
 
 
-def reference_metrics(batch: ExperienceBatch) -> dict[str, float]:
-    """k3 of KL(policy || reference) a token, and its largest."""
-    assert batch.old_logprobs is not None and batch.ref_logprobs is not None, "no log-probs: the batch is not scored"
-    divergence = k3(batch.old_logprobs, batch.ref_logprobs)
-    return {names.REFERENCE_KL: float(divergence.mean()), names.REFERENCE_KL_MAX: float(divergence.max())}
+def reference_metrics(batch: ShardedBatch) -> dict[str, float]:
+    """Collective: k3 of KL(policy || reference) per token, and its largest."""
+    own = batch.own
+    assert own.old_logprobs is not None and own.ref_logprobs is not None, "no log-probs: the batch is not scored"
+    (found,) = over_tokens(batch, k3(own.old_logprobs, own.ref_logprobs))
+    return {names.REFERENCE_KL: found.mean, names.REFERENCE_KL_MAX: found.largest}
 
 
-def importance_metrics(weights: Tensor, log_ratio: Tensor) -> dict[str, float]:
-    """Of importance weights [T] and the log ratios that they were cut from: mean, least, share that was cut."""
+def importance_metrics(batch: ShardedBatch, weights: Tensor, log_ratio: Tensor) -> dict[str, float]:
+    """Collective: of importance weights [own T] and the log ratios that they were cut from: mean, least, share that was
+    cut."""
+    ratio = bounded_ratio(log_ratio)
+    found = over_tokens(batch, weights, ratio, (weights != ratio).float())
     return {
-        "importance/weight_mean": float(weights.mean()),
-        "importance/weight_min": float(weights.min()),
-        "importance/ratio_max": float(bounded_ratio(log_ratio).max()),
-        "importance/cut_share": float((weights != bounded_ratio(log_ratio)).float().mean()),
+        "importance/weight_mean": found[0].mean,
+        "importance/weight_min": found[0].least,
+        "importance/ratio_max": found[1].largest,
+        "importance/cut_share": found[2].mean,
     }
 
 
-def advantage_metrics(advantages: Tensor, shaped_rewards: Tensor) -> dict[str, float]:
-    """Of advantages [T] and of rewards [S] after shaping."""
+def advantage_metrics(batch: ShardedBatch) -> dict[str, float]:
+    """Collective: of advantages and of rewards after shaping."""
+    assert batch.own.advantages is not None and batch.table.shaped_rewards is not None, "estimate them first"
+    (found,) = over_tokens(batch, batch.own.advantages)
     return {
-        "advantage/mean": float(advantages.mean()),
-        "advantage/std": float(advantages.std(correction=0)),
-        "reward/shaped_mean": float(shaped_rewards.mean()),
+        "advantage/mean": found.mean,
+        "advantage/std": found.variance**0.5,
+        "reward/shaped_mean": float(batch.table.shaped_rewards.mean()),
     }
 
 
-def value_metrics(
-    values: Tensor, returns: Tensor, cu_seqlens: Tensor, group_ids: Tensor, correct: Tensor, known: Tensor
-) -> dict[str, float]:
-    """What values say of Monte-Carlo returns, beside free baselines, of S packed responses (docs/critic.md).
+class OverTokens(NamedTuple):
+    """Of numbers, over all response tokens; the variance is not unbiased."""
+
+    mean: float
+    variance: float
+    least: float
+    largest: float
+
+
+def over_tokens(batch: ShardedBatch, *numbers: Tensor) -> list[OverTokens]:
+    """Collective: of numbers [own T]."""
+    bounds = batch.own.response_cu_seqlens
+    whole = batch.everywhere(torch.cat([extent(x, bounds) for x in numbers], dim=1))
+    found, lengths = [], batch.table.response_lengths
+    for columns in whole.split(4, dim=1):
+        means, spreads, least, largest = columns.unbind(1)
+        mean, variance = critic_metrics.pooled(lengths, means, spreads)
+        found.append(OverTokens(float(mean), float(variance), float(least.min()), float(largest.max())))
+    return found
+
+
+def value_metrics(batch: ShardedBatch, values: Tensor, returns: Tensor, known: Tensor) -> dict[str, float]:
+    """Collective: what values say of Monte-Carlo returns, beside free baselines (docs/critic.md).
 
     Args:
-        values, returns: float32 [T].
-        cu_seqlens: int64 [S + 1].
-        group_ids: int64 [S].
-        correct: bool [S].
-        known: [T], not 0 on the tokens whose return is known; the others count nowhere.
+        batch: the samples.
+        values, returns: float32 [own T].
+        known: bool [S], the samples that have a return; the others count nowhere.
     """
-    found = critic_metrics.explained_beside_baselines(values, returns, cu_seqlens, group_ids, known)
-    slope, intercept = critic_metrics.calibration(values, returns, known)
-    good, bad = critic_metrics.bias_by_outcome(values, returns, correct, cu_seqlens, known)
-    good_end, bad_end = critic_metrics.bias_at_end(values, returns, correct, cu_seqlens, known)
+    table, bounds = batch.table, batch.own.response_cu_seqlens
     quantiles = tuple(p / 100 for p in names.BIAS_POSITIONS)
-    biases = critic_metrics.bias_by_position(values, returns, cu_seqlens, quantiles, known)
+    every = critic_metrics.Figures.read(batch.everywhere(critic_metrics.figures_of(values, returns, bounds, quantiles)))
+    position = critic_metrics.explained_by_position(
+        *(returns, bounds, batch.at_home, table.response_lengths, table.group_ids, known),
+        *(batch.summed, batch.everywhere),
+    )
+    figures, correct = every.only(known), table.correct[known]
+    found = critic_metrics.explained_beside_baselines(figures, table.group_ids[known], position)
+    slope, intercept = critic_metrics.calibration(figures)
+    good, bad = critic_metrics.bias_by_outcome(figures, correct)
+    good_end, bad_end = critic_metrics.bias_at_end(figures, correct)
+    mean, variance = critic_metrics.pooled(every.tokens, every.values, every.values_spread)
     metrics = {
         names.EXPLAINED_VARIANCE: found.critic,
         names.BASELINE_LOO: found.leave_one_out,
@@ -110,13 +145,14 @@ def value_metrics(
         names.CRITIC_GAIN: found.gain,
         names.CALIBRATION_SLOPE: slope,
         "critic/calibration_intercept": intercept,
-        "critic/value_mean": values.mean(),
-        "critic/value_std": values.std(correction=0),
+        "critic/value_mean": mean,
+        "critic/value_std": variance.sqrt(),
         f"{names.VALUE_BIAS}correct": good,
         f"{names.VALUE_BIAS}incorrect": bad,
         f"{names.VALUE_BIAS}end_correct": good_end,
         f"{names.VALUE_BIAS}end_incorrect": bad_end,
     }
+    biases = critic_metrics.bias_by_position(figures)
     metrics |= {f"{names.VALUE_BIAS}{p}": bias for p, bias in zip(names.BIAS_POSITIONS, biases, strict=True)}
     # NaN stands for the mean of nothing: no response ended that way.
     return {name: float(value) for name, value in metrics.items() if not value.isnan()}

@@ -22,7 +22,7 @@ from vapo_megatron.checkpoint.host_memory import host_memory_of
 from vapo_megatron.checkpoint.manifest import FileFacts, read_manifest
 from vapo_megatron.config.atomic import atomic_write, sync
 from vapo_megatron.errors import BadInput
-from vapo_megatron.experience.batch import ExperienceBatch, offsets
+from vapo_megatron.experience.batch import ExperienceBatch, SampleTable
 
 # On the disk: token and rollout log-prob.
 BYTES_PER_TOKEN = 8
@@ -88,29 +88,31 @@ class RecordedRollouts:
         self.correct = torch.cat((self.correct, rollout.correct))
         self.truncated = torch.cat((self.truncated, rollout.truncated))
 
-    def select(self, samples: Sequence[int]) -> ExperienceBatch:
-        """Some of the samples, in the order given, in memory of their own."""
-        chosen = torch.tensor(samples, dtype=torch.int64)
-        responses = self.response_lengths[chosen]
-        lengths = self.prompt_lengths[chosen] + responses
-        files = self._file[chosen]
-        return ExperienceBatch(
-            tokens=_joined(self._tokens, files, self._start[chosen], lengths),
-            cu_seqlens=offsets(lengths),
-            prompt_lengths=self.prompt_lengths[chosen],
-            response_cu_seqlens=offsets(responses),
-            rollout_logprobs=_joined(self._logprobs, files, self._response_start[chosen], responses),
-            rewards=self.rewards[chosen],
-            correct=self.correct[chosen],
-            truncated=self.truncated[chosen],
-            group_ids=self.group_ids[chosen],
+    def table(self, samples: Tensor) -> SampleTable:
+        """What goes by samples, of some of them in the order given: int64."""
+        return SampleTable(
+            prompt_lengths=self.prompt_lengths[samples],
+            response_lengths=self.response_lengths[samples],
+            rewards=self.rewards[samples],
+            correct=self.correct[samples],
+            truncated=self.truncated[samples],
+            group_ids=self.group_ids[samples],
         )
+
+    def tokens_of(self, samples: Tensor) -> dict[str, Tensor]:
+        """Tokens and rollout log-probs of some samples, in memory of their own."""
+        responses, files = self.response_lengths[samples], self._file[samples]
+        lengths = self.prompt_lengths[samples] + responses
+        return {
+            "tokens": _joined(self._tokens, files, self._start[samples], lengths),
+            "rollout_logprobs": _joined(self._logprobs, files, self._response_start[samples], responses),
+        }
 
 
 def _joined(sources: Sequence[Tensor], files: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
     """A copy of one stretch after another; files, starts and lengths int64 [S] say where each lies."""
     stretches = zip(files.tolist(), starts.tolist(), lengths.tolist(), strict=True)
-    return torch.cat([sources[file][start : start + length] for file, start, length in stretches])
+    return torch.cat([sources[0][:0], *(sources[file][start : start + length] for file, start, length in stretches)])
 
 
 def _prompt_ids(rollout: ExperienceBatch) -> Tensor:

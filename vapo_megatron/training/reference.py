@@ -1,19 +1,7 @@
 """The reference policy: what the KL penalty keeps the policy near to."""
 
 from vapo_megatron.config.algorithm import KlConfig
-from vapo_megatron.experience.batch import ExperienceBatch
-from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.models import Models
-
-
-def score_reference(models: Models, batch: ExperienceBatch, recorder: Recorder) -> None:
-    """Collective: fill ref_logprobs [T] of a batch; nothing without a reference."""
-    if models.reference is None:
-        return
-    models.memory.enter("score_reference")
-    with recorder.phase("score_reference", total=batch.samples) as advance:
-        outputs = models.reference.score(batch, on_done=advance)
-    batch.ref_logprobs = outputs[:, 0].contiguous()
 
 
 def replace_reference(models: Models, config: KlConfig, step: int) -> None:

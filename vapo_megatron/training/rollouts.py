@@ -27,7 +27,7 @@ from vapo_megatron.rollout.request import GenerationRequest, GroupRequest
 from vapo_megatron.rollout.routed_experts import ExpertChoices
 from vapo_megatron.rollout.saved_groups import pack_groups, unpack_groups
 from vapo_megatron.rollout.stream import GroupStream, Work
-from vapo_megatron.training.broadcast import on_rank_zero
+from vapo_megatron.training.broadcast import broadcast_value, on_rank_zero
 from vapo_megatron.training.engines import Engines
 from vapo_megatron.training.resume import Resumed
 from vapo_megatron.training.rollout_times import Waits, age_metrics
@@ -167,9 +167,11 @@ class Rollouts:
         self._grade(samples)
         return samples
 
-    def remember_probe(self, batch: ExperienceBatch) -> None:
-        """Compare engines and trainer on what the policy really writes from now on."""
-        self.probe = sequences_of(batch, self.sync.probe_sequences, self.sync.probe_length)
+    def remember_probe(self, batch: ExperienceBatch | None) -> None:
+        """Collective: compare engines and trainer on what the policy really writes (rank 0's batch) from now on."""
+        sync = self.sync
+        probe = None if batch is None else sequences_of(batch, sync.probe_sequences, sync.probe_length)
+        self.probe = broadcast_value(probe)
 
     def _grade(self, samples: Sequence[Sample]) -> None:
         assert self.verifier is not None, "responses are graded on rank 0"

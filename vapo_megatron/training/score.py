@@ -9,52 +9,81 @@ from vapo_megatron.algorithms.segments import to_tokens
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.experience.batch import ExperienceBatch
+from vapo_megatron.mcore.memory_plan import Phase
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import baselines_of, shaped_rewards
-from vapo_megatron.training.broadcast import share_fields
 from vapo_megatron.training.losses import values_of
 from vapo_megatron.training.metrics import policy_metrics, reference_metrics
 from vapo_megatron.training.models import Models
-from vapo_megatron.training.reference import score_reference
+from vapo_megatron.training.shards import ShardedBatch
 
 
-def score(models: Models, batch: ExperienceBatch, config: AlgorithmConfig, recorder: Recorder) -> None:
-    """Collective: fill old_logprobs, entropies and, where there is such a model, ref_logprobs and values [T].
+def score(models: Models, batch: ShardedBatch, config: AlgorithmConfig, recorder: Recorder) -> None:
+    """Collective: fill old_logprobs, entropies and, where there is such a model, ref_logprobs and values.
 
     Where the policy's only update gives them (update_gives_logprobs), the first two wait for it.
     """
-    score_reference(models, batch, recorder)
+    if models.reference is not None:
+        batch.own.ref_logprobs = of_all(models, models.reference, batch, "score_reference", recorder)[:, 0].contiguous()
     if not update_gives_logprobs(config, batch):
-        models.memory.enter("score_policy")
-        with recorder.phase("score_policy", total=batch.samples) as advance:
-            outputs = models.actor.score(batch, on_done=advance)
-        record_policy(batch, outputs, recorder)
+        record_policy(batch, of_all(models, models.actor, batch, "score_policy", recorder), recorder)
     if models.critic is not None:
-        batch.baselines = baselines_of(shaped_rewards(batch, config.shaping), batch.group_ids, config.value_loss)
-        models.memory.enter("score_values")
-        with recorder.phase("score_values", total=batch.samples) as advance:
-            batch.values = values(models.critic, batch, config.value_loss, advance)
-    share_fields(batch, "ref_logprobs", "old_logprobs", "entropies", "values")
+        table = batch.table
+        batch.fill(baselines=baselines_of(shaped_rewards(table, config.shaping), table.group_ids, config.value_loss))
+        read = partial(values_of, config=config.value_loss)
+        found = of_all(models, models.critic, batch, "score_values", recorder, read)
+        batch.own.values = with_baselines(batch.own, found)
 
 
-def update_gives_logprobs(config: AlgorithmConfig, batch: ExperienceBatch) -> bool:
+def of_all(
+    models: Models,
+    model: Trainable,
+    batch: ShardedBatch,
+    phase: Phase,
+    recorder: Recorder,
+    read: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Collective: a model's outputs (Trainable.score) for all samples, at home: [own T, ...]."""
+    models.memory.enter(phase)
+    with recorder.phase(phase, total=batch.samples) as advance:
+        return score_all(model, batch, advance, read)
+
+
+def score_all(
+    model: Trainable,
+    batch: ShardedBatch,
+    advance: Callable[[int], None] | None = None,
+    read: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Collective: what Trainable.score says of all samples, at home: [own T, ...]."""
+    part = batch.part(model, range(batch.samples))
+    return batch.bring_home(part, model.score(part.batch, on_done=advance, read=read, share=part.share))
+
+
+def update_gives_logprobs(config: AlgorithmConfig, batch: ShardedBatch) -> bool:
     """Whether the update of this rollout computes its old log-probs (AlgorithmConfig.update_gives_logprobs)."""
-    return config.update_gives_logprobs(batch.samples, len(batch.group_ids.unique()))
+    return config.update_gives_logprobs(batch.samples, len(batch.table.group_ids.unique()))
 
 
-def record_policy(batch: ExperienceBatch, outputs: Tensor, recorder: Recorder) -> None:
-    """Fill old_logprobs and entropies [T] from the policy's outputs [T, 2], and record their metrics."""
-    batch.old_logprobs = outputs[:, 0].contiguous()
-    batch.entropies = outputs[:, 1].contiguous()
+def record_policy(batch: ShardedBatch, outputs: Tensor, recorder: Recorder) -> None:
+    """Collective: fill old_logprobs and entropies from the policy's outputs [own T, 2], and record their metrics."""
+    batch.own.old_logprobs = outputs[:, 0].contiguous()
+    batch.own.entropies = outputs[:, 1].contiguous()
     recorder.add(policy_metrics(batch))
-    if batch.ref_logprobs is not None:
+    if batch.own.ref_logprobs is not None:
         recorder.add(reference_metrics(batch))
+
+
+def with_baselines(batch: ExperienceBatch, found: Tensor) -> Tensor:
+    """A critic's values from what its head says, [T, 1] -> float32 [T]."""
+    values = found[:, 0].contiguous()
+    return values if batch.baselines is None else values + to_tokens(batch.baselines, batch.response_cu_seqlens)
 
 
 def values(
     critic: Trainable, batch: ExperienceBatch, config: ValueLossConfig, advance: Callable[[int], None] | None = None
 ) -> Tensor:
-    """Collective: the critic's value of the state before every response token, float32 [T], baselines included."""
-    found = critic.score(batch, on_done=advance, read=partial(values_of, config=config))[:, 0].contiguous()
-    return found if batch.baselines is None else found + to_tokens(batch.baselines, batch.response_cu_seqlens)
+    """Collective: the critic's value of the state before every response token of a batch that every rank has whole,
+    float32 [T], baselines included."""
+    return with_baselines(batch, critic.score(batch, on_done=advance, read=partial(values_of, config=config)))

@@ -16,8 +16,8 @@ from vapo_megatron.checkpoint.checkpoints import CheckpointName, latest_checkpoi
 from vapo_megatron.checkpoint.manifest import write_json
 from vapo_megatron.config.robustness import SickUpdatesConfig
 from vapo_megatron.errors import RunFailed, TryAgain
-from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.monitoring import names
+from vapo_megatron.training.shards import ShardedBatch
 
 # Why an update is skipped. The first that holds counts.
 CAUSES = (
@@ -61,13 +61,16 @@ class SickUpdates:
             self._sizes[name] = [*self._sizes.get(name, []), size][-self._config.window :]
         return True
 
-    def is_sound(self, batch: ExperienceBatch) -> bool:
-        """Whether models may be trained on a scored batch: its numbers are finite, and there are any."""
+    def is_sound(self, batch: ShardedBatch) -> bool:
+        """Collective: whether models may be trained on a scored batch: its numbers are finite, and there are any."""
+        own, table = batch.own, batch.table
+        finite = (own.rollout_logprobs, own.old_logprobs, own.ref_logprobs), (own.values,)
+        logprobs, values = batch.summed(torch.tensor([not _are_finite(*tensors) for tensors in finite]).long()).tolist()
         sound = {
             "empty": batch.response_tokens > 0,
-            "nonfinite_reward": _are_finite(batch.rewards, batch.greedy_rewards),
-            "nonfinite_logprobs": _are_finite(batch.rollout_logprobs, batch.old_logprobs, batch.ref_logprobs),
-            "nonfinite_values": _are_finite(batch.values),
+            "nonfinite_reward": _are_finite(table.rewards, table.greedy_rewards),
+            "nonfinite_logprobs": not logprobs,
+            "nonfinite_values": not values,
         }
         cause = next((name for name, holds in sound.items() if not holds), None)
         if cause is not None:
@@ -76,15 +79,17 @@ class SickUpdates:
         self._in_row["rollout"] = 0
         return True
 
-    def has_signal(self, batch: ExperienceBatch, other_terms: bool) -> bool:
-        """Whether a model can learn from a batch with advantages.
+    def has_signal(self, batch: ShardedBatch, other_terms: bool) -> bool:
+        """Collective: whether a model can learn from a batch with advantages.
 
         other_terms: its loss has parts that need no advantage.
         """
-        assert batch.advantages is not None and batch.selected is not None, "no advantages: estimate them first"
-        if not batch.selected.any():
+        advantages, selected = batch.own.advantages, batch.table.selected
+        assert advantages is not None and selected is not None, "no advantages: estimate them first"
+        some = batch.summed(advantages.any().long())
+        if not selected.any():
             cause = "empty"
-        elif self._config.without_signal and not other_terms and not batch.advantages.any():
+        elif self._config.without_signal and not other_terms and not some:
             cause = "no_signal"
         else:
             return True

@@ -6,7 +6,7 @@ import psutil
 import torch.distributed as dist
 
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.experience.batch import ExperienceBatch
+from vapo_megatron.experience.batch import offsets
 from vapo_megatron.mcore.memory_plan import MemoryPlan
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.monitoring import names
@@ -15,6 +15,7 @@ from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rollout.gpu_kernels import rope_note
 from vapo_megatron.training.final_model import final_dir
 from vapo_megatron.training.models import Models
+from vapo_megatron.training.shards import ShardedBatch
 from vapo_megatron.training.state import RunState
 
 
@@ -38,7 +39,7 @@ def show_header(config: TrainConfig, models: Models, engines: int, recorder: Rec
         recorder.console.note(note)
 
 
-def record_step(batch: ExperienceBatch, memory: MemoryPlan, state: RunState, recorder: Recorder) -> None:
+def record_step(batch: ShardedBatch, memory: MemoryPlan, state: RunState, recorder: Recorder) -> None:
     """End the step: its metrics go into the files, its line onto the console."""
     timer = recorder.timer
     seconds = time.perf_counter() - state.started
@@ -47,7 +48,7 @@ def record_step(batch: ExperienceBatch, memory: MemoryPlan, state: RunState, rec
     recorder.add(
         {
             names.STEP_TIME: seconds,
-            names.TOKENS_PER_SECOND: float(batch.lengths.sum()) / seconds,
+            names.TOKENS_PER_SECOND: float(batch.table.lengths.sum()) / seconds,
             "memory/rank_gib": current_platform().memory_bytes() / 2**30,
             names.PROCESS_MEMORY: psutil.Process().memory_info().rss / 2**30,
             names.HOST_MEMORY_USED: psutil.virtual_memory().percent / 100,
@@ -55,7 +56,10 @@ def record_step(batch: ExperienceBatch, memory: MemoryPlan, state: RunState, rec
         | memory.metrics()
         | state.updates.metrics()
     )
-    recorder.estimates(state.step, batch.values, batch.advantages, batch.response_cu_seqlens)
+    kept = recorder.estimated(batch.table.group_ids)
+    found = batch.first(kept, "values", "advantages")
+    bounds = offsets(batch.table.response_lengths[:kept])
+    recorder.estimates(state.step, found.get("values"), found.get("advantages"), bounds)
     if state.step == 1:
         recorder.console.table(*memory.table())
     state.metrics = recorder.write(state.step)

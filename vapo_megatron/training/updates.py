@@ -12,21 +12,21 @@ from vapo_megatron.algorithms.selection import minibatch_seed, positive_response
 from vapo_megatron.config.algorithm import AlgorithmConfig, ImportanceSamplingConfig, PositiveNllConfig, UpdateConfig
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.errors import BadInput
-from vapo_megatron.experience.batch import ExperienceBatch
+from vapo_megatron.experience.batch import SampleTable
 from vapo_megatron.mcore.metrics import StepResult
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.training.broadcast import share_fields
-from vapo_megatron.training.fault_checks import first_update_faults
+from vapo_megatron.training.fault_checks import RECOMPUTED, first_update_faults
 from vapo_megatron.training.losses import PolicyLoss, ValueLoss
 from vapo_megatron.training.metrics import importance_metrics, mean_of
 from vapo_megatron.training.models import Models
 from vapo_megatron.training.score import record_policy, update_gives_logprobs
+from vapo_megatron.training.shards import Part, ShardedBatch
 
 
 def update_critic(
-    models: Models, batch: ExperienceBatch, config: AlgorithmConfig, step_seed: str, recorder: Recorder
+    models: Models, batch: ShardedBatch, config: AlgorithmConfig, step_seed: str, recorder: Recorder
 ) -> None:
     """Collective: the critic's optimizer steps on a batch; nothing without a critic, or where nothing carries loss."""
     if models.critic is None or not models.updates.has_signal(batch, other_terms=True):
@@ -35,35 +35,38 @@ def update_critic(
     results: list[StepResult] = []
     models.memory.enter("update_critic")
     with recorder.phase("update_critic", total=batch.samples * rounds) as advance:
-        for minibatch in minibatches(batch, config.update, rounds, step_seed, salt=1):
+        for samples in minibatches(batch, config.update, rounds, step_seed, salt=1):
             first = not results
-            loss = value_loss_of(minibatch, config.value_loss)
+            part = batch.part(models.critic, samples, "values", "returns", *(RECOMPUTED if first else ()))
+            loss = value_loss_of(part, config.value_loss)
             # To be compared with the recorded values; the bins of a histogram would be many times as much.
             keep = first and config.value_loss.outputs == 1
-            result = models.critic.train_step(minibatch, range(minibatch.samples), loss, keep_outputs=keep)
+            result = models.critic.train_step(part.batch, part.share, loss, keep_outputs=keep)
             if first:
-                faults = first_update_faults(models.critic, minibatch, loss, result, config)
+                faults = first_update_faults(models.critic, part, loss, result, config)
                 recorder.add({f"{names.CRITIC_FAULT}{fault}": 1.0 for fault in faults})
             results.append(result)
-            advance(minibatch.samples)
+            advance(len(samples))
     recorder.add(update_metrics("critic", results, ()))
 
 
-def critic_step(critic: Trainable, minibatch: ExperienceBatch, config: ValueLossConfig) -> StepResult:
+def critic_step(critic: Trainable, minibatch: ShardedBatch, config: ValueLossConfig) -> StepResult:
     """Collective: one optimizer step of the critic on a mini-batch with returns, and old values for a clipped loss."""
-    return critic.train_step(minibatch, range(minibatch.samples), value_loss_of(minibatch, config))
+    part = minibatch.part(critic, range(minibatch.samples), "values", "returns")
+    return critic.train_step(part.batch, part.share, value_loss_of(part, config))
 
 
-def value_loss_of(minibatch: ExperienceBatch, config: ValueLossConfig) -> ValueLoss:
+def value_loss_of(part: Part, config: ValueLossConfig) -> ValueLoss:
     """The critic's loss on a mini-batch; the denominator counts all of it."""
-    assert minibatch.returns is not None and minibatch.selected is not None, "no value targets: estimate them first"
-    bounds, targets, old = minibatch.response_cu_seqlens, minibatch.returns, minibatch.values
-    if minibatch.baselines is not None:
-        known = to_tokens(minibatch.baselines, bounds)
+    batch, whole = part.batch, part.whole
+    assert batch.returns is not None and whole.selected is not None, "no value targets: estimate them first"
+    bounds, targets, old = batch.response_cu_seqlens, batch.returns, batch.values
+    if batch.baselines is not None:
+        known = to_tokens(batch.baselines, bounds)
         targets, old = targets - known, None if old is None else old - known
     check_targets(targets, config)
-    weights = token_weights(minibatch.response_lengths, "token_mean", selected=minibatch.selected)
-    return ValueLoss(config, targets, old, to_tokens(weights, bounds))
+    weights = token_weights(whole.response_lengths, "token_mean", selected=whole.selected)
+    return ValueLoss(config, targets, old, to_tokens(weights[part.mine], bounds))
 
 
 def check_targets(targets: Tensor, config: ValueLossConfig) -> None:
@@ -80,7 +83,7 @@ def check_targets(targets: Tensor, config: ValueLossConfig) -> None:
 
 
 def update_policy(
-    models: Models, batch: ExperienceBatch, config: AlgorithmConfig, step_seed: str, recorder: Recorder
+    models: Models, batch: ShardedBatch, config: AlgorithmConfig, step_seed: str, recorder: Recorder
 ) -> None:
     """Collective: the policy's optimizer steps on a batch; nothing where that teaches it nothing."""
     if not models.updates.has_signal(batch, has_other_terms(config)):
@@ -88,17 +91,19 @@ def update_policy(
     results = []
     rounds = config.update.epochs
     correct_for_rollout(batch, config.importance_sampling, recorder)
-    share_fields(batch, "importance_weights")
     one_pass = update_gives_logprobs(config, batch)
+    needed = ["old_logprobs", "ref_logprobs", "advantages", "importance_weights"]
+    needed += ["values", "returns"] if config.policy_loss.self_imitation_coef else []
     models.memory.enter("update_policy")
     with recorder.phase("update_policy", total=batch.samples * rounds) as advance:
-        for minibatch in minibatches(batch, config.update, rounds, step_seed, salt=2):
-            loss = policy_loss(minibatch, config)
-            result = models.actor.train_step(minibatch, range(minibatch.samples), loss, keep_outputs=one_pass)
+        for samples in minibatches(batch, config.update, rounds, step_seed, salt=2):
+            part = batch.part(models.actor, samples, *needed)
+            loss = policy_loss(part, config)
+            result = models.actor.train_step(part.batch, part.share, loss, keep_outputs=one_pass)
             if result.outputs is not None:
-                record_policy(minibatch, result.outputs, recorder)
+                record_policy(batch, batch.bring_home(part, result.outputs), recorder)
             results.append(result)
-            advance(minibatch.samples)
+            advance(len(samples))
     recorder.add(update_metrics("actor", results, PolicyLoss.maxima))
 
 
@@ -109,20 +114,21 @@ def has_other_terms(config: AlgorithmConfig) -> bool:
     return any(others) or config.kl.placement == "loss"
 
 
-def policy_loss(batch: ExperienceBatch, config: AlgorithmConfig) -> PolicyLoss:
+def policy_loss(part: Part, config: AlgorithmConfig) -> PolicyLoss:
     """The policy's loss on a mini-batch; every denominator counts all of it."""
-    lengths, bounds, settings = batch.response_lengths, batch.response_cu_seqlens, config.policy_loss
-    chosen, found = batch.selected, batch.advantages
+    batch, whole, settings = part.batch, part.whole, config.policy_loss
+    lengths, chosen, found = whole.response_lengths, whole.selected, batch.advantages
     assert chosen is not None and found is not None, "no advantages: estimate_advantages comes first"
     assert batch.importance_weights is not None, "no importance weights: correct_for_rollout comes first"
-    counted = lengths
-    if config.importance_sampling.rejects and config.importance_sampling.rejected == "dropped":
-        counted = response_lengths(bounds, batch.importance_weights)
-    weights = to_tokens(token_weights(counted, settings.aggregation, settings.constant, chosen), bounds)
+    counted = lengths if whole.accepted_lengths is None else whole.accepted_lengths
     positive_advantages = torch.zeros_like(found)
     if settings.self_imitation_coef:
         assert batch.returns is not None and batch.values is not None, "self-imitation needs returns and values"
         positive_advantages = advantages.self_imitation(batch.returns, batch.values)
+
+    def over_tokens(weights: Tensor) -> Tensor:
+        return to_tokens(weights[part.mine], batch.response_cu_seqlens)
+
     return PolicyLoss(
         config=settings,
         kl=config.kl,
@@ -132,19 +138,21 @@ def policy_loss(batch: ExperienceBatch, config: AlgorithmConfig) -> PolicyLoss:
         advantages=found,
         positive_advantages=positive_advantages,
         importance=batch.importance_weights,
-        weights=weights,
-        nll_weights=to_tokens(nll_weights(lengths, positives(batch, settings.positive_nll) & chosen), bounds),
-        mean_weights=to_tokens(token_weights(lengths, "token_mean", selected=chosen), bounds),
+        weights=over_tokens(token_weights(counted, settings.aggregation, settings.constant, chosen)),
+        nll_weights=over_tokens(nll_weights(lengths, positives(whole, settings.positive_nll) & chosen)),
+        mean_weights=over_tokens(token_weights(lengths, "token_mean", selected=chosen)),
     )
 
 
-def correct_for_rollout(batch: ExperienceBatch, config: ImportanceSamplingConfig, recorder: Recorder) -> None:
-    """Fill importance_weights: what corrects the policy loss for the engine's policy not being the trainer's."""
+def correct_for_rollout(batch: ShardedBatch, config: ImportanceSamplingConfig, recorder: Recorder) -> None:
+    """Collective: fill importance_weights, what corrects the policy loss for the engine's policy not being the
+    trainer's, and accepted_lengths where the tokens that they reject are not counted."""
+    own = batch.own
     if config.kind == "none":
-        batch.importance_weights = torch.ones(batch.response_tokens)
+        own.importance_weights = torch.ones(own.response_tokens)
         return
-    assert batch.old_logprobs is not None, "no log-probs: the batch is not scored"
-    both, bounds = (batch.old_logprobs, batch.rollout_logprobs), batch.response_cu_seqlens
+    assert own.old_logprobs is not None, "no log-probs: the batch is not scored"
+    both, bounds = (own.old_logprobs, own.rollout_logprobs), own.response_cu_seqlens
     log_ratio = importance.log_ratio_at(config.level, *both, bounds)
     if config.kind == "tis":
         found = importance.tis(log_ratio, config.cap)
@@ -154,27 +162,30 @@ def correct_for_rollout(batch: ExperienceBatch, config: ImportanceSamplingConfig
         level = "token" if config.reject == "any_token" else config.reject
         accepted = importance.inside(importance.log_ratio_at(level, *both, bounds), config.low, config.high)
         found = found * (importance.whole_responses(accepted, bounds) if config.reject == "any_token" else accepted)
-    batch.importance_weights = found
-    recorder.add(importance_metrics(found, log_ratio))
+    own.importance_weights = found
+    if config.rejects and config.rejected == "dropped":
+        batch.fill(accepted_lengths=batch.everywhere(response_lengths(bounds, found)))
+    recorder.add(importance_metrics(batch, found, log_ratio))
 
 
-def positives(batch: ExperienceBatch, config: PositiveNllConfig) -> Tensor:
+def positives(samples: SampleTable, config: PositiveNllConfig) -> Tensor:
     """Responses that the language-model loss imitates. bool [S]."""
     if config.positives == "correct":
-        return positive_responses(batch.correct, batch.truncated)
-    assert batch.shaped_rewards is not None, "no shaped rewards: estimate_advantages comes first"
-    return positive_responses(batch.correct, batch.truncated, batch.shaped_rewards, config.reward_above)
+        return positive_responses(samples.correct, samples.truncated)
+    assert samples.shaped_rewards is not None, "no shaped rewards: estimate_advantages comes first"
+    return positive_responses(samples.correct, samples.truncated, samples.shaped_rewards, config.reward_above)
 
 
 def minibatches(
-    batch: ExperienceBatch, config: UpdateConfig, rounds: int, step_seed: str, salt: int
-) -> Iterator[ExperienceBatch]:
-    """The mini-batch of each optimizer step, in an order that depends on the run's seed and the step alone."""
+    batch: ShardedBatch, config: UpdateConfig, rounds: int, step_seed: str, salt: int
+) -> Iterator[list[int]]:
+    """The samples of each optimizer step, in an order that depends on the run's seed and the step alone."""
+    group_ids = batch.table.group_ids
     for epoch in range(rounds):
         seed = minibatch_seed(step_seed, salt, epoch)
-        size = config.size(batch.samples, len(batch.group_ids.unique()))
-        for part in split_minibatches(batch.group_ids, size, config.minibatch_unit, seed):
-            yield batch.select(part.tolist())
+        size = config.size(batch.samples, len(group_ids.unique()))
+        for part in split_minibatches(group_ids, size, config.minibatch_unit, seed):
+            yield part.tolist()
 
 
 def update_metrics(name: str, results: list[StepResult], maxima: Sequence[str]) -> dict[str, float]:

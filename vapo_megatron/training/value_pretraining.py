@@ -9,12 +9,13 @@ response are measured, since a critic can explain no variance and still be free 
 import random
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms.gae import monte_carlo_returns
-from vapo_megatron.algorithms.segments import to_tokens
+from vapo_megatron.checkpoint.manifest import FileFacts
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.run import BatchConfig
 from vapo_megatron.config.value import HELD_OUT_SHARE, ValueLossConfig, ValuePretrainingConfig
@@ -27,10 +28,13 @@ from vapo_megatron.rollout.ledger import StepRule
 from vapo_megatron.training.advantages import baselines_of, returns_known, shaped_rewards
 from vapo_megatron.training.broadcast import on_rank_zero
 from vapo_megatron.training.collect import collect
+from vapo_megatron.training.exchange import seat
+from vapo_megatron.training.losses import values_of
 from vapo_megatron.training.metrics import mean_of, value_metrics
 from vapo_megatron.training.recorded_rollouts import RecordedRollouts, write_rollout
 from vapo_megatron.training.rollouts import Rollouts
-from vapo_megatron.training.score import values
+from vapo_megatron.training.score import score_all, with_baselines
+from vapo_megatron.training.shards import ShardedBatch, at_home, cut
 from vapo_megatron.training.state import RunState
 from vapo_megatron.training.updates import critic_step
 
@@ -109,11 +113,17 @@ def record_rollouts(
         with state.saved_without_engines():
             batch = collect(rollouts, algorithm, state.step, recorder)
         name = state.recorded.next_name
-        state.recorded.add(name, on_rank_zero(partial(write_rollout, batch, state.run_dir / name)))
+        state.recorded.add(name, on_rank_zero(partial(_write, batch, state.run_dir / name)))
+        del batch
         state.pretraining = state.pretraining.model_copy(update={"iterations": done})
         state.safe_point(rollouts, milestone=done == iterations)
         rollouts.advance()
     rollouts.end()
+
+
+def _write(batch: ExperienceBatch | None, path: Path) -> FileFacts:
+    assert batch is not None, "rank 0 has the batch"
+    return write_rollout(batch, path)
 
 
 def for_pretraining(config: ValueLossConfig) -> ValueLossConfig:
@@ -131,14 +141,19 @@ class Targets:
         self._baselines = baselines_of(self._rewards, record.group_ids, config.value_loss)
         self._gamma = config.advantage.gamma
 
-    def select(self, samples: Sequence[int]) -> ExperienceBatch:
-        """Some of the samples, with their returns [T] and whether they carry loss [S]."""
-        batch = self._record.select(samples)
-        chosen = torch.tensor(samples)
-        batch.returns = monte_carlo_returns(self._rewards[chosen], batch.response_cu_seqlens, self._gamma)
-        batch.selected = self._selected[chosen]
-        batch.baselines = None if self._baselines is None else self._baselines[chosen]
-        return batch
+    def select(self, samples: Sequence[int]) -> ShardedBatch:
+        """Some of the samples, with their returns and whether they carry loss; a rank reads what is at home with it."""
+        chosen = torch.tensor(samples, dtype=torch.int64)
+        table = self._record.table(chosen)
+        table.shaped_rewards, table.selected = self._rewards[chosen], self._selected[chosen]
+        table.baselines = None if self._baselines is None else self._baselines[chosen]
+
+        def read(own: Tensor) -> ExperienceBatch:
+            batch = table.select(own).batch(**self._record.tokens_of(chosen[own]))
+            batch.returns = monte_carlo_returns(self._rewards[chosen[own]], batch.response_cu_seqlens, self._gamma)
+            return batch
+
+        return at_home(table, cut(table, seat()[1]), read)
 
 
 def split_prompts(prompt_ids: Tensor, group_ids: Tensor, most_groups: int, seed: int) -> tuple[list[int], list[int]]:
@@ -174,13 +189,12 @@ def replay_order(samples: list[int], config: ValuePretrainingConfig, seed: int) 
     return steps[: config.most_steps]
 
 
-def measure(critic: Trainable, held_out: ExperienceBatch, config: ValueLossConfig) -> dict[str, float]:
+def measure(critic: Trainable, held_out: ShardedBatch, config: ValueLossConfig) -> dict[str, float]:
     """Collective: quality of the critic on held-out samples with their returns."""
-    found = values(critic, held_out, config)
-    assert held_out.returns is not None and held_out.selected is not None, "no value targets to compare with"
-    bounds = held_out.response_cu_seqlens
-    known = to_tokens(held_out.selected, bounds)
-    return value_metrics(found, held_out.returns, bounds, held_out.group_ids, held_out.correct, known)
+    own, known = held_out.own, held_out.table.selected
+    assert own.returns is not None and known is not None, "no value targets to compare with"
+    found = with_baselines(own, score_all(critic, held_out, read=partial(values_of, config=config)))
+    return value_metrics(held_out, found, own.returns, known)
 
 
 def largest_bias(metrics: dict[str, float]) -> float:

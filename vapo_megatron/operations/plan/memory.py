@@ -15,8 +15,10 @@ from vapo_megatron.operations.plan.offload import ENGINE_ONLOADED, ENGINE_WEIGHT
 # ExperienceBatch: token, rollout log-prob; old log-probs, entropies, values, advantages, returns, shaped rewards,
 # importance, reference log-probs; four bytes each.
 _BATCH_BYTES = 4 + 4 + 8 * 4
-# Outputs of a scoring pass and what is read from them, on each rank until they lie once a machine.
-_OWN_BYTES = 5 * 4
+# What a rank is sent of the samples that it scores, and what it finds: token, rollout log-prob; log-prob, entropy.
+_SCORED_BYTES = 4 * 4
+# What rank 0 collects and sends: token, rollout log-prob.
+_ROLLOUT_BYTES = 4 + 4
 # A packed micro-batch: ids, labels, positions and response_index, int64.
 _MICROBATCH_BYTES = 32
 # Rank 0 has the samples as well: token and log-prob, four bytes each, and the text, about four characters a token.
@@ -181,8 +183,13 @@ def _host(config: TrainConfig, models: dict[str, PlannedModel], hardware: Hardwa
     step_samples = config.batch.prompts_per_step * config.batch.samples_per_prompt
     tokens = step_samples * lengths.sample
     minibatch = minibatch_samples(config) * lengths.sample
-    packed = max(minibatch / (model.dp * model.layout.cp) for model in models.values())
     replay_bytes = _replay_bytes(config, models["actor"])
+    computed = max(
+        max(tokens * _SCORED_BYTES, minibatch * _BATCH_BYTES) / model.dp
+        + (tokens * replay_bytes / model.dp if name == "actor" else 0)
+        + model.config.max_tokens_per_microbatch * _MICROBATCH_BYTES
+        for name, model in models.items()
+    )
     offloaded = max(
         sum(
             model.bytes_of(part, stages[name])
@@ -193,11 +200,10 @@ def _host(config: TrainConfig, models: dict[str, PlannedModel], hardware: Hardwa
         for stages in _ranks(models)
     )
     parts = {
-        "rollout, once for the node": tokens * _BATCH_BYTES,
-        "outputs of scoring, on every rank": ranks * tokens * _OWN_BYTES,
-        # Once for the node, and for a moment once more on rank 0, which collects them.
-        "experts of the rollout": 2 * tokens * replay_bytes,
-        "mini-batches": ranks * (minibatch * (_BATCH_BYTES + replay_bytes) + packed * _MICROBATCH_BYTES),
+        # As a batch, and once more while it is sent.
+        "rollout, on rank 0": 2 * tokens * (_ROLLOUT_BYTES + replay_bytes),
+        "samples at home on the node": tokens * ranks / world * (_BATCH_BYTES + replay_bytes),
+        "samples that models compute": ranks * computed,
         "samples, on rank 0": tokens * _SAMPLE_BYTES,
         "sleeping weights and optimizers": ranks * offloaded,
         "ranks and engines beside tensors": ranks * hardware.rank_memory,

@@ -1,0 +1,196 @@
+"""Samples on several ranks: each is at home on one, a model's rank gets those that it computes, what comes home is what
+was found, and no number of ranks changes advantages, denominators or metrics."""
+
+from dataclasses import fields, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from batches import spread, whole_of
+from ranks import run_ranks
+
+from vapo_megatron.algorithms.gae import decoupled_gae, segmented_gae
+from vapo_megatron.config.algorithm import AlgorithmConfig
+from vapo_megatron.config.model import LayoutConfig
+from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.experience.balance import Cost, plan_microbatches
+from vapo_megatron.experience.batch import ExperienceBatch, from_samples, offsets
+from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.mcore.mesh import make_mesh
+from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.training.advantages import estimate_advantages
+from vapo_megatron.training.shards import ShardedBatch, cut
+from vapo_megatron.training.updates import correct_for_rollout
+
+GROUPS, SIZE = 7, 4
+
+
+def rollout() -> ExperienceBatch:
+    """Seven groups of four, of 1 to 90 tokens, scored; one response in five cut off."""
+    random, samples = np.random.default_rng(1), []
+    for group in range(GROUPS):
+        prompt = Prompt(str(group), "", "", tuple(random.integers(0, 99, 1 + group).tolist()))
+        for index in range(SIZE):
+            n, right = int(random.integers(1, 90)), bool(random.random() < 0.5)
+            sample = Sample(prompt, group, index, 0, random.integers(0, 99, n, dtype=np.int32), None, "stop", 0, 0)  # type: ignore[arg-type]
+            sample.rollout_logprobs = -random.random(n, dtype=np.float32)
+            sample.finish_reason = "length" if random.random() < 0.2 else "stop"
+            sample.reward, sample.correct = (1.0 if right else -1.0), right
+            samples.append(sample)
+    batch, generator = from_samples(samples), torch.Generator().manual_seed(2)
+
+    def noise() -> torch.Tensor:
+        return torch.randn(batch.response_tokens, generator=generator)
+
+    batch.old_logprobs, batch.ref_logprobs = batch.rollout_logprobs + 0.1 * noise(), batch.rollout_logprobs - 0.1
+    batch.entropies, batch.values = noise().abs(), 0.3 * noise()
+    return batch
+
+
+class Planner:
+    """What ShardedBatch.part asks of a model."""
+
+    replays = False
+
+    def __init__(self, layout: LayoutConfig) -> None:
+        self.mesh = make_mesh(layout)
+
+    def plan(self, lengths: torch.Tensor, samples: Any) -> Any:
+        cost = Cost(1.0, 0.01)
+        return plan_microbatches(samples, lengths.numpy(), dp_size=self.mesh.dp_size, max_tokens=200, cost=cost)
+
+
+def passes(layout: LayoutConfig) -> Any:
+    """On every rank: errors of what comes to it and goes home, for all samples and for some; which it computed."""
+    whole, model, wrong = rollout(), Planner(layout), []
+    batch = spread(rollout())
+    assert all(torch.equal(t, whole.tensors()[name]) for name, t in whole_of(batch).tensors().items())
+    computed = []
+    for samples in (range(whole.samples), [3, 4, 9, 17, 20, 27], [20, 3, 9, 27]):
+        part = batch.part(model, samples, "values", "old_logprobs", "advantages")  # type: ignore[arg-type]
+        mine = [samples[place] for place in part.mine.tolist()]
+        computed.append(mine)
+        expected = whole.select(mine)
+        for name in ("tokens", "rollout_logprobs", "values", "old_logprobs", "rewards", "cu_seqlens", "group_ids"):
+            wrong += [name] * (not torch.equal(part.batch.tensors()[name], expected.tensors()[name]))
+        assert part.batch.advantages is None and part.batch.entropies is None
+        assert part.share.of == len(samples) and list(part.share) == list(range(len(mine)))
+        if len(samples) == whole.samples:
+            reports = model.mesh.is_output_rank and model.mesh.cp_rank == 0
+            outputs = torch.stack((part.batch.values, part.batch.old_logprobs), 1)  # type: ignore[arg-type]
+            home = batch.bring_home(part, outputs if reports else torch.full_like(outputs, 99.0))
+            wrong += ["home"] * (not torch.equal(home[:, 0], batch.own.values))  # type: ignore[arg-type]
+    first = batch.first(5, "values")["values"]
+    expected = whole.select(range(5 if dist.get_rank() == 0 else 0))
+    wrong += ["first"] * (not torch.equal(first, expected.values))  # type: ignore[arg-type]
+    mesh = model.mesh
+    assert mesh.dp_rank_of(dist.get_rank()) == mesh.dp_rank
+    assert (mesh.reporter(mesh.dp_rank) == dist.get_rank()) == (mesh.is_output_rank and mesh.cp_rank == 0)
+    return wrong, mesh.dp_rank, computed
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (1, LayoutConfig()),
+        (3, LayoutConfig()),
+        (4, LayoutConfig(pp=2)),
+        (4, LayoutConfig(tp=2)),
+        (4, LayoutConfig(cp=2)),
+    ],
+)
+def test_each_rank_gets_what_it_computes_and_it_comes_home(ranks: int, layout: LayoutConfig) -> None:
+    by_dp: dict[int, Any] = {}
+    for wrong, dp_rank, computed in run_ranks(ranks, passes, layout):
+        assert not wrong
+        assert by_dp.setdefault(dp_rank, computed) == computed
+    for number, samples in enumerate((range(GROUPS * SIZE), [3, 4, 9, 17, 20, 27], [3, 9, 20, 27])):
+        assert sorted(s for computed in by_dp.values() for s in computed[number]) == list(samples)
+
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "vapo": {"advantage": {"length_adaptive_alpha": 0.3}},
+    "masked": {"shaping": {"truncated": "mask"}, "value_loss": {"residual": True}},
+    "kl": {"kl": {"placement": "reward", "coef": 0.1}, "advantage": {"whiten": "full", "gamma": 0.97}},
+    "vtrace": {"advantage": {"off_policy": "vtrace", "whiten": "full"}},
+    "reinforce_pp": {"advantage": {"estimator": "reinforce_pp", "whiten": "full"}},
+    "grpo": {"advantage": {"estimator": "grpo"}, "shaping": {"length_reward_coef": 0.5}},
+    "function": {"advantage": {"function": "examples.custom_functions.functions:reward_times_surprise"}},
+    "filter": {"filter_function": "examples.custom_functions.functions:finished_and_not_too_short"},
+}
+
+
+def estimates(names: list[str]) -> Any:
+    """On every rank: advantages, targets, weights and the row of each algorithm, joined over ranks."""
+    found = {}
+    for name in names:
+        config = AlgorithmConfig.model_validate(ALGORITHMS[name])
+        whole = rollout()
+        whole.values = whole.values if config.uses_critic else None
+        batch = spread(whole)
+        with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
+            estimate_advantages(batch, config, recorder)
+            settings = config.importance_sampling.model_copy(
+                update={"kind": "tis", "reject": "token", "rejected": "dropped"}
+            )
+            correct_for_rollout(batch, settings, recorder)
+            row = recorder.write(1)
+        row = {key: value for key, value in row.items() if not key.startswith(("time/", "memory/"))}
+        whole = whole_of(batch)
+        tensors = {key: t.numpy() for key, t in whole.tensors().items()}
+        found[name] = row, tensors
+    return found
+
+
+def test_no_number_of_ranks_changes_advantages_or_metrics() -> None:
+    (one,) = run_ranks(1, estimates, list(ALGORITHMS))
+    for ranks in (2, 5, 9):  # more ranks than groups: some have no sample
+        for found in run_ranks(ranks, estimates, list(ALGORITHMS)):
+            for name, (row, tensors) in one.items():
+                assert found[name][0].keys() == row.keys()
+                for key, value in row.items():
+                    assert found[name][0][key] == pytest.approx(value, rel=1e-6, abs=1e-9), (name, ranks, key)
+                for key in ("advantages", "returns", "selected", "shaped_rewards", "accepted_lengths"):
+                    assert (key in tensors) == (key in found[name][1])
+                    if key in tensors:
+                        assert np.array_equal(found[name][1][key], tensors[key]), (name, ranks, key)
+
+
+@pytest.mark.parametrize(("mean", "gamma"), [(5, 1.0), (300, 0.99), (5000, 1.0)])
+def test_a_response_has_the_same_advantages_in_whichever_part_it_is(mean: int, gamma: float) -> None:
+    generator = torch.Generator().manual_seed(mean)
+    lengths = torch.randint(1, 2 * mean, (41,), generator=generator)
+    lengths[7] = 20 * mean
+    bounds, total = offsets(lengths), int(lengths.sum())
+    rewards, values = torch.randn(2, total, generator=generator).unbind()
+    lam = torch.rand(41, generator=generator)
+    whole = decoupled_gae(rewards, values, bounds, lam, 0.95, gamma)
+    for first, end in ((0, 41), (3, 9), (7, 8), (20, 41)):
+        part = slice(int(bounds[first]), int(bounds[end]))
+        inside = bounds[first : end + 1] - bounds[first]
+        found = decoupled_gae(rewards[part], values[part], inside, lam[first:end], 0.95, gamma, of=lengths)
+        assert all(torch.equal(x, y[part]) for x, y in zip(found, whole, strict=True))
+        alone = segmented_gae(rewards[part], values[part], inside, lam[first:end], gamma, of=lengths)
+        assert torch.equal(alone, whole[0][part])
+
+
+def test_homes_hold_whole_groups_and_about_as_many_tokens_each() -> None:
+    table = rollout().table()
+    for ranks in (1, 2, 3, 5, 20):
+        homes = cut(table, ranks).tolist()
+        assert homes[0] == 0 and homes[-1] == table.samples and len(homes) == ranks + 1 and homes == sorted(homes)
+        assert all(home % SIZE == 0 for home in homes)
+        tokens = [int(table.lengths[a:b].sum()) for a, b in pairwise(homes)]
+        of_group = [int(table.lengths[i : i + SIZE].sum()) for i in range(0, table.samples, SIZE)]
+        assert max(tokens) <= sum(tokens) / ranks + max(of_group)
+
+
+def test_what_goes_by_samples_is_in_the_table() -> None:
+    by_samples = {f.name for f in fields(ExperienceBatch) if f.metadata["over"] == "samples"}
+    assert by_samples | {"response_lengths"} == {f.name for f in fields(rollout().table())}
+    batch = rollout()
+    assert isinstance(spread(replace(batch)), ShardedBatch)

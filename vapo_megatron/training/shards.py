@@ -1,0 +1,199 @@
+"""The samples of a step on all ranks: by samples everywhere, by tokens where a sample is at home.
+
+At home a sample has all of its tokens' fields: what its own response decides (advantages, returns) is worked out there.
+A model's rank is sent the samples that it computes, and what it found goes home again. What all samples decide
+(denominators, whitening, metrics) follows from numbers by samples, which every rank has in the same order: which rank a
+sample is on changes no bit of them.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vapo_megatron.experience.batch import ExperienceBatch, SampleTable
+from vapo_megatron.experience.microbatch import Share
+from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.training.broadcast import broadcast_value, on_rank_zero
+from vapo_megatron.training.exchange import Samples, exchange, seat
+
+_OVER = {f.name: f.metadata["over"] for f in fields(ExperienceBatch)}
+_BY_TOKENS = ("tokens", "positions", "response_tokens")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank computes of some samples with a model.
+
+    Attributes:
+        batch: the samples of this rank's share.
+        share: this rank's part of the plan.
+        whole: what goes by samples, of all ranks' samples.
+        mine: int64, the places of the batch's samples in `whole`.
+        reported: the samples whose outputs each rank has, of all.
+    """
+
+    batch: ExperienceBatch
+    share: Share
+    whole: SampleTable
+    mine: Tensor
+    reported: Sequence[Samples]
+
+
+class ShardedBatch:
+    """S samples on all ranks.
+
+    Attributes:
+        table: what goes by samples, of all of them.
+        own: the samples that are at home on this rank.
+    """
+
+    def __init__(self, table: SampleTable, homes: Samples, own: ExperienceBatch) -> None:
+        """homes: int64 [ranks + 1], the first sample of each rank, see cut()."""
+        self.table, self.own, self._homes = table, own, homes
+        self._rank, self._ranks = seat()
+
+    @property
+    def samples(self) -> int:
+        """S."""
+        return self.table.samples
+
+    @property
+    def response_tokens(self) -> int:
+        """T, of all samples."""
+        return int(self.table.response_lengths.sum())
+
+    @property
+    def at_home(self) -> slice:
+        """The numbers of the samples that are at home on this rank."""
+        return slice(int(self._homes[self._rank]), int(self._homes[self._rank + 1]))
+
+    def fill(self, **by_samples: Tensor | None) -> None:
+        """Set fields that go by samples [S], which every rank has found alike."""
+        for name, values in by_samples.items():
+            setattr(self.table, name, values)
+            setattr(self.own, name, None if values is None else values[self.at_home])
+
+    def everywhere(self, found: Tensor) -> Tensor:
+        """Collective: what ranks found of the samples at home with them, [own S, ...], as [S, ...] on every rank."""
+        if self._ranks == 1:
+            return found
+        whole = torch.zeros(self.samples, *found.shape[1:], dtype=found.dtype)
+        whole[self.at_home] = found
+        dist.all_reduce(whole)  # each is 0 but on one rank: the sum is exact
+        return whole
+
+    def summed(self, found: Tensor) -> Tensor:
+        """Collective: the sum of what ranks found."""
+        if self._ranks > 1:
+            dist.all_reduce(found)
+        return found
+
+    def part(self, model: Trainable, samples: Sequence[int], *names: str) -> Part:
+        """Collective: what this rank computes of some samples with a model.
+
+        names: the fields by tokens that are sent beside tokens and rollout log-probs, where they are filled in.
+        """
+        chosen = torch.as_tensor(samples, dtype=torch.int64)
+        whole = self.table if len(chosen) == self.samples else self.table.select(chosen)
+        plan, mesh = model.plan(whole.lengths, range(whole.samples)), model.mesh
+        numbers = chosen.numpy()
+        wanted = [numbers[plan.samples_of(d)] for d in range(mesh.dp_size)]
+        held = [*("routed_experts",) * model.replays, "tokens", "rollout_logprobs", *names]
+        sent = {name: tensor for name in held if (tensor := getattr(self.own, name)) is not None}
+        of_ranks = [wanted[mesh.dp_rank_of(rank)] for rank in range(self._ranks)]
+        got = exchange(sent, _rows(self.table, sent), _held(self._homes), of_ranks)
+        mine = torch.from_numpy(plan.samples_of(mesh.dp_rank))
+        places = np.full(whole.samples, -1, dtype=np.int64)
+        places[mine.numpy()] = np.arange(len(mine))
+        share = Share([places[members].tolist() for members in plan[mesh.dp_rank]], whole.samples)
+        reported = [np.zeros(0, dtype=np.int64)] * self._ranks
+        for dp_rank in range(mesh.dp_size):
+            reported[mesh.reporter(dp_rank)] = wanted[dp_rank]
+        return Part(whole.select(mine).batch(**got), share, whole, mine, reported)
+
+    def bring_home(self, part: Part, outputs: Tensor) -> Tensor:
+        """Collective: what a model found of a part of all samples, at home: [own T, ...]."""
+        sent = {"outputs": outputs if len(part.reported[self._rank]) else outputs[:0]}
+        lengths = {"outputs": self.table.response_lengths}
+        return exchange(sent, lengths, part.reported, _held(self._homes))["outputs"]
+
+    def first(self, count: int, *names: str) -> dict[str, Tensor]:
+        """Collective: fields of the first samples on rank 0, those that are filled in; nothing on the others."""
+        sent = {name: tensor for name in names if (tensor := getattr(self.own, name)) is not None}
+        if not sent:
+            return {}
+        return exchange(sent, _rows(self.table, sent), _held(self._homes), _on_rank_zero_alone(count, self._ranks))
+
+    def on_whole(self, work: Callable[[ExperienceBatch], Tensor], by_samples: bool) -> Tensor:
+        """Collective: what a function that has to see all tokens says, as each rank needs it: [S], or [own T].
+
+        It is called on rank 0, which is sent all fields. Raises what it raises, on every rank.
+        """
+        sent = self.first(self.samples, *(name for name, over in _OVER.items() if over in _BY_TOKENS))
+        box: list[Tensor] = [torch.zeros(0)]
+
+        def call() -> Any:
+            box[0] = work(self.table.batch(**sent))
+            return box[0] if by_samples else None
+
+        answer = on_rank_zero(call)
+        if by_samples:
+            return torch.as_tensor(answer)
+        lengths, held = {"found": self.table.response_lengths}, _on_rank_zero_alone(self.samples, self._ranks)
+        return exchange({"found": box[0]}, lengths, held, _held(self._homes))["found"]
+
+
+def _held(homes: Samples) -> list[Samples]:
+    return [np.arange(first, end) for first, end in pairwise(homes.tolist())]
+
+
+def _on_rank_zero_alone(samples: int, ranks: int) -> list[Samples]:
+    return [np.arange(samples), *[np.zeros(0, dtype=np.int64)] * (ranks - 1)]
+
+
+def _rows(table: SampleTable, names: Iterable[str]) -> dict[str, Tensor]:
+    """How many rows of some fields each sample has, int64 [S]."""
+    by_kind = {
+        "tokens": table.lengths,
+        "positions": table.lengths - 1,
+        "response_tokens": table.response_lengths,
+    }
+    return {name: by_kind[_OVER[name]] for name in names}
+
+
+def cut(table: SampleTable, ranks: int) -> Samples:
+    """The first sample that is at home on each rank, int64 [ranks + 1]: about as many tokens each, groups whole."""
+    lengths, groups = table.lengths.numpy(), table.group_ids.numpy()
+    starts = np.flatnonzero(np.diff(groups, prepend=groups[:1] - 1))
+    before = np.concatenate(([0], lengths.cumsum()))
+    nearest = np.searchsorted(before[starts], before[-1] * np.arange(1, ranks) / ranks)
+    inner = np.append(starts, table.samples)[nearest]
+    found: Samples = np.concatenate(([0], inner, [table.samples])).astype(np.int64)
+    return found
+
+
+def scatter(batch: ExperienceBatch | None) -> ShardedBatch:
+    """Collective: rank 0's batch (others pass None), each sample at home on one rank."""
+    ranks = seat()[1]
+    if ranks == 1:
+        assert batch is not None, "rank 0 has the batch"
+        return ShardedBatch(batch.table(), cut(batch.table(), 1), batch)
+    sent = {} if batch is None else {name: t for name, t in batch.tensors().items() if _OVER[name] in _BY_TOKENS}
+    kinds = {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in sent.items()}
+    table, kinds = broadcast_value((batch.table(), kinds) if batch is not None else None)
+    homes = cut(table, ranks)
+    sent = sent or {name: torch.zeros(0, *shape, dtype=dtype) for name, (dtype, shape) in kinds.items()}
+    got = exchange(sent, _rows(table, sent), _on_rank_zero_alone(table.samples, ranks), _held(homes))
+    return at_home(table, homes, lambda own: table.select(own).batch(**got))
+
+
+def at_home(table: SampleTable, homes: Samples, batch_of: Callable[[Tensor], ExperienceBatch]) -> ShardedBatch:
+    """The shards of samples that every rank can read: batch_of gives it those that are at home with it, int64."""
+    rank = seat()[0]
+    return ShardedBatch(table, homes, batch_of(torch.arange(int(homes[rank]), int(homes[rank + 1]))))
