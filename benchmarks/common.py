@@ -22,6 +22,7 @@ from rich.table import Table
 
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.model import ActorConfig, ModelConfig
+from vapo_megatron.experience.balance import Cost, MicrobatchPlan, plan_microbatches
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.experience.torchvision_ops import make_torchvision_importable
 from vapo_megatron.mcore.mesh import make_mesh
@@ -241,6 +242,43 @@ def _join(rank: int, world_size: int, folder: str) -> None:
     current_platform().bind(rank)
     store = f"file://{Path(folder) / 'store'}"
     dist.init_process_group(current_platform().world_backend, init_method=store, rank=rank, world_size=world_size)
+
+
+class Planner:
+    """What training/shards.py asks of a model: a plan for so many data-parallel ranks, at the costs of 7B."""
+
+    replays = False
+
+    def __init__(self, dp_size: int, max_tokens: int = 32768) -> None:
+        """Not more ranks than there are in the world, unless plans alone are asked for."""
+        self._max_tokens = max_tokens
+        spec = SHAPES["7b"].spec()
+        self._cost = Cost(float(spec.parameter_count()), float(spec.num_layers * spec.num_heads * spec.head_dim))
+        self.mesh = _Line(dp_size)
+
+    def plan(self, lengths: torch.Tensor, samples: Sequence[int]) -> MicrobatchPlan:
+        """As Trainable.plan."""
+        settings: dict[str, Any] = {"max_tokens": self._max_tokens, "cost": self._cost, "alignment": 16}
+        return plan_microbatches(samples, lengths.numpy(), dp_size=self.mesh.dp_size, **settings)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A mesh of data-parallel ranks alone."""
+
+    dp_size: int
+
+    @property
+    def dp_rank(self) -> int:
+        return dist.get_rank()
+
+    def dp_rank_of(self, rank: int) -> int:
+        """Each rank is its own."""
+        return rank
+
+    def reporter(self, dp_rank: int) -> int:
+        """The rank itself."""
+        return dp_rank
 
 
 def sft_loss(batch: ExperienceBatch) -> Any:

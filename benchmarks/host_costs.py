@@ -1,41 +1,55 @@
 """What a step costs the host at the sizes of large runs, part by part: made-up responses, no models.
 
-    python -m benchmarks.host_costs [--tokens 49000000 168000000] [--length 6000] [--ranks 128] [--json FILE]
+    python -m benchmarks.host_costs [--tokens 12000000] [--length 6000] [--ranks 1024] [--dp 128] [--json FILE]
 
-Lengths are log-normal and cut at 20,000. A row is a part of a step that rank 0 or every rank works through alone:
+Lengths are log-normal and cut at 20,000. Each part is measured at the size that a rank of such a run has: with all
+samples where it works through all, with its part of them elsewhere. Two ranks of this machine take part, and speak over
+loopback; what goes over a network is worked out beside it, at --gbps a node of eight ranks.
 
-    parse       columns of numbers become arrays (rollout/client.py); requests are in benchmarks.rollout_host
-    batch       samples become the batch
-    broadcast   to one more rank of the machine: sent once, mapped by both (shared memory; no network)
-    advantages  decoupled and length-adaptive GAE, whitening
-    plan        all samples are shared out over the ranks and one rank's are packed into micro-batches
-    mini-batch  the tensors of one mini-batch in eight are selected
+    parse       rank 0: columns of numbers become arrays (rollout/client.py); requests are in benchmarks.rollout_host
+    batch       rank 0: samples become the batch
+    scatter     rank 0: the batch is sent to where samples are at home; the other rank stands for all others
+    plan        every rank: all samples are shared out, for actor and critic, and each mini-batch of --minibatches for
+                both; one rank's are put into micro-batches
+    advantages  every rank, on the samples at home: GAE, whitening, the critic's measures; sums are joined over the two
+    pack        every rank: what it scores and trains becomes tensors of micro-batches
+    network     worked out: rank 0's rollout, then what models are sent of it and what they find
 
-Seconds at each size, measured at that size; growth is that of seconds with tokens over an eighth, a quarter, a half and
-the whole of the first size: 1 is linear.
+It takes a minute. The full sizes: --tokens 49000000 168000000 393000000 (minutes, and 15 GB). Growth is that of seconds
+with tokens over an eighth, a quarter, a half and the whole of the first size: 1 is linear.
 """
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import SHAPES, growth, heavy_tailed_lengths, over_ranks, parser, publish
-from vapo_megatron.algorithms.advantages import whiten
-from vapo_megatron.algorithms.gae import decoupled_gae, length_adaptive_lambda
+from benchmarks.common import Planner, growth, heavy_tailed_lengths, over_ranks, parser, publish
+from vapo_megatron.config.algorithm import AlgorithmConfig
+from vapo_megatron.config.monitoring import MonitoringConfig
 from vapo_megatron.engine import columns
-from vapo_megatron.experience.balance import Cost, plan_microbatches
-from vapo_megatron.experience.batch import ExperienceBatch, from_samples
+from vapo_megatron.experience.batch import ExperienceBatch, SampleTable, from_samples
+from vapo_megatron.experience.microbatch import pack
 from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rollout.client import EngineClient
 from vapo_megatron.rollout.server import EngineAddress
-from vapo_megatron.training.broadcast import broadcast_batch
+from vapo_megatron.training.advantages import estimate_advantages
+from vapo_megatron.training.shards import ShardedBatch, cut, scatter
 
 PROMPT = Prompt("", "", "", tuple(range(200)))
 META = {"finish_reason": {"type": "stop"}, "weight_versions": [{"version": "1"}]}
+RANKS_PER_NODE = 8
+# Bytes per token that go over the network: the rollout; token and rollout log-prob for actor and critic to score, and
+# log-prob, entropy and value home; for their updates token and rollout log-prob, with values and returns (critic), with
+# old log-prob, advantage and importance weight (actor).
+SENT_ONCE = 8
+SCORED = 2 * 8 + 3 * 4
+TRAINED = 8 + 2 * 4 + 8 + 3 * 4
 
 
 def messages(lengths: list[int], group: int) -> list[bytes]:
@@ -50,85 +64,112 @@ def messages(lengths: list[int], group: int) -> list[bytes]:
     return found
 
 
-def measure(tokens: int, length: int, group: int, ranks: int) -> dict[str, float]:
+def collected(lengths: list[int], group: int, timed: Callable[..., Any]) -> ExperienceBatch:
+    """On rank 0: responses, parsed and packed."""
+    client = EngineClient(EngineAddress("http://unused", "no log"), 1.0)
+
+    def parse(answers: list[bytes]) -> list[Any]:
+        return [client._completion(answer) for message in answers for answer in columns.unpack(message)]
+
+    responses = timed("parse", parse, messages(lengths, group))
+    samples = [
+        Sample(PROMPT, i // group, 0, 0, one.token_ids, one.logprobs, "stop", 1, 1, reward=float(i % 2))
+        for i, one in enumerate(responses)
+    ]
+    del responses
+    batch: ExperienceBatch = timed("batch", from_samples, samples)
+    return batch
+
+
+def measure(tokens: int, length: int, group: int, ranks: int, dp: int, minibatches: int) -> dict[str, float]:
     """Collective over two ranks: seconds of each part; rank 0's."""
     seconds: dict[str, float] = {}
     main_rank = dist.get_rank() == 0
 
-    def timed(name: str, work: Callable[[], Any]) -> Any:
-        dist.barrier()
+    def timed(name: str, work: Callable[..., Any], *args: Any) -> Any:
         start = time.perf_counter()
-        answer = work()
+        answer = work(*args)
         seconds[name] = time.perf_counter() - start
         return answer
 
-    batch: ExperienceBatch | None = None
-    lengths = heavy_tailed_lengths(max(1, tokens // length), length, 20_000)
-    if main_rank:
-        client = EngineClient(EngineAddress("http://unused", "no log"), 1.0)
-        answers = messages(lengths, group)
+    lengths = heavy_tailed_lengths(max(2 * group, tokens // length), length, 20_000)
+    batch = collected(lengths, group, timed) if main_rank else None
+    dist.barrier()
+    shards = timed("scatter", scatter, batch)
+    del batch
+    table, planner = shards.table, Planner(dp)
 
-        def parse() -> list[Any]:
-            return [client._completion(answer) for message in answers for answer in columns.unpack(message)]
+    def plan() -> Any:
+        whole = [planner.plan(table.lengths, range(table.samples)) for _ in ("actor", "critic")]
+        for number in range(minibatches):
+            part = table.lengths[number::minibatches]
+            for _ in ("actor", "critic"):
+                planner.plan(part, range(len(part)))[0]
+        return whole[0]
 
-        start = time.perf_counter()
-        responses = parse()
-        seconds["parse"] = time.perf_counter() - start
-        del answers
-        samples = [
-            Sample(PROMPT, i // group, 0, 0, one.token_ids, one.logprobs, "stop", 1, 1, reward=float(i % 2))
-            for i, one in enumerate(responses)
-        ]
-        start = time.perf_counter()
-        batch = from_samples(samples)
-        seconds["batch"] = time.perf_counter() - start
-        del responses, samples
-    batch = timed("broadcast", lambda: broadcast_batch(batch))
-    assert batch is not None
-    if main_rank:
-        rewards = torch.zeros(batch.response_tokens)
-        rewards[batch.response_cu_seqlens[1:] - 1] = batch.rewards
-        values = torch.rand(batch.response_tokens)
+    found = timed("plan", plan)
+    found[0]
+    # The first two ranks of a run: what is at home with the others is nowhere here, and counts as zeros.
+    homes = cut(table, ranks)
+    mine = torch.arange(int(homes[dist.get_rank()]), int(homes[dist.get_rank() + 1]))
+    own = zeros(table.select(mine))
+    own.old_logprobs = own.entropies = torch.zeros(own.response_tokens)
+    own.values = torch.rand(own.response_tokens)
+    one_of_many = ShardedBatch(table, homes, own)
+    dist.barrier()
+    with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
+        timed("advantages", lambda: estimate_advantages(one_of_many, AlgorithmConfig(), recorder))
+    share = found.samples_of(0)[: max(1, table.samples // dp)]
+    alike = table.select(torch.from_numpy(share))
+    of_rank = zeros(alike)
 
-        def advantages() -> None:
-            lam = length_adaptive_lambda(batch.response_lengths, 0.05)
-            found, _ = decoupled_gae(rewards, values, batch.response_cu_seqlens, lam, 1.0)
-            whiten(found, torch.ones_like(found, dtype=torch.bool))
+    def packed() -> None:
+        for _ in range(4):  # scored and trained, by actor and critic
+            for sample in range(of_rank.samples):
+                pack(of_rank, [sample], 16, 16, 1, 0)
 
-        start = time.perf_counter()
-        advantages()
-        seconds["advantages"] = time.perf_counter() - start
-        del rewards, values
-        spec = SHAPES["7b"].spec()
-        cost = Cost(float(spec.parameter_count()), float(spec.num_layers * spec.num_heads * spec.head_dim))
-        whole = batch.lengths.tolist()
-        start = time.perf_counter()
-        plan_microbatches(range(batch.samples), whole, dp_size=ranks, max_tokens=32768, cost=cost, alignment=16)[0]
-        seconds["plan"] = time.perf_counter() - start
-        start = time.perf_counter()
-        batch.select(list(range(0, batch.samples, 8)))
-        seconds["mini-batch"] = time.perf_counter() - start
+    timed("pack", packed)
     dist.barrier()
     return seconds
 
 
-def measure_all(sizes: list[int], length: int, group: int, ranks: int) -> dict[str, Any]:
+def zeros(table: SampleTable) -> ExperienceBatch:
+    """Samples whose tokens and log-probs are zeros."""
+    tokens, responses = int(table.lengths.sum()), int(table.response_lengths.sum())
+    return table.batch(tokens=torch.zeros(tokens, dtype=torch.int32), rollout_logprobs=torch.zeros(responses))
+
+
+def measure_all(sizes: list[int], *args: int) -> dict[str, Any]:
     """Collective: measure() of each size."""
-    return {str(size): measure(size, length, group, ranks) for size in sizes}
+    return {str(size): measure(size, *args) for size in sizes}
+
+
+def network_seconds(tokens: int, ranks: int, dp: int, gbps: float) -> float:
+    """Until rank 0's node has sent the rollout, and each node what others compute: every rank of a share gets a copy."""
+    nodes = max(1, ranks // RANKS_PER_NODE)
+    copies = ranks / dp
+    out_of_a_node = tokens * (SCORED + TRAINED) * copies / nodes
+    return (tokens * SENT_ONCE * (1 - 1 / nodes) + out_of_a_node) / (gbps / 8 * 1e9)
 
 
 def main() -> None:
     """A row for each part, and their sum."""
     arguments = parser(__doc__)
-    arguments.add_argument("--tokens", type=int, nargs="+", default=[49_000_000, 168_000_000])
+    arguments.add_argument("--tokens", type=int, nargs="+", default=[12_000_000])
     arguments.add_argument("--length", type=int, default=6000, help="mean tokens of a response")
     arguments.add_argument("--group", type=int, default=16)
-    arguments.add_argument("--ranks", type=int, default=128, help="data-parallel ranks that share the samples")
+    arguments.add_argument("--ranks", type=int, default=1024, help="of the run")
+    arguments.add_argument("--dp", type=int, default=128, help="data-parallel ranks of each model")
+    arguments.add_argument("--minibatches", type=int, default=8, help="in a step")
+    arguments.add_argument("--gbps", type=float, default=100.0, help="network of a node, gigabits a second")
     given = arguments.parse_args()
     first = given.tokens[0]
     sizes = [first // 8, first // 4, first // 2, *given.tokens]
-    answers = over_ranks(2, measure_all, sizes, given.length, given.group, given.ranks)
+    run = given.length, given.group, given.ranks, given.dp, given.minibatches
+    answers = over_ranks(2, measure_all, sizes, *run)
     found = {size: answers[str(size)] for size in sizes}
+    for size, seconds in found.items():
+        seconds["network"] = network_seconds(size, given.ranks, given.dp, given.gbps)
     rows = []
     for part in found[first]:
         row: dict[str, Any] = {"part": part}
@@ -137,7 +178,12 @@ def main() -> None:
         rows.append(row | {"growth": exponent})
     sums = {name: sum(row[name] for row in rows) for name in rows[0] if name.startswith("s at")}
     rows.append({"part": "all", **sums, "growth": growth(sizes[:4], [sum(found[size].values()) for size in sizes[:4]])})
-    publish(f"responses of {given.length} tokens on average, two ranks of one machine", rows, given.json)
+    publish(
+        f"responses of {given.length} tokens on average, {given.ranks} ranks, {given.dp} data-parallel, "
+        f"{given.gbps:g} Gb/s a node",
+        rows,
+        given.json,
+    )
 
 
 if __name__ == "__main__":
