@@ -145,7 +145,7 @@ def measure_all(sizes: list[int], *args: int) -> dict[str, Any]:
 
 
 def network_seconds(tokens: int, ranks: int, dp: int, gbps: float) -> float:
-    """Until rank 0's node has sent the rollout, and each node what others compute: every rank of a share gets a copy."""
+    """Until rank 0's node has sent the rollout, and nodes what others compute; every rank of a share gets a copy."""
     nodes = max(1, ranks // RANKS_PER_NODE)
     copies = ranks / dp
     out_of_a_node = tokens * (SCORED + TRAINED) * copies / nodes
