@@ -148,7 +148,7 @@ def estimates(names: list[str]) -> Any:
 
 def test_no_number_of_ranks_changes_advantages_or_metrics() -> None:
     (one,) = run_ranks(1, estimates, list(ALGORITHMS))
-    for ranks in (2, 5, 9):  # more ranks than groups: some have no sample
+    for ranks in (2, 9):  # more ranks than groups: some have no sample
         for found in run_ranks(ranks, estimates, list(ALGORITHMS)):
             for name, (row, tensors) in one.items():
                 assert found[name][0].keys() == row.keys()

@@ -1,6 +1,6 @@
 """Numbers that ranks work out apart and report together."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vapo_megatron.experience.batch import ExperienceBatch
+from vapo_megatron.experience.microbatch import MicroBatch, Share
+from vapo_megatron.mcore.mesh import Mesh
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.mcore.token_loss import TokenLoss
 
@@ -38,6 +41,21 @@ def _over_ranks(values: Tensor, op: dist.ReduceOp.RedOpType, group: Any = None) 
     moved = values.to(current_platform().device)
     dist.all_reduce(moved, op=op, group=group)
     return moved.cpu()
+
+
+def in_place(
+    mesh: Mesh, batch: ExperienceBatch, samples: Sequence[int], found: Sequence[tuple[MicroBatch, Tensor]], width: int
+) -> Tensor:
+    """Collective: outputs of micro-batches of some samples at their response tokens of a batch, [T, width]; of a Share
+    on the ranks that have its outputs, and [0, width] on the others."""
+    if isinstance(samples, Share) and not mesh.is_output_rank:
+        return torch.zeros(0, width)
+    outputs = torch.zeros(batch.response_tokens, width)
+    for microbatch, part in found:
+        microbatch.scatter(outputs, part.cpu())
+    if not isinstance(samples, Share):
+        return sum_over_ranks(outputs)
+    return sum_over_ranks(outputs, mesh.pg.cp) if mesh.cp_size > 1 else outputs
 
 
 class MetricTotals:

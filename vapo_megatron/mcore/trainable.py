@@ -24,7 +24,7 @@ from vapo_megatron.mcore.data_parallel import sum_model_grads, wrap
 from vapo_megatron.mcore.guarded_step import GuardedStep
 from vapo_megatron.mcore.layer_spec import parameters_of
 from vapo_megatron.mcore.mesh import Mesh, check_model_layout
-from vapo_megatron.mcore.metrics import MetricTotals, StepResult, samples_done, sum_over_ranks
+from vapo_megatron.mcore.metrics import MetricTotals, StepResult, in_place, samples_done, sum_over_ranks
 from vapo_megatron.mcore.model import Head, build_model, transformer_config
 from vapo_megatron.mcore.offload import PARTS, Footprint, Offloader, Part
 from vapo_megatron.mcore.optimizer import make_optimizer, optimizer_tensors
@@ -275,20 +275,7 @@ class Trainable:
             temperature=temperature,
             on_forward=samples_done(batch.samples if share is None else share.of, on_done),
         )
-        return self._in_place(batch, samples, found, 2 if self.head == "lm" else 1)
-
-    def _in_place(
-        self, batch: ExperienceBatch, samples: Sequence[int], found: list[tuple[MicroBatch, Tensor]], width: int
-    ) -> Tensor:
-        """Collective: outputs of micro-batches at their response tokens of the batch, [T, width]."""
-        if isinstance(samples, Share) and not self.mesh.is_output_rank:
-            return torch.zeros(0, width)
-        outputs = torch.zeros(batch.response_tokens, width)
-        for microbatch, part in found:
-            microbatch.scatter(outputs, part.cpu())
-        if not isinstance(samples, Share):
-            return sum_over_ranks(outputs)
-        return sum_over_ranks(outputs, self.mesh.pg.cp) if self.mesh.cp_size > 1 else outputs
+        return in_place(self.mesh, batch, samples, found, 2 if self.head == "lm" else 1)
 
     def train_step(
         self, batch: ExperienceBatch, samples: Sequence[int], loss: TokenLoss, keep_outputs: bool = False
@@ -308,7 +295,7 @@ class Trainable:
         outputs = None
         if kept is not None:
             width = 2 if self.head == "lm" else self.spec.value_outputs
-            outputs = self._in_place(batch, samples, kept, width)
+            outputs = in_place(self.mesh, batch, samples, kept, width)
         return StepResult(grad_norm, float(self._optimizer.param_groups[0]["lr"]), metrics, outputs, updated)
 
     def _accepts_update(self, metrics: dict[str, float], grad_norm: float) -> bool:
