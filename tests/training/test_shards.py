@@ -30,12 +30,12 @@ GROUPS, SIZE = 7, 4
 
 
 def rollout() -> ExperienceBatch:
-    """Seven groups of four, of 1 to 90 tokens, scored; one response in five cut off."""
+    """Seven groups of four, of up to 500 tokens, longer ones last, scored; one response in five cut off."""
     random, samples = np.random.default_rng(1), []
     for group in range(GROUPS):
         prompt = Prompt(str(group), "", "", tuple(random.integers(0, 99, 1 + group).tolist()))
         for index in range(SIZE):
-            n, right = int(random.integers(1, 90)), bool(random.random() < 0.5)
+            n, right = int(random.integers(1, 20 + 80 * group)), bool(random.random() < 0.5)
             sample = Sample(prompt, group, index, 0, random.integers(0, 99, n, dtype=np.int32), None, "stop", 0, 0)  # type: ignore[arg-type]
             sample.rollout_logprobs = -random.random(n, dtype=np.float32)
             sample.finish_reason = "length" if random.random() < 0.2 else "stop"
@@ -61,7 +61,7 @@ class Planner:
 
     def plan(self, lengths: torch.Tensor, samples: Any) -> Any:
         cost = Cost(1.0, 0.01)
-        return plan_microbatches(samples, lengths.numpy(), dp_size=self.mesh.dp_size, max_tokens=200, cost=cost)
+        return plan_microbatches(samples, lengths.numpy(), dp_size=self.mesh.dp_size, max_tokens=600, cost=cost)
 
 
 def passes(layout: LayoutConfig) -> Any:
