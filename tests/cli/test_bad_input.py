@@ -28,7 +28,7 @@ from tiny_runs import (
 
 from vapo_megatron.checkpoint.lease import Lease
 from vapo_megatron.operations.report import report
-from vapo_megatron.training import launch
+from vapo_megatron.training import restarts
 from vapo_megatron.weights.tiny import CHATML_TEMPLATE, word_tokenizer
 
 USAGE = namedtuple("USAGE", "total used free")
@@ -38,7 +38,7 @@ def test_the_configs_that_the_cases_spoil_are_good(
     command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     counts: list[int] = []
-    monkeypatch.setattr(launch, "start_ranks", lambda count, *_: counts.append(count))
+    monkeypatch.setattr(restarts, "start_ranks", lambda count, *_: counts.append(count))
     reported: list[list[Path]] = []
     monkeypatch.setattr(report, "write_report", reported.append)
     for name, ranks in (("train", 2), ("sft", 1)):
@@ -67,7 +67,7 @@ def test_what_is_most_often_a_mistake_is_told_of_and_runs(
     named: str,
 ) -> None:
     started: list[int] = []
-    monkeypatch.setattr(launch, "start_ranks", lambda count, *_: started.append(count))
+    monkeypatch.setattr(restarts, "start_ranks", lambda count, *_: started.append(count))
     monkeypatch.setattr(report, "write_report", lambda _: None)
     assert command.exit_code("train", *overrides) == 0 and started == [2]
     error = capfd.readouterr().err
