@@ -157,7 +157,9 @@ def plan(
     from vapo_megatron.config.plan import PlanConfig
 
     settings = load_config(PlanConfig, config, overrides or [], PRESETS)
-    _read_model(settings.model.path)
+    from vapo_megatron.operations.plan.model_files import model_directory
+
+    _read_model(str(model_directory(settings.model.path)))
     from vapo_megatron.operations.plan.command import plan_run
 
     plan_run(settings, gpus, nodes, json, simulate)

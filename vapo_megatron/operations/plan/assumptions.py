@@ -4,7 +4,7 @@ from pathlib import Path
 
 from vapo_megatron.operations.hardware import GIB
 from vapo_megatron.operations.plan.activations import EXPERT_IMBALANCE
-from vapo_megatron.operations.plan.models import model_directory
+from vapo_megatron.operations.plan.model_files import model_directory
 from vapo_megatron.operations.plan.plan import Plan
 from vapo_megatron.operations.plan.rollout import drawn_prompts, imbalance
 

@@ -1,7 +1,6 @@
 """The models of a run as a plan sees them: shapes, layouts, bytes."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from vapo_megatron.checkpoint.size import OPTIMIZER_BYTES
 from vapo_megatron.config.model import ActorConfig, LayoutConfig, TrainableConfig
@@ -10,6 +9,7 @@ from vapo_megatron.errors import BadInput
 from vapo_megatron.mcore.mesh import check_layout, check_model_layout
 from vapo_megatron.mcore.offload import Part
 from vapo_megatron.operations.plan.activations import Activations
+from vapo_megatron.operations.plan.model_files import model_directory
 from vapo_megatron.operations.plan.shards import Shard, shard
 from vapo_megatron.weights.spec import Head, ModelSpec, read_spec
 
@@ -93,17 +93,6 @@ class PlannedModel:
             return float(self.width)
         # Transformer Engine keeps each matrix in FP8 by rows and by columns, over the micro-batches of a step.
         return 2.0 + (0.0 if precision.fp8_param_gather else self.width)
-
-
-# The numbers of config.json, as the makers publish them, of models that plans are made for before their weights are
-# there; by the last part of their path.
-SHIPPED = Path(__file__).parent / "sizes"
-
-
-def model_directory(path: str) -> Path:
-    """Where the config.json of a model is: its own directory, or where that has none what is shipped under its name."""
-    shipped = SHIPPED / Path(path).name
-    return shipped if shipped.is_dir() and not (Path(path) / "config.json").exists() else Path(path)
 
 
 def planned_models(config: TrainConfig, world: int) -> dict[str, PlannedModel]:

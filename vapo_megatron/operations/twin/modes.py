@@ -71,7 +71,7 @@ def modes(plan: Plan) -> list[Mode]:
     for name, partial in (("synchronous", False), ("partial responses", True)):
         scenario = on_shared_gpus(plan, partial, length_of)
         found.append(_mode(plan, name, None, scenario, simulate(scenario)))
-    for staleness in _STALENESS:
+    for staleness in sorted({*_STALENESS, plan.config.rollout.asynchronous.max_staleness} - {0}):
         tried = {
             gpus: on_own_gpus(plan, gpus, staleness, length_of)
             for gpus in (splits(plan) if given is None else (given,))
@@ -119,7 +119,7 @@ def show(plan: Plan, found: list[Mode], console: Console) -> None:
         )
     console.print(table)
     if all(mode.engine_gpus is None for mode in found):
-        console.print(f"no split of {plan.world} GPUs between trainer and engines was found that fits")
+        console.print(f"no split of {plan.world} GPUs between trainer and engines fits with the layouts of the config")
     for line in assumptions(plan):
         console.print(f"  - {line}")
 
