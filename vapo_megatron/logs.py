@@ -18,14 +18,14 @@ _place = {"rank": "-", "phase": NO_PHASE}
 
 @dataclass(frozen=True)
 class PhaseNow:
-    """The phase that a process is in, how many it has begun, and since when it is in this one (Unix time)."""
+    """The phase that a process is in, how many it has begun, and since when it is in this one (time.monotonic())."""
 
     phase: str
     begun: int
     since: float
 
 
-_phase = PhaseNow(NO_PHASE, 0, time.time())
+_phase = PhaseNow(NO_PHASE, 0, time.monotonic())
 
 
 class LogLevel(StrEnum):
@@ -69,7 +69,7 @@ def set_phase(phase: str | None) -> None:
     """This process is in this phase; None between phases."""
     global _phase
     _place["phase"] = phase or NO_PHASE
-    _phase = PhaseNow(phase or NO_PHASE, _phase.begun + 1, time.time())
+    _phase = PhaseNow(phase or NO_PHASE, _phase.begun + 1, time.monotonic())
 
 
 def phase_now() -> PhaseNow:

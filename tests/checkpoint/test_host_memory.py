@@ -46,4 +46,4 @@ def test_without_host_memory_there_are_no_copies(root: Path, tmp_path: Path, cap
     root.rmdir()
     with caplog.at_level("WARNING", logger="vapo_megatron"), host_memory(tmp_path / "run") as folder:
         assert folder is None
-    assert "no copies of the run's state are kept there (No such file or directory)" in caplog.text
+    assert "cannot be used (No such file or directory)" in caplog.text

@@ -24,15 +24,19 @@ from typing import Any
 import attempts
 import psutil
 
+from vapo_megatron.checkpoint.host_memory import host_memory_of
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.rollout.client import EngineClient
 from vapo_megatron.training import rank
 
-RANKS = 2
 _DISK_LIMIT = 64 << 10
 _STOPPED_SECONDS = 2.0
 _RESET_SECONDS = 0.05
+_SLOW_SECONDS = 0.5
+_CLOCK_SECONDS = 7200
 _EARLY = 0.3
+# How likely an attempt is to begin with a fault of its surroundings.
+_SURROUNDED = 0.5
 
 
 @dataclass
@@ -65,7 +69,6 @@ class Attempt:
     """One start of the run, in a process that leads a group of its own."""
 
     def __init__(self, config: TrainConfig, prepare: Callable[[], None]) -> None:
-        config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"ranks": RANKS})})
         context = multiprocessing.get_context("fork")
         self._reader, writer = context.Pipe(duplex=False)
         body = partial(rank.train_rank, config)
@@ -103,8 +106,8 @@ def _role(process: psutil.Process, starter: int) -> str:
         return "detokenizer"
     if "vapo_megatron.rewards.worker" in command:
         return "verifier"
-    own = process.ppid() == starter and not any("resource_tracker" in part for part in command)
-    return "rank" if own else "other"
+    name = Path(f"/proc/{process.pid}/comm").read_text().strip() if process.ppid() == starter else ""
+    return "home" if name == "engine-home" else "rank" if re.fullmatch(r"rank\d+", name) else "other"
 
 
 def reset_connections(every: int) -> None:
@@ -123,6 +126,23 @@ def reset_connections(every: int) -> None:
     EngineClient.generate = cut  # type: ignore[method-assign,assignment]
 
 
+def slow_down_the_disk() -> None:
+    """Each wait for the disk takes a while."""
+    fsync = os.fsync
+
+    def slow(descriptor: int) -> None:
+        time.sleep(_SLOW_SECONDS)
+        fsync(descriptor)
+
+    os.fsync = slow  # type: ignore[assignment]
+
+
+def set_the_clock(after: float, by: float) -> None:
+    """The time of day jumps once, for all processes of the run that are forked."""
+    clock, jumps_at = time.time, time.monotonic() + after
+    time.time = lambda: clock() + (by if time.monotonic() > jumps_at else 0.0)
+
+
 def rows_of(run_dir: Path) -> int:
     """Steps that are done."""
     try:
@@ -134,7 +154,10 @@ def rows_of(run_dir: Path) -> int:
 # Faults of a process by its role: the signals that it gets, the seconds between them.
 SIGNALS: dict[str, tuple[str, list[int]]] = {
     "rank: kill -9": ("rank", [signal.SIGKILL]),
+    "rank: stopped": ("rank", [signal.SIGSTOP]),
     "rank: stopped for a while": ("rank", [signal.SIGSTOP, signal.SIGCONT]),
+    "home of engines: kill -9": ("home", [signal.SIGKILL]),
+    "home of engines: stopped for a while": ("home", [signal.SIGSTOP, signal.SIGCONT]),
     "engine: kill -9": ("engine", [signal.SIGKILL]),
     "engine: stopped": ("engine", [signal.SIGSTOP]),
     "engine: stopped for a while": ("engine", [signal.SIGSTOP, signal.SIGCONT]),
@@ -145,11 +168,13 @@ SIGNALS: dict[str, tuple[str, list[int]]] = {
     "verifier: kill -9": ("verifier", [signal.SIGKILL]),
     "verifier: stopped for a while": ("verifier", [signal.SIGSTOP, signal.SIGCONT]),
 }
-_ENGINES = re.compile("engine|scheduler|detokenizer")
-ASKED = {"run: SIGTERM": signal.SIGTERM, "run: SIGUSR1": signal.SIGUSR1}
+_ENGINES = re.compile("engine|scheduler|detokenizer|home")
+ASKED = {"run: SIGTERM": signal.SIGTERM, "run: SIGUSR1": signal.SIGUSR1, "run: kill -9": signal.SIGKILL}
 FILES = ("checkpoint: cut file", "checkpoint: flipped bit")
-DISK, RESETS = "disk: full", "network: reset"
-KINDS = (*SIGNALS, *ASKED, *FILES, DISK, RESETS)
+# Damaged just before a rank is killed.
+COPIES = ("copy in memory: cut file", "copy in memory: flipped bit")
+SURROUNDINGS = ("disk: full", "disk: slow", "network: reset", "clock: set forward", "clock: set back")
+KINDS = (*SIGNALS, *ASKED, *FILES, *COPIES, *SURROUNDINGS)
 
 
 class Fuzzer:
@@ -178,7 +203,9 @@ class Fuzzer:
             if code == 0:
                 break
             # An engine that dies before it ever served may have been given what it cannot serve: the run fails.
-            assert code in (2, 75) or "ended while starting" in said, f"an attempt ended with {code}: {said}"
+            assert code in (2, 75, -signal.SIGKILL) or "ended while starting" in said, (
+                f"an attempt ended with {code}: {said}"
+            )
             if code == 2:
                 self._mend(said)
         self._soak.left += self._left_behind()
@@ -202,14 +229,19 @@ class Fuzzer:
         return found
 
     def _prepare(self) -> Callable[[], None]:
-        kind = self._chance.choice(self._kinds) if self._left else ""
-        if kind == DISK:
-            self._did(kind)
+        kinds = [kind for kind in self._kinds if kind in SURROUNDINGS]
+        if not (kinds and self._left and self._chance.random() < _SURROUNDED):
+            return lambda: None
+        kind = self._chance.choice(kinds)
+        self._did(kind)
+        if kind == "disk: full":
             return partial(attempts.fill_the_disk, _DISK_LIMIT)
-        if kind == RESETS:
-            self._did(kind)
+        if kind == "disk: slow":
+            return slow_down_the_disk
+        if kind == "network: reset":
             return partial(reset_connections, self._chance.randrange(3, 9))
-        return lambda: None
+        by = _CLOCK_SECONDS if kind == "clock: set forward" else -_CLOCK_SECONDS
+        return partial(set_the_clock, self._chance.uniform(2, 10), by)
 
     def _serves(self, began: float) -> bool:
         """Whether engines serve, as far as rank 0 says where it is."""
@@ -221,7 +253,7 @@ class Fuzzer:
 
     def _signal(self, attempt: Attempt, serves: bool) -> bool:
         """Whether a fault was done. One that only stops an engine's start would be waited for, as for a slow start."""
-        kinds = [kind for kind in self._kinds if kind in SIGNALS or kind in ASKED]
+        kinds = [kind for kind in self._kinds if kind in SIGNALS or kind in ASKED or kind in COPIES]
         kind = self._chance.choice([kind for kind in kinds if serves or not _ENGINES.match(kind)])
         family = attempt.family()
         self._groups |= {process.pid for process in family.get("engine", [])}
@@ -230,7 +262,11 @@ class Fuzzer:
                 os.kill(attempt.process.pid or 0, ASKED[kind])
                 self._did(kind)
                 return True
-            role, numbers = SIGNALS[kind]
+            if kind in COPIES:
+                copies = sorted(host_memory_of(self._run_dir).glob("checkpoints/step_*"))
+                if not copies or "rank" not in family or not self._harm(copies[-1], kind):
+                    return False
+            role, numbers = SIGNALS.get(kind, ("rank", [signal.SIGKILL]))
             if role not in family:
                 return False
             victim = self._chance.choice(sorted(family[role], key=lambda process: process.pid))
@@ -249,16 +285,25 @@ class Fuzzer:
         if not kinds or len(checkpoints) < 2:
             return
         kind = self._chance.choice(kinds)
-        path = self._chance.choice([path for path in sorted(checkpoints[-1].rglob("*")) if path.stat().st_size > 64])
-        if path.is_dir():
-            return
-        content = bytearray(path.read_bytes())
-        if kind == "checkpoint: cut file":
-            del content[self._chance.randrange(len(content)) :]
-        else:
-            content[self._chance.randrange(len(content))] ^= 1 << self._chance.randrange(8)
-        path.write_bytes(content)
-        self._did(kind)
+        if self._harm(checkpoints[-1], kind):
+            self._did(kind)
+
+    def _harm(self, checkpoint: Path, kind: str) -> bool:
+        """Whether a file of it could be harmed: a copy in memory may be gone by now."""
+        try:
+            files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.stat().st_size > 64]
+            path = self._chance.choice(files)
+            content = bytearray(path.read_bytes())
+            if kind.endswith("cut file"):
+                del content[self._chance.randrange(len(content)) :]
+            else:
+                content[self._chance.randrange(len(content))] ^= 1 << self._chance.randrange(8)
+            with path.open("r+b") as file:
+                file.write(content)
+                file.truncate()
+        except (OSError, IndexError):
+            return False
+        return True
 
     def _mend(self, said: str) -> None:
         """What the one line asks for: remove a damaged checkpoint; the disk has room again by itself."""
@@ -272,12 +317,14 @@ class Fuzzer:
         self._left -= 1
         self._soak.faults[kind] += 1
         self._open.append((kind, time.monotonic(), rows_of(self._run_dir)))
+        print(f"fault {self._soak.faults.total()}: {kind}", flush=True)
 
     def _progress(self, rows: int) -> None:
         now = time.monotonic()
         for kind, began, before in self._open:
             if rows > before:
                 self._soak.seconds.setdefault(kind, []).append(now - began)
+                print(f"fault over: {kind}: {now - began:.1f} s", flush=True)
         self._open = [entry for entry in self._open if rows <= entry[2]]
 
     def _left_behind(self) -> list[str]:
@@ -287,6 +334,8 @@ class Fuzzer:
         shared = [path.name for pid in self._groups for path in Path("/dev/shm").glob(f"*_{pid}_*")]
         # Ranks that are killed have no chance to remove a folder; what they leave there is empty.
         temporary = [path.name for path in Path(tempfile.gettempdir()).iterdir()]
+        if host_memory_of(self._run_dir).exists():
+            shared.append(host_memory_of(self._run_dir).name)
         hidden = [path.name for path in (self._run_dir / "checkpoints").glob(".*")]
         return [*(f"process group {pid}" for pid in alive), *shared, *temporary, *hidden]
 

@@ -1,9 +1,11 @@
 """Faults of every kind, at random times: the run ends as one that was left alone, and nothing stays behind."""
 
+import json
 import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import attempts
 import fault_soak
@@ -15,12 +17,23 @@ STEPS = 12
 SETTINGS = (
     "run.resume=auto",
     f"run.steps={STEPS}",
+    "cluster.restarts=3",
+    "cluster.collective_timeout_s=300",
+    "rollout.collect_timeout_s=250",
     "value_pretraining.enabled=false",
     "data.eval=[]",
+    "checkpoint.every=3",
+    "checkpoint.every_minutes=null",
+    "reward.function=parity_grade:verify_with_bombs",
     "rollout.health.every_s=0.5",
     "rollout.health.answer_s=5",
     "rollout.health.max_failures=20",
     "robustness.hangs.every_s=0.5",
+    "robustness.hangs.floor_s=60",
+)
+AHEAD = (
+    *("rollout.asynchronous.max_staleness=1", "rollout.asynchronous.weight_sync=wait", "rollout.deterministic=true"),
+    "algorithm.importance_sampling.kind=tis",
 )
 
 
@@ -30,18 +43,29 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[attempts.World]:
         yield made
 
 
-def disturbed(world: attempts.World, tmp_path: Path, seed: int, faults: int, kinds: tuple[str, ...]) -> Soak:
+def last_progress(run_dir: Path) -> dict[str, Any]:
+    """What the last checkpoint says of prompts, groups and updates."""
+    found: dict[str, Any] = json.loads((run_dir / f"checkpoints/step_{STEPS:06d}/progress.json").read_text())
+    return found
+
+
+def disturbed(world: attempts.World, tmp_path: Path, faults: int, kinds: tuple[str, ...], *more: str) -> Soak:
     """Runs under so many faults in all, each compared with the same one that was left alone."""
-    alone = attempts.config_of(world, f"alone{seed}", {"tp": 1}, *SETTINGS)
-    end = attempts.live(world, alone, fault_soak.RANKS)
+    seed = int(os.environ.get("SEED", "1"))
+    alone = attempts.config_of(world, f"{tmp_path.name}_alone", {"tp": 1}, *SETTINGS, *more)
+    assert alone.cluster.ranks is not None
+    end = attempts.live(world, alone, alone.cluster.ranks)
     assert end.code == 0, end.said
     chance, soak, number = random.Random(seed), Soak(), 0
     while (left := faults - soak.faults.total()) > 0:
         number += 1
-        config = attempts.config_of(world, f"run{seed}_{number}", {"tp": 1}, *SETTINGS)
+        config = attempts.config_of(world, f"{tmp_path.name}_{number}", {"tp": 1}, *SETTINGS, *more)
         with temporary_files_in(tmp_path / f"tmp{number}"):
             Fuzzer(config, chance, kinds, min(left, 2 * STEPS), soak).run(1800)
-        same_run(Path(config.run.directory), Path(alone.run.directory))
+        run_dir, other = Path(config.run.directory), Path(alone.run.directory)
+        rows = same_run(run_dir, other)
+        soak.faults["verifier: bomb"] += round(sum(row["reward/failed"] for row in rows) * 16)
+        assert last_progress(run_dir) == last_progress(other), "every sample drawn is trained or dropped, once"
         print(f"\n{soak.faults.total()} faults, attempts by code {dict(soak.codes)}\n{soak.table()}", flush=True)
     assert not soak.left, soak.left
     return soak
@@ -49,7 +73,9 @@ def disturbed(world: attempts.World, tmp_path: Path, seed: int, faults: int, kin
 
 @pytest.mark.faults
 @pytest.mark.timeout(7200)
-def test_a_run_under_many_faults(world: attempts.World, tmp_path: Path) -> None:
-    faults, seed = int(os.environ.get("FAULTS", "100")), int(os.environ.get("SEED", "1"))
-    soak = disturbed(world, tmp_path, seed, faults, fault_soak.KINDS)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("more", [(), AHEAD], ids=["synchronous", "asynchronous"])
+def test_a_run_under_many_faults(world: attempts.World, tmp_path: Path, ranks: int, more: tuple[str, ...]) -> None:
+    faults = -(-int(os.environ.get("FAULTS", "100")) // 4)
+    soak = disturbed(world, tmp_path, faults, fault_soak.KINDS, f"cluster.ranks={ranks}", *more)
     assert soak.faults.total() >= faults

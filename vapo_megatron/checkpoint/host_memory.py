@@ -1,4 +1,4 @@
-"""The folder of a run in host memory, for copies of its state that outlive its ranks.
+"""The folder of a run in host memory: copies of its state that outlive its ranks, and where its processes meet.
 
 It is one folder a run and machine, in /dev/shm, and holds checkpoints as a run directory does. What it was made for is
 over when the process that made it is: whoever makes the next one removes it.
@@ -46,7 +46,9 @@ def host_memory(run_dir: Path) -> Iterator[Path | None]:
         (folder / RECORD_FOLDER).symlink_to(run_dir.absolute() / RECORD_FOLDER)
         folder.rename(own)
     except OSError as error:
-        _logger.warning("%s: no copies of the run's state are kept there (%s)", ROOT, error.strerror)
+        _logger.warning(
+            "%s: cannot be used (%s): ranks that are killed are not started again from a copy", ROOT, error.strerror
+        )
         yield None
         return
     try:

@@ -12,15 +12,20 @@ from vapo_megatron import logs
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.signals import stop_signals_blocked
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _GRACE_SECONDS = 15
 # How the starter ends its processes; the stop signals ask for a save first.
 _END_NOW = signal.SIGUSR2
 
 
 def begin_child(level: logs.LogLevel) -> None:
-    """First thing in a child: it ends with its starter, however that one ends, and in order where that one asks."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    """First thing in a child: it ends with its starter, however that one ends, and in order where that one asks.
+
+    `ps -e` and `top` show its name.
+    """
+    system = ctypes.CDLL(None)
+    system.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    system.prctl(_PR_SET_NAME, multiprocessing.current_process().name.encode())
     logs.configure(level)  # a spawned process does not have it yet
     # Ctrl-C reaches the whole terminal group; the starter turns it into one orderly end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

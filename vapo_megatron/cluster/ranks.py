@@ -120,11 +120,11 @@ def _started_rank(
         sys.exit(_LOST_A_PEER if isinstance(told, LostPeer) else told.exit_code)
 
 
-def start_ranks(count: int, body: Callable[[], None], collective_timeout_s: float) -> None:
+def start_ranks(count: int, body: Callable[[], None], collective_timeout_s: float, folder: Path | None = None) -> None:
     """Run body on `count` ranks of this machine; forked where that is safe, which saves each of them the imports.
 
     The first rank to fail ends the others. A signal to stop is passed on to all of them, which save first; Ctrl-C ends
-    them at once.
+    them at once. They meet in a file in `folder`, which whoever made it removes; None: in one of temporary files.
 
     Raises:
         RankKilled: a signal ended one.
@@ -133,8 +133,8 @@ def start_ranks(count: int, body: Callable[[], None], collective_timeout_s: floa
     """
     context: Any = multiprocessing.get_context(current_platform().start_method)
     failures = context.SimpleQueue()
-    with tempfile.TemporaryDirectory(prefix="vapo-ranks-") as folder:
-        meeting = f"file://{Path(folder) / 'store'}"
+    with tempfile.TemporaryDirectory(prefix="vapo-ranks-", dir=folder) as meeting_place:
+        meeting = f"file://{Path(meeting_place) / 'store'}"
         ranks = [
             context.Process(
                 target=_started_rank,

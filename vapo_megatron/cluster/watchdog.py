@@ -15,6 +15,10 @@ from vapo_megatron.errors import TryAgain, VapoError
 _KNOWN = 3  # times that a phase was ended before its own history counts
 
 
+class Hang(TryAgain):
+    """A rank did not arrive."""
+
+
 @dataclass(frozen=True)
 class Heartbeat:
     """What a rank last said: its phase, how many phases it has begun, since when (Unix time), and when it said so."""
@@ -63,12 +67,13 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stop.wait(self._config.every_s):
-            now, place = time.time(), logs.phase_now()
+            place = logs.phase_now()
             if place.begun != self._last.begun:
                 self._learn(self._last.phase, place.since - self._last.since)
                 self._last = place
-            self._beat(Heartbeat(self._rank, place.phase, place.begun, place.since, now))
-            seconds, limit = now - place.since, self.limit(place.phase)
+            # Clocks may be set while a phase goes on.
+            now, seconds, limit = time.time(), time.monotonic() - place.since, self.limit(place.phase)
+            self._beat(Heartbeat(self._rank, place.phase, place.begun, now - seconds, now))
             if seconds > limit:
                 self._tell(place.phase, seconds, limit)
 
@@ -93,7 +98,7 @@ class Watchdog:
         with (self._folder / f"hang_{self._rank:05d}.txt").open("w") as file:
             faulthandler.dump_traceback(file)
         self._end(
-            TryAgain(
+            Hang(
                 f"{describe(read_heartbeats(self._folder, self._world), self._world, 4 * self._config.every_s)}; rank "
                 f"{self._rank} has been in the phase {phase} for {seconds:.0f} s (limit {limit:.0f} s): stacks of the "
                 f"ranks are in {self._folder}/hang_*.txt, start the same command again with run.resume=auto"

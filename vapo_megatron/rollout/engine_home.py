@@ -7,6 +7,7 @@ import asyncio
 import logging
 import multiprocessing
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,10 @@ from vapo_megatron.rollout.remote_engines import take_over
 from vapo_megatron.rollout.server import EngineAddress, EngineServer
 
 _logger = logging.getLogger(__name__)
+
+# Until the home listens: where processes are spawned it imports first.
+_START_SECONDS = 120.0
+_POLL_SECONDS = 0.1
 
 
 class HomeLost(TryAgain):
@@ -61,6 +66,7 @@ class _Home:
 def keep_engines(socket: Path) -> None:
     """Keep engines for whoever connects to the socket, until this process is ended."""
     home = _Home()
+    socket.unlink(missing_ok=True)  # that of a home that was killed
     try:
         with Listener(str(socket), family="AF_UNIX", authkey=multiprocessing.current_process().authkey) as listener:
             while True:
@@ -105,6 +111,7 @@ def _take_over(keeper: EngineKeeper, config: RolloutConfig) -> None:
     if keeper.look().state == "serving":
         try:
             asyncio.run(take_over(keeper.address, config.health.answer_s))
+            _logger.info("engine %s is taken over", keeper.address.url)
         except VapoError as error:
             keeper.fail(str(error))
 
@@ -125,10 +132,7 @@ class HomedKeeper:
 
     def __init__(self, home: Path, index: int, engine: HomedEngine, may_take_over: bool) -> None:
         self._lock = threading.Lock()
-        try:
-            self._connection = Client(str(home), family="AF_UNIX", authkey=multiprocessing.current_process().authkey)
-        except (OSError, EOFError, multiprocessing.AuthenticationError) as error:
-            raise _lost() from error
+        self._connection = _connect(home)
         before: Kept | None = self._ask("keep", index, engine, may_take_over)
         self.taken_over = before is not None
         self._told = before.failures if before is not None else 0  # to ranks that are gone
@@ -178,6 +182,18 @@ class HomedKeeper:
         if error is not None:
             raise error
         return answer
+
+
+def _connect(home: Path) -> Connection:
+    """A connection to the home, which may still be starting."""
+    end = time.monotonic() + _START_SECONDS
+    while True:
+        try:
+            return Client(str(home), family="AF_UNIX", authkey=multiprocessing.current_process().authkey)
+        except (OSError, EOFError, multiprocessing.AuthenticationError) as error:
+            if time.monotonic() > end:
+                raise _lost() from error
+            time.sleep(_POLL_SECONDS)
 
 
 def _lost() -> HomeLost:

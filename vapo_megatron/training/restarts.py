@@ -1,8 +1,7 @@
-"""Ranks that are started again in the job where one was killed, from a copy of the run's state in host memory."""
+"""Ranks that are started again in the job where one was lost, from a copy of the run's state in host memory."""
 
 import logging
 import shutil
-import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,6 +21,7 @@ from vapo_megatron.checkpoint.lease import Lease
 from vapo_megatron.checkpoint.manifest import Damaged, check_structure, read_manifest
 from vapo_megatron.cluster.children import Companion
 from vapo_megatron.cluster.ranks import RankKilled, start_ranks
+from vapo_megatron.cluster.watchdog import Hang
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput, VapoError
 from vapo_megatron.rollout.engine_home import HomeLost, keep_engines
@@ -33,29 +33,28 @@ _logger = logging.getLogger(__name__)
 
 
 def run_ranks(settings: Settings, count: int, body: Callable[[Start], None], start: Start, lease: Lease) -> None:
-    """Start the ranks, and again where one was killed: `cluster.restarts` times from one state.
+    """Start the ranks, and again where one was killed or hangs: `cluster.restarts` times from one state.
 
     What outlives them lives in here: copies of the run's state in host memory, and engines.
 
     Raises:
         VapoError: see start_ranks.
     """
-    left = settings.cluster.restarts
+    left, timeout = settings.cluster.restarts, settings.cluster.collective_timeout_s
     with ExitStack() as stack:
         home = None
-        if left and settings.checkpoint.in_memory_every is not None:
-            start = replace(start, memory=stack.enter_context(host_memory(Path(settings.run.directory))))
-        if left and isinstance(settings, TrainConfig) and not settings.rollout.external_urls:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vapo-home-"))
-            socket = Path(folder) / "socket"
-            start = replace(start, home=socket)
-            home = stack.enter_context(Companion(partial(keep_engines, socket), "engine-home"))
+        memory = stack.enter_context(host_memory(Path(settings.run.directory)))
+        if left and memory is not None:
+            start = replace(start, memory=memory)
+            if isinstance(settings, TrainConfig) and not settings.rollout.external_urls:
+                start = replace(start, home=memory / "engines")
+                home = stack.enter_context(Companion(partial(keep_engines, memory / "engines"), "engine-home"))
         while not start.finished:
             if home is not None:
                 home.ensure()
             try:
-                return start_ranks(count, partial(body, start), settings.cluster.collective_timeout_s)
-            except (RankKilled, HomeLost, Damaged) as error:
+                return start_ranks(count, partial(body, start), timeout, memory)
+            except (RankKilled, Hang, HomeLost, Damaged) as error:
                 again = _start_after(error, settings, start, lease)
                 left = settings.cluster.restarts if again.checkpoint != start.checkpoint else left
                 if left == 0 or stop_requested():
@@ -90,6 +89,8 @@ def _copy_in(memory: Path | None, settings: Settings) -> Path | None:
         return None
     remove_leftovers(memory)
     copy = latest_checkpoint(memory)
+    if copy is None and settings.checkpoint.in_memory_every is None:
+        return None
     newest = next(reversed(list_checkpoints(Path(settings.run.directory))), None)
     if copy is None or (newest is not None and newest > _name(copy)):
         _logger.warning("%s: no copy that is newer than the last checkpoint", memory)
