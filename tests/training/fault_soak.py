@@ -186,10 +186,21 @@ class Fuzzer:
         kinds: what to choose from.
         most: faults in this run.
         soak: gets what was done.
+        plan: steps after which a fault is done, and its kind, instead of what chance says.
     """
 
-    def __init__(self, config: TrainConfig, chance: random.Random, kinds: Sequence[str], most: int, soak: Soak) -> None:
-        self._config, self._chance, self._kinds, self._left, self._soak = config, chance, kinds, most, soak
+    def __init__(
+        self,
+        config: TrainConfig,
+        chance: random.Random,
+        kinds: Sequence[str],
+        most: int,
+        soak: Soak,
+        plan: Sequence[tuple[int, str]] = (),
+    ) -> None:
+        self._plan = list(plan)
+        self._config, self._chance, self._kinds, self._soak = config, chance, kinds, soak
+        self._left = len(self._plan) or most
         self._run_dir = Path(config.run.directory)
         self._groups: set[int] = set()
         self._open: list[tuple[str, float, int]] = []  # kind, time, steps that were done then
@@ -220,7 +231,12 @@ class Fuzzer:
             if (rows := rows_of(self._run_dir)) > known:
                 known, may = rows, True
                 self._progress(rows)
-            if may and self._left and time.monotonic() >= next_at and self._signal(attempt, self._serves(began)):
+            if self._plan:
+                if rows >= self._plan[0][0] and self._signal(attempt, self._plan[0][1]):
+                    del self._plan[0]
+                continue
+            due = may and self._left and time.monotonic() >= next_at
+            if due and self._signal(attempt, self._any(self._serves(began))):
                 next_at = time.monotonic() + self._chance.uniform(0.5, 5)
         found = attempt.end(10)
         self._progress(rows_of(self._run_dir))
@@ -251,10 +267,13 @@ class Fuzzer:
             return False
         return bool(told["beat"] > began and told["phase"] not in ("-", "load_models", "start_engines"))
 
-    def _signal(self, attempt: Attempt, serves: bool) -> bool:
-        """Whether a fault was done. One that only stops an engine's start would be waited for, as for a slow start."""
+    def _any(self, serves: bool) -> str:
+        """A kind. One that only stops an engine's start would be waited for, as for a slow start."""
         kinds = [kind for kind in self._kinds if kind in SIGNALS or kind in ASKED or kind in COPIES]
-        kind = self._chance.choice([kind for kind in kinds if serves or not _ENGINES.match(kind)])
+        return self._chance.choice([kind for kind in kinds if serves or not _ENGINES.match(kind)])
+
+    def _signal(self, attempt: Attempt, kind: str) -> bool:
+        """Whether a fault was done."""
         family = attempt.family()
         self._groups |= {process.pid for process in family.get("engine", [])}
         try:
@@ -262,10 +281,8 @@ class Fuzzer:
                 os.kill(attempt.process.pid or 0, ASKED[kind])
                 self._did(kind)
                 return True
-            if kind in COPIES:
-                copies = sorted(host_memory_of(self._run_dir).glob("checkpoints/step_*"))
-                if not copies or "rank" not in family or not self._harm(copies[-1], kind):
-                    return False
+            if kind in COPIES and not self._harm_copy(family.get("rank", []), kind):
+                return False
             role, numbers = SIGNALS.get(kind, ("rank", [signal.SIGKILL]))
             if role not in family:
                 return False
@@ -278,6 +295,17 @@ class Fuzzer:
             return False
         self._did(kind)
         return True
+
+    def _harm_copy(self, ranks: Sequence[psutil.Process], kind: str) -> bool:
+        """Ranks are stopped meanwhile: a newer copy would take its place."""
+        for process in ranks:
+            process.send_signal(signal.SIGSTOP)
+        copies = sorted(host_memory_of(self._run_dir).glob("checkpoints/step_*"))
+        harmed = bool(copies) and self._harm(copies[-1], kind)
+        if not harmed:
+            for process in ranks:
+                process.send_signal(signal.SIGCONT)
+        return harmed
 
     def _damage(self) -> None:
         kinds = [kind for kind in self._kinds if kind in FILES]

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ import fault_soak
 import pytest
 from engine_faults import same_run
 from fault_soak import Fuzzer, Soak, temporary_files_in
+
+from vapo_megatron.checkpoint.host_memory import host_memory_of
+from vapo_megatron.training import checkpoint
 
 STEPS = 12
 SETTINGS = (
@@ -69,6 +73,33 @@ def disturbed(world: attempts.World, tmp_path: Path, faults: int, kinds: tuple[s
         print(f"\n{soak.faults.total()} faults, attempts by code {dict(soak.codes)}\n{soak.table()}", flush=True)
     assert not soak.left, soak.left
     return soak
+
+
+def test_a_run_under_a_fault_of_each_sort(
+    world: attempts.World, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two copies of a model that is cut in two."""
+    monkeypatch.setattr(checkpoint, "_COPYING_SHARE", 1e9)  # a copy after each step, however short
+    alone, config = (
+        attempts.config_of(world, name, {"tp": 2}, *SETTINGS, "run.steps=8", "cluster.ranks=4", "checkpoint.every=4")
+        for name in ("alone", "faults")
+    )
+    assert attempts.live(world, alone, 4) == attempts.End(0, "")
+    plan = [
+        *((2, "rank: kill -9"), (3, "copy in memory: flipped bit"), (4, "engine: stopped"), (5, "run: SIGUSR1")),
+        *((6, "verifier: kill -9"), (7, "rank: kill -9")),
+    ]
+    soak = Soak()
+    capfd.readouterr()
+    with temporary_files_in(tmp_path / "tmp"):
+        Fuzzer(config, random.Random(1), (), 0, soak, plan).run(200)
+    run_dir, memory = Path(config.run.directory), host_memory_of(Path(config.run.directory))
+    rows = same_run(run_dir, Path(alone.run.directory))
+    assert soak.codes == {75: 1, 0: 1} and not soak.left
+    assert sum(row["rollout/engine_failures"] for row in rows) >= 1
+    said = capfd.readouterr().err
+    from_copies = re.findall(rf"was killed by SIGKILL .* from {memory}/checkpoints/step_00000(\d)", said)
+    assert len(from_copies) >= 2 and "has changed since it was saved" in said, said
 
 
 @pytest.mark.faults

@@ -38,6 +38,7 @@ def end_children(children: Iterable[Any]) -> None:
     for child in children:
         if child.is_alive():
             os.kill(child.pid, _END_NOW)
+            os.kill(child.pid, signal.SIGCONT)  # one that is stopped would not hear of it
     for child in children:
         child.join(_GRACE_SECONDS)
         if child.is_alive():
