@@ -1,8 +1,10 @@
 """User functions for the tests of the pool: they do to a worker what the response says."""
 
 import os
+import signal
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -21,6 +23,20 @@ def obey(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> 
     if "score" in extra:
         return float(extra["score"])
     return problem + response == answer
+
+
+if (_mark := Path(os.environ.get("KILLED_AT_IMPORT", "/dev/null"))) and not _mark.exists():
+    _mark.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_once(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> bool:
+    mark = Path(response)
+    if mark.name != "always" and mark.exists():
+        return True
+    mark.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+    return False
 
 
 def slow(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> bool:

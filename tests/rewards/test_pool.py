@@ -136,6 +136,16 @@ def test_a_worker_lost_between_batches_costs_no_case() -> None:
 
 
 @pytest.mark.usefixtures("functions_importable")
+def test_a_killed_worker_costs_no_case_but_one_that_kills_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is killed while it starts, one over a case; a case that kills two of them counts as incorrect."""
+    monkeypatch.setenv("KILLED_AT_IMPORT", str(tmp_path / "import"))
+    with VerifierPool(_function_config("killed_once", workers=1)) as pool:
+        grades = pool.grade_batch([Case("", str(tmp_path / name)) for name in ("once", "always")])
+        assert [(grade.correct, grade.reason) for grade in grades] == [(True, "scored"), (False, "crashed")]
+    assert (tmp_path / "import").exists()
+
+
+@pytest.mark.usefixtures("functions_importable")
 def test_close_ends_the_workers() -> None:
     pool = VerifierPool(_function_config("obey", workers=1))
     (grade,) = pool.grade_batch([Case("", "pid")])

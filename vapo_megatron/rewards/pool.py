@@ -20,6 +20,9 @@ from vapo_megatron.rewards.worker_process import WorkerProcess
 
 OnDone = Callable[[int, Grade], None]
 
+# Workers that may be killed one after the other while they start, before their function is to blame.
+_STARTS = 3
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -40,11 +43,12 @@ class _Batch:
 
 @dataclass(eq=False)
 class _Job:
-    """A case for a worker: whose it is, its place there, the message."""
+    """A case for a worker: whose it is, its place there, the message, whether a worker was killed over it."""
 
     batch: _Batch
     index: int
     message: dict[str, Any]
+    killed: bool = False
 
 
 class VerifierPool:
@@ -67,10 +71,12 @@ class VerifierPool:
         self._server: threading.Thread | None = None
         self._closed = self._told = False
         self._first_failure: Grade | None = None
+        self._killed_starting = 0  # workers in a row
         if config.verifier == "function":
             try:
-                self._start_worker()
-                while not self._workers[0].ready:
+                while not (self._workers and self._workers[0].ready):
+                    if not self._workers:
+                        self._start_worker()
                     self._wait()
             except BaseException:
                 self._kill_workers()
@@ -297,21 +303,33 @@ class VerifierPool:
         if not worker.ready:
             if message["status"] == "failed":
                 raise self._cannot_start(message["detail"])
-            worker.ready = True
+            worker.ready, self._killed_starting = True, 0
             return
         assert worker.job is not None
         job, worker.job = worker.job, None
         job.batch.results.put((job.index, Grade(extracted=job.message.get("answer", ""), **message)))
 
     def _replace(self, worker: WorkerProcess, reason: Reason) -> None:
-        """Take a broken worker out; another is started as long as cases wait."""
+        """Take a broken worker out; another is started as long as cases wait.
+
+        One that was killed may have been so by no fault of its case or its function: both get another try.
+        """
         self._workers.remove(worker)
         worker.kill()
         code = worker.process.returncode
+        killed = reason == "crashed" and code is not None and code < 0
         if not worker.ready:
+            self._killed_starting += 1
+            if killed and self._killed_starting < _STARTS:
+                return
             ended = "did not start in reward.startup_timeout_s" if reason == "timeout" else f"ended with code {code}"
             raise self._cannot_start(f"{ended}={self._config.startup_timeout_s:g}" if reason == "timeout" else ended)
         if (job := worker.job) is not None:
+            if killed and not job.killed:
+                job.killed = True
+                with self._lock:
+                    self._waiting.appendleft(job)
+                return
             detail = f"worker ended with code {code}" if reason == "crashed" else ""
             job.batch.results.put((job.index, Grade(False, reason, job.message.get("answer", ""), detail=detail)))
 
