@@ -1,17 +1,13 @@
 """Faults of engines, laid before the ranks of a run are forked."""
 
 import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import attempts
 import psutil
-import torch.distributed as dist
 
 from vapo_megatron.rollout.client import EngineClient
-from vapo_megatron.training.engines import Engines
 
 
 def processes_of(url: str) -> dict[str, int]:
@@ -50,21 +46,6 @@ def disturb(faults: dict[int, tuple[str, int]]) -> None:
         return await generate(client, *args, **kwargs)
 
     EngineClient.generate = disturbed  # type: ignore[method-assign]
-
-
-def stop_in_a_weight_sync(version: int) -> None:
-    """The engine of the last rank is stopped when weights of a version are about to come; it serves by then."""
-    update = Engines.update_weights
-
-    def disturbed(engines: Engines, *args: Any, **kwargs: Any) -> None:
-        keeper = engines._placement.keeper
-        if keeper is not None and dist.get_rank() == dist.get_world_size() - 1 and engines.version + 1 == version:
-            while keeper.look().state != "serving":
-                time.sleep(0.1)
-            os.kill(processes_of(keeper.address.url)["scheduler"], signal.SIGSTOP)
-        update(engines, *args, **kwargs)
-
-    Engines.update_weights = disturbed  # type: ignore[method-assign]
 
 
 def same_run(run_dir: Path, undisturbed: Path) -> list[dict[str, Any]]:

@@ -108,5 +108,6 @@ def test_a_run_under_a_fault_of_each_sort(
 @pytest.mark.parametrize("more", [(), AHEAD], ids=["synchronous", "asynchronous"])
 def test_a_run_under_many_faults(world: attempts.World, tmp_path: Path, ranks: int, more: tuple[str, ...]) -> None:
     faults = -(-int(os.environ.get("FAULTS", "100")) // 4)
-    soak = disturbed(world, tmp_path, faults, fault_soak.KINDS, f"cluster.ranks={ranks}", *more)
+    size = f"cluster.ranks={ranks}", f"rollout.num_engines={ranks // 2}"
+    soak = disturbed(world, tmp_path, faults, fault_soak.KINDS, *size, *more)
     assert soak.faults.total() >= faults
