@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -199,7 +200,7 @@ class StateSaver:
 
 
 def _check_room(needed: int, folder: Path) -> None:
-    if shutil.disk_usage(folder).free < needed + _ROOM_BYTES:
+    if min(shutil.disk_usage(folder).free, psutil.virtual_memory().available) < needed + _ROOM_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
