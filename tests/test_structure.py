@@ -47,8 +47,6 @@ MAY_IMPORT: dict[str, set[str]] = {
 CALLED_BY_LIBRARIES = {"get_replay_topk"}
 # Their owners are about to remove them.
 UNUSED_YET: set[str] = set()
-# T-PPO's estimator needs responses that go on in a later step.
-FOR_ASYNCHRONOUS_ROLLOUTS = {"truncated_window_gae"}
 LIBRARIES = {
     "megatron": ("mcore/", "weights/"),
     "sglang": ("engine/", "weight_sync/strict_loading.py", "operations/gpu_check/"),
@@ -169,7 +167,7 @@ def used_names(path: Path) -> Iterator[str]:
 
 def test_everything_public_is_used_outside_tests() -> None:
     uses = Counter(name for path in [*SOURCES, *PROGRAMS, ROOT / "setup.py"] for name in used_names(path))
-    known = CALLED_BY_LIBRARIES | UNUSED_YET | FOR_ASYNCHRONOUS_ROLLOUTS
+    known = CALLED_BY_LIBRARIES | UNUSED_YET
     unused = [
         f"{named(path)}: {name}"
         for path in SOURCES

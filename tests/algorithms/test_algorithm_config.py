@@ -69,7 +69,9 @@ def test_presets_say_what_the_papers_say() -> None:
     assert load("dapo").dynamic_sampling.enabled and load("dapo").policy_loss.clip_high == 0.28
     assert load("dr_grpo").policy_loss.constant == 20480
     assert load("grpo").policy_loss.aggregation == "sequence_mean"
-    assert not any(load(name).uses_critic for name in NAMES if not name.startswith(("vapo", "ppo", "vc_ppo", "sao")))
+    assert (load("sao").policy_loss.clip_low, load("sao").policy_loss.clip_high) == (0.3, 5.0)
+    with_critic = ("vapo", "ppo", "vc_ppo", "sao", "bpco", "t_ppo")
+    assert not any(load(name).uses_critic for name in NAMES if not name.startswith(with_critic))
 
 
 def test_every_choice_has_its_function() -> None:
@@ -108,6 +110,10 @@ def test_every_choice_has_its_function() -> None:
         ({"shaping": {"truncated": "bootstrap"}, "advantage": {"estimator": "grpo"}}, "needs a critic"),
         ({"policy_loss": {"self_imitation_coef": 0.1}, "advantage": {"estimator": "rloo"}}, "needs a critic"),
         ({"policy_loss": {"kind": "sao"}, "importance_sampling": {"kind": "tis"}}, "kind=sao"),
+        ({"policy_loss": {"kind": "dppo"}, "importance_sampling": {"kind": "mis"}}, "kind=dppo"),
+        ({"shaping": {"truncated": "window"}, "advantage": {"lambda_critic": 0.9}}, "lambda_critic=0.9 with shaping"),
+        ({"shaping": {"truncated": "window"}, "advantage": {"off_policy": "vtrace"}}, "off_policy=vtrace with shaping"),
+        ({"shaping": {"truncated": "window"}, "advantage": {"estimator": "rloo"}}, "truncated=window needs a critic"),
         ({"kl": {"replace_reference_every": 5}}, "replace_reference_every=5 with placement=none"),
         ({"advantage": {"estimator": "function"}}, "needs function=package.module:name"),
         ({"advantage": {"estimator": "grpo", "function": "a.b:c"}}, "function=a.b:c with estimator=grpo"),

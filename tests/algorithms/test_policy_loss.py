@@ -99,6 +99,20 @@ def test_sao_takes_the_ratio_to_the_rollout_policy() -> None:
     )
 
 
+def test_dppo_bounds_what_a_probability_may_move_whatever_its_ratio() -> None:
+    """The ratio of a rare token may be large; what moved the other way than the advantage asks is kept."""
+    mu = torch.tensor([0.5, 0.05, 0.5, 0.5, 0.5, 1e-4])
+    pi = torch.tensor([0.75, 0.075, 0.25, 0.75, 0.25, 0.1]).requires_grad_()
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0, 1.0])
+    losses = loss.dppo(pi.log(), mu.log(), advantages, 0.2, 0.2)
+    (gradient,) = torch.autograd.grad(losses.sum(), pi)
+    # -A min(r, 20) / pi where it is not cut
+    expected = torch.tensor([0.0, -1.5 / 0.075, 0.0, 1.5 / 0.75, -0.5 / 0.25, -20 / 0.1])
+    assert torch.allclose(gradient, expected, rtol=1e-4)
+    low, high, dual = loss.dppo_clip_indicators(pi.log(), mu.log(), advantages, 0.2, 0.2)
+    assert (low.tolist(), high.tolist(), dual.any()) == ([0, 0, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0], False)
+
+
 def test_sao_drops_tokens_outside_the_range() -> None:
     rollout = torch.zeros(4, dtype=torch.float64)
     logprobs = log_of([0.7, 0.9, 1.2, 1.4]).requires_grad_()

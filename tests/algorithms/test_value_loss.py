@@ -70,6 +70,11 @@ def test_gradients_by_finite_differences() -> None:
     assert torch.autograd.gradcheck(lambda x: vl.hl_gauss(x, point, -1, 1), logits)
 
 
+def test_an_arctangent_takes_every_output_into_the_range() -> None:
+    found = vl.arctan_value(torch.tensor([-1e6, -1.0, 0.0, 1.0, 1e6]), low=-1.0, high=3.0)
+    assert found.tolist() == pytest.approx([-1.0, 0.0, 1.0, 2.0, 3.0], abs=1e-4)
+
+
 def test_a_bounded_value_is_the_output_in_the_middle_and_never_leaves_the_range() -> None:
     outputs = torch.tensor([0.0, 0.01, 1.0, -50.0, 50.0], dtype=torch.float64)
     found = vl.bounded_value(outputs, low=-1.0, high=3.0)

@@ -152,4 +152,4 @@ def test_warmup_of_dapo_is_in_rollouts_and_gspo_takes_four_steps_of_each(tmp_pat
     assert dapo.trainable("actor").optimizer.warmup_steps == 320
     assert gspo.trainable("actor").optimizer.warmup_steps == 10
     sao = load(tmp_path, "preset=sao")
-    assert (sao.updates_per_rollout("actor"), sao.updates_per_rollout("critic")) == (16, 32)
+    assert (sao.updates_per_rollout("actor"), sao.updates_per_rollout("critic")) == (1, 2)

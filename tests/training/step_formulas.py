@@ -33,6 +33,8 @@ class Formula:
     overlong: tuple[int, int] | None = None
     critic_rounds: int = 1
     frozen_attention: bool = False
+    window: bool = False  # truncated responses have a value after them, and teach the policy alone
+    arctan: tuple[float, float] | None = None  # the range that values are squashed into
 
 
 VAPO = Formula("gae", high=0.28, nll=0.1)
@@ -48,7 +50,9 @@ FORMULAS = {
     "vapo_without_group_sampling": VAPO,
     "vc_ppo": Formula("gae", lambda_policy=0.95, aggregation="sequence"),
     "ppo": Formula("gae", lambda_policy=0.95, lambda_critic=0.95, aggregation="sequence"),
-    "sao": Formula("gae", "sao", high=0.28, alpha=1.5, critic_rounds=2, frozen_attention=True),
+    "t_ppo": replace(VAPO, nll=0.0, window=True),
+    "bpco": Formula("gae", "dppo", aggregation="sum", alpha=0.4, arctan=(0.0, 1.0)),
+    "sao": Formula("gae", "sao", low=0.3, high=5.0, alpha=1.5, critic_rounds=2, frozen_attention=True),
     "grpo": Formula("grpo", aggregation="sequence", kl=("k3", 0.001)),
     "dr_grpo": Formula("centred", aggregation="longest"),
     "dapo": Formula("grpo", high=0.28, overlong=(LONGEST, CACHE)),
@@ -123,6 +127,8 @@ class Policy:
 class Critic:
     """A backbone of transformers and a linear head: the value of the state before each response token."""
 
+    arctan: tuple[float, float] | None = None
+
     def __init__(self, model_dir: Path, state: State) -> None:
         self.backbone = read_model(model_dir).model
         state = {name: tensor.double() for name, tensor in state.items()}
@@ -132,7 +138,11 @@ class Critic:
 
     def values(self, response: Response) -> Tensor:
         hidden = self.backbone(response.ids[None, :-1]).last_hidden_state[0, response.prompt - 1 :]
-        return hidden @ self.weight[0] + self.bias
+        values = hidden @ self.weight[0] + self.bias
+        if self.arctan is not None:
+            low, high = self.arctan
+            values = (low + high) / 2 + (high - low) * torch.arctan(values) / math.pi
+        return values
 
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         named = [(f"model.{name}", p) for name, p in self.backbone.named_parameters()]
@@ -167,14 +177,14 @@ def shaped(response: Response, formula: Formula) -> float:
 
 def token_rewards(response: Response, formula: Formula, old: Tensor, ref: Tensor) -> Tensor:
     rewards = torch.zeros(response.length, dtype=torch.float64)
-    rewards[-1] = shaped(response, formula)
+    rewards[-1] = 0.0 if formula.window and response.truncated else shaped(response, formula)
     return rewards - formula.kl[1] * (old - ref) if formula.kl and formula.kl[0] == "reward" else rewards
 
 
-def gae(rewards: Tensor, values: Tensor, lam: float) -> Tensor:
+def gae(rewards: Tensor, values: Tensor, lam: float, after: float = 0.0) -> Tensor:
     advantages, following = torch.zeros_like(rewards), 0.0
     for t in reversed(range(len(rewards))):
-        value_after = values[t + 1] if t + 1 < len(rewards) else 0.0
+        value_after = values[t + 1] if t + 1 < len(rewards) else after
         following = rewards[t] + value_after - values[t] + lam * following
         advantages[t] = following
     return advantages
@@ -193,7 +203,8 @@ def advantages_of(
             lam = formula.lambda_policy
             if lam is None:
                 lam = min(max(1 - 1 / (formula.alpha * response.length), 0), 1)
-            found.append(gae(rewards[s], values[s], lam))
+            after = float(values[s][-1]) if formula.window and response.truncated else 0.0
+            found.append(gae(rewards[s], values[s], lam, after))
             continue
         if formula.advantage == "to_go":
             found.append(torch.stack([rewards[s][t:].sum() for t in range(response.length)]))
@@ -228,6 +239,10 @@ def token_losses(formula: Formula, new: Tensor, old: Tensor, rollout: Tensor, ad
     if formula.loss == "sao":
         ratio = (new - rollout).exp()
         return -ratio * advantages * ((ratio > low) & (ratio < high))
+    if formula.loss == "dppo":
+        moved = new.exp() - rollout.exp()
+        cut = torch.where(advantages > 0, moved > formula.high, moved < -formula.low)
+        return -(new - rollout).exp().detach().clamp(max=20) * advantages * new * ~cut
     # GSPO's own objective (eq. 5): one ratio and one advantage a response, here spread over its tokens.
     whole = (new - old).mean().exp()
     return -torch.minimum(whole * advantages, whole.clamp(low, high) * advantages)
@@ -293,9 +308,13 @@ def weights_after(
     values, critic_state = None, None
     if begin.critic is not None:
         critic = Critic(model_dir, begin.critic)
+        critic.arctan = formula.arctan
         with torch.no_grad():
             values = [critic.values(r) for r in rollout]
-        targets = [gae(r, v, formula.lambda_critic) + v for r, v in zip(rewards, values, strict=True)]
+        targets = [
+            v * 0 if formula.window and response.truncated else gae(r, v, formula.lambda_critic) + v
+            for response, r, v in zip(rollout, rewards, values, strict=True)
+        ]
         torch.testing.assert_close(begin.batch["returns"].double(), torch.cat(targets), rtol=1e-5, atol=1e-5)
         critic_state = critic_after(critic, rollout, targets, formula, epochs, lr, eps)
     advantages = advantages_of(rollout, formula, rewards, values)
@@ -312,8 +331,9 @@ def critic_after(
     named: list[tuple[str, Any]] = critic.named_parameters()
     trained = [p for name, p in named if not (formula.frozen_attention and ".self_attn." in name)]
     optimizer = AdamW(trained, lr, eps)
-    tokens = sum(r.length for r in rollout)
+    taught = [(r, t) for r, t in zip(rollout, targets, strict=True) if not (formula.window and r.truncated)]
+    tokens = sum(r.length for r, _ in taught)
     for _ in range(epochs * formula.critic_rounds):
-        squares = [(critic.values(r) - t).square().sum() / 2 for r, t in zip(rollout, targets, strict=True)]
+        squares = [(critic.values(r) - t).square().sum() / 2 for r, t in taught]
         optimizer.step(torch.stack(squares).sum() / tokens)
     return {name: parameter.detach() for name, parameter in named}

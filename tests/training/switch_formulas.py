@@ -66,6 +66,8 @@ class ValueModel(Critic):
         if config.kind == "hl_gauss":
             edges = self.edges()
             return outputs.softmax(-1) @ ((edges[1:] + edges[:-1]) / 2)
+        if config.bounded and config.squash == "arctan":
+            return config.low + (config.high - config.low) * (outputs[:, 0].arctan() + math.pi / 2) / math.pi
         if config.bounded:
             middle, half = (config.low + config.high) / 2, (config.high - config.low) / 2
             return middle + half * torch.tanh(outputs[:, 0] / half)
@@ -145,7 +147,7 @@ class Estimates:
         advantage = config.advantage
         for s, response in enumerate(responses):
             rewards = -penalty[s]
-            bootstraps = config.shaping.truncated == "bootstrap" and response.truncated
+            bootstraps = config.shaping.truncated in ("bootstrap", "window") and response.truncated
             rewards[-1] += 0.0 if bootstraps else self.rewards[s]
             if values is not None:
                 after = float(values[s][-1]) if bootstraps else 0.0
@@ -260,6 +262,11 @@ def surrogate(config: AlgorithmConfig, new: Tensor, old: Tensor, rollout: Tensor
     if settings.kind == "sao":
         to_rollout = (new - rollout).exp()
         return -to_rollout * advantages * ((to_rollout > low) & (to_rollout < high))
+    if settings.kind == "dppo":
+        rose = new.detach().exp() - rollout.exp()
+        kept_up, kept_down = rose <= settings.clip_high, rose >= -settings.clip_low
+        inside = torch.where(advantages > 0, kept_up, kept_down)
+        return -(new - rollout).exp().detach().clamp(max=20) * advantages * new * inside
     if settings.kind == "gspo":
         ratio = (new - old).mean().exp().detach() * (new - new.detach()).exp()
     losses = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
@@ -321,6 +328,8 @@ class Iteration:
         trained = optimizer([p for name, p in named if not frozen or frozen not in name])
         for members in minibatches:
             counted = [s for s in members if estimates.selected[s]]
+            if self.config.shaping.truncated == "window":
+                counted = [s for s in counted if not self.responses[s].truncated]
             losses = []
             for s in counted:
                 base = critic.baselines[s]

@@ -80,6 +80,7 @@ def truncated_window_gae(
     lam_policy: float | Tensor,
     gamma: float = 1.0,
     mask: Tensor | None = None,
+    of: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Extended GAE of T-PPO (arXiv 2506.15050): unfinished responses teach the policy, finished ones the critic too.
 
@@ -87,7 +88,7 @@ def truncated_window_gae(
 
     Args:
         truncated: bool [S], responses that are not finished; what `rewards` says of their end must be 0.
-        The others as in `segmented_gae`.
+        The others as in `segmented_gae` and `decoupled_gae`.
 
     Returns:
         Advantages [T], Monte-Carlo value targets [T], and bool [T]: the tokens whose targets the critic learns from.
@@ -97,7 +98,7 @@ def truncated_window_gae(
         ValueError: as in `segmented_gae`.
     """
     bootstrap = bootstrap_of_truncated(values, truncated, cu_seqlens, mask)
-    advantages, targets = decoupled_gae(rewards, values, cu_seqlens, lam_policy, 1.0, gamma, mask, bootstrap)
+    advantages, targets = decoupled_gae(rewards, values, cu_seqlens, lam_policy, 1.0, gamma, mask, bootstrap, of)
     learnt = to_tokens(~truncated, cu_seqlens)
     if mask is not None:
         learnt &= mask != 0

@@ -87,6 +87,21 @@ def sao(logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, clip_low
     return torch.where(inside, -ratio * advantages.detach(), 0)
 
 
+# Of the importance weight, as verl's dppo_tv has it.
+DPPO_LARGEST_RATIO = 20.0
+
+
+def dppo(logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """-sg(min(r, 20)) A log pi, but 0 where A > 0 and pi - mu > clip_high, or A <= 0 and mu - pi > clip_low.
+
+    r = pi / mu, mu the policy that drew the token: DPPO with the total variation of the drawn token (arXiv 2602.04879).
+    """
+    _check_clip(clip_low, clip_high)
+    low, high, _ = dppo_clip_indicators(logprobs, rollout_logprobs, advantages, clip_low, clip_high)
+    ratio = bounded_ratio((logprobs - rollout_logprobs).detach()).clamp(max=DPPO_LARGEST_RATIO)
+    return torch.where((low + high) > 0, 0, -ratio * advantages.detach() * logprobs)
+
+
 def self_imitation(logprobs: Tensor, positive_advantages: Tensor) -> Tensor:
     """-log pi (R - V)+ (arXiv 1806.05635, eq. 2); positive_advantages from `advantages.self_imitation`."""
     return -logprobs * positive_advantages.detach()
@@ -130,3 +145,14 @@ def sao_clip_indicators(log_ratio: Tensor, clip_low: float, clip_high: float) ->
     """Where sao's loss is 0; log_ratio is to the rollout policy. Three float32 [T]."""
     ratio, none = bounded_ratio(log_ratio), torch.zeros_like(log_ratio)
     return ClipIndicators((ratio <= 1 - clip_low).float(), (ratio >= 1 + clip_high).float(), none)
+
+
+@torch.no_grad()
+def dppo_clip_indicators(
+    logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> ClipIndicators:
+    """Where dppo's loss is 0. Three float32 [T]."""
+    moved = logprobs.exp() - rollout_logprobs.exp()
+    low = (advantages <= 0) & (moved < -clip_low)
+    high = (advantages > 0) & (moved > clip_high)
+    return ClipIndicators(low.float(), high.float(), torch.zeros_like(moved))

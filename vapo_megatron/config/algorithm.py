@@ -88,13 +88,18 @@ class PositiveNllConfig(Section):
 class PolicyLossConfig(Section):
     """The loss of the policy."""
 
-    kind: Literal["ppo_clip", "reinforce", "gspo", "cispo", "sao"] = Field(
+    kind: Literal["ppo_clip", "reinforce", "gspo", "cispo", "sao", "dppo"] = Field(
         "ppo_clip",
-        description="clipped surrogate, plain policy gradient, ratio of the sequence (gspo), clipped weight (cispo) or "
-        "ratio to the rollout policy (sao)",
+        description="clipped surrogate, plain policy gradient, ratio of the sequence (gspo), clipped weight (cispo), "
+        "ratio to the rollout policy (sao) or bounds on the difference of probabilities to it (dppo)",
     )
-    clip_low: Fraction = Field(0.2, description="ratios below 1 - clip_low are clipped; cispo has no low bound")
-    clip_high: float = Field(0.28, ge=0, description="ratios above 1 + clip_high are clipped")
+    clip_low: Fraction = Field(
+        0.2,
+        description="ratios below 1 - clip_low are clipped; cispo has no low bound; dppo: probabilities that fell more",
+    )
+    clip_high: float = Field(
+        0.28, ge=0, description="ratios above 1 + clip_high are clipped; dppo: probabilities that rose by more"
+    )
     dual_clip: float | None = Field(None, description="bound of the loss where A < 0, in units of -A; ppo_clip alone")
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = Field(
         "token_mean", description="weights from the counts of the whole mini-batch"
@@ -103,6 +108,11 @@ class PolicyLossConfig(Section):
     entropy_coef: float = Field(0.0, ge=0, description="of the entropy, which is raised")
     self_imitation_coef: float = Field(0.0, ge=0, description="of -log pi (R - V)+")
     positive_nll: PositiveNllConfig = PositiveNllConfig()
+
+    @property
+    def of_rollout(self) -> bool:
+        """Whether its ratio is to the policy that drew each token, of whatever age."""
+        return self.kind in ("sao", "dppo")
 
     @model_validator(mode="after")
     def _switches_agree(self) -> Self:
@@ -209,13 +219,19 @@ class SoftOverlongConfig(Section):
 class ShapingConfig(Section):
     """What is added to the verifier's reward, and what a truncated response is."""
 
-    truncated: Literal["terminal", "bootstrap", "mask"] = Field(
+    truncated: Literal["terminal", "bootstrap", "window", "mask"] = Field(
         "terminal",
         description="reward of an incorrect answer and value 0 after it (terminal), the critic's value of its last "
-        "state after it (bootstrap), or no loss at all (mask)",
+        "state after it (bootstrap; window: for advantages alone, the critic learns from finished responses), or no "
+        "loss at all (mask)",
     )
     soft_overlong: SoftOverlongConfig | None = Field(None, description="punishment of long responses; none: off")
     length_reward_coef: float = Field(0.0, ge=0, description="of Kimi k1.5's length reward")
+
+    @property
+    def bootstraps(self) -> bool:
+        """Whether a value stands for what would have followed a truncated response."""
+        return self.truncated in ("bootstrap", "window")
 
 
 class UpdateConfig(Section):
@@ -315,7 +331,7 @@ class AlgorithmConfig(Section):
     def _parts_agree(self) -> Self:
         estimator = self.advantage.estimator
         for key, needs_critic in (
-            ("shaping.truncated=bootstrap", self.shaping.truncated == "bootstrap"),
+            (f"shaping.truncated={self.shaping.truncated}", self.shaping.bootstraps),
             ("policy_loss.self_imitation_coef", self.policy_loss.self_imitation_coef > 0),
             ("value_loss.self_imitation_coef", self.value_loss.self_imitation_coef > 0),
             (f"value_loss.kind={self.value_loss.kind}", self.value_loss.kind != "mse"),
@@ -329,11 +345,12 @@ class AlgorithmConfig(Section):
                 )
         if self.value_loss.self_imitation_coef > 0 and self.value_loss.kind == "hl_gauss":
             raise ValueError("value_loss.self_imitation_coef needs a scalar value, kind=hl_gauss has bins: use mse")
-        if self.shaping.truncated == "bootstrap":
+        truncated = f"shaping.truncated={self.shaping.truncated}"
+        if self.shaping.bootstraps:
             if self.value_loss.residual:
                 raise ValueError(
-                    "value_loss.residual=true with shaping.truncated=bootstrap: a group's mean needs the reward of "
-                    "each response, a truncated one has none then: choose one of both"
+                    f"value_loss.residual=true with {truncated}: a group's mean needs the reward of each response, a "
+                    "truncated one has none then: choose one of both"
                 )
             for key, on in (
                 ("shaping.soft_overlong", self.shaping.soft_overlong is not None),
@@ -341,13 +358,24 @@ class AlgorithmConfig(Section):
             ):
                 if on:
                     raise ValueError(
-                        f"{key} with shaping.truncated=bootstrap: a truncated response has no reward then, and would "
-                        "escape the punishment for its length: choose one of both"
+                        f"{key} with {truncated}: a truncated response has no reward then, and would escape the "
+                        "punishment for its length: choose one of both"
                     )
-        if self.policy_loss.kind == "sao" and self.importance_sampling.kind != "none":
+        if self.shaping.truncated == "window":
+            for key, on in (
+                (f"advantage.lambda_critic={self.advantage.lambda_critic}", self.advantage.lambda_critic != 1),
+                (f"advantage.off_policy={self.advantage.off_policy}", self.advantage.off_policy != "none"),
+                ("policy_loss.self_imitation_coef", self.policy_loss.self_imitation_coef > 0),
+            ):
+                if on:
+                    raise ValueError(
+                        f"{key} with {truncated}: its value targets are Monte-Carlo returns of finished "
+                        "responses and nothing else, choose bootstrap or unset it"
+                    )
+        if self.policy_loss.of_rollout and self.importance_sampling.kind != "none":
             raise ValueError(
-                f"importance_sampling.kind={self.importance_sampling.kind} with policy_loss.kind=sao: its ratio is "
-                "to the rollout policy already, set importance_sampling.kind=none"
+                f"importance_sampling.kind={self.importance_sampling.kind} with policy_loss.kind="
+                f"{self.policy_loss.kind}: its ratio is to the rollout policy already, set the former to none"
             )
         return self
 

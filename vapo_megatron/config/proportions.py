@@ -41,8 +41,8 @@ def proportions_left(config: TrainConfig, response_tokens: float | None = None) 
 def _lambdas(config: TrainConfig, length: float) -> Iterator[str]:
     settings, longest = config.algorithm.advantage, config.sampling.max_new_tokens
     adaptive = "length_adaptive" in (settings.lambda_policy, settings.lambda_critic)
-    # SAO's alpha is its own.
-    if adaptive and config.algorithm.policy_loss.kind != "sao":
+    # SAO's and BPCO's alphas are their own.
+    if adaptive and not config.algorithm.policy_loss.of_rollout:
         alpha = settings.length_adaptive_alpha
         if length <= 1 / alpha:
             yield (

@@ -174,7 +174,7 @@ class TrainConfig(Section):
                 f"{key} with algorithm.advantage.estimator={estimator}: it compares responses of a group, whose tokens "
                 "are of different weights then, use gae or reinforce_pp"
             )
-        if algorithm.importance_sampling.kind == "none" and algorithm.policy_loss.kind != "sao":
+        if algorithm.importance_sampling.kind == "none" and not algorithm.policy_loss.of_rollout:
             raise ValueError(
                 f"{key} with algorithm.importance_sampling.kind=none: responses are of older weights than those that "
                 "are trained, and nothing corrects for it; set kind=tis or mis (or policy_loss.kind=sao)"

@@ -27,8 +27,9 @@ class ValueLossConfig(Section):
         "learnt as it is",
     )
     bounded: bool = Field(
-        False, description="values are squashed into low..high by a tanh; the bins of hl_gauss have bounds of their own"
+        False, description="values are squashed into low..high; the bins of hl_gauss have bounds of their own"
     )
+    squash: Literal["tanh", "arctan"] = Field("tanh", description="by what, bounded=true")
     residual: bool = Field(
         False,
         description="the head learns what the mean return of the other responses of the group does not explain; the "

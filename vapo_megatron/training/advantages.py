@@ -13,12 +13,12 @@ from vapo_megatron.algorithms.critic_faults import value_faults
 from vapo_megatron.algorithms.critic_metrics import Figures, figures_of, sign_agreement, signs_of
 from vapo_megatron.algorithms.gae import bootstrap_of_truncated, decoupled_gae, length_adaptive_lambda, segmented_gae
 from vapo_megatron.algorithms.kl import k1
-from vapo_megatron.algorithms.off_policy import corrected_gae
+from vapo_megatron.algorithms.off_policy import corrected_gae, truncated_window_gae
 from vapo_megatron.algorithms.segments import place_terminal, segment_sum, to_tokens
 from vapo_megatron.algorithms.selection import loss_mask
 from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig, KlConfig, Lambda, ShapingConfig
 from vapo_megatron.config.value import ValueLossConfig
-from vapo_megatron.experience.batch import ExperienceBatch
+from vapo_megatron.experience.batch import ExperienceBatch, SampleTable
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.metrics import advantage_metrics, value_metrics
@@ -95,6 +95,12 @@ def returns_known(truncated: Tensor, config: ShapingConfig) -> Tensor:
     return ~truncated if config.truncated != "terminal" else torch.ones_like(truncated)
 
 
+def teaches_critic(batch: ExperienceBatch | SampleTable, config: ShapingConfig) -> Tensor:
+    """Responses that the critic learns from, of those that carry loss: bool [S]."""
+    assert batch.selected is not None, "nothing is selected: estimate_advantages comes first"
+    return batch.selected & ~batch.truncated if config.truncated == "window" else batch.selected
+
+
 def baselines_of(rewards: Tensor, group_ids: Tensor, config: ValueLossConfig) -> Tensor | None:
     """What a residual critic's head adds to, the mean of the other responses of the group: float32 [S]; else None."""
     return leave_one_out(rewards, group_ids).float() if config.residual else None
@@ -146,7 +152,7 @@ def token_rewards(batch: ExperienceBatch, config: AlgorithmConfig) -> Tensor:
     """
     rewards = batch.shaped_rewards
     assert rewards is not None, "no shaped rewards: estimate_advantages comes first"
-    if config.shaping.truncated == "bootstrap":
+    if config.shaping.bootstraps:
         rewards = rewards.masked_fill(batch.truncated, 0)
     return place_terminal(rewards, batch.response_cu_seqlens, batch.response_tokens) - kl_penalty(batch, config.kl)
 
@@ -159,7 +165,12 @@ def gae(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig, of: Te
     """
     values, bounds = batch.values, batch.response_cu_seqlens
     assert values is not None, "no values: the batch is not scored"
-    bootstraps = config.shaping.truncated == "bootstrap"
+    lam_policy, gamma = policy_lambda(batch.response_lengths, config.advantage), config.advantage.gamma
+    if config.shaping.truncated == "window":
+        batch.advantages, batch.returns, _ = truncated_window_gae(
+            rewards, values, batch.truncated, bounds, lam_policy, gamma, of=of
+        )
+        return
     estimator: Callable[..., tuple[Tensor, Tensor]] = partial(decoupled_gae, of=of)
     if config.advantage.off_policy == "vtrace":
         assert batch.old_logprobs is not None, "no log-probs: the batch is not scored"
@@ -169,10 +180,10 @@ def gae(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig, of: Te
         rewards,
         values,
         bounds,
-        lam_policy=policy_lambda(batch.response_lengths, config.advantage),
+        lam_policy=lam_policy,
         lam_critic=lambda_of(config.advantage.lambda_critic, batch.response_lengths, config.advantage),
-        gamma=config.advantage.gamma,
-        bootstrap_values=bootstrap_of_truncated(values, batch.truncated, bounds) if bootstraps else None,
+        gamma=gamma,
+        bootstrap_values=bootstrap_of_truncated(values, batch.truncated, bounds) if config.shaping.bootstraps else None,
     )
 
 

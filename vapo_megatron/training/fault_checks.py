@@ -8,7 +8,7 @@ from vapo_megatron.algorithms.critic_faults import loss_counts, loss_faults, tar
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.mcore.metrics import StepResult, largest_over_ranks, sum_over_ranks
 from vapo_megatron.mcore.trainable import Trainable
-from vapo_megatron.training.advantages import gae, token_rewards
+from vapo_megatron.training.advantages import gae, teaches_critic, token_rewards
 from vapo_megatron.training.exchange import seat
 from vapo_megatron.training.losses import ValueLoss, values_of
 from vapo_megatron.training.shards import Part
@@ -35,7 +35,7 @@ def first_update_faults(
     """
     batch, reports = part.batch, len(part.reported[seat()[0]]) > 0
     assert batch.selected is not None and batch.returns is not None and batch.values is not None
-    counts = loss_counts(loss.weights, batch.selected, batch.response_cu_seqlens)
+    counts = loss_counts(loss.weights, teaches_critic(batch, config.shaping), batch.response_cu_seqlens)
     found = loss_faults(sum_over_ranks(counts if reports else torch.zeros_like(counts)))
     again = replace(batch)
     gae(again, token_rewards(again, config), config, again.response_lengths)

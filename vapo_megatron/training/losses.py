@@ -84,6 +84,9 @@ class PolicyLoss:
         if config.kind == "sao":
             rollout = local.gather(self.rollout_logprobs)
             return policy_loss.sao(logprobs, rollout, advantages, config.clip_low, config.clip_high)
+        if config.kind == "dppo":
+            rollout = local.gather(self.rollout_logprobs)
+            return policy_loss.dppo(logprobs, rollout, advantages, config.clip_low, config.clip_high)
         if config.kind == "gspo":
             sequence = local.sequence_mean(logprobs - old)
             return policy_loss.gspo(logprobs, sequence, advantages, config.clip_low, config.clip_high)
@@ -119,6 +122,9 @@ class PolicyLoss:
         if config.kind == "sao":
             to_rollout = logprobs - local.gather(self.rollout_logprobs)
             return policy_loss.sao_clip_indicators(to_rollout, config.clip_low, config.clip_high)
+        if config.kind == "dppo":
+            rollout, advantages = local.gather(self.rollout_logprobs), local.gather(self.advantages)
+            return policy_loss.dppo_clip_indicators(logprobs, rollout, advantages, config.clip_low, config.clip_high)
         if config.kind == "gspo":
             log_ratio = local.sequence_mean(log_ratio)
         advantages = local.gather(self.advantages)
@@ -130,7 +136,8 @@ def values_of(outputs: Tensor, config: ValueLossConfig) -> Tensor:
     if config.kind == "hl_gauss":
         return value_loss.hl_gauss_value(outputs, *config.support)
     if config.bounded:
-        return value_loss.bounded_value(outputs[:, 0], config.low, config.high)
+        squash = {"tanh": value_loss.bounded_value, "arctan": value_loss.arctan_value}[config.squash]
+        return squash(outputs[:, 0], config.low, config.high)
     return outputs[:, 0]
 
 

@@ -17,6 +17,7 @@ from vapo_megatron.mcore.metrics import StepResult
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.training.advantages import teaches_critic
 from vapo_megatron.training.fault_checks import RECOMPUTED, first_update_faults
 from vapo_megatron.training.losses import PolicyLoss, ValueLoss
 from vapo_megatron.training.metrics import importance_metrics, mean_of
@@ -38,7 +39,7 @@ def update_critic(
         for samples in minibatches(batch, config.update, rounds, step_seed, salt=1):
             first = not results
             part = batch.part(models.critic, samples, "values", "returns", *(RECOMPUTED if first else ()))
-            loss = value_loss_of(part, config.value_loss)
+            loss = value_loss_of(part, config.value_loss, teaches_critic(part.whole, config.shaping))
             # To be compared with the recorded values; the bins of a histogram would be many times as much.
             keep = first and config.value_loss.outputs == 1
             result = models.critic.train_step(part.batch, part.share, loss, keep_outputs=keep)
@@ -56,8 +57,8 @@ def critic_step(critic: Trainable, minibatch: ShardedBatch, config: ValueLossCon
     return critic.train_step(part.batch, part.share, value_loss_of(part, config))
 
 
-def value_loss_of(part: Part, config: ValueLossConfig) -> ValueLoss:
-    """The critic's loss on a mini-batch; the denominator counts all of it."""
+def value_loss_of(part: Part, config: ValueLossConfig, learnt: Tensor | None = None) -> ValueLoss:
+    """The critic's loss on a mini-batch; the denominator counts the responses learnt from, bool [S]: None is all."""
     batch, whole = part.batch, part.whole
     assert batch.returns is not None and whole.selected is not None, "no value targets: estimate them first"
     bounds, targets, old = batch.response_cu_seqlens, batch.returns, batch.values
@@ -65,7 +66,7 @@ def value_loss_of(part: Part, config: ValueLossConfig) -> ValueLoss:
         known = to_tokens(batch.baselines, bounds)
         targets, old = targets - known, None if old is None else old - known
     check_targets(targets, config)
-    weights = token_weights(whole.response_lengths, "token_mean", selected=whole.selected)
+    weights = token_weights(whole.response_lengths, "token_mean", selected=whole.selected if learnt is None else learnt)
     return ValueLoss(config, targets, old, to_tokens(weights[part.mine], bounds))
 
 
