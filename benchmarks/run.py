@@ -45,6 +45,7 @@ PARTS = {
     "batch_copies": Part("What does a batch cost the ranks of a machine?"),
     "verifier": Part("How fast is the verifier?"),
     "gae": Part("How fast is GAE?"),
+    "critic_lab": Part("What do the critic's measures cost?"),
     "balance": Part("Do ranks get equal work?", ("--samples", "4096", "--ranks", "32")),
     "packing": Part("What is packing worth?"),
     "logprob_head": Part(
