@@ -63,7 +63,8 @@ def disturbed(world: attempts.World, tmp_path: Path, faults: int, kinds: tuple[s
     chance, soak, number = random.Random(seed), Soak(), 0
     while (left := faults - soak.faults.total()) > 0:
         number += 1
-        config = attempts.config_of(world, f"{tmp_path.name}_{number}", {"tp": 1}, *SETTINGS, *more)
+        own = f"rollout.num_engines={alone.cluster.ranks // 2}"
+        config = attempts.config_of(world, f"{tmp_path.name}_{number}", {"tp": 1}, *SETTINGS, own, *more)
         with temporary_files_in(tmp_path / f"tmp{number}"):
             Fuzzer(config, chance, kinds, min(left, 2 * STEPS), soak).run(1800)
         run_dir, other = Path(config.run.directory), Path(alone.run.directory)
@@ -108,6 +109,5 @@ def test_a_run_under_a_fault_of_each_sort(
 @pytest.mark.parametrize("more", [(), AHEAD], ids=["synchronous", "asynchronous"])
 def test_a_run_under_many_faults(world: attempts.World, tmp_path: Path, ranks: int, more: tuple[str, ...]) -> None:
     faults = -(-int(os.environ.get("FAULTS", "100")) // 4)
-    size = f"cluster.ranks={ranks}", f"rollout.num_engines={ranks // 2}"
-    soak = disturbed(world, tmp_path, faults, fault_soak.KINDS, *size, *more)
+    soak = disturbed(world, tmp_path, faults, fault_soak.KINDS, f"cluster.ranks={ranks}", *more)
     assert soak.faults.total() >= faults

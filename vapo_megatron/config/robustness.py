@@ -31,7 +31,7 @@ class SickUpdatesConfig(Section):
 
 
 class HangsConfig(Section):
-    """When a phase that does not end is a hang: ranks then leave their stacks under logs/, and the job ends (75)."""
+    """When a phase that does not end is a hang: ranks then leave stacks under logs/ and start again, or end (75)."""
 
     enabled: bool = Field(True, description="whether anybody watches")
     floor_s: float = Field(1800.0, gt=0, description="least limit of a phase")

@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.errors import TryAgain, VapoError
+from vapo_megatron.errors import RunFailed, TryAgain, VapoError
 from vapo_megatron.rollout.keeper import EngineKeeper, Kept
 from vapo_megatron.rollout.remote_engines import take_over
 from vapo_megatron.rollout.server import EngineAddress, EngineServer
@@ -105,6 +106,8 @@ def _serve(home: _Home, connection: Connection) -> None:
                 connection.send((answer, None))
             except VapoError as error:
                 connection.send((None, error))
+            except Exception:
+                connection.send((None, RunFailed(f"the process that keeps the engines: {traceback.format_exc()}")))
 
 
 def _take_over(keeper: EngineKeeper, config: RolloutConfig) -> None:
