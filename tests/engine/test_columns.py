@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from vapo_megatron.engine.columns import pack, unpack
+from vapo_megatron.weights.routed_experts import ExpertChoices
 
 SPANS = [{"version": "3", "start": 0}, {"version": "4", "start": 1}]
 
@@ -38,13 +39,23 @@ def test_numbers_come_back_to_the_bit_in_their_order() -> None:
         assert columns.meta == {"finish_reason": {"type": "stop", "matched": 2}, "weight_versions": SPANS}
 
 
-@pytest.mark.parametrize(("largest", "size"), [(255, 1), (256, 4), (-1, 4)])
-def test_experts_take_a_byte_where_it_holds_them(largest: int, size: int) -> None:
-    experts = [3, 0, largest, 7, 1, 2]
-    first, second = unpack(pack([answer([5, 6], [-1.0, -2.0], experts), answer([9], [-0.5], experts[:2])]))
-    assert first.experts is not None and first.experts.tolist() == experts and first.experts.itemsize == size
-    assert second.experts is not None and second.experts.tolist() == experts[:2]
+@pytest.mark.parametrize(("experts", "size"), [(256, 1), (257, 2)])
+def test_experts_take_as_few_bytes_as_hold_them(experts: int, size: int) -> None:
+    choices, chosen = ExpertChoices(layers=1, experts=experts, per_token=2), [3, 0, experts - 1, 7, 1, 2]
+    answers = [answer([5, 6], [-1.0, -2.0], chosen), answer([9], [-0.5], chosen[:2])]
+    first, second = unpack(pack(answers, choices, [[8, 8], [8]]))
+    assert first.experts is not None and first.experts.tolist() == chosen and first.experts.itemsize == size
+    assert second.experts is not None and second.experts.tolist() == chosen[:2]
     assert second.token_ids.tolist() == [9]
+
+
+def test_experts_that_no_router_chose_are_told_beside_the_response() -> None:
+    choices = ExpertChoices(layers=1, experts=4, per_token=2)
+    answers = [answer([5], [-1.0], [3, 3]), answer([9], [-0.5], [0, 1]), answer([9], [-0.5])]
+    twice, good, none = unpack(pack(answers, choices, [[8], [8], [8]]))
+    assert twice.experts is None and "[3, 3] came for token 0 in layer 0" in twice.meta["wrong_experts"]
+    assert good.experts is not None and "wrong_experts" not in good.meta
+    assert none.experts is None and none.meta["wrong_experts"] == "no routed experts came"
 
 
 def test_a_logprob_that_is_none_is_no_number() -> None:

@@ -16,11 +16,11 @@ from vapo_megatron.experience.sample import Prompt
 from vapo_megatron.rollout.client import EngineClient
 from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.request import GenerationRequest
-from vapo_megatron.rollout.routed_experts import ExpertChoices
 from vapo_megatron.rollout.server import EngineServer
 from vapo_megatron.weight_sync.session import WeightSync
 from vapo_megatron.weight_sync.transports import SharedMemoryTransport
 from vapo_megatron.weights.hf_files import HFTensors
+from vapo_megatron.weights.routed_experts import ExpertChoices
 
 # The last two begin alike, so that one finds the other's tokens in the engine's cache.
 PROMPTS = [

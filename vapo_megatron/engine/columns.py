@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vapo_megatron.weights.routed_experts import ExpertChoices
+
 PATH = "vapo_generate"
 """Where a server takes what SGLang takes under /generate, for a list of prompts, and answers with columns."""
 MEDIA_TYPE = "application/octet-stream"
@@ -24,8 +26,10 @@ _LENGTH = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """One response. meta: SGLang's finish_reason and weight_versions. experts: flat, as they were sent; None without.
+    """One response.
 
+    meta: SGLang's finish_reason and weight_versions, and `wrong_experts`: what is wrong with the experts, if any.
+    experts: what ExpertChoices.decode found; None without.
     The arrays share the message's memory.
     """
 
@@ -35,15 +39,26 @@ class Columns:
     experts: NDArray[Any] | None
 
 
-def pack(answers: Sequence[dict[str, Any]]) -> bytes:
-    """A message of SGLang's answers to a list of prompts. A log-prob that is none becomes NaN."""
+def pack(
+    answers: Sequence[dict[str, Any]], choices: ExpertChoices | None = None, prompts: Sequence[Sequence[int]] = ()
+) -> bytes:
+    """A message of SGLang's answers to a list of prompts. A log-prob that is none becomes NaN.
+
+    choices: of the model whose experts were asked for; prompts are needed then. Where they cannot be, meta says why.
+    """
     found = []
-    for answer in answers:
+    for place, answer in enumerate(answers):
         meta = answer["meta_info"]
         ids = np.array(answer["output_ids"], dtype="<i4")
         logprobs = np.array([entry[0] for entry in meta.get("output_token_logprobs", ())], dtype="<f4")
         told = {name: meta[name] for name in ("finish_reason", "weight_versions")}
-        found.append(Columns(told, ids, logprobs, _smallest(meta.get("routed_experts"))))
+        experts = None
+        if choices is not None:
+            try:
+                experts = choices.decode(_numbers(meta.get("routed_experts")), len(prompts[place]) + len(ids) - 1)
+            except ValueError as error:
+                told["wrong_experts"] = str(error)
+        found.append(Columns(told, ids, logprobs, experts))
     return join(found)
 
 
@@ -89,10 +104,6 @@ def unpack(message: bytes) -> list[Columns]:
     return found
 
 
-def _smallest(encoded: str | None) -> NDArray[Any] | None:
-    """SGLang's experts (int32 in base64) in one byte each where that holds them."""
-    if encoded is None:
-        return None
-    experts = np.frombuffer(base64.b64decode(encoded), dtype="<i4")
-    fits = not len(experts) or (experts.min() >= 0 and experts.max() < 256)
-    return experts.astype(np.uint8) if fits else experts
+def _numbers(encoded: str | None) -> NDArray[np.int32] | None:
+    """SGLang's experts, int32 in base64."""
+    return None if encoded is None else np.frombuffer(base64.b64decode(encoded), dtype="<i4")

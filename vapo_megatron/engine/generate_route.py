@@ -1,19 +1,30 @@
 """The server's own way to generate, for trainers: columns instead of JSON (columns.py)."""
 
+import asyncio
+
 import orjson
 from fastapi import Request, Response
 from sglang.srt.entrypoints.http_server import get_global_state
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from vapo_megatron.engine.columns import MEDIA_TYPE, pack
+from vapo_megatron.weights.routed_experts import ExpertChoices
 
 
 async def generate(request: Request) -> Response:
-    """Take the JSON that SGLang's /generate takes for a list of prompts of token ids; a refusal is JSON, as there."""
+    """Take the JSON that SGLang's /generate takes for a list of prompts of token ids; a refusal is JSON, as there.
+
+    expert_choices: the fields of an ExpertChoices, where experts are asked for.
+    """
     try:
-        asked = GenerateReqInput(**orjson.loads(await request.body()))
+        body = orjson.loads(await request.body())
+        choices = body.pop("expert_choices", None)
+        asked = GenerateReqInput(**body)
         answers = await anext(get_global_state().tokenizer_manager.generate_request(asked, request))
     except (ValueError, TypeError) as error:
-        body = orjson.dumps({"error": {"message": str(error)}})
-        return Response(body, status_code=400, media_type="application/json")
-    return Response(pack(answers), media_type=MEDIA_TYPE)
+        refusal = orjson.dumps({"error": {"message": str(error)}})
+        return Response(refusal, status_code=400, media_type="application/json")
+    # In a thread: experts of a group take a second, in which other requests go on.
+    experts = None if choices is None else ExpertChoices(**choices)
+    message = await asyncio.to_thread(pack, answers, experts, body["input_ids"])
+    return Response(message, media_type=MEDIA_TYPE)

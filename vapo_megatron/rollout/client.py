@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal
@@ -21,11 +21,11 @@ from vapo_megatron.engine import columns
 from vapo_megatron.engine.server_main import IDENTITY_PATH
 from vapo_megatron.errors import BadInput, RunFailed, TryAgain, VapoError
 from vapo_megatron.experience.sample import FinishReason
-from vapo_megatron.rollout.routed_experts import ExpertChoices
 from vapo_megatron.rollout.server import NO_WEIGHTS, EngineAddress
 from vapo_megatron.weight_sync.broadcast_group import Backend
 from vapo_megatron.weight_sync.bucket_message import Purpose
 from vapo_megatron.weight_sync.strict_loading import BROADCAST_GROUP, LOAD_FORMAT
+from vapo_megatron.weights.routed_experts import ExpertChoices
 
 _OWNER_END = ":"
 _IDLE_POLL_SECONDS = 0.05
@@ -110,12 +110,14 @@ class EngineClient:
         routed_experts, of a server that has rollout.router_replay, asks for the experts that each token but the last
         went through: uint8 or int16 [prompt + response - 1, layers * experts per token], layer by layer.
         """
-        body = {
+        body: dict[str, Any] = {
             "input_ids": [list(prompt) for prompt in prompts],
             "sampling_params": list(sampling_params),
             "return_logprob": True,
             "return_routed_experts": routed_experts is not None,
         }
+        if routed_experts is not None:
+            body["expert_choices"] = asdict(routed_experts)
         if ids is not None:
             body["rid"] = list(ids)
         message = await self._call(columns.PATH, body)
@@ -124,8 +126,10 @@ class EngineClient:
             completions = [self._completion(answer, unfinished) for answer in answers]
             if routed_experts is not None:
                 for prompt, completion, answer in zip(prompts, completions, answers, strict=True):
+                    if "wrong_experts" in answer.meta:
+                        raise ValueError(answer.meta["wrong_experts"])
                     rows = len(prompt) + len(completion.token_ids) - 1
-                    completion.routed_experts = routed_experts.decode(answer.experts, rows)
+                    completion.routed_experts = routed_experts.read(answer.experts, rows)
         except ValueError as error:
             raise EngineWrong(f"{self._where()}: {error}") from None
         return completions

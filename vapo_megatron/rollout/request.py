@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from vapo_megatron.config.rollout import SamplingConfig
 from vapo_megatron.experience.sample import Prompt, Sample
-from vapo_megatron.rollout.routed_experts import ExpertChoices
+from vapo_megatron.weights.routed_experts import ExpertChoices
 
 
 @dataclass(frozen=True)

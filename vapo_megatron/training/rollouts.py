@@ -24,7 +24,6 @@ from vapo_megatron.rewards.grading import failed_share, grade_samples
 from vapo_megatron.rewards.pool import VerifierPool
 from vapo_megatron.rollout.ledger import DROPPED, FILLED, NO_SIGNAL, Ledger, StepRule
 from vapo_megatron.rollout.request import GenerationRequest, GroupRequest
-from vapo_megatron.rollout.routed_experts import ExpertChoices
 from vapo_megatron.rollout.saved_groups import pack_groups, unpack_groups
 from vapo_megatron.rollout.stream import GroupStream, Work
 from vapo_megatron.training.broadcast import broadcast_value, on_rank_zero
@@ -33,6 +32,7 @@ from vapo_megatron.training.resume import Resumed
 from vapo_megatron.training.rollout_times import Waits, age_metrics
 from vapo_megatron.training.sick_updates import first_prompt
 from vapo_megatron.weight_sync.probe import random_sequences, sequences_of
+from vapo_megatron.weights.routed_experts import ExpertChoices
 from vapo_megatron.weights.spec import ModelSpec
 
 
