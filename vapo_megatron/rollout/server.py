@@ -21,12 +21,11 @@ from types import TracebackType
 
 from pydantic import JsonValue
 
-import vapo_megatron
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.engine.owner_guard import remove_shared_memory
 from vapo_megatron.engine.server_main import KEY_VARIABLE
 from vapo_megatron.errors import BadInput, RunFailed
-from vapo_megatron.rollout.cuda_environment import cuda_environment
+from vapo_megatron.rollout.engine_environment import engine_environment
 from vapo_megatron.rollout.gpu_kernels import check_kernels
 from vapo_megatron.weights.fp8 import BlockFp8
 
@@ -40,11 +39,6 @@ DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Servers are never behind a proxy, whatever http_proxy says."""
 NO_WEIGHTS = -1
 """The version of what a server has that was started in place of another one: whatever it answers is not wanted."""
-# What a trainer rank's environment says of its own process group and allocator; a server has its own.
-_NOT_INHERITED = {
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"),
-}
 
 
 @dataclass(frozen=True)
@@ -305,39 +299,10 @@ class EngineServer:
         return cause_in_log(self._log_file)
 
     def _environment(self, scratch: Path) -> dict[str, str]:
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in _NOT_INHERITED and not name.startswith("TORCHELASTIC_")
+        return {
+            **engine_environment(os.environ, scratch, self._config, self._dtype, self._devices, bool(self._identity)),
+            KEY_VARIABLE: self._key,  # not an argument: those are for every user to see
         }
-        # The package may run from a checkout that is not installed.
-        paths = [str(Path(vapo_megatron.__file__).parents[1]), environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        environment["TMPDIR"] = str(scratch)
-        environment[KEY_VARIABLE] = self._key  # not an argument: those are for every user to see
-        environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "vapo_megatron.engine.served_models"
-        # A file instead of a TCP port for the rendezvous of its ranks: two servers cannot clash.
-        environment["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/rendezvous"
-        if self._devices is None:
-            environment["SGLANG_USE_CPU_ENGINE"] = "1"
-            # Where the machine has GPUs as well, SGLang would take half of its code for them.
-            environment["CUDA_VISIBLE_DEVICES"] = ""
-            # More threads than free cores make a small model dozens of times slower.
-            environment["OMP_NUM_THREADS"] = "1"
-            # SGLang's seeded sampler would be compiled at the first batch, by a C++ compiler, for most of a minute.
-            environment["TORCH_COMPILE_DISABLE"] = "1"
-            if self._config.tp > 1:
-                environment["SGLANG_CPU_OMP_THREADS_BIND"] = _cpu_binding(self._config.tp)
-        else:
-            environment |= cuda_environment(
-                environment,
-                self._devices,
-                scratch,
-                float32=self._dtype == "float32",
-                memory_saver=self._config.memory_saver,
-                elsewhere=bool(self._identity),
-            )
-        return environment
 
     def _engine_args(self) -> list[str]:
         config = self._config
@@ -397,9 +362,3 @@ def _option(name: str, value: object) -> list[str]:
     if value is None or value is False:
         return []
     return [flag] if value is True else [flag, str(value)]
-
-
-def _cpu_binding(tp: int) -> str:
-    """One core for each tensor-parallel rank, round the cores this process may use."""
-    cores = sorted(os.sched_getaffinity(0))
-    return "|".join(str(cores[rank % len(cores)]) for rank in range(tp))
