@@ -9,10 +9,11 @@ import pytest
 import ranks  # noqa: F401  (imports what ranks need before they are forked)
 import torch.distributed as dist
 
+from vapo_megatron import logs
 from vapo_megatron.cluster.ranks import end_from_thread, start_ranks
 from vapo_megatron.cluster.watchdog import Heartbeat, Watchdog, describe
 from vapo_megatron.config.robustness import HangsConfig
-from vapo_megatron.errors import TryAgain
+from vapo_megatron.errors import TryAgain, VapoError
 from vapo_megatron.monitoring.timers import PhaseTimer
 
 LIMITS = HangsConfig(floor_s=2.0, every_s=0.1)
@@ -37,6 +38,18 @@ def test_a_stopped_rank_is_named_and_the_job_ends(tmp_path: Path) -> None:
     assert time.monotonic() - begin < 60
     stacks = {path.name: path.read_text() for path in tmp_path.glob("hang_*.txt")}
     assert stacks and all("test_watchdog.py" in text and "barrier" in text for text in stacks.values())
+
+
+def test_a_rank_that_is_started_late_has_all_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is forked from a process that has been in no phase for hours."""
+    monkeypatch.setattr(logs, "_phase", logs.PhaseNow(logs.NO_PHASE, 0, time.monotonic() - 10_000))
+    told: list[VapoError] = []
+    begin = time.monotonic()
+    watchdog = Watchdog(LIMITS, tmp_path, 0, 1, 1.0, told.append)
+    while not told and time.monotonic() < begin + 30:
+        time.sleep(0.02)
+    watchdog.close()
+    assert told and time.monotonic() - begin >= 1.0, "its own second"
 
 
 def test_a_rank_in_another_phase_than_the_others_is_named() -> None:

@@ -55,6 +55,7 @@ class Watchdog:
         self._slowest: dict[str, float] = {}
         self._ended: dict[str, int] = {}
         self._last = logs.phase_now()
+        self._began = time.monotonic()
         self._stop = threading.Event()
         folder.mkdir(parents=True, exist_ok=True)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -71,8 +72,9 @@ class Watchdog:
             if place.begun != self._last.begun:
                 self._learn(self._last.phase, place.since - self._last.since)
                 self._last = place
-            # Clocks may be set while a phase goes on.
-            now, seconds, limit = time.time(), time.monotonic() - place.since, self.limit(place.phase)
+            # Clocks may be set while a phase goes on. What a rank was in before it was forked is not its own.
+            now, seconds = time.time(), time.monotonic() - max(place.since, self._began)
+            limit = self.limit(place.phase)
             self._beat(Heartbeat(self._rank, place.phase, place.begun, now - seconds, now))
             if seconds > limit:
                 self._tell(place.phase, seconds, limit)
