@@ -1,5 +1,6 @@
 """Settings of every test: one thread a process, and the test helpers importable by name."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 from vapo_megatron.experience.torchvision_ops import make_torchvision_importable
 
 make_torchvision_importable()
+# Ranks that a test forks never collect what it left: a process group's end waits for threads that they do not have.
+os.register_at_fork(after_in_child=gc.freeze)
 
 pytest_plugins = ["engine_server"]
 

@@ -1,5 +1,6 @@
 """Ranks start where they are told to, and the first that fails ends all of them with its own words."""
 
+import gc
 import multiprocessing
 import os
 import re
@@ -54,6 +55,21 @@ def test_every_rank_runs_once_in_one_world(tmp_path: Path) -> None:
     assert sorted(found) == [0, 1, 2]
     assert {size for _, size in found.values()} == {"3"}
     assert len({pid for pid, _ in found.values()}) == 3
+
+
+@pytest.mark.timeout(60)
+def test_ranks_do_not_end_the_process_groups_they_were_forked_with(tmp_path: Path) -> None:
+    """Its threads are not in them: they would wait for ever, at any collection of cycles."""
+    gc.disable()
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+        cycle: list[object] = [dist.group.WORLD]
+        cycle.append(cycle)
+        dist.destroy_process_group()
+        del cycle
+        start_ranks(2, lambda: print(gc.collect()), 60)
+    finally:
+        gc.enable()
 
 
 def write_timeouts(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Processes that a run's starter starts: how they end with it, and how it ends them."""
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -23,6 +24,9 @@ def begin_child(level: logs.LogLevel) -> None:
 
     `ps -e` and `top` show its name.
     """
+    # What this process was forked with is never collected: the end of a process group waits for threads that only its
+    # own process has.
+    gc.freeze()
     system = ctypes.CDLL(None)
     system.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     system.prctl(_PR_SET_NAME, multiprocessing.current_process().name.encode())
