@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import socket
 import sys
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import ranks  # noqa: F401  (imports what processes need before they are forked)
+from ports import free_port
 from tiny_runs import make_model, train_config, write_config
 
 from vapo_megatron import cli
@@ -67,9 +67,7 @@ def run_nodes(
     folder: Path, config_file: Path, overrides: list[list[str]], offloaded: int | None = None, absent: int | None = None
 ) -> Any:
     """What node 0 says of as many nodes as there are overrides; the exit codes must tell the same."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context: Any = multiprocessing.get_context("fork")
     processes = [
         context.Process(

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from unittest.mock import ANY
 import psutil
 import pytest
 import torch
+from ports import free_port
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -153,9 +153,7 @@ def test_another_layout_trains_alike_and_starts_from_a_value_checkpoint(task: Pa
 
 
 def test_ranks_that_slurm_started_find_each_other(task: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     arguments = train_arguments(task, "slurm", "run.steps=1", "value_pretraining.enabled=false", "data.eval=[]")
     assert slurm_ranks(arguments, port) == [(0, ANY), (0, "")], "rank 0 alone speaks"
     assert rows(task / "slurm")[-1]["step"] == 1
