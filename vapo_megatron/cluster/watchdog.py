@@ -55,7 +55,7 @@ class Watchdog:
         self._slowest: dict[str, float] = {}
         self._ended: dict[str, int] = {}
         self._last = logs.phase_now()
-        self._began = time.monotonic()
+        self._began = time.monotonic()  # no phase is counted from before it
         self._stop = threading.Event()
         folder.mkdir(parents=True, exist_ok=True)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -67,7 +67,13 @@ class Watchdog:
         self._thread.join()
 
     def _watch(self) -> None:
+        looked = time.monotonic()
         while not self._stop.wait(self._config.every_s):
+            # A job that was suspended (scontrol suspend, a paused machine) did not hang meanwhile.
+            stood = time.monotonic() - looked - self._config.every_s
+            if stood > self._config.every_s:
+                self._began = max(self._began, logs.phase_now().since) + stood
+            looked = time.monotonic()
             place = logs.phase_now()
             if place.begun != self._last.begun:
                 self._learn(self._last.phase, place.since - self._last.since)
