@@ -37,7 +37,7 @@ class Part:
 
 PARTS = {
     "step_beside_trl": Part("How fast is a whole step?"),
-    "throughput": Part("How fast is forward and backward?", ("--lengths", "64", "256", "1024", "--repeats", "7")),
+    "throughput": Part("How fast is forward and backward?", ("--lengths", "64", "256", "1024", "--repeats", "5")),
     "collection": Part("What do collecting and grading add to the engines' time?"),
     "rollout_host": Part("What do responses cost rank 0?"),
     "twin": Part("How far off is `plan --simulate`?"),
@@ -47,12 +47,12 @@ PARTS = {
     "gae": Part("How fast is GAE?"),
     "critic_lab": Part("What do the critic's measures cost?"),
     "balance": Part("Do ranks get equal work?", ("--samples", "4096", "--ranks", "32")),
-    "packing": Part("What is packing worth?"),
+    "packing": Part("What is packing worth?", ("--samples", "32")),
     "logprob_head": Part(
         "What do log-probs without logits save?",
         ("--tokens", "512", "--hidden", "512", "--dtype", "float32", "--words", "65536"),
     ),
-    "scaling": Part("What do more ranks bring?"),
+    "scaling": Part("What do more ranks bring?", ("--samples", "16")),
     "weight_sync": Part("How fast do weights reach an engine?", ("--layouts", "1x1,2x1")),
     "convert": Part("What does a conversion take?"),
     "saving": Part("What does saving take?"),

@@ -61,8 +61,12 @@ def wait_until_gone(group: int, seconds: float) -> list[psutil.Process]:
 
 
 def test_kill_9_of_the_owner_leaves_no_process_of_the_server(model_path: Path, tmp_path: Path) -> None:
+    (temporary := tmp_path / ("x" * 100)).mkdir()  # as on clusters: sockets have names of 107 bytes at most
     owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(model_path), str(tmp_path / "engine.log")], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", OWNER, str(model_path), str(tmp_path / "engine.log")],
+        env=os.environ | {"TMPDIR": str(temporary)},
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert owner.stdout is not None
     group, heir = map(int, owner.stdout.readline().split())

@@ -377,16 +377,16 @@ def _group_lives(group: int) -> bool:
 
 
 @contextmanager
-def temporary_files_in(folder: Path) -> Iterator[None]:
-    """All temporary files of this process and of those that it starts go there."""
+def temporary_files_of_its_own() -> Iterator[None]:
+    """All temporary files of this process and of those that it starts go to a directory of their own."""
     before, variable = tempfile.tempdir, os.environ.get("TMPDIR")
-    folder.mkdir()
-    tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
-    try:
-        yield
-    finally:
-        tempfile.tempdir = before
-        if variable is None:
-            del os.environ["TMPDIR"]
-        else:
-            os.environ["TMPDIR"] = variable
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:  # not below pytest's, which is too long for sockets
+        tempfile.tempdir = os.environ["TMPDIR"] = folder
+        try:
+            yield
+        finally:
+            tempfile.tempdir = before
+            if variable is None:
+                del os.environ["TMPDIR"]
+            else:
+                os.environ["TMPDIR"] = variable

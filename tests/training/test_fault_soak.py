@@ -12,7 +12,7 @@ import attempts
 import fault_soak
 import pytest
 from engine_faults import same_run
-from fault_soak import Fuzzer, Soak, temporary_files_in
+from fault_soak import Fuzzer, Soak, temporary_files_of_its_own
 
 from vapo_megatron.checkpoint.host_memory import host_memory_of
 from vapo_megatron.training import checkpoint
@@ -65,7 +65,7 @@ def disturbed(world: attempts.World, tmp_path: Path, faults: int, kinds: tuple[s
         number += 1
         own = f"rollout.num_engines={alone.cluster.ranks // 2}"
         config = attempts.config_of(world, f"{tmp_path.name}_{number}", {"tp": 1}, *SETTINGS, own, *more)
-        with temporary_files_in(tmp_path / f"tmp{number}"):
+        with temporary_files_of_its_own():
             Fuzzer(config, chance, kinds, min(left, 2 * STEPS), soak).run(1800)
         run_dir, other = Path(config.run.directory), Path(alone.run.directory)
         rows = same_run(run_dir, other)
@@ -92,7 +92,7 @@ def test_a_run_under_a_fault_of_each_sort(
     ]
     soak = Soak()
     capfd.readouterr()
-    with temporary_files_in(tmp_path / "tmp"):
+    with temporary_files_of_its_own():
         Fuzzer(config, random.Random(1), (), 0, soak, plan).run(200)
     run_dir, memory = Path(config.run.directory), host_memory_of(Path(config.run.directory))
     rows = same_run(run_dir, Path(alone.run.directory))

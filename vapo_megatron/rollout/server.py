@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import re
 import secrets
@@ -29,7 +30,11 @@ from vapo_megatron.rollout.engine_environment import engine_environment
 from vapo_megatron.rollout.gpu_kernels import check_kernels
 from vapo_megatron.weights.fp8 import BlockFp8
 
+_logger = logging.getLogger(__name__)
+
 _CPU_TOTAL_TOKENS = 65536
+_PREFIX = "vapo-engine-"
+_LONGEST_SOCKET = 107  # bytes in a path that is the name of a socket
 _POLL_SECONDS = 0.1
 # Lines of a log that do not say why a server ended.
 _REQUEST = ' HTTP/1.1" '
@@ -145,8 +150,7 @@ class EngineServer:
             BadInput: its host is not this machine's, or its port is in use.
         """
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
-        # Holds the server's sockets and rendezvous, hence a short path: socket names end at 107 bytes.
-        self._scratch = Path(tempfile.mkdtemp(prefix="vapo-engine-"))
+        self._scratch = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_short_temporary()))
         self._started_at = time.monotonic()
         with self._bound() as listener, self._log_file.open("wb") as log:
             self._port = listener.getsockname()[1]
@@ -170,7 +174,7 @@ class EngineServer:
         Raises:
             BadInput: it refuses them.
         """
-        with tempfile.TemporaryDirectory(prefix="vapo-engine-") as scratch:
+        with tempfile.TemporaryDirectory(prefix=_PREFIX) as scratch:
             ended = subprocess.run(
                 [sys.executable, "-m", "vapo_megatron.engine.check_arguments", *self._engine_args()],
                 env=self._environment(Path(scratch)),
@@ -351,6 +355,15 @@ class EngineServer:
             }
         args |= config.server_args
         return [text for name, value in args.items() for text in _option(name, value)]
+
+
+def _short_temporary() -> str | None:
+    """Where a server's sockets fit: the system bounds their names. None: where temporary files are anyway."""
+    given = tempfile.gettempdir()
+    if len(os.fsencode(given)) + len(f"/{_PREFIX}12345678/tmp12345678") <= _LONGEST_SOCKET:
+        return None
+    _logger.warning("TMPDIR=%s is too long for sockets of engines: theirs are in /tmp", given)
+    return "/tmp"
 
 
 def _describe(code: int) -> str:
