@@ -16,7 +16,6 @@ from torch import Tensor
 from vapo_megatron.algorithms.aggregation import nll_weights, token_weights
 from vapo_megatron.algorithms.gae import decoupled_gae, length_adaptive_lambda
 from vapo_megatron.algorithms.segments import place_terminal, to_tokens
-from vapo_megatron.config.algorithm import KlConfig, PolicyLossConfig
 from vapo_megatron.config.model import (
     ActorConfig,
     CriticConfig,
@@ -25,6 +24,7 @@ from vapo_megatron.config.model import (
     OptimizerSettings,
     RecomputeConfig,
 )
+from vapo_megatron.config.policy import KlConfig, PolicyLossConfig
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore.mesh import Mesh, make_mesh
@@ -196,7 +196,7 @@ def _train_case(
         steps.append(result.metrics | {"grad_norm": result.grad_norm})
         gradients = _gradients(trainable)
         if split.offload == "always":
-            trainable.offload()
+            trainable.onload_only()
     scores = trainable.score(batch).numpy()
     weights = _tensors(trainable)
     if dist.get_rank() != 0:

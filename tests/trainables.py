@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from vapo_megatron.config.algorithm import KlConfig, PolicyLossConfig
 from vapo_megatron.config.model import ActorConfig, CriticConfig, ModelConfig, OptimizerSettings
+from vapo_megatron.config.policy import KlConfig, PolicyLossConfig
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore.mesh import make_mesh

@@ -1,11 +1,14 @@
 """Mutation testing: how many small changes to the code do its tests notice? `make mutants ROOMS="algorithms rewards"`.
 
 Each room is mutated in a copy of the working tree, runs/mutants/ROOM, with the tests named below. A run that was
-interrupted goes on where it stopped, and after a change only what it touches is run again. Survivors that no test is
-to kill stand with the reason in tests/mutants.toml; any other is listed, and the exit code is 1 below 95 % killed.
+interrupted goes on where it stopped, and after a change of a function only its mutants are run again; with AGAIN=1 in
+the environment survivors are too, after a change of tests. SAMPLE=0.1 runs a tenth of the mutants, always the same, and
+WORKERS=4 four at a time. Survivors that no test is to kill stand with the reason in tests/mutants.toml; any other is
+listed, and the exit code is 1 below 95 % killed.
 Runs with the Python of .venv-mutants (requirements/mutants.txt).
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -17,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import libcst as cst
+from mutmut.mutation.diff_apply import get_diff_for_mutant
 
 ROOT = Path(__file__).resolve().parent.parent
 ACCEPTED = ROOT / "tests" / "mutants.toml"
@@ -34,6 +38,11 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "tests/training/test_recorded_rollouts.py",
         "tests/training/test_user_functions.py",
     ),
+}
+# Functions that only processes of their own call, whose calls are not seen: the tests of their module.
+UNSEEN = {
+    "worker": ["tests/rewards/test_pool.py"],
+    "worker_process": ["tests/rewards/test_pool.py"],
 }
 # What mutmut's exit codes say; others are time limits and crashes, which count as killed.
 SURVIVED, NO_TESTS, NOT_RUN = "survived", "no tests", "not run"
@@ -91,15 +100,18 @@ do_not_mutate_patterns = ["raise [A-Z]", "assert "]
 """
 
 
-def run(copy: Path, names: list[str]) -> None:
-    """Run what has not been run yet; names: of mutants, with wildcards, or none for all."""
+def run(copy: Path, modules: list[str]) -> None:
+    """Run what has not been run yet; of these modules, or of all."""
     environment = os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "RANKS_IN_PROCESS": "1"}
-    subprocess.run(
-        [sys.executable, "-m", "mutmut", "run", "--max-children", os.environ.get("WORKERS", "1"), *names],
-        cwd=copy,
-        env=environment,
-        check=False,
-    )
+    how = {
+        "children": int(os.environ.get("WORKERS", "1")),
+        "modules": modules,
+        "sample": float(os.environ.get("SAMPLE", "1")),
+        "again": bool(os.environ.get("AGAIN")),
+        "unseen": UNSEEN,
+    }
+    script = ROOT / "tools" / "mutant_session.py"
+    subprocess.run([sys.executable, str(script), json.dumps(how)], cwd=copy, env=environment, check=False)
 
 
 def results(copy: Path, room: str) -> Iterator[tuple[str, str, str]]:
@@ -110,11 +122,10 @@ def results(copy: Path, room: str) -> Iterator[tuple[str, str, str]]:
             yield module, name, STATES.get(code, "killed")
 
 
-def changed_lines(copy: Path, name: str) -> str:
+def changed_lines(copy: Path, room: str, name: str) -> str:
     """What a mutant changes: its lines that begin with - and +, joined."""
-    shown = subprocess.run(
-        [sys.executable, "-m", "mutmut", "show", name], cwd=copy, capture_output=True, text=True, check=False
-    ).stdout
+    with contextlib.chdir(copy):
+        shown = get_diff_for_mutant(name, path=f"vapo_megatron/{room}/{name.split('.')[-2]}.py")
     return " ".join(
         " ".join(line.split())
         for line in shown.splitlines()
@@ -138,7 +149,7 @@ def summarize(copy: Path, room: str) -> bool:
         print(f"{module:28} {row[0]:6} {row[1]:9} {row[2]:9} {row[3]:8}  {share}")
     for _, name, state in found:
         if state in (SURVIVED, NO_TESTS):
-            lines = changed_lines(copy, name)
+            lines = changed_lines(copy, room, name)
             if any(lines == line for line in accepted):
                 reasons += 1
             else:
@@ -151,17 +162,17 @@ def summarize(copy: Path, room: str) -> bool:
 
 
 def main(rooms: list[str]) -> int:
-    """rooms: names of ROOMS, `ROOM:MODULE` for one module alone; all without any. `--summary` first runs nothing."""
+    """rooms: names of ROOMS, `ROOM:MODULE,MODULE` for these alone; all without any. `--summary` first runs nothing."""
     only_summary = rooms[:1] == ["--summary"]
     good = True
     for choice in rooms[only_summary:] or list(ROOMS):
-        room, _, module = choice.partition(":")
+        room, _, modules = choice.partition(":")
         if room not in ROOMS:
             print(f"mutants: {room} is no room, expected one of {', '.join(ROOMS)}", file=sys.stderr)
             return 2
         copy = ROOT / "runs" / "mutants" / room
         if not only_summary:
-            run(prepare(room), [f"vapo_megatron.{room}.{module}.*"] if module else [])
+            run(prepare(room), modules.split(",") if modules else [])
         good = summarize(copy, room) and good
     return 0 if good else 1
 

@@ -81,6 +81,14 @@ def test_masks_that_leave_out_what_they_should_not_are_named() -> None:
     assert loss_faults(loss_counts((weights == 0).float(), selected, chain.cu)) == ["mask"]
 
 
+@pytest.mark.parametrize(
+    ("counts", "faults"),
+    [((4, 2, 2, 1), []), ((5, 2, 2, 2), ["mask"]), ((9, 4, 9, 9), ["mask"]), ((9, 9, 5, 2), ["end"]), ((0,) * 4, [])],
+)
+def test_half_of_the_tokens_and_of_the_ends_is_enough(counts: tuple[int, ...], faults: list[str]) -> None:
+    assert loss_faults(torch.tensor(counts)) == faults
+
+
 def test_targets_that_were_made_after_an_update_are_named() -> None:
     chain = Chain()
     rewards = place_terminal(chain.outcomes, chain.cu, len(chain.values))

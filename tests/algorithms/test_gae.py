@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithms.gae import bootstrap_of_truncated, decoupled_gae, length_adaptive_lambda, segmented_gae
+from vapo_megatron.algorithms.gae import (
+    bootstrap_of_truncated,
+    decoupled_gae,
+    length_adaptive_lambda,
+    monte_carlo_returns,
+    segmented_gae,
+)
+from vapo_megatron.algorithms.segments import extent, place_terminal
 
 LENGTHS = [0, 1, 5, 16, 17, 300, 0, 2500, 33, 0]
 
@@ -137,6 +144,31 @@ def test_everything_masked_gives_zeros() -> None:
     rewards, values = tokens([3, 2])
     policy, targets = decoupled_gae(rewards, values, bounds([3, 2]), 0.9, 1.0, mask=torch.zeros(5))
     assert not policy.any() and not targets.any()
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.97, 0.0])
+@pytest.mark.parametrize("lengths", [LENGTHS, [1], []])
+def test_monte_carlo_returns_are_the_targets_of_lambda_1_whatever_the_values(lengths: list[int], gamma: float) -> None:
+    outcomes = torch.randn(len(lengths), generator=torch.Generator().manual_seed(4))
+    cu_seqlens = bounds(lengths, torch.int64)
+    rewards = place_terminal(outcomes, cu_seqlens, sum(lengths))
+    _, expected = decoupled_gae(rewards, torch.zeros(sum(lengths)), cu_seqlens, 1.0, 1.0, gamma)
+    found = monte_carlo_returns(outcomes, cu_seqlens, gamma)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-5 if gamma < 1 else 0, atol=0)
+
+
+def test_the_extent_of_each_response() -> None:
+    lengths = [1, 0, 4, 2]
+    x, cu_seqlens = tokens(lengths)[0] - 3, bounds(lengths)
+    found = extent(x, cu_seqlens)
+    assert found.dtype == torch.float64
+    for row, part in zip(found, x.double().split(lengths), strict=True):
+        if len(part):
+            expected = [part.mean(), part.var(correction=0) * len(part), part.min(), part.max()]
+            assert row.tolist() == pytest.approx([float(value) for value in expected])
+        else:
+            assert row.tolist() == [0, 0, torch.inf, -torch.inf]
 
 
 def test_inputs_are_left_alone_and_no_gradient_flows() -> None:

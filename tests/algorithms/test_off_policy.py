@@ -222,6 +222,7 @@ def test_a_block_weighs_as_the_product_of_its_ratios_cut_at_one() -> None:
     blocks = importance.block_bounds(bounds(lengths), 3)
     assert blocks.tolist() == [0, 3, 6, 7, 10, 11, 12]
     assert importance.block_bounds(bounds([0, 0]), 3).tolist() == [0]
+    assert importance.block_bounds(bounds([2, 0, 1]), 1).tolist() == [0, 1, 2, 3]
     _, _, log_ratio = draw(lengths)
     w = importance.tis(importance.log_ratio_at("geometric", log_ratio, torch.zeros(12), blocks), 1.0)
     spans = [slice(a, b) for a, b in pairwise(blocks.tolist())]
@@ -258,6 +259,18 @@ def test_t_ppo_trains_values_on_finished_responses_alone() -> None:
         torch.zeros(3), torch.tensor([0.1, 0.2, 9.0]), truncated[:1], torch.tensor([0, 3]), 0.5, mask=mask[2:]
     )
     torch.testing.assert_close(observed[0], torch.tensor([0.1, 0.0, 0.0]))
+
+
+def test_an_unfinished_response_has_the_same_advantages_to_the_bit_in_whichever_part_it_is() -> None:
+    lengths, truncated = [300, 3, 5000], torch.tensor([True, False, True])
+    rewards, values, _ = draw(lengths)
+    whole = truncated_window_gae(rewards, values, truncated, bounds(lengths), 0.99)[0][:303]
+
+    def part(of: Tensor | None) -> Tensor:
+        return truncated_window_gae(rewards[:303], values[:303], truncated[:2], bounds(lengths[:2]), 0.99, of=of)[0]
+
+    assert torch.equal(part(torch.tensor(lengths)), whole)
+    assert not torch.equal(part(None), whole), "these lengths tell both apart"
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,22 @@ def test_clip_indicators_are_where_the_gradient_is_cut() -> None:
     assert torch.equal((cut.low + cut.high + cut.dual) > 0, gradient == 0)
     assert [int(part.sum()) for part in cut] == [1, 1, 1]
     assert not loss.clip_indicators(logprobs, advantages, 0.2, 0.28).dual.any()
+    small = loss.clip_indicators(logprobs, 0.01 * advantages, 0.2, 0.28, 3.0)
+    assert all(torch.equal(*pair) for pair in zip(small, cut, strict=True)), "the sign of an advantage counts alone"
+    none = loss.clip_indicators(logprobs, 0 * advantages, 0.2, 0.28, 3.0)
+    assert not torch.stack(none).any(), "no bound cuts what has no advantage"
+
+
+def test_a_ratio_at_its_bound_is_cut_by_sao_alone() -> None:
+    """On-policy tokens, whose ratio is 1, with a clip of 0 on both sides; and one at the bound of dual_clip."""
+    ratio_1, advantages = torch.zeros(2), torch.tensor([1.0, -1.0])
+    assert not torch.stack(loss.clip_indicators(ratio_1, advantages, 0.0, 0.0)).any()
+    bound = float(loss.bounded_ratio(torch.tensor([1.5])))
+    assert not loss.clip_indicators(torch.tensor([1.5]), -torch.ones(1), 0.2, 0.28, bound).dual.any()
+    assert not torch.stack(loss.cispo_clip_indicators(ratio_1, 0.0)).any()
+    assert not torch.stack(loss.dppo_clip_indicators(ratio_1, ratio_1, advantages, 0.0, 0.0)).any()
+    low, high, _ = loss.sao_clip_indicators(ratio_1, 0.0, 0.0)
+    assert low.all() and high.all() and not loss.sao(ratio_1, ratio_1, advantages, 0.0, 0.0).any()
 
 
 def test_reinforce() -> None:
@@ -111,6 +127,14 @@ def test_dppo_bounds_what_a_probability_may_move_whatever_its_ratio() -> None:
     assert torch.allclose(gradient, expected, rtol=1e-4)
     low, high, dual = loss.dppo_clip_indicators(pi.log(), mu.log(), advantages, 0.2, 0.2)
     assert (low.tolist(), high.tolist(), dual.any()) == ([0, 0, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0], False)
+    doubled = loss.dppo(pi.log(), mu.log(), 2 * advantages, 0.2, 0.2)
+    torch.testing.assert_close(doubled, 2 * losses)
+    assert doubled[[0, 2]].tolist() == [0, 0], "what is cut has no loss"
+    # Without an advantage a probability that fell counts as cut, one that rose does not: A <= 0 and A > 0.
+    low, high, _ = loss.dppo_clip_indicators(pi.log(), mu.log(), 0 * advantages, 0.2, 0.2)
+    assert (low.tolist(), high.any()) == ([0, 0, 1, 0, 1, 0], False)
+    still = loss.dppo_clip_indicators(mu.log() + 0.01, mu.log(), -advantages.abs(), 0.2, 0.2)
+    assert not torch.stack(still).any()
 
 
 def test_sao_drops_tokens_outside_the_range() -> None:

@@ -14,7 +14,6 @@ from batches import LENGTHS, make_batch
 from hf_models import write_model
 from ranks import run_ranks
 
-from vapo_megatron.config.algorithm import KlConfig, PolicyLossConfig
 from vapo_megatron.config.model import (
     ActorConfig,
     CriticConfig,
@@ -23,6 +22,7 @@ from vapo_megatron.config.model import (
     OptimizerSettings,
     RecomputeConfig,
 )
+from vapo_megatron.config.policy import KlConfig, PolicyLossConfig
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore.mesh import make_mesh

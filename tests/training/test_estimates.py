@@ -8,8 +8,9 @@ from batches import spread
 from torch import Tensor
 
 from vapo_megatron.algorithms import policy_loss, value_loss
-from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig, ImportanceSamplingConfig
+from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig
 from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.config.policy import ImportanceSamplingConfig
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.batch import ExperienceBatch, from_samples

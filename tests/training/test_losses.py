@@ -13,11 +13,12 @@ from hf_models import write_model
 from ranks import run_ranks
 from transformers import AutoModelForTokenClassification
 
-from vapo_megatron.config.algorithm import KlConfig, PolicyLossConfig
 from vapo_megatron.config.model import ActorConfig, CriticConfig, LayoutConfig, ModelConfig, OptimizerSettings
+from vapo_megatron.config.policy import KlConfig, PolicyLossConfig
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore.mesh import make_mesh
+from vapo_megatron.mcore.offload import PARTS
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.training.losses import PolicyLoss, ValueLoss
 from vapo_megatron.training.score import values
@@ -209,9 +210,9 @@ def frozen_scores(model_dir: Path, layout: LayoutConfig) -> Any:
     loss = policy_loss(batch, actor.score(batch)[:, 0], SETTINGS["k3"])
 
     def difference() -> float:
-        reference.onload()
+        reference.onload_only(*PARTS)
         found = float((reference.score(batch) - actor.score(batch)).abs().max())
-        reference.offload()
+        reference.onload_only()
         return found
 
     found = [difference()]

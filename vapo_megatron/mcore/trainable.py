@@ -4,16 +4,12 @@ Actor and critic are two of these, each with a mesh of its own. What is to be mi
 function of local tensors; everything about layout stays in here.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
 from vapo_megatron.config.model import ActorConfig, ModelConfig, TrainableConfig
@@ -28,7 +24,6 @@ from vapo_megatron.mcore.metrics import MetricTotals, StepResult, in_place, samp
 from vapo_megatron.mcore.model import Head, build_model, transformer_config
 from vapo_megatron.mcore.offload import PARTS, Footprint, Offloader, Part
 from vapo_megatron.mcore.optimizer import make_optimizer, optimizer_tensors
-from vapo_megatron.mcore.packed import packed_sequences
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.mcore.precision import (
     check_trainable,
@@ -38,7 +33,7 @@ from vapo_megatron.mcore.precision import (
     set_amax_group,
     stored_bytes,
 )
-from vapo_megatron.mcore.router_replay import replay_experts, replaying
+from vapo_megatron.mcore.schedule import Schedule
 from vapo_megatron.mcore.token_loss import PackedTokens, TokenLoss
 from vapo_megatron.weights.spec import ModelSpec
 
@@ -84,6 +79,7 @@ class Trainable:
             if isinstance(config, ActorConfig)
             else 1,
         )
+        self._schedule = Schedule(spec, mesh, config.layout, self.transformer, head)
         self.wrapped: list[Any] = []
         self._optimizer: Any = None
         self.accepts: Callable[[str, float, dict[str, float]], bool] = lambda name, grad_norm, metrics: True
@@ -162,14 +158,6 @@ class Trainable:
     def onload_only(self, *parts: Part) -> None:
         """Have exactly these parts on the device; the rest sleeps in host memory (see TrainableConfig.offload)."""
         self._offloader.onload_only(parts)
-
-    def offload(self) -> None:
-        """Nothing of the model stays on the device."""
-        self.onload_only()
-
-    def onload(self) -> None:
-        """All parts of the model return to the device."""
-        self.onload_only(*PARTS)
 
     def footprint(self) -> dict[Part, Footprint]:
         """Bytes of each part now, by place."""
@@ -268,11 +256,12 @@ class Trainable:
                     outputs = (outputs[:, 0] if read is None else read(outputs))[:, None]
                 found.append((microbatch, outputs))
 
-        self._run(
+        self._schedule.run(
+            self.wrapped or self._chunks,
             microbatches,
             collect,
+            temperature or self.temperature,
             forward_only=True,
-            temperature=temperature,
             on_forward=samples_done(batch.samples if share is None else share.of, on_done),
         )
         return in_place(self.mesh, batch, samples, found, 2 if self.head == "lm" else 1)
@@ -334,67 +323,6 @@ class Trainable:
                 totals.add(metrics)
             return total, torch.ones((), dtype=torch.int, device=device), {}
 
-        self._run(self.microbatches(batch, samples), local_loss, forward_only=False)
-        return totals
-
-    def _run(
-        self,
-        microbatches: Packed,
-        consume: Callable[..., Any],
-        forward_only: bool,
-        temperature: float | None = None,
-        on_forward: Callable[[float], None] = lambda _: None,
-    ) -> None:
-        """Megatron's schedule over this rank's micro-batches; consume gets (micro-batch, last stage's output), and
-        on_forward the part of all forward passes that is done."""
         models = self.wrapped or self._chunks
-        passes = itertools.count(1)
-        for model in models:
-            model.train(not forward_only)
-
-        def forward_step(data: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-            microbatch = next(data)
-            on_forward(next(passes) / (len(microbatches) * len(models)))
-            return self._forward(model, microbatch, temperature or self.temperature), partial(consume, microbatch)
-
-        extra: dict[str, Any] = {}
-        if self.mesh.pp_size > 1:
-            extra["p2p_communicator"] = P2PCommunicator(self.mesh.pg.pp, self.transformer)
-        many = len(models) > 1
-        with replaying(models if self.spec.num_experts else []):
-            get_forward_backward_func(pp_size=self.mesh.pp_size, vp_size=self.config.layout.vpp)(
-                forward_step_func=forward_step,
-                data_iterator=[iter(microbatches) for _ in models] if many else iter(microbatches),
-                model=models if many else models[0],
-                num_microbatches=len(microbatches),
-                seq_length=1,  # unread: sequence lengths vary
-                micro_batch_size=1,
-                forward_only=forward_only,
-                collect_non_loss_data=forward_only,
-                pg_collection=self.mesh.pg,
-                **extra,
-            )
-
-    def _forward(self, model: Any, microbatch: MicroBatch, temperature: float) -> Tensor:
-        device = current_platform().device
-        core = model.module if isinstance(model, DistributedDataParallel) else model
-        if self.head == "lm" and core.post_process:
-            core.output_layer.labels = microbatch.labels[None].to(device)
-            core.output_layer.rows = microbatch.response_rows.to(device)
-            core.output_layer.temperature = temperature
-        if self.spec.num_experts:
-            self._route(core, microbatch)
-        ids = microbatch.ids[None].to(device)
-        packed = packed_sequences(microbatch.lengths, device)
-        output: Tensor = model(ids, None, None, packed_seq_params=packed)  # rotary embeddings know positions
-        return output
-
-    def _route(self, core: Any, microbatch: MicroBatch) -> None:
-        """Tokens go through the experts of the micro-batch, where it has some."""
-        experts = microbatch.experts
-        if experts is None:
-            replay_experts(core, None)
-        else:
-            layers = experts.unflatten(1, (self.spec.num_layers, self.spec.experts_per_token))
-            parts = self.mesh.tp_size if self.config.layout.sequence_parallel else 1
-            replay_experts(core, layers, self.mesh.tp_rank % parts, parts)
+        self._schedule.run(models, self.microbatches(batch, samples), local_loss, self.temperature)
+        return totals

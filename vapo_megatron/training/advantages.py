@@ -16,7 +16,8 @@ from vapo_megatron.algorithms.kl import k1
 from vapo_megatron.algorithms.off_policy import corrected_gae, truncated_window_gae
 from vapo_megatron.algorithms.segments import place_terminal, segment_sum, to_tokens
 from vapo_megatron.algorithms.selection import loss_mask
-from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig, KlConfig, Lambda, ShapingConfig
+from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig, Lambda, ShapingConfig
+from vapo_megatron.config.policy import KlConfig
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.experience.batch import ExperienceBatch, SampleTable
 from vapo_megatron.monitoring import names

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms import kl, policy_loss, value_loss
-from vapo_megatron.config.algorithm import KlConfig, PolicyLossConfig
+from vapo_megatron.config.policy import KlConfig, PolicyLossConfig
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.mcore.token_loss import LocalTokens
 

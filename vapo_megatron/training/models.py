@@ -93,7 +93,7 @@ def _load(name: str, source: Path, config: TrainConfig, meshes: dict[str, Mesh],
         model.prepare(frozen=(".self_attention.",) if freezes else ())
     if resumed is not None and resumes:
         resumed.load(model, name)
-    model.offload()
+    model.onload_only()
     return model
 
 

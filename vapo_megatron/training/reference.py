@@ -1,6 +1,6 @@
 """The reference policy: what the KL penalty keeps the policy near to."""
 
-from vapo_megatron.config.algorithm import KlConfig
+from vapo_megatron.config.policy import KlConfig
 from vapo_megatron.training.models import Models
 
 

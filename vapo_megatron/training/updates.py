@@ -9,7 +9,8 @@ from vapo_megatron.algorithms import advantages, importance
 from vapo_megatron.algorithms.aggregation import nll_weights, token_weights
 from vapo_megatron.algorithms.segments import response_lengths, to_tokens
 from vapo_megatron.algorithms.selection import minibatch_seed, positive_responses, split_minibatches
-from vapo_megatron.config.algorithm import AlgorithmConfig, ImportanceSamplingConfig, PositiveNllConfig, UpdateConfig
+from vapo_megatron.config.algorithm import AlgorithmConfig, UpdateConfig
+from vapo_megatron.config.policy import ImportanceSamplingConfig, PositiveNllConfig
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.batch import SampleTable

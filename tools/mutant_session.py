@@ -1,0 +1,136 @@
+"""mutmut's run in the current folder, for tools/mutants.py, with what makes it quick and whole.
+
+Tests are collected once, and each mutant is a fork of the process that has them; what the fixtures of a module reach
+belongs to each of its tests, not to the first; functions that only processes of their own call are given their tests by
+hand; and limits of time are those of the processor, for a machine that does other work too.
+"""
+
+import json
+import os
+import sys
+import zlib
+from collections.abc import Iterable, Iterator
+from time import perf_counter
+from typing import Any
+
+import _pytest.config
+import mutmut.__main__ as mutmut
+import pytest
+from mutmut.configuration import config
+from mutmut.runners.harness import PytestRunner
+from mutmut.state import state
+from mutmut.utils.file_utils import change_cwd
+from mutmut.utils.format_utils import mangled_name_from_mutant_name
+from mutmut.workers import isolation
+
+
+class Reached:
+    """A pytest plugin: which test reaches which function, and how long it takes with its fixtures."""
+
+    def __init__(self) -> None:
+        self.fixtures: dict[Any, tuple[set[str], float]] = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[None]:
+        """What a fixture of a module or session reaches is kept for all tests that have it."""
+        if fixturedef.scope == "function":
+            return (yield)
+        outer = set(state()._stats)
+        state()._stats.clear()
+        start = perf_counter()
+        try:
+            return (yield)
+        finally:
+            self.fixtures[fixturedef] = set(state()._stats), perf_counter() - start
+            state()._stats.update(outer)
+
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
+        """Called after each phase of a test."""
+        if call.when == "call":
+            state().duration_by_test[item.nodeid] = call.duration
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_teardown(self, item: Any) -> None:
+        """Called when a test is over."""
+        reached = set(state()._stats)
+        for fixture in set(item._request._fixture_defs.values()) & set(self.fixtures):
+            functions, seconds = self.fixtures[fixture]
+            reached |= functions
+            state().duration_by_test[item.nodeid] += seconds
+        for function in reached:
+            state().tests_by_mangled_function_name[function].add(item.nodeid)
+        state()._stats.clear()
+
+
+class CollectedOnce(PytestRunner):
+    """Tests in a session of pytest that is open already."""
+
+    def collect(self) -> None:
+        """Open the session. Nothing is captured: this process's output is mutmut's."""
+        arguments = ["--rootdir=.", "--tb=native", "-x", "-q", "-s", *self._pytest_add_cli_args]
+        with change_cwd("mutants"):
+            pytest_config = _pytest.config._prepareconfig([*arguments, *self._pytest_add_cli_args_test_selection])
+            self.session = pytest.Session.from_config(pytest_config)
+            pytest_config._do_configure()
+            pytest_config.hook.pytest_sessionstart(session=self.session)
+            pytest_config.hook.pytest_collection(session=self.session)
+        self.items = {item.nodeid: item for item in self.session.items}
+
+    def run_stats(self, *, tests: Iterable[str]) -> int:
+        """Run tests, or all, and note what they reach."""
+        with change_cwd("mutants"):
+            return int(self.execute_pytest(self._pytest_args_regular_run(tests), plugins=[Reached()]))
+
+    def run_tests(self, *, mutant_name: str | None, tests: Iterable[str]) -> int:
+        """The tests of a mutant, in its process: the quickest file first, tests that share fixtures together."""
+        if mutant_name is None:
+            return super().run_tests(mutant_name=None, tests=tests)
+        quickest: dict[str, float] = {}
+        for test in tests:
+            file, seconds = test.partition("::")[0], state().duration_by_test[test]
+            quickest[file] = min(quickest.get(file, seconds), seconds)
+        ordered = sorted(tests, key=lambda t: (quickest[t.partition("::")[0]], t.partition("::")[0]))
+        self.session.items = [self.items[test] for test in ordered if test in self.items]
+        os.chdir("mutants")
+        try:
+            self.session.config.hook.pytest_runtestloop(session=self.session)
+        except pytest.Session.Failed:
+            return 1
+        return 1 if self.session.testsfailed else 0
+
+
+class Runner(isolation.ForkRunner):
+    """Forks of the process with the open session."""
+
+    def startup(self) -> None:
+        """Called before the first mutant."""
+        self.test_runner.collect()
+        super().startup()
+
+
+def main(children: int, modules: list[str], sample: float, again: bool, unseen: dict[str, list[str]]) -> None:
+    """Run what was not run yet. modules: these alone; sample: a part of the mutants; again: survivors too; unseen: the
+    tests of modules whose functions run in processes of their own."""
+    everything = mutmut.collect_source_file_mutation_data
+    limit = isolation.register_timeout
+
+    def chosen(mutant_names: Iterable[str]) -> Any:
+        mutants, files = everything(mutant_names=[])
+        tests = state().tests_by_mangled_function_name
+        picked = []
+        for data, name, result in mutants:
+            module, function = name.split(".")[-2], mangled_name_from_mutant_name(name)
+            if module in unseen and not tests.get(function):
+                tests[function] = {t for t in state().duration_by_test if t.partition("::")[0] in unseen[module]}
+            if (not modules or module in modules) and zlib.crc32(name.encode()) < sample * 2**32:
+                picked.append((data, name, None if again and result in (0, 5, 33) else result))
+        return picked, files
+
+    mutmut.collect_source_file_mutation_data = chosen
+    mutmut.get_mutant_runner = lambda max_workers=1: Runner(max_workers, CollectedOnce(), config().debug)
+    isolation.register_timeout = lambda pid, timeout_s: limit(pid, 20 * timeout_s)
+    mutmut._run([], children)
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

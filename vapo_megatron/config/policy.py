@@ -1,0 +1,138 @@
+"""How the policy learns: its loss, its distance from a reference, and its correction for the engine's policy."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from vapo_megatron.config.base import Section
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class PositiveNllConfig(Section):
+    """Language-model loss on correct responses."""
+
+    coef: float = Field(0.1, ge=0, description="0 switches it off")
+    positives: Literal["correct", "reward"] = Field(
+        "correct",
+        description="which samples are positive: responses that verified as correct, or with a shaped reward above",
+    )
+    reward_above: float = Field(0.0, description="the bound, for positives=reward")
+
+
+class PolicyLossConfig(Section):
+    """The loss of the policy."""
+
+    kind: Literal["ppo_clip", "reinforce", "gspo", "cispo", "sao", "dppo"] = Field(
+        "ppo_clip",
+        description="clipped surrogate, plain policy gradient, ratio of the sequence (gspo), clipped weight (cispo), "
+        "ratio to the rollout policy (sao) or bounds on the difference of probabilities to it (dppo)",
+    )
+    clip_low: Fraction = Field(
+        0.2,
+        description="ratios below 1 - clip_low are clipped; cispo has no low bound; dppo: probabilities that fell more",
+    )
+    clip_high: float = Field(
+        0.28, ge=0, description="ratios above 1 + clip_high are clipped; dppo: probabilities that rose by more"
+    )
+    dual_clip: float | None = Field(None, description="bound of the loss where A < 0, in units of -A; ppo_clip alone")
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = Field(
+        "token_mean", description="weights from the counts of the whole mini-batch"
+    )
+    constant: float | None = Field(None, gt=0, description="tokens that a response is divided by, aggregation=constant")
+    entropy_coef: float = Field(0.0, ge=0, description="of the entropy, which is raised")
+    self_imitation_coef: float = Field(0.0, ge=0, description="of -log pi (R - V)+")
+    positive_nll: PositiveNllConfig = PositiveNllConfig()
+
+    @property
+    def of_rollout(self) -> bool:
+        """Whether its ratio is to the policy that drew each token, of whatever age."""
+        return self.kind in ("sao", "dppo")
+
+    @model_validator(mode="after")
+    def _switches_agree(self) -> Self:
+        if (self.aggregation == "constant") != (self.constant is not None):
+            raise ValueError(
+                f"aggregation={self.aggregation} with constant={self.constant}: set aggregation=constant and constant "
+                "together, or neither"
+            )
+        if self.dual_clip is not None and self.kind != "ppo_clip":
+            raise ValueError(f"dual_clip={self.dual_clip} with kind={self.kind}: only ppo_clip has one, remove it")
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            raise ValueError(
+                f"dual_clip={self.dual_clip} is not above 1 + clip_high = {1 + self.clip_high}: 3 is usual"
+            )
+        if self.kind == "gspo" and self.aggregation != "sequence_mean":
+            raise ValueError(f"kind=gspo with aggregation={self.aggregation}: its ratio wants sequence_mean")
+        return self
+
+
+class KlConfig(Section):
+    """Distance kept from a reference policy."""
+
+    placement: Literal["none", "reward", "loss"] = Field(
+        "none",
+        description="reward: taken from every token's reward (gae, reinforce_pp), or its sum from that of the response",
+    )
+    estimator: Literal["k1", "k2", "k3"] = Field(
+        "k1", description="k1 belongs into the reward, k2 and k3 into the loss"
+    )
+    coef: float = Field(0.0, ge=0, description="weight of the distance")
+    replace_reference_every: int | None = Field(
+        None, ge=1, description="steps after which the policy becomes the reference; none: model.path stays it"
+    )
+
+    @model_validator(mode="after")
+    def _estimator_fits(self) -> Self:
+        if self.placement == "none" and self.replace_reference_every is not None:
+            raise ValueError(
+                f"replace_reference_every={self.replace_reference_every} with placement=none: there is no reference, "
+                "set placement to reward or loss, or remove it"
+            )
+        if (self.placement == "none") != (self.coef == 0):
+            raise ValueError(
+                f"placement={self.placement} with coef={self.coef}: set placement to reward or loss together with coef "
+                "above 0, or neither"
+            )
+        if self.placement == "loss" and self.estimator == "k1":
+            raise ValueError("placement=loss with estimator=k1: its gradient is 0 on average, choose k2 or k3")
+        if self.placement == "reward" and self.estimator != "k1":
+            raise ValueError(
+                f"placement=reward with estimator={self.estimator}: in the reward only k1 is unbiased, choose it"
+            )
+        return self
+
+
+class ImportanceSamplingConfig(Section):
+    """Correction for what the engine's policy and the trainer's differ by: a weight on the policy loss."""
+
+    kind: Literal["none", "tis", "mis"] = Field(
+        "none", description="ratios cut at cap (tis), or 0 outside low..high (mis)"
+    )
+    level: Literal["token", "sequence", "geometric"] = Field(
+        "token", description="ratio of the token, product over the response, or geometric mean over the response"
+    )
+    cap: float = Field(2.0, gt=0, description="tis")
+    low: float = Field(0.5, ge=0, description="mis and reject")
+    high: float = Field(2.0, gt=0, description="mis and reject")
+    reject: Literal["none", "token", "any_token", "sequence", "geometric"] = Field(
+        "none",
+        description="tis: weight 0 as well where a ratio leaves low..high: to the token, to the response of any such "
+        "token, to the response whose product or geometric mean it is",
+    )
+    rejected: Literal["kept", "dropped"] = Field(
+        "kept", description="mis and reject: whether tokens of weight 0 count in the denominator of the policy loss"
+    )
+
+    @property
+    def rejects(self) -> bool:
+        """Whether tokens may get weight 0."""
+        return self.kind == "mis" or self.reject != "none"
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> Self:
+        if not self.low <= 1 <= self.high:
+            raise ValueError(f"low={self.low}..high={self.high} does not hold 1, where both policies agree")
+        if self.reject != "none" and self.kind != "tis":
+            raise ValueError(f"reject={self.reject} with kind={self.kind}: it goes with kind=tis, set reject=none")
+        return self
