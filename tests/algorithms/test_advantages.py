@@ -77,6 +77,12 @@ def test_permuting_and_splitting_samples_changes_nothing(function) -> None:
         torch.testing.assert_close(function(rewards[part], groups[part]), whole[part])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("function", BY_GROUP)
+def test_advantages_have_the_type_of_the_rewards(function, dtype: torch.dtype) -> None:
+    assert function(REWARDS.to(dtype), GROUPS).dtype == dtype
+
+
 @pytest.mark.parametrize("function", BY_GROUP)
 def test_shapes_that_differ_are_refused(function) -> None:
     with pytest.raises(ValueError, match="must be"):
@@ -100,14 +106,16 @@ def test_returns_to_go_discounts() -> None:
     assert got.tolist() == [3.0, 4.0, 4.0, 1.0]
 
 
-def test_whiten() -> None:
-    x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 3 + 5
-    mask = torch.arange(1000) % 4 != 0
+@pytest.mark.parametrize(("tokens", "spread"), [(1000, 3), (1000, 0.1), (3, 1)])
+def test_whiten(tokens: int, spread: float) -> None:
+    x = torch.randn(tokens, generator=torch.Generator().manual_seed(0)) * spread + 5 * spread
+    mask = torch.arange(tokens) % 4 != 0
+    assert adv.whiten(x.bfloat16(), mask).dtype == torch.bfloat16
     kept = x[mask].tolist()
     white = adv.whiten(x, mask)
     assert not white[~mask].any()
     assert abs(float(white[mask].mean())) < 1e-6
-    assert statistics.stdev(white[mask].tolist()) == pytest.approx(1, abs=1e-6)
+    assert statistics.stdev(white[mask].tolist()) == pytest.approx(1, abs=1e-5)
     mean, std = statistics.mean(kept), statistics.stdev(kept)
     torch.testing.assert_close(white[mask], (x[mask] - mean) / std, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(adv.whiten(x, mask, shift_mean=False)[mask], (x[mask] - mean) / std + mean)

@@ -35,6 +35,12 @@ def test_selection_leaves_numerator_and_denominator() -> None:
     assert total(token_weights(LENGTHS, "constant", constant=2, selected=selected)) == pytest.approx(4 / 2 / 2)
 
 
+@pytest.mark.parametrize(("mode", "constant"), [("token_mean", None), ("sequence_mean", None), ("constant", 0.5)])
+def test_one_response_of_one_token_is_the_whole_loss(mode, constant) -> None:
+    weights = token_weights(torch.tensor([1, 5]), mode, constant, torch.tensor([True, False]))
+    assert weights.tolist() == [1 / (constant or 1), 0]
+
+
 def test_masked_tokens_leave_the_lengths() -> None:
     mask = torch.tensor([1, 0, 0, 1, 0, 1, 1, 1])
     lengths = response_lengths(CU, mask)

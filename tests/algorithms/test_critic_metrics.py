@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vapo_megatron.algorithms import baselines
 from vapo_megatron.algorithms import critic_metrics as cm
+from vapo_megatron.algorithms.segments import to_tokens
 
 LENGTHS = [5, 1, 0, 7, 3, 12, 2, 4, 9]
 GROUPS = [4, 4, 4, 7, 7, 9, 9, 9, 2]  # the last one is alone
@@ -89,6 +90,12 @@ def test_table_by_position_is_fitted_without_the_group_it_is_read_for(masked: bo
     assert bin_of.tolist() == list(position_bin_loop(case, bins).values())
 
 
+def test_without_a_token_every_position_is_in_the_first_bin() -> None:
+    for lengths in ([], [0, 0]):
+        found = baselines.bins_of_positions(torch.tensor(lengths, dtype=torch.int64), 4)
+        assert found.tolist() == [0] and found.dtype == torch.int64
+
+
 @pytest.mark.parametrize("groups", [GROUPS, [0] * 9, list(range(9))])
 def test_leave_one_out(groups: list[int]) -> None:
     rewards = Case(3).rewards
@@ -123,6 +130,39 @@ def test_baselines_are_measured_on_the_tokens_of_the_critic(masked: bool) -> Non
     assert float(found.gain) == pytest.approx(expected[0] - max(0, *expected[1:]), abs=1e-6)
 
 
+def by_position(case: Case, groups: list[int], known: list[bool]) -> float:
+    _, returns, cu = case.tensors()
+    of, kept = torch.tensor(groups), torch.tensor(known)
+    everything = slice(0, len(groups))
+    return float(cm.explained_by_position(returns, cu, everything, cu.diff(), of, kept, lambda x: x, lambda x: x))
+
+
+def test_the_table_of_a_group_that_is_alone_is_made_of_its_other_responses() -> None:
+    case = Case(4)
+    everyone = [True] * len(GROUPS)
+    assert by_position(case, [5] * 9, everyone) == by_position(case, list(range(9)), everyone) != 0
+    assert by_position(case, [5, 5, 5, 5, 5, 6, 6, 6, 6], everyone) != by_position(case, list(range(9)), everyone)
+
+
+def test_responses_without_a_return_count_nowhere() -> None:
+    """The longest, too, whose last positions are in no bin of the others."""
+    case, known = Case(4), [length not in (12, 1) for length in LENGTHS]
+    values, returns, cu = case.tensors()
+    assert int(cu.diff().argmax()) == LENGTHS.index(12)
+    kept = to_tokens(torch.tensor(known), cu)
+    bounds = torch.tensor([0, *cu.diff()[torch.tensor(known)]]).cumsum(0)
+    only = [g for g, k in zip(GROUPS, known, strict=True) if k]
+    alone = beside_baselines(values[kept], returns[kept], bounds, torch.tensor(only))
+    assert by_position(case, GROUPS, known) == pytest.approx(float(alone.position))
+
+
+def test_nothing_is_explained_where_there_is_nothing() -> None:
+    nothing, none = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+    assert [float(x) for x in beside_baselines(nothing, nothing, torch.zeros(1, dtype=torch.int64), none)] == [0] * 4
+    assert float(cm.sign_agreement(torch.zeros(0, 2), none, nothing)) == 0
+    assert [x.numel() for x in cm.reliability(nothing, nothing)] == [0, 0, 0]
+
+
 def test_a_baseline_explains_nothing_of_what_is_random() -> None:
     """A table that had seen its own response would: with 2 responses a bin it would explain half."""
     torch.manual_seed(0)
@@ -152,6 +192,18 @@ def test_calibration_and_reliability(masked: bool) -> None:
         assert value == pytest.approx(statistics.fmean(v for v, _ in part), abs=1e-6)
         assert mean == pytest.approx(statistics.fmean(r for _, r in part), abs=1e-6)
         start += count
+
+
+def test_bins_of_values_hold_equals_together_and_have_tokens() -> None:
+    values, returns = torch.tensor([0.0, 0.9, 1.0, 1.0, 2.0]), torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    found = cm.reliability(values, returns, 4)
+    assert found.tokens.tolist() == [1, 1, 3] and found.returns.tolist() == [1, 2, 4]
+    found = cm.reliability(torch.tensor([0.0, 0.0, 0.0, 1.0]), returns[:4], 4)
+    assert [x.tolist() for x in found] == [[0, 1], [2, 4], [3, 1]]
+    one = cm.reliability(values[:1], returns[:1])
+    assert [x.tolist() for x in one] == [[0], [1], [1]]
+    many = torch.rand(1 << 19, generator=torch.Generator().manual_seed(0))
+    assert cm.reliability(many, many).tokens.tolist() == pytest.approx([(1 << 19) / 10] * 10, rel=0.02)
 
 
 def test_calibration_says_how_far_values_are_stretched() -> None:
@@ -248,6 +300,8 @@ def test_bias_by_position() -> None:
 
     got = bias(0, 0.25, 0.5, 0.75, 0.95)
     assert got.tolist() == pytest.approx([(v - 1 + 0 + 4) / 3 for v in (10, 20, 30, 40, 40)])
+    alone = cm.figures_of(values[:5], torch.ones(5), cu_seqlens[:2], (0,))
+    assert cm.bias_by_position(cm.Figures.read(alone)).tolist() == [9]
     last = bias(1.0)
     assert last.tolist() == pytest.approx([(49 + 0 + 5) / 3])
 

@@ -41,6 +41,15 @@ def test_ppo_clip_with_a_bad_action() -> None:
 def test_dual_clip_bounds_bad_actions_alone() -> None:
     assert ppo([2.9, 5.0], -2.0, dual_clip=3.0) == (pytest.approx([5.8, 6.0]), pytest.approx([2.0, 0.0]))
     assert ppo([2.9, 5.0], 2.0, dual_clip=3.0)[0] == pytest.approx([-2.56, -2.56])
+    assert ppo([2.9, 5.0], 0.5, dual_clip=3.0)[0] == pytest.approx([-0.64, -0.64])
+
+
+def test_the_widest_and_the_narrowest_bounds() -> None:
+    old, advantages = torch.zeros(2), torch.tensor([1.0, -1.0])
+    logprobs = log_of([2.0, 0.01])
+    assert loss.ppo_clip(logprobs, old, advantages, 1.0, 0.0, 1.01).tolist() == pytest.approx([-1.0, 0.01])
+    assert importance.inside(old, 1.0, 1.0).all()
+    assert not loss.sao(old, old, advantages, 0.0, 0.5).any() and not loss.sao(old, old, advantages, 0.5, 0.0).any()
 
 
 def test_ratios_beyond_all_measure_stay_finite() -> None:
@@ -202,6 +211,11 @@ def test_kl_estimators() -> None:
     assert kl.k1(logprobs, ref).tolist() == pytest.approx([ln2, -ln2])
     assert kl.k2(logprobs, ref).tolist() == pytest.approx([ln2**2 / 2] * 2)
     assert kl.k3(logprobs, ref).tolist() == pytest.approx([0.5 - 1 + ln2, 2 - 1 - ln2])
+
+
+def test_k3_of_log_probs_beyond_all_measure_is_bounded() -> None:
+    far, near = torch.tensor([200.0, -200.0]), torch.tensor([20.0, -20.0])
+    assert torch.equal(kl.k3(far, torch.zeros(2)), kl.k3(near, torch.zeros(2)))
 
 
 def test_kl_estimators_average_to_the_divergence() -> None:

@@ -32,4 +32,5 @@ def test_a_loop_is_near_one_and_text_near_zero() -> None:
     ends = torch.tensor([0, 300])
     assert repeated_share(loop, ends) > 0.98
     assert repeated_share(text, ends) == 0.0
+    assert repeated_share(loop, torch.arange(0, 301, 10)) == 0.0, "no response has sixteen tokens"
     assert repeated_share(text[:10], torch.tensor([0, 10])) == 0.0

@@ -19,6 +19,9 @@ def test_clipped() -> None:
     assert losses.tolist() == pytest.approx([0.405, 0.32, 1.125])
     losses.sum().backward()
     assert values.grad is not None and values.grad.tolist() == pytest.approx([-0.9, 0.0, -1.5])
+    # From old 1 towards -1: the same the other way round, and the held value is old - 0.2.
+    losses = vl.clipped_value_loss(1 - values, torch.ones(3), torch.full((3,), -1.0), clip=0.2)
+    assert losses.tolist() == pytest.approx([1.9**2 / 2, 1.8**2 / 2, 2.5**2 / 2])
     with pytest.raises(ValueError, match="clip must be positive"):
         vl.clipped_value_loss(values, values, values, clip=0)
 
@@ -34,6 +37,9 @@ def test_hl_gauss_target_has_the_return_as_its_mean() -> None:
     target = torch.full((3, 51), 1 / 51) - gradient
     assert (target >= -1e-6).all()
     torch.testing.assert_close(target.sum(1), torch.ones(3))
+    place = (torch.linspace(-1, 1, 52)[1:] - 1 / 51 - returns[:, None]) / (2 / 51)
+    spread = (target * place.square()).sum(1).sqrt()  # in bins: of the Gaussian, and of a bin's own width
+    torch.testing.assert_close(spread, torch.full((3,), (0.75**2 + 1 / 12) ** 0.5), rtol=1e-2, atol=0)
     torch.testing.assert_close(vl.hl_gauss_value(target.clamp(min=1e-12).log(), -1, 1), returns, atol=1e-3, rtol=0)
 
 
@@ -51,8 +57,12 @@ def test_hl_gauss_learns_the_return() -> None:
 def test_hl_gauss_out_of_range_and_bad_bins() -> None:
     far = vl.hl_gauss(torch.zeros(2, 11), torch.tensor([50.0, -50.0]), -1, 1)
     assert far.isfinite().all()
-    with pytest.raises(ValueError, match="low < high"):
-        vl.hl_gauss(torch.zeros(1, 11), torch.zeros(1), 1, -1)
+    for low in (1, 2):
+        with pytest.raises(ValueError, match="low < high"):
+            vl.hl_gauss(torch.zeros(1, 11), torch.zeros(1), low, 1)
+    assert vl.bin_edges(2, -1, 1).tolist() == [-1, 0, 1]
+    with pytest.raises(ValueError, match="two bins"):
+        vl.bin_edges(1, -1, 1)
     with pytest.raises(ValueError, match="sigma_bins"):
         vl.hl_gauss(torch.zeros(1, 11), torch.zeros(1), -1, 1, sigma_bins=0)
 

@@ -60,7 +60,7 @@ def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """
     groups = _groups(rewards, group_ids)
     others = (groups.sizes * groups.means - rewards) / (groups.sizes - 1).clamp(min=1)
-    return (rewards - torch.where(groups.sizes > 1, others, 0)).to(rewards.dtype)
+    return (rewards - others).to(rewards.dtype)
 
 
 def remax(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:

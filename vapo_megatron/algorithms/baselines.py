@@ -40,7 +40,7 @@ def bins_of_positions(lengths: Tensor, bins: int) -> Tensor:
     longest = int(lengths.max()) if lengths.numel() else 0
     if not longest:
         return torch.zeros(1, dtype=torch.int64)
-    ending = torch.bincount(lengths, minlength=longest + 1)
+    ending = torch.bincount(lengths)
     return _even(lengths.numel() - ending.cumsum(0)[:-1], bins)
 
 

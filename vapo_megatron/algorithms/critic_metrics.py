@@ -38,7 +38,7 @@ def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
 
 
 def _explained(residual: Tensor, variance: Tensor) -> Tensor:
-    return torch.where(variance > 0, 1 - residual / variance.where(variance > 0, 1), 0)
+    return torch.where(variance > 0, 1 - residual / variance, 0)
 
 
 class Figures(NamedTuple):
@@ -204,7 +204,7 @@ def calibration(figures: Figures) -> Calibration:
     # Values that are all equal differ from their mean by rounding alone.
     varies = variance > 1e-14 * (variance + mean.square())
     joint = figures.joint.sum() + (tokens * (figures.values - mean) * (figures.returns - actual)).sum()
-    slope = torch.where(varies, joint / tokens.sum().clamp(min=1) / variance.where(varies, 1), 0)
+    slope = torch.where(varies, joint / tokens.sum().clamp(min=1) / variance, 0)
     return Calibration(slope, actual - slope * mean)
 
 
@@ -262,11 +262,11 @@ def signs_of(advantages: Tensor, cu_seqlens: Tensor) -> Tensor:
 def sign_agreement(signs: Tensor, lengths: Tensor, outcomes: Tensor) -> Tensor:
     """Correlation over tokens of the advantage's sign (signs_of, [S, 2]) with the final result [S] of its response:
     scalar; 0 where either is the same everywhere."""
-    total, (sums, squares) = lengths.sum().double().clamp(min=1), signs.sum(0)
+    total, (sums, squares) = lengths.sum().double(), signs.sum(0)
     mean, (outcome, outcomes_variance) = sums / total, pooled(lengths, outcomes.double(), torch.zeros(()))
     joint = (signs[:, 0] * (outcomes.double() - outcome)).sum() / total
     scale = ((squares / total - mean.square()).clamp(min=0) * outcomes_variance).sqrt()
-    return torch.where(scale > 1e-12, joint / scale.where(scale > 1e-12, 1), 0)
+    return torch.where(scale > 1e-12, joint / scale, 0)
 
 
 @torch.no_grad()
@@ -276,4 +276,4 @@ def correlation(x: Tensor, y: Tensor) -> Tensor:
         return x.new_zeros((), dtype=torch.float64)
     x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
     scale = (x.square().mean() * y.square().mean()).sqrt()
-    return torch.where(scale > 1e-12, (x * y).mean() / scale.where(scale > 1e-12, 1), 0)
+    return torch.where(scale > 1e-12, (x * y).mean() / scale, 0)

@@ -12,10 +12,10 @@ Unit = Literal["samples", "groups"]
 def informative_groups(correct: Tensor, group_ids: Tensor) -> Tensor:
     """Responses of groups with 0 < #correct < G: what dynamic sampling keeps (DAPO, arXiv 2503.14476, eq. 11).
 
-    correct [S] (0 or not), group_ids int64 [S] -> bool [S].
+    correct bool [S], group_ids int64 [S] -> bool [S].
     """
     _, index, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
-    hits = torch.zeros_like(sizes).index_add_(0, index, (correct != 0).to(sizes.dtype))
+    hits = torch.zeros_like(sizes).index_add_(0, index, correct.to(sizes.dtype))
     return ((hits > 0) & (hits < sizes))[index]
 
 
@@ -25,8 +25,8 @@ def frac_zero_std_groups(rewards: Tensor, group_ids: Tensor) -> float:
     rewards float32 [S], group_ids int64 [S].
     """
     groups = int(group_ids.max()) + 1
-    low = torch.full((groups,), float("inf")).scatter_reduce(0, group_ids, rewards, "amin")
-    high = torch.full((groups,), float("-inf")).scatter_reduce(0, group_ids, rewards, "amax")
+    low = torch.full((groups,), torch.inf).scatter_reduce(0, group_ids, rewards, "amin")
+    high = torch.full((groups,), -torch.inf).scatter_reduce(0, group_ids, rewards, "amax")
     present = high >= low
     return float((low == high)[present].float().mean())
 

@@ -140,7 +140,7 @@ class _Copied:
         torch.cat(pieces, out=out)
 
     def unpad(self, x: Tensor, out: Tensor) -> None:
-        torch.cat(x.to(out.dtype).split(self.sizes)[::2], out=out)
+        torch.cat(x.split(self.sizes)[::2], out=out)
 
 
 class _Indexed:
