@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.token_mdp import LONGEST, STATES, WORDS, Responses, TokenMdp
 from vapo_megatron.algorithms.gae import length_adaptive_lambda
-from vapo_megatron.algorithms.importance import block_bounds, inside, log_ratio_at, mis, tis, whole_responses
+from vapo_megatron.algorithms.importance import inside, log_ratio_at, mis, tis, whole_responses
 from vapo_megatron.algorithms.off_policy import corrected_gae
 from vapo_megatron.algorithms.segments import segment_sum, to_tokens
 from vapo_megatron.config.atomic import atomic_write
@@ -60,7 +60,17 @@ def truncated(cap: float) -> Weights:
     return lambda log_ratio, _: tis(log_ratio, cap)
 
 
+def block_bounds(cu_seqlens: Tensor, size: int) -> Tensor:
+    """cu_seqlens of blocks of `size` tokens, the last of a response shorter: int [S + 1] -> int64 [B + 1]."""
+    bounds = cu_seqlens.long()
+    starts = torch.arange(int(bounds[-1]))
+    starts = starts[(starts - to_tokens(bounds[:-1], bounds)) % size == 0]
+    return torch.cat([starts, bounds[-1:]])
+
+
 def by_blocks(size: int) -> Weights:
+    """The product of the weights of a block of n tokens is min(1, product of its ratios)."""
+
     def weigh(log_ratio: Tensor, cu_seqlens: Tensor) -> Tensor:
         blocks = block_bounds(cu_seqlens, size)
         return tis(log_ratio_at("geometric", log_ratio, torch.zeros_like(log_ratio), blocks), 1.0)

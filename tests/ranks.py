@@ -50,6 +50,11 @@ def _in_this_process(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
             dist.destroy_process_group()
 
 
+def one_rank_in_process() -> bool:
+    """Whether a single rank is not forked (tools/mutants.py)."""
+    return bool(os.environ.get("RANKS_IN_PROCESS"))
+
+
 def run_ranks(
     world_size: int, fn: Callable[..., Any], *args: Any, deadline: float = 60, cuda: bool = False
 ) -> list[Any]:
@@ -61,7 +66,7 @@ def run_ranks(
     A rank's exception fails the test. With RANKS_IN_PROCESS in the environment (tools/mutants.py) a single rank is not
     forked.
     """
-    if world_size == 1 and not cuda and os.environ.get("RANKS_IN_PROCESS"):
+    if world_size == 1 and not cuda and one_rank_in_process():
         return [_in_this_process(fn, args)]
     context: Any = multiprocessing.get_context("spawn" if cuda else "fork")
     results = context.Queue()

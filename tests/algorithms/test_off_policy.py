@@ -1,7 +1,5 @@
 """Off-policy corrections against loops and the papers' sums, and what must hold of them whatever the numbers."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from torch import Tensor
@@ -215,21 +213,6 @@ def test_over_all_responses_of_mu_uncut_weights_give_the_values_of_pi_and_cut_on
     assert float((pi[place, last, words].sum(1).exp() * targets.view(27, 3)[:, 0]).sum()) == pytest.approx(
         float(v[0][0])
     )
-
-
-def test_a_block_weighs_as_the_product_of_its_ratios_cut_at_one() -> None:
-    lengths = [7, 0, 4, 1]
-    blocks = importance.block_bounds(bounds(lengths), 3)
-    assert blocks.tolist() == [0, 3, 6, 7, 10, 11, 12]
-    assert importance.block_bounds(bounds([0, 0]), 3).tolist() == [0]
-    assert importance.block_bounds(bounds([2, 0, 1]), 1).tolist() == [0, 1, 2, 3]
-    _, _, log_ratio = draw(lengths)
-    w = importance.tis(importance.log_ratio_at("geometric", log_ratio, torch.zeros(12), blocks), 1.0)
-    spans = [slice(a, b) for a, b in pairwise(blocks.tolist())]
-    products = [float(log_ratio[span].sum().exp().clamp(max=1)) for span in spans]
-    assert [float(w[span].prod()) for span in spans] == pytest.approx(products)
-    with pytest.raises(ValueError, match="at least one token"):
-        importance.block_bounds(blocks, 0)
 
 
 def test_rejection_of_responses_joins_truncation() -> None:

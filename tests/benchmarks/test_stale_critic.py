@@ -1,10 +1,13 @@
 """The study of old responses measures what it says: values are counted right, and estimates meet them."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
-from benchmarks.stale_critic import WAYS, estimate, log_ratios, squared_bias_and_variance
+from benchmarks.stale_critic import WAYS, block_bounds, estimate, log_ratios, squared_bias_and_variance
 from benchmarks.token_mdp import LONGEST, STATES, TokenMdp
+from vapo_megatron.algorithms import importance
 from vapo_megatron.algorithms.off_policy import corrected_gae
 from vapo_megatron.algorithms.segments import segment_sum
 
@@ -81,3 +84,19 @@ def test_the_measure_of_bias_is_not_fooled_by_noise() -> None:
     halves = [(0.3 + torch.randn(1000, generator=generator), cells) for _ in range(2)]
     bias, variance = squared_bias_and_variance(halves, truth)
     assert bias == pytest.approx(0.09, abs=0.06) and variance == pytest.approx(1.0, abs=0.15)
+
+
+def test_a_block_weighs_as_the_product_of_its_ratios_cut_at_one() -> None:
+    def bounds(*lengths: int) -> torch.Tensor:
+        return torch.tensor([0, *lengths]).cumsum(0)
+
+    lengths = [7, 0, 4, 1]
+    blocks = block_bounds(bounds(*lengths), 3)
+    assert blocks.tolist() == [0, 3, 6, 7, 10, 11, 12]
+    assert block_bounds(bounds(0, 0), 3).tolist() == [0]
+    assert block_bounds(bounds(2, 0, 1), 1).tolist() == [0, 1, 2, 3]
+    log_ratio = 0.5 * torch.randn(12, generator=torch.Generator().manual_seed(0))
+    w = importance.tis(importance.log_ratio_at("geometric", log_ratio, torch.zeros(12), blocks), 1.0)
+    spans = [slice(a, b) for a, b in pairwise(blocks.tolist())]
+    products = [float(log_ratio[span].sum().exp().clamp(max=1)) for span in spans]
+    assert [float(w[span].prod()) for span in spans] == pytest.approx(products)

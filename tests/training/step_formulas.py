@@ -154,6 +154,8 @@ class AdamW:
 
     def __init__(self, parameters: list[torch.nn.Parameter], lr: float, eps: float) -> None:
         self.parameters = parameters
+        self.losses: list[float] = []
+        self.norms: list[float] = []
         groups = [
             {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
             {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
@@ -163,7 +165,8 @@ class AdamW:
     def step(self, loss: Tensor) -> None:
         self.adamw.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.losses.append(float(loss))
+        self.norms.append(float(torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)))
         self.adamw.step()
 
 

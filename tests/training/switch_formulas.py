@@ -339,14 +339,19 @@ class Iteration:
             trained.step(torch.cat(losses).mean())
         return {name: parameter.detach() for name, parameter in named}
 
-    def policy_after(self, minibatches: Sequence[Group]) -> State:
+    def policy_after(
+        self,
+        minibatches: Sequence[Group],
+        optimizer: Callable[[list[Parameter]], Any] = lambda parameters: AdamW(parameters, **ADAM),
+    ) -> State:
         """The policy's weights after an optimizer step on each mini-batch."""
-        optimizer = AdamW(list(self.policy.model.parameters()), **ADAM)
+        trained = optimizer(list(self.policy.model.parameters()))
         for members in minibatches:
-            optimizer.step(self._policy_loss(members))
+            trained.step(self.policy_loss(members))
         return {name: tensor.detach() for name, tensor in self.policy.model.state_dict().items()}
 
-    def _policy_loss(self, members: Group) -> Tensor:
+    def policy_loss(self, members: Sequence[int]) -> Tensor:
+        """Of one mini-batch."""
         config, settings, estimates = self.config, self.config.policy_loss, self.estimates
         counted = [s for s in members if estimates.selected[s]]
         weights = {s: importance(config, self.old[s], self.responses[s].rollout) for s in counted}

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -32,12 +33,18 @@ def right_but_late(cursor: int) -> Sequence[Sequence[int]]:
     return (LATE, GOOD, BAD)
 
 
+def uneven(cursor: int) -> Sequence[Sequence[int]]:
+    """Of other lengths in every group; the last group is all wrong, and its last response runs in circles."""
+    first = BAD if cursor == 3 else GOOD
+    return (first, (WRONG, *range(5, 6 + cursor), END), (WRONG, *[7, 8] * (4 + 8 * cursor), CUT))
+
+
 def by_prompt(cursor: int) -> Sequence[Sequence[int]]:
     """The first response, the greedy one where one is asked for, is right for odd prompts alone."""
     return (GOOD if cursor % 2 else BAD, BAD, GOOD)
 
 
-SCRIPTS = {f.__name__: f for f in (every_third, never, right_but_late, by_prompt)}
+SCRIPTS = {f.__name__: f for f in (every_third, never, right_but_late, uneven, by_prompt)}
 
 
 def collected(script: str, algorithm: dict[str, Any], fixed_policy: bool = False) -> dict[str, Any]:
@@ -56,6 +63,7 @@ def collected(script: str, algorithm: dict[str, Any], fixed_policy: bool = False
         "correct": batch.correct.tolist(),
         "rewards": batch.rewards.tolist(),
         "truncated": batch.truncated.tolist(),
+        "lengths": batch.response_lengths.tolist(),
         "groups": batch.group_ids.tolist(),
         "prompts": [int(batch.tokens[int(start)]) for start in batch.cu_seqlens[:-1]],
         "greedy": None if batch.greedy_rewards is None else batch.greedy_rewards.tolist(),
@@ -74,6 +82,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "oversampling": ("every_third", {"dynamic_sampling": {"enabled": True, "oversampling": 1.5}}),
     "rounds": ("every_third", {"dynamic_sampling": {"enabled": True, "oversampling": 1.0, "max_rounds": 2}}),
     "never": ("never", {"dynamic_sampling": {"enabled": True, "max_rounds": 3}}),
+    "uneven": ("uneven", {}),
     "late": ("right_but_late", {}),
     "late_and_dynamic": ("right_but_late", {"dynamic_sampling": {"enabled": True}}),
     "remax": ("by_prompt", {"advantage": {"estimator": "remax"}}),
@@ -143,3 +152,29 @@ def test_remax_alone_asks_for_one_greedy_response_a_prompt(found: dict[str, Any]
     assert seen["greedy"] == [-1.0] * 3 + [1.0] * 3 + [-1.0] * 3 + [1.0] * 3, "each prompt's own, for its responses"
     assert found["remax_shaped"]["greedy"] == [-1.5] * 3 + [0.5] * 3 + [-1.5] * 3 + [0.5] * 3, "shaped as others are"
     assert found["grpo"]["greedy"] is None and found["grpo"]["asked"] == [0, 1, 2, 3]
+    row = found["remax"]["row"]
+    assert row["reward/greedy_mean"] == 0 and found["remax_shaped"]["row"]["reward/greedy_mean"] == -0.5
+
+
+def test_a_rollout_reports_rewards_lengths_and_repetition(found: dict[str, Any]) -> None:
+    seen, row = found["uneven"], found["uneven"]["row"]
+    lengths, rewards = seen["lengths"], seen["rewards"]
+    assert lengths == [n for cursor in range(4) for n in (2, 3 + cursor, 10 + 16 * cursor)]
+    written = [list(response) for cursor in range(4) for response in uneven(cursor)]
+    grams = [[tuple(w[i : i + 16]) for i in range(len(w) - 15)] for w in written]
+    total = sum(map(len, grams))
+    expected = {
+        "reward/mean": fmean(rewards),
+        "reward/min": -1,
+        "reward/max": 1,
+        "accuracy/mean": 3 / 12,
+        "reward/frac_zero_std_groups": 1 / 4,
+        "response_length/mean": fmean(lengths),
+        "response_length/min": 2,
+        "response_length/max": 58,
+        "response_length/truncated": 4 / 12,
+        "response_length/repeated": 1 - sum(len(set(part)) for part in grams) / total,
+        "rollout/tokens": sum(lengths),
+        "rollout/weight_version": 0,
+    }
+    assert {key: row[key] for key in expected} == pytest.approx(expected)

@@ -5,6 +5,7 @@ switch_formulas computes; and it makes sure that another value of the switch wou
 that is ignored, inverted or applied to the wrong responses is seen.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from hf_models import read_tensors
-from ranks import run_ranks
-from step_formulas import State
-from switch_formulas import Iteration
+from ranks import one_rank_in_process, run_ranks
+from step_formulas import AdamW, State
+from switch_formulas import ADAM, Iteration
+from switch_metrics import reported
 from switch_rollout import Seen, config_of, iterate_all, load_seen, responses, write_models
 
 from vapo_megatron.monitoring import names
@@ -187,6 +189,16 @@ CUTS: dict[str, tuple[dict[str, Any], list[int], int, int]] = {
 }
 ONE_STEP = {U + "minibatch_size": "unset", U + "minibatches": 1}
 OLD_LOGPROBS = {how: ONE_STEP | {U + "old_logprobs": how} for how in ("auto", "score")}
+# Iterations of one step whose metrics are all written out; the last one has no critic.
+REPORTED: dict[str, dict[str, Any]] = {
+    "reported": ONE_STEP
+    | KL_LOSS
+    | {W + "kind": "tis", W + "cap": 1.05, A + "gamma": 0.9, A + "length_adaptive_floor": 0.7}
+    | {L + "self_imitation_coef": 0.5, L + "dual_clip": 3.0, S + "length_reward_coef": 0.5},
+    "reported_of_finished_responses": ONE_STEP | {S + "truncated": "bootstrap", L + "kind": "sao"},
+    "reported_masked": ONE_STEP | {S + "truncated": "mask", A + "lambda_policy": 0.9},
+    "reported_without_a_critic": ONE_STEP | {A + "estimator": "grpo"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -194,17 +206,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_models(tmp_path_factory.mktemp("switches"))
 
 
+SWITCHES = {case.name: case.switches for case in CASES} | {name: cut[0] for name, cut in CUTS.items()}
+SWITCHES |= OLD_LOGPROBS | REPORTED
+
+
 @pytest.fixture(scope="module")
 def failed(request: pytest.FixtureRequest, folder: Path) -> dict[str, str]:
     """The cases of all tests that are to run, on one forked rank; the tracebacks of those that did not get through."""
-    cases: dict[str, dict[str, Any]] = {}
+    if one_rank_in_process():
+        return {}  # each test runs its own: what it reaches is then known
+    names = set(OLD_LOGPROBS)
     for item in request.session.items:
         given = item.callspec.params if hasattr(item, "callspec") else {}
-        if isinstance(given.get("case"), Case):
-            cases[given["case"].name] = given["case"].switches
-        elif given.get("name") in CUTS:
-            cases[given["name"]] = CUTS[given["name"]][0]
-    return run_ranks(1, iterate_all, folder, cases | OLD_LOGPROBS, deadline=280)[0]
+        case = given.get("case")
+        names |= {case.name if isinstance(case, Case) else given.get("name")} & SWITCHES.keys()
+    cases = {name: switches for name, switches in SWITCHES.items() if name in names}
+    return run_ranks(1, iterate_all, folder, cases, deadline=280)[0]
 
 
 def change(after: State, before: State) -> torch.Tensor:
@@ -223,6 +240,8 @@ def weights_after(folder: Path, switches: dict[str, Any], seen: Seen) -> dict[st
 
 
 def what_was_seen(folder: Path, failed: dict[str, str], name: str) -> Seen:
+    if one_rank_in_process():
+        failed |= run_ranks(1, iterate_all, folder, {name: SWITCHES[name]})[0]
     assert name not in failed, failed[name]
     return load_seen(folder / f"{name}.pt")
 
@@ -268,3 +287,39 @@ def test_old_logprobs_of_the_only_update_are_not_scored_unless_asked_for(folder:
         assert ("time/score_policy" in seen.row) == (how == "score")
         assert seen.row[names.TRAIN_INFER_KL] > 0, "compared with the engine's either way"
         check_weights(folder, OLD_LOGPROBS[how], seen)
+
+
+@pytest.mark.parametrize("name", REPORTED)
+def test_a_step_reports_what_happened(folder: Path, failed: dict[str, str], name: str) -> None:
+    seen, config = what_was_seen(folder, failed, name), config_of(folder, REPORTED[name])
+    states = {"reference": read_tensors(folder / "reference"), **seen.begin}
+    iteration = Iteration(folder / "policy", config.algorithm, responses(folder), states)
+    expected = reported(iteration, seen.row.get(names.BASELINE_POSITION))
+    found = {key: value for key, value in seen.row.items() if not key.startswith(("time/", "memory/"))}
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert found[key] == pytest.approx(value, rel=1e-3, abs=1e-5), key
+
+
+@pytest.mark.parametrize("name", ["default"])
+def test_metrics_of_several_steps_are_means_and_maxima(folder: Path, failed: dict[str, str], name: str) -> None:
+    seen = what_was_seen(folder, failed, name)
+    states = {"reference": read_tensors(folder / "reference"), **seen.begin}
+    iteration = Iteration(folder / "policy", config_of(folder, {}).algorithm, responses(folder), states)
+    optimizers: dict[str, AdamW] = {}
+
+    def watched(name: str) -> Callable[[list[torch.nn.Parameter]], AdamW]:
+        return lambda parameters: optimizers.setdefault(name, AdamW(parameters, **ADAM))
+
+    iteration.critic_after(seen.steps["critic"], optimizer=watched("critic"))
+    iteration.policy_after(seen.steps["actor"], optimizer=watched("actor"))
+    for name, optimizer in optimizers.items():
+        norms, losses = optimizer.norms, optimizer.losses
+        assert seen.row[f"{name}/updates"] == len(norms) == 3
+        assert seen.row[f"{name}/grad_norm"] == pytest.approx(sum(norms) / 3, rel=1e-3)
+        assert seen.row[f"{name}/grad_norm_max"] == pytest.approx(max(norms), rel=1e-3)
+        assert seen.row[f"{name}/lr"] == ADAM["lr"]
+        loss = seen.row.get(names.VALUE_LOSS) if name == "critic" else None
+        if loss is None:
+            loss = seen.row["actor/policy_loss"] + 0.1 * seen.row["actor/nll_loss"]
+        assert loss == pytest.approx(sum(losses) / 3, rel=1e-3, abs=1e-5)

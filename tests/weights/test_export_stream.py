@@ -18,6 +18,7 @@ from vapo_megatron.weights import export
 from vapo_megatron.weights.bucket import Bucket, DeviceSlots, SharedSlots, checksum, lay_out, pack, packed_size
 from vapo_megatron.weights.export import make_slots, stream_hf
 from vapo_megatron.weights.families import FAMILIES
+from vapo_megatron.weights.families.family import EMBEDDING, FINAL_NORM
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.mapping import entries
 from vapo_megatron.weights.rules import Rule
@@ -192,7 +193,7 @@ def rules() -> list[tuple[str, Rule]]:
     found = {
         (family, rule.megatron): rule
         for family, table in FAMILIES.items()
-        for rule in (table.embedding, *table.layer, *table.expert, table.final_norm)
+        for rule in (EMBEDDING, *table.layer, *table.expert, FINAL_NORM)
     }
     return [(f"{family}:{name}", rule) for (family, name), rule in found.items()]
 

@@ -65,19 +65,3 @@ def whole_responses(accepted: Tensor, cu_seqlens: Tensor, mask: Tensor | None = 
     """
     rejected = ~accepted if mask is None else ~accepted & (mask != 0)
     return to_tokens(segment_sum(rejected.long(), cu_seqlens) == 0, cu_seqlens)
-
-
-def block_bounds(cu_seqlens: Tensor, size: int) -> Tensor:
-    """cu_seqlens of blocks of `size` tokens, the last of a response shorter: int [S + 1] -> int64 [B + 1].
-
-    With them `log_ratio_at("geometric", ...)` gives every token the mean log ratio of its block. Cut at 1, the product
-    of the weights of a block of n tokens is min(1, product of its ratios).
-
-    Raises ValueError for a size below 1.
-    """
-    if size < 1:
-        raise ValueError(f"a block must have at least one token, got size {size}")
-    bounds = cu_seqlens.long()
-    starts = torch.arange(int(bounds[-1]), device=bounds.device)
-    starts = starts[(starts - to_tokens(bounds[:-1], bounds)) % size == 0]
-    return torch.cat([starts, bounds[-1:]])

@@ -1,7 +1,7 @@
 """Advantages and value targets from responses that another policy has drawn, or that are not finished.
 
 rho and c are weights made from pi / mu of each token, pi the policy that is trained and mu the one that drew the token:
-`importance.tis` for V-trace and Retrace, `importance.mis` for bands, either over tokens or over blocks of them.
+`importance.tis` for V-trace and Retrace, `importance.mis` for bands.
 """
 
 import torch

@@ -28,7 +28,7 @@ def read_demonstrations(
             if not isinstance(row.get(name), str) or not row[name]:
                 raise BadInput(f"{path}:{number}: field {name!r} is missing or empty: every row needs text there")
         prompt_ids = tuple(encode_prompt(row["problem"]))
-        response_ids = np.array([*encode_response(row["response"]), eos_token_id], dtype=np.int32)
+        response_ids = np.array([*encode_response(row["response"]), eos_token_id])
         if len(prompt_ids) + len(response_ids) > max_tokens:
             raise BadInput(
                 f"{path}:{number}: {len(prompt_ids) + len(response_ids)} tokens are above "

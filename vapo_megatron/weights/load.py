@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from vapo_megatron.errors import BadInput
-from vapo_megatron.weights.families.family import VALUE_HEAD_BIAS, VALUE_HEAD_WEIGHT
+from vapo_megatron.weights.families.family import IGNORED, LM_HEAD, VALUE_HEAD_BIAS, VALUE_HEAD_WEIGHT
 from vapo_megatron.weights.hf_files import HFTensors
 from vapo_megatron.weights.mapping import Entry, MeshView, entries, local_parameters
 from vapo_megatron.weights.model_files import read_config
@@ -127,8 +127,8 @@ def checked_names(
             f"{tensors.directory}: tensor {missing[0]} is missing ({len(missing)} of {len(names)} are), expected by "
             f"config.json of family {spec.family}: fetch the model again or mend config.json"
         )
-    optional = [re.escape(spec.table.lm_head.hf[0])] if head == "value" or spec.tied else []
-    ignored = re.compile("|".join((*optional, *spec.table.ignored)))
+    optional = [re.escape(LM_HEAD.hf[0])] if head == "value" or spec.tied else []
+    ignored = re.compile("|".join((*optional, IGNORED)))
     unread = present - set(names.values()) - _ahead(tensors, spec)
     extra = sorted(name for name in unread if not ignored.fullmatch(name))
     if extra:

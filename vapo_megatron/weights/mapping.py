@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch.nn import Module, Parameter
 
 from vapo_megatron.errors import RunFailed
+from vapo_megatron.weights.families.family import EMBEDDING, FINAL_NORM, LM_HEAD
 from vapo_megatron.weights.rules import Rule
 from vapo_megatron.weights.spec import Head, ModelSpec
 
@@ -71,9 +72,8 @@ class Entry:
 
 def entries(spec: ModelSpec, head: Head) -> list[Entry]:
     """Every entry of a model from input to output: an order that no layout changes. Tied weights come once."""
-    table = spec.table
     layers = [entry for layer in range(spec.num_layers) for entry in _layer_entries(spec, layer)]
-    return [Entry(table.embedding), *layers, Entry(table.final_norm), *map(Entry, spec.head_rules(head))]
+    return [Entry(EMBEDDING), *layers, Entry(FINAL_NORM), *map(Entry, spec.head_rules(head))]
 
 
 def _layer_entries(spec: ModelSpec, layer: int) -> list[Entry]:
@@ -95,7 +95,7 @@ def local_parameters(
     """
     known = {(entry.rule.megatron, entry.layer, entry.expert): entry for entry in entries(spec, head)}
     if spec.tied and head == "lm":
-        known[spec.table.lm_head.megatron, None, None] = Entry(spec.table.embedding)
+        known[LM_HEAD.megatron, None, None] = Entry(EMBEDDING)
     found = []
     for chunk in chunks:
         for name, place, parameter in _named(chunk):

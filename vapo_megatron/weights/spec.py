@@ -12,7 +12,10 @@ from vapo_megatron.config.suggest import nearest
 from vapo_megatron.errors import BadInput
 from vapo_megatron.weights.families import FAMILIES
 from vapo_megatron.weights.families.family import (
+    EMBEDDING,
+    FINAL_NORM,
     KEY_NORM,
+    LM_HEAD,
     QKV_BIAS,
     QUERY_NORM,
     VALUE_HEAD_BIAS,
@@ -145,7 +148,7 @@ class ModelSpec:
         """Rules of the output layer's own parameters: none where a language model's is tied."""
         if head == "value":
             return (VALUE_HEAD_WEIGHT, VALUE_HEAD_BIAS)
-        return () if self.tied else (self.table.lm_head,)
+        return () if self.tied else (LM_HEAD,)
 
     def parameter_count(self, head: Head = "lm") -> int:
         """Parameters of the whole model, padding rows and tied copies not counted."""
@@ -156,9 +159,8 @@ class ModelSpec:
         return self._parameter_count(head, self.experts_per_token)
 
     def _parameter_count(self, head: Head, experts: int) -> int:
-        table = self.table
-        once = sum(rule.count(self) for rule in (table.embedding, table.final_norm, *self.head_rules(head)))
-        expert = sum(rule.count(self) for rule in table.expert)
+        once = sum(rule.count(self) for rule in (EMBEDDING, FINAL_NORM, *self.head_rules(head)))
+        expert = sum(rule.count(self) for rule in self.table.expert)
         layers = sum(count * sum(rule.count(self) for rule in rules) for count, rules in self.layer_kinds)
         return layers + (self.num_layers - self.dense_layers) * experts * expert + once
 

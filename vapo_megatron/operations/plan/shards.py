@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from vapo_megatron.config.model import LayoutConfig
+from vapo_megatron.weights.families.family import EMBEDDING, FINAL_NORM
 from vapo_megatron.weights.rules import Rule
 from vapo_megatron.weights.spec import Head, ModelSpec
 
@@ -30,21 +31,20 @@ class Shard:
 
 def shard(spec: ModelSpec, head: Head, layout: LayoutConfig, stage: int) -> Shard:
     """What a rank of pipeline stage `stage` holds under a layout that divides the model."""
-    table = spec.table
     chunks = layout.pp * (layout.vpp or 1)
     layers = [layer for layer in range(spec.num_layers) if layer * chunks // spec.num_layers % layout.pp == stage]
     first_kind = sum(layer < spec.dense_layers for layer in layers)
     first, last = stage == 0, stage == layout.pp - 1
     outside: list[Rule] = []
     if first:
-        outside.append(table.embedding)
+        outside.append(EMBEDDING)
     if last:
-        outside += [table.final_norm, *spec.head_rules(head)]
+        outside += [FINAL_NORM, *spec.head_rules(head)]
     if last and not first and head == "lm" and spec.tied:
-        outside.append(table.embedding)  # Megatron keeps a copy where the head is not on the embedding's rank
+        outside.append(EMBEDDING)  # Megatron keeps a copy where the head is not on the embedding's rank
     counts = first_kind, len(layers) - first_kind
     dense = sum(n * _held(rules, spec, layout.tp) for n, (_, rules) in zip(counts, spec.layer_kinds, strict=True))
-    experts = counts[1] * (spec.num_experts // layout.ep) * _held(table.expert, spec, layout.tp)
+    experts = counts[1] * (spec.num_experts // layout.ep) * _held(spec.table.expert, spec, layout.tp)
     return Shard(dense + _held(outside, spec, layout.tp), experts)
 
 

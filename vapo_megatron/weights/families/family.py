@@ -13,6 +13,8 @@ EMBEDDING: Rule = Vocabulary(
 )
 FINAL_NORM: Rule = Replicated("decoder.final_layernorm.weight", ("model.norm.weight",), ("hidden_size",))
 LM_HEAD: Rule = Vocabulary("output_layer.weight", ("lm_head.weight",), ("vocab_size", "hidden_size"))
+# Buffers of old versions of transformers, which carry no parameter.
+IGNORED = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 
 # The head of a value model, and of a reward model, under transformers' name for it.
 VALUE_HEAD_WEIGHT: Rule = Replicated("output_layer.weight", ("score.weight",), ("value_outputs", "hidden_size"))
@@ -69,10 +71,6 @@ class Family:
         predicts_ahead: whether layers for the prediction of further tokens (MTP) may follow in the files, which are
             left out.
         defaults: what transformers assumes where config.json lacks a key.
-        embedding: the input word embeddings.
-        final_norm: the norm after the last layer.
-        lm_head: the output layer of an untied language model.
-        ignored: regular expressions of Hugging Face names that carry no parameter (buffers of old versions).
     """
 
     model_type: str
@@ -86,10 +84,6 @@ class Family:
     partial_rotary: bool = False
     predicts_ahead: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    embedding: Rule = EMBEDDING
-    final_norm: Rule = FINAL_NORM
-    lm_head: Rule = LM_HEAD
-    ignored: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
     @property
     def causal_lm(self) -> str:
