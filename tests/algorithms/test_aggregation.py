@@ -47,7 +47,7 @@ def test_masked_tokens_leave_the_lengths() -> None:
     assert lengths.tolist() == [2, 0, 0, 3]
     assert total(token_weights(lengths, "token_mean"), LOSSES * mask) == pytest.approx((5 - 6) / 5)
     assert total(token_weights(lengths, "sequence_mean"), LOSSES * mask) == pytest.approx((2.5 - 2) / 2)
-    assert segment_mean(LOSSES, CU, mask).tolist() == pytest.approx([2.5, 0, 0, -2])
+    assert segment_mean(LOSSES, CU).tolist() == pytest.approx([2.5, 10, 0, -2])
 
 
 def test_nll_weights() -> None:
@@ -79,6 +79,4 @@ def test_a_constant_out_of_place_is_refused(mode, constant) -> None:
 def test_the_terminal_reward_sits_on_the_last_token_that_counts() -> None:
     rewards = torch.tensor([1.0, 2.0, 3.0, 4.0])
     assert place_terminal(rewards, CU, 8).tolist() == [0, 0, 0, 1, 2, 0, 0, 4]
-    mask = torch.tensor([1, 1, 0, 0, 0, 1, 0, 1])
-    assert place_terminal(rewards, CU, 8, mask).tolist() == [0, 1, 0, 0, 0, 0, 0, 4]
-    assert [part.tolist() for part in last_tokens(CU, mask)] == [[0, 3], [1, 7]]
+    assert [part.tolist() for part in last_tokens(CU)] == [[0, 1, 3], [3, 4, 7]]

@@ -1,5 +1,7 @@
 """Off-policy corrections against loops and the papers' sums, and what must hold of them whatever the numbers."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -36,39 +38,33 @@ def loop(
     rho: Tensor,
     c: Tensor,
     gamma: float,
-    mask: Tensor,
     boot: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """One token at a time from the end, in float64: (A, v) of one lambda per response."""
-    r, v, weights, traces, m = (x.double().tolist() for x in (rewards, values, rho, c, mask))
+    r, v, weights, traces = (x.double().tolist() for x in (rewards, values, rho, c))
     advantages, targets = [0.0] * len(r), [0.0] * len(r)
     end = 0
     for response, length in enumerate(lengths):
         start, end = end, end + length
         correction, next_value = 0.0, float(boot[response])
         for t in range(end - 1, start - 1, -1):
-            if m[t]:
-                delta = r[t] + gamma * next_value - v[t]
-                advantages[t] = delta + gamma * lam[response] * correction
-                correction = weights[t] * delta + gamma * lam[response] * traces[t] * correction
-                next_value, targets[t] = v[t], v[t] + correction
+            delta = r[t] + gamma * next_value - v[t]
+            advantages[t] = delta + gamma * lam[response] * correction
+            correction = weights[t] * delta + gamma * lam[response] * traces[t] * correction
+            next_value, targets[t] = v[t], v[t] + correction
     return torch.tensor(advantages, dtype=torch.float64), torch.tensor(targets, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("gamma", [1.0, 0.97, 0.0])
 @pytest.mark.parametrize(("rho_bar", "c_bar"), [(1.0, 1.0), (2.0, 1.0), (1.5, 1.2), (0.0, 0.0)])
-def test_equals_the_loop_over_tokens(rho_bar: float, c_bar: float, gamma: float, masked: bool) -> None:
+def test_equals_the_loop_over_tokens(rho_bar: float, c_bar: float, gamma: float) -> None:
     rewards, values, log_ratio = draw(LENGTHS)
     rho, c = importance.tis(log_ratio, rho_bar), importance.tis(log_ratio, c_bar)
     lam = length_adaptive_lambda(torch.tensor(LENGTHS), 0.05)
     boot = torch.randn(len(LENGTHS), generator=torch.Generator().manual_seed(2))
-    mask = torch.rand(rewards.numel(), generator=torch.Generator().manual_seed(3)) < (0.8 if masked else 2)
-    advantages, targets = corrected_gae(
-        rewards, values, bounds(LENGTHS), lam, 0.9, rho, c, gamma, mask if masked else None, boot
-    )
+    advantages, targets = corrected_gae(rewards, values, bounds(LENGTHS), lam, 0.9, rho, c, gamma, boot)
     assert advantages.dtype == targets.dtype == torch.float32
-    numbers = (rho, c, gamma, mask, boot)
+    numbers = (rho, c, gamma, boot)
     assert_close(advantages, loop(rewards, values, LENGTHS, lam.tolist(), *numbers)[0])
     assert_close(targets, loop(rewards, values, LENGTHS, [0.9] * len(LENGTHS), *numbers)[1])
 
@@ -78,7 +74,7 @@ def test_targets_are_the_sum_in_impala() -> None:
     rewards, values, log_ratio = draw([9])
     rho, c = importance.tis(log_ratio, 1.4), importance.tis(log_ratio, 1.0)
     gamma, lam, boot = 0.95, 0.9, torch.tensor([0.7])
-    found = corrected_gae(rewards, values, bounds([9]), lam, lam, rho, c, gamma, None, boot)
+    found = corrected_gae(rewards, values, bounds([9]), lam, lam, rho, c, gamma, boot)
     following = torch.cat([values[1:], boot]).double()
     targets = [
         float(values[s])
@@ -108,15 +104,13 @@ def test_advantages_with_weights_cut_at_one_are_the_sum_in_retrace() -> None:
     torch.testing.assert_close(advantages.double(), torch.stack(expected), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_with_all_ratios_one_it_is_gae(masked: bool) -> None:
+def test_with_all_ratios_one_it_is_gae() -> None:
     rewards, values, _ = draw(LENGTHS)
     lam = length_adaptive_lambda(torch.tensor(LENGTHS), 0.05)
     boot = torch.randn(len(LENGTHS), generator=torch.Generator().manual_seed(2))
-    mask = torch.rand(rewards.numel(), generator=torch.Generator().manual_seed(3)) < 0.8 if masked else None
     ones = importance.tis(torch.zeros_like(values), 1.0)
-    expected = decoupled_gae(rewards, values, bounds(LENGTHS), lam, 1.0, 0.99, mask, boot)
-    found = corrected_gae(rewards, values, bounds(LENGTHS), lam, 1.0, ones, ones, 0.99, mask, boot)
+    expected = decoupled_gae(rewards, values, bounds(LENGTHS), lam, 1.0, 0.99, None, boot)
+    found = corrected_gae(rewards, values, bounds(LENGTHS), lam, 1.0, ones, ones, 0.99, boot)
     for one, other in zip(found, expected, strict=True):
         assert (one - other).abs().max() <= 1e-6 * other.abs().max()
 
@@ -217,31 +211,22 @@ def test_over_all_responses_of_mu_uncut_weights_give_the_values_of_pi_and_cut_on
 
 def test_rejection_of_responses_joins_truncation() -> None:
     log_ratio = torch.tensor([0.1, 0.9, -3.0, 0.1, 0.2])
-    cu_seqlens, mask = bounds([3, 2]), torch.tensor([1, 1, 0, 1, 1])
+    cu_seqlens = bounds([3, 2])
     accepted = importance.inside(log_ratio, 0.5, 2.0)
     assert accepted.tolist() == [True, False, False, True, True]
     assert importance.whole_responses(accepted, cu_seqlens).tolist() == [False] * 3 + [True] * 2
-    only_masked = torch.tensor([True, True, False, True, True])
-    assert importance.whole_responses(only_masked, cu_seqlens, mask).all()
-    mean = importance.log_ratio_at("geometric", log_ratio, torch.zeros(5), cu_seqlens, mask)
-    weights = importance.tis(log_ratio, 1.15) * importance.inside(mean, 0.5, 1.5)
-    torch.testing.assert_close(weights, torch.tensor([0.0, 0.0, 0.0, 0.1, 0.2]).exp().clamp(max=1.15) * (mean < 0.4))
+    mean = importance.log_ratio_at("geometric", log_ratio, torch.zeros(5), cu_seqlens)
+    weights = importance.tis(log_ratio, 1.15) * importance.inside(mean, 0.55, 1.5)
+    assert weights.tolist() == pytest.approx([0.0, 0.0, 0.0, math.exp(0.1), 1.15])
 
 
 def test_t_ppo_trains_values_on_finished_responses_alone() -> None:
-    rewards, values = torch.tensor([0.0, 0.0, 0.0, 1.0, 0.0]), torch.tensor([0.1, 0.2, 0.3, 0.4, 9.0])
-    truncated, cu_seqlens = torch.tensor([True, False]), torch.tensor([0, 2, 5])
-    mask = torch.tensor([1, 1, 1, 1, 0])
-    advantages, targets, learnt = truncated_window_gae(rewards, values, truncated, cu_seqlens, 0.5, 1.0, mask)
+    rewards, values = torch.tensor([0.0, 0.0, 0.0, 1.0]), torch.tensor([0.1, 0.2, 0.3, 0.4])
+    truncated, cu_seqlens = torch.tensor([True, False]), torch.tensor([0, 2, 4])
+    advantages, targets = truncated_window_gae(rewards, values, truncated, cu_seqlens, 0.5)
     # V(s_2) = V(s_1): the last token of an unfinished response has the advantage 0 without a reward.
-    torch.testing.assert_close(advantages, torch.tensor([0.1, 0.0, 0.1 + 0.5 * 0.6, 0.6, 0.0]))
-    assert targets.tolist() == [0.0, 0.0, 1.0, 1.0, 0.0]
-    assert learnt.tolist() == [False, False, True, True, False]
-    # An observation at the end of an unfinished response has no value of its own.
-    observed = truncated_window_gae(
-        torch.zeros(3), torch.tensor([0.1, 0.2, 9.0]), truncated[:1], torch.tensor([0, 3]), 0.5, mask=mask[2:]
-    )
-    torch.testing.assert_close(observed[0], torch.tensor([0.1, 0.0, 0.0]))
+    torch.testing.assert_close(advantages, torch.tensor([0.1, 0.0, 0.1 + 0.5 * 0.6, 0.6]))
+    assert targets.tolist() == [0.0, 0.0, 1.0, 1.0]
 
 
 def test_an_unfinished_response_has_the_same_advantages_to_the_bit_in_whichever_part_it_is() -> None:

@@ -238,8 +238,6 @@ def test_importance_weights_by_level() -> None:
     ratios = {"token": [2, 2, 3], "sequence": [4, 4, 3], "geometric": [2, 2, 3]}
     for level, expected in ratios.items():
         assert importance.log_ratio_at(level, train, rollout, cu_seqlens).exp().tolist() == pytest.approx(expected)
-    masked = importance.log_ratio_at("sequence", train, rollout, cu_seqlens, mask=torch.tensor([0, 1, 1]))
-    assert masked.exp().tolist() == pytest.approx([2, 2, 3])
 
 
 def test_truncated_and_masked_importance_weights() -> None:

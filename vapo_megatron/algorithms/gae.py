@@ -105,13 +105,12 @@ def monte_carlo_returns(rewards: Tensor, cu_seqlens: Tensor, gamma: float) -> Te
     return discounts.float()[following] * to_tokens(rewards, cu_seqlens)
 
 
-def bootstrap_of_truncated(values: Tensor, truncated: Tensor, cu_seqlens: Tensor, mask: Tensor | None = None) -> Tensor:
+def bootstrap_of_truncated(values: Tensor, truncated: Tensor, cu_seqlens: Tensor) -> Tensor:
     """The value of the last state of each truncated response, 0 for those that ended: [T], bool [S] -> [S].
 
-    It stands for the value after the last token, which the critic was not asked for. A mask [T] leaves out the tokens
-    where it is 0.
+    It stands for the value after the last token, which the critic was not asked for.
     """
-    responses, last = last_tokens(cu_seqlens, mask)
+    responses, last = last_tokens(cu_seqlens)
     bootstrap = values.new_zeros(truncated.numel())
     bootstrap[responses] = values[last] * truncated[responses]
     return bootstrap

@@ -15,21 +15,16 @@ Level = Literal["token", "sequence", "geometric"]
 
 
 @torch.no_grad()
-def log_ratio_at(
-    level: Level, train_logprobs: Tensor, rollout_logprobs: Tensor, cu_seqlens: Tensor, mask: Tensor | None = None
-) -> Tensor:
+def log_ratio_at(level: Level, train_logprobs: Tensor, rollout_logprobs: Tensor, cu_seqlens: Tensor) -> Tensor:
     """log pi_train / pi_rollout for every token [T], at the level asked for.
 
     token: the token's own; sequence: the sum over its response; geometric: the mean over its response.
-    Tokens whose mask is 0 take no part in sum and mean.
     """
     log_ratio = train_logprobs - rollout_logprobs
     if level == "token":
         return log_ratio
     if level == "geometric":
-        return to_tokens(segment_mean(log_ratio, cu_seqlens, mask), cu_seqlens)
-    if mask is not None:
-        log_ratio = torch.where(mask != 0, log_ratio, 0)
+        return to_tokens(segment_mean(log_ratio, cu_seqlens), cu_seqlens)
     return to_tokens(segment_sum(log_ratio, cu_seqlens), cu_seqlens)
 
 
@@ -58,10 +53,9 @@ def inside(log_ratio: Tensor, low: float, high: float) -> Tensor:
     return (ratio >= low) & (ratio <= high)
 
 
-def whole_responses(accepted: Tensor, cu_seqlens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Tokens of responses all of whose tokens are accepted, those with mask 0 aside: bool [T] -> bool [T].
+def whole_responses(accepted: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Tokens of responses all of whose tokens are accepted: bool [T] -> bool [T].
 
     One token outside the band rejects its response.
     """
-    rejected = ~accepted if mask is None else ~accepted & (mask != 0)
-    return to_tokens(segment_sum(rejected.long(), cu_seqlens) == 0, cu_seqlens)
+    return to_tokens(segment_sum((~accepted).long(), cu_seqlens) == 0, cu_seqlens)

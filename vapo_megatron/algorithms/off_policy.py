@@ -22,7 +22,6 @@ def corrected_gae(
     rho: Tensor,
     c: Tensor,
     gamma: float = 1.0,
-    mask: Tensor | None = None,
     bootstrap_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Decoupled GAE under the policy pi, of tokens drawn by mu; linear in tokens.
@@ -40,20 +39,17 @@ def corrected_gae(
     Args:
         rho: [T], at least 0 and finite; weight of the token's own temporal difference.
         c: [T], at least 0 and finite; weight of what follows the token.
-        The others as in `segmented_gae`; tokens with mask 0 have no part, whatever their weights are.
+        The others as in `segmented_gae`.
 
     Returns:
-        Advantages and value targets, two [T], float32 or the wider dtype of rewards and values; 0 on masked tokens.
+        Advantages and value targets, two [T], float32 or the wider dtype of rewards and values.
 
     Raises:
         ValueError: as in `segmented_gae`, and for weights that are not [T].
     """
     if rho.shape != rewards.shape or c.shape != rewards.shape:
         raise ValueError(f"rho and c must be [T] = {list(rewards.shape)}, got {list(rho.shape)} and {list(c.shape)}")
-    found = temporal_differences(rewards, values, cu_seqlens, gamma, mask, bootstrap_values)
-    deltas, bounds, kept = found
-    if kept is not None:
-        values, rho, c = values[kept], rho[kept], c[kept]
+    deltas, bounds, _ = temporal_differences(rewards, values, cu_seqlens, gamma, None, bootstrap_values)
     ends, most = last_tokens(bounds)[1], torch.finfo(deltas.dtype).max
     weighted = deltas * rho
 
@@ -68,7 +64,7 @@ def corrected_gae(
     targets = corrections(lam_critic)[1] + values
     discounts, following = corrections(lam_policy)
     advantages = deltas.addcmul(discounts, following.roll(-1))
-    return found.unpack(advantages, rewards.numel()), found.unpack(targets, rewards.numel())
+    return advantages, targets
 
 
 @torch.no_grad()
@@ -79,9 +75,8 @@ def truncated_window_gae(
     cu_seqlens: Tensor,
     lam_policy: float | Tensor,
     gamma: float = 1.0,
-    mask: Tensor | None = None,
     of: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Extended GAE of T-PPO (arXiv 2506.15050): unfinished responses teach the policy, finished ones the critic too.
 
     An unfinished response has an advantage with V(s_l) = V(s_{l-1}) after its last token; it has no return yet.
@@ -91,15 +86,11 @@ def truncated_window_gae(
         The others as in `segmented_gae` and `decoupled_gae`.
 
     Returns:
-        Advantages [T], Monte-Carlo value targets [T], and bool [T]: the tokens whose targets the critic learns from.
-        Targets of the others are 0.
+        Advantages [T] and Monte-Carlo value targets [T], which are 0 in unfinished responses: nothing is learnt there.
 
     Raises:
         ValueError: as in `segmented_gae`.
     """
-    bootstrap = bootstrap_of_truncated(values, truncated, cu_seqlens, mask)
-    advantages, targets = decoupled_gae(rewards, values, cu_seqlens, lam_policy, 1.0, gamma, mask, bootstrap, of)
-    learnt = to_tokens(~truncated, cu_seqlens)
-    if mask is not None:
-        learnt &= mask != 0
-    return advantages, targets.masked_fill(~learnt, 0), learnt
+    bootstrap = bootstrap_of_truncated(values, truncated, cu_seqlens)
+    advantages, targets = decoupled_gae(rewards, values, cu_seqlens, lam_policy, 1.0, gamma, None, bootstrap, of)
+    return advantages, targets.masked_fill(to_tokens(truncated, cu_seqlens), 0)

@@ -40,11 +40,9 @@ def segment_sum(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     return x.new_zeros(responses).index_add(0, owner, x)
 
 
-def segment_mean(x: Tensor, cu_seqlens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Mean over the tokens of each response whose mask is not 0: [T] -> [S]; none of them gives 0. Differentiable."""
-    if mask is not None:
-        x = torch.where(mask != 0, x, 0)
-    return segment_sum(x, cu_seqlens) / response_lengths(cu_seqlens, mask).clamp(min=1)
+def segment_mean(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Mean over the tokens of each response: [T] -> [S]; an empty one gives 0. Differentiable."""
+    return segment_sum(x, cu_seqlens) / response_lengths(cu_seqlens).clamp(min=1)
 
 
 def extent(x: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -63,28 +61,21 @@ def extent(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.stack((mean, spread, *ends), dim=1)
 
 
-def last_tokens(cu_seqlens: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Find the last token of every response that has one (whose mask is not 0, where a mask [T] is given).
+def last_tokens(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the last token of every response that has one.
 
     Returns (responses, tokens), two int64 vectors of equal length: indices into [S] and into [T].
     """
-    starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
-    if mask is None:
-        last = ends - 1
-    else:
-        position = torch.arange(1, mask.numel() + 1, device=mask.device).masked_fill(mask == 0, 0)
-        latest = torch.cat([position.new_zeros(1), position.cummax(0).values])
-        last = latest[ends] - 1
-    responses = (last >= starts).nonzero().squeeze(1)
-    return responses, last[responses]
+    responses = cu_seqlens.diff().nonzero().squeeze(1)
+    return responses, cu_seqlens[responses + 1].long() - 1
 
 
-def place_terminal(x: Tensor, cu_seqlens: Tensor, tokens: int, mask: Tensor | None = None) -> Tensor:
-    """Token rewards [T] that are 0 but for x[s] on the last (unmasked) token of response s.
+def place_terminal(x: Tensor, cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Token rewards [T] that are 0 but for x[s] on the last token of response s.
 
-    x is [S]; a response without such a token is left out.
+    x is [S]; an empty response is left out.
     """
     placed = x.new_zeros(tokens)
-    responses, last = last_tokens(cu_seqlens, mask)
+    responses, last = last_tokens(cu_seqlens)
     placed[last] = x[responses]
     return placed

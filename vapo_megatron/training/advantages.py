@@ -168,7 +168,7 @@ def gae(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig, of: Te
     assert values is not None, "no values: the batch is not scored"
     lam_policy, gamma = policy_lambda(batch.response_lengths, config.advantage), config.advantage.gamma
     if config.shaping.truncated == "window":
-        batch.advantages, batch.returns, _ = truncated_window_gae(
+        batch.advantages, batch.returns = truncated_window_gae(
             rewards, values, batch.truncated, bounds, lam_policy, gamma, of=of
         )
         return
