@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
@@ -145,7 +146,8 @@ def machine() -> dict[str, str]:
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": torch.cuda.get_device_name() if cuda else f"{_cpu_name()}, {os.cpu_count()} cores",
-        "load before": f"{os.getloadavg()[1]:.1f}",  # of five minutes: an idle machine has less than 1
+        # What runs now that the benchmark is over, processes of others among it.
+        "other work": f"{psutil.cpu_percent(interval=1.0) / 100 * (os.cpu_count() or 1):.1f} cores",
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
         "megatron-core": megatron.core.__version__,

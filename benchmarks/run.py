@@ -63,8 +63,8 @@ _INTRODUCTION = """# Performance
 Only measured numbers are here, each with date and hardware. `make bench KEEP=1` (benchmarks/run.py) makes this page of
 the JSON in benchmarks/kept: run it, do not write here. A ratio compares both sides within one run, round by round: its
 median and its quartiles; above 1 ours is better. `make bench` measures everything anew and says what became slower
-than here by more than its spread; it takes parts by name: `make bench ONLY="gae verifier"`. Where "load before" is
-above 1, or not there, a part was measured beside other work on the same cores: its ratios count, its seconds do not.
+than here by more than its spread; it takes parts by name: `make bench ONLY="gae verifier"`. Beside "other work" of more
+than 0.2 cores a part's ratios count, its seconds do not.
 """
 _REST = """
 ## How far are plans off?
