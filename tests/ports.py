@@ -15,3 +15,11 @@ def free_port() -> int:
             except OSError:
                 continue
         return port
+
+
+def free_ports(count: int) -> list[int]:
+    """So many, each another."""
+    found: set[int] = set()
+    while len(found) < count:
+        found.add(free_port())
+    return sorted(found)

@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ports import free_ports
+
 NODES = tuple(f"127.0.0.{index}" for index in range(1, 5))
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "scancel", "srun")
 _PR_SET_PDEATHSIG = 1
@@ -153,7 +155,7 @@ class SlurmSandbox:
 
     def _configure(self) -> None:
         host = socket.gethostname().split(".")[0]
-        first, *ports = _free_ports(1 + len(NODES))
+        first, *ports = free_ports(1 + len(NODES))
         lines = [_CONFIG.format(host=host, folder=self.folder, port=first, kill_wait=self._kill_wait)]
         lines += [
             f"NodeName={node} NodeAddr=127.0.0.1 NodeHostname={host} Port={port} CPUs=8 RealMemory=2000 Gres=gpu:1\n"
@@ -199,11 +201,3 @@ def _die_with_parent() -> None:
 
 def _program(name: str) -> str | None:
     return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
