@@ -98,6 +98,15 @@ def test_responses_go_on_under_new_weights(mode: Any) -> None:
     assert outcome.step >= kept.step, "what is retracted is read anew"
 
 
+def test_a_step_with_windows_is_as_long_as_one_of_them() -> None:
+    rollout = RolloutConfig(max_running_requests=8, windows=5)
+    outcome = simulate(scenario(rollout=rollout, length_of=lambda prompt, seed: 50))
+    # Ten of fifty tokens in each step; grading, training and the weight sync as ever.
+    assert outcome.step_seconds == pytest.approx([10 + 1 + 5 + 1] * 10)
+    assert outcome.is_closed and outcome.largest("rollout/age_max") == 0
+    assert outcome.counts["drawn"] == 2 + outcome.counts["trained"], "a new group for each that is finished"
+
+
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_engines_that_die_lose_and_double_no_group(staleness: int, partial: bool) -> None:

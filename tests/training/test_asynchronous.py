@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +83,25 @@ def test_partial_responses_go_on_in_later_steps(shared: World) -> None:
     ledger = json.loads((run_dir / "checkpoints/step_000005/progress.json").read_text())["groups"]
     counts = ledger["counts"]
     assert counts["drawn"] == counts["trained"] + counts["stale"] + len(ledger["drawn_at"]) > counts["trained"] == 20
+
+
+def test_windows_are_trained_step_by_step_and_kills_change_nothing(shared: World) -> None:
+    windows = ("rollout.asynchronous.max_staleness=0", "rollout.windows=3", "algorithm.shaping.truncated=window")
+    settings = (*windows, "sampling.max_new_tokens=30", "run.steps=4")
+    config, straight = ahead(shared, "windows", *settings, "checkpoint.every_minutes=null")
+    assert live(shared, config, 1) == End(0, "")
+    rows = [row for row in metrics(straight) if row["step"] > 0]
+    assert all(row["rollout/age_max"] == 0 for row in rows)
+    assert 0 < rows[0]["rollout/goes_on_share"] < 1
+    seen = [
+        {(row["prompt_id"], row["index"]): row["tokens"] for row in samples(straight, step)} for step in range(1, 5)
+    ]
+    again = [(before[key], after[key]) for before, after in pairwise(seen) for key in before.keys() & after]
+    assert again and all(0 < after - before <= 10 for before, after in again), "a window more than in the step before"
+
+    config, killed = ahead(shared, "windows_killed", *settings, *SAVED)
+    for phase, call in (("rollout", 3), ("policy update", 3)):
+        assert live(shared, config, 1, partial(kill_at, phase, call)).code == 75, phase
+    assert live(shared, config, 1) == End(0, "")
+    assert metrics(killed) == metrics(straight)
+    assert left_behind(killed) == left_behind(straight)

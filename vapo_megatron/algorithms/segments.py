@@ -31,6 +31,12 @@ def to_tokens(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     return x.repeat_interleave(lengths, output_size=int(cu_seqlens[-1]) - int(cu_seqlens[0]))
 
 
+def tokens_from(starts: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """The tokens of each response from its starts[s]-th on: int64 [S] -> bool [T]."""
+    first = cu_seqlens[:-1].long() + starts
+    return torch.arange(int(cu_seqlens[-1]), device=starts.device) >= to_tokens(first, cu_seqlens)
+
+
 def segment_sum(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Sum over the tokens of each response: [T] -> [S]; an empty response gives 0. Differentiable."""
     responses = cu_seqlens.numel() - 1

@@ -173,6 +173,13 @@ class RolloutConfig(Section):
     sync: SyncConfig = SyncConfig()
     asynchronous: AsynchronousConfig = AsynchronousConfig()
     partial_responses: PartialResponsesConfig = PartialResponsesConfig()
+    windows: int = Field(
+        1,
+        ge=1,
+        description="a step writes a response as far as the next of so many parts of sampling.max_new_tokens; what "
+        "is not finished then trains the policy and goes on in the next step (T-PPO). Needs "
+        "algorithm.shaping.truncated=window. 1: responses are written whole",
+    )
     health: HealthConfig = HealthConfig()
 
     @model_validator(mode="after")
@@ -188,6 +195,16 @@ class RolloutConfig(Section):
                 f"router_replay=true with asynchronous.max_staleness={ahead.max_staleness}: the experts of old weights "
                 "are not those that the policy would choose, set one of them back"
             )
+        for key, on in (
+            (f"asynchronous.max_staleness={ahead.max_staleness}", ahead.max_staleness > 0),
+            ("partial_responses.enabled=true", self.partial_responses.enabled),
+            ("router_replay=true", self.router_replay),
+        ):
+            if on and self.windows > 1:
+                raise ValueError(
+                    f"windows={self.windows} with {key}: a step trains what the weights before it have written, and "
+                    "all of it; set windows=1, or the other one back"
+                )
         if not self.partial_responses.enabled:
             return self
         for key, on, why in (

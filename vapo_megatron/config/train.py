@@ -81,6 +81,7 @@ class TrainConfig(Section):
         self._grade_is_there()
         self._rollouts_fit()
         self._old_responses_fit()
+        self._windows_fit()
         check_preset(self)
         return self
 
@@ -184,6 +185,22 @@ class TrainConfig(Section):
                 f"{key} with algorithm.advantage.estimator=remax: its greedy responses are of newer weights than the "
                 "others, choose another estimator"
             )
+
+    def _windows_fit(self) -> None:
+        """Responses that are trained window by window: their reward is still to come, earlier windows are trained."""
+        algorithm, corrected = self.algorithm, self.algorithm.importance_sampling
+        for key, on, remedy in (
+            (f"shaping.truncated={algorithm.shaping.truncated}", algorithm.shaping.truncated != "window", "window"),
+            ("dynamic_sampling.enabled=true", algorithm.dynamic_sampling.enabled, "false"),
+            ("policy_loss.kind=gspo", algorithm.policy_loss.kind == "gspo", "ppo_clip"),
+            (f"importance_sampling.level={corrected.level}", corrected.level != "token", "token"),
+            (f"importance_sampling.reject={corrected.reject}", corrected.reject not in ("none", "token"), "token"),
+        ):
+            if on and self.rollout.windows > 1:
+                raise ValueError(
+                    f"rollout.windows={self.rollout.windows} with algorithm.{key}: a step has a part of a response, "
+                    f"which has no reward yet; set it to {remedy}, or rollout.windows=1"
+                )
 
     def _grade_is_there(self) -> None:
         nll, algorithm = self.algorithm.policy_loss.positive_nll, self.algorithm

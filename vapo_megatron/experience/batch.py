@@ -43,6 +43,8 @@ class ExperienceBatch:
         correct: bool [S], the verifier's grade.
         truncated: bool [S], ended for want of room.
         group_ids: int64 [S], samples of one prompt share one.
+        window_starts: int64 [S], the first response token that the policy was not trained on in an earlier step; None
+            where responses come whole. Those that go on are truncated then, and no others.
         routed_experts: the experts that the engine chose, uint8 or int16 [N - S, layers * experts per token], a row for
             each token but a sample's last; None where they were not asked for.
 
@@ -74,6 +76,7 @@ class ExperienceBatch:
     correct: Tensor = field(metadata=_over("samples", torch.bool))
     truncated: Tensor = field(metadata=_over("samples", torch.bool))
     group_ids: Tensor = field(metadata=_over("samples", torch.int64))
+    window_starts: Tensor | None = field(default=None, metadata=_over("samples", torch.int64))
     routed_experts: Tensor | None = field(default=None, metadata=_over("positions", None))
     greedy_rewards: Tensor | None = field(default=None, metadata=_over("samples", torch.float32))
     old_logprobs: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
@@ -187,6 +190,7 @@ class SampleTable:
     correct: Tensor
     truncated: Tensor
     group_ids: Tensor
+    window_starts: Tensor | None = None
     greedy_rewards: Tensor | None = None
     baselines: Tensor | None = None
     shaped_rewards: Tensor | None = None
@@ -202,6 +206,11 @@ class SampleTable:
     def lengths(self) -> Tensor:
         """int64 [S], prompt and response."""
         return self.prompt_lengths + self.response_lengths
+
+    @property
+    def new_lengths(self) -> Tensor:
+        """int64 [S], response tokens that the policy has not been trained on."""
+        return self.response_lengths if self.window_starts is None else self.response_lengths - self.window_starts
 
     def select(self, samples: Tensor) -> "SampleTable":
         """Some of the samples, in the order given: int64."""
@@ -236,6 +245,7 @@ def from_samples(samples: Sequence[Sample]) -> ExperienceBatch:
 
     Their routed_experts move into the batch: samples have none any more.
     """
+    starts = [s.window_start for s in samples if s.window_start is not None]
     prompts = torch.tensor([len(s.prompt.token_ids) for s in samples], dtype=torch.int64)
     responses = torch.tensor([len(s.response_ids) for s in samples], dtype=torch.int64)
     tokens = [part for s in samples for part in (np.array(s.prompt.token_ids, dtype=np.int32), s.response_ids)]
@@ -247,8 +257,9 @@ def from_samples(samples: Sequence[Sample]) -> ExperienceBatch:
         rollout_logprobs=torch.from_numpy(np.concatenate([s.rollout_logprobs for s in samples])),
         rewards=torch.tensor([s.reward for s in samples], dtype=torch.float32),
         correct=torch.tensor([bool(s.correct) for s in samples]),
-        truncated=torch.tensor([s.truncated for s in samples]),
+        truncated=torch.tensor([s.goes_on if starts else s.truncated for s in samples]),
         group_ids=torch.tensor([s.group for s in samples], dtype=torch.int64),
+        window_starts=torch.tensor(starts, dtype=torch.int64) if starts else None,
         routed_experts=_take_experts(samples),
     )
 

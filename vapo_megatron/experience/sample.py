@@ -38,7 +38,8 @@ class Sample:
     correct is the verifier's grade and stays apart from every shaping;
     extracted is the answer that it read out of the text. routed_experts, where they were asked for, are the experts
     that the engine chose for each token but the last: uint8 or int16 [prompt + response - 1, layers * experts per
-    token]. A sample equals itself alone.
+    token]. window_start, with rollout.windows, is the first token that the policy has not been trained on yet.
+    A sample equals itself alone.
     """
 
     prompt: Prompt
@@ -58,6 +59,7 @@ class Sample:
     extra: dict[str, float] = field(default_factory=dict)
     routed_experts: Tensor | None = None
     versions: tuple[tuple[int, int], ...] = ()
+    window_start: int | None = None
 
     def __post_init__(self) -> None:
         self.response_ids = np.asarray(self.response_ids, dtype=np.int32)
@@ -67,3 +69,18 @@ class Sample:
     def truncated(self) -> bool:
         """Whether the response ended for want of room rather than by its own end token."""
         return self.finish_reason == "length"
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the response is not finished: more of it is to be written."""
+        return self.finish_reason == "abort"
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the policy was trained on all that there is of it, window by window."""
+        return self.window_start == len(self.response_ids)
+
+    @property
+    def new_tokens(self) -> int:
+        """Response tokens that the policy has not been trained on."""
+        return len(self.response_ids) - (self.window_start or 0)

@@ -21,7 +21,7 @@ def grade_samples(
     """Fill text, reward, correct, grade and extracted of every sample.
 
     A truncated response is not verified, unless the user's function asks for them (reward.grade_truncated): it counts
-    as incorrect, whatever it may have said on its way.
+    as incorrect, whatever it may have said on its way. One that goes on never is.
 
     Args:
         samples: to fill, in place.
@@ -32,7 +32,7 @@ def grade_samples(
     """
     for sample in samples:
         sample.text = decode(sample.response_ids.tolist())
-    cases = [case_of(s.prompt, s.text, s.truncated, config) for s in samples]
+    cases = [None if s.goes_on else case_of(s.prompt, s.text, s.truncated, config) for s in samples]
     for sample, grade in zip(samples, _grades(cases, verifier, advance), strict=True):
         if grade is None:
             sample.reward, sample.correct, sample.grade_reason = config.incorrect, False, TRUNCATED

@@ -191,7 +191,7 @@ class Dispatcher:
                 engine.take_back(group, self.loop.time())
                 self._give_out()
         for sample, completion in zip(left, completions, strict=True):
-            samples[sample.index] = _continued(sample, completion)
+            samples[sample.index] = _continued(sample, completion, group)
         return samples
 
     async def stop(self) -> None:
@@ -338,7 +338,7 @@ class Dispatcher:
             "temperature": group.sampling.temperature,
             "top_p": group.sampling.top_p,
             "top_k": group.sampling.top_k,
-            "max_new_tokens": group.max_new_tokens - len(sample.response_ids),
+            "max_new_tokens": group.room(len(sample.response_ids)),
             "stop_token_ids": self._stop_token_ids,
             "sampling_seed": sample.seed,  # read with rollout.deterministic alone
         }
@@ -365,18 +365,22 @@ def _empty(group: GroupRequest, index: int) -> Sample:
     """A response of which there is nothing yet."""
     seed = response_seed(group.seed, group.prompt.cursor, index)
     version = group.weight_version
-    return Sample(group.prompt, group.group, index, seed, _NO_TOKENS, _NO_LOGPROBS, "abort", version, version)
+    start = None if group.window is None else 0
+    empty = Sample(group.prompt, group.group, index, seed, _NO_TOKENS, _NO_LOGPROBS, "abort", version, version)
+    return replace(empty, window_start=start)
 
 
-def _continued(sample: Sample, completion: Completion) -> Sample:
+def _continued(sample: Sample, completion: Completion, group: GroupRequest) -> Sample:
     """A response with what was added to it."""
+    window_ends = completion.finish_reason == "length" and len(completion.token_ids) == group.window
+    goes_on = window_ends and group.room(len(sample.response_ids) + len(completion.token_ids)) > 0
     begun = len(sample.response_ids) > 0
     ids, logprobs = completion.token_ids, completion.logprobs
     return replace(
         sample,
         response_ids=np.concatenate((sample.response_ids, ids)) if begun else ids,
         rollout_logprobs=np.concatenate((sample.rollout_logprobs, logprobs)) if begun else logprobs,
-        finish_reason=completion.finish_reason,
+        finish_reason="abort" if goes_on else completion.finish_reason,
         weight_version=completion.weight_version,
         weight_version_oldest=sample.weight_version_oldest if begun else completion.weight_version_oldest,
         versions=(*sample.versions, *completion.versions) if len(ids) else sample.versions,

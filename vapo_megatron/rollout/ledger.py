@@ -7,7 +7,7 @@ asks it for room, draws, and tells it what has come back.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ class StepRule:
             steps up to trained + 1 + staleness. 0: synchronous.
         any_order: a step trains the oldest of the groups that are graded, and the others stay; not with staleness.
         max_age: with any_order, steps after which a group that is not graded yet is dropped.
+        windows: steps in which a group may be trained, a window of its responses in each, until they are finished.
     """
 
     groups: int
@@ -41,11 +42,12 @@ class StepRule:
     staleness: int = 0
     any_order: bool = False
     max_age: int = 0
+    windows: int = 1
 
     @property
     def oldest(self) -> int:
         """Steps that may have been trained between drawing a group and training it."""
-        return self.max_age if self.any_order else self.staleness
+        return self.max_age if self.any_order else max(self.staleness, self.windows - 1)
 
 
 @dataclass
@@ -138,7 +140,7 @@ class Ledger:
         Their prompts are drawn again, under the same numbers.
         """
         parts = self._parts()
-        if self.rule.any_order or sum(part.full for part in parts) < self._open:
+        if self.rule.any_order or self.rule.windows > 1 or sum(part.full for part in parts) < self._open:
             return []
         gone = list(self._records)[sum(part.length for part in parts) :]
         self._drop(gone, SURPLUS)
@@ -162,20 +164,23 @@ class Ledger:
         enough = len(parts[0].useful) == self.rule.groups
         return not parts[0].in_flight or (self.rule.any_order and enough)
 
-    def take(self) -> list[int]:
+    def take(self, go_on: Collection[int] = ()) -> list[int]:
         """The numbers of the next step's groups, useful ones first; what else it looked through is dropped.
 
-        Call it when is_ready().
+        Call it when is_ready(). go_on: groups that are not finished; those that are taken are in flight again.
         """
         part = self._parts()[0]
         fill = part.spare[: self.rule.groups - len(part.useful)]
         taken = [record.number for record in (*part.useful, *fill)]
-        for number in taken:
+        finished = [number for number in taken if number not in go_on]
+        for number in finished:
             del self._records[number]
+        for number in set(taken).difference(finished):
+            self._records[number].graded = False
         self._drop([record.number for record in part.spare[len(fill) :]], NO_SIGNAL)
         self._drop([record.number for record in part.stale], STALE)
         self.taken += 1
-        self.counts["trained"] += self.rule.groups
+        self.counts["trained"] += len(finished)
         self.counts[FILLED] += len(fill)
         return taken
 

@@ -22,6 +22,7 @@ class GroupRequest:
         weight_version: of the weights that the engines have; a response made by others is an error.
         goes_on: a response may be stopped or get other weights while it is under way.
         begun: what there is of the responses, in their order; those that are not finished (finish_reason abort) go on.
+        window: the most tokens that are written of a response now; one that ends there goes on later. None: all.
         routed_experts: of the model, where samples are to hold the experts that their tokens went through; needs
             rollout.router_replay.
         group: number of the group, which its samples get.
@@ -37,11 +38,17 @@ class GroupRequest:
     group: int = 0
     goes_on: bool = False
     begun: Sequence[Sample] = ()
+    window: int | None = None
 
     @property
     def max_tokens(self) -> int:
         """The most tokens that the group may come to: response lengths are not known beforehand."""
         return self.samples * (len(self.prompt.token_ids) + self.max_new_tokens)
+
+    def room(self, written: int) -> int:
+        """The most tokens to write now of a response of which there are some."""
+        left = self.max_new_tokens - written
+        return left if self.window is None else min(left, self.window)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from vapo_megatron.experience.sample import Prompt, Sample
 # Of a sample, what goes into JSON; its prompt is known by its number, its text follows from its tokens.
 _FACTS = (
     *("index", "seed", "finish_reason", "weight_version", "weight_version_oldest", "versions"),
-    *("reward", "correct", "grade_reason", "extracted", "extra"),
+    *("reward", "correct", "grade_reason", "extracted", "extra", "window_start"),
 )
 
 

@@ -61,7 +61,8 @@ class GroupStream:
         return self._work.responses
 
     def take(self, on_generated: Callable[[int], None]) -> list[Group]:
-        """The groups of the next step, their samples numbered by their place in it.
+        """The groups of the next step, their samples numbered by their place in it; of a group that is trained window
+        by window those responses of which there is more than in the step before.
 
         on_generated: gets the number of responses that have just come, of whichever step.
 
@@ -116,12 +117,14 @@ class GroupStream:
             self._start(number)
         self._fill()
         await self._wait_for(self.ledger.is_ready)
-        groups = [self._graded.pop(number) for number in self.ledger.take()]
+        unfinished = [number for number, group in self._graded.items() if _goes_on(group)]
+        taken = {number: self._graded.pop(number) for number in self.ledger.take(unfinished)}
+        self._begun |= {number: _next_window(taken[number]) for number in unfinished if number in taken}
         self._graded = {number: group for number, group in self._graded.items() if number in self.ledger}
         await self._drop_surplus()
         if self.ledger.rule.any_order:
             await self._stop()
-        return groups
+        return [[sample for sample in group if not sample.is_trained] for group in taken.values()]
 
     async def _wait_for(self, condition: Callable[[], bool]) -> None:
         try:
@@ -152,14 +155,15 @@ class GroupStream:
         try:
             request = replace(self._work.request(self._prompts.at(number)), begun=self._begun.pop(number, ()))
             group = await self._dispatcher.generate(request)
-            if any(sample.finish_reason == "abort" for sample in group):
+            if request.window is None and _goes_on(group):
                 self._begun[number] = group
                 del self._tasks[number]
                 if not self._stopping:  # its server was restarted, say
                     self._start(number)
                 return
-            self._on_generated(len(group))
-            await asyncio.get_running_loop().run_in_executor(self._graders, self._work.grade, group)
+            new = [sample for sample in group if not sample.is_trained]
+            self._on_generated(len(new))
+            await asyncio.get_running_loop().run_in_executor(self._graders, self._work.grade, new)
             self._graded[number] = group
             self.ledger.grade(number, self._work.is_useful(group))
             del self._tasks[number]
@@ -175,7 +179,7 @@ class GroupStream:
         return self.ledger.state(), self._begun | self._graded
 
     async def _restore(self, state: dict[str, Any], groups: dict[int, Group]) -> None:
-        self._begun = {n: group for n, group in groups.items() if any(s.finish_reason == "abort" for s in group)}
+        self._begun = {n: group for n, group in groups.items() if _goes_on(group)}
         self._graded = {n: group for n, group in groups.items() if n not in self._begun}
         useful = {n: self._work.is_useful(group) for n, group in self._graded.items()}
         for number in self.ledger.restore(state, useful):
@@ -199,6 +203,15 @@ class GroupStream:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _goes_on(group: Group) -> bool:
+    return any(sample.goes_on for sample in group)
+
+
+def _next_window(group: Group) -> Group:
+    """A group whose responses were given to the trainer as far as they go."""
+    return [replace(sample, window_start=len(sample.response_ids)) for sample in group]
 
 
 def _ignore(responses: int) -> None: ...

@@ -14,7 +14,7 @@ from vapo_megatron.algorithms.critic_metrics import Figures, figures_of, sign_ag
 from vapo_megatron.algorithms.gae import bootstrap_of_truncated, decoupled_gae, length_adaptive_lambda, segmented_gae
 from vapo_megatron.algorithms.kl import k1
 from vapo_megatron.algorithms.off_policy import corrected_gae, truncated_window_gae
-from vapo_megatron.algorithms.segments import place_terminal, segment_sum, to_tokens
+from vapo_megatron.algorithms.segments import place_terminal, segment_sum, to_tokens, tokens_from
 from vapo_megatron.algorithms.selection import loss_mask
 from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig, Lambda, ShapingConfig
 from vapo_megatron.config.policy import KlConfig
@@ -74,6 +74,8 @@ def critic_row(batch: ShardedBatch, config: AlgorithmConfig, new_critic: bool = 
     own, table, bounds = batch.own, batch.table, batch.own.response_cu_seqlens
     assert own.advantages is not None, "no advantages: estimate them first"
     known = returns_known(table.truncated, config.shaping)
+    if not known.any():
+        return {}
     signs = batch.everywhere(signs_of(own.advantages, bounds))[known]
     row = {names.SIGN_AGREEMENT: float(sign_agreement(signs, table.response_lengths[known], table.rewards[known]))}
     if own.values is None:
@@ -100,6 +102,11 @@ def teaches_critic(batch: ExperienceBatch | SampleTable, config: ShapingConfig) 
     """Responses that the critic learns from, of those that carry loss: bool [S]."""
     assert batch.selected is not None, "nothing is selected: estimate_advantages comes first"
     return batch.selected & ~batch.truncated if config.truncated == "window" else batch.selected
+
+
+def new_tokens(batch: ExperienceBatch) -> Tensor | None:
+    """The response tokens that the policy was not trained on in an earlier window: bool [T]; None: all of them."""
+    return None if batch.window_starts is None else tokens_from(batch.window_starts, batch.response_cu_seqlens)
 
 
 def baselines_of(rewards: Tensor, group_ids: Tensor, config: ValueLossConfig) -> Tensor | None:
@@ -237,6 +244,7 @@ def whiten(batch: ShardedBatch, found: Tensor, config: AdvantageConfig) -> Tenso
         return found
     assert batch.own.selected is not None, "what carries loss is known before"
     bounds = batch.own.response_cu_seqlens
-    selected = to_tokens(batch.own.selected, bounds)
+    selected, new = to_tokens(batch.own.selected, bounds), new_tokens(batch.own)
+    selected = selected if new is None else selected & new
     sums = batch.everywhere(advantages.whitening_sums(found, selected, bounds))
     return advantages.whiten(found, selected, shift_mean=config.whiten == "full", sums=sums)

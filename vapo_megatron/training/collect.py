@@ -22,7 +22,7 @@ from vapo_megatron.training.shards import ShardedBatch, scatter
 
 def step_rule(size: BatchConfig, sampling: DynamicSamplingConfig, steps: int, rollout: RolloutConfig) -> StepRule:
     """What a step of training is made of: with dynamic sampling, of groups with correct and incorrect responses."""
-    rule = StepRule(size.prompts_per_step, steps, staleness=rollout.asynchronous.max_staleness)
+    rule = StepRule(size.prompts_per_step, steps, staleness=rollout.asynchronous.max_staleness, windows=rollout.windows)
     if (partial := rollout.partial_responses).enabled:
         rule = replace(rule, any_order=True, oversampling=partial.oversampling, max_age=partial.max_age)
     if sampling.enabled:
@@ -47,7 +47,7 @@ def collect(rollouts: Rollouts, config: AlgorithmConfig, step: int, recorder: Re
             recorder.add({"reward/greedy_mean": float(batch.greedy_rewards.mean())})
         recorder.add(rollout_metrics(batch))
         version = float(rollouts.engines.version)
-        recorder.add({"rollout/tokens": float(batch.response_tokens), "rollout/weight_version": version})
+        recorder.add({"rollout/tokens": float(batch.table().new_lengths.sum()), "rollout/weight_version": version})
     return batch
 
 

@@ -12,7 +12,7 @@ from vapo_megatron.algorithms.policy_loss import bounded_ratio
 from vapo_megatron.algorithms.repetition import repeated_share
 from vapo_megatron.algorithms.segments import extent
 from vapo_megatron.algorithms.selection import frac_zero_std_groups
-from vapo_megatron.experience.batch import ExperienceBatch
+from vapo_megatron.experience.batch import ExperienceBatch, SampleTable
 from vapo_megatron.monitoring import names
 from vapo_megatron.training.shards import ShardedBatch
 
@@ -20,19 +20,26 @@ _REPETITION_SAMPLES = 256
 
 
 def rollout_metrics(batch: ExperienceBatch) -> dict[str, float]:
-    """On rank 0: reward, accuracy and length of the samples."""
-    lengths, rewards = batch.response_lengths.float(), batch.rewards
+    """On rank 0: reward, accuracy and length of the samples; with windows, of those that are finished."""
+    cut = float(batch.truncated.float().mean())
+    if batch.window_starts is None:
+        return _graded_metrics(batch.table()) | {names.TRUNCATED: cut, names.REPEATED: _repetition(batch)}
+    row = {"rollout/goes_on_share": cut, names.REPEATED: _repetition(batch)}
+    finished = (~batch.truncated).nonzero().squeeze(1)
+    return row | _graded_metrics(batch.table().select(finished)) if len(finished) else row
+
+
+def _graded_metrics(samples: SampleTable) -> dict[str, float]:
+    lengths, rewards = samples.response_lengths.float(), samples.rewards
     return {
         names.REWARD: float(rewards.mean()),
         "reward/min": float(rewards.min()),
         "reward/max": float(rewards.max()),
-        names.FRAC_ZERO_STD_GROUPS: frac_zero_std_groups(rewards, batch.group_ids),
-        names.ACCURACY: float(batch.correct.float().mean()),
+        names.FRAC_ZERO_STD_GROUPS: frac_zero_std_groups(rewards, samples.group_ids),
+        names.ACCURACY: float(samples.correct.float().mean()),
         names.LENGTH: float(lengths.mean()),
         names.LENGTH_MIN: float(lengths.min()),
         names.LENGTH_MAX: float(lengths.max()),
-        names.TRUNCATED: float(batch.truncated.float().mean()),
-        names.REPEATED: _repetition(batch),
     }
 
 

@@ -16,8 +16,11 @@ def age_metrics(samples: Sequence[Sample], version: int) -> dict[str, float]:
     """
     tokens: Counter[int] = Counter()
     for sample in samples:
+        trained = sample.window_start or 0  # in earlier steps
         for drawn_by, count in sample.versions:
-            tokens[version - drawn_by] += count
+            if count > trained:
+                tokens[version - drawn_by] += count - trained
+            trained = max(0, trained - count)
     total = tokens.total()
     row = {f"rollout/age_{age}_share": count / total for age, count in sorted(tokens.items())}
     mean = sum(age * count for age, count in tokens.items()) / total

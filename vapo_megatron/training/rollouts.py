@@ -86,12 +86,15 @@ class Rollouts:
             rule = replace(rule, staleness=rule.steps)
         experts = None if fixed_policy else self.routed_experts
         goes_on = rule.any_order or self.engines.sync_mode != "wait"
+        window = None if rule.windows == 1 else -(-self.sampling.max_new_tokens // rule.windows)
         dispatcher, prompts = self.engines.dispatcher, self.prompts
 
         def request(prompt: Prompt) -> GroupRequest:
             limit, version = self.sampling.max_new_tokens, self.engines.version
             return GroupRequest(
-                prompt, samples_per_prompt, self.sampling, limit, self.seed, version, experts, goes_on=goes_on
+                *(prompt, samples_per_prompt, self.sampling, limit, self.seed, version, experts),
+                goes_on=goes_on,
+                window=window,
             )
 
         useful = has_signal if rule.most_draws is not None else lambda group: True
@@ -117,7 +120,7 @@ class Rollouts:
             groups = self.stream.take(advance)
         self.prompts.cursor = ledger.first
         samples = [sample for group in groups for sample in group]
-        tokens = sum(len(sample.response_ids) for sample in samples)
+        tokens = sum(sample.new_tokens for sample in samples)
         recorder.add({names.ROLLOUT_SPEED: tokens / (clock.time() - start)})
         recorder.add({names.FAILED_GRADES: failed_share(samples, self.verifier)})
         counts, self._counted = ledger.counts - self._counted, ledger.counts.copy()

@@ -18,7 +18,7 @@ from vapo_megatron.mcore.metrics import StepResult
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.training.advantages import teaches_critic
+from vapo_megatron.training.advantages import new_tokens, teaches_critic
 from vapo_megatron.training.fault_checks import RECOMPUTED, first_update_faults
 from vapo_megatron.training.losses import PolicyLoss, ValueLoss
 from vapo_megatron.training.metrics import importance_metrics, mean_of
@@ -32,6 +32,8 @@ def update_critic(
 ) -> None:
     """Collective: the critic's optimizer steps on a batch; nothing without a critic, or where nothing carries loss."""
     if models.critic is None or not models.updates.has_signal(batch, other_terms=True):
+        return
+    if not teaches_critic(batch.table, config.shaping).any():  # all responses go on
         return
     rounds = config.update.epochs * config.update.critic_updates_per_policy_update
     results: list[StepResult] = []
@@ -119,7 +121,7 @@ def has_other_terms(config: AlgorithmConfig) -> bool:
 def policy_loss(part: Part, config: AlgorithmConfig) -> PolicyLoss:
     """The policy's loss on a mini-batch; every denominator counts all of it."""
     batch, whole, settings = part.batch, part.whole, config.policy_loss
-    lengths, chosen, found = whole.response_lengths, whole.selected, batch.advantages
+    lengths, chosen, found, new = whole.new_lengths, whole.selected, batch.advantages, new_tokens(batch)
     assert chosen is not None and found is not None, "no advantages: estimate_advantages comes first"
     assert batch.importance_weights is not None, "no importance weights: correct_for_rollout comes first"
     counted = lengths if whole.accepted_lengths is None else whole.accepted_lengths
@@ -129,7 +131,8 @@ def policy_loss(part: Part, config: AlgorithmConfig) -> PolicyLoss:
         positive_advantages = advantages.self_imitation(batch.returns, batch.values)
 
     def over_tokens(weights: Tensor) -> Tensor:
-        return to_tokens(weights[part.mine], batch.response_cu_seqlens)
+        spread = to_tokens(weights[part.mine], batch.response_cu_seqlens)
+        return spread if new is None else spread * new
 
     return PolicyLoss(
         config=settings,
@@ -166,7 +169,8 @@ def correct_for_rollout(batch: ShardedBatch, config: ImportanceSamplingConfig, r
         found = found * (importance.whole_responses(accepted, bounds) if config.reject == "any_token" else accepted)
     own.importance_weights = found
     if config.rejects and config.rejected == "dropped":
-        batch.fill(accepted_lengths=batch.everywhere(response_lengths(bounds, found)))
+        new = new_tokens(own)
+        batch.fill(accepted_lengths=batch.everywhere(response_lengths(bounds, found if new is None else found * new)))
     recorder.add(importance_metrics(batch, found, log_ratio))
 
 

@@ -55,7 +55,8 @@ class Mode:
 
 
 def modes(plan: Plan) -> list[Mode]:
-    """Synchronous and with partial responses on the GPUs as planned; asynchronous with engines of their own.
+    """Synchronous (with windows, if the run has any) and with partial responses on the GPUs as planned; asynchronous
+    with engines of their own.
 
     Raises:
         BadInput: plan.simulation.engine_gpus leaves the trainer no layout, or none that fits.
@@ -67,8 +68,9 @@ def modes(plan: Plan) -> list[Mode]:
             f"plan.simulation.engine_gpus={given} of {plan.world}: rollout.tp={plan.config.rollout.tp} does not divide "
             "them, or the trainer has no layout that fits the others: give another number, or leave it out"
         )
-    found = []
-    for name, partial in (("synchronous", False), ("partial responses", True)):
+    found, windows = [], plan.config.rollout.windows
+    synchronous = "synchronous" if windows == 1 else f"{windows} windows"
+    for name, partial in ((synchronous, False), ("partial responses", True)):
         scenario = on_shared_gpus(plan, partial, length_of)
         found.append(_mode(plan, name, None, scenario, simulate(scenario)))
     for staleness in sorted({*_STALENESS, plan.config.rollout.asynchronous.max_staleness} - {0}):

@@ -105,6 +105,7 @@ def _mode(config: RolloutConfig, staleness: int, partial: bool) -> RolloutConfig
     modes = {
         "asynchronous": AsynchronousConfig(max_staleness=staleness, weight_sync=ahead),
         "partial_responses": config.partial_responses.model_copy(update={"enabled": partial}),
+        "windows": 1 if staleness or partial else config.windows,
     }
     return config.model_copy(update=modes)
 

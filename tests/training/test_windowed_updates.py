@@ -1,0 +1,127 @@
+"""What a step with windows teaches: the policy new tokens alone, the critic whole responses once they are finished."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from batches import spread
+
+from vapo_megatron.config.algorithm import AlgorithmConfig
+from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.experience.batch import from_samples
+from vapo_megatron.experience.microbatch import Share
+from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.training.advantages import estimate_advantages, teaches_critic
+from vapo_megatron.training.metrics import rollout_metrics
+from vapo_megatron.training.shards import Part
+from vapo_megatron.training.updates import correct_for_rollout, policy_loss, value_loss_of
+
+# Response tokens, the first new one, whether it goes on: begun, going on, finished in its second window, cut for good.
+RESPONSES = [(3, 0, True), (6, 3, True), (5, 3, False), (7, 6, False)]
+REWARDS = [-1.0, -1.0, 1.0, -1.0]
+NEW = torch.tensor([position >= start for length, start, _ in RESPONSES for position in range(length)])
+FINISHED = torch.tensor([not goes_on for length, _, goes_on in RESPONSES for _ in range(length)])
+
+
+def batch_of() -> Any:
+    samples = []
+    for number, ((length, start, goes_on), reward) in enumerate(zip(RESPONSES, REWARDS, strict=True)):
+        reason = "abort" if goes_on else "stop" if reward > 0 else "length"
+        prompt, ids = Prompt(str(number), "", "", (1, 2)), list(range(3, 3 + length))
+        sample = Sample(prompt, number, 0, 0, ids, [-1.0] * length, reason, 0, 0, reward=reward, correct=reward > 0)  # type: ignore[arg-type]
+        sample.window_start = start
+        samples.append(sample)
+    batch = from_samples(samples)
+    generator = torch.Generator().manual_seed(1)
+    batch.values = torch.rand(batch.response_tokens, generator=generator)
+    batch.old_logprobs = batch.rollout_logprobs + 0.3 * torch.randn(batch.response_tokens, generator=generator)
+    return batch
+
+
+def step_of(settings: dict[str, Any]) -> tuple[AlgorithmConfig, Part]:
+    shaping = {"shaping": {"truncated": "window"}, "policy_loss": {"positive_nll": {"coef": 0.1}}}
+    config, whole = AlgorithmConfig.model_validate(shaping | settings), spread(batch_of())
+    with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
+        estimate_advantages(whole, config, recorder)
+        correct_for_rollout(whole, config.importance_sampling, recorder)
+    return config, Part(whole.own, Share([[0, 1, 2, 3]], 4), whole.table, torch.arange(4), [])
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_the_policy_learns_from_each_token_once(aggregation: str) -> None:
+    loss_settings = {"policy_loss": {"aggregation": aggregation, "positive_nll": {"coef": 0.1}}}
+    config, part = step_of(loss_settings)
+    loss = policy_loss(part, config)
+    for weights in (loss.weights, loss.mean_weights, loss.nll_weights):
+        assert weights[~NEW].tolist() == [0.0] * int((~NEW).sum()), "trained before"
+        assert float(weights.sum()) == pytest.approx(1), "its denominator counts new tokens alone"
+    assert (loss.weights[NEW] > 0).all()
+    assert loss.nll_weights.nonzero().flatten().tolist() == [12, 13], "of the only correct response"
+
+
+def test_rejected_tokens_are_counted_among_the_new_ones() -> None:
+    corrected = {"importance_sampling": {"kind": "mis", "rejected": "dropped", "low": 0.9, "high": 1.1}}
+    config, part = step_of(corrected)
+    weights = policy_loss(part, config).weights
+    accepted = NEW & (part.batch.importance_weights != 0)
+    assert 0 < int(accepted.sum()) < int(NEW.sum())
+    assert float(weights[accepted].sum()) == pytest.approx(1)
+
+
+def test_the_critic_learns_the_rewards_of_finished_responses_on_all_their_tokens() -> None:
+    config, part = step_of({})
+    loss = value_loss_of(part, config.value_loss, teaches_critic(part.whole, config.shaping))
+    assert torch.equal(loss.weights > 0, FINISHED)
+    assert loss.targets[FINISHED].tolist() == pytest.approx([1.0] * 5 + [-1.0] * 7)
+
+
+def test_a_window_has_the_value_of_its_last_state_after_it_and_a_finished_response_its_reward() -> None:
+    _, part = step_of({"advantage": {"lambda_policy": 1.0}})
+    values, advantages = part.batch.values, part.batch.advantages
+    torch.testing.assert_close(advantages[3:9], values[8] - values[3:9], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(advantages[14:21], -1.0 - values[14:21], atol=1e-6, rtol=1e-6)
+
+
+def test_whitening_and_metrics_leave_out_what_they_do_not_know() -> None:
+    _, part = step_of({"advantage": {"whiten": "full"}})
+    assert part.batch.advantages[~NEW].tolist() == [0.0] * int((~NEW).sum())
+    assert float(part.batch.advantages[NEW].mean()) == pytest.approx(0, abs=1e-6)
+    row = rollout_metrics(batch_of())
+    assert (row["accuracy/mean"], row["reward/mean"], row["rollout/goes_on_share"]) == (0.5, 0.0, 0.5)
+    assert row["response_length/mean"] == 6 and "response_length/truncated" not in row
+
+
+def config_of(rollout: dict[str, Any], algorithm: dict[str, Any]) -> TrainConfig:
+    shaping = {"shaping": {"truncated": "window"}, "advantage": {"lambda_critic": 1.0}}
+    tree = {
+        "model": {"path": "model"},
+        "data": {"train": "unread.jsonl"},
+        "sampling": {"max_new_tokens": 24},
+        "rollout": {"windows": 3} | rollout,
+        "algorithm": shaping | algorithm,
+    }
+    return TrainConfig.model_validate(tree)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "algorithm", "message"),
+    [
+        ({"windows": 0}, {}, "greater than or equal to 1"),
+        ({}, {"shaping": {}}, "windows=3 with algorithm.shaping.truncated=terminal"),
+        ({"partial_responses": {"enabled": True}}, {}, "windows=3 with partial_responses.enabled=true"),
+        ({"asynchronous": {"max_staleness": 1}}, {}, "windows=3 with asynchronous.max_staleness=1"),
+        ({"router_replay": True}, {}, "windows=3 with router_replay=true"),
+        ({}, {"dynamic_sampling": {"enabled": True}}, "with algorithm.dynamic_sampling.enabled=true"),
+        ({}, {"policy_loss": {"kind": "gspo", "aggregation": "sequence_mean"}}, "with algorithm.policy_loss.kind=gspo"),
+        ({}, {"importance_sampling": {"kind": "tis", "level": "sequence"}}, "importance_sampling.level=sequence"),
+    ],
+)
+def test_what_windows_do_not_go_with_is_refused_by_name(
+    rollout: dict[str, Any], algorithm: dict[str, Any], message: str
+) -> None:
+    config_of({}, {})
+    with pytest.raises(ValueError, match=message):
+        config_of(rollout, algorithm)
