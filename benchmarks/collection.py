@@ -2,17 +2,21 @@
 
     python -m benchmarks.collection [--prompts 32] [--group 8] [--engines 2] [--json FILE]
 
-A random model (0.85 M parameters) on real engines of this machine. "bare" sends the same requests, as many at once, and
-reads nothing of the answers but their length; "collected" is what a step does: groups drawn by the ledger, spread over
-the engines, decoded and graded by verifier processes while others are generated, put in order. With "a straggler" one
-engine answers each group --delay seconds late, on both sides. With "a failing engine" one of them refuses its first
-request and gets nothing more: its groups go to the others, beside which "bare" has the others alone from the start. The
-sides take turns.
+A random model (0.85 M parameters) on real engines of this machine. "bare" sends requests for the responses, as many at
+once, and reads nothing of the answers but their length; "collected" is what a step does: groups drawn by the ledger,
+spread over the engines, decoded and graded by the verifier while others are generated, put in order. "not graded" is
+that without the grading. All send the same prompts with the same seeds, again and again: each gets the same tokens, and
+engines have read the prompts before. Every response says a number as its answer. With "a straggler" one engine answers
+each group --delay seconds late, on both sides. With "a failing engine" one of them refuses its first request and gets
+nothing more: its groups go to the others, beside which "bare" has the others alone from the start. Sides take turns.
+"s of rank 0" are those of the collecting process's cores, a step.
 """
 
 import argparse
 import asyncio
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +34,13 @@ from vapo_megatron.experience.tokenizer import TextTokenizer
 from vapo_megatron.rewards.grading import grade_samples
 from vapo_megatron.rewards.pool import VerifierPool
 from vapo_megatron.rollout.client import Completion, EngineClient
-from vapo_megatron.rollout.dispatcher import Dispatcher
+from vapo_megatron.rollout.dispatcher import Dispatcher, response_seed
 from vapo_megatron.rollout.ledger import Ledger, StepRule
 from vapo_megatron.rollout.request import GroupRequest
 from vapo_megatron.rollout.server import EngineServer
 from vapo_megatron.rollout.stream import GroupStream, Work
 
-EOS = 2
+EOS, SEED = 2, 1
 FAILS = float("inf")
 
 
@@ -54,7 +58,7 @@ class Late(EngineClient):
 
 
 class Bench:
-    """Both ways to get the responses to the next prompts, and how many tokens each got."""
+    """The ways to get the responses to the first prompts. tokens, cores: what each got, and seconds of cores."""
 
     def __init__(self, servers: list[EngineServer], given: argparse.Namespace, folder: Path) -> None:
         self.given, self.config = given, RolloutConfig(num_engines=given.engines, context_length=512)
@@ -62,20 +66,33 @@ class Bench:
         self.sampling = SamplingConfig(max_new_tokens=given.longest)
         data = DataConfig(train=folder / "train.jsonl", max_prompt_tokens=given.prompt)
         self.tokenizer = TextTokenizer(folder / "model", data.prompt)
-        self.prompts = PromptSource(train_prompts(data, self.tokenizer), 1, True)
-        self.tokens: dict[str, list[int]] = {}
+        self.prompts = PromptSource(train_prompts(data, self.tokenizer), SEED, True)
+        self.tokens: set[int] = set()
+        self.cores: dict[str, list[float]] = {}
 
-    def bare(self, delay: float) -> None:
+    def timed(self, name: str, way: Callable[[], int]) -> None:
+        """Once."""
+        start = time.process_time()
+        self.tokens.add(way())
+        self.cores.setdefault(name, []).append(time.process_time() - start)
+
+    def decode(self, token_ids: Any) -> str:
+        """With an answer behind it."""
+        return f"{self.tokenizer.decode(token_ids)}\nAnswer: {len(token_ids) % 9}"
+
+    def bare(self, delay: float) -> int:
         """As many groups at once as the dispatcher has in flight: all."""
-        prompts = self.prompts.take(self.given.prompts)
+        prompts = [self.prompts.at(number) for number in range(self.given.prompts)]
 
         async def run() -> int:
             clients = [Late(address, 600) for address in self.addresses[int(delay == FAILS) :]]
             clients[0].delay = 0.0 if delay == FAILS else delay
-            params = {"temperature": 1.0, "max_new_tokens": self.given.longest, "stop_token_ids": [EOS]}
+            params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": self.given.longest}
+            params["stop_token_ids"] = [EOS]
 
             async def group(number: int, prompt: Prompt) -> int:
-                seeded = [params | {"sampling_seed": prompt.cursor * 1000 + i} for i in range(self.given.group)]
+                seeds = [response_seed(SEED, prompt.cursor, index) for index in range(self.given.group)]
+                seeded = [params | {"sampling_seed": seed} for seed in seeds]
                 found = await clients[number % len(clients)].generate([prompt.token_ids] * self.given.group, seeded)
                 return sum(len(one.token_ids) for one in found)
 
@@ -84,16 +101,17 @@ class Bench:
                 await client.close()
             return sum(counts)
 
-        self.tokens.setdefault(f"bare{delay}", []).append(asyncio.run(run()))
+        return asyncio.run(run())
 
-    def collected(self, delay: float, pool: VerifierPool) -> None:
-        """A step's collection."""
+    def collected(self, delay: float, pool: VerifierPool | None) -> int:
+        """A step's collection; without a pool nothing is graded."""
 
         def request(prompt: Prompt) -> GroupRequest:
-            return GroupRequest(prompt, self.given.group, self.sampling, self.given.longest, 1, 0)
+            return GroupRequest(prompt, self.given.group, self.sampling, self.given.longest, SEED, 0)
 
         def grade(group: list[Sample]) -> None:
-            grade_samples(group, pool, self.tokenizer.decode, RewardConfig())
+            if pool is not None:
+                grade_samples(group, pool, self.decode, RewardConfig())
 
         rule = StepRule(self.given.prompts, 1)
         work = Work(request, grade, lambda group: True, self.given.prompts * self.given.group, 600)
@@ -101,12 +119,10 @@ class Bench:
             first = dispatcher._engines[0]
             first.client = Late(self.addresses[0], 600)
             first.client.delay = delay
-            stream = GroupStream(dispatcher, self.prompts, Ledger(rule, self.prompts.cursor, 0), work)
+            stream = GroupStream(dispatcher, self.prompts, Ledger(rule), work)
             groups = stream.take(lambda responses: None)
-            self.prompts.cursor = stream.ledger.first
             stream.close()
-        counts = sum(len(sample.response_ids) for group in groups for sample in group)
-        self.tokens.setdefault(f"collected{delay}", []).append(counts)
+        return sum(len(sample.response_ids) for group in groups for sample in group)
 
 
 def main() -> None:
@@ -123,7 +139,7 @@ def main() -> None:
     rows, figures = [], []
     with tempfile.TemporaryDirectory() as name, VerifierPool(RewardConfig(workers=1)) as pool:
         folder = Path(name)
-        make_inputs(folder, 4 * given.prompts, given.prompt)
+        make_inputs(folder, given.prompts, given.prompt)
         config = RolloutConfig(num_engines=given.engines, context_length=512)
         servers = [
             EngineServer(folder / "model", config, "float32", folder / f"engine{number}.log")
@@ -136,14 +152,25 @@ def main() -> None:
                 server.wait_until_ready()
             bench = Bench(servers, given, folder)
             for what, delay in (("", 0.0), (", a straggler", given.delay), (", a failing engine", FAILS)):
-                steps = [lambda d=delay: bench.bare(d), lambda d=delay: bench.collected(d, pool)]
-                seconds = in_turns(steps, given.repeats)
-                per_token = []
-                for way, took in zip(("bare", "collected"), seconds, strict=True):
-                    tokens = bench.tokens[f"{way}{delay}"][1:]
-                    per_token.append([s / n for s, n in zip(took, tokens, strict=True)])
-                    rows.append({"responses": way + what, "response tokens/s": float(1 / np.median(per_token[-1]))})
-                figures.append(ratio_figure(f"seconds a token{what}, bare over collected", *per_token))
+                ways: dict[str, Callable[[], int]] = {
+                    "bare": lambda d=delay: bench.bare(d),
+                    "collected": lambda d=delay: bench.collected(d, pool),
+                    "not graded": lambda d=delay: bench.collected(d, None),
+                }
+                if delay:
+                    del ways["not graded"]
+                steps = [lambda n=n + what, way=way: bench.timed(n, way) for n, way in ways.items()]
+                seconds = dict(zip(ways, in_turns(steps, given.repeats), strict=True))
+                tokens = float(np.median(list(bench.tokens)))
+                for way, took in seconds.items():
+                    speed, cores = float(tokens / np.median(took)), float(np.median(bench.cores[way + what][1:]))
+                    rows.append({"responses": way + what, "response tokens/s": speed, "s of rank 0": cores})
+                figures.append(
+                    ratio_figure(f"seconds{what}, bare over collected", seconds["bare"], seconds["collected"])
+                )
+                if not delay:
+                    graded = seconds["not graded"], seconds["collected"]
+                    figures.append(ratio_figure("seconds, not graded over graded", *graded))
         finally:
             for server in servers:
                 server.stop()

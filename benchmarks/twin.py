@@ -40,13 +40,15 @@ PROMPT, LONGEST, STEPS = 20, 300, 4
 
 @dataclass(frozen=True)
 class Rate:
-    """Of an engine: seconds of a decoding step are a + b responses + c tokens of all of them."""
+    """Of an engine: seconds of a decoding step are a + b responses + c tokens of all of them, those of reading a prompt
+    begin + read tokens."""
 
     at_once: int = 24
     a: float = 0.018
     b: float = 0.0003
     c: float = 5e-7
     read: float = 0.0006
+    begin: float = 0.0
 
     def decode_seconds(self, running: float, context: float) -> float:
         """As EngineSpeed's."""
@@ -54,7 +56,7 @@ class Rate:
 
     def prefill_seconds(self, tokens: float) -> float:
         """As EngineSpeed's."""
-        return self.read * tokens
+        return self.begin + self.read * tokens if tokens else 0.0
 
 
 RATE = Rate()
@@ -79,11 +81,11 @@ class Case:
         """Of its responses."""
         return ResponseLengths(Lengths(PROMPT, self.mean, LONGEST, PROMPT), self.spread)
 
-    def scenario(self) -> Scenario:
-        """For the twin."""
+    def scenario(self, rate: Rate = RATE) -> Scenario:
+        """For the twin. rate: of its engines."""
         partial = PartialResponsesConfig(enabled=self.mode == "partial")
         ahead = AsynchronousConfig(max_staleness=self.staleness)
-        rollout = RolloutConfig(max_running_requests=RATE.at_once, asynchronous=ahead, partial_responses=partial)
+        rollout = RolloutConfig(max_running_requests=rate.at_once, asynchronous=ahead, partial_responses=partial)
         return Scenario(
             rollout=rollout,
             batch=BatchConfig(prompts_per_step=16, samples_per_prompt=4),
@@ -91,7 +93,7 @@ class Case:
             max_new_tokens=LONGEST,
             sync_mode=self.mode if self.mode in ("retract", "in_place") else "wait",  # type: ignore[arg-type]
             engines=self.engines,
-            speed=RATE,
+            speed=rate,
             prompt_tokens=PROMPT,
             length_of=self.lengths.draw,
             trainer_seconds=lambda tokens: self.update * tokens / (64 * (PROMPT + self.mean)),
@@ -258,16 +260,22 @@ def serve(cases: Sequence[Case], ports: Any) -> None:
     asyncio.run(run())
 
 
-class StubEngines:
-    """What Rollouts needs of training.engines.Engines, over stubs."""
+class MeasuredEngines:
+    """What Rollouts needs of training.engines.Engines, over servers that do not care what weights they get."""
 
     share_device, failures = False, 0
 
-    def __init__(self, case: Case, scenario: Scenario, ports: Sequence[int]) -> None:
-        self.version, self.count, self.case = -1, len(ports), case
+    def __init__(
+        self,
+        case: Case,
+        scenario: Scenario,
+        addresses: Sequence[EngineAddress],
+        client: Callable[[EngineAddress, float], EngineClient] = EngineClient,
+    ) -> None:
+        self.version, self.count, self.case = -1, len(addresses), case
         self.sync_mode, self.collect_timeout_s = scenario.sync_mode, 600.0
-        self.addresses = [EngineAddress(f"http://127.0.0.1:{port}", "no log") for port in ports]
-        self.dispatcher = Dispatcher(self.addresses, scenario.rollout, (0,))
+        self.addresses = addresses
+        self.dispatcher = Dispatcher(self.addresses, scenario.rollout, (0,), client=client)
         self.update_weights()
 
     def update_weights(self) -> None:
@@ -279,7 +287,7 @@ class StubEngines:
             client = EngineClient(address, 60)
             await client.pause(pause)
             await asyncio.sleep(self.case.sync)
-            await client.send_bucket([], version=self.version)
+            await self.send_weights(client)
             await client.resume()
             await client.close()
 
@@ -287,6 +295,10 @@ class StubEngines:
             await asyncio.gather(*(sync(address) for address in self.addresses))
 
         asyncio.run(all_of_them())
+
+    async def send_weights(self, client: EngineClient) -> None:
+        """The weights, which are none."""
+        await client.send_bucket([], version=self.version)
 
 
 class Graded(SimulatedRollouts):
@@ -304,7 +316,12 @@ class Graded(SimulatedRollouts):
 def measure(case: Case, ports: Sequence[int]) -> Outcome:
     """The run by the wall clock."""
     scenario = case.scenario()
-    engines = StubEngines(case, scenario, ports)
+    addresses = [EngineAddress(f"http://127.0.0.1:{port}", "no log") for port in ports]
+    return run_of(scenario, MeasuredEngines(case, scenario, addresses))
+
+
+def run_of(scenario: Scenario, engines: MeasuredEngines) -> Outcome:
+    """Its steps by the wall clock."""
     rollouts = Graded.of(scenario, engines)
     rollouts.begin_grading(scenario)
     try:
@@ -313,9 +330,9 @@ def measure(case: Case, ports: Sequence[int]) -> Outcome:
         engines.dispatcher.close()
 
 
-def row(number: int, case: Case, measured: Outcome) -> dict[str, Any]:
+def row(number: int, case: Case, measured: Outcome, rate: Rate = RATE) -> dict[str, Any]:
     """Of the table."""
-    said = simulate(case.scenario())
+    said = simulate(case.scenario(rate))
     lengths = f"{case.mean}" if case.spread is None else f"{case.mean}, sigma {case.spread:g}"
     return {
         "run": number,
