@@ -14,7 +14,7 @@ from vapo_megatron.config.value import ValuePretrainingConfig
 
 PRESETS = Path(config.__file__).parent / "presets"
 NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml"))
-SECTIONS = {"algorithm", "value_pretraining", "reward", "batch", "actor", "critic"}
+SECTIONS = {"algorithm", "value_pretraining", "rollout", "reward", "batch", "actor", "critic"}
 
 
 def read(name: str) -> dict[str, Any]:
