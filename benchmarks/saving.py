@@ -1,12 +1,15 @@
-"""Saving a model's training state against torch.save of as many bytes, in one run.
+"""Saving a model's training state and loading it again, against torch.save and torch.load of as many bytes, in one run.
 
     python -m benchmarks.saving [--shape 50m] [--ranks 1 2] [--json FILE]
 
-What a checkpoint of one model takes: float32 weights and both moments of AdamW, cut over data-parallel ranks. The two
-take turns, round by round.
+What a checkpoint of one model takes: float32 weights and both moments of AdamW, cut over data-parallel ranks. Files are
+in memory (/dev/shm), so that no disk shows. The two take turns, round by round.
 
-    plan s     training stands still: agreeing on who writes what, copying to the host; write s: while training goes on
-    torch s    rank 0 writes the same tensors alone, by torch.save
+    plan s     training stands still: agreeing on who writes what, copying to the host; write s: while training goes on,
+               digests included; load s: a resume, every byte read once and compared with its digest
+    save, load GB/s a rank: of its part, from write s and load s; what `plan` takes for hardware.rank_save_gbs and
+               .rank_load_gbs
+    torch s    rank 0 writes as many bytes alone, by torch.save; torch load s: it reads them
 """
 
 import tempfile
@@ -28,15 +31,18 @@ from benchmarks.common import (
     ratio_figure,
     sample_batch,
 )
+from vapo_megatron.checkpoint.host_memory import ROOT
 from vapo_megatron.config.model import ActorConfig
-from vapo_megatron.mcore.dist_saver import plan_save
+from vapo_megatron.mcore.dist_saver import load_training_state, plan_save
+
+PARTS = ("plan", "write", "load", "torch", "torch load")
 
 
 def measure(shape: str, root: str, repeats: int) -> dict[str, Any]:
     """Collective: seconds of each part, round by round, and bytes."""
     model = random_model(SHAPES[shape], ActorConfig(), "float32")
     gradient_step(model, sample_batch([64] * dist.get_world_size(), SHAPES[shape].vocab))()
-    found: dict[str, Any] = {"plan": [], "write": [], "torch": [], "bytes": 0}
+    found: dict[str, Any] = {"bytes": 0, **{name: [] for name in PARTS}}
     for number in range(repeats + 1):
         folder = Path(root) / f"round{number}"
         folder.mkdir(exist_ok=True)
@@ -46,12 +52,13 @@ def measure(shape: str, root: str, repeats: int) -> dict[str, Any]:
         dist.barrier()
         planned = time.perf_counter()
         results: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(results, plan.write()[0])
+        dist.all_gather_object(results, plan.write())
         if dist.get_rank() == 0:
-            plan.close(results)
+            plan.close([result for result, _ in results])
         dist.barrier()
         written = time.perf_counter()
-        took = [planned - start, written - planned]
+        load_training_state(model, folder, {name: facts for _, own in results for name, facts in own.items()})
+        took = [planned - start, written - planned, time.perf_counter() - written]
         if dist.get_rank() == 0:
             found["bytes"] = sum(file.stat().st_size for file in folder.iterdir())
             tensors = [torch.ones(found["bytes"] // 4 // 16) for _ in range(16)]
@@ -60,10 +67,13 @@ def measure(shape: str, root: str, repeats: int) -> dict[str, Any]:
                 torch.save(tensors, out)
                 out.flush()
             took.append(time.perf_counter() - start)
+            start = time.perf_counter()
+            torch.load(folder / "torch.pt", weights_only=True)
+            took.append(time.perf_counter() - start)
             for file in folder.iterdir():
                 file.unlink()
             if number:
-                for name, seconds in zip(("plan", "write", "torch"), took, strict=True):
+                for name, seconds in zip(PARTS, took, strict=True):
                     found[name].append(seconds)
         dist.barrier()
     return found
@@ -78,12 +88,15 @@ def main() -> None:
     given = arguments.parse_args()
     rows, figures = [], []
     for ranks in given.ranks:
-        with tempfile.TemporaryDirectory() as root:
+        with tempfile.TemporaryDirectory(dir=ROOT) as root:
             found = over_ranks(ranks, measure, given.shape, root, given.repeats)
-        medians = {f"{name} s": float(np.median(found[name])) for name in ("plan", "write", "torch")}
-        rows.append({"ranks": ranks, "GB": found["bytes"] / 1e9, **medians})
+        medians = {f"{name} s": float(np.median(found[name])) for name in PARTS}
+        share = found["bytes"] / 1e9 / ranks
+        rates = {f"{done} GB/s": share / medians[f"{name} s"] for done, name in (("save", "write"), ("load", "load"))}
+        rows.append({"ranks": ranks, "GB": found["bytes"] / 1e9, **medians, **rates})
         whole = np.add(found["plan"], found["write"])
         figures.append(ratio_figure(f"{ranks} ranks, torch.save over a checkpoint's model", found["torch"], whole))
+        figures.append(ratio_figure(f"{ranks} ranks, torch.load over a resume's", found["torch load"], found["load"]))
     publish(f"{given.shape}, weights and AdamW", rows, given.json, figures)
 
 

@@ -125,6 +125,6 @@ def test_halves_of_two_units_are_not_mixed(tmp_path: Path) -> None:
 def test_a_newer_format_is_refused_as_such(tmp_path: Path) -> None:
     checkpoint = make_unit(tmp_path / "checkpoint")
     content = json.loads((checkpoint / "manifest.json").read_text())
-    (checkpoint / "manifest.json").write_text(json.dumps(content | {"format": 2, "something": "new"}))
-    with pytest.raises(BadInput, match="format 2, this version reads up to 1"):
+    (checkpoint / "manifest.json").write_text(json.dumps(content | {"format": 3, "something": "new"}))
+    with pytest.raises(BadInput, match="format 3, this version reads up to 2"):
         check(checkpoint)

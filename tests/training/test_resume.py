@@ -32,6 +32,7 @@ from vapo_megatron.checkpoint.checkpoints import list_checkpoints
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
+from vapo_megatron.training.models import load_models
 from vapo_megatron.training.resume import open_resumed
 from vapo_megatron.training.start import is_finished, prepare_start
 
@@ -183,14 +184,14 @@ def refusal(config: TrainConfig) -> str:
     try:
         start = prepare_start(config, lambda: None, lambda: None)
         assert start.checkpoint is not None
-        return str(run_ranks(1, opened, start.checkpoint)[0])
+        return str(run_ranks(1, opened, config, start.checkpoint)[0])
     except BadInput as error:
         return str(error)
 
 
-def opened(checkpoint: Path) -> str:
+def opened(config: TrainConfig, checkpoint: Path) -> str:
     try:
-        open_resumed(checkpoint)
+        load_models(config, open_resumed(checkpoint))
     except BadInput as error:
         return str(error)
     return f"rank {dist.get_rank()} would go on"
@@ -253,7 +254,7 @@ def of_the_future(checkpoint: Path) -> None:
             r"step_000003: actor/__0_\d.distcp has \d+ bytes, its manifest says \d+: the checkpoint is damaged",
         ),
         (mix, r"step_000003: critic/ is of this run's step 2 .* model parts of two checkpoints cannot be mixed"),
-        (of_the_future, r"format 99, this version reads up to 1"),
+        (of_the_future, r"format 99, this version reads up to 2"),
         (lambda checkpoint: (checkpoint / "manifest.json").unlink(), r"step_000003: manifest.json is missing"),
     ],
 )

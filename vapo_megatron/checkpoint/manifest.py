@@ -15,7 +15,7 @@ from vapo_megatron.errors import BadInput
 
 MANIFEST_FILE = "manifest.json"
 MODEL_PART_FILE = "model_part.json"
-FORMAT = 1
+FORMAT = 2
 
 
 class Damaged(BadInput):
@@ -26,7 +26,11 @@ class FileFacts(Section):
     """A file of a checkpoint."""
 
     bytes: int = Field(ge=0, description="size")
-    sha256: str = Field(description="hexadecimal digest of the content")
+    sha256: str = Field(description="hexadecimal digest of the content; of a file in pieces, of their digests")
+    pieces: dict[int, str] = Field(
+        default_factory=dict,
+        description="of a file that is read in pieces, each by whoever needs it: their digests by their first bytes",
+    )
 
 
 class ModelPart(Section):
@@ -55,7 +59,7 @@ class Manifest(ModelPart):
 
 
 class DigestedFile:
-    """A new file whose size and digest are known once it is written, without reading it again.
+    """A new file in pieces, whose size and digests are known once it is written, without reading it again.
 
     As much of a binary stream as torch.save writes into: bytes go to its end alone. Use as a context manager.
     """
@@ -63,7 +67,8 @@ class DigestedFile:
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
         self._file = path.open("wb")
-        self._digest = hashlib.sha256()
+        self._digest, self._start = hashlib.sha256(), 0
+        self._pieces: dict[int, str] = {}
 
     def write(self, data: Any) -> int:
         """Append bytes, or what has their buffer. Raises OSError."""
@@ -77,11 +82,17 @@ class DigestedFile:
     def flush(self) -> None:
         """Nothing: finish() does."""
 
+    def end_piece(self) -> None:
+        """What was written since the last piece is one."""
+        self._pieces[self._start] = self._digest.hexdigest()
+        self._digest, self._start = hashlib.sha256(), self.tell()
+
     def finish(self) -> FileFacts:
-        """What is in the file, which is on the disk then. Raises OSError."""
+        """What is in the file, which is on the disk then; its last piece has been ended. Raises OSError."""
         self._file.flush()
         os.fsync(self._file.fileno())
-        return FileFacts(bytes=self._file.tell(), sha256=self._digest.hexdigest())
+        joined = hashlib.sha256("".join(self._pieces.values()).encode())
+        return FileFacts(bytes=self.tell(), sha256=joined.hexdigest(), pieces=self._pieces)
 
     def __enter__(self) -> Self:
         return self
@@ -163,7 +174,10 @@ def check_structure(checkpoint: Path, manifest: Manifest) -> None:
 
 
 def check_contents(checkpoint: Path, files: Mapping[Path, FileFacts]) -> str | None:
-    """What is wrong with the first of some files of a checkpoint that differs from its digest; None if nothing is."""
+    """What is wrong with the first of some files of a checkpoint that differs from its digest; None if nothing is.
+
+    Files in pieces are not for this: mcore/verified_reader.py.
+    """
     for path, facts in files.items():
         name = _shown(path, checkpoint)
         try:
@@ -171,11 +185,16 @@ def check_contents(checkpoint: Path, files: Mapping[Path, FileFacts]) -> str | N
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
         if found != facts:
-            return (
-                f"the content of {name} has changed since it was saved (sha256 {found.sha256[:12]}…, the manifest "
-                f"says {facts.sha256[:12]}…)"
-            )
+            return changed(name, found.sha256, facts.sha256)
     return None
+
+
+def changed(name: str, found: str, expected: str) -> str:
+    """What is wrong with a file that has another digest than it should have."""
+    return (
+        f"the content of {name} has changed since it was saved (sha256 {found[:12]}…, the manifest says "
+        f"{expected[:12]}…)"
+    )
 
 
 def _shown(path: Path, checkpoint: Path) -> str:

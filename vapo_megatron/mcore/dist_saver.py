@@ -8,13 +8,12 @@ rank's part is written by whatever thread calls write(), and nothing but plan_sa
 import copy
 import inspect
 import queue
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing, fp8_utils
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
@@ -33,6 +32,7 @@ from vapo_megatron.errors import BadInput
 from vapo_megatron.mcore import dist_optimizer
 from vapo_megatron.mcore.precision import keeps_fp8, stored_bytes
 from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.mcore.verified_reader import VerifyingReader, VerifyingStrategy, refuse_damage
 from vapo_megatron.weights.torch_dist import LOAD_ERRORS, load_reason
 
 _BACKEND, _VERSION, _FILES_PER_RANK = "torch_dist", 1, 2
@@ -71,6 +71,7 @@ class PlannedSave:
                         self.writer.transforms, into, content, item, key, SerializationFormat.TORCH_SAVE
                     )
                     results.append(written)
+                    file.end_piece()
                 facts[Path(path).name] = file.finish()
         self.writer.write_buckets = None  # the copies may go
         return results, facts
@@ -119,19 +120,23 @@ def plan_save(trainable: Trainable, folder: Path) -> PlannedSave:
     return PlannedSave(folder, writer, metadata, copy.deepcopy(common))
 
 
-def load_training_state(trainable: Trainable, folder: Path) -> None:
+def load_training_state(trainable: Trainable, folder: Path, files: Mapping[str, FileFacts]) -> None:
     """Collective: fill a prepared model, its optimizer and its schedule from a checkpoint, saved at whatever layout.
 
+    files: of the folder, those in pieces; what is read is compared with their digests, and so is what nobody needs.
+
     Raises:
+        Damaged: on every rank, a file is not what was saved.
         BadInput: the checkpoint does not fit the model, or cannot be read.
     """
+    reader = VerifyingReader(folder, files)
     with torch.no_grad():
         for chunk in trainable.chunks:
             for parameter in chunk.parameters():
                 parameter.zero_()  # rows of a vocabulary's padding are in no checkpoint of another layout
 
     def load(state: dict[str, Any]) -> dict[str, Any]:
-        strategy = dist_checkpointing.serialization.get_default_load_sharded_strategy(str(folder))
+        strategy: Any = VerifyingStrategy(reader)
         if trainable.mesh.pg.dp_cp.size() > 1 and trainable.optimizer is not None:
             strategy = FullyParallelLoadStrategyWrapper(strategy, trainable.mesh.pg.dp_cp)
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder), strategy)
@@ -140,11 +145,12 @@ def load_training_state(trainable: Trainable, folder: Path) -> None:
     try:
         dist_optimizer.load_training_state(trainable, load)
     except LOAD_ERRORS as error:
+        refuse_damage(error)
         raise BadInput(
             f"{folder}: does not fit this model, or is damaged ({load_reason(error)}): resume with the config it was "
             f"saved with; if that is so, {CHECKPOINT_HELP}"
         ) from None
-    dist.barrier()
+    reader.check_rest()
 
 
 def _live_tensors(trainable: Trainable) -> list[torch.Tensor]:

@@ -1,6 +1,6 @@
 """Everything that a run shows and keeps, behind one object: console, metrics, samples, alarms."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,7 @@ from vapo_megatron.monitoring.console import Advance, RunConsole
 from vapo_megatron.monitoring.facts import write_environment
 from vapo_megatron.monitoring.metrics import MetricsWriter
 from vapo_megatron.monitoring.samples import Decode, SampleWriter
-from vapo_megatron.monitoring.timers import MemoryGauge, PhaseTimer, host_gauge
+from vapo_megatron.monitoring.timers import PhaseTimer
 from vapo_megatron.monitoring.trackers import Record, Row, Trackers, start_trackers
 
 
@@ -29,18 +29,16 @@ class Recorder:
         config: MonitoringConfig,
         is_main_rank: bool,
         start_step: int = 0,
-        device_gauges: Mapping[str, tuple[Callable[[], object], Callable[[], int]]] | None = None,
-        synchronize: Callable[[], object] = lambda: None,
+        timer: PhaseTimer | None = None,
         decode: Decode | None = None,
     ) -> None:
         """start_step: rows of metrics from this step on are removed first (a resumed run); 0 starts afresh.
-        device_gauges: high-water marks beside the host's, as (reset, peak) by name; synchronize waits for the device.
+        timer: has timed what was before; None for a new one.
         decode: token ids to text, for estimates; None where there are none.
         """
         self.run_dir, self.is_main_rank = run_dir, is_main_rank
         self.console = RunConsole(enabled=is_main_rank)
-        gauges = {name: MemoryGauge(*calls) for name, calls in (device_gauges or {}).items()}
-        self.timer = PhaseTimer({"memory": host_gauge()} | gauges, synchronize)
+        self.timer = timer or PhaseTimer()
         self._row: dict[str, float] = {}
         self._metrics = MetricsWriter(run_dir, start_step) if is_main_rank else None
         kept = self._metrics.kept if self._metrics is not None else []

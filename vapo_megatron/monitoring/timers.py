@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +61,7 @@ class PhaseTimer:
     """
 
     def __init__(
-        self, gauges: dict[str, MemoryGauge] | None = None, synchronize: Callable[[], object] = lambda: None
+        self, gauges: Mapping[str, MemoryGauge] | None = None, synchronize: Callable[[], object] = lambda: None
     ) -> None:
         """gauges by the name their metrics get (default: {"memory": host_gauge()}); synchronize waits for the device,
         so that a phase is charged with what it launched."""

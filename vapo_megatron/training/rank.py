@@ -11,7 +11,9 @@ from vapo_megatron.cluster.watchdog import Watchdog
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.experience.tokenizer import TextTokenizer
 from vapo_megatron.mcore.platform import current_platform
+from vapo_megatron.monitoring.console import RunConsole
 from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.monitoring.timers import MemoryGauge, PhaseTimer, host_gauge
 from vapo_megatron.rewards.pool import VerifierPool
 from vapo_megatron.training.broadcast import broadcast_value
 from vapo_megatron.training.checkpoint import Checkpointer
@@ -35,23 +37,12 @@ def train_rank(config: TrainConfig, run_dir: Path, start: Start) -> None:
     """
     is_main_rank, model_dir, platform = dist.get_rank() == 0, Path(config.model.path), current_platform()
     tokenizer, spec = TextTokenizer(model_dir, config.data.prompt), read_spec(model_dir)
+    gauges = {name: MemoryGauge(*calls) for name, calls in platform.memory_gauges().items()}
+    timer = PhaseTimer({"memory": host_gauge()} | gauges, platform.synchronize)
     resumed = open_resumed(start.checkpoint) if start.checkpoint is not None else None
-    if resumed is not None and is_main_rank:
-        restore_run_files(run_dir, resumed, config)
     with ExitStack() as stack:
         if config.robustness.hangs.enabled:
             stack.callback(watch(config, run_dir).close)
-        recorder = stack.enter_context(
-            Recorder(
-                run_dir,
-                config.monitoring,
-                is_main_rank,
-                start_step=resumed.progress.step + 1 if resumed is not None else 0,
-                device_gauges=platform.memory_gauges(),
-                synchronize=platform.synchronize,
-                decode=tokenizer.decode,
-            )
-        )
         engines = stack.enter_context(
             Engines(
                 config.rollout,
@@ -66,8 +57,20 @@ def train_rank(config: TrainConfig, run_dir: Path, start: Start) -> None:
         verifier = stack.enter_context(VerifierPool(config.reward)) if is_main_rank else None
         if not engines.share_device:
             engines.start()  # while the models load
-        with recorder.phase("load_models"):
+        with timer("load_models"), RunConsole(enabled=is_main_rank).phase("load models"):
             models = load_models(config, resumed)
+        if resumed is not None and is_main_rank:
+            restore_run_files(run_dir, resumed, config)
+        recorder = stack.enter_context(
+            Recorder(
+                run_dir,
+                config.monitoring,
+                is_main_rank,
+                start_step=resumed.progress.step + 1 if resumed is not None else 0,
+                timer=timer,
+                decode=tokenizer.decode,
+            )
+        )
         updates = SickUpdates(config.robustness.updates, resumed.progress.updates if resumed is not None else None)
         models.judge_updates(updates)
         rollouts = make_rollouts(config, spec, engines, tokenizer, verifier, resumed)

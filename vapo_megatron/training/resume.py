@@ -1,5 +1,5 @@
-"""Going on from a checkpoint: it is proven whole, and the run directory is put back to where the checkpoint was
-saved."""
+"""Going on from a checkpoint: it is proven whole while it is read, and then the run directory is put back to where the
+checkpoint was saved."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -15,7 +15,6 @@ from vapo_megatron.checkpoint.manifest import (
     Manifest,
     check_contents,
     check_structure,
-    damaged,
     needed_files,
     read_manifest,
 )
@@ -26,6 +25,7 @@ from vapo_megatron.config.load import dump_config
 from vapo_megatron.mcore.dist_saver import load_training_state
 from vapo_megatron.mcore.rng import set_rng_state
 from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.mcore.verified_reader import refuse_together
 from vapo_megatron.training.recorded_rollouts import remove_unneeded
 
 # Files of the run directory that go along with a checkpoint, so that a resumed run has them as they were.
@@ -65,7 +65,7 @@ class SavedModel:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A checkpoint that is proven whole."""
+    """A checkpoint that is proven whole, but for the models, which are as they are loaded."""
 
     checkpoint: Path
     name: CheckpointName
@@ -73,8 +73,16 @@ class Resumed:
     progress: Progress
 
     def load(self, model: Trainable, name: str) -> None:
-        """Collective: fill a prepared (or frozen) model."""
-        load_training_state(model, self.checkpoint / name)
+        """Collective: fill a prepared (or frozen) model.
+
+        Raises:
+            BadInput: on every rank, naming what is wrong with the checkpoint.
+        """
+        own = f"{name}/"
+        files = {path: facts for path, facts in self.manifest.files.items() if path.startswith(own) and facts.pieces}
+        load_training_state(
+            model, self.checkpoint / name, {path.removeprefix(own): facts for path, facts in files.items()}
+        )
 
     @property
     def graded_groups(self) -> bytes:
@@ -95,7 +103,8 @@ def layouts(models: Mapping[str, SavedModel]) -> dict[str, str]:
 
 
 def open_resumed(checkpoint: Path) -> Resumed:
-    """Collective: read a checkpoint and compare every byte of it with its manifest, each rank a share of the files.
+    """Collective: read a checkpoint but for the models, and compare every byte with its manifest, each rank a share
+    of the files. Resumed.load does so with the models.
 
     Raises:
         BadInput: on every rank, naming what is wrong with the checkpoint.
@@ -103,16 +112,10 @@ def open_resumed(checkpoint: Path) -> Resumed:
     manifest = read_manifest(checkpoint)
     check_structure(checkpoint, manifest)
     rank, world = dist.get_rank(), dist.get_world_size()
-    files = needed_files(checkpoint, manifest)
+    files = {path: facts for path, facts in needed_files(checkpoint, manifest).items() if not facts.pieces}
     by_size = sorted(files, key=lambda path: (files[path].bytes, path))
     wrong = check_contents(checkpoint, {path: files[path] for path in by_size[rank::world]})
-    found: list[str | None] = [None] * world
-    dist.all_gather_object(found, wrong)
-    first = next((text for text in found if text is not None), None)
-    if first is not None:
-        error = damaged(checkpoint, first)
-        error.shared = True
-        raise error
+    refuse_together(checkpoint, wrong)
     name = CheckpointName.parse(checkpoint.name)
     assert name is not None
     return Resumed(checkpoint, name, manifest, read_progress(checkpoint, manifest))

@@ -88,8 +88,6 @@ def sft_rank(config: SftConfig, run_dir: Path, start: Start) -> None:
     resumed = open_resumed(start.checkpoint) if start.checkpoint is not None else None
     if resumed is not None:
         on_rank_zero(partial(check_same_data, config, data, resumed.progress.demonstrations))
-        if dist.get_rank() == 0:
-            restore_run_files(run_dir, resumed, config)
     spec = read_spec(Path(config.model.path))
     mesh = make_mesh(config.actor.layout, "actor")
     actor = Trainable(spec, config.model, config.actor, mesh, "lm", name="actor", seed=config.run.seed)
@@ -103,6 +101,8 @@ def sft_rank(config: SftConfig, run_dir: Path, start: Start) -> None:
     if resumed is not None:
         resumed.load(actor, "actor")
         resumed.restore_generators(saved)
+        if dist.get_rank() == 0:
+            restore_run_files(run_dir, resumed, config)
         first = resumed.progress.step + 1
     steps = planned_steps(config, batch.samples)
     order = batch_order(batch.samples, config.data.batch_size, steps, config.run.seed)
