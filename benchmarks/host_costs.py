@@ -10,13 +10,15 @@ loopback; what goes over a network is worked out beside it, at --gbps a node of 
     batch       rank 0: samples become the batch
     scatter     rank 0: the batch is sent to where samples are at home; the other rank stands for all others
     plan        every rank: all samples are shared out, for actor and critic, and each mini-batch of --minibatches for
-                both; one rank's are put into micro-batches
+                both; one rank's are put into micro-batches. "plan once" is one such sharing of all samples
     advantages  every rank, on the samples at home: GAE, whitening, the critic's measures; sums are joined over the two
     pack        every rank: what it scores and trains becomes tensors of micro-batches
     network     worked out: rank 0's rollout, then what models are sent of it and what they find
+    GB          by which rank 0's memory has grown at its peak, up to the end of scatter
 
-It takes a minute. The full sizes: --tokens 49000000 168000000 393000000 (minutes, and 15 GB). Growth is that of seconds
-with tokens over an eighth, a quarter, a half and the whole of the first size: 1 is linear.
+It takes a minute. The full sizes: --tokens 49000000 168000000 393000000 (minutes, and 16 GB). Growth is that of seconds
+with tokens over an eighth, a quarter, a half and the whole of the first size: 1 is linear. Beside what large runs are
+meant to take, the figures are put below the table.
 """
 
 import time
@@ -36,6 +38,7 @@ from vapo_megatron.experience.batch import ExperienceBatch, SampleTable, from_sa
 from vapo_megatron.experience.microbatch import pack
 from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.monitoring.timers import host_gauge
 from vapo_megatron.rollout.client import EngineClient
 from vapo_megatron.rollout.server import EngineAddress
 from vapo_megatron.training.advantages import estimate_advantages
@@ -44,6 +47,14 @@ from vapo_megatron.training.shards import ShardedBatch, cut, scatter
 PROMPT = Prompt("", "", "", tuple(range(200)))
 META = {"finish_reason": {"type": "stop"}, "weight_versions": [{"version": "1"}]}
 RANKS_PER_NODE = 8
+# Rows that are no part of the sum of seconds.
+BESIDE = ("plan once", "GB")
+# Of a row: from so many tokens on, what large runs are meant to take at most.
+GOALS = {
+    "GB": (160_000_000, 12.0, "GB of rank 0 at 512 x 16 x 20k tokens, of a node's"),
+    "plan once": (390_000_000, 2.0, "seconds to share out 65,536 samples"),
+    "all": (390_000_000, 60.0, "seconds of host time in a step of 65,536 x 6k tokens at 1,024 GPUs"),
+}
 # Bytes per token that go over the network: the rollout; token and rollout log-prob for actor and critic to score, and
 # log-prob, entropy and value home; for their updates token and rollout log-prob, with values and returns (critic), with
 # old log-prob, advantage and importance weight (actor).
@@ -93,9 +104,13 @@ def measure(tokens: int, length: int, group: int, ranks: int, dp: int, minibatch
         return answer
 
     lengths = heavy_tailed_lengths(max(2 * group, tokens // length), length, 20_000)
+    memory = host_gauge()
+    memory.reset()
+    before = memory.peak()
     batch = collected(lengths, group, timed) if main_rank else None
     dist.barrier()
     shards = timed("scatter", scatter, batch)
+    grown = memory.peak() - before
     del batch
     table, planner = shards.table, Planner(dp)
 
@@ -107,6 +122,7 @@ def measure(tokens: int, length: int, group: int, ranks: int, dp: int, minibatch
                 planner.plan(part, range(len(part)))[0]
         return whole[0]
 
+    timed("plan once", lambda: planner.plan(table.lengths, range(table.samples))[0])
     found = timed("plan", plan)
     found[0]
     # The first two ranks of a run: what is at home with the others is nowhere here, and counts as zeros.
@@ -130,7 +146,7 @@ def measure(tokens: int, length: int, group: int, ranks: int, dp: int, minibatch
 
     timed("pack", packed)
     dist.barrier()
-    return seconds
+    return seconds | {"GB": grown / 1e9}
 
 
 def zeros(table: SampleTable) -> ExperienceBatch:
@@ -170,20 +186,24 @@ def main() -> None:
     found = {size: answers[str(size)] for size in sizes}
     for size, seconds in found.items():
         seconds["network"] = network_seconds(size, given.ranks, given.dp, given.gbps)
+    for figures in found.values():
+        figures["all"] = sum(value for part, value in figures.items() if part not in BESIDE)
     rows = []
-    for part in found[first]:
+    for part in [*(part for part in found[first] if part not in BESIDE), *BESIDE]:
         row: dict[str, Any] = {"part": part}
-        row |= {f"s at {size / 1e6:.0f} M tokens": found[size][part] for size in given.tokens}
+        row |= {f"at {size / 1e6:.0f} M tokens": found[size][part] for size in given.tokens}
         exponent = growth(sizes[:4], [max(found[size][part], 1e-6) for size in sizes[:4]])
         rows.append(row | {"growth": exponent})
-    sums = {name: sum(row[name] for row in rows) for name in rows[0] if name.startswith("s at")}
-    rows.append({"part": "all", **sums, "growth": growth(sizes[:4], [sum(found[size].values()) for size in sizes[:4]])})
     publish(
-        f"responses of {given.length} tokens on average, {given.ranks} ranks, {given.dp} data-parallel, "
-        f"{given.gbps:g} Gb/s a node",
+        f"seconds of a step; responses of {given.length} tokens on average, {given.ranks} ranks, "
+        f"{given.dp} data-parallel, {given.gbps:g} Gb/s a node",
         rows,
         given.json,
     )
+    for size, figures in found.items():
+        for part, (tokens, limit, what) in GOALS.items():
+            if tokens <= size < 1.2 * tokens:
+                print(f"goal: {what}: {figures[part]:.3g}, at most {limit:g}")
 
 
 if __name__ == "__main__":

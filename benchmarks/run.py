@@ -41,7 +41,9 @@ PARTS = {
     "collection": Part("What do collecting and grading add to the engines' time?"),
     "rollout_host": Part("What do responses cost rank 0?"),
     "twin": Part("How far off is `plan --simulate`?"),
-    "host_costs": Part("What does a step cost the host at the sizes of large runs?"),
+    "host_costs": Part(
+        "What does a step cost the host at the sizes of large runs?", ("--tokens", "49000000", "168000000")
+    ),
     "batch_copies": Part("What does a batch cost the ranks of a machine?"),
     "verifier": Part("How fast is the verifier?"),
     "gae": Part("How fast is GAE?"),

@@ -9,6 +9,7 @@ from plans import ROOT
 
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.algorithm import DynamicSamplingConfig
+from vapo_megatron.config.hardware import HardwareConfig
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.errors import BadInput
@@ -123,3 +124,23 @@ def test_a_critic_that_has_no_room_gets_a_budget_of_its_own() -> None:
     room = proposal.plan.hardware.usable_memory
     training = [phase.total for phase in proposal.plan.memory.phases if phase.phase == "update_critic"]
     assert room - 6 * GIB < training[0] + 1 * GIB and training[0] <= room - 5 * GIB
+
+
+def test_a_checkpoint_is_written_and_read_by_all_ranks() -> None:
+    found = plan("hardware.storage_gbs=1e6").saving
+    # The critic has a value head in place of 0.78e9 weights.
+    assert found.bytes == pytest.approx(14 * (2 * 32.76e9 - 0.78e9), rel=2e-3)
+    share = found.bytes / 128 / 1e9
+    assert found.writes == pytest.approx(share / HardwareConfig().rank_save_gbs, rel=0.01)
+    twice = plan("hardware.storage_gbs=1e6", world=256).saving
+    assert twice.bytes == pytest.approx(found.bytes, rel=1e-6)
+    assert twice.writes == pytest.approx(found.writes / 2, rel=0.01) and twice.waits < found.waits
+    slow = plan("hardware.storage_gbs=1").saving
+    assert slow.writes == pytest.approx(slow.bytes / 1e9) and slow.resumes > slow.bytes / 1e9
+
+
+def test_an_engine_may_be_on_several_nodes() -> None:
+    two = plan("rollout.tp=16")
+    assert two.memory.engine.weights == plan("rollout.tp=8").memory.engine.weights / 2
+    with pytest.raises(BadInput, match=r"rollout\.tp=24 neither divides the 8 GPUs of a node nor"):
+        plan("rollout.tp=24")

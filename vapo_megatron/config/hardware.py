@@ -6,6 +6,9 @@ from pydantic import Field
 
 from vapo_megatron.config.base import Section
 
+# Measured: python -m benchmarks.saving, one rank, into memory (docs/performance.md).
+SAVE_GBS, LOAD_GBS = 0.6, 0.6
+
 Kind = Literal["a100-40g", "a100-80g", "h100-80g", "h200-141g", "b200-180g"]
 
 
@@ -70,5 +73,14 @@ class HardwareConfig(Section):
         6.0,
         ge=0,
         description="node memory of a rank and its engine beside tensors: libraries, pinned buffers; an assumption",
+    )
+    storage_gbs: float = Field(
+        20.0, gt=0, description="rate of the file system of run.root, of all nodes together; an assumption"
+    )
+    rank_save_gbs: float = Field(
+        SAVE_GBS, gt=0, description="rate at which a rank puts tensors into files and makes digests of them"
+    )
+    rank_load_gbs: float = Field(
+        LOAD_GBS, gt=0, description="rate at which a rank reads them, compares them with their digests and uses them"
     )
     efficiency: EfficiencyConfig = EfficiencyConfig()

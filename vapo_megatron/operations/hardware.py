@@ -69,6 +69,9 @@ class Hardware:
     engine_overhead: float
     fragmentation: float
     rank_memory: float
+    storage: float
+    rank_save: float
+    rank_load: float
     efficiency: EfficiencyConfig
 
     @property
@@ -104,5 +107,8 @@ def resolve(config: HardwareConfig) -> Hardware:
         engine_overhead=config.engine_overhead_gib * GIB,
         fragmentation=config.fragmentation,
         rank_memory=config.rank_memory_gib * GIB,
+        storage=config.storage_gbs * _GIGA,
+        rank_save=config.rank_save_gbs * _GIGA,
+        rank_load=config.rank_load_gbs * _GIGA,
         efficiency=config.efficiency,
     )

@@ -34,7 +34,10 @@ def assumptions(plan: Plan) -> list[str]:
         "fragmentation (hardware.trainer_overhead_gib, .engine_overhead_gib, .fragmentation)",
         "communication does not overlap with computation, grading overlaps with generation "
         f"({config.plan.grade_seconds:g} s a response on each of {config.reward.workers} reward.workers, "
-        "plan.grade_seconds); starting and checkpoints are not counted",
+        "plan.grade_seconds); starting and checkpoints are not counted in steps",
+        f"checkpoints: the file system takes and gives {hardware.storage / 1e9:g} GB/s in all, a rank puts "
+        f"{hardware.rank_save / 1e9:g} GB/s of tensors into files and takes {hardware.rank_load / 1e9:g} GB/s out, "
+        "digests included (hardware.storage_gbs, .rank_save_gbs, .rank_load_gbs)",
         f"the engine with most tokens has {uneven:.2f} times the mean, as half of the variance of lengths is between "
         "prompts",
     ]

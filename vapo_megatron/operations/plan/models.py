@@ -82,6 +82,10 @@ class PlannedModel:
         """
         return (self.width + OPTIMIZER_BYTES) * self._share(self.shard(stage))
 
+    def bytes_held(self, stage: int) -> float:
+        """Bytes of a saved unit that a rank of a stage and its replicas hold alike."""
+        return (self.width + OPTIMIZER_BYTES) * float(self.shard(stage).parameters)
+
     def _share(self, held: Shard) -> float:
         """Parameters of a rank, shared out among the ranks that hold the same ones."""
         layout = self.layout

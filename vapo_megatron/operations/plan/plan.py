@@ -10,7 +10,9 @@ from vapo_megatron.operations.plan.lengths import Lengths, planned_lengths
 from vapo_megatron.operations.plan.measured import measured_efficiency
 from vapo_megatron.operations.plan.memory import Memory, plan_memory
 from vapo_megatron.operations.plan.models import PlannedModel, planned_models
+from vapo_megatron.operations.plan.saving import Saving, plan_saving
 from vapo_megatron.operations.plan.time import StepTime, plan_time
+from vapo_megatron.rollout.node_part import check_engine_size
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Plan:
     models: dict[str, PlannedModel]
     memory: Memory
     time: StepTime
+    saving: Saving
     evaluation_samples: int
     evaluations: int
 
@@ -69,9 +72,7 @@ def make_plan(config: PlanConfig, world: int, evaluation_samples: int = 0) -> Pl
             "rollout.external_urls: a plan knows engines that share the GPUs of the run alone: leave it out, and "
             "what plan says of the trainer's memory is an upper bound"
         )
-    local = min(world, hardware.gpus_per_node)
-    if local % config.rollout.tp or world % config.rollout.tp:
-        raise BadInput(f"rollout.tp={config.rollout.tp} does not divide the {local} GPUs of a node: choose a divisor")
+    check_engine_size(config.rollout.tp, min(world, hardware.gpus_per_node), world)
     if world > hardware.gpus_per_node and world % hardware.gpus_per_node:
         raise BadInput(
             f"{world} GPUs are no whole number of nodes of hardware.gpus_per_node={hardware.gpus_per_node}: choose a "
@@ -83,7 +84,9 @@ def make_plan(config: PlanConfig, world: int, evaluation_samples: int = 0) -> Pl
         hardware = replace(hardware, efficiency=reached)
     memory = plan_memory(config, models, hardware, lengths)
     time = plan_time(config, models, memory.engine, hardware, lengths, evaluation_samples)
-    return Plan(config, world, hardware, lengths, models, memory, time, evaluation_samples, _evaluations(config))
+    saving = plan_saving(models, hardware)
+    counted = evaluation_samples, _evaluations(config)
+    return Plan(config, world, hardware, lengths, models, memory, time, saving, *counted)
 
 
 def _evaluations(config: PlanConfig) -> int:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich import box
@@ -55,6 +56,7 @@ def as_json(plan: Plan, budgets: Mapping[str, int | None], proposal: Proposal | 
             "value_pretraining": _finite(time.value_pretraining),
             "evaluation": _number(time.evaluation),
         },
+        "checkpoint": asdict(plan.saving),
         "run": {"seconds": _finite(plan.seconds), "gpu_hours": _number(plan.gpu_hours)},
         "largest_max_tokens_per_microbatch": dict(budgets),
         "proposal": None
@@ -106,6 +108,11 @@ def show(plan: Plan, budgets: Mapping[str, int | None], proposal: Proposal | Non
     console.print(
         f"engines: {plan.world // engine.config.tp} x TP{engine.config.tp}, KV cache of "
         f"{max(0, engine.cache_tokens):,} tokens, {at_once:.0f} responses at once"
+    )
+    saving = plan.saving
+    console.print(
+        f"a checkpoint: {saving.bytes / 1e9:,.0f} GB, training waits {saving.waits:.1f} s for it, it is on the disk "
+        f"{saving.writes:.0f} s later; a resume loads it in {saving.resumes:.0f} s"
     )
     for name, budget in budgets.items():
         found = "none fits" if budget is None else f"{budget:,}"
