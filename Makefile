@@ -48,7 +48,7 @@ test: lint
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 40
 
 test-full: $(STAMP)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m full tests/mcore
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m full tests/mcore tests/weight_sync
 
 # FAULTS: how many; SEED: which ones, and when.
 test-faults: $(STAMP)

@@ -1,6 +1,8 @@
 """The engine runs the weights that the trainer has: re-sharded, checked after every weight sync, and named if not."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +16,10 @@ from vapo_megatron.errors import RunFailed
 from vapo_megatron.experience.sample import Prompt
 from vapo_megatron.mcore.mesh import make_mesh
 from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.rollout.node_part import NodePart
 from vapo_megatron.rollout.request import GenerationRequest
 from vapo_megatron.training.engines import Engines
+from vapo_megatron.training.placement import ColocatedPlacement, EngineSettings
 from vapo_megatron.weight_sync.logprob_difference import LogprobDifference
 from vapo_megatron.weight_sync.probe import probe_batch, random_sequences
 from vapo_megatron.weights.load import load_hf
@@ -85,3 +89,36 @@ def test_resharded_weights_arrive_and_a_stale_engine_is_named(model_dir: Path, t
         assert "after the weight sync of version 3" in message
         assert "model.layers.1.mlp.down_proj.weight differs" in message
         assert message.count("differs") == 1
+
+
+def placed(model_dir: Path, tp: int) -> tuple[NodePart, list[int], bool] | None:
+    """Of this rank's server on nodes of two GPUs: its part, its GPUs, whether requests come to it."""
+    device = torch.device("cuda", dist.get_rank() % 2)
+    platform: Any = SimpleNamespace(device=device, device_count=lambda: 2)
+    placement = ColocatedPlacement(EngineSettings(RolloutConfig(tp=tp), model_dir, "bfloat16", Path("logs")), platform)
+    if placement.keeper is None:
+        return None
+    keeper: Any = placement.keeper
+    server = keeper._server
+    assert keeper._health.max_failures == (0 if server._part.of > 1 else 3), "one on several nodes is not started again"
+    return server._part, list(server._devices), placement.leads
+
+
+@pytest.mark.parametrize(
+    ("tp", "parts"),
+    [
+        (1, {0: (0, 1), 1: (0, 1), 2: (0, 1), 3: (0, 1)}),
+        (2, {0: (0, 1), 2: (0, 1)}),
+        (4, {0: (0, 2), 2: (1, 2)}),
+    ],
+)
+def test_an_engine_is_started_on_every_node_that_it_is_on(
+    model_dir: Path, tp: int, parts: dict[int, tuple[int, int]]
+) -> None:
+    found = run_ranks(4, placed, model_dir, tp)
+    assert {rank: (one[0].index, one[0].of) for rank, one in enumerate(found) if one is not None} == parts
+    for rank, one in enumerate(found):
+        if one is not None:
+            part, devices, leads = one
+            assert devices == [rank % 2 + i for i in range(min(tp, 2))] and leads is (part.index == 0)
+            assert bool(part.meeting) is (part.of > 1) and part.meeting == found[0][0].meeting  # type: ignore[index]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vapo_megatron.weight_sync.bucket_message import Purpose, announce
-from vapo_megatron.weight_sync.strict_loading import StrictLoader, take_message
+from vapo_megatron.weight_sync.strict_loading import StrictLoader, problems_of_ranks, take_message
 from vapo_megatron.weights.bucket import SharedSlots, pack, packed_size
 
 
@@ -121,3 +121,11 @@ class VocabularyModel(torch.nn.Module):
 def test_the_rows_that_round_a_vocabulary_up_are_not_expected() -> None:
     assert sync_weights(VocabularyModel(), {"embed.weight": torch.randn(3, 2)}) == []
     assert "4 of 6 elements" in sync_weights(VocabularyModel(), {"embed.weight": torch.randn(2, 2)})[0]
+
+
+def test_what_no_rank_holds_is_unknown_and_what_one_holds_is_not() -> None:
+    """Of experts that are shared out each rank knows its own alone."""
+    line, other = "experts.3 of shape [2] is not known to the engine", "nrom of shape [2] is not known to the engine"
+    assert problems_of_ranks([([line], [line]), ([], [])]) == []
+    assert problems_of_ranks([([line, other], [line, other]), ([other], [other])]) == [other]
+    assert problems_of_ranks([([line, "up differs"], [line]), (["up differs"], [])]) == ["up differs"]

@@ -119,7 +119,7 @@ class HealthConfig(Section):
 
 
 class RolloutConfig(Section):
-    """The SGLang servers. One server takes `tp` devices of one node."""
+    """The SGLang servers. One server takes `tp` devices, of one node or of several as whole ones."""
 
     external_urls: tuple[str, ...] = Field(
         (),
@@ -259,6 +259,12 @@ class RolloutConfig(Section):
         remedy = "with the same value for the engines and the trainer"
         return key_from_environment(self.api_key_variable, "rollout.api_key_variable", remedy)
 
+    @property
+    def experts_on(self) -> int:
+        """Ranks of a server over which whole experts are shared out; each is cut over the others."""
+        given = self.server_args.get("ep_size", 1)
+        return given if isinstance(given, int) and given > 0 and self.tp % given == 0 else 1
+
     def computes_in(self, model_dtype: Dtype) -> Dtype:
         """The dtype of the engines, given model.dtype."""
         return model_dtype if self.dtype == "auto" else self.dtype
@@ -297,7 +303,11 @@ _SET_BY_US = {
     "admin_api_key": "the trainer makes a key, or use rollout.api_key_variable",
     "host": "127.0.0.1, or the node's own address where ranks are on several nodes",
     "port": "a free one is taken",
-    "nnodes": "one server lives on one node",
+    "nnodes": "it follows from rollout.tp, or use `vapo-megatron engine --nodes`",
+    "node_rank": "use `vapo-megatron engine --node`",
+    "dist_init_addr": "use `vapo-megatron engine --meet`",
+    "dp_size": "SGLang takes no weight sync then: start more engines, or use attn_dp_size",
+    "pp_size": "engines are cut by rollout.tp alone",
     "model_path": "use model.path",
     "device": "it follows the machine",
     "skip_tokenizer_init": "requests carry token ids",

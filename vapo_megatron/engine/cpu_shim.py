@@ -92,6 +92,8 @@ def _patch_sglang() -> None:
         choices.add_deterministic_attention_backend_choices(["torch_native"])
     batch_invariant_ops.enable_batch_invariant_mode = _do_nothing
     backend = TorchNativeAttnBackend
+    # Requests that fill up the batches of ranks which attend to fewer (attn_dp_size); as the AMX backend has it.
+    backend.get_cpu_graph_seq_len_fill_value = lambda _: 1  # type: ignore[attr-defined]
     backend.init_forward_metadata = _forgetting_slots(backend.init_forward_metadata)
     backend._run_sdpa_forward_decode = _batched_decode(backend._run_sdpa_forward_decode)
     backend._run_sdpa_forward_extend = _batched_extend(backend._run_sdpa_forward_extend)
@@ -296,5 +298,51 @@ def _batched_extend(per_request: Callable[..., torch.Tensor]) -> Callable[..., t
             return output.copy_(extend_attention(query, *cache, scaling))
         options.update(scaling=scaling, causal=causal, sliding_window_size=sliding_window_size)
         return per_request(self, query, output, *cache, encoder_lens, **options)
+
+    return run
+
+
+# --- models over several ranks ---------------------------------------------------------------------------------------
+
+
+def shard_as_on_gpus() -> None:
+    """Copies of key-value heads, and experts on several ranks, which SGLang has for GPUs alone; in schedulers."""
+    from sglang.srt.layers.moe import fused_moe_native
+    from sglang.srt.model_executor import model_runner
+
+    model_runner.adjust_config_with_unaligned_cpu_tp = _copying_heads(model_runner.adjust_config_with_unaligned_cpu_tp)
+    fused_moe_native.moe_forward_native = _with_own_experts(fused_moe_native.moe_forward_native)
+
+
+def _copying_heads(adjust: Callable[..., Any]) -> Callable[..., Any]:
+    """On CPUs SGLang pads key-value heads to as many as there are ranks, query heads with them, where others copy."""
+
+    def adjusted(model_config: Any, load_config: Any, tp_size: int) -> Any:
+        heads = model_config.get_total_num_kv_heads()
+        if tp_size <= heads or tp_size % heads or model_config.num_attention_heads % tp_size:
+            return adjust(model_config, load_config, tp_size)
+        model_config.get_total_num_kv_heads = lambda: tp_size
+        found = adjust(model_config, load_config, tp_size)
+        del model_config.get_total_num_kv_heads
+        for config in (found.hf_config, found.hf_text_config):
+            config.original_total_num_kv_heads = heads
+        return found
+
+    return adjusted
+
+
+def _with_own_experts(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Experts of other ranks come as -1: here they are this rank's first, with weight 0.
+
+    One choice of each token after the other: SGLang counts an expert once a token.
+    """
+
+    def run(layer: Any, x: torch.Tensor, chosen: Any, *args: Any) -> Any:
+        elsewhere = chosen.topk_ids < 0
+        if not elsewhere.any():
+            return forward(layer, x, chosen, *args)
+        ids, weights = chosen.topk_ids.masked_fill(elsewhere, 0), chosen.topk_weights.masked_fill(elsewhere, 0)
+        alone = zip(ids.split(1, 1), weights.split(1, 1), strict=True)
+        return sum(forward(layer, x, chosen._replace(topk_ids=i, topk_weights=w), *args) for i, w in alone)
 
     return run

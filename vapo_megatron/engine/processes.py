@@ -40,6 +40,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     install_strict_loading()
     if _on_cpu:
         install_cpu_fp8()
+        cpu_shim.shard_as_on_gpus()
     run_scheduler_process(*args, **kwargs)
 
 

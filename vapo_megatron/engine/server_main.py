@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -61,6 +62,7 @@ def main(argv: list[str]) -> None:
     heartbeat = Heartbeat(lambda: get_global_state().tokenizer_manager.rid_to_state)
     app.add_api_route(f"/{HEALTH_PATH}", heartbeat.health)
     app.add_api_route(f"/{END_PATH}", heartbeat.end, methods=["POST"])
+    engine.launch_dummy_health_check_server = functools.partial(_tell_of_followers, key)
     if key:
         add_api_key_middleware(app, api_key=key, admin_api_key=None)
         http_server._freeze_gc_after_server_warmup = functools.partial(_freeze_gc, key)
@@ -71,6 +73,22 @@ def main(argv: list[str]) -> None:
         run_scheduler_process_func=processes.run_scheduler,
         run_detokenizer_process_func=processes.run_idle_detokenizer,
     )
+
+
+def _tell_of_followers(key: str, host: str, port: int, *_: object) -> None:
+    """On a further node of a server: answer there how its processes are. Requests come to the first node."""
+    import fastapi
+    import uvicorn
+    from sglang.srt.utils.auth import add_api_key_middleware
+
+    app, heartbeat = fastapi.FastAPI(openapi_url=None), Heartbeat(tuple)
+    app.add_api_route("/health", lambda: {})
+    app.add_api_route(f"/{HEALTH_PATH}", heartbeat.health)
+    app.add_api_route(f"/{END_PATH}", heartbeat.end, methods=["POST"])
+    if key:
+        add_api_key_middleware(app, api_key=key, admin_api_key=None)
+    server = uvicorn.Server(uvicorn.Config(app, host, port, log_config=None, log_level="warning"))
+    threading.Thread(target=server.run, name="health", daemon=True).start()
 
 
 def _freeze_gc(key: str, server_args: "ServerArgs") -> None:

@@ -20,13 +20,13 @@ def engine_devices(config: RolloutConfig, platform: Platform) -> list[range | No
     return [range(first, first + tp) for first in range(0, count, tp)]
 
 
-def first_engine_devices(config: RolloutConfig, platform: Platform) -> range | None:
-    """The first rollout.tp GPUs that this process sees; None on a machine without.
+def first_engine_devices(wanted: int, platform: Platform) -> range | None:
+    """The first GPUs that this process sees, as many as rollout.tp has here; None on a machine without.
 
     Raises:
         BadInput: there are fewer.
     """
     count = platform.device_count()
-    if 0 < count < config.tp:
-        raise BadInput(f"rollout.tp={config.tp}: {count} GPUs are visible here, give as many")
-    return range(config.tp) if count else None
+    if 0 < count < wanted:
+        raise BadInput(f"rollout.tp takes {wanted} GPUs here, {count} are visible: give as many")
+    return range(wanted) if count else None

@@ -7,6 +7,7 @@ from pathlib import Path
 import vapo_megatron
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.rollout.cuda_environment import cuda_environment
+from vapo_megatron.rollout.node_part import WHOLE, NodePart
 
 # What a trainer rank's environment says of its own process group and allocator; a server has its own.
 _NOT_INHERITED = {
@@ -22,6 +23,7 @@ def engine_environment(
     dtype: str,
     devices: Sequence[int] | None,
     elsewhere: bool,
+    part: NodePart = WHOLE,
 ) -> dict[str, str]:
     """Variables of a server by name.
 
@@ -32,6 +34,7 @@ def engine_environment(
         dtype: it computes in.
         devices: indices of its GPUs, as this process counts them; None without GPUs.
         elsewhere: whether its GPUs are not those of the ranks that feed it.
+        part: of a server on several nodes.
     """
     found = {
         name: value
@@ -43,8 +46,9 @@ def engine_environment(
     found["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     found["TMPDIR"] = str(scratch)
     found["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "vapo_megatron.engine.served_models"
-    # A file instead of a TCP port for the rendezvous of its ranks: two servers cannot clash.
-    found["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/rendezvous"
+    if part.of == 1:
+        # A file instead of a TCP port for the rendezvous of its ranks: two servers cannot clash.
+        found["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/rendezvous"
     if devices is not None:
         float32, saver = dtype == "float32", config.memory_saver
         return found | cuda_environment(

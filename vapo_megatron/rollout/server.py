@@ -28,6 +28,7 @@ from vapo_megatron.engine.server_main import KEY_VARIABLE
 from vapo_megatron.errors import BadInput, RunFailed
 from vapo_megatron.rollout.engine_environment import engine_environment
 from vapo_megatron.rollout.gpu_kernels import check_kernels
+from vapo_megatron.rollout.node_part import WHOLE, NodePart
 from vapo_megatron.weights.fp8 import BlockFp8
 
 _logger = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class EngineServer:
         port: on which it listens; 0: a free one.
         key: that requests must carry; None makes one, which the address has; empty: none is wanted.
         identity: what it tells of itself to a trainer that did not start it; see remote_engines.
+        part: of a server on several nodes, that of this one.
 
     Raises:
         BadInput: SGLang has no kernels for what the config asks of a GPU.
@@ -113,6 +115,7 @@ class EngineServer:
         port: int = 0,
         key: str | None = None,
         identity: Mapping[str, JsonValue] | None = None,
+        part: NodePart = WHOLE,
     ) -> None:
         self._model_path = Path(model_path)
         self._config = config
@@ -127,7 +130,7 @@ class EngineServer:
         self._port = port
         # A process of another user on this machine could reach the port as well.
         self._key = secrets.token_urlsafe(32) if key is None else key
-        self._identity = dict(identity or {})
+        self._identity, self._part = dict(identity or {}), part
         self._started_at = 0.0
 
     @property
@@ -304,7 +307,9 @@ class EngineServer:
 
     def _environment(self, scratch: Path) -> dict[str, str]:
         return {
-            **engine_environment(os.environ, scratch, self._config, self._dtype, self._devices, bool(self._identity)),
+            **engine_environment(
+                os.environ, scratch, self._config, self._dtype, self._devices, bool(self._identity), self._part
+            ),
             KEY_VARIABLE: self._key,  # not an argument: those are for every user to see
         }
 
@@ -331,8 +336,9 @@ class EngineServer:
             "grammar_backend": "none",
             "skip_server_warmup": True,
             "log_level_http": "warning",
-            # An idle server otherwise spins on a core that the trainer needs.
-            "sleep_on_idle": True,
+            # An idle server otherwise spins on a core that the trainer needs. Where parts of one attend to requests of
+            # their own, those that have none must not sleep: the others wait for them at every layer.
+            "sleep_on_idle": config.server_args.get("attn_dp_size", 1) == 1,
         }
         if self._devices is None:
             args |= {
@@ -353,7 +359,7 @@ class EngineServer:
                 "quantization": "fp8",
                 "json_model_override_args": json.dumps({"quantization_config": self._fp8.config()}),
             }
-        args |= config.server_args
+        args |= config.server_args | self._part.arguments()
         return [text for name, value in args.items() for text in _option(name, value)]
 
 

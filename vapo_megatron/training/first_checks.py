@@ -11,6 +11,7 @@ from vapo_megatron.mcore.mesh import check_layout, check_model_layout
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.rollout.context import check_context
 from vapo_megatron.rollout.gpu_kernels import check_kernels
+from vapo_megatron.rollout.node_part import check_engine_size
 from vapo_megatron.weights.load import check_weights
 from vapo_megatron.weights.spec import ModelSpec, read_spec
 
@@ -120,6 +121,4 @@ def check_rollout_groups(config: TrainConfig, world_size: int) -> None:
                 "one engine at most, lower it"
             )
         return
-    local = min(world_size, platform.device_count())
-    if local % rollout.tp:
-        raise BadInput(f"rollout.tp={rollout.tp} does not divide the {local} GPUs of a node: choose a divisor")
+    check_engine_size(rollout.tp, min(world_size, platform.device_count()), world_size)

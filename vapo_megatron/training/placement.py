@@ -1,15 +1,16 @@
 """Where the engines of a run live: who owns their servers, how weights reach them, and whose memory they use.
 
-With GPUs, `rollout.tp` consecutive ranks share their GPUs with one engine, which the first of them starts and owns.
-Without, each of the first ranks owns one. Engines of rollout.external_urls run on devices of their own and were
-started by somebody else; rank 0 feeds all of them, by one broadcast.
+With GPUs, `rollout.tp` consecutive ranks share their GPUs with one engine, which the first of them starts and owns; of
+one on several nodes, the first rank on each owns that node's part (rollout/node_part.py). Without, each of the first
+ranks owns one. Engines of rollout.external_urls run on devices of their own and were started by somebody else; rank 0
+feeds all of them, by one broadcast.
 """
 
 import os
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from vapo_megatron.rollout.client import EngineClient
 from vapo_megatron.rollout.engine_home import HomedEngine, HomedKeeper
 from vapo_megatron.rollout.engine_watch import EngineWatch
 from vapo_megatron.rollout.keeper import EngineKeeper, Kept
+from vapo_megatron.rollout.node_part import WHOLE, NodePart, not_replaced, part_of_ranks
 from vapo_megatron.rollout.remote_engines import RemoteEngines, take_over_engines, what_must_agree
 from vapo_megatron.rollout.server import EngineAddress, EngineServer
 from vapo_megatron.training.broadcast import on_rank_zero
@@ -118,9 +120,10 @@ class Placement(ABC):
 
 
 class _OwnEngines(Placement):
-    """Servers that ranks of this run start on their machines."""
+    """Servers that ranks of this run start on their machines. leads: whether this rank's takes requests."""
 
     default_transport: TransportName
+    leads = True
 
     def wait_for_addresses(self) -> list[EngineAddress]:
         """See Placement.
@@ -131,14 +134,14 @@ class _OwnEngines(Placement):
         address = None
         if self.keeper is not None:
             self.keeper.wait_until_ready()
-            address = self.keeper.address
+            address = self.keeper.address if self.leads else None
         addresses: list[EngineAddress | None] = [None] * dist.get_world_size()
         dist.all_gather_object(addresses, address)
         return [found for found in addresses if found is not None]
 
     @override
     def transport(self) -> Transport | None:
-        if self.keeper is None:
+        if self.keeper is None or not self.leads:
             return None
         client, config = self._client(self.keeper.address), self._config
         name = self.default_transport if config.sync.transport == "auto" else config.sync.transport
@@ -148,9 +151,9 @@ class _OwnEngines(Placement):
 
     @override
     def engines(self) -> list[EngineReport]:
-        if self.keeper is None:
-            return []
-        return [EngineReport(self.keeper.address.url, self.keeper.look())]
+        report = [] if self.keeper is None else [EngineReport(self.keeper.address.url, self.keeper.look())]
+        # A part of an engine is reported when it fails: then the engine has.
+        return report if self.leads else [one for one in report if one.kept.state != "serving"]
 
     @override
     def fail(self, cause: str) -> None:
@@ -166,18 +169,22 @@ class _OwnEngines(Placement):
         assert self.keeper is not None
         self.keeper.survived()
 
-    def _keeper(self, index: int, devices: range | None, host: str) -> EngineKeeper | HomedKeeper:
-        engine = HomedEngine(make_server, (self._settings, index, devices, host), self._config)
+    def _keeper(
+        self, index: int, devices: range | None, host: str, part: NodePart = WHOLE
+    ) -> EngineKeeper | HomedKeeper:
+        engine = HomedEngine(make_server, (self._settings, index, devices, host, part), self._config)
         if self._home is None:
             return EngineKeeper(engine.make(*engine.arguments), self._config)
         # How much of the trainer's GPU one holds that shares it is not known after a kill: those are started anew.
         return HomedKeeper(self._home, index, engine, may_take_over=not self.shares_memory)
 
 
-def make_server(made: EngineSettings, index: int, devices: range | None, host: str) -> EngineServer:
-    """The server with this number; devices: of the GPUs it uses, None without."""
-    log_file = made.log_dir / f"engine_{index}.log"
-    return EngineServer(made.model_dir, made.config, made.dtype, log_file, devices, host=host, fp8=made.fp8)
+def make_server(
+    made: EngineSettings, index: int, devices: range | None, host: str, part: NodePart = WHOLE
+) -> EngineServer:
+    """The server with this number; devices: of the GPUs it uses, None without; part: of it, this node's."""
+    log_file = made.log_dir / (f"engine_{index}.log" if part.leads else f"engine_{index}_node_{part.index}.log")
+    return EngineServer(made.model_dir, made.config, made.dtype, log_file, devices, host=host, fp8=made.fp8, part=part)
 
 
 class CpuPlacement(_OwnEngines):
@@ -218,15 +225,19 @@ class ColocatedPlacement(_OwnEngines):
             )
         host, rank, tp = _reachable_host(), dist.get_rank(), self._config.tp
         self._group = _engine_group(tp)
-        if rank % tp == 0:
-            first = platform.device.index
-            self.keeper = self._keeper(rank // tp, range(first, first + tp), host)
+        part = part_of_ranks(rank, tp, platform.device_count())
+        meeting = _meeting(host, self._group) if tp > platform.device_count() else ""
+        if part is not None:
+            first, part, self.leads = platform.device.index, replace(part, meeting=meeting), part.leads
+            if part.of > 1:
+                self._config = not_replaced(self._config)
+            self.keeper = self._keeper(rank // tp, range(first, first + tp // part.of), host, part)
 
     def transport(self) -> Transport | None:
         """See Placement. CUDA IPC takes part of every rank: each sends from the memory of its own GPU."""
         if self._config.sync.transport not in ("auto", "ipc"):
             return super().transport()
-        client = None if self.keeper is None else self._client(self.keeper.address)
+        client = None if self.keeper is None or not self.leads else self._client(self.keeper.address)
         several = self._config.tp > 1
         gather = partial(_gather_payloads, group=self._group) if several else None
         barrier = partial(dist.barrier, group=self._group) if several else None
@@ -331,6 +342,18 @@ def _engine_group(tp: int) -> Any:
         if dist.get_rank() in ranks:
             own = group
     return own
+
+
+def _meeting(host: str, group: Any) -> str:
+    """Collective over the ranks of one engine: where its parts on several nodes meet, a port of the first that is free
+    now."""
+    first, box = dist.get_process_group_ranks(group)[0], [""]
+    if dist.get_rank() == first:
+        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
+            port = free.getsockname()[1]
+        box = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}"]
+    dist.broadcast_object_list(box, src=first, group=group)
+    return box[0]
 
 
 def _gather_payloads(payload: bytes, group: Any) -> list[bytes] | None:

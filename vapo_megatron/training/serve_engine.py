@@ -12,6 +12,7 @@ from vapo_megatron.errors import BadInput, TryAgain
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.rollout.devices import first_engine_devices
 from vapo_megatron.rollout.keeper import EngineKeeper
+from vapo_megatron.rollout.node_part import WHOLE, NodePart, check_nodes, not_replaced
 from vapo_megatron.rollout.remote_engines import identity_of_engine, what_must_agree
 from vapo_megatron.rollout.server import EngineServer
 from vapo_megatron.signals import listen, stop_requested
@@ -23,15 +24,17 @@ _POLL_SECONDS = 0.5
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-def serve_engine(config: TrainConfig, host: str, port: int) -> None:
+def serve_engine(config: TrainConfig, host: str, port: int, part: NodePart = WHOLE) -> None:
     """Start the engine of a training config on this machine, and return once SIGTERM or SIGUSR1 asks for its end.
 
-    It takes the first rollout.tp GPUs that this process sees. Its log is run.root/<run.name>-engines/<host>_<port>.log.
+    It takes the first rollout.tp GPUs that this process sees, or its share of so many nodes. Its log is
+    run.root/<run.name>-engines/<host>_<port>.log.
 
     Args:
         config: that of the trainer.
         host: address of this machine to listen on.
         port: likewise; 0: a free one.
+        part: of an engine on several nodes; a trainer is given the address of the first. None of them is started again.
 
     Raises:
         BadInput: the config cannot work here, or it would listen on a network without a key.
@@ -39,6 +42,7 @@ def serve_engine(config: TrainConfig, host: str, port: int) -> None:
         TryAgain: it failed and was started again too often (rollout.health.max_failures).
     """
     listen()
+    check_nodes(config.rollout.tp, part)
     key = config.rollout.api_key()
     if key is None and host not in _LOOPBACK:
         raise BadInput(
@@ -47,7 +51,9 @@ def serve_engine(config: TrainConfig, host: str, port: int) -> None:
         )
     # There is no trainer to give memory to.
     rollout = config.rollout.model_copy(update={"memory_saver": False})
-    devices = first_engine_devices(rollout, current_platform())
+    if part.of > 1:
+        rollout = not_replaced(rollout)
+    devices = first_engine_devices(rollout.tp // part.of, current_platform())
     spec = read_spec(Path(config.model.path))
     fp8 = engine_fp8(rollout, config.actor.precision, spec)
     check_room(Path(config.run.directory))
@@ -65,12 +71,14 @@ def serve_engine(config: TrainConfig, host: str, port: int) -> None:
         port=port,
         key=key or "",
         identity=identity_of_engine(agreed, devices is not None, str(log_file)),
+        part=part,
     )
     keeper = EngineKeeper(server, rollout)
     try:
         keeper.start()
         keeper.wait_until_ready()
-        _logger.info("engine at %s, log %s", keeper.address.url, log_file)
+        which = "engine" if part.leads else f"part {part.index} of {part.of} of an engine"
+        _logger.info("%s at %s, log %s", which, keeper.address.url, log_file)
         idle = threading.Event()
         while stop_requested() is None:
             if (kept := keeper.look()).state == "given up":

@@ -11,7 +11,7 @@ answer has their checksums, which the sender compares with its own.
 import json
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -75,12 +75,14 @@ class ParameterWatch(TorchDispatchMode):
 class StrictLoader:
     """Takes the buckets of one weight sync after another into one model, or one tensor-parallel rank's part of it.
 
-    checksums: of the tensors of the bucket that was taken last, as they came.
+    checksums: of the tensors of the bucket that was taken last, as they came. unknown: the lines of the problems with
+    those of its tensors that filled nothing here; experts of other ranks are among them.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self.checksums: list[int] = []
+        self.unknown: list[str] = []
         # Beside the copies, and out of the watch, which would slow every operation of theirs.
         self._pool = ThreadPoolExecutor(1, "vapo-checksums")
         self._pads = _pads_dimensions(model)
@@ -93,7 +95,7 @@ class StrictLoader:
         first and last mark the ends of a weight sync. The tensors' memory is not needed any more when this returns.
         """
         parameters = dict(self._model.named_parameters())
-        self.checksums = []
+        self.checksums, self.unknown = [], []
         if first:
             self._written.clear()
             self._sources.clear()
@@ -145,7 +147,8 @@ class StrictLoader:
     def _settle(self, name: str, tensor: torch.Tensor, watch: ParameterWatch) -> list[str]:
         self._count(name, tensor, watch)
         if not watch.written:
-            return [f"{name} of shape {list(tensor.shape)} is not known to the engine"]
+            self.unknown.append(f"{name} of shape {list(tensor.shape)} is not known to the engine")
+            return self.unknown[-1:]
         return [f"{name} differs"] if watch.differs else []
 
     def _count(self, name: str, tensor: torch.Tensor, watch: ParameterWatch) -> None:
@@ -230,15 +233,25 @@ def _answer(loader: StrictLoader, load: Callable[[], list[str]]) -> tuple[bool, 
     except Exception as error:  # the scheduler would end, and the other ranks wait for this one
         problems = [f"the weights could not be read ({type(error).__name__}: {str(error).partition(chr(10))[0]})"]
     group = get_parallel().tp_group.cpu_group
-    ranks: list[tuple[list[str], list[int]]] = [([], [])] * dist.get_world_size(group)
-    dist.all_gather_object(ranks, (problems, loader.checksums), group=group)
-    found = list(dict.fromkeys(problem for told, _ in ranks for problem in told))
+    ranks: list[tuple[list[str], list[str], list[int]]] = [([], [], [])] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, (problems, loader.unknown, loader.checksums), group=group)
+    found = problems_of_ranks([(told, unknown) for told, unknown, _ in ranks])
     message = {
         "problems": found,
         "seconds": time.perf_counter() - start,
-        "checksums": [checksums for _, checksums in ranks],
+        "checksums": [checksums for _, _, checksums in ranks],
     }
     return not found, json.dumps(message)
+
+
+def problems_of_ranks(ranks: Sequence[tuple[Sequence[str], Sequence[str]]]) -> list[str]:
+    """What is wrong with a bucket that all ranks of a server have taken.
+
+    ranks: the problems of each, and those of them that are StrictLoader.unknown. A tensor that filled nothing on some
+    ranks alone is one of the experts that others have.
+    """
+    placed = {line for _, unknown in ranks for line in unknown if any(line not in other for _, other in ranks)}
+    return [line for line in dict.fromkeys(line for told, _ in ranks for line in told) if line not in placed]
 
 
 def take_message(loader: StrictLoader, message: Mapping[str, Any], buffer: torch.Tensor | None = None) -> list[str]:

@@ -100,16 +100,20 @@ def dequantize(values: Tensor, scales: Tensor) -> Tensor:
     return values.float() * spread
 
 
-def check_blocks(spec: ModelSpec, engine_tp: int) -> None:
-    """Raises BadInput where a tensor-parallel rank of an engine would hold parts of blocks."""
-    ffn = (*spec.mlp_sizes, *([spec.expert_ffn_size] if spec.num_experts else []))
-    for what, size in (
-        ("queries", spec.query_size),
-        ("keys", spec.kv_size),
-        *(("feed-forward", size) for size in ffn),
+def check_blocks(spec: ModelSpec, engine_tp: int, expert_tp: int | None = None) -> None:
+    """Raises BadInput where a tensor-parallel rank of an engine would hold parts of blocks.
+
+    expert_tp: ranks that an expert is cut over; None: all of them.
+    """
+    for what, size, ranks in (
+        ("queries", spec.query_size, engine_tp),
+        # Fewer heads than ranks are copied.
+        ("keys", max(spec.kv_size, spec.head_dim * engine_tp), engine_tp),
+        *(("feed-forward", size, engine_tp) for size in spec.mlp_sizes),
+        *([("feed-forward", spec.expert_ffn_size, expert_tp or engine_tp)] if spec.num_experts else []),
     ):
-        if size % (BLOCK * engine_tp):
+        if size % (BLOCK * ranks):
             raise BadInput(
                 f"rollout.quantization=fp8: the model's {what} have {size} features, expected a multiple of {BLOCK} x "
-                f"rollout.tp {engine_tp}: lower rollout.tp, or set rollout.quantization=none"
+                f"rollout.tp {ranks}: lower rollout.tp, or set rollout.quantization=none"
             )

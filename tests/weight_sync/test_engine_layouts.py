@@ -1,0 +1,99 @@
+"""Engines whose GPUs share out more than columns: copies of key-value heads, experts, attention, nodes. Each computes
+what the trainer does after a weight sync by every transport."""
+
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_qwen3 import make_moe, token_logprobs
+
+from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.errors import RunFailed
+from vapo_megatron.rollout.client import EngineClient
+from vapo_megatron.rollout.keeper import ask_health
+from vapo_megatron.rollout.node_part import NodePart
+from vapo_megatron.rollout.server import EngineServer
+from vapo_megatron.weight_sync.session import WeightSync
+from vapo_megatron.weight_sync.transports import DiskTransport, DistributedTransport, SharedMemoryTransport
+from vapo_megatron.weights.hf_files import HFTensors
+
+SEQUENCES = [list(range(3, 40)), list(range(50, 80)), list(range(20, 90))]
+EXPERT = "model.layers.1.mlp.experts.{}.up_proj.weight"
+DEADLINE = 120.0
+
+
+@contextmanager
+def engine(model_path: Path, folder: Path, nodes: int, **server_args: Any) -> Iterator[Sequence[EngineServer]]:
+    """The parts of an engine of two ranks, on as many nodes of this machine."""
+    config = RolloutConfig(
+        tp=2, max_running_requests=8, max_total_tokens=4096, start_timeout_s=DEADLINE, server_args=server_args
+    )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        meeting = f"127.0.0.1:{free.getsockname()[1]}"
+    parts = [NodePart(index, nodes, meeting if nodes > 1 else "") for index in range(nodes)]
+    servers = [
+        EngineServer(model_path, config, "float32", folder / f"engine_{part.index}.log", part=part) for part in parts
+    ]
+    with ExitStack() as stack:
+        for server in servers:
+            stack.callback(server.stop)
+            server.start()
+        for server in servers:
+            server.wait_until_ready()
+        yield servers
+
+
+@pytest.mark.parametrize(
+    ("nodes", "server_args"),
+    [(2, {"ep_size": 2}), pytest.param(1, {"attn_dp_size": 2}, marks=pytest.mark.full)],
+)
+def test_an_engine_computes_what_the_trainer_does(tmp_path: Path, nodes: int, server_args: dict[str, Any]) -> None:
+    """One key-value head, which both ranks hold."""
+    before, after = (make_moe(seed, num_key_value_heads=1) for seed in (1, 2))
+    paths = {model: tmp_path / name for model, name in ((before, "before"), (after, "after"))}
+    for model, path in paths.items():
+        model.save_pretrained(path)
+    tensors = {model: weights(path) for model, path in paths.items()}
+    with engine(paths[before], tmp_path, nodes, **server_args) as servers:
+        client = EngineClient(servers[0].address, DEADLINE)
+        transports = (
+            SharedMemoryTransport(client, 2),
+            DistributedTransport([client], 2, DEADLINE),
+            DiskTransport([client], tmp_path / "weights"),
+        )
+        for version, transport in enumerate(transports, start=1):
+            model = after if version % 2 else before
+            with WeightSync(transport) as sync:
+                sync.load([list(tensors[model].items())], version)
+                expected = [token_logprobs(model, sequence) for sequence in SEQUENCES]
+                assert sync.verify(SEQUENCES, expected, tolerance=1e-4) < 1e-4
+                assert sync.differing_tensors([list(tensors[model].items())]) == []
+        with WeightSync(SharedMemoryTransport(client, 2)) as sync:
+            check_refusals(sync, tensors[after])
+        for server in servers:
+            health = ask_health(server.address, 10)
+            assert health is not None and not health["lost"]
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    found = HFTensors(path)
+    return {name: found[name][:] for name in sorted(found.names)}
+
+
+def check_refusals(sync: WeightSync, tensors: dict[str, torch.Tensor]) -> None:
+    """What one rank alone holds is missed as well."""
+    for missing in (0, 5):
+        part = {name: tensor for name, tensor in tensors.items() if name != EXPERT.format(missing)}
+        with pytest.raises(RunFailed, match=r"layers\.1\.mlp\.experts\.w13_weight .* was not sent in full"):
+            sync.load([list(part.items())], 7)
+    with pytest.raises(RunFailed, match=r"experts\.6\.up_proj\.weight of shape \[48, 64\]"):
+        sync.load([list((tensors | {EXPERT.format(6): tensors[EXPERT.format(5)]}).items())], 8)
+    with pytest.raises(RunFailed, match=r"model\.nrom\.weight of shape \[64\] is not known"):
+        sync.load([list((tensors | {"model.nrom.weight": tensors["model.norm.weight"]}).items())], 9)
+    sync.load([list(tensors.items())], 10)
+    swapped = tensors | {EXPERT.format(0): tensors[EXPERT.format(5)], EXPERT.format(5): tensors[EXPERT.format(0)]}
+    assert sync.differing_tensors([list(swapped.items())]) == [f"{EXPERT.format(n)} differs" for n in (0, 5)]
