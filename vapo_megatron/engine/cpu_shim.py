@@ -93,7 +93,7 @@ def _patch_sglang() -> None:
     batch_invariant_ops.enable_batch_invariant_mode = _do_nothing
     backend = TorchNativeAttnBackend
     # Requests that fill up the batches of ranks which attend to fewer (attn_dp_size); as the AMX backend has it.
-    backend.get_cpu_graph_seq_len_fill_value = lambda _: 1  # type: ignore[attr-defined]
+    backend.get_cpu_graph_seq_len_fill_value = lambda _: 1
     backend.init_forward_metadata = _forgetting_slots(backend.init_forward_metadata)
     backend._run_sdpa_forward_decode = _batched_decode(backend._run_sdpa_forward_decode)
     backend._run_sdpa_forward_extend = _batched_extend(backend._run_sdpa_forward_extend)
