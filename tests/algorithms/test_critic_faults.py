@@ -5,7 +5,14 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms.aggregation import token_weights
-from vapo_megatron.algorithms.critic_faults import FAULTS, loss_counts, loss_faults, target_faults, value_faults
+from vapo_megatron.algorithms.critic_faults import (
+    FAULTS,
+    loss_counts,
+    loss_faults,
+    sibling_gap,
+    target_faults,
+    value_faults,
+)
 from vapo_megatron.algorithms.critic_metrics import Figures, figures_of
 from vapo_megatron.algorithms.gae import decoupled_gae
 from vapo_megatron.algorithms.segments import place_terminal, to_tokens
@@ -79,6 +86,75 @@ def test_masks_that_leave_out_what_they_should_not_are_named() -> None:
     without_end[chain.cu[1:] - 1] = 0
     assert loss_faults(loss_counts(without_end, selected, chain.cu)) == ["end"]
     assert loss_faults(loss_counts((weights == 0).float(), selected, chain.cu)) == ["mask"]
+
+
+def figures(values: list[float], returns: list[float], lengths: list[int]) -> Figures:
+    cu = torch.tensor([0, *lengths]).cumsum(0)
+    return Figures.read(figures_of(torch.tensor(values), torch.tensor(returns), cu))
+
+
+def test_faults_are_told_of_responses_with_a_return_alone() -> None:
+    """Values of the others may be anything; a token alone says nothing, two equal ones do."""
+    one = figures([0.5, 9.0, 9.0], [1.0, 0.0, 0.0], [1, 2])
+    groups = torch.tensor([0, 1])
+    assert value_faults(one, groups, torch.tensor([True, False])) == []
+    assert value_faults(one, groups, torch.tensor([False, True])) == ["constant"]
+    assert value_faults(one, groups, torch.tensor([True, True])) == []
+    # Rounding of large numbers is no spread: 1e-6 of their size.
+    large = figures([1000.0, 1000.0005], [1.0, 0.0], [2])
+    assert value_faults(large, groups[:1], torch.tensor([True])) == ["constant"]
+    small = figures([1.0, 1.00001], [1.0, 0.0], [2])
+    assert value_faults(small, groups[:1], torch.tensor([True])) == []
+
+
+def noisy(responses: int, slope: float, noise: float = 0.0) -> tuple[Figures, torch.Tensor]:
+    """Responses of two tokens: V alternates about 0 and R follows it but for what chance adds."""
+    values = torch.arange(responses) % 2 * 2.0 - 1
+    chance = noise * (torch.arange(responses) // 2 % 2 * 2.0 - 1)
+    returns = (slope * values + chance).repeat_interleave(2)
+    cu = torch.arange(0, 2 * responses + 1, 2)
+    return Figures.read(figures_of(values.repeat_interleave(2), returns, cu)), torch.arange(responses)
+
+
+@pytest.mark.parametrize(
+    ("responses", "slope", "noise", "faults"),
+    [
+        (32, 1.0, 0.0, []),
+        (32, -1.0, 0.0, ["sign"]),
+        (31, -1.0, 0.0, []),  # so few may look like that by chance
+        (64, -1.0, 2.4, ["sign"]),  # correlation 0.38 of 3 / 8
+        (64, -1.0, 2.6, []),  # 0.36
+        (32, 4.1, 0.0, ["scale"]),
+        (32, 3.9, 0.0, []),
+        (32, 0.39, 0.0, ["scale"]),
+        (32, 0.41, 0.0, []),
+    ],
+)
+def test_what_is_estimated_counts_beyond_three_standard_errors(
+    responses: int, slope: float, noise: float, faults: list[str]
+) -> None:
+    found, groups = noisy(responses, slope, noise)
+    assert value_faults(found, groups, torch.ones(responses, dtype=torch.bool)) == faults
+
+
+def test_empty_responses_and_those_alone_have_no_siblings() -> None:
+    found = figures([0.0, 1.0, 0.2, 0.4, 1.0], [0.0] * 5, [2, 0, 2, 1])
+    assert sibling_gap(found, torch.tensor([0, 0, 1, 2])) == 0
+    # First values 0.0 and 0.2 of one group, 1.0 alone: half their distance.
+    assert sibling_gap(found, torch.tensor([0, 0, 0, 2])) == pytest.approx(0.1)
+    assert sibling_gap(found, torch.tensor([0, 2, 1, 2])) == 0
+    everyone = torch.ones(4, dtype=torch.bool)
+    assert value_faults(found, torch.tensor([0, 0, 0, 2]), everyone) == ["shift"]
+    assert value_faults(found, torch.tensor([0, 0, 1, 2]), everyone) == []
+
+
+def test_a_shift_is_more_than_a_tenth_of_the_spread_and_a_hundredth_of_the_largest() -> None:
+    def faults(gap: float, middle: float) -> list[str]:
+        found = figures([middle, middle - 1, middle + gap, middle + 1], [0.0] * 4, [2, 2])
+        return value_faults(found, torch.tensor([0, 0]), torch.tensor([True, True]))
+
+    assert faults(0.1, 0.0) == [] and faults(0.2, 0.0) == ["shift"]  # spread 0.71, half the gap
+    assert faults(0.2, 20.0) == [] and faults(0.5, 20.0) == ["shift"]
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms.baselines import leave_one_out
-from vapo_megatron.algorithms.critic_conclusion import conclusion_of
+from vapo_megatron.algorithms.critic_conclusion import MEANING, conclusion_of
 from vapo_megatron.algorithms.critic_probes import (
     Interval,
     Moments,
     Probes,
+    bootstrap_weights,
     figures,
     horizon_figures,
     lambda_returns,
@@ -207,3 +208,86 @@ def test_moments_are_those_of_repeated_states() -> None:
     repeated = torch.tensor([1.0, 1.0, 4.0], dtype=torch.float64)
     found = Moments(weights).covariance(x, x)
     assert torch.allclose(found, torch.stack((repeated.var(correction=0), x.double().var(correction=0))))
+
+
+# Every figure that a conclusion rests on, each with its bounds; what a critic that is worth its place has.
+SOUND = {
+    "knowable": (0.3, 0.4),
+    "explained_critic": (0.6, 0.7),
+    "explained_group": (0.4, 0.5),
+    "explained_position": (0.1, 0.2),
+    "gain": (0.1, 0.2),
+    "residual_gain": (0.0, 0.01),
+    "calibration_slope": (0.9, 1.1),
+    "correlation": (0.8, 0.9),
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "choice"),
+    [
+        ({}, "critic"),
+        ({"residual_gain": (0.02, 0.1)}, "critic"),
+        ({"residual_gain": (0.03, 0.1)}, "residual"),
+        ({"gain": (0.0, 0.1)}, "undecided"),
+        ({"gain": (-0.1, 0.019)}, "group"),
+        ({"gain": (-0.1, 0.02)}, "undecided"),
+        ({"gain": (-0.1, 0.1), "explained_critic": (-0.5, 0.0)}, "group"),
+        ({"gain": (-0.1, 0.1), "explained_critic": (-0.5, 0.01)}, "undecided"),
+        ({"knowable": (0.0, 0.049), "residual_gain": (0.03, 0.1)}, "nothing"),
+        ({"knowable": (-0.1, 0.05)}, "undecided"),
+        ({"knowable": (0.001, 0.049)}, "critic"),
+    ],
+)
+def test_bounds_decide(changes: dict[str, tuple[float, float]], choice: str) -> None:
+    given = {name: Interval(sum(ends) / 2, *ends) for name, ends in (SOUND | changes).items()}
+    found = conclusion_of(given, ["shift"])
+    assert found.choice == choice and found.faults == ["shift"] and found.text == MEANING[found.choice]
+    assert all(
+        any(str(x) in reason for reason in found.reasons)
+        for name, x in given.items()
+        if name not in ("calibration_slope", "correlation")
+    )
+
+
+@pytest.mark.parametrize(
+    ("slope", "correlation", "faults"),
+    [
+        ((-0.4, -0.01), (-0.5, -0.01), ["sign"]),
+        ((-0.4, 0.0), (-0.5, 0.0), []),
+        ((0.1, 0.5), (-0.5, -0.01), []),
+        ((-0.5, -0.01), (0.75, 0.9), ["temperature"]),
+        ((0.5, 0.79), (0.71, 0.9), ["temperature"]),
+        ((0.5, 0.8), (0.71, 0.9), []),
+        ((1.26, 2.0), (0.71, 0.9), ["temperature"]),
+        ((1.25, 2.0), (0.71, 0.9), []),
+        ((0.5, 0.7), (0.7, 0.9), []),
+    ],
+)
+def test_a_slope_is_a_fault_where_values_order_states(
+    slope: tuple[float, float], correlation: tuple[float, float], faults: list[str]
+) -> None:
+    ends = SOUND | {"calibration_slope": slope, "correlation": correlation}
+    given = {name: Interval(sum(pair) / 2, *pair) for name, pair in ends.items()}
+    assert conclusion_of(given, []).faults == faults
+    assert conclusion_of(given, faults).faults == faults, "none is named twice"
+
+
+def test_lambda_returns_are_discounted_and_draws_are_the_seeds() -> None:
+    rewards, values = torch.tensor([1.0, -1.0]), torch.tensor([0.3, 0.2, 0.1])
+    found = lambda_returns(rewards, values, torch.tensor([0, 2, 3]), 0.5, 0.8)
+    # delta_1 = 1 - 0.2, delta_0 = 0.8 * 0.2 - 0.3; A_0 + V_0 = delta_0 + 0.8 * 0.5 * delta_1 + 0.3.
+    assert found.tolist() == pytest.approx([0.16 + 0.4 * 0.8, -1.0])
+    prompts = torch.tensor([0, 1, 1, 2])
+    again = [bootstrap_weights(prompts, 50, seed) for seed in (1, 1, 2)]
+    assert torch.equal(again[0], again[1]) and not torch.equal(again[0], again[2])
+    assert again[0].dtype == torch.int64 and torch.equal(again[0][:, 1], again[0][:, 2])
+    assert (again[0][:, [0, 1, 3]].sum(1) == 3).all(), "as many prompts as there are"
+
+
+def test_a_horizon_is_supported_up_to_a_quarter_of_the_noise() -> None:
+    def row(error: float) -> dict[str, Interval]:
+        return {"bias_rms": Interval(error, 0, 1), "noise": Interval(2.0, 0, 4)}
+
+    assert supported([(0.0, row(0.1)), (0.5, row(0.51)), (0.9, row(0.5)), (1.0, row(0.0))]) == 0.9
+    assert supported([(0.0, row(0.1)), (1.0, row(0.51))]) is None
