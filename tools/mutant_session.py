@@ -17,7 +17,7 @@ import _pytest.config
 import mutmut.__main__ as mutmut
 import pytest
 from mutmut.configuration import config
-from mutmut.runners.harness import PytestRunner
+from mutmut.runners.harness import BadTestExecutionCommandsException, PytestRunner
 from mutmut.state import state
 from mutmut.utils.file_utils import change_cwd
 from mutmut.utils.format_utils import mangled_name_from_mutant_name
@@ -80,6 +80,13 @@ class CollectedOnce(PytestRunner):
         """Run tests, or all, and note what they reach."""
         with change_cwd("mutants"):
             return int(self.execute_pytest(self._pytest_args_regular_run(tests), plugins=[Reached()]))
+
+    def run_forced_fail(self) -> int:
+        """Whether tests fail where every function does: conftest.py may, before there is a test."""
+        try:
+            return super().run_forced_fail()
+        except BadTestExecutionCommandsException:
+            return 1
 
     def run_tests(self, *, mutant_name: str | None, tests: Iterable[str]) -> int:
         """The tests of a mutant, in its process: the quickest file first, tests that share fixtures together."""

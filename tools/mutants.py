@@ -49,11 +49,16 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
 }
 # Of training, what computes. The others start processes, and end or write something: a test of theirs takes minutes.
+# experience/torchvision_ops.py is called by conftest.py, before there is a test.
 MODULES = {
+    "experience": (
+        *("balance", "batch", "demonstrations", "jsonl", "microbatch", "prompts", "rows", "sample", "tokenizer"),
+        "zigzag",
+    ),
     "training": (
         *("advantages", "collect", "exchange", "fault_checks", "losses", "metrics", "recorded_rollouts", "reference"),
         *("rollouts", "score", "shards", "sick_updates", "updates", "user_functions", "value_pretraining"),
-    )
+    ),
 }
 # Functions that only processes of their own call, whose calls are not seen: the tests of their module.
 UNSEEN = {
@@ -112,6 +117,7 @@ only_mutate = {json.dumps([f"vapo_megatron/{room}/{module}.py" for module in MOD
 also_copy = {json.dumps(tops)}
 pytest_add_cli_args_test_selection = {json.dumps(ROOMS[room])}
 pytest_add_cli_args = ["-p", "no:cacheprovider"]
+timeout_multiplier = 3
 do_not_mutate_patterns = ["raise [A-Z]", "assert "]
 """
 

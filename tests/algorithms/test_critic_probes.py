@@ -285,6 +285,13 @@ def test_lambda_returns_are_discounted_and_draws_are_the_seeds() -> None:
     assert (again[0][:, [0, 1, 3]].sum(1) == 3).all(), "as many prompts as there are"
 
 
+def test_a_horizon_that_is_off_by_as_much_everywhere_has_that_bias_and_the_noise_of_its_returns() -> None:
+    returns = torch.tensor([[0.0, 1.0], [1.0, 3.0]])
+    found = horizon_figures(returns - 0.5, returns, torch.tensor([[1, 1], [2, 0]]))
+    assert found["bias"].tolist() == [-0.5, -0.5] and found["bias_rms"].tolist() == [0.5, 0.5]
+    assert found["noise"].tolist() == pytest.approx([((0.5 + 2.0) / 2) ** 0.5, 0.5**0.5])
+
+
 def test_a_horizon_is_supported_up_to_a_quarter_of_the_noise() -> None:
     def row(error: float) -> dict[str, Interval]:
         return {"bias_rms": Interval(error, 0, 1), "noise": Interval(2.0, 0, 4)}

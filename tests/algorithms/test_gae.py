@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from vapo_megatron.algorithms.advantages import returns_to_go
 from vapo_megatron.algorithms.gae import (
     bootstrap_of_truncated,
     decoupled_gae,
@@ -140,6 +141,26 @@ def test_any_shape_of_batch(lengths: list[int]) -> None:
     assert advantages.shape == expected.shape
 
 
+@pytest.mark.parametrize(("mean", "gamma"), [(5, 1.0), (300, 0.99), (5000, 1.0)])
+def test_a_response_has_the_same_advantages_in_whichever_part_it_is(mean: int, gamma: float) -> None:
+    generator = torch.Generator().manual_seed(mean)
+    lengths = torch.randint(1, 2 * mean, (41,), generator=generator)
+    lengths[7] = 20 * mean
+    cu_seqlens, total = bounds(lengths.tolist()), int(lengths.sum())
+    rewards, values = torch.randn(2, total, generator=generator).unbind()
+    lam = torch.rand(41, generator=generator)
+    whole = decoupled_gae(rewards, values, cu_seqlens, lam, 0.95, gamma)
+    for first, end in ((0, 41), (3, 9), (7, 8), (20, 41)):
+        part = slice(int(cu_seqlens[first]), int(cu_seqlens[end]))
+        inside = cu_seqlens[first : end + 1] - cu_seqlens[first]
+        found = decoupled_gae(rewards[part], values[part], inside, lam[first:end], 0.95, gamma, of=lengths)
+        assert all(torch.equal(x, y[part]) for x, y in zip(found, whole, strict=True))
+        alone = segmented_gae(rewards[part], values[part], inside, lam[first:end], gamma, of=lengths)
+        assert torch.equal(alone, whole[0][part])
+        to_go = returns_to_go(rewards[part], inside, gamma, of=lengths)
+        assert torch.equal(to_go, returns_to_go(rewards, cu_seqlens, gamma)[part])
+
+
 def test_everything_masked_gives_zeros() -> None:
     rewards, values = tokens([3, 2])
     policy, targets = decoupled_gae(rewards, values, bounds([3, 2]), 0.9, 1.0, mask=torch.zeros(5))
@@ -185,6 +206,10 @@ def test_bfloat16_values_are_computed_in_float32() -> None:
     advantages = segmented_gae(rewards, low, bounds([700]), 0.99)
     assert advantages.dtype == torch.float32
     assert torch.equal(advantages, segmented_gae(rewards, low.float(), bounds([700]), 0.99))
+    all_low = rewards.bfloat16(), low, torch.tensor([0.3]).bfloat16()
+    advantages = segmented_gae(*all_low[:2], bounds([700]), 0.99, 0.97, None, all_low[2])
+    again = segmented_gae(*(x.float() for x in all_low[:2]), bounds([700]), 0.99, 0.97, None, all_low[2].float())
+    assert advantages.dtype == torch.float32 and torch.equal(advantages, again)
 
 
 def test_coarse_matrix_products_elsewhere_do_not_coarsen_advantages() -> None:

@@ -165,7 +165,7 @@ class AdamW:
     def step(self, loss: Tensor) -> None:
         self.adamw.zero_grad()
         loss.backward()
-        self.losses.append(float(loss))
+        self.losses.append(float(loss.detach()))
         self.norms.append(float(torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)))
         self.adamw.step()
 

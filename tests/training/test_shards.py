@@ -13,12 +13,11 @@ import torch.distributed as dist
 from batches import spread, whole_of
 from ranks import run_ranks
 
-from vapo_megatron.algorithms.gae import decoupled_gae, segmented_gae
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.config.monitoring import MonitoringConfig
 from vapo_megatron.experience.balance import Cost, plan_microbatches
-from vapo_megatron.experience.batch import ExperienceBatch, from_samples, offsets
+from vapo_megatron.experience.batch import ExperienceBatch, from_samples
 from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.mcore.mesh import make_mesh
 from vapo_megatron.monitoring.recorder import Recorder
@@ -158,24 +157,6 @@ def test_no_number_of_ranks_changes_advantages_or_metrics() -> None:
                     assert (key in tensors) == (key in found[name][1])
                     if key in tensors:
                         assert np.array_equal(found[name][1][key], tensors[key]), (name, ranks, key)
-
-
-@pytest.mark.parametrize(("mean", "gamma"), [(5, 1.0), (300, 0.99), (5000, 1.0)])
-def test_a_response_has_the_same_advantages_in_whichever_part_it_is(mean: int, gamma: float) -> None:
-    generator = torch.Generator().manual_seed(mean)
-    lengths = torch.randint(1, 2 * mean, (41,), generator=generator)
-    lengths[7] = 20 * mean
-    bounds, total = offsets(lengths), int(lengths.sum())
-    rewards, values = torch.randn(2, total, generator=generator).unbind()
-    lam = torch.rand(41, generator=generator)
-    whole = decoupled_gae(rewards, values, bounds, lam, 0.95, gamma)
-    for first, end in ((0, 41), (3, 9), (7, 8), (20, 41)):
-        part = slice(int(bounds[first]), int(bounds[end]))
-        inside = bounds[first : end + 1] - bounds[first]
-        found = decoupled_gae(rewards[part], values[part], inside, lam[first:end], 0.95, gamma, of=lengths)
-        assert all(torch.equal(x, y[part]) for x, y in zip(found, whole, strict=True))
-        alone = segmented_gae(rewards[part], values[part], inside, lam[first:end], gamma, of=lengths)
-        assert torch.equal(alone, whole[0][part])
 
 
 def test_homes_hold_whole_groups_and_about_as_many_tokens_each() -> None:

@@ -166,7 +166,7 @@ def with_intervals(
         draws: of the bootstrap.
         seed: of the draws.
     """
-    estimates = measure(torch.ones(1, len(prompts), dtype=torch.int64))
+    estimates = measure(torch.ones(1, len(prompts)))
     drawn, ends = measure(bootstrap_weights(prompts, draws, seed)), torch.tensor([0.025, 0.975], dtype=torch.float64)
     return {
         name: Interval(float(estimates[name]), *torch.nanquantile(drawn[name], ends).tolist()) for name in estimates

@@ -33,7 +33,7 @@ def length_adaptive_lambda(lengths: Tensor, alpha: float, floor: float = 0.0) ->
         raise ValueError(f"alpha must be positive, got {alpha}")
     if not 0 <= floor <= 1:
         raise ValueError(f"floor must be in [0, 1], got {floor}")
-    return (1 - 1 / (alpha * lengths.double())).clamp(floor, 1).float()
+    return (1 - 1 / (alpha * lengths.double())).clamp(min=floor).float()
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ def to_tokens(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Give every token the value of its response: [S] -> [T], dtype kept."""
     lengths = cu_seqlens.long().diff().to(x.device)
     # Without output_size torch takes ten times as long.
-    return x.repeat_interleave(lengths, output_size=int(cu_seqlens[-1]) - int(cu_seqlens[0]))
+    return x.repeat_interleave(lengths, output_size=int(cu_seqlens[-1]))
 
 
 def tokens_from(starts: Tensor, cu_seqlens: Tensor) -> Tensor:
