@@ -53,6 +53,18 @@ def test_select_takes_every_field_along(name: str, chosen: list[int]) -> None:
     assert found.dtype == batch.tensors()[name].dtype
 
 
+@pytest.mark.parametrize("chosen", [[4, 0, 2], [5], []])
+def test_what_goes_by_samples_and_what_goes_by_tokens_make_the_batch_again(chosen: list[int]) -> None:
+    batch = full_batch()
+    expected = batch.select(chosen).tensors()
+    by_tokens = {f.name for f in fields(batch) if f.metadata["over"] not in ("samples", "offsets")}
+    table = batch.table().select(torch.tensor(chosen, dtype=torch.int64))
+    assert table.samples == len(chosen)
+    found = table.batch(**{name: expected[name] for name in by_tokens}).tensors()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 def test_what_no_phase_has_filled_in_stays_away() -> None:
     part = make_batch().select([1, 2])
     assert part.values is None and part.selected is None and "returns" not in part.tensors()

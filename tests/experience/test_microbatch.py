@@ -8,7 +8,7 @@ import torch
 from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.balance import Cost, plan_microbatches
 from vapo_megatron.experience.batch import ExperienceBatch, from_samples
-from vapo_megatron.experience.microbatch import pack, padded_lengths
+from vapo_megatron.experience.microbatch import Packed, Share, pack, padded_lengths
 from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.experience.zigzag import local_positions, natural_order
 
@@ -62,6 +62,29 @@ def test_every_response_token_is_read_once_over_all_cp_ranks_and_labels_itself(c
     for s in samples:
         expected[batch.response_cu_seqlens[s] : batch.response_cu_seqlens[s + 1]] = 1
     assert torch.equal(seen, expected)
+
+
+def test_what_is_read_at_positions_is_written_back_to_its_tokens() -> None:
+    batch, share = some_batch(), Share([[5, 0], [3], []], of=9)
+    assert (list(share), len(share), share[0], share.of) == ([0, 3, 5], 3, 0, 9)
+    packed = Packed(batch, share, 4, 8, 1, 0)
+    assert len(packed) == 3 and [m.lengths for m in packed] == [
+        pack(batch, members, 4, 8, 1, 0).lengths for members in share.microbatches
+    ]
+    values = torch.arange(batch.response_tokens, dtype=torch.float64) + 1
+    found = torch.zeros_like(values)
+    for micro in packed:
+        at = micro.gather(values)
+        assert (
+            at.dtype == values.dtype and len(at) == len(micro.ids) and micro.gather(values.long()).dtype == torch.int64
+        )
+        assert (micro.ids.dtype, micro.labels.dtype, micro.response_index.dtype) == (torch.int64,) * 3
+        assert torch.equal(micro.response_rows, at.nonzero()[:, 0] if at.any() else torch.zeros(1, dtype=torch.int64))
+        micro.scatter(found, at)
+    kept = torch.zeros(batch.samples, dtype=torch.bool)
+    kept[list(share)] = True
+    assert torch.equal(found, values * kept.repeat_interleave(batch.response_lengths))
+    assert packed[2].gather(values[:0]).tolist() == [0] * 8, "a rank may have no response token at all"
 
 
 def test_an_empty_micro_batch_is_padding_without_response_tokens() -> None:

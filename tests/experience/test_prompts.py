@@ -110,10 +110,31 @@ def test_an_evaluation_set_is_cut_to_its_limit_and_never_loses_long_prompts(
 ) -> None:
     path = _write(tmp_path / "e.jsonl", ROWS)
     config = DataConfig(train=path, max_prompt_tokens=2, drop_long_prompts=True)
-    with pytest.raises(BadInput, match="row p0 has 3 tokens"):
+    with pytest.raises(BadInput, match=r"row p0 has 3 tokens.*or remove the row$"):
         eval_prompts(EvalSet(name="e", path=path), config, plain)
     roomy = DataConfig(train=path)
-    assert [p.id for p in eval_prompts(EvalSet(name="e", path=path, limit=2), roomy, plain)] == ["p0", "p1"]
+    cut = eval_prompts(EvalSet(name="e", path=path, limit=2), roomy, plain)
+    assert [(p.id, p.source) for p in cut] == [("p0", "e"), ("p1", "e")]
+
+
+def test_a_list_of_rows_reads_the_same_and_bad_ones_are_named(tmp_path: Path, plain: TextTokenizer) -> None:
+    path = tmp_path / "t.json"
+    for mark in ("", "\ufeff"):
+        path.write_text(mark + json.dumps(ROWS), encoding="utf-8")
+        assert [p.id for p in train_prompts(DataConfig(train=path), plain)] == [row["id"] for row in ROWS]
+    for content, message in (
+        ("[1]", "expected a list of objects"),
+        ("{}", "expected a list of objects"),
+        ("[", "cannot be read as JSON"),
+        (json.dumps([ROWS[0], ROWS[1] | {"answer": "\ud800"}]), r"t\.json:2: holds .ud800, half of a character"),
+        (json.dumps([ROWS[0], {"id": "x", "problem": "1"}]), r"t\.json:2: no field 'answer' among id, problem"),
+    ):
+        path.write_text(content, encoding="utf-8")
+        with pytest.raises(BadInput, match=message):
+            train_prompts(DataConfig(train=path), plain)
+    lines = _write(tmp_path / "t.jsonl", [ROWS[0], ROWS[1] | {"answer": "\ud800"}])
+    with pytest.raises(BadInput, match=r"t\.jsonl:2: holds .ud800, half of a character"):
+        train_prompts(DataConfig(train=lines), plain)
 
 
 def test_every_epoch_is_another_permutation() -> None:
@@ -147,7 +168,11 @@ def test_a_restored_source_goes_on_where_the_other_stopped() -> None:
 
 @pytest.mark.parametrize(
     ("other", "field"),
-    [(PromptSource(_prompts(7), seed=2), "seed"), (PromptSource(_prompts(8), seed=1), "prompts")],
+    [
+        (PromptSource(_prompts(7), seed=2), "seed"),
+        (PromptSource(_prompts(8), seed=1), "prompts"),
+        (PromptSource(_prompts(7), seed=1, shuffle=False), "shuffle"),
+    ],
 )
 def test_a_state_of_another_sequence_is_refused(other: PromptSource, field: str) -> None:
     with pytest.raises(BadInput, match=f"data: {field} is"):

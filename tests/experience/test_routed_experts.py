@@ -59,7 +59,7 @@ def test_a_selected_batch_keeps_them() -> None:
 def test_a_micro_batch_has_the_experts_of_its_own_positions(cp_size: int) -> None:
     batch = make_batch()
     for rank in range(cp_size):
-        packed = pack(batch, [2, 0], 2 * cp_size, 8, cp_size, rank)
+        packed = pack(batch, [1, 2, 0], 2 * cp_size, 8, cp_size, rank)
         assert packed.experts is not None and packed.experts.shape == (len(packed.ids), 4)
         real = packed.ids > 0
         assert packed.experts[real, -1].tolist() == packed.ids[real].tolist()

@@ -61,9 +61,9 @@ class MicroBatch:
     def gather(self, values: Tensor) -> Tensor:
         """A tensor over response tokens [T] at this micro-batch's positions [t]; 0 where no response token is."""
         found = self.response_index >= 0
-        if not len(values):
-            return torch.zeros(len(found), dtype=values.dtype)
-        return torch.where(found, values[self.response_index.clamp_min(0)], torch.zeros((), dtype=values.dtype))
+        gathered = values.new_zeros(len(found))
+        gathered[found] = values[self.response_index[found]]
+        return gathered
 
     def scatter(self, into: Tensor, values: Tensor) -> None:
         """The other way: write values [t] of response positions into a tensor over response tokens [T]."""
