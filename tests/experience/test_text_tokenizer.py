@@ -1,7 +1,9 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from vapo_megatron.config.data import PromptTemplate
 from vapo_megatron.errors import BadInput
@@ -48,6 +50,36 @@ def test_special_tokens_are_left_out_of_decoded_text(directory: Path) -> None:
     ids = tokenizer.encode_response("say hello")
     assert tokenizer.eos_id not in ids
     assert tokenizer.decode([*ids, tokenizer.eos_id, tokenizer.pad_id]) == "say hello"
+
+
+def test_what_a_tokenizer_puts_before_texts_is_before_plain_prompts_alone(directory: Path) -> None:
+    tokenizer = word_tokenizer(["hello", "say", "<|im_end|>"], 64, CHATML_TEMPLATE)
+    bos = tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_end|> $A", special_tokens=[("<|im_end|>", bos)]
+    )
+    tokenizer.save_pretrained(directory)
+    plain = TextTokenizer(directory, PromptTemplate(chat_template=False))
+    assert plain.encode_prompt("hello")[0] == bos and plain.encode_response("hello") == plain.encode_prompt("hello")[1:]
+    assert TextTokenizer(directory, PromptTemplate()).encode_prompt("hello")[0] != bos
+
+
+def test_a_vocabulary_that_does_not_fit_is_refused(directory: Path, tmp_path: Path) -> None:
+    tokenizer = TextTokenizer(directory, PromptTemplate())
+    tokenizer.check_vocabulary(tokenizer.size)
+    with pytest.raises(BadInput, match=f"has {tokenizer.size} tokens and the model of config.json a vocabulary of 3"):
+        tokenizer.check_vocabulary(3)
+    for other, words in (("none", []), ("same", None), ("other", ["say", "hello"])):
+        (tmp_path / other).mkdir()
+        if words is None:
+            shutil.copy(directory / "tokenizer.json", tmp_path / other)
+            shutil.copy(directory / "tokenizer_config.json", tmp_path / other)
+        elif words:
+            word_tokenizer([*words, "<|im_end|>"], 64, CHATML_TEMPLATE).save_pretrained(tmp_path / other)
+    tokenizer.check_same(tmp_path / "none", "critic.model")
+    tokenizer.check_same(tmp_path / "same", "critic.model")
+    with pytest.raises(BadInput, match=r"^critic.model=.*other: its tokenizer has \d+ tokens and gives \d+ of the"):
+        tokenizer.check_same(tmp_path / "other", "critic.model")
 
 
 def test_end_tokens_are_those_of_tokenizer_and_generation_config(directory: Path) -> None:
