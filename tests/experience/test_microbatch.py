@@ -103,6 +103,7 @@ def test_zigzag_positions_are_a_partition_and_natural_order_inverts_them(cp: int
 
 def test_padded_lengths_align_each_sequence_and_the_sum() -> None:
     assert padded_lengths([1, 5, 8], 4, 16) == [4, 8, 20]
+    assert padded_lengths([0, 1, 2], 1, 1) == [1, 1, 2]
     assert padded_lengths([], 4, 8) == [8]
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from vapo_megatron.config.data import DataConfig, EvalSet, PromptTemplate
 from vapo_megatron.errors import BadInput
+from vapo_megatron.experience.jsonl import read_rows, write_rows
 from vapo_megatron.experience.prompts import PromptSource, eval_prompts, train_prompts
 from vapo_megatron.experience.sample import Prompt
 from vapo_megatron.experience.tokenizer import TextTokenizer
@@ -52,6 +53,26 @@ def test_gzip_and_other_field_names_read_the_same(tmp_path: Path, plain: TextTok
     assert [p.token_ids for p in train_prompts(config, plain)] == [p.token_ids for p in reference]
 
 
+def test_a_mark_of_the_encoding_is_read_over_before_the_first_line_alone(tmp_path: Path, plain: TextTokenizer) -> None:
+    path = tmp_path / "t.jsonl"
+    rows = [json.dumps(row | {"problem": "é"}, ensure_ascii=False) for row in ROWS]
+    path.write_text("\ufeff" + "\n".join(rows), encoding="utf-8")
+    assert [p.problem for p in train_prompts(DataConfig(train=path), plain)] == ["é"] * len(ROWS)
+    path.write_text(rows[0] + "\n\ufeff" + rows[1], encoding="utf-8")
+    with pytest.raises(BadInput, match=r"t\.jsonl:2: not JSON"):
+        train_prompts(DataConfig(train=path), plain)
+    path.write_bytes(rows[0].encode() + b"\n\xff")
+    with pytest.raises(BadInput, match=r"t\.jsonl:2: not UTF-8"):
+        train_prompts(DataConfig(train=path), plain)
+
+
+def test_rows_are_written_as_people_read_them(tmp_path: Path) -> None:
+    rows = [{"a": "é"}, {"b": [1, None]}, {}]
+    assert write_rows(tmp_path / "deep" / "r.jsonl", rows) == 3
+    assert (tmp_path / "deep" / "r.jsonl").read_text(encoding="utf-8") == '{"a": "é"}\n{"b": [1, null]}\n{}\n'
+    assert list(read_rows(tmp_path / "deep" / "r.jsonl")) == [(1, rows[0]), (2, rows[1]), (3, rows[2])]
+
+
 def test_parquet_rows_read_the_same(tmp_path: Path, plain: TextTokenizer) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional dependency")
     from pyarrow import parquet
@@ -67,7 +88,8 @@ def test_parquet_rows_read_the_same(tmp_path: Path, plain: TextTokenizer) -> Non
         ([ROWS[0], {"id": "x", "problem": "1"}], r"t\.jsonl:2: no field 'answer'"),
         ([{"problem": " ", "answer": "1"}], r"t\.jsonl:1: field problem is empty"),
         ([{"problem": "1", "answer": None}], r"t\.jsonl:1: field answer is NoneType"),
-        ([ROWS[0], "{nonsense"], r"t\.jsonl:2: not JSON"),
+        ([ROWS[0], "{nonsense"], r"t\.jsonl:2: not JSON \(Expecting property name"),
+        (["[" * 100_000], r"t\.jsonl:1: not JSON \(RecursionError\)"),
         (["[1]"], r"t\.jsonl:1: a JSON list"),
         ([ROWS[0], ROWS[1], ROWS[0]], r"t\.jsonl:3: field id=p0 is also that of .*t\.jsonl:1"),
         ([], r"t\.jsonl: holds no rows"),

@@ -99,7 +99,7 @@ def pack(
     lengths = padded_lengths(positions_of, alignment, total_alignment)
     total = sum(lengths)
     ids, labels = torch.zeros(total, dtype=torch.int64), torch.zeros(total, dtype=torch.int64)
-    response_index = torch.full((total,), -1, dtype=torch.int64)
+    response_index = torch.full((total,), -1)
     experts = None
     if with_experts and batch.routed_experts is not None:
         # Padding has to go somewhere, through as many experts as any token.
