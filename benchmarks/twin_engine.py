@@ -1,6 +1,6 @@
 """Steps as `plan --simulate` says them beside steps that real engines of this machine took.
 
-    python -m benchmarks.twin_engine [--mean 60] [--only 3] [--json FILE]
+    python -m benchmarks.twin_engine [--mean 60] [--only 1 2 3] [--json FILE]
 
 As benchmarks.twin, with SGLang in the place of its stubs: a random model (0.85 M parameters), whose responses are as
 long as the case says. How long a decoding step takes by the responses that run, and reading by tokens, is fitted before
@@ -29,7 +29,7 @@ from vapo_megatron.operations.twin.run import simulate
 from vapo_megatron.rollout.client import Completion, EngineClient
 from vapo_megatron.rollout.server import EngineAddress, EngineServer
 
-LENGTH, AT_ONCE = 60, (1, 4, 8, 16, 24)
+LENGTH, AT_ONCE = 50, (1, 8, 24)
 
 
 class Paced(EngineClient):
@@ -125,7 +125,7 @@ def main() -> None:
     """A row for each run."""
     arguments = parser(__doc__)
     arguments.add_argument("--mean", type=int, default=60, help="tokens of a response, in most cases")
-    arguments.add_argument("--only", type=int, help="number of one run")
+    arguments.add_argument("--only", type=int, nargs="*", default=[], help="numbers of some runs")
     given = arguments.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -141,11 +141,12 @@ def main() -> None:
             addresses = [server.address for server in servers]
             calibrate(addresses, 1)  # what is slow the first time
             rates = {count: with_begin(calibrate(addresses[:count]), count, given.mean, addresses) for count in (1, 2)}
-            rows = [
-                row(number, case, measured(case, rates[case.engines], addresses), rates[case.engines])
-                for number, case in enumerate(cases(given.mean), 1)
-                if given.only in (None, number)
-            ]
+            rows = []
+            for number, case in enumerate(cases(given.mean), 1):
+                if number in (given.only or [number]):
+                    rate = rates[case.engines]
+                    rows.append(row(number, case, measured(case, rate, addresses), rate))
+                    print(f"run {number}: {rows[-1]['error']}", flush=True)
             after = {count: calibrate(addresses[:count]) for count in (1, 2)}
         finally:
             for server in servers:

@@ -7,7 +7,7 @@ from tokenizers.processors import TemplateProcessing
 
 from vapo_megatron.config.data import PromptTemplate
 from vapo_megatron.errors import BadInput
-from vapo_megatron.experience.tokenizer import TextTokenizer, eos_token_ids
+from vapo_megatron.experience.tokenizer import TextTokenizer, eos_token_ids, load_tokenizer
 from vapo_megatron.weights.tiny import CHATML_TEMPLATE, word_tokenizer
 
 ROLES = ("system", "user", "assistant")
@@ -80,6 +80,15 @@ def test_a_vocabulary_that_does_not_fit_is_refused(directory: Path, tmp_path: Pa
     tokenizer.check_same(tmp_path / "same", "critic.model")
     with pytest.raises(BadInput, match=r"^critic.model=.*other: its tokenizer has \d+ tokens and gives \d+ of the"):
         tokenizer.check_same(tmp_path / "other", "critic.model")
+
+
+@pytest.mark.parametrize("clean_up", [False, True])
+def test_text_is_what_the_tokenizer_itself_makes_of_it(directory: Path, clean_up: bool) -> None:
+    _edit_config(directory, clean_up_tokenization_spaces=clean_up)
+    tokenizer, own = TextTokenizer(directory, PromptTemplate()), load_tokenizer(directory)
+    ids = list(range(tokenizer.size + 3))
+    assert tokenizer.decode(ids) == own.decode(ids, skip_special_tokens=True) != ""
+    assert tokenizer.decode([]) == ""
 
 
 def test_end_tokens_are_those_of_tokenizer_and_generation_config(directory: Path) -> None:

@@ -87,8 +87,13 @@ class TextTokenizer:
         return self._tokenizer.encode(response, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens left out."""
-        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        """The text of token ids, special tokens left out. With a fast tokenizer other threads go on meanwhile: decode()
+        keeps the interpreter to itself, that of batches does not."""
+        fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        if fast is None or self._tokenizer.clean_up_tokenization_spaces:
+            text = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        else:
+            (text,) = fast.decode_batch([list(token_ids)], skip_special_tokens=True)
         assert isinstance(text, str)
         return text
 
