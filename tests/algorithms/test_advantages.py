@@ -97,7 +97,7 @@ def test_to_tokens() -> None:
 def test_reinforce_pp() -> None:
     # Two responses, beta 1/2: A_t = R - (KL_t + KL_{t+1} + ...) / 2.
     kl = torch.tensor([2.0, 4.0, 6.0, 1.0])
-    got = adv.reinforce_pp(torch.tensor([10.0, -1.0]), kl, torch.tensor([0, 3, 4]), kl_coef=0.5)
+    got = adv.reinforce_pp(torch.tensor([10.0, -1.0]), 0.5 * kl, torch.tensor([0, 3, 4]))
     assert got.tolist() == [4.0, 5.0, 7.0, -1.5]
 
 
@@ -133,5 +133,5 @@ def test_self_imitation_keeps_what_was_better_than_expected() -> None:
 
 
 def test_reinforce_pp_discounts_the_reward_and_the_penalty() -> None:
-    found = adv.reinforce_pp(torch.tensor([1.0]), torch.tensor([0.0, 2.0]), torch.tensor([0, 2]), 0.25, 0.5)
+    found = adv.reinforce_pp(torch.tensor([1.0]), torch.tensor([0.0, 0.5]), torch.tensor([0, 2]), 0.5)
     assert found.tolist() == [0.25, 0.5]

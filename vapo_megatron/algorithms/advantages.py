@@ -82,7 +82,7 @@ def raft(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def returns_to_go(token_rewards: Tensor, cu_seqlens: Tensor, gamma: float = 1.0, of: Tensor | None = None) -> Tensor:
+def returns_to_go(token_rewards: Tensor, cu_seqlens: Tensor, gamma: float, of: Tensor | None = None) -> Tensor:
     """G_t = sum over i >= t of gamma^(i-t) r_i within each response: [T] -> [T]. of: as in `segmented_gae`.
 
     Raises ValueError where cu_seqlens does not fit.
@@ -94,13 +94,13 @@ def returns_to_go(token_rewards: Tensor, cu_seqlens: Tensor, gamma: float = 1.0,
 
 
 def reinforce_pp(
-    rewards: Tensor, kl: Tensor, cu_seqlens: Tensor, kl_coef: float, gamma: float = 1.0, of: Tensor | None = None
+    rewards: Tensor, penalty: Tensor, cu_seqlens: Tensor, gamma: float = 1.0, of: Tensor | None = None
 ) -> Tensor:
-    """A_t = R - kl_coef * sum over i >= t of KL_i (REINFORCE++, arXiv 2501.03262, eq. 6), to be whitened.
+    """A_t = R - sum over i >= t of the KL penalty of token i (REINFORCE++, arXiv 2501.03262, eq. 6), to be whitened.
 
-    rewards [S]; kl [T] is the k1 estimate of each token; of as in `segmented_gae`. Returns [T].
+    rewards [S]; penalty [T]; of as in `segmented_gae`. Returns [T].
     """
-    return returns_to_go(place_terminal(rewards, cu_seqlens, kl.numel()) - kl_coef * kl, cu_seqlens, gamma, of)
+    return returns_to_go(place_terminal(rewards, cu_seqlens, penalty.numel()) - penalty, cu_seqlens, gamma, of)
 
 
 def self_imitation(returns: Tensor, values: Tensor) -> Tensor:
@@ -115,14 +115,13 @@ def whitening_sums(x: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.stack([segment_sum(column, cu_seqlens) for column in columns], dim=1)
 
 
-def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, eps: float = 1e-8, sums: Tensor | None = None) -> Tensor:
-    """(x - mean) / sqrt(var + eps) over the tokens whose mask is not 0; var unbiased.
+def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, sums: Tensor | None = None) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) over the tokens whose mask is not 0; var unbiased.
 
     Args:
         x: [T] advantages (returns are never whitened).
         mask: [T]; tokens with 0 do not count and get 0.
         shift_mean: False scales and puts the mean back.
-        eps: added to the variance.
         sums: float64 [S, 3], whitening_sums of all responses of which these are a part; None: these are all.
 
     Returns:
@@ -133,7 +132,7 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, eps: float = 1e-8, 
     count, total, squares = sums.sum(0)
     mean = total / count.clamp(min=1)
     variance = ((squares - count * mean.square()) / (count - 1).clamp(min=1)).clamp(min=0)
-    whitened = (x - mean) / (variance + eps).sqrt()
+    whitened = (x - mean) / (variance + 1e-8).sqrt()
     if not shift_mean:
         whitened = whitened + mean
     return torch.where(mask != 0, whitened, 0).to(x.dtype)

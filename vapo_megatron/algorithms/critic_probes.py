@@ -199,14 +199,14 @@ def horizon_figures(lambda_return: Tensor, returns: Tensor, weights: Tensor) -> 
     return {"bias": moments.mean(mean), "bias_rms": square.sqrt(), "noise": variance.sqrt()}
 
 
-def supported(rows: Sequence[tuple[float, dict[str, Interval]]], share: float = 0.25) -> float | None:
-    """The smallest lambda (or alpha) whose systematic error is at most `share` of the noise of one response.
+def supported(rows: Sequence[tuple[float, dict[str, Interval]]]) -> float | None:
+    """The smallest lambda (or alpha) whose systematic error is at most a quarter of the noise of one response.
 
     rows: from the shortest horizon to the longest; every longer horizon has to hold as well. None: not one does.
     """
     found = None
     for number, row in reversed(rows):
-        if row["bias_rms"].estimate > share * row["noise"].estimate:
+        if row["bias_rms"].estimate > 0.25 * row["noise"].estimate:
             break
         found = number
     return found

@@ -57,9 +57,9 @@ def _count(name: str, environment: Mapping[str, str]) -> int:
     return int(found)
 
 
-def node_name(environment: Mapping[str, str] = os.environ) -> str:
+def node_name() -> str:
     """The name that Slurm knows this node by, else its host's."""
-    return environment.get("SLURMD_NODENAME") or socket.gethostname()
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def environment_place() -> RankPlace | None:

@@ -47,7 +47,7 @@ def estimate_advantages(
         elif config.advantage.estimator == "reinforce_pp":
             penalty, bounds = kl_penalty(own, config.kl), own.response_cu_seqlens
             own.advantages = advantages.reinforce_pp(
-                rewards[batch.at_home], penalty, bounds, 1.0, config.advantage.gamma, table.response_lengths
+                rewards[batch.at_home], penalty, bounds, config.advantage.gamma, table.response_lengths
             )
         elif config.advantage.function is None:
             found = response_advantages(batch, rewards, config)

@@ -52,7 +52,8 @@ def _measure() -> None:
         print(f"pinned memory {name} {host.numel() / _seconds(copy) / 1e9:.1f} GB/s")
 
 
-def _seconds(function: Callable[[], object], repeats: int = 20) -> float:
+def _seconds(function: Callable[[], object]) -> float:
+    repeats = 20
     for _ in range(3):
         function()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
