@@ -65,8 +65,8 @@ def test_every_response_token_is_read_once_over_all_cp_ranks_and_labels_itself(c
 
 
 def test_what_is_read_at_positions_is_written_back_to_its_tokens() -> None:
-    batch, share = some_batch(), Share([[5, 0], [3], []], of=9)
-    assert (list(share), len(share), share[0], share.of) == ([0, 3, 5], 3, 0, 9)
+    batch, share = some_batch(), Share([[6, 0], [3], []], of=9)
+    assert (list(share), len(share), share[0], share.of) == ([0, 3, 6], 3, 0, 9)
     packed = Packed(batch, share, 4, 8, 1, 0)
     assert len(packed) == 3 and [m.lengths for m in packed] == [
         pack(batch, members, 4, 8, 1, 0).lengths for members in share.microbatches

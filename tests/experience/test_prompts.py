@@ -77,9 +77,15 @@ def test_parquet_rows_read_the_same(tmp_path: Path, plain: TextTokenizer) -> Non
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional dependency")
     from pyarrow import parquet
 
-    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "t.parquet")
-    prompts = train_prompts(DataConfig(train=tmp_path / "t.parquet"), plain)
-    assert [p.id for p in prompts] == [row["id"] for row in ROWS]
+    path = tmp_path / "t.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    assert [p.id for p in train_prompts(DataConfig(train=path), plain)] == [row["id"] for row in ROWS]
+    parquet.write_table(pyarrow.Table.from_pylist([*ROWS, ROWS[0] | {"id": "x", "problem": ""}]), path)
+    with pytest.raises(BadInput, match=rf"t\.parquet:{len(ROWS) + 1}: field problem is empty"):
+        train_prompts(DataConfig(train=path), plain)
+    path.write_bytes(b"PAR1 nonsense")
+    with pytest.raises(BadInput, match=r"t\.parquet: cannot be read \(\w.* .*\); give a valid"):
+        train_prompts(DataConfig(train=path), plain)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +97,7 @@ def test_parquet_rows_read_the_same(tmp_path: Path, plain: TextTokenizer) -> Non
         ([ROWS[0], "{nonsense"], r"t\.jsonl:2: not JSON \(Expecting property name"),
         (["[" * 100_000], r"t\.jsonl:1: not JSON \(RecursionError\)"),
         (["[1]"], r"t\.jsonl:1: a JSON list"),
+        (['{"problem": "1", "answer": NaN}'], r"t\.jsonl:1: field answer is nan"),
         ([ROWS[0], ROWS[1], ROWS[0]], r"t\.jsonl:3: field id=p0 is also that of .*t\.jsonl:1"),
         ([], r"t\.jsonl: holds no rows"),
         (["", "  "], r"t\.jsonl: holds no rows"),
@@ -157,6 +164,12 @@ def test_a_list_of_rows_reads_the_same_and_bad_ones_are_named(tmp_path: Path, pl
     lines = _write(tmp_path / "t.jsonl", [ROWS[0], ROWS[1] | {"answer": "\ud800"}])
     with pytest.raises(BadInput, match=r"t\.jsonl:2: holds .ud800, half of a character"):
         train_prompts(DataConfig(train=lines), plain)
+
+
+def test_an_answer_may_be_a_number(tmp_path: Path, plain: TextTokenizer) -> None:
+    rows = [{"problem": "1 plus 1", "answer": answer} for answer in (2, 2.5)]
+    path = _write(tmp_path / "t.jsonl", rows)
+    assert [p.answer for p in train_prompts(DataConfig(train=path), plain)] == ["2", "2.5"]
 
 
 def test_every_epoch_is_another_permutation() -> None:
