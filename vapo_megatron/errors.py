@@ -44,6 +44,11 @@ class Interrupted(VapoError):
     exit_code = 130
 
 
+def reason_of(error: BaseException) -> str:
+    """Another library's error as part of such a line: its kind and what it says."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
 @contextmanager
 def told_in_one_line(prefix: str) -> Iterator[None]:
     """End the program where a VapoError comes up in here: its line on standard error, and its exit code."""

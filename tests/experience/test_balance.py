@@ -72,6 +72,8 @@ def test_the_same_arguments_give_the_same_plan(lengths: list[int], plan: Plan) -
     assert len(again) == RANKS
     # A rank that asks for its own micro-batches alone gets those of the whole plan.
     assert all(again[rank] == plan[rank] for rank in reversed(range(RANKS)))
+    for rank in range(RANKS):
+        assert again.samples_of(rank).tolist() == sorted(s for micro in plan[rank] for s in micro)
 
 
 def test_a_rank_plans_65536_samples_in_seconds() -> None:

@@ -1,12 +1,13 @@
 """A batch's fields are cut together, and what does not fit is refused."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from batches import LENGTHS, make_batch
 
-from vapo_megatron.experience.batch import ExperienceBatch
+from vapo_megatron.experience.batch import ExperienceBatch, from_samples, stretches
+from vapo_megatron.experience.sample import Prompt, Sample
 
 
 def full_batch() -> ExperienceBatch:
@@ -63,6 +64,39 @@ def test_what_goes_by_samples_and_what_goes_by_tokens_make_the_batch_again(chose
     found = table.batch(**{name: expected[name] for name in by_tokens}).tensors()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_samples_become_a_batch_field_by_field() -> None:
+    samples = []
+    for s, (prompt, response, reward, correct, reason) in enumerate(
+        [([1, 2], [3], 1, True, "stop"), ([4], [5, 6, 7], -0.5, None, "length"), ([8], [9], 0, False, "stop")]
+    ):
+        logprobs = [-0.5 * token for token in response]
+        found = Sample(Prompt(str(s), "", "", tuple(prompt)), s // 2, s, 0, response, logprobs, reason, 0, 0)  # type: ignore[arg-type]
+        found.reward, found.correct = reward, correct
+        samples.append(found)
+    batch = from_samples(samples)
+    expected = {
+        "tokens": [1, 2, 3, 4, 5, 6, 7, 8, 9],
+        "cu_seqlens": [0, 3, 7, 9],
+        "prompt_lengths": [2, 1, 1],
+        "response_cu_seqlens": [0, 1, 4, 5],
+        "rollout_logprobs": [-1.5, -2.5, -3.0, -3.5, -4.5],
+        "rewards": [1.0, -0.5, 0.0],
+        "correct": [True, False, False],
+        "truncated": [False, True, False],
+        "group_ids": [0, 0, 1],
+    }
+    assert {name: tensor.tolist() for name, tensor in batch.tensors().items()} == expected
+    whole = [replace(sample, reward=1) for sample in samples]
+    assert from_samples(whole).rewards.dtype == torch.float32, "whole numbers, too"
+
+
+def test_neighbours_are_taken_without_a_copy() -> None:
+    values, bounds = torch.arange(10), torch.tensor([0, 2, 5, 9, 10])
+    found = stretches(values, bounds, torch.tensor([1, 2]))
+    assert found.tolist() == [2, 3, 4, 5, 6, 7, 8] and found.data_ptr() == values[2:].data_ptr()
+    assert stretches(values, bounds, torch.tensor([0, 2])).tolist() == [0, 1, 5, 6, 7, 8]
 
 
 def test_what_no_phase_has_filled_in_stays_away() -> None:

@@ -126,7 +126,9 @@ def test_a_truncated_gzip_is_named(tmp_path: Path, plain: TextTokenizer) -> None
 
 def test_a_long_prompt_is_named_or_left_out_as_configured(tmp_path: Path, plain: TextTokenizer) -> None:
     path = _write(tmp_path / "t.jsonl", [*ROWS, {"id": "long", "problem": "1 plus 1 plus 1", "answer": 3}])
-    with pytest.raises(BadInput, match=r"t\.jsonl:6: the prompt of row long has 5 tokens.*max_prompt_tokens=3"):
+    with pytest.raises(
+        BadInput, match=r"t\.jsonl:6: the prompt of row long has 5 tokens.*=3; raise it, or set data.drop_long"
+    ):
         train_prompts(DataConfig(train=path, max_prompt_tokens=3), plain)
     kept = train_prompts(DataConfig(train=path, max_prompt_tokens=3, drop_long_prompts=True), plain)
     assert [p.id for p in kept] == [row["id"] for row in ROWS]

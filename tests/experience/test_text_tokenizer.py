@@ -101,6 +101,14 @@ def test_end_tokens_are_those_of_tokenizer_and_generation_config(directory: Path
     assert eos_token_ids(directory) == (eos,)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, eos]}))
     assert eos_token_ids(directory) == tuple(sorted((eos, 9)))
+    for entry, ids in ((9, (9, eos)), (None, (eos,)), ([], (eos,))):
+        (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": entry}))
+        assert (
+            eos_token_ids(directory) == tuple(sorted(ids)) == TextTokenizer(directory, PromptTemplate()).eos_token_ids
+        )
+    (directory / "generation_config.json").write_text("[]")
+    with pytest.raises(BadInput, match="not a JSON object"):
+        eos_token_ids(directory)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": "end"}))
     with pytest.raises(BadInput, match=r"generation_config\.json: eos_token_id 'end'"):
         eos_token_ids(directory)
@@ -115,6 +123,23 @@ def test_a_directory_without_tokenizer_is_named_in_one_line(tmp_path: Path) -> N
     with pytest.raises(BadInput, match="holds no tokenizer") as caught:
         TextTokenizer(tmp_path, PromptTemplate())
     assert "\n" not in str(caught.value)
+
+
+def test_padding_is_the_tokenizers_own_or_the_end(directory: Path) -> None:
+    tokenizer = TextTokenizer(directory, PromptTemplate())
+    assert tokenizer.pad_id not in (None, tokenizer.eos_id)
+    _edit_config(directory, pad_token=None)
+    tokenizer = TextTokenizer(directory, PromptTemplate())
+    assert tokenizer.pad_id == tokenizer.eos_id
+
+
+def test_what_is_wrong_with_a_template_or_a_tokenizer_is_said(directory: Path) -> None:
+    (directory / "chat_template.jinja").write_text("{{ raise_exception('no\n  system') }}")
+    with pytest.raises(BadInput, match=r"chat template cannot be applied \(TemplateError: no system\); mend"):
+        TextTokenizer(directory, PromptTemplate()).prompt_text("hello")
+    (directory / "tokenizer.json").write_text("{}")
+    with pytest.raises(BadInput, match=r"its tokenizer cannot be loaded \(\w+: .+\); put a tokenizer.json"):
+        TextTokenizer(directory, PromptTemplate())
 
 
 def test_a_tokenizer_without_end_token_is_refused(directory: Path) -> None:

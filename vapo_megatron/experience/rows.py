@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vapo_megatron.config.data import FieldNames
-from vapo_megatron.errors import BadInput
+from vapo_megatron.errors import BadInput, reason_of
 from vapo_megatron.experience.jsonl import check_characters, read_rows
 
 
@@ -95,8 +95,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 number += 1
                 yield number, row
     except (OSError, pyarrow.ArrowException) as error:
-        reason = " ".join(str(error).split())
-        raise BadInput(f"{path}: cannot be read ({reason}); give a valid .parquet file") from None
+        raise BadInput(f"{path}: cannot be read ({reason_of(error)}); give a valid .parquet file") from None
 
 
 def _text(row: dict[str, Any], name: str, place: str) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vapo_megatron.config.data import PromptTemplate
-from vapo_megatron.errors import BadInput
+from vapo_megatron.errors import BadInput, reason_of
 from vapo_megatron.experience.torchvision_ops import make_torchvision_importable
 
 make_torchvision_importable()
@@ -69,10 +69,9 @@ class TextTokenizer:
         try:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template is a program: it may be wrong, or raise what it likes
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise BadInput(
-                f"{self._directory}: its chat template cannot be applied ({reason}); mend chat_template.jinja (or that "
-                "of tokenizer_config.json), or set data.prompt.chat_template=false"
+                f"{self._directory}: its chat template cannot be applied ({reason_of(error)}); mend "
+                "chat_template.jinja (or that of tokenizer_config.json), or set data.prompt.chat_template=false"
             ) from None
         assert isinstance(text, str)
         return text
@@ -110,9 +109,8 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds on malformed files, none of them documented
-        reason = " ".join(str(error).split())[:200]
         raise BadInput(
-            f"{directory}: its tokenizer cannot be loaded ({reason}); "
+            f"{directory}: its tokenizer cannot be loaded ({reason_of(error)}); "
             "put a tokenizer.json and a tokenizer_config.json there"
         ) from error
     if tokenizer.eos_token_id is None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.errors import reason_of
 from vapo_megatron.monitoring import names
 
 Row = Mapping[str, Any]
@@ -77,8 +78,7 @@ class Trackers:
         self.failures += 1
         if name not in self._named:
             self._named.add(name)
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
-            self.note(f"{name}: {reason} ({consequence})")
+            self.note(f"{name}: {reason_of(error)} ({consequence})")
 
 
 def start_trackers(

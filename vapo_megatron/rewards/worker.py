@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from vapo_megatron.errors import reason_of
 from vapo_megatron.rewards.framing import Decoder, encode
 
 _MIB = 1 << 20
@@ -43,7 +44,7 @@ def main() -> None:
                     handler = _load(message)
                     reply: dict[str, Any] = {"status": "ready"}
                 except Exception as error:  # whatever a user's module raises on import is told to the trainer
-                    reply = {"status": "failed", "detail": _one_line(error)}
+                    reply = {"status": "failed", "detail": reason_of(error)}
             else:
                 signal.setitimer(signal.ITIMER_PROF, deadline + _GRACE_SECONDS)
                 reply = _handle(handler, message)
@@ -106,11 +107,7 @@ def _handle(handler: Handler, case: dict[str, Any]) -> dict[str, Any]:
     except MemoryError:
         return {"correct": False, "reason": "memory"}
     except Exception as error:  # a user's function, or sympy on hostile text, may raise anything
-        return {"correct": False, "reason": "error", "detail": _one_line(error)}
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        return {"correct": False, "reason": "error", "detail": reason_of(error)}
 
 
 def _write(replies: int, data: bytes) -> None:

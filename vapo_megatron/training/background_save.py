@@ -34,7 +34,7 @@ from vapo_megatron.checkpoint.manifest import (
     write_json,
 )
 from vapo_megatron.config.checkpoint import RetentionConfig
-from vapo_megatron.errors import BadInput
+from vapo_megatron.errors import BadInput, reason_of
 from vapo_megatron.mcore.dist_saver import PlannedSave
 
 # What a person has to mend: a full disk, an exceeded quota or limit, missing rights. Other errors may pass.
@@ -56,7 +56,7 @@ class Problem:
             if isinstance(cause, OSError) and cause.strerror:
                 return cls(cause.strerror, cause.errno in _LASTING)
             cause = cause.__cause__ or cause.__context__
-        return cls(" ".join(str(error).split())[:300] or type(error).__name__, lasting=False)
+        return cls(reason_of(error), lasting=False)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.config.algorithm import AlgorithmConfig
-from vapo_megatron.errors import BadInput
+from vapo_megatron.errors import BadInput, reason_of
 from vapo_megatron.experience.batch import ExperienceBatch
 
 ADVANTAGE_KEY, FILTER_KEY = "algorithm.advantage.function", "algorithm.filter_function"
@@ -58,8 +58,7 @@ def load_function(path: str, key: str) -> Callable[[ScoredResponses], Tensor]:
     try:
         found: Any = getattr(importlib.import_module(module), name)
     except Exception as error:  # a user's module may raise anything on import
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise BadInput(f"{key}={path}: cannot be imported ({reason}): give package.module:name") from None
+        raise BadInput(f"{key}={path}: cannot be imported ({reason_of(error)}): give package.module:name") from None
     if not callable(found):
         raise BadInput(f"{key}={path}: a {type(found).__name__}, expected a function of ScoredResponses")
     function: Callable[[ScoredResponses], Tensor] = found
