@@ -15,6 +15,7 @@ from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.hardware import GIB
 from vapo_megatron.operations.plan.lengths import Lengths
+from vapo_megatron.operations.plan.model_files import SHIPPED
 from vapo_megatron.operations.plan.plan import Plan, make_plan
 from vapo_megatron.operations.plan.rollout import drawn_prompts, imbalance
 from vapo_megatron.operations.plan.search import propose
@@ -144,3 +145,29 @@ def test_an_engine_may_be_on_several_nodes() -> None:
     assert two.memory.engine.weights == plan("rollout.tp=8").memory.engine.weights / 2
     with pytest.raises(BadInput, match=r"rollout\.tp=24 neither divides the 8 GPUs of a node nor"):
         plan("rollout.tp=24")
+
+
+def test_670b_in_fp8_fit_with_engines_on_two_nodes(tmp_path: Path) -> None:
+    """As many experts of as many layers as DeepSeek-V3 has, with the attention of Qwen3."""
+    shape = json.loads((SHIPPED / "Qwen3-30B-A3B" / "config.json").read_text()) | {
+        "hidden_size": 7168,
+        "num_hidden_layers": 58,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 8,
+        "num_experts": 256,
+        "moe_intermediate_size": 2048,
+        "vocab_size": 129280,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    settings = (
+        f"model.path={tmp_path}",
+        "cluster.ranks=null",
+        "actor.layout={tp: 8, pp: 2, ep: 64, cp: 2, sequence_parallel: true}",
+        "actor.recompute.granularity=full",
+        "rollout.quantization=fp8",
+        "rollout.load_format=dummy",
+    )
+    one, two = (plan(*settings, f"rollout.tp={tp}", example="aime_qwen2.5_32b/grpo.yaml", world=256) for tp in (8, 16))
+    assert two.models["actor"].spec.parameter_count() == pytest.approx(670e9, rel=0.01)
+    assert two.fits and two.memory.engine.weights == pytest.approx(39.1 * GIB, rel=0.01), two.memory.problems
+    assert not one.fits and "KV cache of 0 tokens" in one.memory.problems[1].line
