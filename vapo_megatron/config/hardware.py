@@ -7,7 +7,7 @@ from pydantic import Field
 from vapo_megatron.config.base import Section
 
 # Measured: python -m benchmarks.saving, one rank, into memory (docs/performance.md).
-SAVE_GBS, LOAD_GBS = 0.6, 0.6
+SAVE_GBS, LOAD_GBS = 0.9, 0.8
 
 Kind = Literal["a100-40g", "a100-80g", "h100-80g", "h200-141g", "b200-180g"]
 
