@@ -13,9 +13,10 @@ from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.experience.batch import from_samples
 from vapo_megatron.experience.microbatch import Share
 from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.training.advantages import estimate_advantages, teaches_critic
-from vapo_megatron.training.metrics import rollout_metrics
+from vapo_megatron.training.advantages import estimate_advantages, returns_known, teaches_critic
+from vapo_megatron.training.metrics import advantage_metrics, policy_metrics, rollout_metrics
 from vapo_megatron.training.shards import Part
 from vapo_megatron.training.updates import correct_for_rollout, policy_loss, value_loss_of
 
@@ -92,6 +93,32 @@ def test_whitening_and_metrics_leave_out_what_they_do_not_know() -> None:
     row = rollout_metrics(batch_of())
     assert (row["accuracy/mean"], row["reward/mean"], row["rollout/goes_on_share"]) == (0.5, 0.0, 0.5)
     assert row["response_length/mean"] == 6 and "response_length/truncated" not in row
+
+
+def test_old_windows_which_other_weights_wrote_are_no_gap_between_engine_and_trainer() -> None:
+    whole = spread(batch_of())
+    own = whole.own
+    assert own.old_logprobs is not None
+    # The trainer has moved on since: by 3 nats where earlier steps wrote, by nothing where this one did.
+    own.old_logprobs = own.rollout_logprobs + torch.where(NEW, 0.0, 3.0)
+    own.entropies = torch.where(NEW, 1.0, 9.0)
+    row = policy_metrics(whole)
+    assert (row[names.TRAIN_INFER_KL], row[names.TRAIN_INFER_KL_MAX], row[names.ENTROPY]) == (0, 0, 1)
+    assert row["actor/train_infer_logprob_diff_max"] == 0
+    own.advantages = torch.where(NEW, 0.5, -9.0)
+    whole.fill(shaped_rewards=own.rewards)
+    found = advantage_metrics(whole)
+    assert found == {"advantage/mean": 0.5, "advantage/std": 0.0, "reward/shaped_mean": 0.0}, "of finished responses"
+    own.truncated[:] = whole.table.truncated[:] = True
+    assert "reward/shaped_mean" not in advantage_metrics(whole)
+
+
+def test_what_pretraining_writes_whole_and_cuts_off_counts_as_wrong_as_the_last_window_does() -> None:
+    cut = torch.tensor([True, False])
+    windows, without = config_of({}, {}), config_of({"windows": 1}, {})
+    assert returns_known(cut, windows.pretraining_algorithm.shaping).tolist() == [True, True]
+    assert returns_known(cut, without.pretraining_algorithm.shaping).tolist() == [False, True]
+    assert windows.algorithm.shaping.truncated == "window", "training itself has responses that go on"
 
 
 def config_of(rollout: dict[str, Any], algorithm: dict[str, Any]) -> TrainConfig:

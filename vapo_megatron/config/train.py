@@ -222,6 +222,15 @@ class TrainConfig(Section):
                 )
 
     @property
+    def pretraining_algorithm(self) -> AlgorithmConfig:
+        """The algorithm of value pretraining, whose responses are written whole: with windows, those that are cut off
+        there are so for good, and count as wrong as they do at the end of their last window."""
+        if self.rollout.windows == 1:
+            return self.algorithm
+        shaping = self.algorithm.shaping.model_copy(update={"truncated": "terminal"})
+        return self.algorithm.model_copy(update={"shaping": shaping})
+
+    @property
     def critic_source(self) -> Path:
         """The Hugging Face directory that the critic starts from."""
         return Path(self.critic.init_path or self.critic.model_path or self.model.path)

@@ -29,8 +29,8 @@ def train(config: TrainConfig, models: Models, rollouts: Rollouts, state: RunSta
     if state.is_new:
         evaluate(rollouts, config.data.eval, config.evaluation, state, recorder)
     if models.critic is not None and config.value_pretraining.enabled and state.needs_value_pretraining:
-        pretraining = config.value_pretraining
-        pretrain_value(models.critic, models.memory, rollouts, pretraining, algorithm, config.batch, state, recorder)
+        pretraining, whole = config.value_pretraining, config.pretraining_algorithm
+        pretrain_value(models.critic, models.memory, rollouts, pretraining, whole, config.batch, state, recorder)
         export_critic(models, engines, config.export, state)
         sync_weights(models, rollouts, recorder)
         state.end_pretraining(rollouts)

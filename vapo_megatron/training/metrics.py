@@ -10,9 +10,9 @@ from vapo_megatron.algorithms import critic_metrics
 from vapo_megatron.algorithms.kl import k3
 from vapo_megatron.algorithms.policy_loss import bounded_ratio
 from vapo_megatron.algorithms.repetition import repeated_share
-from vapo_megatron.algorithms.segments import extent
+from vapo_megatron.algorithms.segments import extent, tokens_from
 from vapo_megatron.algorithms.selection import frac_zero_std_groups
-from vapo_megatron.experience.batch import ExperienceBatch, SampleTable
+from vapo_megatron.experience.batch import ExperienceBatch, SampleTable, offsets
 from vapo_megatron.monitoring import names
 from vapo_megatron.training.shards import ShardedBatch
 
@@ -96,15 +96,15 @@ def advantage_metrics(batch: ShardedBatch) -> dict[str, float]:
     """Collective: of advantages and of rewards after shaping."""
     assert batch.own.advantages is not None and batch.table.shaped_rewards is not None, "estimate them first"
     (found,) = over_tokens(batch, batch.own.advantages)
-    return {
-        "advantage/mean": found.mean,
-        "advantage/std": found.variance**0.5,
-        "reward/shaped_mean": float(batch.table.shaped_rewards.mean()),
-    }
+    row = {"advantage/mean": found.mean, "advantage/std": found.variance**0.5}
+    rewards = batch.table.shaped_rewards
+    if batch.table.window_starts is not None:
+        rewards = rewards[~batch.table.truncated]
+    return row | {"reward/shaped_mean": float(rewards.mean())} if len(rewards) else row
 
 
 class OverTokens(NamedTuple):
-    """Of numbers, over all response tokens; the variance is not unbiased."""
+    """Of numbers, over response tokens; the variance is not unbiased."""
 
     mean: float
     variance: float
@@ -113,10 +113,14 @@ class OverTokens(NamedTuple):
 
 
 def over_tokens(batch: ShardedBatch, *numbers: Tensor) -> list[OverTokens]:
-    """Collective: of numbers [own T]."""
-    bounds = batch.own.response_cu_seqlens
+    """Collective: of numbers [own T]; with windows, of new tokens alone: the policy that the trainer has did not write
+    the others."""
+    bounds, starts = batch.own.response_cu_seqlens, batch.own.window_starts
+    if starts is not None:
+        new = tokens_from(starts, bounds)
+        numbers, bounds = tuple(x[new] for x in numbers), offsets(bounds.diff() - starts)
     whole = batch.everywhere(torch.cat([extent(x, bounds) for x in numbers], dim=1))
-    found, lengths = [], batch.table.response_lengths
+    found, lengths = [], batch.table.new_lengths
     for columns in whole.split(4, dim=1):
         means, spreads, least, largest = columns.unbind(1)
         mean, variance = critic_metrics.pooled(lengths, means, spreads)
