@@ -37,6 +37,9 @@ def test_an_engine_has_a_part_of_a_node_or_whole_ones(tp: int, gpus: int, fits: 
         (NodePart(2, 2, "a:1"), "--node 2 of --nodes 2: they are counted from 0"),
         (NodePart(0, 3, "a:1"), "--nodes 3 does not divide rollout.tp=4"),
         (NodePart(1, 2), "--nodes 2 without --meet: give host:port of the first node"),
+        (NodePart(0, 1, "a:1"), "--meet a:1 without --nodes"),
+        (NodePart(0, 2, "a"), "--meet a is not of the form host:port"),
+        (NodePart(0, 2, "a:70000"), "--meet a:70000 is not of the form host:port"),
     ],
 )
 def test_parts_that_cannot_be_are_refused(part: NodePart, said: str) -> None:

@@ -58,6 +58,11 @@ def check_nodes(tp: int, part: NodePart) -> None:
         raise BadInput(f"--nodes {part.of} does not divide rollout.tp={tp}: each node has as many GPUs of an engine")
     if part.of > 1 and not part.meeting:
         raise BadInput(f"--nodes {part.of} without --meet: give host:port of the first node, the same on all of them")
+    if part.of == 1 and part.meeting:
+        raise BadInput(f"--meet {part.meeting} without --nodes: say how many nodes share the engine, or leave it out")
+    host, _, port = part.meeting.rpartition(":")
+    if part.meeting and not (host and port.isdecimal() and 0 < int(port) < 65536):
+        raise BadInput(f"--meet {part.meeting} is not of the form host:port: give those of the first node")
 
 
 def check_engine_size(tp: int, node_gpus: int, gpus: int) -> None:

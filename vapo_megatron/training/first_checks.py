@@ -121,4 +121,10 @@ def check_rollout_groups(config: TrainConfig, world_size: int) -> None:
                 "one engine at most, lower it"
             )
         return
-    check_engine_size(rollout.tp, min(world_size, platform.device_count()), world_size)
+    local = min(world_size, platform.device_count())
+    check_engine_size(rollout.tp, local, world_size)
+    if rollout.tp > local and rollout.sync.transport == "shared_memory":
+        raise BadInput(
+            f"rollout.sync.transport=shared_memory: an engine of rollout.tp={rollout.tp} is on several nodes of {local} "
+            "GPUs, which share no memory: leave it out"
+        )

@@ -15,6 +15,7 @@ from vapo_megatron.mcore.layer_spec import uses_transformer_engine
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.mcore.precision import check_delayed_scaling, check_trainable
 from vapo_megatron.rewards.pool import VerifierPool
+from vapo_megatron.rollout.node_part import WHOLE, NodePart
 from vapo_megatron.rollout.server import EngineServer
 from vapo_megatron.training.cautions import cautions
 from vapo_megatron.training.first_checks import (
@@ -28,6 +29,7 @@ from vapo_megatron.training.recorded_rollouts import BYTES_PER_TOKEN
 from vapo_megatron.training.sft import load_demonstrations
 from vapo_megatron.training.user_functions import check_functions
 from vapo_megatron.weight_sync.quantization import engine_fp8
+from vapo_megatron.weights.fp8 import BlockFp8
 
 
 def check_train(config: TrainConfig, world_size: int) -> None:
@@ -53,14 +55,22 @@ def check_train(config: TrainConfig, world_size: int) -> None:
     evaluations = {entry.name: eval_prompts(entry, config.data, tokenizer) for entry in config.data.eval}
     check_functions(config.algorithm)
     if config.rollout.server_args and not config.rollout.external_urls:
-        devices = range(config.rollout.tp) if current_platform().is_cuda else None
-        nowhere = Path(os.devnull)
-        EngineServer(config.model.path, config.rollout, config.model.dtype, nowhere, devices, fp8=fp8).check_arguments()
+        first_engine(config, fp8).check_arguments()
     with VerifierPool(config.reward) as verifier:
         verifier.try_out(prompts[0].problem, prompts[0].answer)
     check_room(Path(config.run.directory), run_bytes(config, parameters) + record_bytes(config))
     for caution in cautions(config, prompts, evaluations):
         print(f"vapo-megatron: caution: {caution}", file=sys.stderr, flush=True)
+
+
+def first_engine(config: TrainConfig, fp8: BlockFp8 | None) -> EngineServer:
+    """The first engine of a run, or its part on the first node, to be asked about its arguments."""
+    platform, devices, part = current_platform(), None, WHOLE
+    if platform.is_cuda:
+        nodes = max(1, config.rollout.tp // platform.device_count())
+        devices, part = range(config.rollout.tp // nodes), NodePart(0, nodes, "127.0.0.1:1")
+    nowhere = Path(os.devnull)
+    return EngineServer(config.model.path, config.rollout, config.model.dtype, nowhere, devices, fp8=fp8, part=part)
 
 
 def check_sft(config: SftConfig, world_size: int) -> None:
