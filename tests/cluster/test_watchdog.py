@@ -1,10 +1,13 @@
 """A rank that stands still is named by the others, and the job ends."""
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -60,6 +63,24 @@ def test_a_rank_in_another_phase_than_the_others_is_named() -> None:
     said = describe(beats, 3, patience=1.0)
     assert said == "rank 0 (in the phase rollout) did not arrive; ranks 1, 2 wait in the phase broadcast"
     assert describe(beats[1:], 3, 1.0).startswith("rank 0 (silent) did not arrive")
+
+
+def test_a_rank_that_says_nothing_hangs_in_whatever_phase(tmp_path: Path) -> None:
+    """The others may wait between phases, or in one without history, for hours. One that is done need say no more."""
+    limits, told = HangsConfig(floor_s=1.5, every_s=0.1), list[VapoError]()
+    watchers = [Watchdog(limits, tmp_path, rank, 2, 60, told.append) for rank in range(2)]
+    time.sleep(2.5)
+    assert not told, "both say something"
+    watchers[1].close()
+    time.sleep(2.5)
+    assert not told
+    (tmp_path / "heartbeat_00001.json").write_text(json.dumps(asdict(Heartbeat(1, "sync", 4, 1.0, time.time()))))
+    begin = time.monotonic()
+    while not told and time.monotonic() < begin + 30:
+        time.sleep(0.02)
+    watchers[0].close()
+    assert 1.0 < time.monotonic() - begin < 30
+    assert re.search(r"rank 1 \(silent since its phase sync\).* rank 1 has said nothing for \d s", str(told[0]))
 
 
 SUSPENDED = """

@@ -13,6 +13,7 @@ from vapo_megatron.config.robustness import HangsConfig
 from vapo_megatron.errors import TryAgain, VapoError
 
 _KNOWN = 3  # times that a phase was ended before its own history counts
+_OVER = "over"  # the phase of a rank that is done
 
 
 class Hang(TryAgain):
@@ -31,7 +32,10 @@ class Heartbeat:
 
 
 class Watchdog:
-    """A thread beside a rank. It needs no collective: ranks see each other's heartbeats in a folder that they share."""
+    """A thread beside a rank. It needs no collective: ranks see each other's heartbeats in a folder that they share.
+
+    Each looks at its own phase, and whether the rank after it still says something.
+    """
 
     def __init__(
         self,
@@ -56,15 +60,18 @@ class Watchdog:
         self._ended: dict[str, int] = {}
         self._last = logs.phase_now()
         self._began = time.monotonic()  # no phase is counted from before it
+        self._heard, self._heard_at = 0.0, self._began  # of the rank after this one: its last beat, and when that came
         self._stop = threading.Event()
         folder.mkdir(parents=True, exist_ok=True)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching, and being watched."""
         self._stop.set()
         self._thread.join()
+        now = time.time()
+        self._beat(Heartbeat(self._rank, _OVER, self._last.begun, now, now))
 
     def _watch(self) -> None:
         looked = time.monotonic()
@@ -73,6 +80,7 @@ class Watchdog:
             stood = time.monotonic() - looked - self._config.every_s
             if stood > self._config.every_s:
                 self._began = max(self._began, logs.phase_now().since) + stood
+                self._heard_at += stood
             looked = time.monotonic()
             place = logs.phase_now()
             if place.begun != self._last.begun:
@@ -83,7 +91,10 @@ class Watchdog:
             limit = self.limit(place.phase)
             self._beat(Heartbeat(self._rank, place.phase, place.begun, now - seconds, now))
             if seconds > limit:
-                self._tell(place.phase, seconds, limit)
+                self._tell(f"rank {self._rank} has been in the phase {place.phase} for {seconds:.0f} s", limit)
+            if (silent := self._silence()) > self._config.floor_s:
+                other = (self._rank + 1) % self._world
+                self._tell(f"rank {other} has said nothing for {silent:.0f} s", self._config.floor_s)
 
     def limit(self, phase: str) -> float:
         """Seconds after which a phase hangs."""
@@ -92,24 +103,42 @@ class Watchdog:
             return self._longest
         return max(self._config.floor_s, self._config.factor * self._slowest[phase])
 
+    def _silence(self) -> float:
+        """Seconds for which the rank after this one has said nothing: it is stopped, or its node is gone."""
+        path, now = self._path((self._rank + 1) % self._world), time.monotonic()
+        try:
+            told = Heartbeat(**json.loads(path.read_text()))
+        except (OSError, ValueError):
+            return now - self._heard_at
+        if told.beat != self._heard or told.phase == _OVER:
+            self._heard, self._heard_at = told.beat, now
+        return now - self._heard_at
+
     def _learn(self, phase: str, seconds: float) -> None:
         self._ended[phase] = self._ended.get(phase, 0) + 1
         self._slowest[phase] = max(seconds, self._slowest.get(phase, 0.0))
 
     def _beat(self, heartbeat: Heartbeat) -> None:
-        path = self._folder / f"heartbeat_{self._rank:05d}.json"
+        path = self._path(self._rank)
         part = path.with_suffix(".part")
-        part.write_text(json.dumps(asdict(heartbeat)))
-        part.replace(path)
+        try:
+            part.write_text(json.dumps(asdict(heartbeat)))
+            part.replace(path)
+        except OSError:  # a full disk: others may not be able to write either
+            self._heard_at = time.monotonic()
 
-    def _tell(self, phase: str, seconds: float, limit: float) -> None:
+    def _path(self, rank: int) -> Path:
+        return self._folder / f"heartbeat_{rank:05d}.json"
+
+    def _tell(self, what: str, limit: float) -> None:
         with (self._folder / f"hang_{self._rank:05d}.txt").open("w") as file:
             faulthandler.dump_traceback(file)
+        beats = read_heartbeats(self._folder, self._world)
         self._end(
             Hang(
-                f"{describe(read_heartbeats(self._folder, self._world), self._world, 4 * self._config.every_s)}; rank "
-                f"{self._rank} has been in the phase {phase} for {seconds:.0f} s (limit {limit:.0f} s): stacks of the "
-                f"ranks are in {self._folder}/hang_*.txt, start the same command again with run.resume=auto"
+                f"{describe(beats, self._world, 4 * self._config.every_s)}; {what} "
+                f"(limit {limit:.0f} s): stacks of the ranks are in {self._folder}/hang_*.txt, start the same command "
+                "again with run.resume=auto"
             )
         )
 

@@ -34,7 +34,7 @@ class HangsConfig(Section):
     """When a phase that does not end is a hang: ranks then leave stacks under logs/ and start again, or end (75)."""
 
     enabled: bool = Field(True, description="whether anybody watches")
-    floor_s: float = Field(1800.0, gt=0, description="least limit of a phase")
+    floor_s: float = Field(1800.0, gt=0, description="least limit of a phase, and for a rank that says nothing")
     factor: float = Field(5.0, gt=1, description="limit: so many times the slowest of the phase so far")
     every_s: float = Field(5.0, gt=0, description="between two heartbeats of a rank")
 
