@@ -4,6 +4,8 @@
 #                                PROGRESS is a folder: as long as its newest entry is the same, no try came to anything.
 #   run_step NAME COMMAND...     run COMMAND in every task of the job and wait. How it ended is in STEP_CODE:
 #                                0 done, 75 start again, 2 bad input, anything else a failure to look at.
+#   run_ranks NAME COMMAND...    run_step, and again within this job where a task or a node was lost: a spare node takes
+#                                the place of a lost one, and ranks go on from copies in the host memory of the nodes.
 #   end_job CODE                 75: requeue this job; anything else: end with it.
 #
 # Signals, and what was found out about them with Slurm 22.05:
@@ -19,6 +21,9 @@ set -uo pipefail
 STEP_NAME= # of the step that runs, or ran last
 ASKED=     # 1: to save and stop
 LEFT_OUT=  # 1: this try ends because doctor found a node to leave out
+ATTEMPT=0  # of a step: how often this try has begun it again
+NODES=()   # that the step runs on, in their order; empty: all of the job
+LOST=()    # nodes of the job that are not used any more
 
 # ── begin ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -43,6 +48,7 @@ begin_job() {
 
     MASTER_ADDR=$(job_nodes | head -n 1)
     MASTER_PORT=$(free_port)
+    [[ $SPARES -lt $SLURM_JOB_NUM_NODES ]] || refuse "SPARES=$SPARES: the job has $SLURM_JOB_NUM_NODES nodes; ask for more with --nodes"
     # The trainer saves in time before it. Slurm 22.05 does not set it; a job without a limit has no such time.
     end=$(job_field EndTime)
     if [[ $end == *T* ]]; then export SLURM_JOB_END_TIME=$(date -d "$end" +%s); fi
@@ -62,6 +68,10 @@ check_settings() {
     local name
     for name in MAX_TRIES DOCTOR_WAIT DOCTOR_LIMIT; do # evaluations and conversions have no doctor
         [[ ${!name-1} =~ ^[1-9][0-9]*$ ]] || refuse "$name=${!name}: expected a number of at least 1"
+    done
+    SPARES=${SPARES:-0} RESTARTS=${RESTARTS:-0} # nor spare nodes
+    for name in SPARES RESTARTS; do
+        [[ ${!name} =~ ^[0-9]+$ ]] || refuse "$name=${!name}: expected a number of at least 0"
     done
 }
 
@@ -116,6 +126,7 @@ run_step() {
     shift
     STEP_NAME=$name
     EXITS=$RECORD/exits/$SLURM_JOB_ID.$RESTART.$name
+    [[ $ATTEMPT = 0 ]] || EXITS+=.$ATTEMPT
     rm -rf "$EXITS"
     mkdir -p "$EXITS" || exit 2
     if [[ -n $ASKED ]]; then
@@ -130,6 +141,8 @@ run_step() {
     else
         options+=(--kill-on-bad-exit=1)
     fi
+    [[ ${#NODES[@]} = 0 ]] || options+=(--nodes=${#NODES[@]} --ntasks=$((${#NODES[@]} * TASKS_PER_NODE))
+        --ntasks-per-node="$TASKS_PER_NODE" --nodelist="$(paste -sd , <(printf '%s\n' "${NODES[@]}"))")
     if [[ -n $CONTAINER ]]; then
         options+=(--container-image="$CONTAINER" --container-workdir="$PWD")
         runs=$(realpath -m "$RUNS")
@@ -144,6 +157,53 @@ run_step() {
     STEP_CODE=$(code_of_step $?)
     say "$name ended with code $STEP_CODE"
     [[ $STEP_CODE = 0 || -n $ENDING ]] || clean_nodes
+}
+
+run_ranks() {
+    local left=$RESTARTS from lost
+    # As many a node as sbatch was asked for; tasks find their node's copies by this.
+    TASKS_PER_NODE=${SLURM_NTASKS_PER_NODE:-1}
+    export VAPO_ATTEMPT
+    COPIES=1
+    while true; do
+        from=$(latest_checkpoint) VAPO_ATTEMPT=$ATTEMPT
+        choose_nodes || return
+        run_step "$@"
+        [[ -z $ENDING && -z $ASKED && $STEP_CODE = 75 ]] && lost_a_task || return
+        [[ $(latest_checkpoint) = "$from" ]] || left=$RESTARTS
+        [[ $left -gt 0 ]] || return
+        lost=$(died_on)
+        if [[ -n $lost && $(alive_nodes | grep -cvxF "$lost") -ge ${#NODES[@]} ]]; then
+            exclude "$lost" "a task was killed by a signal, or its device or disk failed"
+            LOST+=("$lost")
+            on_alive_nodes "[[ \$SLURMD_NODENAME != $lost ]] || $FORGET_COPIES"
+        elif [[ $(first_failure) = "76 "* ]]; then
+            return # that node cannot be used again, and there is no spare
+        fi
+        left=$((left - 1)) ATTEMPT=$((ATTEMPT + 1))
+        say "$1 is started again within this job (attempt $((ATTEMPT + 1))), from copies in host memory where they are whole"
+    done
+}
+
+alive_nodes() { # of the job: Slurm takes off those that went down
+    scontrol show hostnames "$(job_field NodeList | head -n 1)" | grep -vxFf <(printf '%s\n' - "${LOST[@]}")
+}
+
+choose_nodes() { # that train; fails where too few are left
+    local alive
+    mapfile -t alive < <(alive_nodes)
+    if [[ ${#alive[@]} -lt $((SLURM_JOB_NUM_NODES - SPARES)) ]]; then
+        say "${#alive[@]} of the job's nodes are left, $((SLURM_JOB_NUM_NODES - SPARES)) are needed"
+        STEP_CODE=75
+        return 1
+    fi
+    NODES=("${alive[@]:0:SLURM_JOB_NUM_NODES - SPARES}")
+    MASTER_ADDR=${NODES[0]}
+    MASTER_PORT=$(free_port)
+}
+
+lost_a_task() { # whether the step ended for want of a task (77), by a signal or a broken device, or with a node
+    [[ -n $(died_on) ]] || grep -q '^77 ' "$EXITS"/* 2>/dev/null || printf '%s\n' "${NODES[@]}" | grep -qvxFf <(alive_nodes)
 }
 
 code_of_step() { # of a step, from the code of srun and from what its tasks recorded ("code node time", a file a task)
@@ -161,12 +221,12 @@ code_of_step() { # of a step, from the code of srun and from what its tasks reco
 }
 
 first_failure() { # code and node of the task whose end explains the others', if there is one
-    # 75 says that another task was lost, and so does an abort (134) that is not the first: NCCL's watchdog aborts
-    # ranks whose peers are silent.
+    # 77 says that another task was lost, 75 that the run is saved or may be tried again; an abort (134) that is not the
+    # first says it too: NCCL's watchdog aborts ranks whose peers are silent.
     sort -n -k 3,3 "$EXITS"/* 2>/dev/null | awk '
         $1 == 0 { next }
         { failures++ }
-        $1 == 75 || ($1 == 134 && failures > 1) { next }
+        $1 == 75 || $1 == 77 || ($1 == 134 && failures > 1) { next }
         { print $1, $2; exit }'
 }
 
@@ -175,9 +235,18 @@ died_on() { # the node of the first failure, if a signal ended that task or its 
 }
 
 clean_nodes() { # what tasks left that were killed before they could clean up themselves
-    timeout 60 srun --overlap --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --gpus-per-node=0 \
-        bash -c 'rm -rf "$LOCAL_TMP/vapo-$SLURM_JOB_ID.$RESTART.$SLURM_NODEID"' || true
+    on_alive_nodes 'rm -rf "$LOCAL_TMP/vapo-$SLURM_JOB_ID.$RESTART".*' # a node has another number in every step
 }
+
+on_alive_nodes() { # COMMAND, once on each
+    local alive
+    mapfile -t alive < <(scontrol show hostnames "$(job_field NodeList | head -n 1)")
+    timeout 60 srun --overlap --nodes=${#alive[@]} --ntasks=${#alive[@]} --ntasks-per-node=1 --gpus-per-node=0 \
+        --nodelist="$(paste -sd , <(printf '%s\n' "${alive[@]}"))" bash -c "$1" || true
+}
+
+# Of this try, on the node where it runs (task.sh names them).
+FORGET_COPIES='rm -rf "/dev/shm/vapo-job-$SLURM_JOB_ID.$RESTART.$SLURMD_NODENAME"'
 
 check_nodes() { # `doctor` with the arguments of `train` and DOCTOR_OVERRIDES; nodes with a fault are left out on the next try
     local options=() broken=$RECORD/broken_nodes node blamed
@@ -227,6 +296,8 @@ on_usr1() {
 
 on_term() {
     ENDING=1
+    # Tasks that were sent TERM because the job ends take the copies in host memory along.
+    [[ -z ${EXITS:-} ]] || : >"$EXITS/.over"
     # The tasks were sent TERM as well. A run that did not save in time goes on from its last checkpoint.
     if [[ $(job_field Reason) = TimeLimit ]]; then
         say "the time limit was reached; what was not saved by then is done again (--signal=B:USR1@SECONDS gives it longer)"
@@ -242,6 +313,7 @@ end_job() {
         record_end "$1"
         exit "$1"
     fi
+    [[ -z ${COPIES:-} || -n $ENDING ]] || on_alive_nodes "$FORGET_COPIES"
     [[ $STEP_NAME = doctor ]] || node=$(died_on)
     [[ -z $node ]] || exclude "$node" "a task was killed by a signal, or its device or disk failed"
     if [[ -n $ENDING && $(job_field Reason) != TimeLimit ]]; then

@@ -14,9 +14,10 @@ record() { # the exit code of this task, its node, and the time in nanoseconds: 
     mv "$exits/.$SLURM_PROCID" "$exits/$SLURM_PROCID"
 }
 
-leave_scratch() { # the last task of the node takes the folder away
+leave_scratch() { # the last task of the node takes the folder away; of a run that is over, its copies too
     rmdir "$scratch/tasks/$SLURM_PROCID" 2>/dev/null
     rmdir "$scratch/tasks" 2>/dev/null && rm -rf "$scratch"
+    [[ ${code:-1} != 0 && ! -e $exits/.over ]] || rm -rf "${VAPO_HOST_MEMORY:-}"
 }
 
 killed_for_memory() { # in words, where the kernel has killed a process of this step for want of memory
@@ -52,6 +53,8 @@ done
 # A disk that is full, broken or not there: 76, as of a broken device, has the node left out.
 [[ -O $scratch && -w $scratch/tmp && -d $scratch/tasks/$SLURM_PROCID ]] ||
     refuse 76 "$scratch on $SLURMD_NODENAME cannot be made or belongs to somebody else; if so on every node, set LOCAL_TMP"
+# Copies of a run's state (checkpoint/host_memory.py): they stay for the next attempt of this job's step.
+export VAPO_HOST_MEMORY=/dev/shm/vapo-job-$SLURM_JOB_ID.$RESTART.$SLURMD_NODENAME
 export TMPDIR=$scratch/tmp
 export XDG_CACHE_HOME=$scratch/cache
 export TRITON_CACHE_DIR=$scratch/cache/triton
@@ -95,6 +98,7 @@ on_term() {
         trap '' TERM
         sleep $((KILL_WAIT > 4 ? KILL_WAIT - 3 : 1))
         rm -rf "$scratch"
+        [[ ! -e $exits/.over ]] || rm -rf "$VAPO_HOST_MEMORY"
     ) </dev/null >/dev/null 2>&1 &
     cleaner=$!
     disown

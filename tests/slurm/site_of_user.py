@@ -41,15 +41,15 @@ class Site:
         finally:
             shutil.rmtree(self.local_tmp)
 
-    def train_config(self, steps: int, engines: int) -> Path:
-        """A tiny run over two ranks that saves its state after every step."""
+    def train_config(self, steps: int, engines: int, every: int = 1) -> Path:
+        """A tiny run over two ranks that saves its state after every step, or every so many."""
         config = train_config(self.folder, self.model)
         config["run"]["steps"] = steps
         config["data"]["eval"] = []
         config["rollout"] = {"num_engines": engines}
         config["value_pretraining"] = {"iterations": 2, "replay_epochs": 1, "minibatch_size": 8}
         config["export"] = {"critic": False}
-        config["checkpoint"] = {"every": 1, "every_minutes": None, "margin_s": 0}
+        config["checkpoint"] = {"every": every, "every_minutes": None, "margin_s": 0}
         return write_config(self.folder / "train.yaml", config)
 
     def submit(
@@ -85,6 +85,11 @@ class Site:
         """The step of the newest checkpoint of a run; 0 where there is none."""
         found = [re.fullmatch(r"step_(\d+)", path.name) for path in (self.runs / run / "checkpoints").glob("step_*")]
         return max((int(match[1]) for match in found if match), default=0)
+
+    def copied_step(self, job: str) -> int:
+        """The step of the newest copy in host memory that is on both nodes of a job; 0 where there is none."""
+        found = [path.name[-6:] for path in Path("/dev/shm").glob(f"vapo-job-{job}.*/checkpoints/step_*")]
+        return max((int(name) for name in found if found.count(name) == 2), default=0)
 
     def tries(self, run: str) -> list[dict[str, str]]:
         """What is recorded of every try: restart, nodes, from."""
