@@ -3,12 +3,13 @@
 import multiprocessing
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from vapo_megatron.checkpoint import host_memory as module
-from vapo_megatron.checkpoint.host_memory import host_memory, host_memory_of
+from vapo_megatron.checkpoint.host_memory import host_memory, host_memory_of, job_memory
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +41,27 @@ def test_what_killed_processes_left_goes_at_the_next_start(root: Path, tmp_path:
         (tmp_path / "own" / "recorded_rollouts" / "file").touch()
         assert (own / "recorded_rollouts" / "file").exists(), "what a copy names of the run directory is found from it"
     assert not list(root.iterdir()) and (tmp_path / "own" / "recorded_rollouts" / "file").exists()
+
+
+def test_a_jobs_folder_waits_for_the_next_attempt(root: Path, tmp_path: Path) -> None:
+    own = root / "vapo-job-42.0.node"
+    process = multiprocessing.get_context("fork").Process(target=job_memory, args=(tmp_path, True, job_on(own)))
+    process.start()
+    process.join()
+    (own / "checkpoints").mkdir()
+    with host_memory(tmp_path / "other"):
+        assert host_memory_of(tmp_path, job_on(own)) == own and (own / "checkpoints").is_dir()
+    assert job_memory(tmp_path, False, job_on(own)) == own and (own / "checkpoints").is_dir()
+    assert own.stat().st_mode & 0o077 == 0
+    for path in (own / "checkpoints", own / "owner.json", own):
+        os.utime(path, (time.time() - 1000,) * 2)
+    with host_memory(tmp_path / "other"):
+        assert not own.exists(), "its job has been gone for long"
+    assert job_memory(tmp_path, True, {}) is None
+
+
+def job_on(folder: Path) -> dict[str, str]:
+    return {"VAPO_HOST_MEMORY": str(folder), "SLURM_JOB_ID": "42"}
 
 
 def test_without_host_memory_there_are_no_copies(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -87,13 +87,14 @@ def test_a_process_of_another_life_with_the_same_number_is_not_taken_for_it(tmp_
         lease.take()
 
 
-def test_a_requeued_job_takes_over_from_its_earlier_try(tmp_path: Path) -> None:
+@pytest.mark.parametrize("later", ["SLURM_RESTART_COUNT", "VAPO_ATTEMPT"])
+def test_a_requeued_job_takes_over_from_its_earlier_try(later: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "vapo"
     with holder(run_dir, SLURM_JOB_ID="77") as other:
         other.kill()
         other.join()
     seem_elsewhere(run_dir)
-    with Lease(run_dir, {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"}, stale=3600) as lease:
+    with Lease(run_dir, {"SLURM_JOB_ID": "77", later: "1"}, stale=3600) as lease:
         lease.take()
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from vapo_megatron.cluster.place import node_name, place_from_environment
 from vapo_megatron.cluster.ranks import (
     DEVICE_FAULT,
+    LOST_A_PEER,
     RankPlace,
     run_as_external_rank,
     start_ranks,
@@ -29,6 +30,7 @@ from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.errors import BadInput, RunFailed, TryAgain, VapoError
 from vapo_megatron.mcore.mesh import make_mesh
 from vapo_megatron.monitoring.timers import PhaseTimer
+from vapo_megatron.signals import stop_requested
 
 
 def write_rank(folder: Path) -> None:
@@ -163,7 +165,7 @@ ENDS: dict[str, tuple[Callable[[], None], type[VapoError] | None, int, tuple[str
     "nccl": (
         partial(raise_it, dist.DistBackendError(NCCL.format("remote process exited", "socketPollConnect failed"))),
         TryAgain,
-        75,
+        LOST_A_PEER,
         ("lost another",),
     ),
     "nccl misuse": (
@@ -172,8 +174,13 @@ ENDS: dict[str, tuple[Callable[[], None], type[VapoError] | None, int, tuple[str
         1,
         ("Traceback", "Duplicate GPU"),
     ),
-    "store": (partial(raise_it, dist.DistStoreError("wait timeout after 1000ms")), TryAgain, 75, ("lost another",)),
-    "network": (partial(raise_it, dist.DistNetworkError("failed to recv")), TryAgain, 75, ("lost another",)),
+    "store": (
+        partial(raise_it, dist.DistStoreError("wait timeout after 1000ms")),
+        TryAgain,
+        LOST_A_PEER,
+        ("lost another",),
+    ),
+    "network": (partial(raise_it, dist.DistNetworkError("failed to recv")), TryAgain, LOST_A_PEER, ("lost another",)),
     "mistake": (partial(raise_it, KeyError("no such field")), None, 1, ("Traceback", "no such field")),
 }
 
@@ -205,7 +212,7 @@ def test_what_an_error_means_where_somebody_else_started_the_ranks(
     end, kind, code, told = ENDS[name]
     codes, output = foreign_ranks(tmp_path, partial(end_on_one, end))
     assert codes[1] == code
-    assert codes[0] == 75 and "rank 0 on node7 (CPU): lost another rank" in output[0], "it lost rank 1"
+    assert codes[0] == LOST_A_PEER and "rank 0 on node7 (CPU): lost another rank" in output[0], "it lost rank 1"
     assert all(words in output[1] for words in told), output[1]
     if kind is not None:
         assert re.fullmatch(r"vapo-megatron: rank 1 on node7 \(CPU\): [^\n]*\n", output[1])
@@ -213,8 +220,22 @@ def test_what_an_error_means_where_somebody_else_started_the_ranks(
 
 def test_a_rank_that_loses_one_that_was_killed_asks_to_be_started_again(tmp_path: Path) -> None:
     codes, output = foreign_ranks(tmp_path, partial(end_on_one, kill_myself))
-    assert codes == [75, -signal.SIGKILL]
+    assert codes == [LOST_A_PEER, -signal.SIGKILL]
     assert "lost another rank" in output[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_request_to_stop_keeps_its_name_on_its_way_to_the_ranks(number: signal.Signals) -> None:
+    with pytest.raises(TryAgain, match=f"^{number.name}$"):
+        start_ranks(2, partial(ask_the_starter, number), 60)
+
+
+def ask_the_starter(number: int) -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getppid(), number)
+    while (name := stop_requested()) is None:
+        time.sleep(0.01)
+    raise TryAgain(name)
 
 
 def kill_myself() -> None:

@@ -1,7 +1,8 @@
 """The folder of a run in host memory: copies of its state that outlive its ranks, and where its processes meet.
 
 It is one folder a run and machine, in /dev/shm, and holds checkpoints as a run directory does. What it was made for is
-over when the process that made it is: whoever makes the next one removes it.
+over when the process that made it is: whoever makes the next one removes it. One that a batch job names outlives its
+processes, for the job's next step: whoever named it removes it.
 """
 
 import hashlib
@@ -10,24 +11,57 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from vapo_megatron.checkpoint.checkpoints import RECORD_FOLDER
+from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_FOLDER, RECORD_FOLDER
 from vapo_megatron.checkpoint.lease import Holder
+from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.errors import BadInput
 
 _logger = logging.getLogger(__name__)
 
 ROOT = Path("/dev/shm")
 _PREFIX = "vapo-run-"
+# Names a job's folder of this node (slurm/task.sh).
+_JOB_VARIABLE, _JOB_PREFIX = "VAPO_HOST_MEMORY", "vapo-job-"
+# A job's folder that nobody lives for and nobody has written to for so long is not needed any more.
+_GRACE_SECONDS = 900.0
 _OWNER_FILE = "owner.json"
 
 
-def host_memory_of(run_dir: Path) -> Path:
+def host_memory_of(run_dir: Path, environment: Mapping[str, str] = os.environ) -> Path:
     """Where the copies of a run are, if there are any."""
+    if named := environment.get(_JOB_VARIABLE):
+        return Path(named)
     return ROOT / f"{_PREFIX}{hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:16]}"
+
+
+def job_memory(run_dir: Path, is_first: bool, environment: Mapping[str, str] = os.environ) -> Path | None:
+    """The folder that the job has named for this node, made where it is not there; None where none is, or the system
+    refuses.
+
+    is_first: this process is the first of the job on its node, and stands for it.
+    """
+    if _JOB_VARIABLE not in environment:
+        return None
+    own, here = host_memory_of(run_dir, environment), Holder.here(environment)
+    if is_first:
+        _remove_abandoned(here)
+    try:
+        own.mkdir(mode=0o700, exist_ok=True)
+        if is_first:
+            with atomic_write(own / _OWNER_FILE, "w") as file:
+                file.write(json.dumps(asdict(here)))
+        with suppress(FileExistsError):
+            (own / RECORD_FOLDER).symlink_to(run_dir.absolute() / RECORD_FOLDER)
+    except (OSError, BadInput) as error:
+        _logger.warning("%s: cannot be used (%s): there are no copies in host memory", own, error)
+        return None
+    return own
 
 
 @contextmanager
@@ -58,7 +92,13 @@ def host_memory(run_dir: Path) -> Iterator[Path | None]:
 
 
 def _remove_abandoned(here: Holder) -> None:
-    for path in (*ROOT.glob(f"{_PREFIX}*"), *ROOT.glob(f".{_PREFIX}*")):
+    for path in (*ROOT.glob(f"{_PREFIX}*"), *ROOT.glob(f".{_PREFIX}*"), *ROOT.glob(f"{_JOB_PREFIX}*")):
         with suppress(OSError, ValueError, TypeError):  # another user's, or one that is just being made
-            if Holder(**json.loads((path / _OWNER_FILE).read_text())).lives(here) is False:
+            if Holder(**json.loads((path / _OWNER_FILE).read_text())).lives(here) is False and not _is_waiting(path):
                 shutil.rmtree(path)
+
+
+def _is_waiting(path: Path) -> bool:
+    """Whether it may be between two steps of its job."""
+    written = max(each.stat().st_mtime for each in (path, path / _OWNER_FILE, *path.glob(CHECKPOINT_FOLDER)))
+    return path.name.startswith(_JOB_PREFIX) and time.time() - written < _GRACE_SECONDS

@@ -37,7 +37,7 @@ class Holder:
         pid: of the process.
         born: when it started, in clock ticks since boot: process ids come again.
         job: Slurm's id of its job; empty outside Slurm.
-        restart: how often Slurm had requeued that job.
+        restart: how often Slurm had requeued that job, and which attempt of that try it is (slurm/lib.sh).
         token: of this holder alone.
     """
 
@@ -59,14 +59,14 @@ class Holder:
             pid=os.getpid(),
             born=_born(os.getpid()) or 0,
             job=environment.get("SLURM_JOB_ID", ""),
-            restart=environment.get("SLURM_RESTART_COUNT", "0"),
+            restart=f"{environment.get('SLURM_RESTART_COUNT', '0')}.{environment.get('VAPO_ATTEMPT', '0')}",
             token=secrets.token_hex(8),
         )
 
     def lives(self, seen_from: "Holder") -> bool | None:
         """Whether it is still there; None where that cannot be known from here."""
         if self.job and self.job == seen_from.job and self.restart != seen_from.restart:
-            return False  # Slurm has requeued the job: its earlier try is over
+            return False  # Slurm has requeued the job, or its script has begun again: what was before is over
         return _born(self.pid) == self.born if self.machine == seen_from.machine else None
 
     def __str__(self) -> str:

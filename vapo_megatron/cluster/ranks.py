@@ -20,6 +20,7 @@ from vapo_megatron.cluster.children import begin_child, end_children
 from vapo_megatron.cluster.failures import DeviceFault, LostPeer, explain
 from vapo_megatron.cluster.memory_kills import MemoryKills
 from vapo_megatron.cluster.place import RankPlace, node_name
+from vapo_megatron.cluster.watchdog import Hang
 from vapo_megatron.errors import RunFailed, TryAgain, VapoError
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.signals import STOP_SIGNALS, listen, stop_requested, stop_signals_blocked
@@ -31,8 +32,8 @@ _PATIENCE_SECONDS = 60
 _LOOK_SECONDS = 2.0
 # Exit code of a rank whose device is broken: slurm/lib.sh leaves its node out, and tries again as after 75.
 DEVICE_FAULT = 76
-# Exit code by which a started rank says that it failed for want of another one.
-_LOST_A_PEER = 77
+# Exit code by which a rank says that it failed for want of another one: whoever started them may start them again.
+LOST_A_PEER = 77
 
 
 class RankKilled(TryAgain):
@@ -61,6 +62,7 @@ def run_as_external_rank(place: RankPlace, body: Callable[[], None], collective_
     torchrun), and not only when a collective times out.
     """
     _tell.append(lambda error: print(f"vapo-megatron: {error}", file=sys.stderr, flush=True))
+    _started_elsewhere.append(True)
     try:
         run_as_rank(place, body, collective_timeout_s)
     except VapoError as error:
@@ -75,7 +77,11 @@ def run_as_external_rank(place: RankPlace, body: Callable[[], None], collective_
             traceback.print_exc()
             _leave(1)
         print(f"vapo-megatron: {told}", file=sys.stderr)
-        _leave(DEVICE_FAULT if isinstance(told, DeviceFault) else told.exit_code)
+        _leave(DEVICE_FAULT if isinstance(told, DeviceFault) else _code_of(told))
+
+
+def _code_of(error: VapoError) -> int:
+    return LOST_A_PEER if _started_elsewhere and isinstance(error, LostPeer | Hang) else error.exit_code
 
 
 def _where(place: RankPlace) -> str:
@@ -91,13 +97,14 @@ def _leave(code: int) -> NoReturn:
 
 
 _tell: list[Callable[[VapoError], None]] = []
+_started_elsewhere: list[bool] = []
 
 
 def end_from_thread(error: VapoError) -> NoReturn:
     """End this rank at once from whatever thread, and tell why."""
     for tell in _tell:
         tell(error)
-    _leave(error.exit_code)
+    _leave(_code_of(error))
 
 
 def _started_rank(
@@ -117,7 +124,7 @@ def _started_rank(
     except BaseException as error:
         told = explain(error, _where(place)) or RunFailed(f"rank {place.rank}: {traceback.format_exc()}")
         failures.put((place.rank, told))
-        sys.exit(_LOST_A_PEER if isinstance(told, LostPeer) else told.exit_code)
+        sys.exit(LOST_A_PEER if isinstance(told, LostPeer) else told.exit_code)
 
 
 def start_ranks(count: int, body: Callable[[], None], collective_timeout_s: float, folder: Path | None = None) -> None:
@@ -153,14 +160,14 @@ def start_ranks(count: int, body: Callable[[], None], collective_timeout_s: floa
             for rank in ranks:
                 rank.start()
 
-        def pass_on(*_: Any) -> None:
+        def pass_on(number: int, *_: Any) -> None:
             for rank in ranks:
                 if rank.is_alive():
-                    os.kill(rank.pid, signal.SIGUSR1)
+                    os.kill(rank.pid, number)
 
         previous = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
-        if stop_requested():  # before there was anybody to pass it on to
-            pass_on()
+        if (earlier := stop_requested()) is not None:  # before there was anybody to pass it on to
+            pass_on(signal.Signals[earlier])
         try:
             _wait(ranks, failures)
         finally:
@@ -185,7 +192,7 @@ def _wait(ranks: list[Any], failures: Any) -> None:
             while not failures.empty():
                 number, error = failures.get()
                 said[f"rank{number}"] = error
-            if rank.exitcode == _LOST_A_PEER:
+            if rank.exitcode == LOST_A_PEER:
                 lost, lost_at = lost or said[rank.name], lost_at or time.monotonic()  # the other's own end says more
             elif rank.name in said:
                 raise said[rank.name]

@@ -8,7 +8,7 @@ rank's part is written by whatever thread calls write(), and nothing but plan_sa
 import copy
 import inspect
 import queue
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,16 +120,25 @@ def plan_save(trainable: Trainable, folder: Path) -> PlannedSave:
     return PlannedSave(folder, writer, metadata, copy.deepcopy(common))
 
 
-def load_training_state(trainable: Trainable, folder: Path, files: Mapping[str, FileFacts]) -> None:
+def load_training_state(
+    trainable: Trainable,
+    folder: Path,
+    files: Mapping[str, FileFacts],
+    before_reading: Callable[[set[str]], None] | None = None,
+) -> None:
     """Collective: fill a prepared model, its optimizer and its schedule from a checkpoint, saved at whatever layout.
 
-    files: of the folder, those in pieces; what is read is compared with their digests, and so is what nobody needs.
+    Args:
+        trainable: to be filled.
+        folder: of the model in the checkpoint.
+        files: of the folder, those in pieces; what is read is compared with their digests, and so is what nobody needs.
+        before_reading: called on all ranks together, each time with the files of the folder that this one reads next.
 
     Raises:
         Damaged: on every rank, a file is not what was saved.
         BadInput: the checkpoint does not fit the model, or cannot be read.
     """
-    reader = VerifyingReader(folder, files)
+    reader = VerifyingReader(folder, files, before_reading)
     with torch.no_grad():
         for chunk in trainable.chunks:
             for parameter in chunk.parameters():

@@ -2,7 +2,7 @@
 
 import hashlib
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
@@ -23,11 +23,17 @@ class VerifyingReader(FileSystemReader):
     Args:
         folder: of a model in a checkpoint.
         files: those of it whose pieces have digests; others are read as they are.
+        before_reading: called with the files that are read next; on all ranks together, as torch reads.
     """
 
-    def __init__(self, folder: Path, files: Mapping[str, FileFacts]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        files: Mapping[str, FileFacts],
+        before_reading: Callable[[set[str]], None] | None = None,
+    ) -> None:
         super().__init__(folder)
-        self._folder, self._files = folder, files
+        self._folder, self._files, self._before_reading = folder, files, before_reading
         self._metadata: Any = None
         self._loaded: set[tuple[str, int]] = set()
 
@@ -36,6 +42,12 @@ class VerifyingReader(FileSystemReader):
         if self._metadata is None:
             self._metadata = super().read_metadata(*args, **kwargs)
         return self._metadata
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        """As torch's."""
+        if self._before_reading is not None:
+            self._before_reading({self.storage_data[item.storage_index].relative_path for item in plan.items})
+        return super().read_data(plan, planner)
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
         """What torch reads of a file: a piece. Raises Damaged."""

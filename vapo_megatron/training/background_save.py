@@ -36,6 +36,7 @@ from vapo_megatron.checkpoint.manifest import (
 from vapo_megatron.config.checkpoint import RetentionConfig
 from vapo_megatron.errors import BadInput, reason_of
 from vapo_megatron.mcore.dist_saver import PlannedSave
+from vapo_megatron.training.nodes import Nodes, send_to_keepers
 
 # What a person has to mend: a full disk, an exceeded quota or limit, missing rights. Other errors may pass.
 _LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS)
@@ -80,6 +81,7 @@ class CheckpointJob:
         writers: of this rank's other files; each is given the folder and may raise OSError or BadInput.
         manifest: what rank 0 writes at the end; its files are filled in.
         keep: which checkpoints stay once this one is there.
+        nodes: who shares the folder: all ranks one on the disk, those of a node one in its host memory.
     """
 
     run_dir: Path
@@ -89,6 +91,7 @@ class CheckpointJob:
     writers: Sequence[Callable[[Path], None]]
     manifest: Manifest
     keep: RetentionConfig
+    nodes: Nodes
 
 
 @dataclass
@@ -109,6 +112,7 @@ class BackgroundSave:
         self._outcome: Outcome | None = None
         self._broken: Exception | None = None
         self._started = time.monotonic()
+        self._whole: set[str] = set()  # on rank 0: files that are no rank's own
         self._thread = threading.Thread(target=self._run, name="save-checkpoint", daemon=True)
         self._thread.start()
 
@@ -135,14 +139,23 @@ class BackgroundSave:
         checkpoint = job.folder.with_name(str(job.name))
         try:
             own = self._write()
+            if job.nodes.count > 1:
+                own.problem = self._send(own) or own.problem
             parts: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
             dist.gather_object(own, parts, dst=0, group=self._group)
             problem = self._close(parts) if parts is not None else None
+            if job.nodes.count > 1:
+                problem = self._close_on_nodes(problem)
+            elif rank == 0:
+                problem = problem or self._commit() or self._retain()
             box = [Outcome(checkpoint, time.monotonic() - self._started, problem)]
             dist.broadcast_object_list(box, src=0, group=self._group)
             self._outcome = box[0]
         except Exception as error:  # wait() raises it in the training's own thread
             self._broken = error
+        finally:
+            if job.nodes.is_leader:
+                shutil.rmtree(job.folder, ignore_errors=True)
 
     def _write(self) -> _Part:
         job, rank = self._job, dist.get_rank()
@@ -159,35 +172,72 @@ class BackgroundSave:
         except (OSError, BadInput, RuntimeError) as error:  # torch's own writer turns OSError into RuntimeError
             return _Part({}, {}, Problem.of(error))
 
+    def _send(self, own: _Part) -> Problem | None:
+        """Collective: have a second copy of each rank's files on the next node."""
+        sizes = {name: facts.bytes for name, facts in own.files.items()}
+        failed = send_to_keepers(self._job.nodes, self._job.folder, sizes, self._group)
+        return Problem.of(failed) if failed is not None else None
+
     def _close(self, parts: Sequence[_Part]) -> Problem | None:
-        """On rank 0: commit the checkpoint and let go of others; what was in the way, if something was."""
+        """On rank 0: write what belongs to the whole checkpoint; what was in the way, if something was."""
         job = self._job
         problem = next((part.problem for part in parts if part.problem is not None), None)
+        if problem is not None:
+            return problem
         try:
-            if problem is None:
-                for name, plan in job.models.items():
-                    plan.close([part.results[name] for part in parts])
-                    part = ModelPart(
-                        checkpoint_id=job.manifest.checkpoint_id, run_id=job.manifest.run_id, step=job.manifest.step
-                    )
-                    write_json(job.folder / name / MODEL_PART_FILE, part.model_dump())
-                files = {name: facts for part in parts for name, facts in part.files.items()}
-                rest = [path for path in sorted(job.folder.rglob("*")) if path.is_file()]
-                rest = [path for path in rest if path.relative_to(job.folder).as_posix() not in files]
-                files |= file_facts(job.folder, rest)
-                seconds = time.monotonic() - self._started
-                manifest = job.manifest.model_copy(update={"files": dict(sorted(files.items())), "seconds": seconds})
-                write_json(job.folder / MANIFEST_FILE, manifest.model_dump(mode="json"))
-                commit_checkpoint(job.folder, job.name)
-                self._retain()
+            for name, plan in job.models.items():
+                plan.close([part.results[name] for part in parts])
+                part = ModelPart(
+                    checkpoint_id=job.manifest.checkpoint_id, run_id=job.manifest.run_id, step=job.manifest.step
+                )
+                write_json(job.folder / name / MODEL_PART_FILE, part.model_dump())
+            files = {name: facts for part in parts for name, facts in part.files.items()}
+            rest = [path for path in sorted(job.folder.rglob("*")) if path.is_file()]
+            rest = [path for path in rest if path.relative_to(job.folder).as_posix() not in files]
+            files |= file_facts(job.folder, rest)
+            seconds = time.monotonic() - self._started
+            manifest = job.manifest.model_copy(update={"files": dict(sorted(files.items())), "seconds": seconds})
+            write_json(job.folder / MANIFEST_FILE, manifest.model_dump(mode="json"))
+            self._whole = {*(path.relative_to(job.folder).as_posix() for path in rest), MANIFEST_FILE}
         except (OSError, BadInput, RuntimeError) as error:
-            problem = Problem.of(error)
-        finally:
-            shutil.rmtree(job.folder, ignore_errors=True)
+            return Problem.of(error)
+        return None
+
+    def _close_on_nodes(self, problem: Problem | None) -> Problem | None:
+        """Collective: every node gets what belongs to the whole, then all commit, then all let go of others."""
+        whole = {name: (self._job.folder / name).read_bytes() for name in self._whole}
+        box: list[Any] = [problem, whole]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        problem, whole = box
+        for step in (lambda: self._put(whole), self._commit, self._retain):
+            if problem is not None:
+                return problem
+            found: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(found, step() if self._job.nodes.is_leader else None, group=self._group)
+            problem = next((each for each in found if each is not None), None)
         return problem
 
-    def _retain(self) -> None:
-        found = list_checkpoints(self._job.run_dir)
+    def _put(self, files: Mapping[str, bytes]) -> Problem | None:
+        try:
+            for name, content in files.items():
+                (self._job.folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (self._job.folder / name).write_bytes(content)
+        except OSError as error:
+            return Problem.of(error)
+        return None
+
+    def _commit(self) -> Problem | None:
+        try:
+            commit_checkpoint(self._job.folder, self._job.name)
+        except OSError as error:
+            return Problem.of(error)
+        return None
+
+    def _retain(self) -> Problem | None:
+        try:
+            found = list_checkpoints(self._job.run_dir)
+        except OSError as error:
+            return Problem.of(error)
         metrics = {}
         for name, path in found.items():
             try:
@@ -197,3 +247,4 @@ class BackgroundSave:
         for name in to_remove(list(found), metrics, self._job.keep):
             with suppress(OSError):  # the new checkpoint is there; the next save tries again
                 remove_checkpoint(found[name])
+        return None

@@ -1,11 +1,15 @@
 """From a validated config to running ranks."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from vapo_megatron.checkpoint.checkpoints import latest_checkpoint
+from vapo_megatron.checkpoint.host_memory import job_memory
 from vapo_megatron.checkpoint.lease import Lease
 from vapo_megatron.cluster.place import environment_place
 from vapo_megatron.cluster.ranks import machine_default_ranks, run_as_external_rank
@@ -13,9 +17,10 @@ from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.errors import Interrupted
 from vapo_megatron.signals import listen
 from vapo_megatron.training.broadcast import on_rank_zero
+from vapo_megatron.training.node_copies import find_copy
 from vapo_megatron.training.restarts import run_ranks
 from vapo_megatron.training.resume import Start
-from vapo_megatron.training.start import Settings, prepare_start
+from vapo_megatron.training.start import Settings, prepare_from_copy, prepare_start
 
 Body = Callable[[Path, Start], None]
 
@@ -43,7 +48,8 @@ def launch(settings: Settings, body: Body, check: Callable[[Any, int], None]) ->
     prepare = partial(prepare_start, settings, partial(check, settings, count))
     if place is not None:
         started: list[bool] = []
-        run_as_external_rank(place, partial(_prepared, prepare, body, run_dir, started), timeout)
+        is_first = place.local_rank == 0
+        run_as_external_rank(place, partial(_prepared, settings, prepare, body, is_first, started), timeout)
         return place.rank == 0 and any(started)
     with Lease(run_dir) as lease:
         start = prepare(lease.take)
@@ -55,12 +61,30 @@ def launch(settings: Settings, body: Body, check: Callable[[Any, int], None]) ->
         return not start.finished
 
 
-def _prepared(prepare: Callable[[Callable[[], None]], Start], body: Body, run_dir: Path, started: list[bool]) -> None:
-    """Collective: check and prepare on rank 0, then body, noted in `started`; a refusal ends all ranks."""
+def _prepared(
+    settings: Settings,
+    prepare: Callable[[Callable[[], None]], Start],
+    body: Body,
+    is_first: bool,
+    started: list[bool],
+) -> None:
+    """Collective: check and prepare on rank 0, then body, noted in `started`; a refusal ends all ranks.
+
+    is_first: whether this rank is the first of its node.
+    """
+    run_dir = Path(settings.run.directory)
+    memories: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(memories, job_memory(run_dir, is_first))
+    memory = None if None in memories else memories[dist.get_rank()]
     with Lease(run_dir) as lease:
-        start = on_rank_zero(partial(prepare, lease.take))
+        copy = find_copy(memory, run_dir) if memory is not None and settings.run.resume == "auto" else None
+        if copy is None:
+            start = on_rank_zero(partial(prepare, lease.take))
+        else:
+            start = on_rank_zero(partial(prepare_from_copy, settings, copy.path, lease.take))
+            start = replace(start, checkpoint=copy.path, copy=copy)
         if not start.finished:
-            body(run_dir, start)
+            body(run_dir, replace(start, memory=memory))
         started.append(not start.finished)
 
 

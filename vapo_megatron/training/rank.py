@@ -39,7 +39,7 @@ def train_rank(config: TrainConfig, run_dir: Path, start: Start) -> None:
     tokenizer, spec = TextTokenizer(model_dir, config.data.prompt), read_spec(model_dir)
     gauges = {name: MemoryGauge(*calls) for name, calls in platform.memory_gauges().items()}
     timer = PhaseTimer({"memory": host_gauge()} | gauges, platform.synchronize)
-    resumed = open_resumed(start.checkpoint) if start.checkpoint is not None else None
+    resumed = open_resumed(start.checkpoint, start.copy) if start.checkpoint is not None else None
     with ExitStack() as stack:
         if config.robustness.hangs.enabled:
             stack.callback(watch(config, run_dir).close)

@@ -22,10 +22,12 @@ from vapo_megatron.checkpoint.progress import GROUPS_FILE, Progress, read_progre
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.load import dump_config
+from vapo_megatron.errors import BadInput, TryAgain
 from vapo_megatron.mcore.dist_saver import load_training_state
 from vapo_megatron.mcore.rng import set_rng_state
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.mcore.verified_reader import refuse_together
+from vapo_megatron.training.node_copies import NodeCopy
 from vapo_megatron.training.recorded_rollouts import remove_unneeded
 
 # Files of the run directory that go along with a checkpoint, so that a resumed run has them as they were.
@@ -42,12 +44,14 @@ class Start:
         finished: there is nothing to do.
         memory: where copies of the run's state are kept in host memory; None for none.
         home: socket of the process that keeps the engines; None where ranks do.
+        copy: the saved state, where it is a copy of which each node holds a part.
     """
 
     checkpoint: Path | None = None
     finished: bool = False
     memory: Path | None = None
     home: Path | None = None
+    copy: NodeCopy | None = None
 
     @property
     def is_copy(self) -> bool:
@@ -71,14 +75,24 @@ class Resumed:
     name: CheckpointName
     manifest: Manifest
     progress: Progress
+    copy: NodeCopy | None = None
 
     def load(self, model: Trainable, name: str) -> None:
         """Collective: fill a prepared (or frozen) model.
 
         Raises:
             BadInput: on every rank, naming what is wrong with the checkpoint.
+            TryAgain: likewise, with a copy: nobody can mend one, and the last checkpoint is there.
         """
-        own = f"{name}/"
+        copy, own = self.copy, f"{name}/"
+        if copy is not None:  # every byte was compared when it was found
+            try:
+                load_training_state(
+                    model, self.checkpoint / name, {}, lambda files: copy.fetch(own + file for file in files)
+                )
+            except BadInput as error:
+                raise TryAgain(str(error), shared=error.shared) from None
+            return
         files = {path: facts for path, facts in self.manifest.files.items() if path.startswith(own) and facts.pieces}
         load_training_state(
             model, self.checkpoint / name, {path.removeprefix(own): facts for path, facts in files.items()}
@@ -102,13 +116,19 @@ def layouts(models: Mapping[str, SavedModel]) -> dict[str, str]:
     return {name: saved.model.config.layout.model_dump_json() for name, saved in models.items()}
 
 
-def open_resumed(checkpoint: Path) -> Resumed:
+def open_resumed(checkpoint: Path, copy: NodeCopy | None = None) -> Resumed:
     """Collective: read a checkpoint but for the models, and compare every byte with its manifest, each rank a share
     of the files. Resumed.load does so with the models.
+
+    copy: what it is of a copy on several nodes, where all of that was done when it was found.
 
     Raises:
         BadInput: on every rank, naming what is wrong with the checkpoint.
     """
+    name = CheckpointName.parse(checkpoint.name)
+    assert name is not None
+    if copy is not None:
+        return Resumed(checkpoint, name, copy.manifest, read_progress(checkpoint, copy.manifest), copy)
     manifest = read_manifest(checkpoint)
     check_structure(checkpoint, manifest)
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -116,8 +136,6 @@ def open_resumed(checkpoint: Path) -> Resumed:
     by_size = sorted(files, key=lambda path: (files[path].bytes, path))
     wrong = check_contents(checkpoint, {path: files[path] for path in by_size[rank::world]})
     refuse_together(checkpoint, wrong)
-    name = CheckpointName.parse(checkpoint.name)
-    assert name is not None
     return Resumed(checkpoint, name, manifest, read_progress(checkpoint, manifest))
 
 

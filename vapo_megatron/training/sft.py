@@ -85,7 +85,7 @@ def sft_rank(config: SftConfig, run_dir: Path, start: Start) -> None:
     """Collective: the whole fine-tuning of one rank; ends with a Hugging Face directory."""
     batch = load_demonstrations(config)
     data = fingerprint(batch)
-    resumed = open_resumed(start.checkpoint) if start.checkpoint is not None else None
+    resumed = open_resumed(start.checkpoint, start.copy) if start.checkpoint is not None else None
     if resumed is not None:
         on_rank_zero(partial(check_same_data, config, data, resumed.progress.demonstrations))
     spec = read_spec(Path(config.model.path))

@@ -74,6 +74,19 @@ def prepare_start(settings: Settings, check: Callable[[], None], take: Callable[
     return Start(checkpoint)
 
 
+def prepare_from_copy(settings: Settings, copy: Path, take: Callable[[], None]) -> Start:
+    """prepare_start where ranks were lost and a copy of their state is left, newer than the last checkpoint.
+
+    Raises:
+        BadInput: the config is not that of the copy, or somebody else works in the run directory.
+    """
+    if is_finished(settings):
+        return Start(finished=True)
+    take()
+    check_config_change(settings, copy, settings.run.allow_config_change)
+    return Start(copy)
+
+
 def is_finished(settings: Settings) -> bool:
     """Whether the last step that the config asks for is in the metrics and in the final model.
 

@@ -5,7 +5,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from vapo_megatron.checkpoint.checkpoints import CheckpointName, open_checkpoint
+from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_FOLDER, CheckpointName, open_checkpoint
 from vapo_megatron.checkpoint.manifest import FileFacts, Manifest, write_json
 from vapo_megatron.checkpoint.progress import GROUPS_FILE, PROGRESS_FILE, Progress
 from vapo_megatron.config.atomic import atomic_write, sync
@@ -28,6 +28,7 @@ from vapo_megatron.mcore.rng import rng_state
 from vapo_megatron.monitoring.names import EVALUATION
 from vapo_megatron.training.background_save import BackgroundSave, CheckpointJob, Outcome, Problem
 from vapo_megatron.training.broadcast import on_rank_zero
+from vapo_megatron.training.nodes import Nodes
 from vapo_megatron.training.resume import RUN_FILES, Resumed, SavedModel, layouts
 from vapo_megatron.weights.torch_dist import write_model_card
 
@@ -98,7 +99,7 @@ class StateSaver:
 
     Args:
         run: what is saved.
-        place: has the folder of checkpoints.
+        place: has the folder of checkpoints; of another name on each node where it is host memory.
         keep: which of them stay.
         in_memory: whether the place is host memory, which is not to be filled up.
     """
@@ -107,6 +108,7 @@ class StateSaver:
         self._run, self._place, self._keep, self._in_memory = run, place, keep, in_memory
         self._running: BackgroundSave | None = None
         self._unopened: Problem | None = None
+        self._nodes = Nodes.of(place)
         # Threads of saves meet in here, undisturbed by what training sends.
         self._group = dist.new_group(timeout=world_timeout(), backend="gloo")
 
@@ -130,7 +132,10 @@ class StateSaver:
         if isinstance(opened, Problem):
             self._unopened = opened
             return
-        folder: Path = opened
+        folder = self._place / CHECKPOINT_FOLDER / opened
+        if self._nodes.count > 1:
+            with suppress(OSError):  # writing will say so
+                self._make_parts(folder)
         with making_room():
             plans = {}
             for key, saved in run.models.items():
@@ -141,7 +146,8 @@ class StateSaver:
             if rank == 0:
                 writers += self._rank_zero_writers(snapshot)
         if self._in_memory:
-            needed = sum(plan.bytes for plan in plans.values()) * dist.get_world_size()
+            copies = 1 if self._nodes.count == 1 else 2
+            needed = sum(plan.bytes for plan in plans.values()) * len(self._nodes.own) * copies
             writers.insert(0, partial(_check_room, needed))
         manifest = Manifest(
             checkpoint_id=secrets.token_hex(8),
@@ -155,7 +161,7 @@ class StateSaver:
             files={},
             record=dict(snapshot.record),
         )
-        job = CheckpointJob(self._place, name, folder, plans, writers, manifest, self._keep)
+        job = CheckpointJob(self._place, name, folder, plans, writers, manifest, self._keep, self._nodes)
         self._running = BackgroundSave(job, self._group)
 
     def finish(self) -> Outcome | Problem | None:
@@ -167,14 +173,18 @@ class StateSaver:
         outcome = running.wait()
         return outcome.problem or outcome
 
-    def _open(self, name: CheckpointName) -> Path | Problem:
+    def _open(self, name: CheckpointName) -> str | Problem:
+        """The name of the folder that a checkpoint is written into."""
         try:
             folder = open_checkpoint(self._place, name)
-            for part in ("ranks", *self._run.models):
-                (folder / part).mkdir()
-            return folder
+            self._make_parts(folder)
+            return folder.name
         except OSError as error:
             return Problem.of(error)
+
+    def _make_parts(self, folder: Path) -> None:
+        for part in ("ranks", *self._run.models):
+            (folder / part).mkdir(parents=True, exist_ok=True)
 
     def _rank_zero_writers(self, snapshot: Snapshot) -> list[Callable[[Path], None]]:
         run = self._run

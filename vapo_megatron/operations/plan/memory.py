@@ -213,9 +213,9 @@ def _host(config: TrainConfig, models: dict[str, PlannedModel], hardware: Hardwa
         for stages in _ranks(models)
     )
     parts["copy of the state that is being saved"] = ranks * copied
-    if ranks == world and config.cluster.restarts and config.checkpoint.in_memory_every is not None:
-        # Where one command starts all ranks: a new copy in /dev/shm, and the one before until that is whole.
-        parts["copies of the state for restarts"] = 2 * ranks * copied
+    if config.cluster.restarts and config.checkpoint.in_memory_every is not None:
+        # A new copy in /dev/shm, and the one before until that is whole; of several nodes each keeps another's as well.
+        parts["copies of the state for restarts"] = (2 if ranks == world else 4) * ranks * copied
     return Holding("host", {name: size for name, size in parts.items() if size})
 
 
