@@ -58,6 +58,7 @@ PARTS = {
     "weight_sync": Part("How fast do weights reach an engine?", ("--layouts", "1x1,2x1")),
     "convert": Part("What does a conversion take?"),
     "saving": Part("What does saving take?"),
+    "save_beside_steps": Part("What does an asynchronous save add to a step?"),
 }
 
 _INTRODUCTION = """# Performance
