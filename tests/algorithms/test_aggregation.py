@@ -5,7 +5,14 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms.aggregation import nll_weights, token_weights
-from vapo_megatron.algorithms.segments import last_tokens, place_terminal, response_lengths, segment_mean, to_tokens
+from vapo_megatron.algorithms.segments import (
+    last_tokens,
+    place_terminal,
+    response_lengths,
+    segment_mean,
+    to_tokens,
+    tokens_from,
+)
 
 LENGTHS = torch.tensor([4, 1, 0, 3])
 CU = torch.tensor([0, 4, 5, 5, 8])
@@ -74,6 +81,12 @@ def test_an_empty_minibatch_weighs_nothing() -> None:
 def test_a_constant_out_of_place_is_refused(mode, constant) -> None:
     with pytest.raises(ValueError, match="constant"):
         token_weights(LENGTHS, mode, constant)
+
+
+def test_tokens_from_a_place_in_their_response_on() -> None:
+    found = tokens_from(torch.tensor([3, 0, 0, 3]), CU)
+    assert found.tolist() == [False] * 3 + [True, True] + [False] * 3 and found.dtype == torch.bool
+    assert tokens_from(torch.zeros(4, dtype=torch.int64), CU.int()).all()
 
 
 def test_the_terminal_reward_sits_on_the_last_token_that_counts() -> None:

@@ -103,7 +103,7 @@ class _Rows:
             return out
         size = min(width, CHUNK)
         # Powers come from float64: in float32 the rounding of the decay would be raised to the power as well.
-        falling = decay[:, None] ** torch.arange(size, -1, -1, device=x.device, dtype=torch.float64)
+        falling = decay[:, None] ** torch.arange(size, -1, -1, device=x.device)
         falling = falling.to(x.dtype)
         chunks = x.view(rows, width // size, size), out.view(rows, width // size, size)
         torch.bmm(chunks[0], _triangular(falling[:, 1:]).index_select(0, self.owner), out=chunks[1])
