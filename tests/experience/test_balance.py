@@ -141,3 +141,14 @@ def test_tight_budgets_are_kept_with_few_micro_batches(seed: int) -> None:
     # Two half-empty bins could be one: no packing by best fit leaves them.
     least = -(-max(sum(rank) for rank in used) // room)
     assert len(plan[0]) <= -(-max(2 * least, 1) // multiple) * multiple
+
+
+@pytest.mark.parametrize(
+    "tokens", [[22, 57, 32, 38, 1, 9, 16, 3], [46, 17, 10, 5, 32, 19, 40, 8], [31, 15, 7, 7, 59, 24, 34]]
+)
+def test_what_levelling_cannot_fit_best_fit_does(tokens: list[int]) -> None:
+    """Three micro-batches that are filled to the last tokens: exchanges that level them end above the budget."""
+    plan = plan_of([n + 1 for n in tokens], dp_size=1, max_tokens=60, alignment=1)
+    assert len(plan[0]) == plan.microbatches == 3 >= sum(tokens) / 60
+    assert sorted(s for micro in plan[0] for s in micro) == list(range(len(tokens)))
+    assert max(sum(tokens[s] for s in micro) for micro in plan[0]) <= 60
