@@ -37,6 +37,11 @@ def test_grpo_worked_example() -> None:
     assert got.tolist() == [1.5, -0.5, -0.5, -0.5]
 
 
+def test_grpo_of_differences_as_small_as_its_epsilon() -> None:
+    got = adv.grpo(torch.tensor([0.0, 2e-6], dtype=torch.float64), torch.zeros(2, dtype=torch.int64))
+    assert got.tolist() == pytest.approx([-1 / (2**0.5 + 1), 1 / (2**0.5 + 1)])
+
+
 @pytest.mark.parametrize("function", [adv.dr_grpo, adv.group_baseline])
 def test_group_mean_is_the_baseline(function) -> None:
     torch.testing.assert_close(function(REWARDS, GROUPS), per_response(lambda r, group: r - statistics.mean(group)))

@@ -96,6 +96,15 @@ def test_without_a_token_every_position_is_in_the_first_bin() -> None:
         assert found.tolist() == [0] and found.dtype == torch.int64
 
 
+def test_bins_are_even_and_none_is_empty_handed() -> None:
+    assert baselines.even_bins(torch.zeros(0, dtype=torch.int64), 3).tolist() == []
+    assert baselines.even_bins(torch.tensor([3, 0, 1, 2]), 2).tolist() == [1, 0, 0, 1]
+    # Where no other group has the bin, the mean of all that others have.
+    sums = baselines.sums_by_group(torch.tensor([5, 7]), torch.tensor([0, 1]), torch.tensor([0, 1]), 2, 2)
+    assert sums.dtype == torch.float64
+    assert baselines.means_of_other_groups(sums).tolist() == [[7, 5], [7, 5]]
+
+
 @pytest.mark.parametrize("groups", [GROUPS, [0] * 9, list(range(9))])
 def test_leave_one_out(groups: list[int]) -> None:
     rewards = Case(3).rewards
@@ -270,6 +279,34 @@ def test_figures_of_a_response_do_not_depend_on_those_beside_it() -> None:
         bounds = torch.tensor([0, end - start])
         alone = cm.figures_of(values[start:end], returns[start:end], bounds, (0.3, 1.0))
         assert torch.equal(alone[0], whole[at])
+
+
+@pytest.mark.parametrize("lengths", [[4, 1, 0, 7, 2], [1]])
+def test_sums_over_responses_are_those_over_tokens(lengths: list[int]) -> None:
+    """Returns that change within a response, as discounted ones do."""
+    generator = torch.Generator().manual_seed(0)
+    values, returns = torch.randn(2, sum(lengths), generator=generator).unbind()
+    cu = torch.tensor([0, *lengths]).cumsum(0)
+    found = cm.Figures.read(cm.figures_of(values, returns, cu))
+    for x, means, spreads in (
+        (values, found.values, found.values_spread),
+        (returns, found.returns, found.returns_spread),
+        (returns - values, found.returns - found.values, found.errors_spread),
+    ):
+        mean, variance = cm.pooled(found.tokens, means, spreads)
+        assert float(mean) == pytest.approx(float(x.mean()), abs=1e-6)
+        assert float(variance) == pytest.approx(float(x.var(correction=0)), abs=1e-6)
+    if len(lengths) > 1:
+        line = statistics.linear_regression(values.tolist(), returns.tolist())
+        assert [float(x) for x in cm.calibration(found)] == pytest.approx([line.slope, line.intercept], abs=1e-6)
+
+
+def test_correlation() -> None:
+    x, y = torch.tensor([1.0, 2.0, 5.0, 3.0]), torch.tensor([10.0, 9.0, 4.0, 7.5])
+    assert float(cm.correlation(x, y)) == pytest.approx(statistics.correlation(x.tolist(), y.tolist()))
+    for pair in ((x, torch.ones(4)), (torch.ones(4), y), (x[:1], y[:1]), (x[:0], y[:0])):
+        found = cm.correlation(*pair)
+        assert float(found) == 0 and found.dtype == torch.float64
 
 
 def test_explained_variance() -> None:

@@ -1,6 +1,8 @@
 """On a walk whose values are known by counting, probes say what is true, and their intervals cover it."""
 
+import math
 import random
+import statistics
 from functools import cache
 from typing import NamedTuple
 
@@ -15,9 +17,11 @@ from vapo_megatron.algorithms.critic_probes import (
     Moments,
     Probes,
     bootstrap_weights,
+    cross_fit,
     figures,
     horizon_figures,
     lambda_returns,
+    position_table,
     supported,
     with_intervals,
 )
@@ -208,6 +212,100 @@ def test_moments_are_those_of_repeated_states() -> None:
     repeated = torch.tensor([1.0, 1.0, 4.0], dtype=torch.float64)
     found = Moments(weights).covariance(x, x)
     assert torch.allclose(found, torch.stack((repeated.var(correction=0), x.double().var(correction=0))))
+
+
+def some_probes(states: int = 14, prompts: int = 6) -> Probes:
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randn(states, generator=generator, dtype=torch.float64) + 0.3
+    of_prompt = torch.arange(states) % prompts
+    truth = 0.6 * values + 0.5 * torch.randn(states, generator=generator, dtype=torch.float64)
+    returns = truth[:, None] + 0.3 * torch.randn(states, 3, generator=generator, dtype=torch.float64)
+    siblings = truth + 0.4 * torch.randn(states, generator=generator, dtype=torch.float64)
+    return Probes(values, returns, siblings, of_prompt, torch.arange(states) * 3 % 11, torch.arange(states) % 3)
+
+
+def test_every_figure_is_what_it_says() -> None:
+    probes, weights = some_probes(), torch.ones(2, 14, dtype=torch.int64)
+    weights[1, ::3], weights[1, 1::4] = 2, 0
+    found = figures(probes, weights)
+    for row in range(2):
+        drawn = [i for i in range(14) for _ in range(int(weights[row, i]))]
+
+        def mean(x: Tensor, drawn: list[int] = drawn) -> float:
+            return statistics.fmean(x[drawn].tolist())
+
+        def variance(x: Tensor, drawn: list[int] = drawn) -> float:
+            return statistics.pvariance(x[drawn].tolist())
+
+        values, truth = probes.values, probes.returns.mean(1)
+        chance = mean(torch.tensor([statistics.variance(r) / 3 for r in probes.returns.tolist()]))
+        whole, spread = variance(truth) - chance, variance(values)
+        both = mean((values - mean(values)) * (truth - mean(truth)))
+
+        def explains(predicted: Tensor, whole: float = whole, chance: float = chance) -> float:
+            return 1 - (variance(truth - predicted) - chance) / whole  # noqa: B023
+
+        critic, group, position = map(explains, (values, probes.siblings, position_table(probes)))
+        fitted = [explains(cross_fit(probes, *x)) for x in ((values,), (probes.siblings,), (values, probes.siblings))]
+        expected = {
+            "knowable": whole / statistics.pvariance(probes.returns[drawn].flatten().tolist()),
+            "correlation": both / math.sqrt(spread * whole),
+            "calibration_slope": both / spread,
+            "calibration_intercept": mean(truth) - both / spread * mean(values),
+            "bias": mean(values - truth),
+            "value_error": math.sqrt(max(0, mean((values - truth) ** 2) - chance)),
+            "explained_critic": critic,
+            "explained_group": group,
+            "explained_position": position,
+            "explained_critic_fitted": fitted[0],
+            "explained_group_fitted": fitted[1],
+            "explained_both_fitted": fitted[2],
+            "gain": critic - max(0, group, position),
+            "residual_gain": fitted[2] - max(fitted[:2]),
+        }
+        for place in range(3):
+            there = [i for i in drawn if i % 3 == place]
+            expected[f"bias_{place}"] = statistics.fmean((values - truth)[there].tolist())
+        assert {name: float(x[row]) for name, x in found.items()} == pytest.approx(expected)
+
+
+def test_figures_of_values_or_returns_that_are_all_equal() -> None:
+    probes = some_probes()
+    flat = figures(probes._replace(values=torch.full((14,), 0.1)), torch.ones(1, 14))
+    assert [float(flat[name]) for name in ("correlation", "calibration_slope")] == [0, 0]
+    assert float(flat["explained_critic"]) == pytest.approx(0, abs=1e-9)
+    still = figures(probes._replace(returns=torch.zeros(14, 3)), torch.ones(1, 14))
+    assert [float(still[name]) for name in ("knowable", "correlation")] == [0, 0]
+    assert still["explained_critic"].isnan().all()
+
+
+def test_lines_are_fitted_on_the_prompts_of_other_folds() -> None:
+    probes = some_probes(states=23, prompts=11)
+    found = cross_fit(probes, probes.values, probes.siblings)
+    for i in range(23):
+        others = [j for j in range(23) if int(probes.prompts[j]) % 5 != int(probes.prompts[i]) % 5]
+        columns = torch.stack((torch.ones(23), probes.values, probes.siblings), 1)
+        line = torch.linalg.lstsq(columns[others], probes.truth[others, None]).solution[:, 0]
+        assert float(found[i]) == pytest.approx(float(columns[i] @ line))
+    alone = probes._replace(prompts=torch.zeros(23, dtype=torch.int64))
+    line = statistics.linear_regression(alone.values.tolist(), alone.truth.tolist())
+    expected = [line.intercept + line.slope * x for x in alone.values.tolist()]
+    assert cross_fit(alone, alone.values).tolist() == pytest.approx(expected), "one fold has itself alone"
+    flat = cross_fit(probes, torch.full((23,), 0.5))
+    others = probes.prompts % 5 != probes.prompts[0] % 5
+    assert float(flat[0]) == pytest.approx(float(probes.truth[others].mean())), "a constant predicts the mean"
+
+
+def test_the_table_by_position_knows_other_prompts_alone() -> None:
+    few = some_probes()
+    for i, found in enumerate(position_table(few).tolist()):
+        others = few.prompts != few.prompts[i]
+        assert found == pytest.approx(float(few.truth[others].mean())), "so few states are one bin"
+    many = some_probes(states=70)
+    late = many.positions * 2 >= 11
+    for i, found in enumerate(position_table(many).tolist()):
+        others = (many.prompts != many.prompts[i]) & (late == late[i])
+        assert found == pytest.approx(float(many.truth[others].mean()))
 
 
 # Every figure that a conclusion rests on, each with its bounds; what a critic that is worth its place has.

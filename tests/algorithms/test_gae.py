@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithms.advantages import returns_to_go
+from vapo_megatron.algorithms.advantages import reinforce_pp, returns_to_go
 from vapo_megatron.algorithms.gae import (
     bootstrap_of_truncated,
     decoupled_gae,
@@ -158,7 +158,13 @@ def test_a_response_has_the_same_advantages_in_whichever_part_it_is(mean: int, g
         alone = segmented_gae(rewards[part], values[part], inside, lam[first:end], gamma, of=lengths)
         assert torch.equal(alone, whole[0][part])
         to_go = returns_to_go(rewards[part], inside, gamma, of=lengths)
-        assert torch.equal(to_go, returns_to_go(rewards, cu_seqlens, gamma)[part])
+        everywhere = segmented_gae(rewards, torch.zeros_like(rewards), cu_seqlens, 1.0, gamma)
+        assert torch.equal(to_go, everywhere[part]), "the recurrence is the same, to the bit"
+        penalized = reinforce_pp(
+            rewards[bounds(lengths.tolist())[1:] - 1][first:end], values[part], inside, gamma, lengths
+        )
+        ends = place_terminal(outcomes, cu_seqlens, total) - values
+        assert torch.equal(penalized, returns_to_go(ends, cu_seqlens, gamma)[part])
 
 
 def test_everything_masked_gives_zeros() -> None:
@@ -231,6 +237,8 @@ def test_coarse_matrix_products_elsewhere_do_not_coarsen_advantages() -> None:
         ({"cu_seqlens": torch.tensor([0, 3])}, "must run from 0 to 5"),
         ({"cu_seqlens": torch.tensor([0, 4, 3, 5])}, "must not decrease"),
         ({"cu_seqlens": torch.tensor([0.0, 5.0])}, "int32 or int64"),
+        ({"cu_seqlens": torch.tensor([[0, 5]])}, "int32 or int64"),
+        ({"cu_seqlens": torch.tensor([], dtype=torch.int64)}, "int32 or int64"),
         ({"lam": 1.5}, "lambda must be in"),
         ({"lam": torch.tensor([0.5, -0.1])}, "lambda must be in"),
         ({"gamma": 1.01}, "gamma must be in"),

@@ -209,6 +209,13 @@ def test_over_all_responses_of_mu_uncut_weights_give_the_values_of_pi_and_cut_on
     )
 
 
+def test_corrections_beyond_all_measure_stay_finite() -> None:
+    huge, ones = torch.tensor([3e38, 3e38]), torch.ones(2)
+    for sign in (1, -1):
+        _, targets = corrected_gae(sign * huge, torch.zeros(2), bounds([2]), 1.0, 1.0, ones, ones)
+        assert targets.tolist() == [sign * torch.finfo(torch.float32).max, float(sign * huge[1])]
+
+
 def test_rejection_of_responses_joins_truncation() -> None:
     log_ratio = torch.tensor([0.1, 0.9, -3.0, 0.1, 0.2])
     cu_seqlens = bounds([3, 2])

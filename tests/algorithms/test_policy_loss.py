@@ -57,6 +57,7 @@ def test_ratios_beyond_all_measure_stay_finite() -> None:
     old = torch.tensor([-200.0, -200.0, 0.0])
     losses = loss.ppo_clip(logprobs, old, torch.tensor([0.0, 1.0, -1.0]), 0.2, 0.28)
     assert losses.tolist() == pytest.approx([0.0, -1.28, 0.8])
+    assert loss.bounded_ratio(torch.tensor([-1e4, 1e4])).log().tolist() == pytest.approx([-20, 20])
     losses.sum().backward()
     assert logprobs.grad is not None and logprobs.grad.isfinite().all()
 

@@ -43,6 +43,18 @@ def test_hl_gauss_target_has_the_return_as_its_mean() -> None:
     torch.testing.assert_close(vl.hl_gauss_value(target.clamp(min=1e-12).log(), -1, 1), returns, atol=1e-3, rtol=0)
 
 
+def test_hl_gauss_at_its_edges_keeps_all_of_its_mass_and_computes_in_float32() -> None:
+    returns, logits = torch.tensor([-1.0, 1.0, 50.0]), torch.zeros(3, 11, requires_grad=True)
+    losses = vl.hl_gauss(logits, returns, -1, 1)
+    (gradient,) = torch.autograd.grad(losses.sum(), logits)
+    target = torch.full((3, 11), 1 / 11) - gradient
+    torch.testing.assert_close(target.sum(1), torch.ones(3))
+    assert torch.equal(target[1], target[2]) and losses.tolist() == pytest.approx([math.log(11)] * 3)
+    coarse = torch.randn(3, 11, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = vl.hl_gauss(coarse, returns.double(), -1, 1)
+    assert found.dtype == torch.float32 and torch.equal(found, vl.hl_gauss(coarse.float(), returns, -1, 1))
+
+
 def test_hl_gauss_learns_the_return() -> None:
     returns = torch.tensor([-0.8, 0.1, 0.9])
     logits = torch.zeros(3, 41, requires_grad=True)

@@ -54,21 +54,22 @@ def even_bins(positions: Tensor, bins: int) -> Tensor:
 def _even(counts: Tensor, bins: int) -> Tensor:
     # A whole position is in one bin: that of the share of tokens which stand earlier.
     earlier = counts.cumsum(0) - counts
-    return (earlier * bins // counts.sum()).clamp(max=bins - 1)
+    return earlier * bins // counts.sum()
 
 
 def sums_by_group(x: Tensor, bin_of: Tensor, group: Tensor, bins: int, groups: int) -> Tensor:
     """Sums of x [T] and numbers of tokens in each bin of each group: float64 [2, bins, groups]. bin_of and group are
     int64 [T]."""
     cell = bin_of * groups + group
-    weights = x.double(), torch.ones_like(x, dtype=torch.float64)
-    return torch.stack([torch.bincount(cell, w, minlength=bins * groups).view(bins, groups) for w in weights])
+    x = x.double()
+    both = [torch.bincount(cell, w, minlength=bins * groups) for w in (x, torch.ones_like(x))]
+    return torch.stack(both).view(2, bins, groups)
 
 
 def means_of_other_groups(found: Tensor) -> Tensor:
     """Mean in the same bin over all other groups, from sums_by_group: float64 [bins, groups]; where no other group has
     the bin, the mean of all others."""
     others = found.sum(2, keepdim=True) - found
-    anywhere = others.sum(1, keepdim=True)
+    anywhere = others.sum(1)
     fallback = anywhere[0] / anywhere[1].clamp(min=1)
     return torch.where(others[1] > 0, others[0] / others[1].clamp(min=1), fallback)

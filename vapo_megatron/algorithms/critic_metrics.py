@@ -204,7 +204,7 @@ def calibration(figures: Figures) -> Calibration:
     # Values that are all equal differ from their mean by rounding alone.
     varies = variance > 1e-14 * (variance + mean.square())
     joint = figures.joint.sum() + (tokens * (figures.values - mean) * (figures.returns - actual)).sum()
-    slope = torch.where(varies, joint / tokens.sum().clamp(min=1) / variance, 0)
+    slope = torch.where(varies, joint / tokens.sum() / variance, 0)
     return Calibration(slope, actual - slope * mean)
 
 

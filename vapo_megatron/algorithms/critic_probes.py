@@ -107,7 +107,7 @@ def explained(moments: Moments, predicted: Tensor, probes: Probes) -> Tensor:
     truth, chance = probes.truth, moments.mean(probes.noise)
     whole = moments.covariance(truth, truth) - chance
     left = moments.covariance(truth - predicted, truth - predicted) - chance
-    return torch.where(whole > 0, 1 - left / whole.where(whole > 0, 1), torch.nan)
+    return torch.where(whole > 0, 1 - left / whole, torch.nan)
 
 
 def figures(probes: Probes, weights: Tensor) -> dict[str, Tensor]:
@@ -123,10 +123,10 @@ def figures(probes: Probes, weights: Tensor) -> dict[str, Tensor]:
     spread = moments.covariance(values, values)
     both = moments.covariance(values, truth)
     varies = spread > 1e-14 * moments.mean(values.square())
-    slope = torch.where(varies, both / spread.where(varies, 1), 0)
+    slope = torch.where(varies, both / spread, 0)
     returns = moments.mean(probes.returns.double().square().mean(1)) - moments.mean(truth).square()
     found = {
-        "knowable": torch.where(returns > 0, whole / returns.where(returns > 0, 1), 0),
+        "knowable": torch.where(returns > 0, whole / returns, 0),
         "correlation": torch.where(varies & (whole > 0), both / (spread * whole).clamp(min=1e-30).sqrt(), 0),
         "calibration_slope": slope,
         "calibration_intercept": moments.mean(truth) - slope * moments.mean(values),
