@@ -160,9 +160,8 @@ def test_a_response_has_the_same_advantages_in_whichever_part_it_is(mean: int, g
         to_go = returns_to_go(rewards[part], inside, gamma, of=lengths)
         everywhere = segmented_gae(rewards, torch.zeros_like(rewards), cu_seqlens, 1.0, gamma)
         assert torch.equal(to_go, everywhere[part]), "the recurrence is the same, to the bit"
-        penalized = reinforce_pp(
-            rewards[bounds(lengths.tolist())[1:] - 1][first:end], values[part], inside, gamma, lengths
-        )
+        outcomes = rewards[cu_seqlens[1:] - 1]
+        penalized = reinforce_pp(outcomes[first:end], values[part], inside, gamma, lengths)
         ends = place_terminal(outcomes, cu_seqlens, total) - values
         assert torch.equal(penalized, returns_to_go(ends, cu_seqlens, gamma)[part])
 
