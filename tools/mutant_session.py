@@ -65,6 +65,8 @@ class Reached:
 class CollectedOnce(PytestRunner):
     """Tests in a session of pytest that is open already."""
 
+    clean = False
+
     def collect(self) -> None:
         """Open the session. Nothing is captured: this process's output is mutmut's."""
         arguments = ["--rootdir=.", "--tb=native", "-x", "-q", "-s", *self._pytest_add_cli_args]
@@ -79,10 +81,13 @@ class CollectedOnce(PytestRunner):
     def run_stats(self, *, tests: Iterable[str]) -> int:
         """Run tests, or all, and note what they reach."""
         with change_cwd("mutants"):
-            return int(self.execute_pytest(self._pytest_args_regular_run(tests), plugins=[Reached()]))
+            failed = int(self.execute_pytest(self._pytest_args_regular_run(tests), plugins=[Reached()]))
+        self.clean = not failed and not tests
+        return failed
 
     def run_forced_fail(self) -> int:
         """Whether tests fail where every function does: conftest.py may, before there is a test."""
+        self.clean = False
         try:
             return super().run_forced_fail()
         except BadTestExecutionCommandsException:
@@ -91,7 +96,8 @@ class CollectedOnce(PytestRunner):
     def run_tests(self, *, mutant_name: str | None, tests: Iterable[str]) -> int:
         """The tests of a mutant, in its process: the quickest file first, tests that share fixtures together."""
         if mutant_name is None:
-            return super().run_tests(mutant_name=None, tests=tests)
+            # Without a mutant they were just run, where that was all of them.
+            return 0 if self.clean else super().run_tests(mutant_name=None, tests=tests)
         quickest: dict[str, float] = {}
         for test in tests:
             file, seconds = test.partition("::")[0], state().duration_by_test[test]

@@ -59,6 +59,7 @@ def test_what_goes_by_samples_and_what_goes_by_tokens_make_the_batch_again(chose
     batch = full_batch()
     expected = batch.select(chosen).tensors()
     by_tokens = {f.name for f in fields(batch) if f.metadata["over"] not in ("samples", "offsets")}
+    assert make_batch().table().select(torch.tensor([1])).shaped_rewards is None
     table = batch.table().select(torch.tensor(chosen, dtype=torch.int64))
     assert table.samples == len(chosen)
     found = table.batch(**{name: expected[name] for name in by_tokens}).tensors()
@@ -88,6 +89,10 @@ def test_samples_become_a_batch_field_by_field() -> None:
         "group_ids": [0, 0, 1],
     }
     assert {name: tensor.tolist() for name, tensor in batch.tensors().items()} == expected
+    windows = [replace(sample, window_start=start) for sample, start in zip(samples, (0, 3, 1), strict=True)]
+    cut = from_samples(windows)
+    assert cut.window_starts is not None and cut.window_starts.tolist() == [0, 3, 1]
+    assert cut.truncated.tolist() == [sample.goes_on for sample in windows]
     whole = [replace(sample, reward=1) for sample in samples]
     assert from_samples(whole).rewards.dtype == torch.float32, "whole numbers, too"
 

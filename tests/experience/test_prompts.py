@@ -97,6 +97,7 @@ def test_parquet_rows_read_the_same(tmp_path: Path, plain: TextTokenizer) -> Non
         ([ROWS[0], "{nonsense"], r"t\.jsonl:2: not JSON \(Expecting property name"),
         (["[" * 100_000], r"t\.jsonl:1: not JSON \(RecursionError\)"),
         (["[1]"], r"t\.jsonl:1: a JSON list"),
+        ([{"id": [1], "problem": "1", "answer": "1"}], r"t\.jsonl:1: field id is list"),
         (['{"problem": "1", "answer": NaN}'], r"t\.jsonl:1: field answer is nan"),
         ([ROWS[0], ROWS[1], ROWS[0]], r"t\.jsonl:3: field id=p0 is also that of .*t\.jsonl:1"),
         ([], r"t\.jsonl: holds no rows"),

@@ -142,6 +142,21 @@ def test_what_is_wrong_with_a_template_or_a_tokenizer_is_said(directory: Path) -
         TextTokenizer(directory, PromptTemplate())
 
 
+def test_no_code_of_the_directory_is_run(directory: Path) -> None:
+    """As a person would write it who wants code of theirs to run where a model is loaded."""
+    ran = directory / "ran"
+    (directory / "theirs.py").write_text(
+        f"open({str(ran)!r}, 'w')\nfrom transformers import PreTrainedTokenizerFast\n"
+        "class Theirs(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    _edit_config(directory, auto_map={"AutoTokenizer": [None, "theirs.Theirs"]}, tokenizer_class="Theirs")
+    try:
+        load_tokenizer(directory)
+    except BadInput as error:
+        assert "cannot be loaded" in str(error)
+    assert not ran.exists()
+
+
 def test_a_tokenizer_without_end_token_is_refused(directory: Path) -> None:
     _edit_config(directory, eos_token=None)
     with pytest.raises(BadInput, match="no end token"):

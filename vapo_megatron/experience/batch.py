@@ -246,8 +246,8 @@ def from_samples(samples: Sequence[Sample]) -> ExperienceBatch:
     Their routed_experts move into the batch: samples have none any more.
     """
     starts = [s.window_start for s in samples if s.window_start is not None]
-    prompts = torch.tensor([len(s.prompt.token_ids) for s in samples], dtype=torch.int64)
-    responses = torch.tensor([len(s.response_ids) for s in samples], dtype=torch.int64)
+    prompts = torch.tensor([len(s.prompt.token_ids) for s in samples])
+    responses = torch.tensor([len(s.response_ids) for s in samples])
     tokens = [part for s in samples for part in (np.array(s.prompt.token_ids, dtype=np.int32), s.response_ids)]
     return ExperienceBatch(
         tokens=torch.from_numpy(np.concatenate(tokens)),
@@ -258,8 +258,8 @@ def from_samples(samples: Sequence[Sample]) -> ExperienceBatch:
         rewards=torch.tensor([s.reward for s in samples], dtype=torch.float32),
         correct=torch.tensor([bool(s.correct) for s in samples]),
         truncated=torch.tensor([s.goes_on if starts else s.truncated for s in samples]),
-        group_ids=torch.tensor([s.group for s in samples], dtype=torch.int64),
-        window_starts=torch.tensor(starts, dtype=torch.int64) if starts else None,
+        group_ids=torch.tensor([s.group for s in samples]),
+        window_starts=torch.tensor(starts) if starts else None,
         routed_experts=_take_experts(samples),
     )
 
