@@ -55,9 +55,36 @@ def test_a_jobs_folder_waits_for_the_next_attempt(root: Path, tmp_path: Path) ->
     assert own.stat().st_mode & 0o077 == 0
     for path in (own / "checkpoints", own / "owner.json", own):
         os.utime(path, (time.time() - 1000,) * 2)
+    again = job_on(own) | {"VAPO_ATTEMPT": "1"}
+    assert job_memory(tmp_path, True, again) == own and (own / "checkpoints").is_dir(), "a step may take that long"
+    process = multiprocessing.get_context("fork").Process(target=job_memory, args=(tmp_path, True, again))
+    process.start()
+    process.join()
+    for path in (own / "checkpoints", own / "owner.json", own):
+        os.utime(path, (time.time() - 1000,) * 2)
     with host_memory(tmp_path / "other"):
         assert not own.exists(), "its job has been gone for long"
     assert job_memory(tmp_path, True, {}) is None
+
+
+def test_copies_of_another_run_of_the_job_are_not_taken_for_this_ones(root: Path, tmp_path: Path) -> None:
+    own = root / "vapo-job-42.0.node"
+    assert job_memory(tmp_path / "first", True, job_on(own)) == own
+    (own / "checkpoints").mkdir()
+    assert job_memory(tmp_path / "second", True, job_on(own)) == own and not (own / "checkpoints").exists()
+    assert (own / "recorded_rollouts").readlink() == tmp_path / "second" / "recorded_rollouts"
+
+
+def test_a_jobs_folder_of_somebody_else_is_not_used(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (link := root / "vapo-job-42.0.link").symlink_to(tmp_path)
+    (own := root / "vapo-job-42.0.node").mkdir()
+    with caplog.at_level("WARNING", logger="vapo_megatron"):
+        assert job_memory(tmp_path, True, job_on(link)) is None
+        monkeypatch.setattr(os, "getuid", lambda: own.stat().st_uid + 1)
+        assert job_memory(tmp_path, True, job_on(own)) is None and not list(own.iterdir())
+    assert caplog.text.count("it is somebody else's") == 2
 
 
 def job_on(folder: Path) -> dict[str, str]:

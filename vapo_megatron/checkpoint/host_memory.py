@@ -42,22 +42,28 @@ def host_memory_of(run_dir: Path, environment: Mapping[str, str] = os.environ) -
 
 def job_memory(run_dir: Path, is_first: bool, environment: Mapping[str, str] = os.environ) -> Path | None:
     """The folder that the job has named for this node, made where it is not there; None where none is, or the system
-    refuses.
+    refuses. Its copies are of this run: those of another one of the job go.
 
     is_first: this process is the first of the job on its node, and stands for it.
     """
     if _JOB_VARIABLE not in environment:
         return None
     own, here = host_memory_of(run_dir, environment), Holder.here(environment)
+    link, record = own / RECORD_FOLDER, run_dir.absolute() / RECORD_FOLDER
     if is_first:
-        _remove_abandoned(here)
+        _remove_abandoned(here, own)
     try:
         own.mkdir(mode=0o700, exist_ok=True)
+        if own.is_symlink() or own.stat().st_uid != os.getuid():  # its name can be guessed, and what it holds is trusted
+            raise PermissionError("it is somebody else's")
         if is_first:
+            if link.is_symlink() and link.readlink() != record:
+                shutil.rmtree(own / CHECKPOINT_FOLDER, ignore_errors=True)
+                link.unlink()
             with atomic_write(own / _OWNER_FILE, "w") as file:
                 file.write(json.dumps(asdict(here)))
         with suppress(FileExistsError):
-            (own / RECORD_FOLDER).symlink_to(run_dir.absolute() / RECORD_FOLDER)
+            link.symlink_to(record)
     except (OSError, BadInput) as error:
         _logger.warning("%s: cannot be used (%s): there are no copies in host memory", own, error)
         return None
@@ -91,10 +97,12 @@ def host_memory(run_dir: Path) -> Iterator[Path | None]:
         shutil.rmtree(own, ignore_errors=True)
 
 
-def _remove_abandoned(here: Holder) -> None:
+def _remove_abandoned(here: Holder, own: Path | None = None) -> None:
+    """own: stays, whoever of an earlier attempt has made it and however long ago it was written to."""
     for path in (*ROOT.glob(f"{_PREFIX}*"), *ROOT.glob(f".{_PREFIX}*"), *ROOT.glob(f"{_JOB_PREFIX}*")):
         with suppress(OSError, ValueError, TypeError):  # another user's, or one that is just being made
-            if Holder(**json.loads((path / _OWNER_FILE).read_text())).lives(here) is False and not _is_waiting(path):
+            owner = Holder(**json.loads((path / _OWNER_FILE).read_text()))
+            if path != own and owner.lives(here) is False and not _is_waiting(path):
                 shutil.rmtree(path)
 
 
