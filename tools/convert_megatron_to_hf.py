@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from vapo_megatron.checkpoint.manifest import MANIFEST_FILE, check_contents, damaged, read_manifest
 from vapo_megatron.command_line import run_app
 from vapo_megatron.config.converter_options import DtypeOption, ShardSizeOption, VerifyOption
 from vapo_megatron.errors import BadInput, told_in_one_line
@@ -38,6 +39,24 @@ def saved_model(checkpoint: Path, model: str) -> Path:
     return checkpoint / model
 
 
+def saved_digests(folder: Path) -> dict[str, dict[int, str]]:
+    """Of the pieces of a model's files, where it is in a run's checkpoint; its other files are compared with theirs.
+
+    Raises:
+        BadInput: one of those has changed since it was saved, or the manifest cannot be read.
+    """
+    checkpoint = folder.parent
+    if not (checkpoint / MANIFEST_FILE).is_file():
+        return {}
+    own = f"{folder.name}/"
+    files = {name: facts for name, facts in read_manifest(checkpoint).files.items() if name.startswith(own)}
+    # Older checkpoints have digests of whole files of tensors, most of which are not read here.
+    small = {checkpoint / name: facts for name, facts in files.items() if not name.endswith(".distcp")}
+    if (wrong := check_contents(checkpoint, small)) is not None:
+        raise damaged(checkpoint, wrong)
+    return {name.removeprefix(own): facts.pieces for name, facts in files.items() if facts.pieces}
+
+
 @app.command()
 def main(
     checkpoint: Annotated[Path, typer.Option(help="A converted model, or a run's checkpoints/step_N.")],
@@ -61,6 +80,7 @@ def echo_conversion(source: Path, out: Path, dtype: str | None, gib: float, veri
     from vapo_megatron.monitoring.conversion_progress import ConversionProgress
     from vapo_megatron.weights.convert import megatron_to_hf
 
+    digests = saved_digests(source)
     remarks: list[str] = []
 
     def compare(folder: Path) -> None:
@@ -75,6 +95,7 @@ def echo_conversion(source: Path, out: Path, dtype: str | None, gib: float, veri
             shard_bytes=int(gib * 2**30),
             verify=verify,
             check=compare if verify else None,
+            digests=digests,
         )
     typer.echo("\n".join((f"{out}: {made.described}", *remarks)))
 

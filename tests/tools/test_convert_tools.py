@@ -1,16 +1,24 @@
 """The converters as one calls them: critic and policy, from a run's state, and what a bad call says."""
 
 import multiprocessing
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from damage import flip
 from hf_models import VOCAB, read_tensors, write_model, write_tensors
+from ranks import run_ranks
+from trainables import make_trainable
 from typer.testing import CliRunner
 
 from tools import convert_hf_to_megatron, convert_megatron_to_hf
+from vapo_megatron.checkpoint.manifest import MANIFEST_FILE, Manifest, file_facts, write_json
+from vapo_megatron.config.model import LayoutConfig
+from vapo_megatron.mcore.dist_saver import plan_save
+from vapo_megatron.weights.torch_dist import write_model_card
 
 IDS = torch.randint(0, VOCAB, (1, 20), generator=torch.Generator().manual_seed(3))
 
@@ -96,6 +104,47 @@ def test_actor_or_critic_of_a_runs_state(tmp_path: Path) -> None:
     )
     assert code == 2 and "is a policy" in output and not (tmp_path / "no").exists()
     assert "score.weight" in read_tensors(tmp_path / "critic")
+
+
+def save_state(source: Path, state: Path) -> None:
+    """The actor of a run's checkpoint."""
+    trainable, folder = make_trainable(source, "lm", layout=LayoutConfig()), state / "actor"
+    folder.mkdir(parents=True)
+    plan = plan_save(trainable, folder)
+    results, written = plan.write()
+    rest = plan.close([results])
+    write_model_card(folder, trainable.spec, "lm", source, "float32")
+    rest += [folder / "model.json", *(path for path in (folder / "hf").iterdir())]
+    files = file_facts(state, rest) | {f"actor/{name}": facts for name, facts in written.items()}
+    ids = {"checkpoint_id": "c", "run_id": "r", "step": 10, "kind": "train", "models": ("actor",), "world_size": 1}
+    manifest = Manifest.model_validate(ids | {"layouts": {}, "metrics": {}, "files": files})
+    write_json(state / MANIFEST_FILE, manifest.model_dump(mode="json"))
+
+
+def flip_weight(folder: Path) -> None:
+    storage = pickle.loads((folder / ".metadata").read_bytes()).storage_data
+    place = next(info for index, info in storage.items() if index.fqn == "embedding.word_embeddings.weight")
+    path = folder / place.relative_path
+    content = bytearray(path.read_bytes())
+    content[place.offset + place.length // 2] ^= 4
+    path.write_bytes(content)
+
+
+def test_a_bit_of_a_runs_state_that_changed_is_not_converted(tmp_path: Path) -> None:
+    state, source = tmp_path / "checkpoints" / "step_000010", write_model(tmp_path / "policy", "qwen2")
+    run_ranks(1, save_state, source, state)
+    call = (convert_megatron_to_hf, "--checkpoint", state, "--no-verify", "--out")
+    assert _call(*call, tmp_path / "out")[0] == 0
+    before, after = read_tensors(source), read_tensors(tmp_path / "out")
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    for damage, what in ((flip_weight, "distcp: the content has changed"), (flip_config, "actor/hf/config.json has")):
+        damage(state / "actor")
+        code, output = _call(*call, tmp_path / "other")
+        assert code == 2 and what in output.splitlines()[-1] and not (tmp_path / "other").exists()
+
+
+def flip_config(folder: Path) -> None:
+    flip(folder / "hf" / "config.json")
 
 
 def test_options_that_would_be_ignored_or_overflow_are_refused(tmp_path: Path) -> None:

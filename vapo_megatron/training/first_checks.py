@@ -125,6 +125,6 @@ def check_rollout_groups(config: TrainConfig, world_size: int) -> None:
     check_engine_size(rollout.tp, local, world_size)
     if rollout.tp > local and rollout.sync.transport == "shared_memory":
         raise BadInput(
-            f"rollout.sync.transport=shared_memory: an engine of rollout.tp={rollout.tp} is on several nodes of {local} "
-            "GPUs, which share no memory: leave it out"
+            f"rollout.sync.transport=shared_memory: an engine of rollout.tp={rollout.tp} is on several nodes of "
+            f"{local} GPUs, which share no memory: leave it out"
         )

@@ -30,7 +30,7 @@ from vapo_megatron.weights.model_files import read_config
 from vapo_megatron.weights.saved_keys import place_of
 from vapo_megatron.weights.spec import Head, ModelSpec, read_spec
 from vapo_megatron.weights.torch_dist import CONTENT_METADATA, read_model_card, write_model_card
-from vapo_megatron.weights.torch_dist_files import METADATA_FILE, PartReader, PartWriter
+from vapo_megatron.weights.torch_dist_files import METADATA_FILE, Digests, PartReader, PartWriter
 from vapo_megatron.weights.verify import check_saved_model, compare_with_checkpoint, compare_with_hf
 from vapo_megatron.weights.work_folder import WorkFolder
 
@@ -159,6 +159,7 @@ def megatron_to_hf(
     shard_bytes: int = 2 << 30,
     verify: bool = True,
     check: Check | None = None,
+    digests: Digests | None = None,
 ) -> Converted:
     """Write a Hugging Face directory that transformers and SGLang load, from a checkpoint saved at any layout.
 
@@ -173,6 +174,7 @@ def megatron_to_hf(
         shard_bytes: bound on a file, and so on memory.
         verify: read everything back and compare it, bit by bit.
         check: a further look at the result.
+        digests: what the checkpoint's files were saved as, where that is known.
 
     Raises:
         BadInput: checkpoint cannot be used, out exists or cannot be written. Nothing is left.
@@ -181,7 +183,7 @@ def megatron_to_hf(
     card = read_model_card(checkpoint)
     spec, head = replace(card.spec, vocab_divisible_by=1), card.head
     config = read_config(card.hf_dir)
-    reader = PartReader(checkpoint)
+    reader = PartReader(checkpoint, digests)
     check_saved_model(reader, spec, head)
 
     def dtype_of(entry: Entry) -> torch.dtype:
