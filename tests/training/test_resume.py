@@ -274,6 +274,21 @@ def test_a_damaged_unit_is_refused_by_name_and_can_be_deleted(
     assert refusal(config) == "rank 0 would go on"
 
 
+def test_a_run_whose_checkpoint_has_changed_ends_before_its_directory_does(
+    shared: World, copy: tuple[TrainConfig, Path]
+) -> None:
+    """It is found while models load, and engines of the run are not started then."""
+    config, checkpoint = copy
+    flip_a_bit(checkpoint)
+    before = stamps(config)
+    end = live(shared, config, 1)
+    assert end.code == 2 and "\n" not in end.said
+    assert re.search(r"step_000003: the content of critic/__0_\d\.distcp has changed since it was saved", end.said)
+    logs = Path(config.run.directory) / "logs"
+    changed = {path for path, stamp in stamps(config).items() if before.get(path) != stamp}
+    assert all(path.is_relative_to(logs) for path in changed), changed
+
+
 def test_a_config_that_does_not_fit_is_refused_before_anything_is_touched(copy: tuple[TrainConfig, Path]) -> None:
     config, _ = copy
     other = config.model_copy(update={"batch": config.batch.model_copy(update={"samples_per_prompt": 2})})
