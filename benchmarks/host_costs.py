@@ -38,7 +38,7 @@ from vapo_megatron.experience.batch import ExperienceBatch, SampleTable, from_sa
 from vapo_megatron.experience.microbatch import pack
 from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.monitoring.timers import host_gauge
+from vapo_megatron.monitoring.timers import MemoryGauge, host_gauge
 from vapo_megatron.rollout.client import EngineClient
 from vapo_megatron.rollout.server import EngineAddress
 from vapo_megatron.training.advantages import estimate_advantages
@@ -92,8 +92,10 @@ def collected(lengths: list[int], group: int, timed: Callable[..., Any]) -> Expe
     return batch
 
 
-def measure(tokens: int, length: int, group: int, ranks: int, dp: int, minibatches: int) -> dict[str, float]:
-    """Collective over two ranks: seconds of each part; rank 0's."""
+def measure(
+    memory: MemoryGauge, tokens: int, length: int, group: int, ranks: int, dp: int, minibatches: int
+) -> dict[str, float]:
+    """Collective over two ranks: seconds of each part; rank 0's, and its memory at the peak."""
     seconds: dict[str, float] = {}
     main_rank = dist.get_rank() == 0
 
@@ -104,13 +106,11 @@ def measure(tokens: int, length: int, group: int, ranks: int, dp: int, minibatch
         return answer
 
     lengths = heavy_tailed_lengths(max(2 * group, tokens // length), length, 20_000)
-    memory = host_gauge()
     memory.reset()
-    before = memory.peak()
     batch = collected(lengths, group, timed) if main_rank else None
     dist.barrier()
     shards = timed("scatter", scatter, batch)
-    grown = memory.peak() - before
+    peak = memory.peak()
     del batch
     table, planner = shards.table, Planner(dp)
 
@@ -146,7 +146,7 @@ def measure(tokens: int, length: int, group: int, ranks: int, dp: int, minibatch
 
     timed("pack", packed)
     dist.barrier()
-    return seconds | {"GB": grown / 1e9}
+    return seconds | {"GB": peak / 1e9}
 
 
 def zeros(table: SampleTable) -> ExperienceBatch:
@@ -157,7 +157,10 @@ def zeros(table: SampleTable) -> ExperienceBatch:
 
 def measure_all(sizes: list[int], *args: int) -> dict[str, Any]:
     """Collective: measure() of each size."""
-    return {str(size): measure(size, *args) for size in sizes}
+    memory = host_gauge()
+    start = memory.peak()  # what an earlier size has left in the heap counts: it is used again
+    found = {str(size): measure(memory, size, *args) for size in sizes}
+    return {size: parts | {"GB": parts["GB"] - start / 1e9} for size, parts in found.items()}
 
 
 def network_seconds(tokens: int, ranks: int, dp: int, gbps: float) -> float:
