@@ -14,6 +14,7 @@ import megatron.core  # noqa: F401
 import torch
 import torch.distributed as dist
 import transformers  # noqa: F401
+from torch.distributed import distributed_c10d
 
 from vapo_megatron.mcore import cpu_torch, mesh, model  # noqa: F401
 from vapo_megatron.mcore.platform import current_platform
@@ -41,13 +42,20 @@ def _rank(
 
 
 def _in_this_process(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """One rank that is no process of its own: what it reaches is seen by a tool that watches this one."""
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        try:
-            return fn(*args)
-        finally:
-            dist.destroy_process_group()
+    """One rank that is no process of its own: what it reaches is seen by a tool that watches this one.
+
+    All of a process's have one world, and every group of theirs is it: gloo's threads outlive its groups, and there
+    would be dozens a test.
+    """
+    if not dist.is_initialized():
+        store = tempfile.mkdtemp() + "/store"
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    new_group = dist.new_group
+    dist.new_group = distributed_c10d.new_group = lambda *args, **kwargs: dist.group.WORLD
+    try:
+        return fn(*args)
+    finally:
+        dist.new_group = distributed_c10d.new_group = new_group
 
 
 def one_rank_in_process() -> bool:
@@ -68,6 +76,8 @@ def run_ranks(
     """
     if world_size == 1 and not cuda and one_rank_in_process():
         return [_in_this_process(fn, args)]
+    if dist.is_initialized():  # by _in_this_process: ranks have a world of their own
+        dist.destroy_process_group()
     context: Any = multiprocessing.get_context("spawn" if cuda else "fork")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:

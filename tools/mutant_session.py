@@ -16,6 +16,7 @@ from typing import Any
 import _pytest.config
 import mutmut.__main__ as mutmut
 import pytest
+import torch.distributed as dist
 from mutmut.configuration import config
 from mutmut.runners.harness import BadTestExecutionCommandsException, PytestRunner
 from mutmut.state import state
@@ -116,7 +117,9 @@ class Runner(isolation.ForkRunner):
     """Forks of the process with the open session."""
 
     def startup(self) -> None:
-        """Called before the first mutant."""
+        """Called before the first mutant. What ranks have left has threads, which no fork would have."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
         self.test_runner.collect()
         super().startup()
 
