@@ -54,7 +54,8 @@ def job_memory(run_dir: Path, is_first: bool, environment: Mapping[str, str] = o
         _remove_abandoned(here, own)
     try:
         own.mkdir(mode=0o700, exist_ok=True)
-        if own.is_symlink() or own.stat().st_uid != os.getuid():  # its name can be guessed, and what it holds is trusted
+        # Its name can be guessed, and what it holds is trusted.
+        if own.is_symlink() or own.stat().st_uid != os.getuid():
             raise PermissionError("it is somebody else's")
         if is_first:
             if link.is_symlink() and link.readlink() != record:
