@@ -114,6 +114,7 @@ def test_what_a_node_has_lost_comes_from_the_one_that_keeps_it(tmp_path: Path) -
     codes, said = live(lost, memory)
     assert codes == [0] * len(NODES), said
     assert "step_000005: " in said and "is on no node; it is left aside" in said
+    assert [copies(memory, node) for node in "abc"] == [["step_000006"]] * 3, "what was left aside is in nobody's way"
     run_dir, other = Path(lost.run.directory), Path(straight.run.directory)
     assert attempts.metrics(run_dir) == attempts.metrics(other) and len(attempts.metrics(run_dir)) == 7
     weights = "hf/final/actor/model.safetensors"
