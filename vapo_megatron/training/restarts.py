@@ -3,7 +3,7 @@
 import logging
 import shutil
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from vapo_megatron.checkpoint.checkpoints import (
     latest_checkpoint,
     list_checkpoints,
     open_checkpoint,
+    remove_checkpoint,
     remove_leftovers,
 )
 from vapo_megatron.checkpoint.host_memory import host_memory
@@ -71,6 +72,7 @@ def _start_after(error: VapoError, settings: Settings, start: Start, lease: Leas
             raise error
         assert start.memory is not None
         for path in list_checkpoints(start.memory).values():
+            _take_off_disk(path, settings)
             shutil.rmtree(path, ignore_errors=True)
     if is_finished(settings):
         return replace(start, finished=True)
@@ -115,6 +117,15 @@ def _put_on_disk(copy: Path, settings: Settings) -> None:
         commit_checkpoint(folder, name)
     except (OSError, shutil.Error) as error:
         _logger.warning("%s: cannot be saved at %s (%s)", copy, run_dir, error)
+
+
+def _take_off_disk(copy: Path, settings: Settings) -> None:
+    """Remove the checkpoint that _put_on_disk() made of a copy which turned out to be damaged, as it then is."""
+    made = list_checkpoints(Path(settings.run.directory)).get(_name(copy))
+    with suppress(BadInput, OSError):
+        if made is not None and read_manifest(made).checkpoint_id == read_manifest(copy).checkpoint_id:
+            remove_checkpoint(made)
+            _logger.warning("%s: made of the copy in host memory that is damaged, removed", made)
 
 
 def _name(checkpoint: Path) -> CheckpointName:
