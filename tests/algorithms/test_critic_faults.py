@@ -137,6 +137,14 @@ def test_what_is_estimated_counts_beyond_three_standard_errors(
     assert value_faults(found, groups, torch.ones(responses, dtype=torch.bool)) == faults
 
 
+@pytest.mark.parametrize(("responses", "empty", "faults"), [(32, 4, ["sign"]), (31, 4, [])])
+def test_responses_of_one_token_count_and_empty_ones_do_not(responses: int, empty: int, faults: list[str]) -> None:
+    values = [float(s % 2) for s in range(responses)]
+    found = figures(values, [-v for v in values], [1] * responses + [0] * empty)
+    everyone = torch.ones(responses + empty, dtype=torch.bool)
+    assert value_faults(found, torch.arange(responses + empty), everyone) == faults
+
+
 def test_empty_responses_and_those_alone_have_no_siblings() -> None:
     found = figures([0.0, 1.0, 0.2, 0.4, 1.0], [0.0] * 5, [2, 0, 2, 1])
     assert sibling_gap(found, torch.tensor([0, 0, 1, 2])) == 0

@@ -111,6 +111,7 @@ def test_leave_one_out(groups: list[int]) -> None:
     found = baselines.leave_one_out(torch.tensor(rewards), torch.tensor(groups))
     assert found.tolist() == pytest.approx(leave_one_out_loop(rewards, groups), abs=1e-12)
     assert baselines.leave_one_out(torch.tensor([5.0]), torch.tensor([0])).tolist() == [0.0]
+    assert baselines.leave_one_out(torch.tensor([5.0, 3.0]), torch.tensor([0, 1])).tolist() == [3.0, 5.0]
 
 
 def beside_baselines(values: Tensor, returns: Tensor, cu: Tensor, groups: Tensor) -> cm.Explained:

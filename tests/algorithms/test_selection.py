@@ -16,7 +16,7 @@ GROUPS = torch.tensor([7, 3, 7, 3, 1, 1, 7, 3, 1, 0])
 
 
 def test_groups_that_agree_teach_nothing() -> None:
-    correct = torch.tensor([1, 0, 0, 0, 1, 1, 1, 0, 1, 1])
+    correct = torch.tensor([1, 0, 0, 0, 1, 1, 1, 0, 1, 1]).bool()
     assert informative_groups(correct, GROUPS).tolist() == [g == 7 for g in GROUPS.tolist()]
 
 
@@ -79,6 +79,6 @@ def test_an_empty_batch_has_no_minibatch_and_size_zero_is_refused() -> None:
 
 
 def test_one_correct_response_of_three_is_enough_and_so_is_one_incorrect_one() -> None:
-    correct = torch.tensor([1, 0, 0, 1, 1, 0, 0, 0, 0])
+    correct = torch.tensor([1, 0, 0, 1, 1, 0, 0, 0, 0]).bool()
     groups = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2])
     assert informative_groups(correct, groups).tolist() == [True] * 6 + [False] * 3

@@ -135,4 +135,4 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, sums: Tensor | None
     whitened = (x - mean) / (variance + 1e-8).sqrt()
     if not shift_mean:
         whitened = whitened + mean
-    return torch.where(mask != 0, whitened, 0).to(x.dtype)
+    return torch.where(mask != 0, whitened, 0)

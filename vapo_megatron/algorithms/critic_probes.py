@@ -71,7 +71,7 @@ def position_table(probes: Probes) -> Tensor:
 
 def cross_fit(probes: Probes, *predictors: Tensor) -> Tensor:
     """The line of least squares of truth on predictors [P], for each state from the prompts of other folds: [P]."""
-    columns = torch.stack((torch.ones(len(probes.values), dtype=torch.float64), *(x.double() for x in predictors)), 1)
+    columns = torch.stack((torch.ones(len(probes.values)), *(x.double() for x in predictors)), 1)
     fold, fitted, truth = probes.prompts % _FOLDS, torch.zeros(len(columns), dtype=torch.float64), probes.truth
     for number in fold.unique().tolist():
         others = fold != number
