@@ -166,11 +166,11 @@ def main() -> None:
                     speed, cores = float(tokens / np.median(took)), float(np.median(bench.cores[way + what][1:]))
                     rows.append({"responses": way + what, "response tokens/s": speed, "s of rank 0": cores})
                 figures.append(
-                    ratio_figure(f"seconds{what}, bare over collected", seconds["bare"], seconds["collected"])
+                    ratio_figure(f"seconds a token{what}, bare over collected", seconds["bare"], seconds["collected"])
                 )
                 if not delay:
                     graded = seconds["not graded"], seconds["collected"]
-                    figures.append(ratio_figure("seconds, not graded over graded", *graded))
+                    figures.append(ratio_figure("seconds a token, not graded over graded", *graded))
         finally:
             for server in servers:
                 server.stop()

@@ -3,11 +3,11 @@
     python -m benchmarks.twin_engine [--mean 60] [--only 1 2 3] [--json FILE]
 
 As benchmarks.twin, with SGLang in the place of its stubs: a random model (0.85 M parameters), whose responses are as
-long as the case says. How long a decoding step takes by the responses that run, and reading by tokens, is fitted before
-the runs to so many responses of one length at once, on one engine, and on two at a time, which share the machine; what
-it costs that responses begin while others run, to one synchronous run more. Nothing of the runs in the table goes into
-it. The same fit after them says what the machine itself did meanwhile: "drift" is the seconds of a full batch's
-decoding step then over those before. Trainer, verifiers and weight syncs sleep, so that they take none of the engines'
+long as the case says. How long a decoding step takes by the responses that run, and reading by tokens, is fitted to so
+many responses of one length at once, before and after each run, on as many engines at a time as the run has; what it
+costs that responses begin while others run, to one synchronous run more, made before. Nothing of a run in the table
+goes into what is said of it. "drift" is the seconds of a full batch's decoding step after the run over those before:
+what the machine itself did meanwhile. Trainer, verifiers and weight syncs sleep, so that they take none of the engines'
 cores; a sync pauses engines and sends nothing.
 """
 
@@ -15,7 +15,7 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from benchmarks.common import parser, publish
 from benchmarks.step_beside_trl import make_inputs
 from benchmarks.twin import PROMPT, RATE, Case, MeasuredEngines, Rate, row, run_of
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.operations.twin.run import simulate
+from vapo_megatron.operations.twin.run import Outcome, simulate
 from vapo_megatron.rollout.client import Completion, EngineClient
 from vapo_megatron.rollout.server import EngineAddress, EngineServer
 
@@ -73,7 +73,7 @@ async def seconds_of(addresses: Sequence[EngineAddress], count: int, length: int
     return float(np.mean(await asyncio.gather(*(on(*pair[::-1]) for pair in enumerate(addresses)))))
 
 
-def calibrate(addresses: Sequence[EngineAddress], rounds: int = 3) -> Rate:
+def calibrate(addresses: Sequence[EngineAddress], rounds: int = 2) -> Rate:
     """The rate of engines that all work, with nothing for responses that begin while others run."""
 
     def median(count: int, length: int) -> float:
@@ -86,16 +86,37 @@ def calibrate(addresses: Sequence[EngineAddress], rounds: int = 3) -> Rate:
     return Rate(RATE.at_once, float(a), float(b), 0.0, float(read))
 
 
-def with_begin(rate: Rate, engines: int, mean: int, addresses: Sequence[EngineAddress]) -> Rate:
-    """With what it costs to begin, so that one run takes as long as it took."""
+@dataclass(frozen=True)
+class Run:
+    """What it was like, how fast the engines were around it, and how much slower after it."""
+
+    outcome: Outcome
+    rate: Rate
+    drift: float
+
+
+def measured(case: Case, servers: Sequence[EngineAddress], begin: float = 0.0) -> Run:
+    """The run by the wall clock."""
+    addresses = servers[: case.engines]
+    kind = type("PacedCase", (Paced,), {"case": case})
+    before = calibrate(addresses)
+    scenario = case.scenario(before)
+    outcome = run_of(scenario, RealEngines(case, scenario, addresses, kind))
+    after, full = calibrate(addresses), RATE.at_once
+    a, b, read = ((getattr(before, name) + getattr(after, name)) / 2 for name in ("a", "b", "read"))
+    drift = after.decode_seconds(full, 0) / before.decode_seconds(full, 0)
+    return Run(outcome, Rate(full, a, b, 0.0, read, begin), drift)
+
+
+def seconds_to_begin(engines: int, mean: int, servers: Sequence[EngineAddress]) -> float:
+    """So many that one run is said to take as long as it took."""
     case = Case(engines, "synchronous", 0, mean, 0.5, 0.5, sync=0.2)
-    wanted = measured(case, rate, addresses).step
-    low, high = 0.0, 0.1
+    run, low, high = measured(case, servers), 0.0, 0.1
     for _ in range(10):
         middle = (low + high) / 2
-        is_short = simulate(case.scenario(replace(rate, begin=middle))).step < wanted
+        is_short = simulate(case.scenario(replace(run.rate, begin=middle))).step < run.outcome.step
         low, high = (middle, high) if is_short else (low, middle)
-    return replace(rate, begin=low)
+    return low
 
 
 def cases(mean: int) -> list[Case]:
@@ -112,13 +133,6 @@ def cases(mean: int) -> list[Case]:
         Case(1, "in_place", 1, mean, 0.8, 3, sync=0.2),
         Case(2, "in_place", 2, mean, 0.8, 1, sync=0.2),
     ]
-
-
-def measured(case: Case, rate: Rate, addresses: Sequence[EngineAddress]) -> Any:
-    """The run by the wall clock."""
-    kind = type("PacedCase", (Paced,), {"case": case})
-    scenario = case.scenario(rate)
-    return run_of(scenario, RealEngines(case, scenario, addresses[: case.engines], kind))
 
 
 def main() -> None:
@@ -140,24 +154,20 @@ def main() -> None:
                 server.wait_until_ready()
             addresses = [server.address for server in servers]
             calibrate(addresses, 1)  # what is slow the first time
-            rates = {count: with_begin(calibrate(addresses[:count]), count, given.mean, addresses) for count in (1, 2)}
+            begin = {count: seconds_to_begin(count, given.mean, addresses) for count in (1, 2)}
             rows = []
             for number, case in enumerate(cases(given.mean), 1):
                 if number in (given.only or [number]):
-                    rate = rates[case.engines]
-                    rows.append(row(number, case, measured(case, rate, addresses), rate))
-                    print(f"run {number}: {rows[-1]['error']}", flush=True)
-            after = {count: calibrate(addresses[:count]) for count in (1, 2)}
+                    run = measured(case, addresses, begin[case.engines])
+                    said = row(number, case, run.outcome, run.rate)
+                    decode = f"{run.rate.a * 1e3:.1f} + {run.rate.b * 1e3:.2f} n"
+                    rows.append(said | {"decoding step, ms": decode, "drift": f"{run.drift:.2f}"})
+                    print(f"run {number}: {said['error']}, drift {run.drift:.2f}", flush=True)
         finally:
             for server in servers:
                 server.stop()
-    full = RATE.at_once
-    for count, rate in rates.items():
-        drift = after[count].decode_seconds(full, 0) / rate.decode_seconds(full, 0)
-        print(
-            f"{count} engine(s): a decoding step takes {rate.a * 1e3:.2f} + {rate.b * 1e3:.3f} n ms, reading "
-            f"{rate.begin * 1e3:.1f} + {rate.read * 1e3:.3f} ms a token; drift {drift:.2f}"
-        )
+    for count, seconds in begin.items():
+        print(f"{count} engine(s): a prompt takes {seconds * 1e3:.1f} ms beside its tokens")
     worst = max(rows, key=lambda found: abs(float(found["error"].rstrip("%"))))["error"]
     publish(f"seconds of a step in {len(rows)} runs on real engines; the largest error is {worst}", rows, given.json)
 
