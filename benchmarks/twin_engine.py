@@ -160,6 +160,7 @@ def main() -> None:
                 if number in (given.only or [number]):
                     run = measured(case, addresses, begin[case.engines])
                     said = row(number, case, run.outcome, run.rate)
+                    del said["age, measured"], said["age, simulated"]  # weights stay what they are
                     decode = f"{run.rate.a * 1e3:.1f} + {run.rate.b * 1e3:.2f} n"
                     rows.append(said | {"decoding step, ms": decode, "drift": f"{run.drift:.2f}"})
                     print(f"run {number}: {said['error']}, drift {run.drift:.2f}", flush=True)
