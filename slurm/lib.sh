@@ -241,7 +241,8 @@ clean_nodes() { # what tasks left that were killed before they could clean up th
 on_alive_nodes() { # COMMAND, once on each
     local alive
     mapfile -t alive < <(scontrol show hostnames "$(job_field NodeList | head -n 1)")
-    timeout 60 srun --overlap --nodes=${#alive[@]} --ntasks=${#alive[@]} --ntasks-per-node=1 --gpus-per-node=0 \
+    # On a node that is dead, and that Slurm still thinks is up, srun would wait on after TERM.
+    timeout --kill-after=15 60 srun --overlap --nodes=${#alive[@]} --ntasks=${#alive[@]} --ntasks-per-node=1 --gpus-per-node=0 \
         --nodelist="$(paste -sd , <(printf '%s\n' "${alive[@]}"))" bash -c "$1" || true
 }
 

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ranks  # noqa: F401  (imports what ranks need before they are forked)
@@ -83,9 +84,26 @@ def test_a_rank_that_says_nothing_hangs_in_whatever_phase(tmp_path: Path) -> Non
     assert re.search(r"rank 1 \(silent since its phase sync\).* rank 1 has said nothing for \d s", str(told[0]))
 
 
+def test_a_slow_disk_does_not_slow_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beat, told = Watchdog._beat, list[VapoError]()
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.5)
+        beat(*args)
+
+    monkeypatch.setattr(Watchdog, "_beat", slow)
+    watcher = Watchdog(HangsConfig(floor_s=60, every_s=0.05), tmp_path, 0, 1, 1.0, told.append)
+    begin = time.monotonic()
+    while not told and time.monotonic() < begin + 8:  # of a phase that may take 1 s; it took 11
+        time.sleep(0.02)
+    watcher.close()
+    assert told, "the seconds of its own writes count"
+
+
 SUSPENDED = """
 import sys, time
 from pathlib import Path
+from typing import Any
 from vapo_megatron.cluster.watchdog import Watchdog
 from vapo_megatron.config.robustness import HangsConfig
 

@@ -81,7 +81,6 @@ class Watchdog:
             if stood > self._config.every_s:
                 self._began = max(self._began, logs.phase_now().since) + stood
                 self._heard_at += stood
-            looked = time.monotonic()
             place = logs.phase_now()
             if place.begun != self._last.begun:
                 self._learn(self._last.phase, place.since - self._last.since)
@@ -95,6 +94,7 @@ class Watchdog:
             if (silent := self._silence()) > self._config.floor_s:
                 other = (self._rank + 1) % self._world
                 self._tell(f"rank {other} has said nothing for {silent:.0f} s", self._config.floor_s)
+            looked = time.monotonic()  # a disk that is slow to take heartbeats did not suspend anybody
 
     def limit(self, phase: str) -> float:
         """Seconds after which a phase hangs."""
