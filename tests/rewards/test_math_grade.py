@@ -102,7 +102,9 @@ def test_an_empty_gold_is_never_matched() -> None:
     ],
 )
 def test_a_bomb_is_refused_unread(bomb: str) -> None:
-    assert grade_response("x+1", rf"\boxed{{{bomb}}}").reason == "too_complex"
+    refused = grade_response("x+1", rf"\boxed{{{bomb}}}")
+    assert (refused.correct, refused.reason) == (False, "too_complex")
+    assert refused.extracted and bomb.startswith(refused.extracted)
 
 
 @pytest.mark.parametrize(

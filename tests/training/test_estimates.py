@@ -16,12 +16,13 @@ from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.batch import ExperienceBatch, from_samples
 from vapo_megatron.experience.microbatch import Share
 from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.mcore.metrics import StepResult
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import baselines_of, gae, returns_known, token_rewards, whiten
 from vapo_megatron.training.losses import values_of
 from vapo_megatron.training.metrics import importance_metrics, value_metrics
 from vapo_megatron.training.shards import Part
-from vapo_megatron.training.updates import check_targets, correct_for_rollout
+from vapo_megatron.training.updates import check_targets, correct_for_rollout, update_metrics
 from vapo_megatron.training.updates import policy_loss as loss_of
 
 
@@ -165,6 +166,12 @@ def test_a_residual_critic_learns_what_the_group_does_not_know() -> None:
     targets(batch, baselines.repeat_interleave(batch.response_lengths), config)
     assert batch.advantages is not None
     assert batch.advantages.tolist() == [2.0, 2.0, -2.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_no_update_is_reported_as_none() -> None:
+    assert update_metrics("actor", [], ()) == {"actor/updates": 0.0}
+    refused = StepResult(grad_norm=1.0, lr=1e-6, metrics={"policy_loss": 1.0}, updated=False)
+    assert update_metrics("actor", [refused], ()) == {"actor/updates": 0.0}
 
 
 def test_a_metric_without_responses_to_it_is_left_out() -> None:

@@ -121,6 +121,8 @@ def spikes() -> tuple[Any, Any, Any]:
         (1.0, -2.0),
         (1.0, 0.1),
     ]
+    # Not one of them is a number: the loss alone, the gradient alone, and the first cause counts.
+    assert judged(SickUpdatesConfig(), [(1.0, NAN), (INF, 0.1), (NAN, INF)])[0] == [False] * 3
     whole, _ = judged(config, rows)
     first, state = judged(config, rows[:5])
     rest, _ = judged(config, rows[5:], json.loads(json.dumps(state)))
@@ -158,6 +160,12 @@ def test_a_rollout_that_is_not_finite_is_not_trained_on(field: str, cause: str) 
     assert not judge.is_sound(batch_with(field, -INF)) and judge.exhausted
     assert judge.metrics() == {"sick/skipped_updates": 2.0, f"sick/{cause}": 2.0}
     assert judge.is_sound(batch_with(field, 0.0)) and not judge.exhausted
+
+
+def test_greedy_rewards_that_are_not_finite_are_told() -> None:
+    judge, batch = SickUpdates(SickUpdatesConfig()), batch_with("rewards", 0.0)
+    batch.fill(greedy_rewards=torch.full((batch.samples,), NAN))
+    assert not judge.is_sound(batch) and judge.metrics()["sick/nonfinite_reward"] == 1
 
 
 def test_no_signal_and_nothing_selected_are_skipped_and_do_no_harm() -> None:
