@@ -42,7 +42,9 @@ def model_dir(models: dict[str, Path]) -> Path:
     return models["qwen3"]
 
 
-def build(model_dir: Path, layout: LayoutConfig, head: str, dtype: str, load: bool, **optimizer: Any) -> Trainable:
+def build(
+    model_dir: Path, layout: LayoutConfig, head: str, dtype: str, load: bool, freezes: bool = False, **optimizer: Any
+) -> Trainable:
     spec, mesh = read_spec(model_dir), make_mesh(layout)
     shared: dict[str, Any] = {
         "layout": layout,
@@ -54,7 +56,10 @@ def build(model_dir: Path, layout: LayoutConfig, head: str, dtype: str, load: bo
     trainable = Trainable(spec, model, section, mesh, head, name="actor", seed=1)  # type: ignore[arg-type]
     if load:
         load_hf(trainable.chunks, spec, model_dir, mesh, head)  # type: ignore[arg-type]
-    trainable.prepare()
+    if freezes:
+        trainable.freeze()
+    else:
+        trainable.prepare()
     return trainable
 
 
@@ -184,9 +189,9 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_in_one_line(model_dir: Path
     assert "shape" in told and "\n" not in told
 
 
-def bytes_read(model_dir: Path, layout: LayoutConfig, folder: Path) -> int:
+def bytes_read(model_dir: Path, layout: LayoutConfig, folder: Path, freezes: bool) -> int:
     """By this rank, for a resume."""
-    trainable, files = build(model_dir, layout, "lm", "float32", load=False), facts_of(folder)
+    trainable, files = build(model_dir, layout, "lm", "float32", load=False, freezes=freezes), facts_of(folder)
     load_training_state(trainable, folder, {})  # whatever is read for the first time in a process
     before = _read_so_far()
     load_training_state(trainable, folder, files)
@@ -203,8 +208,8 @@ def test_a_resume_reads_every_byte_once(tmp_path: Path) -> None:
     folder, layout = tmp_path / "saved", LayoutConfig(pp=2)
     run_ranks(4, save, model_dir, layout, "lm", "float32", folder, 0)
     saved = sum(path.stat().st_size for path in folder.glob("*.distcp"))
-    for ranks, other in ((4, layout), (2, LayoutConfig())):
-        assert saved <= sum(run_ranks(ranks, bytes_read, model_dir, other, folder)) < 1.15 * saved
+    for ranks, other, freezes in ((4, layout, False), (2, LayoutConfig(), False), (2, LayoutConfig(), True)):
+        assert saved <= sum(run_ranks(ranks, bytes_read, model_dir, other, folder, freezes)) < 1.15 * saved
 
 
 def refused_damage(model_dir: Path, layout: LayoutConfig, folder: Path, loads: bool) -> str:

@@ -146,7 +146,7 @@ def load_training_state(
 
     def load(state: dict[str, Any]) -> dict[str, Any]:
         strategy: Any = VerifyingStrategy(reader)
-        if trainable.mesh.pg.dp_cp.size() > 1 and trainable.optimizer is not None:
+        if trainable.mesh.pg.dp_cp.size() > 1:
             strategy = FullyParallelLoadStrategyWrapper(strategy, trainable.mesh.pg.dp_cp)
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder), strategy)
         return loaded
