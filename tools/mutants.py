@@ -45,6 +45,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "tests/training/test_step_switches.py",
         "tests/training/test_user_functions.py",
         "tests/training/test_value_pretraining.py",
+        "tests/training/test_value_pretraining_switches.py",
     ),
 }
 # Of training, what computes. The others start processes, and end or write something: a test of theirs takes minutes.
