@@ -5,10 +5,12 @@ import select
 import shutil
 import signal
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
 _POLL_SECONDS = 1.0
+_REMOVAL_SECONDS = 5.0
 
 
 def kill_group_with_owner(lifeline: int, owner_pid: int, scratch: str) -> threading.Thread:
@@ -45,6 +47,8 @@ def _watch(lifeline: int, owner_pid: int, scratch: str) -> None:
         if readable and not os.read(lifeline, 4096):
             break
     _kill_others()  # first: they would go on writing into what is removed
-    shutil.rmtree(scratch, ignore_errors=True)
+    end = time.monotonic() + _REMOVAL_SECONDS
+    while os.path.exists(scratch) and time.monotonic() < end:  # the last of them, and this one's threads, still write
+        shutil.rmtree(scratch, ignore_errors=True)
     remove_shared_memory(os.getpgrp())
     os.killpg(os.getpgrp(), signal.SIGKILL)
