@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from test_slurm_library import Job
+from test_slurm_library import ROOT, Job
 
 KILLED = ["77 a", "137 b"]
 
@@ -97,3 +97,12 @@ def test_copies_go_before_a_job_is_requeued(job: Job) -> None:
     job.exits([(137, "b")])
     job.bash("COPIES=1; end_job 75")
     assert any("rm -rf" in line and "vapo-job-" in line for line in job.asked.read_text().splitlines())
+
+
+@pytest.mark.parametrize("script", ["train.sbatch", "array.sbatch"])
+def test_a_job_whose_first_node_is_lost_is_requeued(script: str) -> None:
+    """Seen with Slurm 22.05: with --no-kill it is FAILED then, since its script is gone, and is not begun again."""
+    asked = [
+        line.split()[1] for line in (ROOT / "slurm" / script).read_text().splitlines() if line.startswith("#SBATCH")
+    ]
+    assert "--requeue" in asked and "--no-kill" not in asked
