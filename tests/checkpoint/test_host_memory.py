@@ -75,6 +75,16 @@ def test_copies_of_another_run_of_the_job_are_not_taken_for_this_ones(root: Path
     assert (own / "recorded_rollouts").readlink() == tmp_path / "second" / "recorded_rollouts"
 
 
+def test_copies_from_before_the_job_was_requeued_go(root: Path, tmp_path: Path) -> None:
+    """Slurm may have left no time to take them away; nothing goes on from them."""
+    before, other = root / "vapo-job-42.9.node", root / "vapo-job-43.0.node"
+    for folder in (before, other):
+        assert job_memory(tmp_path, True, job_on(folder)) == folder
+    now = root / "vapo-job-42.10.node.of.a.site"
+    assert job_memory(tmp_path, True, job_on(now)) == now
+    assert sorted(root.iterdir()) == [now, other]
+
+
 def test_a_jobs_folder_of_somebody_else_is_not_used(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -152,6 +152,9 @@ def test_a_real_server_tells_of_its_processes(server: EngineServer, role: str) -
     scratch = Path(psutil.Process(server.pid).environ()["TMPDIR"])
     pid = next(int(path.name.split("-")[2]) for path in scratch.glob(f"process-{role}-*"))
     os.kill(pid, signal.SIGSTOP)
+    end = time.monotonic() + 30
+    while psutil.Process(pid).status() != psutil.STATUS_STOPPED and time.monotonic() < end:
+        time.sleep(0.01)  # it stops when it is next on a core
     found = ask_health(server.address, 5)
     os.kill(pid, signal.SIGCONT)
     assert found is not None and found["lost"] == [f"its {role} (process {pid}) is stopped"]

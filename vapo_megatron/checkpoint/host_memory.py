@@ -103,8 +103,15 @@ def _remove_abandoned(here: Holder, own: Path | None = None) -> None:
     for path in (*ROOT.glob(f"{_PREFIX}*"), *ROOT.glob(f".{_PREFIX}*"), *ROOT.glob(f"{_JOB_PREFIX}*")):
         with suppress(OSError, ValueError, TypeError):  # another user's, or one that is just being made
             owner = Holder(**json.loads((path / _OWNER_FILE).read_text()))
-            if path != own and owner.lives(here) is False and not _is_waiting(path):
+            is_over = owner.lives(here) is False and not _is_waiting(path)
+            if path != own and (is_over or (own is not None and _is_of_earlier_start(path, own))):
                 shutil.rmtree(path)
+
+
+def _is_of_earlier_start(path: Path, own: Path) -> bool:
+    """Whether it is of this job before Slurm requeued it; names are vapo-job-JOB.RESTART.NODE (slurm/task.sh)."""
+    (job, start, _), (own_job, own_start, _) = path.name.split(".", 2), own.name.split(".", 2)
+    return job == own_job and int(start) < int(own_start)
 
 
 def _is_waiting(path: Path) -> bool:
