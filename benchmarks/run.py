@@ -37,7 +37,7 @@ class Part:
 
 PARTS = {
     "step_beside_trl": Part("How fast is a whole step?"),
-    "throughput": Part("How fast is forward and backward?", ("--lengths", "64", "256", "1024", "--repeats", "5")),
+    "throughput": Part("How fast is forward and backward?", ("--lengths", "64", "256", "1024", "--repeats", "3")),
     "collection": Part("What do collecting and grading add to the engines' time?"),
     "rollout_host": Part("What do responses cost rank 0?"),
     "twin": Part("How far off is `plan --simulate`?"),
@@ -45,7 +45,7 @@ PARTS = {
         "What does a step cost the host at the sizes of large runs?", ("--tokens", "49000000", "168000000")
     ),
     "batch_copies": Part("What does a batch cost the ranks of a machine?"),
-    "verifier": Part("How fast is the verifier?"),
+    "verifier": Part("How fast is the verifier?", ("--repeats", "1")),
     "gae": Part("How fast is GAE?"),
     "critic_lab": Part("What do the critic's measures cost?"),
     "balance": Part("Do ranks get equal work?", ("--samples", "4096", "--ranks", "32")),
