@@ -102,7 +102,8 @@ def facts_file(folder: Path) -> Path:
 
 
 def facts_of(folder: Path) -> dict[str, FileFacts]:
-    found: dict[str, FileFacts] = torch.load(facts_file(folder), weights_only=False)
+    with torch.serialization.safe_globals([FileFacts]):
+        found: dict[str, FileFacts] = torch.load(facts_file(folder), weights_only=True)
     return found
 
 
