@@ -103,7 +103,6 @@ def test_a_slow_disk_does_not_slow_the_watch(tmp_path: Path, monkeypatch: pytest
 SUSPENDED = """
 import sys, time
 from pathlib import Path
-from typing import Any
 from vapo_megatron.cluster.watchdog import Watchdog
 from vapo_megatron.config.robustness import HangsConfig
 
