@@ -95,6 +95,12 @@ def test_what_is_most_often_a_mistake_is_told_of_and_runs(
         ("train", "run.steps=0", ["run.steps is 0", "greater than or equal to 1"]),
         ("train", "algorithm.policy_loss.kind=ppo", ["algorithm.policy_loss.kind", "'ppo'", "ppo_clip"]),
         ("train", "preset=vap", ["preset vap", "vapo"]),
+        ("train", "preset=GRPO", ["preset GRPO", "did you mean grpo?"]),
+        ("train", "data.train_batch_size=8", ["unknown key data.train_batch_size", "here it is batch.prompts_per_step"]),
+        ("train", "actor_rollout_ref.rollout.n=8", ["actor_rollout_ref.rollout.n", "batch.samples_per_prompt"]),
+        ("train", "actor_rollout_ref.rollout.name=vllm", ["actor_rollout_ref.rollout.name", "docs/glossary.md"]),
+        ("train", "trainer.val_only=true", ["trainer.val_only", "vapo-megatron evaluate"]),
+        ("train", "actor.lora_rank=8", ["actor.lora_rank", "docs/lora.md"]),
         ("train", "sampling=[", ["sampling"]),
         ("train", "algorithm.policy_loss.kind=gspo", ["algorithm.policy_loss", "sequence_mean"]),
         ("train", "actor.layout.sequence_parallel=true actor.layout.tp=1", ["actor.layout", "sequence_parallel"]),
@@ -116,6 +122,12 @@ def test_an_unknown_key_in_the_file_names_file_and_nearest(command: Command, cap
     code = command.exit_code("train", config=config)
     named = ["train.yaml", "batch.prompt_per_step", "did you mean batch.prompts_per_step"]
     assert_refused(command, code, capfd.readouterr().err, *named)
+
+
+def test_the_config_of_another_command_is_doubted(command: Command, capfd: pytest.CaptureFixture[str]) -> None:
+    config = train_config(command.folder, command.model)
+    code = command.exit_code("evaluate", config=config)
+    assert_refused(command, code, capfd.readouterr().err, "unknown key", "is it the config of another command?")
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -6,9 +6,12 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from vapo_megatron.config.others_keys import named_here
 from vapo_megatron.config.suggest import known_keys, nearest
 
 LONGEST_VALUE = 60
+# Keys too many or too few that one who wrote a config for this command may have misspelt.
+_MISSPELT = 3
 
 
 def explain(
@@ -25,7 +28,9 @@ def explain(
     key, first = next(iter(mistakes.items()))
     by_hand = any(_covers(key, given) if key else f"{given}=" in first[0]["msg"] for given in overridden)
     origin = "override" if by_hand else source
-    more = f" (and {len(mistakes) - 1} more)" if len(mistakes) > 1 else ""
+    strange = sum(found[0]["type"] in ("extra_forbidden", "missing") for found in mistakes.values())
+    doubt = ": is it the config of another command?" if strange > _MISSPELT and not by_hand else ""
+    more = f" (and {len(mistakes) - 1} more{doubt})" if len(mistakes) > 1 else ""
     return f"{origin}: {' '.join(_sentence(key, first, model).split())}{more}"
 
 
@@ -62,6 +67,8 @@ def _with_entry(key: str) -> str:
 
 
 def _hint(key: str, known: Sequence[str]) -> str:
+    if (elsewhere := named_here(key)) is not None:
+        return elsewhere
     guess = nearest(key, known)
     if guess is not None:
         return f"did you mean {guess}?"

@@ -103,7 +103,7 @@ def _read(path: Path) -> DictConfig:
 def _read_preset(name: object, presets_dir: Path) -> DictConfig:
     names = sorted(file.stem for file in presets_dir.glob("*.yaml"))
     if name not in names:
-        guess = nearest(str(name), names)
+        guess = nearest(str(name).lower(), names)
         hint = f"did you mean {guess}?" if guess else f"expected one of: {', '.join(names) or 'none there'}"
         raise BadInput(f"unknown preset {name}; {hint}")
     return _read(presets_dir / f"{name}.yaml")

@@ -1,0 +1,62 @@
+"""What keys of verl's are called here (docs/glossary.md); those of slime and NeMo RL that are spelt alike are found too.
+
+A key is known by its last name, so that `actor_rollout_ref.rollout.n` is found whatever precedes it.
+"""
+
+OURS = {
+    "train_batch_size": "batch.prompts_per_step",
+    "n": "batch.samples_per_prompt",
+    "ppo_mini_batch_size": "algorithm.update.minibatch_size",
+    "ppo_epochs": "algorithm.update.epochs",
+    "ppo_max_token_len_per_gpu": "actor.max_tokens_per_microbatch",
+    "ppo_micro_batch_size_per_gpu": "actor.max_tokens_per_microbatch",
+    "adv_estimator": "preset, or algorithm.advantage.estimator",
+    "lam": "algorithm.advantage.lambda_policy",
+    "clip_ratio": "algorithm.policy_loss.clip_low",
+    "clip_ratio_low": "algorithm.policy_loss.clip_low",
+    "clip_ratio_high": "algorithm.policy_loss.clip_high",
+    "clip_ratio_c": "algorithm.policy_loss.dual_clip",
+    "loss_agg_mode": "algorithm.policy_loss.aggregation",
+    "entropy_coeff": "algorithm.policy_loss.entropy_coef",
+    "use_kl_loss": "algorithm.kl.placement",
+    "use_kl_in_reward": "algorithm.kl.placement",
+    "kl_loss_coef": "algorithm.kl.coef",
+    "filter_groups": "algorithm.dynamic_sampling.enabled",
+    "overlong_buffer": "algorithm.shaping.soft_overlong",
+    "rollout_is": "algorithm.importance_sampling.kind",
+    "critic_warmup": "value_pretraining.steps",
+    "val_files": "data.eval",
+    "prompt_key": "data.fields.problem",
+    "max_response_length": "sampling.max_new_tokens",
+    "custom_reward_function": "reward.function",
+    "gpu_memory_utilization": "rollout.mem_fraction_static",
+    "max_model_len": "rollout.context_length",
+    "param_offload": "actor.offload",
+    "optimizer_offload": "actor.offload",
+    "total_epochs": "run.steps",
+    "total_training_steps": "run.steps",
+    "nnodes": "cluster.ranks",
+    "n_gpus_per_node": "cluster.ranks",
+    "experiment_name": "run.name",
+    "project_name": "monitoring.wandb.project",
+    "default_local_dir": "run.root",
+    "logger": "monitoring.wandb.enabled",
+    "resume_mode": "run.resume",
+    "save_freq": "checkpoint.every",
+    "test_freq": "evaluation.every",
+    "val_before_train": "evaluation.before_training",
+}
+
+
+def named_here(key: str) -> str | None:
+    """What is said of a key that another trainer has: its name here, or why there is none; None for other keys."""
+    name = key.rpartition(".")[2]
+    if "lora" in key.split(".") or name.startswith("lora_"):
+        return "there is no LoRA here, docs/lora.md says why and what helps instead"
+    if name == "val_only":
+        return "evaluation alone is a command: vapo-megatron evaluate"
+    if name in OURS:
+        return f"here it is {OURS[name]} (docs/glossary.md)"
+    if key.partition(".")[0] in ("actor_rollout_ref", "trainer"):
+        return "it looks like one of verl's: docs/glossary.md has the names here"
+    return None
