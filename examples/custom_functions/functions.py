@@ -1,9 +1,24 @@
-"""An advantage estimator and a filter of one's own; README.md beside this file says how they are named in a config."""
+"""A reward, an advantage and a filter of one's own; README.md beside this file says how a config names them."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vapo_megatron.training.user_functions import ScoredResponses
+
+
+def number_after_hashes(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> float:
+    """1 where the number behind the last #### is the answer, 0.1 where it is another one, 0 where there is none.
+
+    extra holds the fields of the row that data.fields.extra names.
+    """
+    found = re.findall(r"####\s*(-?\d+)", response)
+    if not found:
+        return 0.0
+    return 1.0 if found[-1] == answer else 0.1
 
 
 def reward_times_surprise(scored: ScoredResponses) -> Tensor:

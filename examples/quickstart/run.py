@@ -1,6 +1,6 @@
 """The whole life of a reasoning model on a laptop: cold start, value pretraining, VAPO, evaluation, export.
 
-It runs the same commands as a person would, on the same program that trains on H100s; see README.md beside this file.
+It runs the same commands as a person would, on the same program that trains on H100s.
 """
 
 import shutil

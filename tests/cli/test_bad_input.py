@@ -96,7 +96,11 @@ def test_what_is_most_often_a_mistake_is_told_of_and_runs(
         ("train", "algorithm.policy_loss.kind=ppo", ["algorithm.policy_loss.kind", "'ppo'", "ppo_clip"]),
         ("train", "preset=vap", ["preset vap", "vapo"]),
         ("train", "preset=GRPO", ["preset GRPO", "did you mean grpo?"]),
-        ("train", "data.train_batch_size=8", ["unknown key data.train_batch_size", "here it is batch.prompts_per_step"]),
+        (
+            "train",
+            "data.train_batch_size=8",
+            ["unknown key data.train_batch_size", "here it is batch.prompts_per_step"],
+        ),
         ("train", "actor_rollout_ref.rollout.n=8", ["actor_rollout_ref.rollout.n", "batch.samples_per_prompt"]),
         ("train", "actor_rollout_ref.rollout.name=vllm", ["actor_rollout_ref.rollout.name", "docs/glossary.md"]),
         ("train", "trainer.val_only=true", ["trainer.val_only", "vapo-megatron evaluate"]),

@@ -1,12 +1,13 @@
 import gzip
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vapo_megatron.config.data import DataConfig, EvalSet, PromptTemplate
+from vapo_megatron.config.data import DataConfig, EvalSet, FieldNames, PromptTemplate
 from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.jsonl import read_rows, write_rows
 from vapo_megatron.experience.prompts import PromptSource, eval_prompts, train_prompts
@@ -88,10 +89,28 @@ def test_parquet_rows_read_the_same(tmp_path: Path, plain: TextTokenizer) -> Non
         train_prompts(DataConfig(train=path), plain)
 
 
+def test_fields_for_a_function_of_ones_own_come_along(tmp_path: Path, plain: TextTokenizer) -> None:
+    extra = {"data_source": "dapo", "extra_info": {"index": 3}}
+    path = _write(tmp_path / "t.jsonl", [ROWS[0] | extra, ROWS[1] | extra | {"extra_info": {"index": 4}}])
+    fields = FieldNames(extra=("extra_info", "data_source"))
+    first, second = prompts = train_prompts(DataConfig(train=path, fields=fields), plain)
+    assert first.extra == extra and second.extra == extra | {"extra_info": {"index": 4}}
+    assert train_prompts(DataConfig(train=path), plain)[0].extra == {}
+    changed = [replace(first, extra=extra | {"data_source": "other"}), second]
+    with pytest.raises(BadInput, match="fingerprint"):
+        PromptSource(changed, 1).restore(PromptSource(prompts, 1).state())
+    with pytest.raises(BadInput, match=r"t\.jsonl:1: no field 'level'"):
+        train_prompts(DataConfig(train=path, fields=FieldNames(extra=("level",))), plain)
+    path = _write(tmp_path / "u.jsonl", ['{"problem": "1", "answer": "1", "level": NaN}'])
+    with pytest.raises(BadInput, match=r"u\.jsonl:1: field level cannot be written as JSON"):
+        train_prompts(DataConfig(train=path, fields=FieldNames(extra=("level",))), plain)
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
         ([ROWS[0], {"id": "x", "problem": "1"}], r"t\.jsonl:2: no field 'answer'"),
+        ([ROWS[0] | {"problem": [{"role": "user"}]}], r"t\.jsonl:1: field problem is list.*tools/prepare_data\.py"),
         ([{"problem": " ", "answer": "1"}], r"t\.jsonl:1: field problem is empty"),
         ([{"problem": "1", "answer": None}], r"t\.jsonl:1: field answer is NoneType"),
         ([ROWS[0], "{nonsense"], r"t\.jsonl:2: not JSON \(Expecting property name"),

@@ -13,6 +13,9 @@ class FieldNames(Section):
     id: str = Field("id", description="optional in a row; file name and line stand in for it")
     problem: str = Field("problem", description="the text that is put to the model")
     answer: str = Field("answer", description="what the verifier compares with: a text or a number")
+    extra: tuple[str, ...] = Field(
+        (), description="fields of a row that reward.function is given in `extra`, such as data_source or extra_info"
+    )
 
 
 class PromptTemplate(Section):

@@ -1,4 +1,4 @@
-"""What keys of verl's are called here (docs/glossary.md); those of slime and NeMo RL that are spelt alike are found too.
+"""What keys of verl's are called here (docs/glossary.md).
 
 A key is known by its last name, so that `actor_rollout_ref.rollout.n` is found whatever precedes it.
 """

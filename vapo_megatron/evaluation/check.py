@@ -51,7 +51,7 @@ class Evaluation:
     def graded_by(self, name: str) -> str:
         """Fingerprint of what the grades on a set depend on besides the responses: ground truth and verifier."""
         reward = self.settings.reward.model_dump(mode="json", exclude={"workers", "startup_timeout_s"})
-        ground_truths = [[prompt.id, prompt.answer] for prompt in self.prompts[name]]
+        ground_truths = [[one.id, one.answer, *([one.extra] if one.extra else [])] for one in self.prompts[name]]
         return _fingerprint({"reward": reward, "ground_truths": ground_truths})
 
     def origin(self, name: str) -> str:
@@ -88,7 +88,7 @@ def check_evaluation(settings: EvaluateConfig, platform: Platform) -> Evaluation
         settings.server.api_key()
         problems = {entry.name: read_problems(entry.path, data.fields, entry.limit) for entry in data.eval}
         prompts = {
-            name: numbered(name, [Prompt(one.id, one.problem, one.answer, ()) for one in rows])
+            name: numbered(name, [Prompt(one.id, one.problem, one.answer, (), extra=one.extra) for one in rows])
             for name, rows in problems.items()
         }
         check_room(Path(settings.run.directory))

@@ -49,7 +49,7 @@ def evaluate_checkpoint(settings: EvaluateConfig) -> None:
         stack.callback(signal.signal, signal.SIGTERM, previous)
         verifier = stack.enter_context(VerifierPool(settings.reward))
         first = plan.prompts[settings.data.eval[0].name][0]
-        verifier.try_out(first.problem, first.answer)
+        verifier.try_out(first.problem, first.answer, first.extra)
         run_dir = Path(settings.run.directory)
         stack.enter_context(Lease(run_dir)).take()
         _have_run_dir(settings, run_dir)

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ class SetResult:
 
 def numbered(name: str, prompts: Sequence[Prompt]) -> list[Prompt]:
     """The prompts of a set as engines take them: each with its place as cursor, from which seeds follow."""
-    return [Prompt(p.id, p.problem, p.answer, p.token_ids, cursor=i, source=name) for i, p in enumerate(prompts)]
+    return [replace(prompt, cursor=place, source=name) for place, prompt in enumerate(prompts)]
 
 
 def write_outputs(path: Path, prompts: Sequence[Prompt], responses: Sequence[Response]) -> None:

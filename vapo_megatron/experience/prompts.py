@@ -46,7 +46,7 @@ def eval_prompts(evaluation: EvalSet, config: ProblemsConfig, tokenizer: TextTok
 
 def _prompt(problem: Problem, tokenizer: TextTokenizer, source: str) -> Prompt:
     ids = tuple(tokenizer.encode_prompt(problem.problem))
-    return Prompt(id=problem.id, problem=problem.problem, answer=problem.answer, token_ids=ids, source=source)
+    return Prompt(problem.id, problem.problem, problem.answer, ids, source=source, extra=problem.extra)
 
 
 def _refuse_long(prompts: Sequence[Prompt], problems: Sequence[Problem], config: ProblemsConfig, instead: str) -> None:
@@ -129,4 +129,6 @@ class PromptSource:
         digest = hashlib.sha256()
         for prompt in self._prompts:
             digest.update(repr((prompt.id, prompt.answer, prompt.token_ids)).encode())
+            if prompt.extra:
+                digest.update(repr(prompt.extra).encode())
         return digest.hexdigest()[:16]

@@ -2,8 +2,8 @@
 
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +11,25 @@ from vapo_megatron.config.data import FieldNames
 from vapo_megatron.errors import BadInput, reason_of
 from vapo_megatron.experience.jsonl import check_characters, read_rows
 
+_OF_OTHERS = "; tools/prepare_data.py turns the rows of verl, MATH, GSM8K and others into {id, problem, answer}"
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem with its reference answer; place is "file:line" for messages."""
+    """A problem with its reference answer; place is "file:line" for messages, extra is for a user's function."""
 
     id: str
     problem: str
     answer: str
     place: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_problems(path: Path, fields: FieldNames, limit: int | None = None) -> list[Problem]:
     """The problems of a file in its order, the first `limit` of them if given.
 
     Raises BadInput naming file, line and field for a missing or unreadable file, a file without rows, a row without
-    problem or answer, and an id that comes twice.
+    problem, answer or a field of fields.extra, and an id that comes twice.
     """
     problems: list[Problem] = []
     places: dict[str, str] = {}
@@ -40,7 +43,8 @@ def read_problems(path: Path, fields: FieldNames, limit: int | None = None) -> l
         places[name] = place
         if isinstance(row.get(fields.problem), int | float):
             raise BadInput(f"{place}: field {fields.problem} is the number {row[fields.problem]}; expected a text")
-        problems.append(Problem(name, _text(row, fields.problem, place), _text(row, fields.answer, place), place))
+        problem, answer = _text(row, fields.problem, place), _text(row, fields.answer, place)
+        problems.append(Problem(name, problem, answer, place, _extra(row, fields.extra, place)))
     if not problems:
         raise BadInput(f"{path}: holds no rows; give at least one with the fields {fields.problem} and {fields.answer}")
     return problems
@@ -98,19 +102,36 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise BadInput(f"{path}: cannot be read ({reason_of(error)}); give a valid .parquet file") from None
 
 
-def _text(row: dict[str, Any], name: str, place: str) -> str:
+def _extra(row: dict[str, Any], names: Sequence[str], place: str) -> dict[str, Any]:
+    extra = {name: _value(row, name, place) for name in names}
+    for name, value in extra.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise BadInput(
+                f"{place}: field {name} cannot be written as JSON ({reason_of(error)}): take it out of "
+                "data.fields.extra, or make it a text"
+            ) from None
+    return extra
+
+
+def _value(row: dict[str, Any], name: str, place: str) -> Any:
     if name not in row:
         raise BadInput(
             f"{place}: no field {name!r} among {', '.join(sorted(row)) or 'none'}; add it, or name the right field "
-            "in data.fields"
+            f"in data.fields{_OF_OTHERS}"
         )
-    value = row[name]
+    return row[name]
+
+
+def _text(row: dict[str, Any], name: str, place: str) -> str:
+    value = _value(row, name, place)
     if isinstance(value, float) and not math.isfinite(value):
         raise BadInput(f"{place}: field {name} is {value}; expected a text or a number, fill it or remove the row")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):
-        raise BadInput(f"{place}: field {name} is {type(value).__name__}; expected a text or a number")
+        raise BadInput(f"{place}: field {name} is {type(value).__name__}; expected a text or a number{_OF_OTHERS}")
     if not value.strip():
         raise BadInput(f"{place}: field {name} is empty; fill it or remove the row")
     return value

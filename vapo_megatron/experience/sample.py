@@ -1,7 +1,8 @@
 """What goes out to the engines and what comes back."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,8 @@ class Prompt:
     """A problem, ready to be sent to an engine.
 
     token_ids holds the prompt as the model reads it (chat template applied); answer is the ground-truth answer
-    for the verifier; cursor numbers the prompts of a run in the order in which they were drawn.
+    for the verifier; cursor numbers the prompts of a run in the order in which they were drawn; extra is what a user's
+    function is given besides.
     """
 
     id: str
@@ -24,6 +26,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     cursor: int = 0
     source: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 @dataclass(slots=True, eq=False)

@@ -55,7 +55,7 @@ def case_of(prompt: Prompt, text: str, truncated: bool, config: RewardConfig) ->
     """What the verifier is asked; None for a truncated response that it is not to see."""
     if truncated and not config.grade_truncated:
         return None
-    extra = {"truncated": truncated} if config.grade_truncated else {}
+    extra = {**prompt.extra, "truncated": truncated} if config.grade_truncated else prompt.extra
     return Case(prompt.answer, text, problem=prompt.problem, extra=extra)
 
 

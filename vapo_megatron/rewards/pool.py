@@ -121,7 +121,7 @@ class VerifierPool:
                 self._waiting = deque(job for job in self._waiting if job.batch is not batch)
         return [grades[index] for index in range(len(cases))]
 
-    def try_out(self, problem: str, answer: str) -> None:
+    def try_out(self, problem: str, answer: str, extra: Mapping[str, Any] | None = None) -> None:
         """Call a user's function once, with a row whose answer stands for the response; nothing for mathematics.
 
         Raises:
@@ -130,7 +130,7 @@ class VerifierPool:
         """
         if self._config.verifier == "function":
             self._told = True  # what it raises is in the refusal
-            grade = self.grade_batch([Case(answer, answer, problem=problem)])[0]
+            grade = self.grade_batch([Case(answer, answer, problem=problem, extra=extra or {})])[0]
             self._told = False
             if grade.reason in FAILED:
                 self.refuse_function("failed when it was tried with the first row, its answer as the response")

@@ -57,7 +57,7 @@ def check_train(config: TrainConfig, world_size: int) -> None:
     if config.rollout.server_args and not config.rollout.external_urls:
         first_engine(config, fp8).check_arguments()
     with VerifierPool(config.reward) as verifier:
-        verifier.try_out(prompts[0].problem, prompts[0].answer)
+        verifier.try_out(prompts[0].problem, prompts[0].answer, prompts[0].extra)
     check_room(Path(config.run.directory), run_bytes(config, parameters) + record_bytes(config))
     for caution in cautions(config, prompts, evaluations):
         print(f"vapo-megatron: caution: {caution}", file=sys.stderr, flush=True)
