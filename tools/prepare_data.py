@@ -57,6 +57,10 @@ def main(
     ] = OVERLAP_LIMIT,
     integers: Annotated[bool, typer.Option("--integers", help="Keep rows whose answer is an integer.")] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="Write only the first rows that are left.")] = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(help="Field of the source's rows to write too, for data.fields.extra. Repeatable."),
+    ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes that read the answers.")] = 4,
     prompt: Annotated[
         str | None, typer.Option(help="chat or base: print a data.prompt section for such a model.")
@@ -84,6 +88,7 @@ def main(
                 overlap_limit=overlap,
                 integers_only=integers,
                 limit=limit,
+                keep=keep or (),
                 verifier=RewardConfig(workers=workers),
                 progress=progress,
             )

@@ -110,7 +110,10 @@ def test_parquet_and_jsonl_of_the_same_rows_give_the_same_file(tmp_path: Path) -
         outcome = prepare([str(tmp_path / f"a.{kind}")], tmp_path / f"{kind}.jsonl", verifier=VERIFIER)
         assert (outcome.rows, outcome.kept, outcome.repeated) == (15, 5, 10)
     assert _rows(tmp_path / "parquet.jsonl") == _rows(tmp_path / "jsonl.jsonl")
-    assert _rows(tmp_path / "jsonl.jsonl")[3] == {"id": "row-3", "problem": "What is 3 + 3?", "answer": "6"}
+    row = {"id": "row-3", "problem": "What is 3 + 3?", "answer": "6"}
+    assert _rows(tmp_path / "jsonl.jsonl")[3] == row
+    prepare([str(tmp_path / "a.parquet")], tmp_path / "kept.jsonl", keep=("data_source",), verifier=VERIFIER)
+    assert _rows(tmp_path / "kept.jsonl")[3] == row | {"data_source": "math_dapo"}
 
 
 def test_a_data_set_of_the_hub_is_read_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,6 +155,11 @@ def test_a_data_set_of_the_hub_is_read_from_its_cache(tmp_path: Path, monkeypatc
             r"--layout gsm: no such layout; give auto or one of verl",
         ),
         ([{"problem": "a", "answer": ""}], {}, r"no row is left of 1 \(1 empty\)"),
+        (
+            [{"problem": "a", "answer": "1"}],
+            {"keep": ["source"]},
+            r"in\.jsonl:1: no field 'source' among answer, problem",
+        ),
         (
             [{"id": "x", "problem": "a", "answer": "1"}, {"id": "x", "problem": "b", "answer": "1"}],
             {},

@@ -44,7 +44,7 @@ def read_problems(path: Path, fields: FieldNames, limit: int | None = None) -> l
         if isinstance(row.get(fields.problem), int | float):
             raise BadInput(f"{place}: field {fields.problem} is the number {row[fields.problem]}; expected a text")
         problem, answer = _text(row, fields.problem, place), _text(row, fields.answer, place)
-        problems.append(Problem(name, problem, answer, place, _extra(row, fields.extra, place)))
+        problems.append(Problem(name, problem, answer, place, chosen_fields(row, fields.extra, place)))
     if not problems:
         raise BadInput(f"{path}: holds no rows; give at least one with the fields {fields.problem} and {fields.answer}")
     return problems
@@ -102,20 +102,20 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise BadInput(f"{path}: cannot be read ({reason_of(error)}); give a valid .parquet file") from None
 
 
-def _extra(row: dict[str, Any], names: Sequence[str], place: str) -> dict[str, Any]:
+def chosen_fields(row: Mapping[str, Any], names: Sequence[str], place: str) -> dict[str, Any]:
+    """Those fields of a row. Raises BadInput for one that is not there, or that JSON cannot hold."""
     extra = {name: _value(row, name, place) for name in names}
     for name, value in extra.items():
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise BadInput(
-                f"{place}: field {name} cannot be written as JSON ({reason_of(error)}): take it out of "
-                "data.fields.extra, or make it a text"
+                f"{place}: field {name} cannot be written as JSON ({reason_of(error)}): leave it out, or make it a text"
             ) from None
     return extra
 
 
-def _value(row: dict[str, Any], name: str, place: str) -> Any:
+def _value(row: Mapping[str, Any], name: str, place: str) -> Any:
     if name not in row:
         raise BadInput(
             f"{place}: no field {name!r} among {', '.join(sorted(row)) or 'none'}; add it, or name the right field "

@@ -1,7 +1,7 @@
 """The forms in which published sets of problems come, and one row of each read as a problem with its answer."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vapo_megatron.errors import BadInput
@@ -90,12 +90,13 @@ LAYOUTS = (
 
 @dataclass(frozen=True, slots=True)
 class RawProblem:
-    """A problem as a file gives it; place is "file:row" for messages."""
+    """A problem as a file gives it; place is "file:row" for messages, kept are fields that are written with it."""
 
     id: str
     problem: str
     answer: str
     place: str
+    kept: Mapping[str, Any] = field(default_factory=dict)
 
 
 def find_layout(row: Row, place: str, name: str = "auto") -> Layout:

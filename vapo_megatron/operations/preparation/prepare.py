@@ -3,13 +3,14 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.jsonl import write_rows
+from vapo_megatron.experience.rows import chosen_fields
 from vapo_megatron.operations.preparation.layouts import RawProblem, find_layout, read_row
 from vapo_megatron.operations.preparation.overlap import OverlapIndex, identity
 from vapo_megatron.operations.preparation.sources import source_rows
@@ -57,6 +58,7 @@ def prepare(
     overlap_limit: float = OVERLAP_LIMIT,
     integers_only: bool = False,
     limit: int | None = None,
+    keep: Sequence[str] = (),
     verifier: RewardConfig | None = None,
     progress: BeginStage = lambda stage, total: lambda count: None,
 ) -> Outcome:
@@ -75,6 +77,7 @@ def prepare(
         overlap_limit: share of common 8-grams, of the shorter text, from which on a row counts as contaminated.
         integers_only: as DAPO's data.
         limit: write the first rows only.
+        keep: fields of the source's rows that are written too.
         verifier: workers and limits of the processes that read the ground_truths.
         progress: for people.
 
@@ -84,7 +87,7 @@ def prepare(
     if out.suffix != ".jsonl":
         raise BadInput(f"--out {out}: expected a name that ends in .jsonl")
     left_out: list[LeftOut] = []
-    rows, problems = _read(sources, layout, left_out, progress)
+    rows, problems = _read(sources, layout, left_out, progress, keep)
     index = OverlapIndex((one.id, one.problem) for path in against for one in _prepared(path))
     distinct, repeated = _distinct(problems, left_out)
     clean = _uncontaminated(distinct, index, overlap_limit, left_out, progress) if against else distinct
@@ -98,7 +101,7 @@ def prepare(
         raise BadInput(
             f"{', '.join(sources)}: no row is left of {rows} ({_told(outcome.counts())}); nothing was written"
         )
-    write_rows(out, ({"id": one.id, "problem": one.problem, "answer": one.answer} for one in kept))
+    write_rows(out, ({**one.kept, "id": one.id, "problem": one.problem, "answer": one.answer} for one in kept))
     with atomic_write(out.with_name(out.name + ".report.json")) as file:
         report = {
             "sources": list(sources),
@@ -118,7 +121,7 @@ def _told(counts: dict[str, int]) -> str:
 
 
 def _read(
-    sources: Sequence[str], layout: str, left_out: list[LeftOut], progress: BeginStage
+    sources: Sequence[str], layout: str, left_out: list[LeftOut], progress: BeginStage, keep: Sequence[str] = ()
 ) -> tuple[int, list[RawProblem]]:
     """Number of rows, and those with a problem and an answer."""
     problems: list[RawProblem] = []
@@ -134,7 +137,7 @@ def _read(
             if problem is None:
                 left_out.append(LeftOut("", place, "empty", "no text in its problem or answer"))
             else:
-                problems.append(problem)
+                problems.append(replace(problem, kept=chosen_fields(row, keep, place)) if keep else problem)
             count += 1
             advance(1)
     return count, problems
