@@ -375,3 +375,6 @@ with_own_exclusions() { # JOB NODES: NODES and those that the job leaves out alr
     [[ $own != "(null)" ]] || own=
     { tr , '\n' <<<"$2"; [[ -z $own ]] || scontrol show hostnames "$own"; } | sort -u | paste -sd ,
 }
+
+# Started with bash, not with sbatch.
+[[ -n ${SLURM_JOB_ID:-} ]] || source slurm/check.sh

@@ -207,7 +207,7 @@ FORBIDDEN = {
     "grade": r"verdicts?",
     "external": r"foreign",
     "uses, says": r"speaks|spoken",
-    "offloaded, onloaded": r"sleepers?|residency|awake|asleep",
+    "offloaded, onloaded": r"sleepers?|sleeping|sleep_and_wake|residency|awake|asleep",
     "zero-copy": r"lent|lend(?:s|ing)?",
     "BucketAssembler, ParamShard": r"Filler|Owned",
     "Generator": r"Answerer",

@@ -338,3 +338,35 @@ def test_a_container_sees_the_code_the_runs_and_the_local_disk(job: Job) -> None
     assert mounts and set(mounts[1].split(",")) == {
         *(f"{path}:{path}" for path in (ROOT, job.folder, "/scratch", "/data", setup.parent)),
     }
+
+
+@pytest.mark.parametrize("script", ["train.sbatch", "array.sbatch", "evaluate.sbatch"])
+@pytest.mark.parametrize("refused", [None, "plan", "doctor", "sbatch"])
+def test_without_a_job_a_script_says_what_it_would_meet_and_submits_nothing(
+    job: Job, script: str, refused: str | None
+) -> None:
+    job.stand_in("python3", f'echo "$*" >>{job.asked}; [[ $3 != {refused} ]] || exit 2')
+    job.stand_in("sbatch", f'echo "sbatch $*" >>{job.asked}; [[ {refused} != sbatch ]]')
+    environment = {"PATH": f"{job.folder}/bin:{os.environ['PATH']}", "VENV": "", "RUNS": str(job.folder / "runs")}
+    command = ["bash", f"slurm/{script}", "actor.optimizer.lr=2e-6"]
+    environment |= {"SLURM_JOB_NUM_NODES": "2", "SPARES": "1"} if script == "train.sbatch" else {}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    asked = job.asked.read_text().splitlines()
+    trains = script != "evaluate.sbatch"
+    assert ended.returncode == (2 if refused == "sbatch" or (refused and trains) else 0), ended.stderr
+    assert ("nothing was found" in ended.stdout) == (ended.returncode == 0)
+    assert "cli train" in ended.stdout if trains else "cli evaluate" in ended.stdout
+    assert [line.split()[0] for line in asked] == ["sbatch", "-m", "-m"][: 3 if trains else 1]
+    assert "--test-only" in asked[0] and asked[0].endswith(f"slurm/{script} actor.optimizer.lr=2e-6")
+    assert not (job.folder / "runs").exists()
+    if trains:
+        assert asked[1].startswith("-m vapo_megatron.cli plan examples/") and asked[1].endswith("--gpus 8")
+        assert asked[2].startswith("-m vapo_megatron.cli doctor examples/") and asked[2].endswith("--quick")
+        assert all("actor.optimizer.lr=2e-6" in line for line in asked)
+
+
+def test_without_a_job_a_setting_that_cannot_be_is_one_line(tmp_path: Path) -> None:
+    environment = {"PATH": os.environ["PATH"], "VENV": str(tmp_path), "CONFIG": "absent.yaml"}
+    ended = subprocess.run(["bash", "slurm/train.sbatch"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 2 and ended.stdout == ""
+    assert ended.stderr == f"aime_vapo_32b: CONFIG=absent.yaml: no such file, seen from {ROOT}\n"

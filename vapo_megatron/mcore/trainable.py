@@ -156,7 +156,7 @@ class Trainable:
                 parameter.copy_(source)
 
     def onload_only(self, *parts: Part) -> None:
-        """Have exactly these parts on the device; the rest sleeps in host memory (see TrainableConfig.offload)."""
+        """Have exactly these parts on the device; the rest is offloaded (see TrainableConfig.offload)."""
         self._offloader.onload_only(parts)
 
     def footprint(self) -> dict[Part, Footprint]:

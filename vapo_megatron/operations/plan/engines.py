@@ -19,7 +19,7 @@ class PlannedEngine:
         config: the rollout section.
         width: bytes of a cache entry, and of a weight that is not quantised.
         hardware: of each of its GPUs.
-        taken: bytes of a GPU that the sleeping trainer keeps while the engine starts.
+        taken: bytes of a GPU that the offloaded trainer keeps while the engine starts.
     """
 
     spec: ModelSpec

@@ -205,7 +205,7 @@ def _host(config: TrainConfig, models: dict[str, PlannedModel], hardware: Hardwa
         "samples at home on the node": tokens * ranks / world * (_BATCH_BYTES + replay_bytes),
         "samples that models compute": ranks * computed,
         "samples, on rank 0": tokens * _SAMPLE_BYTES,
-        "sleeping weights and optimizers": ranks * offloaded,
+        "offloaded weights and optimizers": ranks * offloaded,
         "ranks and engines beside tensors": ranks * hardware.rank_memory,
     }
     copied = max(

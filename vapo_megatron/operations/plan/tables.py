@@ -162,7 +162,7 @@ def _node_table(plan: Plan) -> Table:
 
 def _sleep_table(plan: Plan) -> Table:
     phases = phases_of(plan.config)
-    table = _table("On the GPU (all else sleeps in the node's memory; gradients are dropped)", ["", *phases])
+    table = _table("On the GPU (all else is offloaded to the node's memory; gradients are dropped)", ["", *phases])
     for name, model in plan.models.items():
         cells = []
         for phase in phases:

@@ -197,7 +197,7 @@ def plan_time(
         once = update_seconds(critic, samples, lengths, config, hardware)
         phases["update_critic"] = once * update.epochs * update.critic_updates_per_policy_update
     phases["update_policy"] = update.epochs * update_seconds(actor, samples, lengths, config, hardware)
-    phases["sleep_and_wake"] = sum(move_seconds(model, wanted, hardware) for model in models.values())
+    phases["offload_and_onload"] = sum(move_seconds(model, wanted, hardware) for model in models.values())
     phases["weight_sync"] = sync_seconds(actor, engine, hardware)
     pretraining: dict[str, float] = {}
     if critic is not None and config.value_pretraining.enabled:

@@ -1,0 +1,47 @@
+# `bash slurm/train.sbatch [SECTION.KEY=VALUE ...]`, without a job: look at what the job would meet, as far as it can be
+# seen from this machine, and submit nothing. lib.sh sources this last where no job runs, in place of the life of one.
+
+asked() { sed -n "s/^#SBATCH --$1=//p" "$0" | head -n 1; }
+
+SLURM_JOB_NAME=${SLURM_JOB_NAME:-$(asked job-name)}
+SLURM_JOB_NUM_NODES=${SLURM_JOB_NUM_NODES:-$(asked nodes)} # where sbatch will be given another --nodes
+SLURM_ARRAY_TASK_ID=${SLURM_ARRAY_TASK_ID:-1}
+RUN=${RUN:-$SLURM_JOB_NAME}
+FOUND=0
+CHECKED=("$@") # of the script: sbatch gets them too
+
+begin_job() {
+    check_settings
+    say "no job runs here, and none is submitted: what $0 would meet, seen from $(hostname)"
+    # Partition, account, time: Slurm says what it thinks of them, and when the job could start.
+    if command -v sbatch >/dev/null; then
+        sbatch --test-only --nodes="$SLURM_JOB_NUM_NODES" "$0" ${CHECKED[@]+"${CHECKED[@]}"} || FOUND=2
+    fi
+    set +u
+    [[ -z $SETUP ]] || source "$SETUP" || refuse "SETUP=$SETUP failed: its last command must end with 0"
+    [[ -z $VENV ]] || source "$VENV/bin/activate"
+    set -u
+}
+
+check_nodes() {
+    local gpus
+    [[ -z $CONTAINER ]] || { say "CONTAINER is set: the config is checked in the image, when the job starts"; return; }
+    gpus=$(((SLURM_JOB_NUM_NODES - SPARES) * $(asked ntasks-per-node)))
+    say "plan: does it fit $gpus GPUs"
+    python3 -m vapo_megatron.cli plan "$@" ${DOCTOR_OVERRIDES[@]+"${DOCTOR_OVERRIDES[@]}"} --gpus "$gpus" || FOUND=2
+    say "doctor: are model, data and disk there (GPUs are looked at in the job)"
+    python3 -m vapo_megatron.cli doctor "$@" ${DOCTOR_OVERRIDES[@]+"${DOCTOR_OVERRIDES[@]}"} --quick || FOUND=2
+}
+
+run_step() {
+    shift
+    say "the job would run, in every task: $*"
+    STEP_CODE=$FOUND
+}
+
+run_ranks() { run_step "$@"; }
+
+end_job() {
+    [[ $1 = 0 ]] && say "nothing was found: sbatch $0 submits it" || say "mend what stands above before you submit it"
+    exit "$1"
+}
