@@ -18,9 +18,9 @@ STOPPABLE = """
 import signal, subprocess, sys
 child = subprocess.Popen(["sleep", "300"])
 print(child.pid, flush=True)
-signal.signal(signal.SIGUSR1, lambda *_: None)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # one that comes before it waits is not lost
 print("ready", flush=True)
-signal.pause()
+signal.sigwait({signal.SIGUSR1})
 print("alive" if child.poll() is None else "dead", flush=True)
 sys.exit(75)
 """
