@@ -18,7 +18,8 @@ from tools.describe_alarms import (
     read_curve,
 )
 from vapo_megatron.config.monitoring import AlarmActions, AlarmsConfig
-from vapo_megatron.monitoring.alarms import ALARMS, Alarms
+from vapo_megatron.monitoring.alarm_rules import ALARMS
+from vapo_megatron.monitoring.alarms import Alarms
 
 STEPS, ONSET = 120, 60
 Row = dict[str, Any]

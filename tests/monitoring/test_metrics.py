@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vapo_megatron.errors import BadInput
-from vapo_megatron.monitoring.metrics import MetricsWriter, Stat, read_metrics
+from vapo_megatron.monitoring.metrics import MetricsWriter, read_metrics
 
 
 def test_a_row_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
@@ -18,10 +18,9 @@ def test_a_row_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
     assert [json.loads(line) for line in lines] == [{"step": 1, "reward/mean": 0.5}]
 
 
-def test_figures_that_are_not_finite_become_null_and_are_counted(tmp_path: Path) -> None:
+def test_figures_that_are_not_finite_become_null(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as writer:
         assert writer.write(1, {"a/x": math.nan, "a/y": -math.inf, "a/z": 2.0}) == {"a/z": 2.0}
-        assert writer.nonfinite == 2
     assert read_metrics(tmp_path) == [{"step": 1, "a/x": None, "a/y": None, "a/z": 2.0}]
 
 
@@ -66,25 +65,3 @@ def test_a_broken_row_is_named_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnot json\n{"step": 2}\n')
     with pytest.raises(BadInput, match=r"metrics\.jsonl:2: not JSON"):
         read_metrics(tmp_path)
-
-
-def test_stat_of_parts_is_the_stat_of_the_whole() -> None:
-    values = [3.0, -1.0, 4.0, 1.5, 9.0]
-    whole, parts = Stat.of(values), Stat.of(values[:2])
-    parts.merge(Stat.of(values[2:]))
-    parts.merge(Stat())
-    assert parts == whole
-    assert whole.metrics("a") == {"a/mean": 3.3, "a/min": -1.0, "a/max": 9.0}
-    assert Stat().metrics("a") == {}
-
-
-@pytest.mark.parametrize("values", [[math.nan, 1.0], [1.0, math.nan, 2.0]])
-def test_stat_does_not_hide_a_nan(values: list[float]) -> None:
-    assert all(math.isnan(value) for value in Stat.of(values).metrics("a").values())
-
-
-def test_stat_weighs_its_mean() -> None:
-    stat = Stat()
-    stat.add(1.0, weight=3)
-    stat.add(5.0)
-    assert stat.mean == 2.0

@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from vapo_megatron.errors import BadInput
@@ -123,9 +122,7 @@ class ResponseLog:
     def __enter__(self) -> "ResponseLog":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def _read(self, origin: str) -> list[Response]:

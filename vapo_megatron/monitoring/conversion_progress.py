@@ -1,6 +1,5 @@
 """The progress bar of a conversion."""
 
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -28,9 +27,7 @@ class ConversionProgress:
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
     def stage(self, name: str, total: int) -> None:

@@ -3,10 +3,8 @@
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from vapo_megatron.config.atomic import atomic_write
@@ -15,62 +13,16 @@ from vapo_megatron.errors import BadInput
 METRICS_FILE = "metrics.jsonl"
 
 
-@dataclass(slots=True)
-class Stat:
-    """Mean, minimum and maximum of a stream of numbers; NaN once any of them is NaN."""
-
-    count: float = 0.0
-    total: float = 0.0
-    minimum: float = math.inf
-    maximum: float = -math.inf
-
-    def add(self, value: float, weight: float = 1.0) -> None:
-        """Take in `value`, counted `weight` times in the mean."""
-        self.count += weight
-        self.total += weight * value
-        # min() and max() would pass over a NaN, depending on the order of their arguments.
-        self.minimum = math.nan if math.isnan(value) else min(self.minimum, value)
-        self.maximum = math.nan if math.isnan(value) else max(self.maximum, value)
-
-    def merge(self, other: "Stat") -> None:
-        """Take in all that `other` has seen."""
-        if other.count:
-            self.count += other.count
-            self.total += other.total
-            self.minimum = math.nan if math.isnan(self.minimum + other.minimum) else min(self.minimum, other.minimum)
-            self.maximum = math.nan if math.isnan(self.maximum + other.maximum) else max(self.maximum, other.maximum)
-
-    @property
-    def mean(self) -> float:
-        """NaN before the first number."""
-        return self.total / self.count if self.count else math.nan
-
-    def metrics(self, name: str) -> dict[str, float]:
-        """`name`/mean, `name`/min and `name`/max; empty before the first number."""
-        if not self.count:
-            return {}
-        return {f"{name}/mean": self.mean, f"{name}/min": self.minimum, f"{name}/max": self.maximum}
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> "Stat":
-        """The metrics of `values`."""
-        stat = cls()
-        for value in values:
-            stat.add(value)
-        return stat
-
-
 class MetricsWriter:
     """Appends a JSON object a step to run_dir/metrics.jsonl.
 
     Rows of steps from start_step on, left by an earlier attempt of the run, are removed first: 0 starts afresh.
-    `kept` are those before it. `nonfinite` counts the NaN and infinite metrics written, as null, in this attempt.
+    `kept` are those before it. NaN and infinite metrics are written as null.
     """
 
     def __init__(self, run_dir: Path, start_step: int = 0) -> None:
         """Raises BadInput where run_dir cannot be written."""
         self.path = run_dir / METRICS_FILE
-        self.nonfinite = 0
         self.kept = [row for row in read_metrics(run_dir) if row["step"] < start_step]
         with atomic_write(self.path) as file:
             file.writelines(json.dumps(row) + "\n" for row in self.kept)
@@ -83,7 +35,6 @@ class MetricsWriter:
         """
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         row: dict[str, Any] = {"step": step} | {name: finite.get(name) for name in metrics}
-        self.nonfinite += len(metrics) - len(finite)
         self._append((json.dumps(row) + "\n").encode())
         return finite
 
@@ -96,9 +47,7 @@ class MetricsWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _append(self, line: bytes) -> None:
