@@ -241,7 +241,7 @@ def test_limits(files: int, locked: int, shared: int, gpus: bool, nodes: int, rd
     ],
 )
 def test_bandwidth(rates: list[float | str], expected: float | None, status: str, named: str) -> None:
-    lines = bandwidth.judge("memory bandwidth", rates, expected, "see clocks")
+    lines = bandwidth.judge(rates, expected, "see clocks")
     assert statuses(lines) == [status] and named in lines[0].found
 
 
@@ -274,9 +274,9 @@ def test_a_driver_older_than_the_build(driver: str, cuda: str, usable: bool, exp
 
 
 def test_reports_survive_the_way_and_name_broken_nodes() -> None:
-    good = NodeReport("n1", 0, (Line("disk", "ok", "room"), Line("ecc", "not applicable", "no GPU here")))
-    warned = NodeReport("n2", 8, (Line("disk", "warning", "little room", "make some"),))
-    bad = NodeReport("n3", 16, (Line("ecc", "fault", "errors", "leave it out"), Line("disk", "ok", "room")))
+    good = NodeReport("n1", 0, (Line("ok", "room", check="disk"), Line("not applicable", "no GPU here", check="ecc")))
+    warned = NodeReport("n2", 8, (Line("warning", "little room", "make some", "disk"),))
+    bad = NodeReport("n3", 16, (Line("fault", "errors", "leave it out", "ecc"), Line("ok", "room", check="disk")))
     assert [report.status for report in (good, warned, bad)] == ["ok", "warning", "fault"]
     assert exit_code([good, warned]) == 0 and exit_code([good, bad]) == 1
     assert broken_nodes([good, warned, bad]) == ["n3"]

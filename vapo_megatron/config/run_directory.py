@@ -18,10 +18,7 @@ _BEFORE_RESULTS = {"config.yaml", "environment.json", "logs", "metrics.jsonl", "
 
 def check_room(run_dir: Path, checkpoint_bytes: int = 0) -> None:
     """Raises BadInput where the run directory cannot be made, or its disk has too little room for the results."""
-    parent = run_dir
-    # Not Path.exists(), which raises where a folder on the way cannot be entered.
-    while not os.path.exists(parent):
-        parent = parent.parent
+    parent = existing(run_dir)
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         what = "cannot be written" if parent.is_dir() else "is no folder"
         raise BadInput(f"run.root: {parent} {what}, {run_dir} was to be made: choose a folder that this user may write")
@@ -31,6 +28,14 @@ def check_room(run_dir: Path, checkpoint_bytes: int = 0) -> None:
             f"run.root: {parent} has {free / 2**30:.2f} GiB free, the run needs at least {wanted / 2**30:.2f} GiB: "
             "make room, or set run.root to another disk"
         )
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    # Not Path.exists(), which raises where a folder on the way cannot be entered.
+    while not os.path.exists(folder):
+        folder = folder.parent
+    return folder
 
 
 def make_run_dir(config: Section, run: RunPlace) -> Path:

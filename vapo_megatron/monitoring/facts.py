@@ -21,10 +21,10 @@ def environment_facts() -> dict[str, Any]:
     Nothing is imported for it. `commit` ends in "+" where tracked files differ from it, and is None outside a checkout.
     """
     return {
-        "vapo-megatron": _version("vapo-megatron"),
+        "vapo-megatron": installed_version("vapo-megatron"),
         "commit": _commit(Path(__file__).parent),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: installed_version(name) for name in PACKAGES},
         "hostname": socket.gethostname(),
         "system": platform.platform(),
         "cpu_cores": psutil.cpu_count(),
@@ -40,7 +40,8 @@ def write_environment(run_dir: Path) -> Path:
     return path
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """Of a package, without importing it; None where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,54 +1,43 @@
 """Stated rates of the accelerators that plans are made for and that doctor measures against."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vapo_megatron.config.hardware import EfficiencyConfig, HardwareConfig, Kind
 
 GIB = 2**30
+_TERA, _GIGA = 1e12, 1e9
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What a maker states of one GPU. Rates are in operations or bytes per second, links in one direction.
+class Rates(NamedTuple):
+    """What a maker states of one GPU, in the units of HardwareConfig; links in one direction.
 
     Attributes:
-        memory: bytes that nvidia-smi reports in all.
-        bf16: dense matrix products (without sparsity).
-        fp8: likewise; 0 where the chip has none.
-        memory_rate: of the GPU's own memory.
-        nvlink: to the other GPUs of the node.
-        pcie: to the host.
-        network: adapter that such nodes usually have for each GPU.
+        memory_mib: that nvidia-smi reports in all.
+        bf16_tflops: dense matrix products (without sparsity).
+        memory_gbs: of the GPU's own memory.
+        nvlink_gbs: to the other GPUs of the node.
+        network_gbs: adapter that such nodes usually have for each GPU.
+        pcie_gbs: to the host.
         nvlinks: links of a GPU.
-        compute_capability: major and minor.
     """
 
-    memory: float
-    bf16: float
-    fp8: float
-    memory_rate: float
-    nvlink: float
-    pcie: float
-    network: float
+    memory_mib: int
+    bf16_tflops: float
+    memory_gbs: float
+    nvlink_gbs: float
+    network_gbs: float
+    pcie_gbs: float
     nvlinks: int
-    compute_capability: tuple[int, int]
 
-
-_MIB, _TERA, _GIGA = 2**20, 1e12, 1e9
 
 # NVIDIA's data sheets of the SXM modules; memory as nvidia-smi shows it.
 RATES: dict[Kind, Rates] = {
-    "a100-40g": Rates(40960 * _MIB, 312 * _TERA, 0, 1555 * _GIGA, 300 * _GIGA, 32 * _GIGA, 25 * _GIGA, 12, (8, 0)),
-    "a100-80g": Rates(81920 * _MIB, 312 * _TERA, 0, 2039 * _GIGA, 300 * _GIGA, 32 * _GIGA, 25 * _GIGA, 12, (8, 0)),
-    "h100-80g": Rates(
-        81559 * _MIB, 989 * _TERA, 1979 * _TERA, 3350 * _GIGA, 450 * _GIGA, 64 * _GIGA, 50 * _GIGA, 18, (9, 0)
-    ),
-    "h200-141g": Rates(
-        143771 * _MIB, 989 * _TERA, 1979 * _TERA, 4800 * _GIGA, 450 * _GIGA, 64 * _GIGA, 50 * _GIGA, 18, (9, 0)
-    ),
-    "b200-180g": Rates(
-        183359 * _MIB, 2250 * _TERA, 4500 * _TERA, 8000 * _GIGA, 900 * _GIGA, 64 * _GIGA, 50 * _GIGA, 18, (10, 0)
-    ),
+    "a100-40g": Rates(40960, 312, 1555, 300, 25, 32, 12),
+    "a100-80g": Rates(81920, 312, 2039, 300, 25, 32, 12),
+    "h100-80g": Rates(81559, 989, 3350, 450, 50, 64, 18),
+    "h200-141g": Rates(143771, 989, 4800, 450, 50, 64, 18),
+    "b200-180g": Rates(183359, 2250, 8000, 900, 50, 64, 18),
 }
 
 
@@ -89,20 +78,16 @@ class Hardware:
 def resolve(config: HardwareConfig) -> Hardware:
     """The rates of the kind, and what the config says otherwise."""
     rates = RATES[config.kind]
-
-    def given(value: float | None, unit: float, stated: float) -> float:
-        return stated if value is None else value * unit
-
     return Hardware(
         kind=config.kind,
         gpus_per_node=config.gpus_per_node,
-        device_memory=given(config.device_memory_gib, GIB, rates.memory),
+        device_memory=(config.device_memory_gib or rates.memory_mib / 1024) * GIB,
         node_memory=config.node_memory_gib * GIB,
-        bf16=given(config.bf16_tflops, _TERA, rates.bf16),
-        memory_rate=given(config.memory_gbs, _GIGA, rates.memory_rate),
-        nvlink=given(config.nvlink_gbs, _GIGA, rates.nvlink),
-        network=given(config.network_gbs, _GIGA, rates.network),
-        pcie=given(config.pcie_gbs, _GIGA, rates.pcie),
+        bf16=(config.bf16_tflops or rates.bf16_tflops) * _TERA,
+        memory_rate=(config.memory_gbs or rates.memory_gbs) * _GIGA,
+        nvlink=(config.nvlink_gbs or rates.nvlink_gbs) * _GIGA,
+        network=(config.network_gbs or rates.network_gbs) * _GIGA,
+        pcie=(config.pcie_gbs or rates.pcie_gbs) * _GIGA,
         trainer_overhead=config.trainer_overhead_gib * GIB,
         engine_overhead=config.engine_overhead_gib * GIB,
         fragmentation=config.fragmentation,

@@ -7,6 +7,7 @@ Either prints one number, bytes per second.
 
 import contextlib
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -14,6 +15,9 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 import vapo_megatron
 from vapo_megatron.operations.doctor.report import Line
@@ -62,31 +66,36 @@ def answers(processes: Sequence["subprocess.Popen[str]"], deadline: float) -> li
     return found
 
 
-def judge(check: str, found: Sequence[float | str], expected: float | None, remedy: str) -> list[Line]:
-    """Lines on the rates of a node's devices; expected: bytes per second, None where nothing is known."""
+def free_port(host: str) -> int:
+    """One that was free just now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def judge(found: Sequence[float | str], expected: float | None, remedy: str) -> list[Line]:
+    """A line on the rates of a node's devices; expected: bytes per second, None where nothing is known."""
     silent = {number: said for number, said in enumerate(found) if isinstance(said, str)}
     if silent:
         number, said = next(iter(silent.items()))
-        return [Line(check, "fault", f"device {number} ({len(silent)} of {len(found)}): {said}", remedy)]
+        return [Line("fault", f"device {number} ({len(silent)} of {len(found)}): {said}", remedy)]
     rates = [rate for rate in found if isinstance(rate, float)]
     slowest, middle = min(rates), statistics.median(rates)
     said = f"{slowest / 1e9:.1f} GB/s"
     if len(rates) > 1:
         said += f" at least, {middle / 1e9:.1f} in the middle"
     if slowest < _OUTLIER * middle:
-        return [Line(check, "fault", f"device {rates.index(slowest)} reaches {said}", remedy)]
+        return [Line("fault", f"device {rates.index(slowest)} reaches {said}", remedy)]
     if expected is None:
-        return [Line(check, "ok", f"{said}; nothing to compare with")]
+        return [Line("ok", f"{said}; nothing to compare with")]
     said += f", expected {expected / 1e9:.1f}"
     if slowest < _WARNING * expected:
-        return [Line(check, "fault" if slowest < _FAULT * expected else "warning", said, remedy)]
-    return [Line(check, "ok", said)]
+        return [Line("fault" if slowest < _FAULT * expected else "warning", said, remedy)]
+    return [Line("ok", said)]
 
 
 def memory_rate(device: str) -> float:
     """Bytes read and written a second by a copy within a device's memory."""
-    import torch
-
     kind = torch.device(device).type
     source = torch.zeros(_BYTES[kind], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -105,9 +114,6 @@ def allreduce_rate(device: str, rank: int, world: int, host: str, port: int) -> 
     Raises:
         RuntimeError: the sum is wrong.
     """
-    import torch
-    import torch.distributed as dist
-
     kind = torch.device(device).type
     if kind == "cuda":
         torch.cuda.set_device(device)
@@ -137,8 +143,6 @@ def allreduce_rate(device: str, rank: int, world: int, host: str, port: int) -> 
 
 def _wait(kind: str) -> None:
     if kind == "cuda":
-        import torch
-
         torch.cuda.synchronize()
 
 

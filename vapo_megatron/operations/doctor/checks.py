@@ -2,10 +2,9 @@
 
 import os
 import queue
-import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +15,7 @@ from vapo_megatron.checkpoint.size import checkpoint_bytes
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.errors import VapoError
 from vapo_megatron.mcore.platform import current_platform
-from vapo_megatron.operations.doctor import bandwidth, nvidia, toolkit
+from vapo_megatron.operations.doctor import bandwidth, nvidia
 from vapo_megatron.operations.doctor.engine import check_engine
 from vapo_megatron.operations.doctor.fabric import judge_ports, read_ports
 from vapo_megatron.operations.doctor.inputs import check_data, check_model, fingerprint
@@ -86,10 +85,14 @@ def has_nvidia_driver() -> bool:
 
 def perform(check: Check, examination: Examination) -> list[Line]:
     """The lines of a check, whatever happens in it. A check that hangs is left behind in its thread."""
+    return [replace(line, check=check.name) for line in _lines(check, examination)]
+
+
+def _lines(check: Check, examination: Examination) -> list[Line]:
     if check.gpu and not examination.gpus and not has_nvidia_driver():
-        return [Line(check.name, "not applicable", "no GPU here")]
+        return [Line("not applicable", "no GPU here")]
     if check.slow and examination.quick:
-        return [Line(check.name, "skipped", "--quick")]
+        return [Line("skipped", "--quick")]
     said: queue.SimpleQueue[list[Line]] = queue.SimpleQueue()
     thread = threading.Thread(target=lambda: said.put(_guarded(check, examination)), daemon=True, name=check.name)
     thread.start()
@@ -97,18 +100,18 @@ def perform(check: Check, examination: Examination) -> list[Line]:
         return said.get(timeout=check.deadline)
     except queue.Empty:
         remedy = "leave the node out, and see what it waits for (dmesg, a file system that does not answer)"
-        return [Line(check.name, "fault", f"hangs: nothing after {check.deadline:g} s", remedy)]
+        return [Line("fault", f"hangs: nothing after {check.deadline:g} s", remedy)]
 
 
 def _guarded(check: Check, examination: Examination) -> list[Line]:
     try:
         return check.run(examination)
     except VapoError as error:
-        return [Line(check.name, "fault", str(error), "see the message")]
+        return [Line("fault", str(error), "see the message")]
     except nvidia.Unreadable as error:
-        return [Line(check.name, "warning", str(error), "install or mend the tool to have this checked")]
+        return [Line("warning", str(error), "install or mend the tool to have this checked")]
     except Exception as error:
-        return [Line(check.name, "fault", f"{type(error).__name__}: {error}", "report it: this was not foreseen")]
+        return [Line("fault", f"{type(error).__name__}: {error}", "report it: this was not foreseen")]
 
 
 def _versions(examination: Examination) -> list[Line]:
@@ -121,31 +124,19 @@ def _versions(examination: Examination) -> list[Line]:
     return check_versions(has_nvidia_driver(), driver, torch.version.cuda, usable=bool(examination.gpus))
 
 
-def _toolkit(examination: Examination) -> list[Line]:
-    return check_toolkit(torch.version.cuda)
-
-
 def _gpus(examination: Examination) -> list[Line]:
     lines = nvidia.judge_gpus(examination.gpu_rows, examination.config.hardware)
     listed, usable = len(examination.gpu_rows), examination.gpus
     if usable < listed:
         found = f"PyTorch can use {usable} of {listed} GPUs"
         remedy = "see CUDA_VISIBLE_DEVICES, --gpus-per-task, and that PyTorch is a CUDA build the driver can serve"
-        lines.append(Line("gpus", "fault", found, remedy))
+        lines.append(Line("fault", found, remedy))
     return lines
-
-
-def _ecc(examination: Examination) -> list[Line]:
-    return nvidia.judge_ecc(examination.gpu_rows)
 
 
 def _nvlink(examination: Examination) -> list[Line]:
     names = {gpu.index: gpu.name for gpu in examination.gpu_rows}
     return nvidia.judge_links(nvidia.read_links(), names, examination.config.hardware)
-
-
-def _infiniband(examination: Examination) -> list[Line]:
-    return judge_ports(read_ports(), examination.nodes)
 
 
 def _memory(examination: Examination) -> list[Line]:
@@ -154,31 +145,22 @@ def _memory(examination: Examination) -> list[Line]:
     found = bandwidth.answers([bandwidth.start(("memory", device)) for device in devices], 120)
     expected = hardware.memory_rate * hardware.efficiency.memory if examination.gpus else None
     remedy = "see clocks and throttling (nvidia-smi -q -d PERFORMANCE), or hardware.kind"
-    return bandwidth.judge("memory bandwidth", found, expected, remedy)
+    return bandwidth.judge(found, expected, remedy)
 
 
 def _allreduce_in_node(examination: Examination) -> list[Line]:
     hardware, gpus = examination.hardware, examination.gpus
     count = gpus or 2
     if count == 1:
-        return [Line("all-reduce", "not applicable", "one GPU")]
-    port = _free_port("127.0.0.1")
+        return [Line("not applicable", "one GPU")]
+    port = bandwidth.free_port("127.0.0.1")
     processes = [
         bandwidth.start(("allreduce", f"cuda:{rank}" if gpus else "cpu", rank, count, "127.0.0.1", port))
         for rank in range(count)
     ]
     expected = hardware.nvlink * hardware.efficiency.nvlink if gpus else None
     remedy = "see the line on nvlink; NCCL_DEBUG=INFO says which way it went"
-    return bandwidth.judge("all-reduce", bandwidth.answers(processes, 150), expected, remedy)
-
-
-def _hostname(examination: Examination) -> list[Line]:
-    return check_hostname(examination.nodes)
-
-
-def _limits(examination: Examination) -> list[Line]:
-    rdma = any(port.state == "ACTIVE" for port in read_ports())
-    return check_limits(bool(examination.gpus), examination.nodes, rdma)
+    return bandwidth.judge(bandwidth.answers(processes, 150), expected, remedy)
 
 
 def _disk(examination: Examination) -> list[Line]:
@@ -190,26 +172,6 @@ def _disk(examination: Examination) -> list[Line]:
     return check_disk(Path(config.run.directory), needed, write=not examination.quick)
 
 
-def _model(examination: Examination) -> list[Line]:
-    return check_model(examination.config)
-
-
-def _data(examination: Examination) -> list[Line]:
-    return check_data(examination.config)
-
-
-def _shared_files(examination: Examination) -> list[Line]:
-    return check_shared_files(examination.meeting, Path(examination.config.run.directory), examination.wait)
-
-
-def _clock(examination: Examination) -> list[Line]:
-    return check_clock(examination.meeting, examination.wait)
-
-
-def _ports(examination: Examination) -> list[Line]:
-    return check_reachable(examination.meeting, examination.wait)
-
-
 def _alike(examination: Examination) -> list[Line]:
     facts = {name: version(name) for name in ("torch", "megatron-core", "sglang")}
     facts["files"] = fingerprint(examination.config)
@@ -219,40 +181,30 @@ def _alike(examination: Examination) -> list[Line]:
     return check_alike(examination.meeting, facts, examination.wait)
 
 
-def _engine(examination: Examination) -> list[Line]:
-    return check_engine(examination.config, examination.gpus)
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
 def checks(config: PlanConfig, wait: float) -> tuple[Check, ...]:
     """All checks in their order; wait: seconds to wait for other nodes.
 
     Those between nodes come last but one, so that a node that hangs in an earlier one is a matter of that node alone.
     """
+    engine_seconds = config.rollout.start_timeout_s + config.rollout.sync.request_timeout_s
+    root = Path(config.run.directory)
     return (
         Check("versions", _versions, 60),
-        Check(toolkit.NAME, _toolkit, 240, gpu=True),
-        Check("hostname", _hostname, 30),
-        Check("limits", _limits, 30),
+        Check("toolkit", lambda _: check_toolkit(torch.version.cuda), 240, gpu=True),
+        Check("hostname", lambda node: check_hostname(node.nodes), 30),
+        Check("limits", lambda node: check_limits(bool(node.gpus), node.nodes), 30),
         Check("gpus", _gpus, 60, gpu=True),
-        Check("ecc", _ecc, 60, gpu=True),
+        Check("ecc", lambda node: nvidia.judge_ecc(node.gpu_rows), 60, gpu=True),
         Check("nvlink", _nvlink, 60, gpu=True),
-        Check("infiniband", _infiniband, 30),
-        Check("model", _model, 300),
-        Check("data", _data, 300),
+        Check("infiniband", lambda node: judge_ports(read_ports(), node.nodes), 30),
+        Check("model", lambda _: check_model(config), 300),
+        Check("data", lambda _: check_data(config), 300),
         Check("disk", _disk, 180),
         Check("memory bandwidth", _memory, 180, slow=True),
         Check("all-reduce", _allreduce_in_node, 200, slow=True),
-        Check("ports", _ports, 2 * wait + 30),
-        Check("clock", _clock, 2 * wait + 30),
-        Check("shared files", _shared_files, 4 * wait + 60),
+        Check("ports", lambda node: check_reachable(node.meeting, wait), 2 * wait + 30),
+        Check("clock", lambda node: check_clock(node.meeting, wait), 2 * wait + 30),
+        Check("shared files", lambda node: check_shared_files(node.meeting, root, wait), 4 * wait + 60),
         Check("alike", _alike, wait + 60),
-        Check(
-            "engine", _engine, config.rollout.start_timeout_s + config.rollout.sync.request_timeout_s + 60, slow=True
-        ),
+        Check("engine", lambda node: check_engine(config, node.gpus), engine_seconds + 60, slow=True),
     )

@@ -2,9 +2,11 @@
 
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -64,13 +66,13 @@ def doctor(
     examination = Examination(config, meeting, quick, among)
     table = checks(config, among)
     own = NodeReport(meeting.node, meeting.rank, tuple(line for check in table for line in perform(check, examination)))
-    between = [] if quick else _all_reduce(examination)
+    between = [] if quick else [replace(line, check="all-reduce over nodes") for line in _all_reduce(examination)]
     if meeting.index:
         meeting.put(f"report/{meeting.index}", as_json([own])["nodes"][0])
         return 0
     reports = [own, *_others(meeting, table, among)]
     for rank in meeting.missing:
-        line = Line("ranks", "fault", f"rank {rank} did not come within {wait:g} s", "see its output and its node")
+        line = Line("fault", f"rank {rank} did not come within {wait:g} s", "see its output and its node", "ranks")
         if place is not None and node_names:
             reports.append(NodeReport(node_names[rank * len(node_names) // place.world_size], rank, (line,)))
         else:
@@ -103,7 +105,7 @@ def _others(meeting: Meeting, table: Sequence[Check], wait: float) -> list[NodeR
             continue
         report = meeting.get(f"report/{index}", max(0.0, end - time.monotonic()))
         if report is None:
-            line = Line("report", "fault", "the node gave no report in time", "leave it out, and see its output")
+            line = Line("fault", "the node gave no report in time", "leave it out, and see its output", "report")
             found.append(NodeReport(node, rank, (line,)))
         else:
             found.append(from_json(report))
@@ -120,12 +122,13 @@ def _all_reduce(examination: Examination) -> list[Line]:
     counts = [meeting.get(f"allreduce/devices/{other}", examination.wait + 600) for other in range(examination.nodes)]
     if None in counts:
         silent = ", ".join(node for node, count in zip(meeting.nodes, counts, strict=True) if count is None)
-        return [Line("all-reduce over nodes", "fault", f"not tried: {silent} did not come", "see their lines")]
+        return [Line("fault", f"not tried: {silent} did not come", "see their lines")]
     if meeting.index == 0:
-        meeting.put("allreduce/at", _meeting_point())
+        host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+        meeting.put("allreduce/at", (host, bandwidth.free_port(host)))
     at = meeting.get("allreduce/at", examination.wait)
     if at is None:
-        return [Line("all-reduce over nodes", "fault", "node 0 named no port", "see its lines")]
+        return [Line("fault", "node 0 named no port", "see its lines")]
     first, world = sum(counts[: meeting.index]), sum(counts)
     processes = [
         bandwidth.start(("allreduce", f"cuda:{index}" if gpus else "cpu", first + index, world, *at))
@@ -135,14 +138,4 @@ def _all_reduce(examination: Examination) -> list[Line]:
     remedy = (
         "see the lines on infiniband; NCCL_DEBUG=INFO says which way it went, NCCL_IB_HCA which adapters may be used"
     )
-    return bandwidth.judge("all-reduce over nodes", bandwidth.answers(processes, 180), expected, remedy)
-
-
-def _meeting_point() -> tuple[str, int]:
-    """An address of this node that the others know, and a port that was free just now."""
-    import socket
-
-    host = os.environ.get("MASTER_ADDR") or socket.gethostname()
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return host, int(probe.getsockname()[1])
+    return bandwidth.judge(bandwidth.answers(processes, 180), expected, remedy)

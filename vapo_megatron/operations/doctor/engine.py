@@ -24,7 +24,7 @@ def check_engine(config: TrainConfig, gpus: int) -> list[Line]:
         RunFailed, TryAgain: it does not start, or does not answer; the cause in its log is named.
     """
     if config.rollout.external_urls:
-        return [Line("engine", "not applicable", "the run's engines are elsewhere (rollout.external_urls)")]
+        return [Line("not applicable", "the run's engines are elsewhere (rollout.external_urls)")]
     devices = range(config.rollout.tp) if gpus else None
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="vapo-doctor-") as folder:
@@ -34,9 +34,7 @@ def check_engine(config: TrainConfig, gpus: int) -> list[Line]:
             ready = time.monotonic() - started
             asyncio.run(_ask(server.address, config.rollout.sync.request_timeout_s))
     seconds = time.monotonic() - started - ready
-    return [
-        Line("engine", "ok", f"TP{config.rollout.tp} started in {ready:.0f} s, {_NEW_TOKENS} tokens in {seconds:.1f} s")
-    ]
+    return [Line("ok", f"TP{config.rollout.tp} started in {ready:.0f} s, {_NEW_TOKENS} tokens in {seconds:.1f} s")]
 
 
 async def _ask(address: EngineAddress, deadline: float) -> None:

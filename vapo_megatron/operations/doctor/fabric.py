@@ -35,35 +35,26 @@ def read_ports(root: Path = SYSFS) -> list[Port]:
 def judge_ports(ports: Sequence[Port], nodes: int) -> list[Line]:
     """Whether the adapters are up, and as fast as each other."""
     if nodes == 1:
-        return [Line("infiniband", "not applicable", f"one node; {len(ports)} ports")]
+        return [Line("not applicable", f"one node; {len(ports)} ports")]
     if not ports:
-        return [
-            Line(
-                "infiniband",
-                "warning",
-                "the kernel shows no InfiniBand or RoCE adapter",
-                "load its driver; NCCL otherwise goes over TCP, which is many times slower",
-            )
-        ]
+        remedy = "load its driver; NCCL otherwise goes over TCP, which is many times slower"
+        return [Line("warning", "the kernel shows no InfiniBand or RoCE adapter", remedy)]
     up = [port for port in ports if port.state == "ACTIVE"]
     down = [port for port in ports if port.state != "ACTIVE"]
     if not up:
-        return [Line("infiniband", "fault", f"none of {len(ports)} ports is active", "leave the node out; see ibstat")]
+        return [Line("fault", f"none of {len(ports)} ports is active", "leave the node out; see ibstat")]
     lines = []
     fastest = max(port.rate for port in up)
     slow = [port for port in up if port.rate < fastest and port.layer == "InfiniBand"]
     if slow:
         named = ", ".join(f"{port.name} ({port.rate:g} Gb/s)" for port in slow)
         remedy = "see that it trained at full width (ibstat, cable); a storage adapter belongs out of NCCL_IB_HCA"
-        lines.append(Line("infiniband", "warning", f"slower than {fastest:g} Gb/s: {named}", remedy))
+        lines.append(Line("warning", f"slower than {fastest:g} Gb/s: {named}", remedy))
     if down:
         # Ports that nothing is plugged into are usual: other nodes tell whether this one is worse.
         named = ", ".join(f"{port.name} {port.state}" for port in down)
-        lines.append(
-            Line("infiniband", "warning", f"not active: {named}", "plug it in, or leave it out of NCCL_IB_HCA")
-        )
-    said = f"{len(up)} ports active at {fastest:g} Gb/s"
-    return lines or [Line("infiniband", "ok", said)]
+        lines.append(Line("warning", f"not active: {named}", "plug it in, or leave it out of NCCL_IB_HCA"))
+    return lines or [Line("ok", f"{len(up)} ports active at {fastest:g} Gb/s")]
 
 
 def _word(path: Path) -> str:

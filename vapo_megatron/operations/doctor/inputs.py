@@ -17,14 +17,14 @@ def check_model(config: TrainConfig) -> list[Line]:
     spec = read_spec(directory)
     check_weights(directory, spec, "lm")
     TextTokenizer(directory, config.data.prompt).check_vocabulary(spec.vocab_size)
-    lines = [Line("model", "ok", f"{directory}: {spec.family}, {spec.parameter_count():,} parameters, tokenizer fits")]
+    lines = [Line("ok", f"{directory}: {spec.family}, {spec.parameter_count():,} parameters, tokenizer fits")]
     if config.algorithm.uses_critic and config.critic_source != directory:
         source, is_new = config.critic_source, config.critic.init == "policy"
         critic = read_spec(source, value_outputs=config.algorithm.value_loss.outputs)
         check_weights(source, critic, "value", value_head="new" if is_new else "saved")
         TextTokenizer(directory, config.data.prompt).check_same(source, config.critic_key)
         head = "for the critic" if is_new else "with its value head"
-        lines.append(Line("model", "ok", f"{source}: {critic.family}, {critic.parameter_count():,} parameters, {head}"))
+        lines.append(Line("ok", f"{source}: {critic.family}, {critic.parameter_count():,} parameters, {head}"))
     return lines
 
 
@@ -33,7 +33,7 @@ def check_data(config: TrainConfig) -> list[Line]:
     tokenizer = TextTokenizer(Path(config.model.path), config.data.prompt)
     counts = [f"{config.data.train}: {len(train_prompts(config.data, tokenizer))} prompts"]
     counts += [f"{entry.path}: {len(eval_prompts(entry, config.data, tokenizer))}" for entry in config.data.eval]
-    return [Line("data", "ok", ", ".join(counts))]
+    return [Line("ok", ", ".join(counts))]
 
 
 def fingerprint(config: TrainConfig) -> str:

@@ -11,7 +11,7 @@ import pynvml
 
 from vapo_megatron.config.hardware import HardwareConfig, Kind
 from vapo_megatron.operations.doctor.report import Line
-from vapo_megatron.operations.hardware import RATES
+from vapo_megatron.operations.hardware import RATES, resolve
 
 _MIB = 2**20
 Answer = TypeVar("Answer")
@@ -141,78 +141,50 @@ def _told(ask: Callable[[], Answer]) -> Answer | None:
 
 def judge_gpus(gpus: Sequence[Gpu], hardware: HardwareConfig) -> list[Line]:
     """Whether as many GPUs are there as the config says, alike, free, whole and of the kind."""
-    lines, check = [], "gpus"
+    return list(_wrong_gpus(gpus, hardware)) or [
+        Line("ok", f"{len(gpus)} x {gpus[0].name}, driver {gpus[0].driver}, all free")
+    ]
+
+
+def _wrong_gpus(gpus: Sequence[Gpu], hardware: HardwareConfig) -> Iterator[Line]:
     if len(gpus) != hardware.gpus_per_node:
-        lines.append(
-            Line(
-                check,
-                "fault",
-                f"{len(gpus)} GPUs answer, hardware.gpus_per_node={hardware.gpus_per_node}",
-                "drain the node: a GPU has fallen off the bus (dmesg, Xid 79), or set hardware.gpus_per_node",
-            )
-        )
+        found = f"{len(gpus)} GPUs answer, hardware.gpus_per_node={hardware.gpus_per_node}"
+        remedy = "drain the node: a GPU has fallen off the bus (dmesg, Xid 79), or set hardware.gpus_per_node"
+        yield Line("fault", found, remedy)
     kinds = Counter((gpu.name, gpu.memory_mib, gpu.driver) for gpu in gpus)
     if len(kinds) > 1:
         named = "; ".join(f"{count} x {name} ({memory:.0f} MiB)" for (name, memory, _), count in kinds.items())
-        lines.append(Line(check, "fault", f"GPUs differ: {named}", "take nodes of one kind: the slowest sets the pace"))
-    stated = hardware.device_memory_gib * 1024 if hardware.device_memory_gib else RATES[hardware.kind].memory / 2**20
-    small = [gpu.index for gpu in gpus if gpu.memory_mib < 0.97 * stated]
-    if small:
-        lines.append(
-            Line(
-                check,
-                "warning",
-                f"GPUs {_named(small)} have {gpus[small[0]].memory_mib:.0f} MiB, a {hardware.kind} has {stated:.0f}",
-                "set hardware.kind, and see what `vapo-megatron plan` then says",
-            )
-        )
-    used = [gpu.index for gpu in gpus if gpu.used_mib > _IDLE_MIB]
-    if used:
-        lines.append(
-            Line(
-                check,
-                "fault",
-                f"GPUs {_named(used)} are in use ({max(gpu.used_mib for gpu in gpus):.0f} MiB at most)",
-                "end the processes that `nvidia-smi` lists, or take another node",
-            )
-        )
-    split = [gpu.index for gpu in gpus if gpu.mig]
-    if split:
-        lines.append(
-            Line(check, "fault", f"GPUs {_named(split)} are in MIG mode", "have an administrator switch it off")
-        )
-    closed = [gpu.index for gpu in gpus if gpu.compute_mode.lower() != "default"]
-    if closed:
-        lines.append(
-            Line(
-                check,
-                "fault",
-                f"GPUs {_named(closed)} are in compute mode {gpus[closed[0]].compute_mode}",
-                "trainer and engine share a GPU: set compute mode Default (nvidia-smi -c 0)",
-            )
-        )
-    if not lines:
-        lines.append(Line(check, "ok", f"{len(gpus)} x {gpus[0].name}, driver {gpus[0].driver}, all free"))
-    return lines
+        yield Line("fault", f"GPUs differ: {named}", "take nodes of one kind: the slowest sets the pace")
+    stated = resolve(hardware).device_memory / _MIB
+    if small := [gpu for gpu in gpus if gpu.memory_mib < 0.97 * stated]:
+        found = f"GPUs {_named(small)} have {small[0].memory_mib:.0f} MiB, a {hardware.kind} has {stated:.0f}"
+        yield Line("warning", found, "set hardware.kind, and see what `vapo-megatron plan` then says")
+    if used := [gpu for gpu in gpus if gpu.used_mib > _IDLE_MIB]:
+        found = f"GPUs {_named(used)} are in use ({max(gpu.used_mib for gpu in used):.0f} MiB at most)"
+        yield Line("fault", found, "end the processes that `nvidia-smi` lists, or take another node")
+    if split := [gpu for gpu in gpus if gpu.mig]:
+        yield Line("fault", f"GPUs {_named(split)} are in MIG mode", "have an administrator switch it off")
+    if closed := [gpu for gpu in gpus if gpu.compute_mode.lower() != "default"]:
+        found = f"GPUs {_named(closed)} are in compute mode {closed[0].compute_mode}"
+        yield Line("fault", found, "trainer and engine share a GPU: set compute mode Default (nvidia-smi -c 0)")
 
 
 def judge_ecc(gpus: Sequence[Gpu]) -> list[Line]:
     """Whether memory errors are corrected, and none was beyond correction."""
     lines = []
     for what, broken in (
-        ("uncorrected memory errors since the driver was loaded", [g.index for g in gpus if g.uncorrected]),
-        ("a row of memory waiting to be remapped", [g.index for g in gpus if g.remap_pending]),
-        ("a row of memory that could not be remapped", [g.index for g in gpus if g.remap_failed]),
+        ("uncorrected memory errors since the driver was loaded", [gpu for gpu in gpus if gpu.uncorrected]),
+        ("a row of memory waiting to be remapped", [gpu for gpu in gpus if gpu.remap_pending]),
+        ("a row of memory that could not be remapped", [gpu for gpu in gpus if gpu.remap_failed]),
     ):
         if broken:
             remedy = "leave the node out and reset the GPU; if it comes back, have the GPU replaced"
-            lines.append(Line("ecc", "fault", f"GPUs {_named(broken)}: {what}", remedy))
-    off = [gpu.index for gpu in gpus if gpu.ecc is False]
-    if off:
-        lines.append(Line("ecc", "warning", f"GPUs {_named(off)}: ECC is off", "switch it on: nvidia-smi -e 1, reboot"))
+            lines.append(Line("fault", f"GPUs {_named(broken)}: {what}", remedy))
+    if off := [gpu for gpu in gpus if gpu.ecc is False]:
+        lines.append(Line("warning", f"GPUs {_named(off)}: ECC is off", "switch it on: nvidia-smi -e 1, reboot"))
     if not lines and any(gpu.ecc is None for gpu in gpus):
-        return [Line("ecc", "warning", "the GPUs do not report ECC", "nothing, where their kind has none")]
-    return lines or [Line("ecc", "ok", "on, no errors")]
+        return [Line("warning", "the GPUs do not report ECC", "nothing, where their kind has none")]
+    return lines or [Line("ok", "on, no errors")]
 
 
 def judge_links(
@@ -227,31 +199,24 @@ def judge_links(
         hardware: what the node is taken for.
     """
     if hardware.gpus_per_node == 1:
-        return [Line("nvlink", "not applicable", "one GPU a node")]
-    wanted = RATES[hardware.kind].nvlinks
-    down = {gpu: sum(rate is None for rate in rates) for gpu, rates in links.items() if None in rates}
-    few = {gpu: sum(rate is not None for rate in rates) for gpu, rates in links.items()}
-    few = {gpu: up for gpu, up in few.items() if up < wanted}
+        return [Line("not applicable", "one GPU a node")]
     if not links:
-        return [Line("nvlink", "warning", "NVML lists no GPU", "see whether `nvidia-smi nvlink --status` works")]
-    if few or down:
-        gpu, up = next(iter(few.items())) if few else (next(iter(down)), wanted)
-        name = names.get(gpu, "of unknown name")
-        certain = _SXM[hardware.kind].search(name)
-        return [
-            Line(
-                "nvlink",
-                "fault" if certain else "warning",
-                f"GPUs {_named(list(few or down))}: {up} of {wanted} links of GPU {gpu} ({name}) are up",
-                "leave the node out; see that nvidia-fabricmanager runs, with the driver's version"
-                if certain
-                else f"nothing, if it has no more; {wanted} are those of an SXM module, hardware.kind={hardware.kind}",
-            )
-        ]
+        return [Line("warning", "NVML lists no GPU", "see whether `nvidia-smi nvlink --status` works")]
+    wanted = RATES[hardware.kind].nvlinks
+    up = {gpu: sum(rate is not None for rate in rates) for gpu, rates in links.items()}
+    wrong = [gpu for gpu in links if up[gpu] < wanted] or [gpu for gpu, rates in links.items() if None in rates]
+    if wrong:
+        gpu, name = wrong[0], names.get(wrong[0], "of unknown name")
+        found = f"GPUs {', '.join(map(str, wrong))}: {up[gpu]} of {wanted} links of GPU {gpu} ({name}) are up"
+        if _SXM[hardware.kind].search(name):
+            remedy = "leave the node out; see that nvidia-fabricmanager runs, with the driver's version"
+            return [Line("fault", found, remedy)]
+        remedy = f"nothing, if it has no more; {wanted} are those of an SXM module, hardware.kind={hardware.kind}"
+        return [Line("warning", found, remedy)]
     rate = sum(rate for rate in links[min(links)] if rate is not None)
     together = f", {rate:.0f} GB/s together in one direction" if rate else ""
-    return [Line("nvlink", "ok", f"{wanted} links per GPU{together}")]
+    return [Line("ok", f"{wanted} links per GPU{together}")]
 
 
-def _named(indices: Sequence[int]) -> str:
-    return ", ".join(map(str, indices))
+def _named(gpus: Sequence[Gpu]) -> str:
+    return ", ".join(str(gpu.index) for gpu in gpus)

@@ -19,12 +19,12 @@ _ORDER: tuple[Status, ...] = ("not applicable", "skipped", "ok", "warning", "fau
 
 @dataclass(frozen=True)
 class Line:
-    """What one check found, and for all but "ok" what to do about it."""
+    """What a check found, and for all but "ok" what to do about it. check: its name, which perform() puts in."""
 
-    check: str
     status: Status
     found: str
     remedy: str = ""
+    check: str = ""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ import socket
 import time
 from pathlib import Path
 
+from vapo_megatron.config.run_directory import existing
+from vapo_megatron.operations.doctor.fabric import read_ports
 from vapo_megatron.operations.doctor.report import Line
 
 _GIB, _MIB = 2**30, 2**20
@@ -26,30 +28,29 @@ def judge_limits(files: int, locked: int, shared: int, gpus: bool, nodes: int, r
     """
     lines = []
     if files != resource.RLIM_INFINITY and files < _FILES:
-        status = "fault" if files < 1024 else "warning"
         remedy = f"raise it to {_FILES} (ulimit -n; LimitNOFILE of slurmd)"
-        lines.append(Line("limits", status, f"open files: {files}", remedy))  # type: ignore[arg-type]
+        lines.append(Line("fault" if files < 1024 else "warning", f"open files: {files}", remedy))
     if gpus and nodes > 1 and locked != resource.RLIM_INFINITY:
         remedy = "set it to unlimited (LimitMEMLOCK=infinity of slurmd): RDMA needs locked memory"
-        status = "fault" if rdma and locked < _LOCKED else "warning"
-        lines.append(Line("limits", status, f"locked memory: {locked // 1024} KiB", remedy))  # type: ignore[arg-type]
+        too_little = rdma and locked < _LOCKED
+        lines.append(Line("fault" if too_little else "warning", f"locked memory: {locked // 1024} KiB", remedy))
     if shared < 1 * _GIB:
         remedy = "give the container more (--ipc=host, --shm-size): NCCL and PyTorch put buffers there"
-        status = "fault" if gpus else "warning"
-        lines.append(Line("limits", status, f"/dev/shm: {shared / _GIB:.2f} GiB", remedy))  # type: ignore[arg-type]
+        lines.append(Line("fault" if gpus else "warning", f"/dev/shm: {shared / _GIB:.2f} GiB", remedy))
     said = f"open files {_limit(files)}, locked memory {_limit(locked)}, /dev/shm {shared / _GIB:.1f} GiB"
-    return lines or [Line("limits", "ok", said)]
+    return lines or [Line("ok", said)]
 
 
 def _limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else str(value)
 
 
-def check_limits(gpus: bool, nodes: int, rdma: bool) -> list[Line]:
+def check_limits(gpus: bool, nodes: int) -> list[Line]:
     """judge_limits of this process."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     shared = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0
+    rdma = any(port.state == "ACTIVE" for port in read_ports())
     return judge_limits(files, locked, shared, gpus, nodes, rdma)
 
 
@@ -59,21 +60,12 @@ def check_hostname(nodes: int) -> list[Line]:
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
     except OSError as error:
-        status, remedy = "fault" if nodes > 1 else "warning", "add it to DNS or /etc/hosts"
         found = f"{name} has no address ({error.strerror or error})"
-        return [Line("hostname", status, found, remedy)]  # type: ignore[arg-type]
+        return [Line("fault" if nodes > 1 else "warning", found, "add it to DNS or /etc/hosts")]
     if nodes > 1 and all(address.startswith("127.") or address == "::1" for address in addresses):
         remedy = "remove it from the 127.x line of /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
-        return [Line("hostname", "warning", f"{name} leads to {', '.join(addresses)} alone", remedy)]
-    return [Line("hostname", "ok", f"{name}: {', '.join(addresses)}")]
-
-
-def existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
-    folder = folder.absolute()
-    while not os.path.exists(folder):
-        folder = folder.parent
-    return folder
+        return [Line("warning", f"{name} leads to {', '.join(addresses)} alone", remedy)]
+    return [Line("ok", f"{name}: {', '.join(addresses)}")]
 
 
 def check_disk(root: Path, needed: int, write: bool) -> list[Line]:
@@ -81,26 +73,26 @@ def check_disk(root: Path, needed: int, write: bool) -> list[Line]:
 
     needed: bytes of a checkpoint. write: False leaves the speed out.
     """
-    folder = existing(root)
+    folder = existing(root.absolute())
     free = shutil.disk_usage(folder).free
     if free < needed:
         found = f"{folder}: {free / _GIB:.1f} GiB free, a checkpoint takes {needed / _GIB:.1f} GiB"
-        return [Line("disk", "fault", found, "make room, or set run.root to another disk")]
+        return [Line("fault", found, "make room, or set run.root to another disk")]
     room = f"{folder}: {free / _GIB:.0f} GiB free, a checkpoint takes {needed / _GIB:.1f} GiB"
     if free < 3 * needed:
-        return [Line("disk", "warning", room, "make room for three: the last one stays while the next is written")]
+        return [Line("warning", room, "make room for three: the last one stays while the next is written")]
     if not write:
-        return [Line("disk", "ok", room)]
+        return [Line("ok", room)]
     try:
         rate = write_rate(folder)
     except OSError as error:
         found = f"{folder} cannot be written ({error.strerror or error})"
-        return [Line("disk", "fault", found, "choose a run.root that this user may write")]
+        return [Line("fault", found, "choose a run.root that this user may write")]
     seconds = needed / rate
     said = f"{room}, written at {rate / 1e6:.0f} MB/s ({seconds:.0f} s)"
     if rate < _LEAST_WRITE and seconds > 120:
-        return [Line("disk", "warning", said, "put run.root on a faster file system, or save less often")]
-    return [Line("disk", "ok", said)]
+        return [Line("warning", said, "put run.root on a faster file system, or save less often")]
+    return [Line("ok", said)]
 
 
 def write_rate(folder: Path, size: int = _WRITE_BYTES) -> float:

@@ -8,9 +8,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from vapo_megatron.config.run_directory import existing
 from vapo_megatron.operations.doctor.meeting import Meeting
 from vapo_megatron.operations.doctor.report import Line
-from vapo_megatron.operations.doctor.system import existing
 
 _CONTENT_BYTES = 1 << 16
 # Network file systems show a new file to other nodes after their attribute caches have run out.
@@ -21,17 +21,17 @@ _CLOCK_WARNING, _CLOCK_FAULT = 1.0, 30.0
 
 def check_shared_files(meeting: Meeting, root: Path, deadline: float) -> list[Line]:
     """Whether every node sees the same files under run.root: each writes one, node 0's is read by all and all by it."""
-    folder, remedy = existing(root), "put run.root on a file system that all nodes mount, at the same path"
+    folder, remedy = existing(root.absolute()), "put run.root on a file system that all nodes mount, at the same path"
     mine = folder / f".doctor.shared.{meeting.index}.{secrets.token_hex(4)}"
     content = secrets.token_bytes(_CONTENT_BYTES)
     try:
         mine.write_bytes(content)
     except OSError as error:
         meeting.put(f"shared/{meeting.index}", None)
-        return [Line("shared files", "fault", f"{folder} cannot be written ({error.strerror or error})", remedy)]
+        return [Line("fault", f"{folder} cannot be written ({error.strerror or error})", remedy)]
     try:
         if len(meeting.nodes) == 1:
-            return [Line("shared files", "ok", f"{folder}: one node, written")]
+            return [Line("ok", f"{folder}: one node, written")]
         meeting.put(f"shared/{meeting.index}", [str(mine), hashlib.sha256(content).hexdigest()])
         others = [0] if meeting.index else range(1, len(meeting.nodes))
         end = time.monotonic() + deadline
@@ -44,10 +44,10 @@ def check_shared_files(meeting: Meeting, root: Path, deadline: float) -> list[Li
     finally:
         mine.unlink(missing_ok=True)
     if not blind:
-        return [Line("shared files", "ok", f"{folder}: the same on {len(meeting.nodes)} nodes")]
+        return [Line("ok", f"{folder}: the same on {len(meeting.nodes)} nodes")]
     named = "; ".join(f"{meeting.nodes[other]}: {said}" for other, said in blind.items())
     # Node 0 hears of others what they themselves say as well: theirs is the fault.
-    return [Line("shared files", "fault" if meeting.index else "warning", named, remedy)]
+    return [Line("fault" if meeting.index else "warning", named, remedy)]
 
 
 def _sees(meeting: Meeting, other: int, end: float) -> str | None:
@@ -73,7 +73,7 @@ def check_clock(meeting: Meeting, deadline: float) -> list[Line]:
     """Difference of this node's clock from node 0's, taken half way between question and answer (Cristian 1989)."""
     nodes = len(meeting.nodes)
     if nodes == 1:
-        return [Line("clock", "not applicable", "one node")]
+        return [Line("not applicable", "one node")]
     if meeting.index == 0:
         end, waiting = time.monotonic() + deadline, set(range(1, nodes))
         while waiting and time.monotonic() < end:
@@ -82,27 +82,24 @@ def check_clock(meeting: Meeting, deadline: float) -> list[Line]:
                 meeting.put(f"clock/{other}", time.time())
                 waiting.discard(other)
             time.sleep(0.002)
-        return [Line("clock", "ok", "the others are compared with this one")]
+        return [Line("ok", "the others are compared with this one")]
     asked = time.time()
     meeting.put(f"clock/ask/{meeting.index}", True)
     theirs = meeting.get(f"clock/{meeting.index}", deadline)
     if theirs is None:
-        return [Line("clock", "warning", "node 0 did not tell its time", "see what it reports")]
+        return [Line("warning", "node 0 did not tell its time", "see what it reports")]
     answered = time.time()
     return [judge_clock((asked + answered) / 2 - theirs, (answered - asked) / 2)]
 
 
 def judge_clock(difference: float, uncertainty: float) -> Line:
     """A line on a difference of clocks, known up to an uncertainty; seconds."""
-    found, least = (
-        f"{difference:+.2f} s from node 0's (up to {uncertainty:.2f} s of it may be the way)",
-        abs(difference),
-    )
-    least -= uncertainty
+    found = f"{difference:+.2f} s from node 0's (up to {uncertainty:.2f} s of it may be the way)"
+    least = abs(difference) - uncertainty
     remedy = "start chronyd or ntpd: file times and Slurm's credentials go by the clock"
     if least > _CLOCK_FAULT:
-        return Line("clock", "fault", found, remedy)
-    return Line("clock", "warning", found, remedy) if least > _CLOCK_WARNING else Line("clock", "ok", found)
+        return Line("fault", found, remedy)
+    return Line("warning", found, remedy) if least > _CLOCK_WARNING else Line("ok", found)
 
 
 def check_reachable(meeting: Meeting, deadline: float) -> list[Line]:
@@ -114,12 +111,12 @@ def check_reachable(meeting: Meeting, deadline: float) -> list[Line]:
             listener.bind((host, 0))
             listener.listen()
         except OSError as error:
-            return [Line("ports", "fault", f"no port of {host} can be had ({error.strerror or error})", remedy)]
+            return [Line("fault", f"no port of {host} can be had ({error.strerror or error})", remedy)]
         port = listener.getsockname()[1]
         if len(meeting.nodes) == 1:
             if said := _connects(host, port):
-                return [Line("ports", "fault", said, remedy)]
-            return [Line("ports", "ok", f"a free port of {host} answers")]
+                return [Line("fault", said, remedy)]
+            return [Line("ok", f"a free port of {host} answers")]
         meeting.put(f"ports/{meeting.index}", [host, port])
         if meeting.index == 0:
             end = time.monotonic() + deadline
@@ -131,10 +128,10 @@ def check_reachable(meeting: Meeting, deadline: float) -> list[Line]:
         meeting.get("ports/done", 2 * deadline)
         said = meeting.get(f"ports/said/{meeting.index}", 0)
     if said is None:
-        return [Line("ports", "warning", "node 0 did not try to reach this node", "see what it reports")]
+        return [Line("warning", "node 0 did not try to reach this node", "see what it reports")]
     if said:
-        return [Line("ports", "fault", f"node 0 cannot reach {host}: {said}", remedy)]
-    return [Line("ports", "ok", f"node 0 reaches {host}")]
+        return [Line("fault", f"node 0 cannot reach {host}: {said}", remedy)]
+    return [Line("ok", f"node 0 reaches {host}")]
 
 
 def _own_address(meeting: Meeting) -> str:
@@ -157,7 +154,7 @@ def _connects(host: str, port: int) -> str:
 def check_alike(meeting: Meeting, facts: dict[str, str], deadline: float) -> list[Line]:
     """Whether this node's facts are those of most nodes."""
     if len(meeting.nodes) == 1:
-        return [Line("alike", "not applicable", "one node")]
+        return [Line("not applicable", "one node")]
     meeting.put(f"alike/{meeting.index}", facts)
     end = time.monotonic() + deadline
     told = [meeting.get(f"alike/{other}", max(0.0, end - time.monotonic())) for other in range(len(meeting.nodes))]
@@ -165,5 +162,5 @@ def check_alike(meeting: Meeting, facts: dict[str, str], deadline: float) -> lis
     usual = json.loads(counted.most_common(1)[0][0])
     different = [f"{key} {facts[key]}, most nodes have {usual[key]}" for key in facts if facts[key] != usual.get(key)]
     if different:
-        return [Line("alike", "fault", "; ".join(different), "give all nodes the same environment, driver and files")]
-    return [Line("alike", "ok", ", ".join(f"{key} {value}" for key, value in facts.items()))]
+        return [Line("fault", "; ".join(different), "give all nodes the same environment, driver and files")]
+    return [Line("ok", ", ".join(f"{key} {value}" for key, value in facts.items()))]

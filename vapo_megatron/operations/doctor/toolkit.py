@@ -10,13 +10,12 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
 from vapo_megatron.operations.doctor.report import Line
 
-NAME = "toolkit"
 _SECONDS = 60.0
 # Modules with compiled code for GPUs, and what goes wrong without.
 _COMPILED = {
@@ -32,28 +31,28 @@ _HEADERS = {"cudnn": "cudnn.h", "nccl": "nccl.h"}
 def check_toolkit(cuda: str | None, environment: Mapping[str, str] = os.environ) -> list[Line]:
     """A line for everything that is missing, or one that nothing is. cuda: what PyTorch was built for, such as 13.0."""
     lines = [*_compilers(cuda, environment), *_headers(environment), *_modules(environment)]
-    return lines or [Line(NAME, "ok", f"nvcc {_nvcc_version(_nvcc(environment))}, g++, ninja, headers; kernels load")]
+    return lines or [Line("ok", f"nvcc {_nvcc_version(_nvcc(environment))}, g++, ninja, headers; kernels load")]
 
 
 def _compilers(cuda: str | None, environment: Mapping[str, str]) -> Iterator[Line]:
     nvcc, path = _nvcc(environment), environment.get("PATH", os.defpath)
     if nvcc is None:
         remedy = f"install the CUDA toolkit{f' {cuda}' if cuda else ''} and put its bin on PATH"
-        yield Line(NAME, "fault", "no nvcc: engines compile kernels when they start", remedy)
+        yield Line("fault", "no nvcc: engines compile kernels when they start", remedy)
     elif cuda is not None and (found := _nvcc_version(nvcc)) != cuda:
         bad = found is None or found.partition(".")[0] != cuda.partition(".")[0]
         remedy = f"put the bin of a CUDA {cuda} toolkit first on PATH and set CUDA_HOME to it"
-        yield Line(NAME, "fault" if bad else "warning", f"{nvcc} is {found or 'broken'}, PyTorch's CUDA {cuda}", remedy)
+        yield Line("fault" if bad else "warning", f"{nvcc} is {found or 'broken'}, PyTorch's CUDA {cuda}", remedy)
     if shutil.which(environment.get("CXX", "g++"), path=path) is None:
-        yield Line(NAME, "fault", "no g++: kernels are compiled with it", "apt-get install g++")
+        yield Line("fault", "no g++: kernels are compiled with it", "apt-get install g++")
     if shutil.which("ninja", path=path) is None:
-        yield Line(NAME, "fault", "no ninja: engines compile kernels with it", "pip install ninja")
+        yield Line("fault", "no ninja: engines compile kernels with it", "pip install ninja")
 
 
 def _headers(environment: Mapping[str, str]) -> Iterator[Line]:
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         python = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
-        yield Line(NAME, "fault", "no Python.h: Triton compiles with it", f"apt-get install {python}")
+        yield Line("fault", "no Python.h: Triton compiles with it", f"apt-get install {python}")
     if find_spec("transformer_engine") is not None:
         return
     places = [
@@ -66,7 +65,7 @@ def _headers(environment: Mapping[str, str]) -> Iterator[Line]:
     for package, header in _HEADERS.items():
         if not any((place / header).is_file() for place in places):
             remedy = f"export CPLUS_INCLUDE_PATH={packages / package / 'include'}:$CPLUS_INCLUDE_PATH"
-            yield Line(NAME, "warning", f"no {header}: Transformer Engine cannot be built without", remedy)
+            yield Line("warning", f"no {header}: Transformer Engine cannot be built without", remedy)
 
 
 def _modules(environment: Mapping[str, str]) -> Iterator[Line]:
@@ -75,9 +74,8 @@ def _modules(environment: Mapping[str, str]) -> Iterator[Line]:
             continue  # the check of versions says so
         said = _import_error(module, environment)
         if said:
-            yield Line(
-                NAME, "fault", f"{module} does not load ({said}): {without}", "install it for this PyTorch and CUDA"
-            )
+            found = f"{module} does not load ({said}): {without}"
+            yield Line("fault", found, "install it for this PyTorch and CUDA")
 
 
 def _import_error(module: str, environment: Mapping[str, str]) -> str:
@@ -93,12 +91,8 @@ def _import_error(module: str, environment: Mapping[str, str]) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"not within {_SECONDS:g} s"
-    return "" if done.returncode == 0 else _last_line(done.stderr.splitlines(), done.returncode)
-
-
-def _last_line(lines: Sequence[str], code: int) -> str:
-    told = [line.strip() for line in lines if line.strip()]
-    return told[-1][:200] if told else f"exit code {code}"
+    last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return "" if done.returncode == 0 else last[:200]
 
 
 def _nvcc(environment: Mapping[str, str]) -> str | None:

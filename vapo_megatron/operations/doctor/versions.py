@@ -2,10 +2,10 @@
 
 import platform as python_platform
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 from packaging.specifiers import SpecifierSet
 
+from vapo_megatron.monitoring.facts import installed_version
 from vapo_megatron.operations.doctor.report import Line
 
 
@@ -57,34 +57,22 @@ def check_versions(gpus: bool, driver: str | None, cuda: str | None, usable: boo
     lines, good = [], []
     python = python_platform.python_version()
     if not SpecifierSet(PYTHON).contains(python):
-        lines.append(Line("versions", "fault", f"Python {python}", f"use Python {PYTHON}"))
+        lines.append(Line("fault", f"Python {python}", f"use Python {PYTHON}"))
     for row in MATRIX:
         if row.gpu_only and not gpus:
             continue
-        found = _version(row.package)
-        wanted = f"{row.package}{row.versions}"
+        found, remedy = installed_version(row.package), f"pip install '{row.package}{row.versions}'"
         if found is None and row.optional:
-            lines.append(
-                Line(
-                    "versions", "warning", f"{row.package} is not installed: {row.optional}", f"pip install '{wanted}'"
-                )
-            )
+            lines.append(Line("warning", f"{row.package} is not installed: {row.optional}", remedy))
         elif found is None:
-            lines.append(Line("versions", "fault", f"{row.package} is not installed", f"pip install '{wanted}'"))
+            lines.append(Line("fault", f"{row.package} is not installed", remedy))
         elif not SpecifierSet(row.versions).contains(found, prereleases=True):
             # Other versions may work: what was never tried is no fault.
-            lines.append(
-                Line(
-                    "versions",
-                    "warning",
-                    f"{row.package} {found}, tried were {row.versions}",
-                    f"pip install '{wanted}'",
-                )
-            )
+            lines.append(Line("warning", f"{row.package} {found}, tried were {row.versions}", remedy))
         else:
             good.append(f"{row.package} {found}")
     lines += _driver(driver, cuda, usable)
-    return lines or [Line("versions", "ok", f"Python {python}, " + ", ".join(good))]
+    return lines or [Line("ok", f"Python {python}, " + ", ".join(good))]
 
 
 def _driver(driver: str | None, cuda: str | None, usable: bool) -> list[Line]:
@@ -94,12 +82,5 @@ def _driver(driver: str | None, cuda: str | None, usable: bool) -> list[Line]:
     found = f"driver {driver} with a PyTorch for CUDA {cuda}"
     remedy = f"install driver {least} or newer, or a PyTorch for an older CUDA"
     if usable or major >= LEAST_DRIVERS[cuda.partition(".")[0]]:
-        return [Line("versions", "warning", f"{found}: it serves it, but for kernels left to the driver", remedy)]
-    return [Line("versions", "fault", found, remedy)]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+        return [Line("warning", f"{found}: it serves it, but for kernels left to the driver", remedy)]
+    return [Line("fault", found, remedy)]
