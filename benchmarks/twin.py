@@ -30,7 +30,8 @@ from vapo_megatron.engine import columns
 from vapo_megatron.experience.sample import Sample
 from vapo_megatron.operations.plan.lengths import Lengths
 from vapo_megatron.operations.twin.response_lengths import ResponseLengths
-from vapo_megatron.operations.twin.run import Outcome, Scenario, SimulatedRollouts, simulate, steps
+from vapo_megatron.operations.twin.run import Outcome, SimulatedRollouts, simulate, steps
+from vapo_megatron.operations.twin.scenario import Scenario
 from vapo_megatron.rollout.client import EngineClient, PauseMode
 from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.server import EngineAddress

@@ -14,9 +14,9 @@ from vapo_megatron.config.algorithm import DynamicSamplingConfig
 from vapo_megatron.config.rollout import AsynchronousConfig, PartialResponsesConfig, RolloutConfig
 from vapo_megatron.config.run import BatchConfig
 from vapo_megatron.operations.plan.lengths import Lengths
-from vapo_megatron.operations.twin.engines import Failures
 from vapo_megatron.operations.twin.response_lengths import ResponseLengths
-from vapo_megatron.operations.twin.run import Scenario, simulate
+from vapo_megatron.operations.twin.run import simulate
+from vapo_megatron.operations.twin.scenario import Failures, Scenario
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,6 @@ class Flops:
         """All of them."""
         return self.linear + self.attention + self.head
 
-    def scaled(self, linear: float, attention: float, head: float) -> "Flops":
-        """Each kind times a factor of its own."""
-        return Flops(self.linear * linear, self.attention * attention, self.head * head)
-
 
 def _matrix(rule: Rule, spec: ModelSpec) -> int:
     """Weights of a rule that are multiplied with every token: matrices, not biases and norms."""
@@ -78,7 +74,11 @@ BACKWARD = {"linear": 2.0, "attention": 2.5, "head": 3.0}
 def training_flops(spec: ModelSpec, forward: Flops, layout: LayoutConfig, recompute: RecomputeConfig) -> Flops:
     """Operations of forward and backward pass, what is computed again included."""
     linear, attention = _computed_again(spec, layout, recompute)
-    return forward.scaled(1 + BACKWARD["linear"] + linear, 1 + BACKWARD["attention"] + attention, 1 + BACKWARD["head"])
+    return Flops(
+        forward.linear * (1 + BACKWARD["linear"] + linear),
+        forward.attention * (1 + BACKWARD["attention"] + attention),
+        forward.head * (1 + BACKWARD["head"]),
+    )
 
 
 def _computed_again(spec: ModelSpec, layout: LayoutConfig, recompute: RecomputeConfig) -> tuple[float, float]:

@@ -1,9 +1,10 @@
 """Looking for layouts that fit and are faster, and for the largest token budget."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from vapo_megatron.checkpoint.config_change import differences
 from vapo_megatron.config.model import LayoutConfig, RecomputeConfig, TrainableConfig
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.mcore.offload import PARTS
@@ -149,9 +150,7 @@ def _candidates(plan: Plan, name: str) -> list[_Candidate]:
             for budget in (least, 2 * least, 4 * least):
                 values = {"layout": layout, "recompute": recompute, "max_tokens_per_microbatch": budget}
                 section = model.config.model_copy(update=values)
-                changed = PlannedModel(
-                    model.name, model.spec, model.head, section, model.world, model.width, model.fused
-                )
+                changed = replace(model, config=section)
                 peak = max(_peak(changed, stage, lengths.longest_sample) for stage in range(layout.pp))
                 if peak > room:
                     break  # a larger budget needs more
@@ -211,16 +210,8 @@ def _with_engines(start: Plan, config: PlanConfig) -> Plan | None:
 
 def _changes(old: PlanConfig, new: PlanConfig) -> dict[str, str]:
     """Dotted keys whose values differ."""
-
-    def flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-        if isinstance(value, dict):
-            for key, entry in value.items():
-                yield from flat(f"{prefix}.{key}" if prefix else key, entry)
-        else:
-            yield prefix, value
-
-    before, after = dict(flat("", old.model_dump(mode="json"))), dict(flat("", new.model_dump(mode="json")))
-    return {key: _text(value) for key, value in after.items() if before[key] != value}
+    found = differences(old.model_dump(mode="json"), new.model_dump(mode="json"))
+    return {key: _text(value) for key, _, value in found}
 
 
 def _text(value: Any) -> str:

@@ -6,35 +6,19 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from vapo_megatron.errors import TryAgain
 from vapo_megatron.experience.sample import FinishReason
+from vapo_megatron.operations.twin.scenario import Scenario
 from vapo_megatron.operations.twin.virtual_loop import VirtualLoop
 from vapo_megatron.rollout.client import Completion, EngineClient, PauseMode
 from vapo_megatron.rollout.server import EngineAddress
 
 # Of a decoding step: times are floating point numbers.
 _ROUNDING = 1e-6
-
-
-class EngineSpeed(Protocol):
-    """How fast a server is."""
-
-    @property
-    def at_once(self) -> int:
-        """Responses that it generates together; further ones wait."""
-        ...
-
-    def decode_seconds(self, running: float, context: float) -> float:
-        """Of a step that adds a token to each running response, which have so many tokens on average."""
-        ...
-
-    def prefill_seconds(self, tokens: float) -> float:
-        """Of reading a sequence; nothing else is generated meanwhile."""
-        ...
 
 
 @dataclass(eq=False)
@@ -94,17 +78,10 @@ class SimulatedEngine(EngineClient):
     wait begin as soon as others end.
     """
 
-    def __init__(
-        self,
-        address: EngineAddress,
-        speed: EngineSpeed,
-        prompt_tokens: int,
-        length_of: Callable[[int, int], int],
-        clock: VirtualLoop,
-    ) -> None:
-        """prompt_tokens: of every prompt. length_of: a response's, by the first token of its prompt and its seed."""
+    def __init__(self, address: EngineAddress, scenario: Scenario, clock: VirtualLoop) -> None:
         super().__init__(address, 0.0)
-        self._speed, self._prompt_tokens, self._length_of, self._clock = speed, prompt_tokens, length_of, clock
+        self._speed, self._prompt_tokens, self._length_of = scenario.speed, scenario.prompt_tokens, scenario.length_of
+        self._clock = clock
         self._waiting: deque[_Response] = deque()
         self._running: list[tuple[float, int, _Response]] = []  # a heap by the step in which they end
         self._calls: set[_Call] = set()

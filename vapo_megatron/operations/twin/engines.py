@@ -1,25 +1,13 @@
 """The simulated engines of a run: they get weights, they die and come back."""
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
 
-from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.operations.twin.engine import EngineSpeed, SimulatedEngine
+from vapo_megatron.operations.twin.engine import SimulatedEngine
+from vapo_megatron.operations.twin.scenario import Failures, Scenario
 from vapo_megatron.operations.twin.virtual_loop import VirtualLoop
 from vapo_megatron.rollout.client import PauseMode
 from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.server import EngineAddress
-
-
-@dataclass(frozen=True)
-class Failures:
-    """How often an engine dies, and how long it takes until another one is in its place."""
-
-    mean_seconds: float
-    restart_seconds: float
-    seed: int = 0
 
 
 class SimulatedEngines:
@@ -34,36 +22,28 @@ class SimulatedEngines:
 
     share_device = False
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        count: int,
-        speed: EngineSpeed,
-        prompt_tokens: int,
-        length_of: Callable[[int, int], int],
-        sync_mode: Literal["wait", "retract", "in_place"],
-        sync_seconds: float,
-        failures: Failures | None = None,
-    ) -> None:
-        """sync_seconds: of a weight sync, in which the engines write nothing."""
-        self.clock, self.count, self.sync_mode, self.version, self.failures = VirtualLoop(), count, sync_mode, 0, 0
-        self._config, self._sync_seconds, self._failing = config, sync_seconds, failures
-        addresses = [EngineAddress(f"http://engine{number}", "no log") for number in range(count)]
-        self._engines = {
-            address: SimulatedEngine(address, speed, prompt_tokens, length_of, self.clock) for address in addresses
-        }
+    def __init__(self, scenario: Scenario) -> None:
+        self.clock, self.count, self.sync_mode = VirtualLoop(), scenario.engines, scenario.sync_mode
+        self.version, self.failures, self._scenario = 0, 0, scenario
+        addresses = [EngineAddress(f"http://engine{number}", "no log") for number in range(self.count)]
+        self._engines = {address: SimulatedEngine(address, scenario, self.clock) for address in addresses}
         self.dispatcher = Dispatcher(
-            addresses, config, (), are_replaced=True, loop=self.clock, client=lambda address, _: self._engines[address]
+            addresses,
+            scenario.rollout,
+            (),
+            are_replaced=True,
+            loop=self.clock,
+            client=lambda address, _: self._engines[address],
         )
         self.dispatcher.when_stranded = lambda: self._sync(self.version)
-        if failures is not None:
+        if (failing := scenario.failures) is not None:
             for number, engine in enumerate(self._engines.values()):
-                self._let_fail(engine, random.Random(f"{failures.seed}/{number}"), failures)
+                self._let_fail(engine, random.Random(f"{failing.seed}/{number}"), failing)
 
     @property
     def collect_timeout_s(self) -> float:
         """As Engines'."""
-        return self._config.collect_timeout_s
+        return self._scenario.rollout.collect_timeout_s
 
     def update_weights(self) -> None:
         """Those that are up get weights of the next version."""
@@ -76,7 +56,7 @@ class SimulatedEngines:
             self.clock.sleep(1.0)
         for engine in fed:
             self.clock.run(engine.pause(pause))
-        self.clock.sleep(self._sync_seconds)
+        self.clock.sleep(self._scenario.sync_seconds)
         for engine in fed:
             self.clock.run(engine.resume(version))
         self.dispatcher.use([engine.address.url for engine in fed if engine.is_up])

@@ -17,7 +17,8 @@ from vapo_megatron.operations.twin.planned import (
     on_shared_gpus,
     splits,
 )
-from vapo_megatron.operations.twin.run import Outcome, Scenario, simulate
+from vapo_megatron.operations.twin.run import Outcome, simulate
+from vapo_megatron.operations.twin.scenario import Scenario
 
 # Splits that are simulated of all that can be laid out: those that look best by sums.
 _SIMULATED_SPLITS = 3

@@ -11,9 +11,8 @@ from vapo_megatron.operations.plan.engines import PlannedEngine
 from vapo_megatron.operations.plan.lengths import Lengths
 from vapo_megatron.operations.plan.plan import Plan, make_plan
 from vapo_megatron.operations.plan.rollout import decode_seconds, prefill_seconds, reached_speed
-from vapo_megatron.operations.twin.engines import Failures
 from vapo_megatron.operations.twin.response_lengths import ResponseLengths
-from vapo_megatron.operations.twin.run import Scenario
+from vapo_megatron.operations.twin.scenario import Failures, Scenario
 
 # Phases of a plan in which engines work, or that are no part of a step of a trainer which shares its GPUs with none.
 _OF_ENGINES = ("rollout", "verify", "weight_sync")

@@ -7,16 +7,14 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from statistics import stdev
-from typing import Any, Literal, Self, cast
+from typing import Any, Self, cast
 
-from vapo_megatron.config.algorithm import DynamicSamplingConfig
 from vapo_megatron.config.reward import RewardConfig
-from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
-from vapo_megatron.config.run import BatchConfig
+from vapo_megatron.config.rollout import SamplingConfig
 from vapo_megatron.experience.prompts import PromptSource
 from vapo_megatron.experience.sample import Prompt, Sample
-from vapo_megatron.operations.twin.engine import EngineSpeed
-from vapo_megatron.operations.twin.engines import Failures, SimulatedEngines
+from vapo_megatron.operations.twin.engines import SimulatedEngines
+from vapo_megatron.operations.twin.scenario import Scenario
 from vapo_megatron.operations.twin.virtual_loop import VirtualLoop
 from vapo_megatron.rollout.ledger import DROPPED
 from vapo_megatron.rollout.stream import GRADED_AT_ONCE
@@ -27,46 +25,6 @@ from vapo_megatron.training.rollouts import Rollouts
 WAIT = "time/wait_for_engines"
 _PROMPTS = 4096
 _INFORMATIVE, _ALIKE = "informative", "alike"
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """A run to simulate; times in seconds.
-
-    Attributes:
-        rollout: staleness, partial responses, how many requests an engine takes.
-        batch, sampling: what a step is made of.
-        max_new_tokens: of a response.
-        sync_mode: what becomes of responses under way at a weight sync.
-        engines, speed: how many, each how fast.
-        prompt_tokens: of every prompt.
-        length_of: tokens of a response, by the number of its prompt in the data and its seed.
-        trainer_seconds: of all that the trainer does with samples, by their tokens.
-        sync_seconds: of a weight sync.
-        grade_seconds, grade_workers: of a response; how many are graded at once.
-        informative_share: of groups, with dynamic sampling.
-        failures: of engines.
-        steps: to count, after those in which the run settles.
-        seed: of everything.
-    """
-
-    rollout: RolloutConfig
-    batch: BatchConfig
-    sampling: DynamicSamplingConfig
-    max_new_tokens: int
-    sync_mode: Literal["wait", "retract", "in_place"]
-    engines: int
-    speed: EngineSpeed
-    prompt_tokens: int
-    length_of: Callable[[int, int], int]
-    trainer_seconds: Callable[[int], float]
-    sync_seconds: float
-    grade_seconds: float
-    grade_workers: int
-    informative_share: float = 1.0
-    failures: Failures | None = None
-    steps: int = 10
-    seed: int = 0
 
 
 @dataclass
@@ -179,16 +137,7 @@ def simulate(scenario: Scenario) -> Outcome:
     Raises:
         TryAgain: a step takes longer than rollout.collect_timeout_s.
     """
-    engines = SimulatedEngines(
-        scenario.rollout,
-        scenario.engines,
-        scenario.speed,
-        scenario.prompt_tokens,
-        scenario.length_of,
-        scenario.sync_mode,
-        scenario.sync_seconds,
-        scenario.failures,
-    )
+    engines = SimulatedEngines(scenario)
     try:
         return steps(scenario, engines, engines.clock.sleep, SimulatedRollouts.of(scenario, engines))
     finally:
