@@ -113,7 +113,7 @@ SITE ?=
 ATTENTION ?= auto
 gpu-check:
 	@python="$(or $(PYTHON),$$(if [ -z "$${VIRTUAL_ENV:-}" ] && [ -x $(BIN)/python ]; then echo $(BIN)/python; else echo python3; fi))"
-	"$$python" -m vapo_megatron.operations.gpu_check $(STEPS) --out "$(OUT)" --attention "$(ATTENTION)" \
+	"$$python" -m tools.gpu_check $(STEPS) --out "$(OUT)" --attention "$(ATTENTION)" \
 	  $(if $(BUDGET),--budget $(BUDGET)) $(if $(SITE),--site "$(SITE)")
 
 lint: $(STAMP)

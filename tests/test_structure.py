@@ -49,7 +49,7 @@ CALLED_BY_LIBRARIES = {"get_replay_topk"}
 UNUSED_YET: set[str] = set()
 LIBRARIES = {
     "megatron": ("mcore/", "weights/"),
-    "sglang": ("engine/", "weight_sync/strict_loading.py", "operations/gpu_check/"),
+    "sglang": ("engine/", "weight_sync/strict_loading.py"),
 }
 
 # mcore/platform.py answers what a device is. These use CUDA streams, events and generators themselves, are given a
@@ -132,8 +132,6 @@ def test_only_the_platform_asks_what_the_device_is() -> None:
     assert asks_for_the_device(parsed(PACKAGE / "mcore/platform.py"))
     assert asks_for_the_device(ast.parse("tensor.is_cuda")) and not asks_for_the_device(ast.parse("platform.is_cuda"))
     found = {named(path) for path in SOURCES if asks_for_the_device(parsed(path))} - {"mcore/platform.py"}
-    # What is there to be run on a GPU, by hand.
-    found = {name for name in found if not name.startswith("operations/gpu_check/")}
     assert found == ASK_FOR_THE_DEVICE, "ask mcore/platform.py instead; take off the list what no longer asks"
 
 

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vapo_megatron.operations.gpu_check.one_line import UsageError
+
+class UsageError(Exception):
+    """The check was called in a way it cannot use: told in one line, exit code 2."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ _PASSED = r"\b[1-9]\d* passed"
 
 
 def _program(name: str, module: str, step: str, shows: str, expects: str, gpu: bool = True) -> Check:
-    return Check(name, step, ("-m", f"vapo_megatron.operations.gpu_check.{module}"), 240, shows, expects, gpu)
+    return Check(name, step, ("-m", f"tools.gpu_check.{module}"), 240, shows, expects, gpu)
 
 
 def _tests(name: str, step: str, limit: float, shows: str, *folders: str) -> Check:

@@ -2,7 +2,7 @@
 
     make gpu-check                                          everything; the limits add up to 80 minutes
     make gpu-check STEPS="environment layers" BUDGET=560    some steps, in 560 s at most
-    python -m vapo_megatron.operations.gpu_check --list     the table of checks
+    python -m tools.gpu_check --list                        the table of checks
 
 Exit codes: 0 all have passed; 1 one failed or ran past its limit; 2 it was called in a way it cannot use; 3 nothing
 failed, but not all were checked (no GPU here, or the budget ended).
@@ -16,12 +16,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from vapo_megatron.operations.gpu_check.checks import Check, chosen, table
-from vapo_megatron.operations.gpu_check.one_line import UsageError
-from vapo_megatron.operations.gpu_check.page import write_results
-from vapo_megatron.operations.gpu_check.runner import Result, exit_code, run_all
+from tools.gpu_check.checks import Check, UsageError, chosen, table
+from tools.gpu_check.page import write_results
+from tools.gpu_check.runner import Result, exit_code, run_all
 
-_ROOT = Path(__file__).resolve().parents[3]
+_ROOT = Path(__file__).resolve().parents[2]
 _ASK = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
 
 
@@ -31,8 +30,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out: Path = given.out.resolve()
     try:
         checks = chosen(table(out, given.attention), given.steps)
-        if not (_ROOT / "benchmarks").is_dir():
-            raise UsageError(f"{_ROOT} is no clone of the repository: its tests and benchmarks are needed")
         if given.list:
             _show(checks)
             return 0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from vapo_megatron.operations.gpu_check.checks import Check
+from tools.gpu_check.checks import Check
 
 Status = Literal["ok", "not checked", "over its limit", "failed"]
 # From the best to the worst. What was not checked may be broken: that is worse than what has passed.

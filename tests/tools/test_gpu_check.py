@@ -11,11 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from vapo_megatron.operations.gpu_check.__main__ import environment_of_checks, main
-from vapo_megatron.operations.gpu_check.checks import Check, chosen, table
-from vapo_megatron.operations.gpu_check.one_line import UsageError
-from vapo_megatron.operations.gpu_check.page import write_results
-from vapo_megatron.operations.gpu_check.runner import Result, exit_code, run_all
+from tools.gpu_check.__main__ import environment_of_checks, main
+from tools.gpu_check.checks import Check, UsageError, chosen, table
+from tools.gpu_check.page import write_results
+from tools.gpu_check.runner import Result, exit_code, run_all
 
 ROOT = Path(__file__).parents[2]
 
@@ -140,7 +139,7 @@ def test_the_page_tells_of_every_check_and_shows_figures_and_the_end_of_what_fai
 
 def test_on_a_machine_without_gpus_it_says_what_it_could_not_check(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "vapo_megatron.operations.gpu_check", "environment", "layers", "--out", str(tmp_path)],
+        [sys.executable, "-m", "tools.gpu_check", "environment", "layers", "--out", str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -156,7 +155,7 @@ def test_it_starts_where_nothing_but_python_is_there(tmp_path: Path) -> None:
     isolated = [sys.executable, "-I", "-S", "-c"]
     program = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from vapo_megatron.operations.gpu_check.__main__ import main\nsys.exit(main(['--list']))"
+        "from tools.gpu_check.__main__ import main\nsys.exit(main(['--list']))"
     )
     done = subprocess.run([*isolated, program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "mfu_7b" in done.stdout, done.stderr

@@ -1,14 +1,14 @@
 """The results: one page of Markdown for people, JSON for programs."""
 
 import json
-import os
 import platform
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from vapo_megatron.operations.gpu_check.runner import Result, exit_code
+from tools.gpu_check.runner import Result, exit_code
+from vapo_megatron.config.atomic import atomic_write
 
 _LOG_LINES = 25
 _WORDS = {
@@ -33,8 +33,10 @@ def write_results(results: Sequence[Result], out: Path, machine: str) -> None:
         for result in results
     ]
     found = {**facts, "exit_code": exit_code(results), "checks": rows}
-    _write(out / "results.json", json.dumps(found, indent=1) + "\n")
-    _write(out / "results.md", _page(results, out, facts))
+    with atomic_write(out / "results.json") as file:
+        file.write(json.dumps(found, indent=1) + "\n")
+    with atomic_write(out / "results.md") as file:
+        file.write(_page(results, out, facts))
 
 
 def _page(results: Sequence[Result], out: Path, facts: dict[str, str]) -> str:
@@ -80,9 +82,3 @@ def _rows(rows: Sequence[dict[str, Any]]) -> list[str]:
     heads = list(rows[0])
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     return lines + ["| " + " | ".join(cell(row.get(head, "")) for head in heads) + " |" for row in rows]
-
-
-def _write(file: Path, text: str) -> None:
-    part = file.with_name(f"{file.name}.part")
-    part.write_text(text)
-    os.replace(part, file)
