@@ -24,7 +24,7 @@ from vapo_megatron.mcore import trainable as trainable_module
 from vapo_megatron.mcore.optimizer import optimizer_tensors
 from vapo_megatron.training import updates
 from vapo_megatron.training.shards import ShardedBatch
-from vapo_megatron.training.sick_updates import RECORD_FILE, SickUpdates, first_prompt
+from vapo_megatron.training.sick_updates import RECORD_FILE, UNFINISHED, SickUpdates, first_prompt
 
 NAN, INF = float("nan"), float("inf")
 
@@ -169,13 +169,12 @@ def test_greedy_rewards_that_are_not_finite_are_told() -> None:
 
 
 def test_no_signal_and_nothing_selected_are_skipped_and_do_no_harm() -> None:
-    judge, silent = SickUpdates(SickUpdatesConfig(most_in_a_row=1)), batch_with("advantages", 0.0)
-    assert judge.has_signal(batch_with("advantages", 0.5), other_terms=False)
-    assert judge.has_signal(silent, other_terms=True)
-    assert not judge.has_signal(silent, other_terms=False)
-    assert SickUpdates(SickUpdatesConfig(without_signal=False)).has_signal(silent, other_terms=False)
-    silent.fill(selected=torch.zeros(silent.samples, dtype=torch.bool))
-    assert not judge.has_signal(silent, other_terms=True)
+    judge, some, none = SickUpdates(SickUpdatesConfig(most_in_a_row=1)), torch.tensor([True, False]), torch.zeros(2)
+    assert judge.has_signal(some, some)
+    assert not judge.has_signal(some, none)
+    unsaid = SickUpdates(SickUpdatesConfig(without_signal=False))
+    assert unsaid.has_signal(some, none) and not unsaid.has_signal(some, none, UNFINISHED)
+    assert not judge.has_signal(none, none)
     assert judge.metrics() == {"sick/skipped_updates": 2.0, "sick/empty": 1.0, "sick/no_signal": 1.0}
     assert not judge.exhausted
 

@@ -113,6 +113,7 @@ CASES: dict[str, dict[str, Any]] = {
     "replay_epochs": {P + "replay_epochs": 3},
     "minibatch_size": {P + "minibatch_size": 8},
     "masked": {"algorithm.shaping.truncated": "mask"},
+    "masked_alone": {"algorithm.shaping.truncated": "mask", P + "minibatch_size": 1},
     "discounted": {"algorithm.advantage.gamma": 0.9},
     "clipped": {"algorithm.value_loss.kind": "clipped"},
 }
@@ -203,6 +204,13 @@ def test_the_critic_learns_monte_carlo_returns(folder: Path, name: str) -> None:
 def test_returns_are_discounted_and_masked_as_in_training(folder: Path) -> None:
     check_weights(folder, load(folder, "discounted"), gamma=0.9)
     check_weights(folder, load(folder, "masked"), masked=True)
+
+
+def test_a_minibatch_without_loss_is_no_step(folder: Path) -> None:
+    """Of the 21 responses that are not held out a third are cut off."""
+    seen = load(folder, "masked_alone")
+    assert len(seen.steps) == 14 and not any(tokens[-1] == CUT for (tokens,) in seen.steps)
+    check_weights(folder, seen)
 
 
 def test_iterations_are_rollouts_and_each_response_of_them_is_read_or_held_out(folder: Path) -> None:

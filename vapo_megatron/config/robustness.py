@@ -18,8 +18,8 @@ class SickUpdatesConfig(Section):
     fewest: int = Field(20, ge=2, description="updates before anything is called a spike")
     without_signal: bool = Field(
         True,
-        description="skip the policy's updates on a rollout whose advantages are all 0, where no other part of the "
-        "loss is on; false: momentum and weight decay move it",
+        description="skip the policy's updates on a rollout, or a mini-batch of it, whose advantages are all 0, where "
+        "no other part of the loss is on; false: momentum and weight decay move it",
     )
     most_in_a_row: int | None = Field(
         10,

@@ -232,16 +232,18 @@ def gradient_spike(history: History, config: AlarmsConfig) -> str | None:
 
 
 @_alarm(
-    "`sick/skipped_updates` above 0",
+    "`sick/skipped_updates` above `sick/unfinished`",
     "`sick/<cause>` in the row says why; robustness.md says what to look at",
 )
 def skipped_updates(history: History, config: AlarmsConfig) -> str | None:
     """Updates would have harmed a model, and were not made (robustness.md)."""
-    skipped = history.newest.get(names.SKIPPED_UPDATES)
+    expected = names.SKIPPED_UPDATES, names.UNFINISHED
+    total, unfinished = (history.newest.get(name, 0.0) for name in expected)
+    skipped = total - unfinished
     if not skipped:
         return None
     named = (name for name, value in history.newest.items() if name.startswith(names.SICK) and value)
-    causes = (name.removeprefix(names.SICK) for name in named if name != names.SKIPPED_UPDATES)
+    causes = (name.removeprefix(names.SICK) for name in named if name not in expected)
     return f"{skipped:.0f} skipped: {', '.join(sorted(causes))}"
 
 

@@ -54,6 +54,7 @@ HOST_MEMORY_USED = "memory/host_used"  # share of the memory of its host
 ALARM = "alarm/"  # and the alarm's name: 1 in the steps that it holds in
 SICK = "sick/"  # and the cause: updates that were skipped for it
 SKIPPED_UPDATES = "sick/skipped_updates"
+UNFINISHED = "sick/unfinished"  # those of the critic for want of finished responses (windows), which is no trouble
 EVALUATION = "evaluation/"  # evaluation/accuracy, evaluation/aime24_avg@32, ...
 PRETRAINING = "value_pretraining/"  # value_pretraining/value_loss, .../explained_variance, .../value_bias_25
 

@@ -19,6 +19,7 @@ from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.monitoring import names
 from vapo_megatron.training.shards import ShardedBatch
 
+UNFINISHED = names.UNFINISHED.removeprefix(names.SICK)
 # Why an update is skipped. The first that holds counts.
 CAUSES = (
     "nonfinite_loss",
@@ -30,6 +31,7 @@ CAUSES = (
     "nonfinite_values",
     "empty",
     "no_signal",
+    UNFINISHED,
 )
 RECORD_FILE = "sick_updates.json"
 
@@ -79,18 +81,18 @@ class SickUpdates:
         self._in_row["rollout"] = 0
         return True
 
-    def has_signal(self, batch: ShardedBatch, other_terms: bool) -> bool:
-        """Collective: whether a model can learn from a batch with advantages.
+    def has_signal(self, carries: Tensor, signal: Tensor, lacking: str = "no_signal") -> bool:
+        """Whether a rollout, or a mini-batch of it, teaches a model anything; the same on every rank.
 
-        other_terms: its loss has parts that need no advantage.
+        Args:
+            carries: bool [S], the samples that carry loss.
+            signal: bool [S], those of them whose loss has a gradient.
+            lacking: the cause where none of them has one.
         """
-        advantages, selected = batch.own.advantages, batch.table.selected
-        assert advantages is not None and selected is not None, "no advantages: estimate them first"
-        some = batch.summed(advantages.any().long())
-        if not selected.any():
+        if not carries.any():
             cause = "empty"
-        elif self._config.without_signal and not other_terms and not some:
-            cause = "no_signal"
+        elif not signal.any() and (self._config.without_signal or lacking != "no_signal"):
+            cause = lacking
         else:
             return True
         self._skipped[cause] += 1

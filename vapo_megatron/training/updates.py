@@ -25,31 +25,35 @@ from vapo_megatron.training.metrics import importance_metrics, mean_of
 from vapo_megatron.training.models import Models
 from vapo_megatron.training.score import record_policy, update_gives_logprobs
 from vapo_megatron.training.shards import Part, ShardedBatch
+from vapo_megatron.training.sick_updates import UNFINISHED
 
 
 def update_critic(
     models: Models, batch: ShardedBatch, config: AlgorithmConfig, step_seed: str, recorder: Recorder
 ) -> None:
-    """Collective: the critic's optimizer steps on a batch; nothing without a critic, or where nothing carries loss."""
-    if models.critic is None or not models.updates.has_signal(batch, other_terms=True):
+    """Collective: the critic's optimizer steps on a batch; none without a critic, or where nothing teaches it."""
+    if models.critic is None:
         return
-    if not teaches_critic(batch.table, config.shaping).any():  # all responses go on
+    carries, learnt = batch.table.selected, teaches_critic(batch.table, config.shaping)
+    assert carries is not None, "nothing is selected: estimate_advantages comes first"
+    if not models.updates.has_signal(carries, learnt, UNFINISHED):
         return
     rounds = config.update.epochs * config.update.critic_updates_per_policy_update
     results: list[StepResult] = []
     models.memory.enter("update_critic")
     with recorder.phase("update_critic", total=batch.samples * rounds) as advance:
         for samples in minibatches(batch, config.update, rounds, step_seed, salt=1):
-            first = not results
-            part = batch.part(models.critic, samples, "values", "returns", *(RECOMPUTED if first else ()))
-            loss = value_loss_of(part, config.value_loss, teaches_critic(part.whole, config.shaping))
-            # To be compared with the recorded values; the bins of a histogram would be many times as much.
-            keep = first and config.value_loss.outputs == 1
-            result = models.critic.train_step(part.batch, part.share, loss, keep_outputs=keep)
-            if first:
-                faults = first_update_faults(models.critic, part, loss, result, config)
-                recorder.add({f"{names.CRITIC_FAULT}{fault}": 1.0 for fault in faults})
-            results.append(result)
+            if models.updates.has_signal(carries[samples], learnt[samples], UNFINISHED):
+                first = not results
+                part = batch.part(models.critic, samples, "values", "returns", *(RECOMPUTED if first else ()))
+                loss = value_loss_of(part, config.value_loss, teaches_critic(part.whole, config.shaping))
+                # To be compared with the recorded values; the bins of a histogram would be many times as much.
+                keep = first and config.value_loss.outputs == 1
+                result = models.critic.train_step(part.batch, part.share, loss, keep_outputs=keep)
+                if first:
+                    faults = first_update_faults(models.critic, part, loss, result, config)
+                    recorder.add({f"{names.CRITIC_FAULT}{fault}": 1.0 for fault in faults})
+                results.append(result)
             advance(len(samples))
     recorder.add(update_metrics("critic", results, ()))
 
@@ -89,33 +93,45 @@ def check_targets(targets: Tensor, config: ValueLossConfig) -> None:
 def update_policy(
     models: Models, batch: ShardedBatch, config: AlgorithmConfig, step_seed: str, recorder: Recorder
 ) -> None:
-    """Collective: the policy's optimizer steps on a batch; nothing where that teaches it nothing."""
-    if not models.updates.has_signal(batch, has_other_terms(config)):
+    """Collective: the policy's optimizer steps on a batch; none where nothing teaches it."""
+    correct_for_rollout(batch, config.importance_sampling, recorder)
+    carries, signal = policy_signal(batch, config)
+    if not models.updates.has_signal(carries, signal):
         return
     results = []
     rounds = config.update.epochs
-    correct_for_rollout(batch, config.importance_sampling, recorder)
     one_pass = update_gives_logprobs(config, batch)
     needed = ["old_logprobs", "ref_logprobs", "advantages", "importance_weights"]
     needed += ["values", "returns"] if config.policy_loss.self_imitation_coef else []
     models.memory.enter("update_policy")
     with recorder.phase("update_policy", total=batch.samples * rounds) as advance:
         for samples in minibatches(batch, config.update, rounds, step_seed, salt=2):
-            part = batch.part(models.actor, samples, *needed)
-            loss = policy_loss(part, config)
-            result = models.actor.train_step(part.batch, part.share, loss, keep_outputs=one_pass)
-            if result.outputs is not None:
-                record_policy(batch, batch.bring_home(part, result.outputs), recorder)
-            results.append(result)
+            if models.updates.has_signal(carries[samples], signal[samples]):
+                part = batch.part(models.actor, samples, *needed)
+                loss = policy_loss(part, config)
+                result = models.actor.train_step(part.batch, part.share, loss, keep_outputs=one_pass)
+                if result.outputs is not None:
+                    record_policy(batch, batch.bring_home(part, result.outputs), recorder)
+                results.append(result)
             advance(len(samples))
     recorder.add(update_metrics("actor", results, PolicyLoss.maxima))
 
 
-def has_other_terms(config: AlgorithmConfig) -> bool:
-    """Whether the policy's loss has parts that need no advantage."""
-    loss = config.policy_loss
-    others = loss.positive_nll.coef, loss.entropy_coef, loss.self_imitation_coef
-    return any(others) or config.kl.placement == "loss"
+def policy_signal(batch: ShardedBatch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """Collective: which samples carry the policy's loss, and for which of them it has a gradient: two bool [S]."""
+    own, table, settings = batch.own, batch.table, config.policy_loss
+    assert own.advantages is not None and table.selected is not None, "no advantages: estimate_advantages comes first"
+    assert own.importance_weights is not None, "no importance weights: correct_for_rollout comes first"
+    counted = table.new_lengths if table.accepted_lengths is None else table.accepted_lengths
+    weighted = table.selected & (counted > 0)
+    imitated = torch.zeros_like(weighted)
+    if settings.positive_nll.coef:
+        imitated = table.selected & positives(table, settings.positive_nll)
+    if settings.entropy_coef or settings.self_imitation_coef or config.kl.placement == "loss":
+        return weighted | imitated, weighted | imitated
+    new, moved = new_tokens(own), (own.advantages * own.importance_weights) != 0
+    moves = response_lengths(own.response_cu_seqlens, moved if new is None else moved & new)
+    return weighted | imitated, (weighted & (batch.everywhere(moves) > 0)) | imitated
 
 
 def policy_loss(part: Part, config: AlgorithmConfig) -> PolicyLoss:

@@ -75,10 +75,14 @@ def pretrain_value(
     with recorder.phase("value_pretraining", total=len(updates)) as advance:
         advance(done)
         for number, samples in enumerate(updates[done:], done + 1):
-            result = critic_step(critic, targets.select(samples), value_loss)
-            if result.updated:
-                loss = result.metrics["value_loss"]
-                results.append({"value_loss": loss, "grad_norm": result.grad_norm, "lr": result.lr})
+            minibatch = targets.select(samples)
+            learnt = minibatch.table.selected
+            assert learnt is not None, "the targets say what carries loss"
+            if state.updates.has_signal(learnt, learnt):
+                result = critic_step(critic, minibatch, value_loss)
+                if result.updated:
+                    loss = result.metrics["value_loss"]
+                    results.append({"value_loss": loss, "grad_norm": result.grad_norm, "lr": result.lr})
             advance(1)
             if number % check_every and number < len(updates):
                 continue
