@@ -39,14 +39,14 @@ class Client:
     """A server whose tokens count up from 1, as far as what it is sent says that they have come."""
 
     def __init__(self, address: EngineAddress) -> None:
-        self.address, self.version = address, 0
+        self.address, self.version, self.most = address, 0, WINDOW
 
     async def generate(self, prompts: Any, params: Any, experts: Any, ids: Any, unfinished: bool) -> list[Completion]:
         assert not unfinished
         found = []
         for prompt, given in zip(prompts, params, strict=True):
             written, most = len(prompt) - 2, given["max_new_tokens"]
-            assert prompt[2:] == list(range(1, written + 1)) and 0 < most <= WINDOW
+            assert prompt[2:] == list(range(1, written + 1)) and 0 < most <= self.most
             left = length_of(prompt[0], given["sampling_seed"]) - written
             tokens = np.arange(written + 1, written + 1 + min(left, most), dtype=np.int32)
             reason: FinishReason = "stop" if left <= most else "length"
@@ -59,23 +59,24 @@ class Client:
 
 
 def begin(
-    saved: tuple[int, Any, bytes] | None, step: int, longest: int
+    saved: tuple[int, Any, bytes] | None, step: int, longest: int, window: int | None = WINDOW
 ) -> tuple[GroupStream, Dispatcher, Client, VerifierPool]:
     dispatcher = Dispatcher([EngineAddress("http://engine", "no log")], RolloutConfig(), [1])
     client = Client(dispatcher._engines[0].client.address)
-    client.version = step
+    client.version, client.most = step, window or longest
     dispatcher._engines[0].client = client  # type: ignore[assignment]
     prompts = PromptSource(PROMPTS, seed=1, shuffle=False)
     sampling, pool = SamplingConfig(max_new_tokens=longest), VerifierPool(RewardConfig(workers=1))
 
     def request(prompt: Prompt) -> GroupRequest:
-        return GroupRequest(prompt, SIZE, sampling, longest, 1, client.version, window=WINDOW)
+        return GroupRequest(prompt, SIZE, sampling, longest, 1, client.version, window=window)
 
     def grade(group: list[Sample]) -> None:
         grade_samples(group, pool, lambda ids: "Answer: 1", RewardConfig())
 
     work = Work(request, grade, lambda group: True, GROUPS * SIZE, 20.0)
-    stream = GroupStream(dispatcher, prompts, Ledger(RULE, 0 if saved is None else saved[0], step), work)
+    rule = RULE if window is not None else StepRule(GROUPS, STEPS, any_order=True, max_age=9)
+    stream = GroupStream(dispatcher, prompts, Ledger(rule, 0 if saved is None else saved[0], step), work)
     if saved is not None:
         stream.restore(saved[1], unpack_groups(saved[2], prompts.at, lambda ids: "text"))
     return stream, dispatcher, client, pool
@@ -153,3 +154,37 @@ def test_a_killed_run_goes_on_to_the_same_samples(kills: list[int]) -> None:
     straight, counts = train([])
     killed, after = train(kills)
     assert facts(killed) == facts(straight) and after == counts
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, WINDOW), (WINDOW, None)])
+def test_what_was_written_in_the_other_way_before_a_resume_is_written_again(
+    before: int | None, after: int | None
+) -> None:
+    """Of two groups that wait, one is finished, and of one there is a beginning that a step has trained, or not."""
+    stream, *others = begin(None, 0, LONGEST[1], before)
+    stream.take(lambda _: None)
+    stream.advance()
+    state, _ = stream.state()
+    close(stream, *others)
+    waiting, starts = {}, (None, None) if before is None else (0, WINDOW)
+    state |= {"next": GROUPS + 2, "drawn_at": {str(GROUPS): 0, str(GROUPS + 1): 0}}
+    for number, start, reason in zip((GROUPS, GROUPS + 1), starts, ("stop", "abort"), strict=True):
+        ids, logprobs = list(range(1, WINDOW + 1)), [-1.0] * WINDOW
+        waiting[number] = [
+            Sample(PROMPTS[number], 0, i, i, ids, logprobs, reason, 0, 0, reward=1.0, correct=True, window_start=start)  # type: ignore[arg-type]
+            for i in range(SIZE)
+        ]
+    stream, *others = begin((GROUPS, state, pack_groups(waiting)), 1, LONGEST[1], after)
+    groups = {group[0].prompt.cursor: group for group in stream.take(lambda _: None)}
+    close(stream, *others)
+    assert {GROUPS, GROUPS + 1} <= groups.keys() and all(len(group) == SIZE for group in groups.values())
+    samples = [sample for group in groups.values() for sample in group]
+    assert {sample.window_start for sample in samples} == {None if after is None else 0}
+    assert {version for sample in samples for version, _ in sample.versions} == {1}, "of the weights of now alone"
+    assert from_samples(samples).samples == len(samples)
+
+
+def close(stream: GroupStream, dispatcher: Dispatcher, client: Client, pool: VerifierPool) -> None:
+    stream.close()
+    dispatcher.close()
+    pool.close()

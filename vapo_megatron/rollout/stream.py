@@ -97,7 +97,8 @@ class GroupStream:
         return self._dispatcher.loop.run(self._state())
 
     def restore(self, state: dict[str, Any], groups: dict[int, Group]) -> None:
-        """Go on from a state. What is missing of its groups is generated again."""
+        """Go on from a state. What is missing of its groups is generated again, and what was begun whole where windows
+        are wanted now, or the other way round: it may have been trained on in parts, or not where that is expected."""
         self._dispatcher.loop.run(self._restore(state, groups))
 
     def close(self) -> None:
@@ -179,11 +180,17 @@ class GroupStream:
         return self.ledger.state(), self._begun | self._graded
 
     async def _restore(self, state: dict[str, Any], groups: dict[int, Group]) -> None:
+        groups = {n: group for n, group in groups.items() if self._has_windows_alike(group)}
         self._begun = {n: group for n, group in groups.items() if _goes_on(group)}
         self._graded = {n: group for n, group in groups.items() if n not in self._begun}
         useful = {n: self._work.is_useful(group) for n, group in self._graded.items()}
         for number in self.ledger.restore(state, useful):
             self._start(number)
+
+    def _has_windows_alike(self, group: Group) -> bool:
+        """Whether a group was written in windows if groups are now."""
+        window = self._work.request(group[0].prompt).window
+        return all((sample.window_start is None) is (window is None) for sample in group)
 
     async def _drop_surplus(self) -> None:
         surplus = self.ledger.surplus()
