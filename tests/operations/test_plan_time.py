@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from plans import ROOT
 
+from vapo_megatron.checkpoint.size import checkpoint_bytes
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.algorithm import DynamicSamplingConfig
 from vapo_megatron.config.hardware import HardwareConfig
@@ -171,3 +172,32 @@ def test_670b_in_fp8_fit_with_engines_on_two_nodes(tmp_path: Path) -> None:
     assert two.models["actor"].spec.parameter_count() == pytest.approx(670e9, rel=0.01)
     assert two.fits and two.memory.engine.weights == pytest.approx(39.1 * GIB, rel=0.01), two.memory.problems
     assert not one.fits and "KV cache of 0 tokens" in one.memory.problems[1].line
+
+
+def test_parts_of_an_engine_that_attend_apart_have_copies_and_caches_of_their_own() -> None:
+    whole, apart = (
+        plan("rollout.tp=8", *more).memory.engine for more in ((), ("rollout.server_args={attn_dp_size: 4}",))
+    )
+    spec = whole.spec
+    assert (spec.num_kv_heads, whole.width) == (8, 2)
+    attention = spec.num_layers * spec.hidden_size * 2 * (spec.query_size + spec.kv_size)
+    embedding = spec.vocab_size * spec.hidden_size
+    assert apart.weights - whole.weights == pytest.approx(3 * 2 * (attention + embedding) / 8), "four copies, not one"
+    assert apart.cache_bytes_per_token == 4 * whole.cache_bytes_per_token, "four heads on each GPU, not one"
+    room = apart.static - apart.weights
+    assert apart.cache_tokens == int(room / apart.cache_bytes_per_token) < whole.cache_tokens / 4
+    assert apart.at_once(1e5) == pytest.approx(4 * apart.cache_tokens / 1e5)
+
+
+def test_a_reference_that_is_replaced_is_part_of_a_checkpoint() -> None:
+    kl = "algorithm.kl={{placement: loss, estimator: k3, coef: 0.001, replace_reference_every: {}}}"
+    kept, replaced = (plan(kl.format(every), "hardware.storage_gbs=1") for every in ("null", 100))
+    weights = 2 * replaced.models["actor"].spec.parameter_count()
+    assert replaced.saving.bytes - kept.saving.bytes == pytest.approx(weights, rel=1e-3)
+    assert replaced.saving.writes - kept.saving.writes == pytest.approx(weights / 1e9, rel=1e-3)
+    parts = [one.memory.host.parts["copy of the state that is being saved"] for one in (kept, replaced)]
+    assert parts[1] - parts[0] == pytest.approx(weights * 8 / 128, rel=1e-3), (
+        "what the eight ranks of a node save of it"
+    )
+    sizes = {name: replaced.models[name].spec.parameter_count() for name in ("actor", "critic")}
+    assert checkpoint_bytes(replaced.config, sizes) - checkpoint_bytes(kept.config, sizes) == weights

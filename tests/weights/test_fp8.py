@@ -5,7 +5,10 @@ import math
 import pytest
 import torch
 
+from vapo_megatron.config.model import PrecisionConfig
+from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.errors import BadInput
+from vapo_megatron.weight_sync.quantization import engine_fp8
 from vapo_megatron.weights.fp8 import BLOCK, FP8, BlockFp8, check_blocks, dequantize, quantize
 from vapo_megatron.weights.spec import ModelSpec
 
@@ -115,5 +118,9 @@ def test_an_engine_whose_ranks_would_cut_blocks_is_refused() -> None:
         dtype="bfloat16",
     )
     check_blocks(spec, 1)
-    with pytest.raises(BadInput, match=r"keys have 128 features, expected a multiple of 128 x rollout\.tp 2"):
+    with pytest.raises(
+        BadInput, match=r"keys have 128 features, expected a multiple of 128 x 2, the GPUs of rollout\.tp=2"
+    ):
         check_blocks(spec, 2)
+    apart = {"tp": 2, "quantization": "fp8", "load_format": "dummy", "server_args": {"attn_dp_size": 2}}
+    assert engine_fp8(RolloutConfig.model_validate(apart), PrecisionConfig(), spec), "each GPU has whole heads"

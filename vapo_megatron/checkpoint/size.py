@@ -14,11 +14,11 @@ def bytes_per_weight(dtype: str) -> int:
 
 
 def checkpoint_bytes(config: TrainConfig, parameters: Mapping[str, int]) -> int:
-    """Bytes of one checkpoint: weights and optimizer of actor and critic, whose parameters are counted by name."""
-    return sum(
-        count * (bytes_per_weight(config.trainable(name).dtype(config.model)) + OPTIMIZER_BYTES)
-        for name, count in parameters.items()
-    )
+    """Bytes of one checkpoint: weights and optimizer of actor and critic, whose parameters are counted by name, and
+    weights of a reference that is replaced."""
+    widths = {name: bytes_per_weight(config.trainable(name).dtype(config.model)) for name in parameters}
+    reference = parameters["actor"] * widths["actor"] if config.algorithm.saves_reference else 0
+    return sum(count * (widths[name] + OPTIMIZER_BYTES) for name, count in parameters.items()) + reference
 
 
 def run_bytes(config: TrainConfig, parameters: Mapping[str, int]) -> int:

@@ -184,6 +184,11 @@ class AlgorithmConfig(Section):
         """Whether a reference policy is built."""
         return self.kl.placement != "none"
 
+    @property
+    def saves_reference(self) -> bool:
+        """Whether the reference is not what the run started from, and so belongs into checkpoints."""
+        return self.uses_reference and self.kl.replace_reference_every is not None
+
     def update_gives_logprobs(self, samples: int, groups: int) -> bool:
         """Whether the policy's update reads each response of a rollout once and all of them before its only optimizer
         step: its forward pass then computes the old log-probs, exactly, and nothing before it needs them."""

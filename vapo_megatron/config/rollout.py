@@ -265,6 +265,12 @@ class RolloutConfig(Section):
         given = self.server_args.get("ep_size", 1)
         return given if isinstance(given, int) and given > 0 and self.tp % given == 0 else 1
 
+    @property
+    def attention_parts(self) -> int:
+        """Parts of a server's GPUs that attend to requests of their own; attention is cut over the GPUs of each."""
+        given = self.server_args.get("attn_dp_size", 1)
+        return given if isinstance(given, int) and given > 0 and self.tp % given == 0 else 1
+
     def computes_in(self, model_dtype: Dtype) -> Dtype:
         """The dtype of the engines, given model.dtype."""
         return model_dtype if self.dtype == "auto" else self.dtype

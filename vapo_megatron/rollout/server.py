@@ -338,7 +338,7 @@ class EngineServer:
             "log_level_http": "warning",
             # An idle server otherwise spins on a core that the trainer needs. Where parts of one attend to requests of
             # their own, those that have none must not sleep: the others wait for them at every layer.
-            "sleep_on_idle": config.server_args.get("attn_dp_size", 1) == 1,
+            "sleep_on_idle": config.attention_parts == 1,
         }
         if self._devices is None:
             args |= {

@@ -76,7 +76,7 @@ def load_models(config: TrainConfig, resumed: Resumed | None) -> Models:
         models.get("critic"),
         models.get("reference"),
         sources=sources,
-        saves_reference=algorithm.uses_reference and algorithm.kl.replace_reference_every is not None,
+        saves_reference=algorithm.saves_reference,
         shares_device=not config.rollout.external_urls,
     )
 

@@ -100,20 +100,24 @@ def dequantize(values: Tensor, scales: Tensor) -> Tensor:
     return values.float() * spread
 
 
-def check_blocks(spec: ModelSpec, engine_tp: int, expert_tp: int | None = None) -> None:
+def check_blocks(
+    spec: ModelSpec, engine_tp: int, expert_tp: int | None = None, attention_tp: int | None = None
+) -> None:
     """Raises BadInput where a tensor-parallel rank of an engine would hold parts of blocks.
 
-    expert_tp: ranks that an expert is cut over; None: all of them.
+    expert_tp, attention_tp: ranks that an expert, or attention, is cut over; None: all of them.
     """
+    attention_tp = attention_tp or engine_tp
     for what, size, ranks in (
-        ("queries", spec.query_size, engine_tp),
+        ("queries", spec.query_size, attention_tp),
         # Fewer heads than ranks are copied.
-        ("keys", max(spec.kv_size, spec.head_dim * engine_tp), engine_tp),
+        ("keys", max(spec.kv_size, spec.head_dim * attention_tp), attention_tp),
         *(("feed-forward", size, engine_tp) for size in spec.mlp_sizes),
         *([("feed-forward", spec.expert_ffn_size, expert_tp or engine_tp)] if spec.num_experts else []),
     ):
         if size % (BLOCK * ranks):
             raise BadInput(
                 f"rollout.quantization=fp8: the model's {what} have {size} features, expected a multiple of {BLOCK} x "
-                f"rollout.tp {ranks}: lower rollout.tp, or set rollout.quantization=none"
+                f"{ranks}, the GPUs of rollout.tp={engine_tp} that they are cut over: lower rollout.tp, or set "
+                "rollout.quantization=none"
             )

@@ -31,9 +31,18 @@ class PlannedEngine:
     @property
     def weights(self) -> float:
         """Bytes of weights on each of its GPUs; embedding and head are cut like the rest."""
-        outside = self.spec.vocab_size * self.spec.hidden_size * (1 if self.spec.tied else 2)
-        layers = self.spec.parameter_count() - outside
+        table = self.spec.vocab_size * self.spec.hidden_size
+        outside = table * (1 if self.spec.tied else 2)
+        layers = self.spec.parameter_count() - outside + self.copied
+        # Like attention, the embedding is cut over a part of the GPUs where parts have requests of their own.
+        outside += table * (self.config.attention_parts - 1)
         return (layers * self.layer_width + outside * self.width) / self.config.tp
+
+    @property
+    def copied(self) -> int:
+        """Parameters of attention that it has beyond one copy: every part of its GPUs has all of them."""
+        size = self.spec.query_size + self.spec.kv_size
+        return (self.config.attention_parts - 1) * self.spec.num_layers * 2 * self.spec.hidden_size * size
 
     @property
     def quantised(self) -> bool:
@@ -57,13 +66,13 @@ class PlannedEngine:
 
     @property
     def cache_bytes_per_token(self) -> float:
-        """Bytes of keys and values of one token on each GPU; key-value heads fewer than GPUs are copied."""
-        heads = max(1.0, self.spec.num_kv_heads / self.config.tp)
+        """Bytes of keys and values of one token on each GPU that has it; key-value heads fewer than GPUs are copied."""
+        heads = max(1.0, self.spec.num_kv_heads * self.config.attention_parts / self.config.tp)
         return 2.0 * self.spec.num_layers * heads * self.spec.head_dim * self.width
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that the KV cache holds; 0 or less where the weights alone do not fit."""
+        """Tokens that the KV cache of one part of its GPUs holds; 0 or less where the weights alone do not fit."""
         found = int((self.static - self.weights) / self.cache_bytes_per_token)
         limit = self.config.max_total_tokens
         return found if limit is None else min(found, limit)
@@ -86,4 +95,5 @@ class PlannedEngine:
 
     def at_once(self, tokens: float) -> float:
         """Responses generated together where each takes this many tokens of the cache on average."""
-        return max(0.0, min(self.config.max_running_requests, self.cache_tokens / tokens))
+        parts = self.config.attention_parts
+        return max(0.0, min(self.config.max_running_requests, parts * self.cache_tokens / tokens))

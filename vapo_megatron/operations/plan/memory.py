@@ -9,7 +9,7 @@ from vapo_megatron.mcore.memory_plan import Phase
 from vapo_megatron.operations.hardware import GIB, Hardware
 from vapo_megatron.operations.plan.engines import PlannedEngine
 from vapo_megatron.operations.plan.lengths import Lengths
-from vapo_megatron.operations.plan.models import PlannedModel
+from vapo_megatron.operations.plan.models import PlannedModel, saved_models
 from vapo_megatron.operations.plan.offload import ENGINE_ONLOADED, ENGINE_WEIGHTS, PHASES, on_device, phases_of
 
 # ExperienceBatch: token, rollout log-prob; old log-probs, entropies, values, advantages, returns, shaped rewards,
@@ -209,7 +209,7 @@ def _host(config: TrainConfig, models: dict[str, PlannedModel], hardware: Hardwa
         "ranks and engines beside tensors": ranks * hardware.rank_memory,
     }
     copied = max(
-        sum(model.bytes_saved(stages[name]) for name, model in models.items() if name != "reference")
+        sum(model.bytes_saved(stages[name]) for name, model in saved_models(config, models).items())
         for stages in _ranks(models)
     )
     parts["copy of the state that is being saved"] = ranks * copied

@@ -78,18 +78,21 @@ class PlannedModel:
     def bytes_saved(self, stage: int) -> float:
         """Bytes of a saved unit that a rank of a stage copies and writes: its share of what it and its replicas hold.
 
-        A unit has fp32 weights and both moments of every parameter, whatever the optimizer keeps.
+        A unit has fp32 weights and both moments of every parameter that is trained, whatever the optimizer keeps.
         """
-        return (self.width + OPTIMIZER_BYTES) * self._share(self.shard(stage))
+        return self._bytes_a_saved_weight() * self._share(self.shard(stage))
 
     def bytes_held(self, stage: int) -> float:
         """Bytes of a saved unit that a rank of a stage and its replicas hold alike."""
-        return (self.width + OPTIMIZER_BYTES) * float(self.shard(stage).parameters)
+        return self._bytes_a_saved_weight() * float(self.shard(stage).parameters)
 
     def _share(self, held: Shard) -> float:
         """Parameters of a rank, shared out among the ranks that hold the same ones."""
         layout = self.layout
         return held.dense / (self.dp * layout.cp) + held.expert / (self.world // (layout.pp * layout.ep))
+
+    def _bytes_a_saved_weight(self) -> int:
+        return self.width + (0 if self.name == "reference" else OPTIMIZER_BYTES)
 
     def _bytes_a_weight(self) -> float:
         precision = self.config.precision
@@ -114,6 +117,12 @@ def planned_models(config: TrainConfig, world: int) -> dict[str, PlannedModel]:
     if config.algorithm.uses_reference:
         models["reference"] = _model("reference", spec, "lm", config.actor, config, world)
     return models
+
+
+def saved_models(config: TrainConfig, models: dict[str, PlannedModel]) -> dict[str, PlannedModel]:
+    """Those of the models that a checkpoint holds, by name."""
+    kept = {"actor", "critic"} | ({"reference"} if config.algorithm.saves_reference else set())
+    return {name: model for name, model in models.items() if name in kept}
 
 
 def _model(

@@ -9,7 +9,7 @@ from vapo_megatron.operations.hardware import Hardware, resolve
 from vapo_megatron.operations.plan.lengths import Lengths, planned_lengths
 from vapo_megatron.operations.plan.measured import measured_efficiency
 from vapo_megatron.operations.plan.memory import Memory, plan_memory
-from vapo_megatron.operations.plan.models import PlannedModel, planned_models
+from vapo_megatron.operations.plan.models import PlannedModel, planned_models, saved_models
 from vapo_megatron.operations.plan.saving import Saving, plan_saving
 from vapo_megatron.operations.plan.time import StepTime, plan_time
 from vapo_megatron.rollout.node_part import check_engine_size
@@ -84,7 +84,7 @@ def make_plan(config: PlanConfig, world: int, evaluation_samples: int = 0) -> Pl
         hardware = replace(hardware, efficiency=reached)
     memory = plan_memory(config, models, hardware, lengths)
     time = plan_time(config, models, memory.engine, hardware, lengths, evaluation_samples)
-    saving = plan_saving(models, hardware)
+    saving = plan_saving(saved_models(config, models), hardware)
     counted = evaluation_samples, _evaluations(config)
     return Plan(config, world, hardware, lengths, models, memory, time, saving, *counted)
 

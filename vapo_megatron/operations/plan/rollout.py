@@ -94,8 +94,9 @@ def decode_seconds(engine: PlannedEngine, batch: float, context: float, hardware
         experts = spec.parameter_count() - spec.active_parameter_count()
         chosen = experts * spec.experts_per_token / (spec.num_experts - spec.experts_per_token or 1)
         layers += hit * (experts + chosen) - chosen
-    weights = layers * engine.layer_width + head * engine.width
-    moved = weights / tp + batch * context * engine.cache_bytes_per_token
+    weights = (layers + engine.copied) * engine.layer_width + head * engine.width
+    requests = batch / engine.config.attention_parts
+    moved = weights / tp + requests * context * engine.cache_bytes_per_token
     memory = moved / (hardware.memory_rate * efficiency.memory)
     compute = 2 * active * batch / (tp * _rate(engine, hardware))
     # Two sums over the GPUs of a server in every layer.

@@ -26,13 +26,13 @@ class Saving:
 
 
 def plan_saving(models: Mapping[str, PlannedModel], hardware: Hardware) -> Saving:
-    """Of the models that are trained, at their layouts; what is slower counts, a rank or the file system."""
-    trained = [model for name, model in models.items() if name != "reference"]
-    world = trained[0].world
-    whole = sum(m.bytes_saved(stage) * world / m.layout.pp for m in trained for stage in range(m.layout.pp))
+    """Of the models that are saved, at their layouts; what is slower counts, a rank or the file system."""
+    saved = list(models.values())
+    world = saved[0].world
+    whole = sum(m.bytes_saved(stage) * world / m.layout.pp for m in saved for stage in range(m.layout.pp))
     # Of each model the fullest stage, whether or not these are of one rank.
-    share = sum(max(map(model.bytes_saved, range(model.layout.pp))) for model in trained)
-    held = sum(max(map(model.bytes_held, range(model.layout.pp))) for model in trained)
+    share = sum(max(map(model.bytes_saved, range(model.layout.pp))) for model in saved)
+    held = sum(max(map(model.bytes_held, range(model.layout.pp))) for model in saved)
     copied = share / (hardware.pcie * hardware.efficiency.pcie)
     return Saving(
         bytes=whole,

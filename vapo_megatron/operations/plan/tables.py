@@ -105,8 +105,10 @@ def show(plan: Plan, budgets: Mapping[str, int | None], proposal: Proposal | Non
     console.print(_time_table(plan))
     engine = plan.memory.engine
     at_once = engine.at_once(plan.lengths.prompt + plan.lengths.mean / 2)
+    parts = engine.config.attention_parts
+    caches = "KV cache" if parts == 1 else f"{parts} KV caches"
     console.print(
-        f"engines: {plan.world // engine.config.tp} x TP{engine.config.tp}, KV cache of "
+        f"engines: {plan.world // engine.config.tp} x TP{engine.config.tp}, {caches} of "
         f"{max(0, engine.cache_tokens):,} tokens, {at_once:.0f} responses at once"
     )
     saving = plan.saving
