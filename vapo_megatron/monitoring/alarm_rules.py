@@ -238,7 +238,7 @@ def gradient_spike(history: History, config: AlarmsConfig) -> str | None:
 def skipped_updates(history: History, config: AlarmsConfig) -> str | None:
     """Updates would have harmed a model, and were not made (robustness.md)."""
     expected = names.SKIPPED_UPDATES, names.UNFINISHED
-    total, unfinished = (history.newest.get(name, 0.0) for name in expected)
+    total, unfinished = (history.newest.get(name) or 0.0 for name in expected)
     skipped = total - unfinished
     if not skipped:
         return None
