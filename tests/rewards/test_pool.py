@@ -156,7 +156,8 @@ def test_close_ends_the_workers() -> None:
         pool.grade_batch([Case("", "pid")])
 
 
-def test_workers_die_with_a_trainer_that_is_killed_in_mid_case() -> None:
+@pytest.mark.parametrize("stopped", [False, True])
+def test_workers_die_with_a_trainer_that_is_killed_in_mid_case(stopped: bool) -> None:
     code = (
         "import sys, threading\n"
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
@@ -171,6 +172,8 @@ def test_workers_die_with_a_trainer_that_is_killed_in_mid_case() -> None:
     worker = int(trainer.stdout.readline())
     try:
         assert _alive(worker)
+        if stopped:
+            os.kill(worker, signal.SIGSTOP)
     finally:
         trainer.kill()
         trainer.wait(timeout=30)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -53,6 +54,15 @@ def scratch_of(pid: int) -> Path:
     return Path(psutil.Process(pid).environ()["TMPDIR"])
 
 
+def guard_of(group: int) -> psutil.Process:
+    """The process beside a server that ends it with its owner."""
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        if "vapo_megatron.engine.owner_guard" in command and str(group) in command:
+            return process
+    raise AssertionError(f"nobody guards {group}")
+
+
 def wait_until_gone(group: int, seconds: float) -> list[psutil.Process]:
     deadline = time.monotonic() + seconds
     while (left := living(group)) and time.monotonic() < deadline:
@@ -60,7 +70,7 @@ def wait_until_gone(group: int, seconds: float) -> list[psutil.Process]:
     return left
 
 
-def test_kill_9_of_the_owner_leaves_no_process_of_the_server(model_path: Path, tmp_path: Path) -> None:
+def test_kill_9_of_the_owner_leaves_no_process_of_a_server_that_stands_still(model_path: Path, tmp_path: Path) -> None:
     (temporary := tmp_path / ("x" * 100)).mkdir()  # as on clusters: sockets have names of 107 bytes at most
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(model_path), str(tmp_path / "engine.log")],
@@ -72,13 +82,17 @@ def test_kill_9_of_the_owner_leaves_no_process_of_the_server(model_path: Path, t
     group, heir = map(int, owner.stdout.readline().split())
     try:
         assert len(living(group)) >= 3  # HTTP server, scheduler, detokenizer
-        scratch = scratch_of(group)
+        scratch, guard = scratch_of(group), guard_of(group)
+        os.killpg(group, signal.SIGSTOP)
         owner.send_signal(signal.SIGKILL)
         owner.wait()
         assert psutil.pid_exists(heir)
         assert wait_until_gone(group, seconds=20) == []
+        assert wait_until_gone(guard.pid, seconds=20) == []
         assert not scratch.exists()
     finally:
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
         owner.kill()
         os.kill(heir, signal.SIGKILL)
         owner.stdout.close()
@@ -90,7 +104,14 @@ def test_a_server_that_dies_is_something_passing_and_stop_leaves_nothing(
     prompt = Prompt(id="0", problem="", answer="", token_ids=(5, 6))
     with EngineServer(model_path, config, "float32", tmp_path / "engine.log") as server:
         group = server.pid
-        scratch = scratch_of(group)
+        scratch, guard = scratch_of(group), guard_of(group)
+        assert server.ended() is None
+        for number, state in ((signal.SIGSTOP, "stopped"), (signal.SIGKILL, "dead")):
+            guard.send_signal(number)
+            end = time.monotonic() + 10
+            while server.ended() != f"its guard (process {guard.pid}) is {state}":
+                assert time.monotonic() < end, server.ended()
+                time.sleep(0.01)
         with Dispatcher([server.address], config, stop_token_ids=[1]) as dispatcher:
             os.killpg(group, signal.SIGKILL)
             with pytest.raises(TryAgain, match=r"127\.0\.0\.1:\d+ \(log .*engine\.log\): the server is gone"):

@@ -39,6 +39,7 @@ class Job:
             "SLURM_JOB_ID": "42",
             "SLURM_JOB_PARTITION": "batch",
             "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_TASKS_PER_NODE": "1(x2)",
             "SLURM_JOB_NODELIST": "ab",
             "JOB": "42",
             "MASTER_ADDR": "a",

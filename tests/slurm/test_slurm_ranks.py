@@ -41,6 +41,7 @@ esac""",
         f"""touch {job.folder}/began
 if [[ $* = *--overlap* ]]; then echo "overlap $*" >>{job.asked}; exit 0; fi
 for argument; do
+    [[ $argument != --ntasks* ]] || echo "asked $argument" >>{job.asked}
     [[ $argument != --nodelist=* ]] || echo "nodes ${{argument#*=}} attempt $VAPO_ATTEMPT" >>{job.asked}
     exits=$argument
     case $argument in
@@ -93,6 +94,22 @@ def test_a_node_that_slurm_takes_down_is_replaced_as_long_as_there_are_spares(jo
     assert used == "a,b" and "1 of the job's nodes are left, 2 are needed" in said and said.endswith("ended 75\n"), said
 
 
+@pytest.mark.parametrize(
+    ("nodes", "given", "asked"),
+    [
+        ("ab", "4(x2)", "--ntasks=8 --ntasks-per-node=4"),
+        ("a", "4", "--ntasks=4 --ntasks-per-node=4"),
+        ("ab", "2,3", ""),
+    ],
+)
+def test_a_node_has_as_many_tasks_as_slurm_gave_it(job: Job, nodes: str, given: str, asked: str) -> None:
+    """However they were asked for: of each node, or in all."""
+    _, said = run(job, [[f"0 {node}" for node in nodes]], nodes, SLURM_TASKS_PER_NODE=given)
+    lines = job.asked.read_text().splitlines() if job.asked.exists() else []
+    assert " ".join(line.split()[1] for line in lines if line.startswith("asked")) == asked
+    assert asked or "the nodes have 2,3 tasks, expected as many on each" in said
+
+
 def test_copies_go_before_a_job_is_requeued(job: Job) -> None:
     job.exits([(137, "b")])
     job.bash("COPIES=1; end_job 75")
@@ -101,7 +118,7 @@ def test_copies_go_before_a_job_is_requeued(job: Job) -> None:
 
 @pytest.mark.parametrize("script", ["train.sbatch", "array.sbatch"])
 def test_a_job_whose_first_node_is_lost_is_requeued(script: str) -> None:
-    """Seen with Slurm 22.05: with --no-kill it is FAILED then, since its script is gone, and is not begun again."""
+    """Seen with Slurm 22.05: with --no-kill it is FAILED then, or RUNNING without a script to its time limit."""
     asked = [
         line.split()[1] for line in (ROOT / "slurm" / script).read_text().splitlines() if line.startswith("#SBATCH")
     ]

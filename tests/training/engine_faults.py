@@ -1,6 +1,8 @@
-"""Faults of engines, laid before the ranks of a run are forked."""
+"""Faults of engines and of what surrounds a run, laid before its ranks are forked."""
 
+import asyncio
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,9 @@ import attempts
 import psutil
 
 from vapo_megatron.rollout.client import EngineClient
+
+_RESET_SECONDS = 0.05
+_SLOW_SECONDS = 0.5
 
 
 def processes_of(url: str) -> dict[str, int]:
@@ -46,6 +51,39 @@ def disturb(faults: dict[int, tuple[str, int]]) -> None:
         return await generate(client, *args, **kwargs)
 
     EngineClient.generate = disturbed  # type: ignore[method-assign]
+
+
+def reset_connections(every: int) -> None:
+    """Cut the connection of each `every`-th request of generation soon after it was sent, and all others with it."""
+    generate, calls = EngineClient.generate, 0
+
+    async def cut(client: EngineClient, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        work = asyncio.ensure_future(generate(client, *args, **kwargs))
+        if calls % every == 0:
+            await asyncio.sleep(_RESET_SECONDS)
+            await client.close()
+        return await work
+
+    EngineClient.generate = cut  # type: ignore[method-assign,assignment]
+
+
+def slow_down_the_disk() -> None:
+    """Each wait for the disk takes a while."""
+    fsync = os.fsync
+
+    def slow(descriptor: int) -> None:
+        time.sleep(_SLOW_SECONDS)
+        fsync(descriptor)
+
+    os.fsync = slow  # type: ignore[assignment]
+
+
+def set_the_clock(after: float, by: float) -> None:
+    """The time of day jumps once, for all processes of the run that are forked."""
+    clock, jumps_at = time.time, time.monotonic() + after
+    time.time = lambda: clock() + (by if time.monotonic() > jumps_at else 0.0)
 
 
 def same_run(run_dir: Path, undisturbed: Path) -> list[dict[str, Any]]:

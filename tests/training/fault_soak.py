@@ -3,7 +3,6 @@
 What a person would do is done: a checkpoint that is named as damaged is removed, then the same command is given again.
 """
 
-import asyncio
 import json
 import multiprocessing
 import os
@@ -19,20 +18,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import attempts
 import psutil
+from engine_faults import reset_connections, set_the_clock, slow_down_the_disk
 
 from vapo_megatron.checkpoint.host_memory import host_memory_of
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.rollout.client import EngineClient
 from vapo_megatron.training import rank
 
 _DISK_LIMIT = 64 << 10
 _STOPPED_SECONDS = 2.0
-_RESET_SECONDS = 0.05
-_SLOW_SECONDS = 0.5
 _CLOCK_SECONDS = 7200
 _EARLY = 0.3
 # How likely an attempt is to begin with a fault of its surroundings.
@@ -110,39 +106,6 @@ def _role(process: psutil.Process, starter: int) -> str:
     return "home" if name == "engine-home" else "rank" if re.fullmatch(r"rank\d+", name) else "other"
 
 
-def reset_connections(every: int) -> None:
-    """Cut the connection of each `every`-th request of generation soon after it was sent, and all others with it."""
-    generate, calls = EngineClient.generate, 0
-
-    async def cut(client: EngineClient, *args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        work = asyncio.ensure_future(generate(client, *args, **kwargs))
-        if calls % every == 0:
-            await asyncio.sleep(_RESET_SECONDS)
-            await client.close()
-        return await work
-
-    EngineClient.generate = cut  # type: ignore[method-assign,assignment]
-
-
-def slow_down_the_disk() -> None:
-    """Each wait for the disk takes a while."""
-    fsync = os.fsync
-
-    def slow(descriptor: int) -> None:
-        time.sleep(_SLOW_SECONDS)
-        fsync(descriptor)
-
-    os.fsync = slow  # type: ignore[assignment]
-
-
-def set_the_clock(after: float, by: float) -> None:
-    """The time of day jumps once, for all processes of the run that are forked."""
-    clock, jumps_at = time.time, time.monotonic() + after
-    time.time = lambda: clock() + (by if time.monotonic() > jumps_at else 0.0)
-
-
 def rows_of(run_dir: Path) -> int:
     """Steps that are done."""
     try:
@@ -170,11 +133,13 @@ SIGNALS: dict[str, tuple[str, list[int]]] = {
 }
 _ENGINES = re.compile("engine|scheduler|detokenizer|home")
 ASKED = {"run: SIGTERM": signal.SIGTERM, "run: SIGUSR1": signal.SIGUSR1, "run: kill -9": signal.SIGKILL}
+# All but the process that started the run stand still when that is killed.
+STANDING = "run: all stopped, kill -9"
 FILES = ("checkpoint: cut file", "checkpoint: flipped bit")
 # Damaged just before a rank is killed.
 COPIES = ("copy in memory: cut file", "copy in memory: flipped bit")
 SURROUNDINGS = ("disk: full", "disk: slow", "network: reset", "clock: set forward", "clock: set back")
-KINDS = (*SIGNALS, *ASKED, *FILES, *COPIES, *SURROUNDINGS)
+KINDS = (*SIGNALS, *ASKED, STANDING, *FILES, *COPIES, *SURROUNDINGS)
 
 
 class Fuzzer:
@@ -203,6 +168,7 @@ class Fuzzer:
         self._left = len(self._plan) or most
         self._run_dir = Path(config.run.directory)
         self._groups: set[int] = set()
+        self._seen: set[psutil.Process] = set()
         self._open: list[tuple[str, float, int]] = []  # kind, time, steps that were done then
 
     def run(self, seconds: float) -> None:
@@ -269,14 +235,22 @@ class Fuzzer:
 
     def _any(self, serves: bool) -> str:
         """A kind. One that only stops an engine's start would be waited for, as for a slow start."""
-        kinds = [kind for kind in self._kinds if kind in SIGNALS or kind in ASKED or kind in COPIES]
+        kinds = [kind for kind in self._kinds if kind in (*SIGNALS, *ASKED, STANDING, *COPIES)]
         return self._chance.choice([kind for kind in kinds if serves or not _ENGINES.match(kind)])
 
     def _signal(self, attempt: Attempt, kind: str) -> bool:
         """Whether a fault was done."""
         family = attempt.family()
         self._groups |= {process.pid for process in family.get("engine", [])}
+        self._seen |= {process for processes in family.values() for process in processes}
         try:
+            if kind == STANDING:
+                for process in (process for role, found in family.items() if role != "other" for process in found):
+                    with suppress(psutil.NoSuchProcess):
+                        process.send_signal(signal.SIGSTOP)
+                os.kill(attempt.process.pid or 0, signal.SIGKILL)
+                self._did(kind)
+                return True
             if kind in ASKED:
                 os.kill(attempt.process.pid or 0, ASKED[kind])
                 self._did(kind)
@@ -357,7 +331,7 @@ class Fuzzer:
 
     def _left_behind(self) -> list[str]:
         end = time.monotonic() + 20
-        while (alive := [pid for pid in self._groups if _group_lives(pid)]) and time.monotonic() < end:
+        while (alive := self._alive()) and time.monotonic() < end:
             time.sleep(0.2)
         shared = [path.name for pid in self._groups for path in Path("/dev/shm").glob(f"*_{pid}_*")]
         # Ranks that are killed have no chance to remove a folder; what they leave there is empty.
@@ -365,7 +339,19 @@ class Fuzzer:
         if host_memory_of(self._run_dir).exists():
             shared.append(host_memory_of(self._run_dir).name)
         hidden = [path.name for path in (self._run_dir / "checkpoints").glob(".*")]
-        return [*(f"process group {pid}" for pid in alive), *shared, *temporary, *hidden]
+        return [*alive, *shared, *temporary, *hidden]
+
+    def _alive(self) -> list[str]:
+        """Processes that were seen at a fault, and groups of engines."""
+        groups = [f"process group {pid}" for pid in self._groups if _group_lives(pid)]
+        return [*groups, *(str(process) for process in self._seen if _lives(process))]
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _group_lives(group: int) -> bool:

@@ -15,13 +15,17 @@ import pytest
 import torch.distributed as dist
 from damage import flip
 from ports import free_port
+from ranks import run_ranks
 from tiny_runs import make_model, sft_config
 
 from vapo_megatron import logs
+from vapo_megatron.checkpoint.manifest import Manifest, file_facts
 from vapo_megatron.cluster.ranks import LOST_A_PEER
 from vapo_megatron.config.sft import SftConfig
-from vapo_megatron.training import checkpoint, launch, sft
-from vapo_megatron.training.nodes import Nodes
+from vapo_megatron.errors import TryAgain
+from vapo_megatron.training import checkpoint, launch, nodes, sft
+from vapo_megatron.training.node_copies import NodeCopy
+from vapo_megatron.training.nodes import Nodes, fetch_files
 
 # Ranks by node: what a node keeps for another is not always as much as it has itself.
 NODES = "aabc"
@@ -119,6 +123,47 @@ def test_what_a_node_has_lost_comes_from_the_one_that_keeps_it(tmp_path: Path) -
     assert attempts.metrics(run_dir) == attempts.metrics(other) and len(attempts.metrics(run_dir)) == 7
     weights = "hf/final/actor/model.safetensors"
     assert (run_dir / weights).read_bytes() == (other / weights).read_bytes()
+
+
+def fetched(folder: Path, file: str, changes: bool) -> str:
+    """What rank 1 says of a file that it gets from another node; changes: while it is on its way."""
+    receive = nodes.receive_file
+
+    def received(path: Path, *args: Any) -> OSError | None:
+        failed = receive(path, *args)
+        flip(path)
+        return failed
+
+    if changes:
+        nodes.receive_file = received
+    ids = {"checkpoint_id": "c", "run_id": "r", "step": 8, "kind": "sft", "models": (), "world_size": 2}
+    facts = file_facts(folder / "a", [folder / "a" / file])
+    manifest = Manifest.model_validate(ids | {"layouts": {}, "metrics": {}, "files": facts})
+    path = folder / "ab"[dist.get_rank()]
+    copy = NodeCopy(path, manifest, Nodes.of(path), dist.group.WORLD)
+    copy.look()
+    try:
+        if dist.get_rank() == 0:
+            fetch_files(copy.nodes, copy.path, {}, copy.held, copy.group)
+        else:
+            copy._note = lambda names: None  # type: ignore[method-assign]  # rank 0 has other things to do
+            copy.fetch([file])
+        return ""
+    except TryAgain as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_file_that_changes_on_its_way_between_nodes_is_not_used(tmp_path: Path, changes: bool) -> None:
+    for node in "ab":
+        (tmp_path / node).mkdir()
+    (tmp_path / "a" / "progress.json").write_bytes(b"{}" * 50)
+    _, said = run_ranks(2, fetched, tmp_path, "progress.json", changes)
+    assert (tmp_path / "b" / "progress.json").exists()
+    if changes:
+        assert "the content of progress.json has changed" in said and "on its way between nodes" in said
+    else:
+        assert not said
 
 
 @pytest.mark.parametrize(

@@ -64,12 +64,11 @@ class Heartbeat:
     async def health(self) -> dict[str, Any]:
         """lost: a line for each process that is dead or stopped. requests: that are open. silent_s: for how many
         seconds no batch has begun or ended while there were any; 0 without."""
-        now, lost, beats = time.monotonic(), [], [self._idle_at]
+        now, beats = time.monotonic(), [self._idle_at]
+        lost: list[str] = []
         for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
             _, role, pid = path.name.split("-")
-            state = _STATES.get(_state(int(pid)))
-            if state is not None:
-                lost.append(f"its {role} (process {pid}) is {state}")
+            lost += lost_process(role, int(pid))
             beats.append(_TIME.unpack(path.read_bytes())[0])
         requests = len(self._requests())
         if requests == 0:
@@ -80,6 +79,12 @@ class Heartbeat:
         """End the server, all its processes and this one: its owner starts it again, and finds the cause in the log."""
         print(f"EndedForError: {cause}", flush=True)
         os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def lost_process(role: str, pid: int) -> list[str]:
+    """A line where a process is dead or stopped."""
+    state = _STATES.get(_state(pid))
+    return [] if state is None else [f"its {role} (process {pid}) is {state}"]
 
 
 def _state(pid: int) -> str:

@@ -1,30 +1,43 @@
-"""A server must not outlive its trainer, however that one ended: kill -9 and the out-of-memory killer included."""
+"""A server must not outlive its trainer, however that one ended: kill -9 and the out-of-memory killer included.
+
+    python -m vapo_megatron.engine.owner_guard OWNER_PID GROUP SCRATCH
+
+The guard is a process of its own beside the server: one that is stopped (SIGSTOP) could not end itself.
+"""
 
 import os
 import select
 import shutil
 import signal
-import threading
+import subprocess
+import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+
+from vapo_megatron.signals import stop_signals_blocked
 
 _POLL_SECONDS = 1.0
 _REMOVAL_SECONDS = 5.0
 
 
-def kill_group_with_owner(lifeline: int, owner_pid: int, scratch: str) -> threading.Thread:
-    """Start a thread that kills this process's whole group (SIGKILL) as soon as the owner is gone.
+def start_guard(group: int, scratch: str, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    """Start the guard of a server of this process's: when this process is gone it kills the server's process group
+    (SIGKILL), and removes the directory scratch and what the server shared in memory.
 
-    It removes the directory scratch first, which nobody else is left to do.
-
-    lifeline is the read end of a pipe whose write end the owner holds: its end of file tells of the owner's death at
-    once. A process that the owner forked may have inherited the write end and keep it open, so this process's parent
-    is asked for as well, once a second. The caller leads a process group of its own, which its children share.
+    This process holds the write end of a pipe, whose end of file tells of its death at once. A process that it forked
+    may have inherited that and keep it open, so the guard looks at its parent as well, once a second.
     """
-    thread = threading.Thread(target=_watch, args=(lifeline, owner_pid, scratch), name="owner-guard", daemon=True)
-    thread.start()
-    return thread
+    with stop_signals_blocked():  # Slurm sends them to every process of a job
+        return subprocess.Popen(
+            [sys.executable, "-m", "vapo_megatron.engine.owner_guard", *map(str, (os.getpid(), group, scratch))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
 
 
 def remove_shared_memory(group: int) -> None:
@@ -33,22 +46,20 @@ def remove_shared_memory(group: int) -> None:
         path.unlink(missing_ok=True)
 
 
-def _kill_others() -> None:
-    for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            pid = int(path.name)
-            if pid != os.getpid() and os.getpgid(pid) == os.getpgrp():
-                os.kill(pid, signal.SIGKILL)
-
-
-def _watch(lifeline: int, owner_pid: int, scratch: str) -> None:
-    while os.getppid() == owner_pid:
+def main(owner: int, group: int, scratch: str) -> None:
+    """Wait for the end of the owner, then end its server."""
+    lifeline = sys.stdin.fileno()
+    while os.getppid() == owner:
         readable, _, _ = select.select([lifeline], [], [], _POLL_SECONDS)
         if readable and not os.read(lifeline, 4096):
             break
-    _kill_others()  # first: they would go on writing into what is removed
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
     end = time.monotonic() + _REMOVAL_SECONDS
-    while os.path.exists(scratch) and time.monotonic() < end:  # the last of them, and this one's threads, still write
+    while os.path.exists(scratch) and time.monotonic() < end:  # the last of its processes still write
         shutil.rmtree(scratch, ignore_errors=True)
-    remove_shared_memory(os.getpgrp())
-    os.killpg(os.getpgrp(), signal.SIGKILL)
+    remove_shared_memory(group)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -3,15 +3,17 @@
     python -m vapo_megatron.engine.server_main LISTEN_FD OWNER_PID SCRATCH IDENTITY [SGLang args]
 
 LISTEN_FD is a bound TCP socket, inherited from the owner, so that no other process can take the port between its
-choice and its use. Standard input is the lifeline of owner_guard. IDENTITY, a JSON object, is what the server answers
-under IDENTITY_PATH; of its processes it tells under HEALTH_PATH (heartbeat.py). The key that requests must carry is in
-the environment; it is not given to SGLang, which would write it into its log.
+choice and its use. The owner's guard (owner_guard) ends this process with it, and removes the directory SCRATCH.
+IDENTITY, a JSON object, is what the server answers under IDENTITY_PATH; of its processes it tells under HEALTH_PATH
+(heartbeat.py). The key that requests must carry is in the environment; it is not given to SGLang, which would write it
+into its log.
 """
 
 import functools
 import gc
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -24,7 +26,6 @@ from multiprocessing import set_start_method
 from typing import TYPE_CHECKING
 
 from vapo_megatron.engine.heartbeat import END_PATH, HEALTH_PATH, Heartbeat
-from vapo_megatron.engine.owner_guard import kill_group_with_owner
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -39,10 +40,10 @@ def main(argv: list[str]) -> None:
     # Slurm's signals to save and stop go to every process of a job; how a server ends is its owner's affair. Blocked
     # rather than ignored: SGLang sets handlers of its own, and its children inherit this.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
-    kill_group_with_owner(sys.stdin.fileno(), int(owner_pid), scratch)
+    if os.getppid() != int(owner_pid):  # it died before it had started its guard
+        return shutil.rmtree(scratch, ignore_errors=True)
     listener = socket.socket(fileno=int(listen_fd))
 
-    # After the guard: importing SGLang takes seconds, in which the owner may die.
     from vapo_megatron.engine import cpu_shim
 
     on_cpu = cpu_shim.install()

@@ -1,11 +1,12 @@
 """A verifier process: `python -m vapo_megatron.rewards.worker`, started and fed by rewards.pool alone.
 
 It reads messages on stdin and answers each on stdout. The first names what to load; "ready" or "failed" answers it.
-A worker may be killed at any moment and holds nothing that matters. It ends when stdin closes, hence with the trainer
-however that dies: a watching thread sees the closed pipe, and a kernel timer ends computations that do not let a
-thread run.
+A worker may be killed at any moment and holds nothing that matters. It ends with the trainer, however that dies: the
+kernel kills it, though it be stopped. Where the trainer died before the kernel was asked to, a watching thread sees the
+closed pipe, and a kernel timer ends computations that do not let a thread run.
 """
 
+import ctypes
 import importlib
 import os
 import resource
@@ -20,6 +21,7 @@ from vapo_megatron.errors import reason_of
 from vapo_megatron.rewards.framing import Decoder, encode
 
 _MIB = 1 << 20
+_PR_SET_PDEATHSIG = 1
 # The pool kills a worker at its deadline; the worker's own timer is for a pool that is no longer there.
 _GRACE_SECONDS = 5.0
 
@@ -29,6 +31,8 @@ Handler = Callable[[dict[str, Any]], dict[str, Any]]
 def main() -> None:
     """Serve until stdin closes."""
     requests, replies = _private_pipes()
+    # With the thread that started us: the pool's own, or that which made the pool.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)  # sent to whole process groups; the trainer decides when we end
     threading.Thread(target=_end_with_trainer, args=(requests,), daemon=True).start()

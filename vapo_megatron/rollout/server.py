@@ -23,7 +23,8 @@ from types import TracebackType
 from pydantic import JsonValue
 
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.engine.owner_guard import remove_shared_memory
+from vapo_megatron.engine.heartbeat import lost_process
+from vapo_megatron.engine.owner_guard import remove_shared_memory, start_guard
 from vapo_megatron.engine.server_main import KEY_VARIABLE
 from vapo_megatron.errors import BadInput, RunFailed
 from vapo_megatron.rollout.engine_environment import engine_environment
@@ -80,8 +81,7 @@ def cause_in_log(log_file: Path) -> str:
 class EngineServer:
     """One SGLang server, from start to end.
 
-    The subprocess leads a process group of its own and holds one end of a pipe; when the other end closes, be it by
-    stop() or by the death of this process, it kills that group (owner_guard).
+    The subprocess leads a process group of its own. A guard beside it ends that group with this process (owner_guard).
 
     Args:
         model_path: Hugging Face directory.
@@ -127,6 +127,7 @@ class EngineServer:
         self._host, self._fp8 = host, fp8
         self._scratch: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
         self._port = port
         # A process of another user on this machine could reach the port as well.
         self._key = secrets.token_urlsafe(32) if key is None else key
@@ -155,21 +156,27 @@ class EngineServer:
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
         self._scratch = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_short_temporary()))
         self._started_at = time.monotonic()
+        scratch, environment = str(self._scratch), self._environment(self._scratch)
         with self._bound() as listener, self._log_file.open("wb") as log:
             self._port = listener.getsockname()[1]
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "vapo_megatron.engine.server_main"),
-                    *(str(listener.fileno()), str(os.getpid()), str(self._scratch), json.dumps(self._identity)),
+                    *(str(listener.fileno()), str(os.getpid()), scratch, json.dumps(self._identity)),
                     *self._engine_args(),
                 ],
-                stdin=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self._environment(self._scratch),
+                env=environment | {KEY_VARIABLE: self._key},  # not an argument: those are for every user to see
                 pass_fds=[listener.fileno()],
                 start_new_session=True,
             )
+        try:
+            self._guard = start_guard(self._process.pid, scratch, environment)
+        except BaseException:
+            self.stop()
+            raise
 
     def check_arguments(self) -> None:
         """Have SGLang read the arguments in a process that starts no server.
@@ -192,9 +199,11 @@ class EngineServer:
             raise BadInput(f"rollout.server_args: SGLang does not take {given} ({reason}): see `sglang serve --help`")
 
     def ended(self) -> str | None:
-        """Why the server that was started is no more; None while it is."""
-        code = None if self._process is None else self._process.poll()
-        return None if code is None else f"{_describe(code)}: {self._cause()}"
+        """Why the server that was started is no more, or must not go on: without its guard; None while it is."""
+        process, guard = self._process, self._guard
+        if process is not None and (code := process.poll()) is not None:
+            return f"{_describe(code)}: {self._cause()}"
+        return None if guard is None else next(iter(lost_process("guard", guard.pid)), None)
 
     def is_ready(self) -> bool:
         """Whether it answers."""
@@ -257,10 +266,8 @@ class EngineServer:
     def stop(self) -> None:
         """End the server and all its processes. May be called at any time, any number of times."""
         process, self._process = self._process, None
+        guard, self._guard = self._guard, None
         if process is not None:
-            if process.stdin is not None:
-                process.stdin.close()
-            # Its guard does the same on end of file; by hand as well, should the server be stopped or not yet guarded.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -268,6 +275,9 @@ class EngineServer:
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
             self._scratch = None
+        if guard is not None:  # last: until here this process may be killed
+            guard.kill()
+            guard.communicate()
 
     def __enter__(self) -> "EngineServer":
         self.start()
@@ -306,12 +316,9 @@ class EngineServer:
         return cause_in_log(self._log_file)
 
     def _environment(self, scratch: Path) -> dict[str, str]:
-        return {
-            **engine_environment(
-                os.environ, scratch, self._config, self._dtype, self._devices, bool(self._identity), self._part
-            ),
-            KEY_VARIABLE: self._key,  # not an argument: those are for every user to see
-        }
+        return engine_environment(
+            os.environ, scratch, self._config, self._dtype, self._devices, bool(self._identity), self._part
+        )
 
     def _engine_args(self) -> list[str]:
         config = self._config

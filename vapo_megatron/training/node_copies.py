@@ -67,15 +67,20 @@ class NodeCopy:
         return sorted(self.manifest.files.keys() - set().union(*self.held))
 
     def fetch(self, names: Iterable[str]) -> None:
-        """Collective: what this rank names is on its node when this returns.
+        """Collective: what this rank names is on its node when this returns, what has come compared with its digest.
 
         Raises:
-            TryAgain: it cannot be written here.
+            TryAgain: it cannot be written here, or has changed on its way.
         """
         wanted = {name: self.manifest.files[name].bytes for name in names}
         failed = fetch_files(self.nodes, self.path, wanted, self.held, self.group)
         if failed is not None:
             raise TryAgain(f"{self.path}: cannot be written ({failed.strerror}): start the same command again")
+        come = {
+            self.path / name: self.manifest.files[name] for name in wanted if name not in self.held[dist.get_rank()]
+        }
+        if (wrong := check_contents(self.path, come)) is not None:
+            raise TryAgain(f"{self.path}: {wrong}, on its way between nodes: start the same command again")
         self._note(wanted)
 
     def _note(self, names: Iterable[str]) -> None:
