@@ -7,6 +7,7 @@ FROM nvidia/cuda:13.0.2-devel-ubuntu24.04
 ENV DEBIAN_FRONTEND=noninteractive \
     PIP_NO_CACHE_DIR=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    CUDA_HOME=/usr/local/cuda \
     PATH=/opt/vapo/bin:/usr/local/cuda/bin:$PATH
 
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]

@@ -63,6 +63,8 @@ export TORCH_EXTENSIONS_DIR=$scratch/cache/torch_extensions
 export CUDA_CACHE_PATH=$scratch/cache/cuda
 export FLASHINFER_WORKSPACE_BASE=$scratch/cache/flashinfer
 export SGLANG_CACHE_DIR=$scratch/cache/sglang
+export SGLANG_JIT_CACHE_DIR=$scratch/cache/sglang/jit
+export TVM_FFI_CACHE_DIR=$scratch/cache/tvm-ffi
 export DG_JIT_CACHE_DIR=$scratch/cache/deep_gemm
 # Downloaded models are kept where the user keeps them, if they say where.
 export HF_HOME=${HF_HOME:-$scratch/cache/huggingface}

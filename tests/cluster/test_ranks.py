@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import os
+import pickle
 import re
 import signal
 import sys
@@ -18,6 +19,7 @@ import ranks  # noqa: F401  (imports what ranks need before they are forked)
 import torch
 import torch.distributed as dist
 
+from vapo_megatron.cluster import ranks as cluster_ranks
 from vapo_megatron.cluster.place import node_name, place_from_environment
 from vapo_megatron.cluster.ranks import (
     DEVICE_FAULT,
@@ -27,10 +29,13 @@ from vapo_megatron.cluster.ranks import (
     start_ranks,
 )
 from vapo_megatron.config.model import LayoutConfig
+from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput, RunFailed, TryAgain, VapoError
 from vapo_megatron.mcore.mesh import make_mesh
+from vapo_megatron.mcore.platform import Platform
 from vapo_megatron.monitoring.timers import PhaseTimer
 from vapo_megatron.signals import stop_requested
+from vapo_megatron.training.rank import train_rank
 
 
 def write_rank(folder: Path) -> None:
@@ -262,3 +267,18 @@ def foreign_rank(folder: Path, rank: int, body: Callable[[], None]) -> NoReturn:
     sys.stderr = os.fdopen(2, "w")
     run_as_external_rank(RankPlace(rank, 2, rank, f"file://{folder / 'store'}"), body, 60)
     os._exit(0)
+
+
+def config_of_rank(config: TrainConfig, folder: Path) -> None:
+    (folder / "config").write_text(f"{config.run.name} {multiprocessing.get_start_method(allow_none=True)}")
+
+
+@pytest.mark.timeout(60)
+def test_ranks_can_be_started_afresh_as_gpus_want_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA does not survive a fork: what a rank is given has to travel."""
+    monkeypatch.setattr(cluster_ranks, "current_platform", lambda: Platform("cpu", "gloo", "spawn"))
+    parts = {"run": {"name": "afresh"}, "model": {"path": "m"}, "data": {"train": "d"}}
+    config = TrainConfig.model_validate({**parts, "sampling": {"max_new_tokens": 16}})
+    pickle.dumps(partial(train_rank, config))
+    start_ranks(1, partial(config_of_rank, config, tmp_path), 60)
+    assert (tmp_path / "config").read_text() == "afresh spawn"

@@ -2,6 +2,7 @@
 float32, and recomputation. What needs a GPU is in test_gpu_precision.py."""
 
 import contextlib
+import importlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,6 +119,7 @@ OLD_CUDA = Chip("cuda", "nccl", "spawn", cuda=(12, 8))
         (H100, {"layout": {"cp": 2}}, {"attention_kernel": "unfused"}, "unfused with actor.layout.cp=2"),
         (H100, {}, {"dtype": "float32"}, "set model.attention=sdpa, or bfloat16"),
         (BARE, {}, {"attention_kernel": "flash"}, "model.attention_kernel=flash"),
+        (H100, {}, {"attention_kernel": "flash"}, "flash-attn is not installed"),
         (OLD_CUDA, {"precision": {"fp8": "blockwise"}}, {}, "CUDA 12.9 or later, this one is for 12.8"),
         (
             H100,
@@ -373,3 +375,13 @@ def test_recomputation_reaches_megatron(spec: ModelSpec) -> None:
     assert (selective.recompute_granularity, selective.recompute_modules) == ("selective", ["mlp"])
     block = config(granularity="full", method="block", layers=3)
     assert (block.recompute_method, block.recompute_num_layers) == ("block", 3)
+
+
+def test_flash_attention_is_there_where_its_kernels_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-attn-4, which SGLang asks for, brings a package flash_attn that Transformer Engine can take nothing of."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    assert not H100.has_flash_attention
+    (tmp_path / "flash_attn_2_cuda.py").touch()
+    importlib.invalidate_caches()
+    assert H100.has_flash_attention and not current_platform().has_flash_attention

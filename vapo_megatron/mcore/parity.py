@@ -47,7 +47,8 @@ def comparison(checkpoint: Path, hf_dir: Path) -> str:
     if card.head == "value" and _score_name(HFTensors(hf_dir)) is None:
         return f"{what} not compared with transformers': the head is new"
     needed = card.spec.parameter_count(card.head) * _BYTES_PER_PARAMETER
-    available = psutil.virtual_memory().available
+    # transformers' model is computed by the CPU, Megatron's by the device.
+    available = min(psutil.virtual_memory().available, current_platform().free_bytes())
     if needed > available:
         return (
             f"{what} not compared with transformers': that needs {needed / 2**30:.1f} GiB of memory and "
@@ -135,7 +136,7 @@ def _of_megatron(checkpoint: Path, spec: ModelSpec, head: Head, ids: Tensor) -> 
 
 @contextmanager
 def _process_group_of_one() -> Iterator[None]:
-    dist.init_process_group(current_platform().backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(current_platform().world_backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:

@@ -60,6 +60,12 @@ class Platform:
         return bool(HAVE_TE)
 
     @property
+    def has_flash_attention(self) -> bool:
+        """Whether Transformer Engine can take flash-attn's kernels, of its version 2 or 3. A package `flash_attn` says
+        nothing: flash-attn-4, which comes with SGLang, brings one without them."""
+        return self.is_cuda and any(map(importlib.util.find_spec, ("flash_attn_2_cuda", "flash_attn_3")))
+
+    @property
     def has_fused_weight_gradients(self) -> bool:
         """Whether apex's kernel is there that adds a layer's weight gradient to the sum in place."""
         return self.is_cuda and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
@@ -88,13 +94,12 @@ class Platform:
             return "CPU"
         major, minor = self.compute_capability
         parts = [f"{torch.cuda.get_device_name()} (sm_{major}{minor})"]
-        for package, module, without in (
-            ("transformer-engine", "transformer_engine", "layers are PyTorch's, no FP8"),
-            ("flash-attn", "flash_attn", "attention is cuDNN's or PyTorch's"),
-            ("apex", "fused_weight_gradient_mlp_cuda", "weight gradients are added in a kernel of their own"),
+        for package, is_there, without in (
+            ("transformer-engine", self.has_transformer_engine, "layers are PyTorch's, no FP8"),
+            ("flash-attn", self.has_flash_attention, "attention is cuDNN's or PyTorch's"),
+            ("apex", self.has_fused_weight_gradients, "weight gradients are added in a kernel of their own"),
         ):
-            found = _version(package) if importlib.util.find_spec(module) is not None else None
-            parts.append(f"{package} {found}" if found else f"no {package} ({without})")
+            parts.append(f"{package} {_version(package)}" if is_there else f"no {package} ({without})")
         return ", ".join(parts)
 
     def copy_queue(self) -> "CopyQueue":
@@ -135,6 +140,12 @@ class Platform:
         if self.is_cuda:
             torch.cuda.ipc_collect()
         self.empty_cache()
+
+    def free_bytes(self) -> int:
+        """Bytes that a model may still take: of the device, or of the machine."""
+        if self.is_cuda:
+            return int(torch.cuda.mem_get_info()[0])
+        return int(psutil.virtual_memory().available)
 
     def memory_bytes(self) -> int:
         """Bytes that this rank holds now: of the device, or resident on the CPU."""
