@@ -1,17 +1,43 @@
-"""Grades on samples: what a truncated response counts for, and who is asked about it."""
+"""Grades on samples: what a truncated response counts for, who is asked about it, and what failures amount to."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
 from vapo_megatron.config.reward import RewardConfig
+from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.sample import FinishReason, Prompt, Sample
-from vapo_megatron.rewards.grading import TRUNCATED, grade_samples
-from vapo_megatron.rewards.pool import VerifierPool
+from vapo_megatron.rewards.grading import TRUNCATED, failed_share, grade_samples, grades_of
+from vapo_megatron.rewards.math import Grade
+from vapo_megatron.rewards.pool import Case, VerifierPool
 
 
 def sample(finish: FinishReason) -> Sample:
     return Sample(Prompt("1", "p", "a", (1,)), 0, 0, 0, [5, 6], [0.0, 0.0], finish, 0, 0)
+
+
+class Verifier(VerifierPool):
+    """Grades by the response's text, in this process; refuses as a pool with a function that fails does."""
+
+    def __init__(self) -> None:
+        self.asked: list[Case] = []
+
+    def grade_batch(
+        self, cases: Sequence[Case | tuple[str, str]], on_done: Callable[[int, Grade], None] | None = None
+    ) -> list[Grade]:
+        assert on_done is not None
+        grades = []
+        for index, case in enumerate(cases):
+            assert isinstance(case, Case)
+            self.asked.append(case)
+            failed = case.response in ("error", "timeout")
+            grades.append(Grade(False, case.response) if failed else Grade(True, "equal", "found", 0.75))
+            on_done(index, grades[-1])
+        return grades
+
+    def refuse_function(self, what: str) -> None:
+        raise BadInput(what)
 
 
 def test_a_function_is_given_the_fields_of_its_row() -> None:
@@ -34,3 +60,39 @@ def test_a_function_sees_truncated_responses_where_it_asks_to(asked: bool, rewar
     assert [s.reward for s in samples] == [1.0, reward]
     assert [s.correct for s in samples] == [True, False]
     assert (samples[1].grade_reason == TRUNCATED) is not asked
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_every_sample_gets_its_text_and_its_grade_and_is_counted_once(asked: bool) -> None:
+    config = RewardConfig(verifier="function", function="m:f", incorrect=-0.5, grade_truncated=asked)
+    samples = [sample("length"), sample("stop"), sample("abort"), sample("stop")]
+    verifier, counted = Verifier(), []
+    grade_samples(samples, verifier, lambda ids: f"text of {len(ids)}", config, counted.append)
+    assert {s.text for s in samples} == {"text of 2"}
+    extra = [{"truncated": cut} for cut in (True, False, False)] if asked else [{}, {}]
+    assert verifier.asked == [Case("a", "text of 2", "p", given) for given in extra]
+    graded = (0.75, True, "equal", "found")
+    not_asked = (-0.5, False, TRUNCATED, "")
+    found = [(s.reward, s.correct, s.grade_reason, s.extracted) for s in samples]
+    assert found == [graded if asked else not_asked, graded, not_asked, graded]
+    assert sum(counted) == 4
+
+
+def test_failures_are_a_share_of_all_samples_and_all_of_them_are_refused() -> None:
+    config, verifier = RewardConfig(verifier="function", function="m:f"), Verifier()
+
+    def share(*texts: str | None) -> float:
+        samples = [sample("length" if text is None else "stop") for text in texts]
+        said = iter(text or "" for text in texts)
+        grade_samples(samples, verifier, lambda ids: next(said), config)
+        return failed_share(samples, verifier)
+
+    assert share() == 0
+    assert share("error", "4", "timeout", None) == 0.5
+    assert share("error", None, None) == pytest.approx(1 / 3)  # mostly truncated: that says little of the function
+    with pytest.raises(BadInput, match="failed on all of 2 responses"):
+        share("error", "timeout", None, None)
+    with pytest.raises(BadInput, match="failed on all of 1 responses"):
+        grades_of([None, Case("a", "error")], verifier)
+    assert grades_of([None, None, Case("a", "error")], verifier) == [None, None, Grade(False, "error")]
+    assert grades_of([], verifier) == []

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vapo_megatron.rewards.math import Grade, grade, grade_response, prepare
+from vapo_megatron.rewards.math import Comparison, Grade, grade, grade_response, prepare
 
 SHARED_DATA = Path(__file__).parents[2].parent / "shared" / "data"
 
@@ -136,21 +136,27 @@ def test_mathematics_is_left_to_a_comparison() -> None:
     assert prepare("12", r"\boxed{12}") == Grade(True, "equal", "12", 1.0)
 
 
-def test_a_number_and_what_varies_are_told_apart_by_two_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sympy looks for half a minute for what a large binomial and a sine share."""
-    from vapo_megatron.rewards import symbolic
+@pytest.mark.parametrize(
+    ("response", "answer", "is_formula"),
+    [
+        (r"\boxed{some value y}", "some value y", True),
+        ("<answer>some value y</answer>", "some value y", True),
+        ("#### some value y", "some value y", True),
+        ("Answer: value y", "value y", True),
+        ("Answer: some value y", "some value y", False),
+        ("what is left of it in the end is 7", "what is left of it in the end is 7", False),
+        (r"\boxed{" + "y" * 2_000 + "}", "y" * 2_000, True),
+    ],
+)
+def test_what_is_marked_as_an_answer_is_a_formula(response: str, answer: str, is_formula: bool) -> None:
+    assert prepare("7z", response) == Comparison("7z", answer, answer_is_formula=is_formula)
 
-    assert grade("1", r"\boxed{\sin^2 x+\cos^2 x}")  # both have letters or not, and yet are equal: sympy decides
-    assert not grade(r"\sin^2 x+\cos^2 x", r"\boxed{\frac{999999}{1000000}}")
 
-    def only_texts(one: object, other: object, **_: object) -> bool:
-        if not isinstance(one, str) and not isinstance(other, str):
-            pytest.fail("left to sympy")
-        return one == other
-
-    monkeypatch.setattr(symbolic, "verify", only_texts)
-    assert not grade(r"\binom{4020}{1005}", r"\boxed{2\sin x\cos x}")
-    assert not grade(r"2\log x", r"\boxed{\binom{40}{5}}")
+def test_the_ground_truth_is_its_boxes_or_what_follows_its_thought() -> None:
+    assert prepare(r"so \boxed{7} and \boxed{8}", "Answer: y,z") == Comparison("7, 8", "y,z", answer_is_formula=True)
+    assert prepare("<think>6</think> 7z ", "Answer: y") == Comparison("7z", "y", answer_is_formula=True)
+    assert prepare("7", r"\boxed{" + "y" * 2_001 + "}") == Grade(False, "too_complex", "y" * 2_000)
+    assert prepare("7", r"\boxed{8}") == Grade(False, "different", "8")
 
 
 def _shared_rows(name: str) -> list[dict]:

@@ -28,6 +28,7 @@ _JOINED = re.compile(r"[^.\n]{0,40}(?:\band\b|\bor\b|,|\\quad)[^.\n]{0,40}|[\s$]
 _SECOND_THOUGHT = re.compile(r"\b(?:wait|actually|no|not|instead|sorry|rather|correction|but)\b", re.IGNORECASE)
 _COMMAND = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox|operatorname)\s*\{|\\[a-zA-Z]+")
 _WORD = re.compile(r"[A-Za-z]{2,}")
+_BRACE = re.compile(r"\\.|[{}]")
 _LONGEST_BARE = 300
 _MOST_BARE_WORDS = 3
 
@@ -140,15 +141,14 @@ def _last_match(text: str, searched: str, beginning: str) -> re.Match[str] | Non
     while (position := searched.rfind(beginning, 0, end)) >= 0:
         if match := _ANSWER_LINE.match(text, position):
             return match
-        end = position + len(beginning) - 1
+        end = position
     return None
 
 
 def _inside(body: str, marker: Marker) -> Extraction:
     """The answer within what a marker encloses: a box if there is one, else all of it without its Markdown."""
     start, content = _last_box(body)
-    text = content if start >= 0 else body.strip().strip("*_`").strip()
-    return Extraction(text, marker)
+    return Extraction(content if start >= 0 else body.strip(" \t\r\n*_`"), marker)
 
 
 def _last_box(text: str) -> tuple[int, str]:
@@ -202,7 +202,7 @@ def _boxes(text: str) -> Iterator[tuple[int, int, str]]:
 def _closing_brace(text: str, opening: int) -> int:
     r"""The position of the brace that closes the one at opening, or -1; \{ and \} are not counted."""
     depth = 0
-    for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, opening):
+    for match in _BRACE.finditer(text, opening):
         if match[0] == "{":
             depth += 1
         elif match[0] == "}":

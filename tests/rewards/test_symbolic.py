@@ -1,0 +1,104 @@
+"""What math-verify decides, with its faults mended: sets, matrices, formulas in text, and what it is not asked."""
+
+import pytest
+
+from vapo_megatron.rewards import symbolic
+from vapo_megatron.rewards.math import Comparison, Grade, grade, settle
+from vapo_megatron.rewards.symbolic import equivalent, reads_formula, too_costly
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("x<-1 or x>2", r"(-\infty,-1)\cup(2,\infty)", True),
+        (r"x<-1 \text{ or } x>2", r"x>2 \lor x<-1", True),
+        (r"x<-1 \text{ or } x>2", "x<-1", False),
+        (r"x<-1 \text{ or }", "x<-1", False),
+        (r"x<-1 \text{ or } y>2", r"x<-1 \text{ or } y>2", True),
+        ("x=1 or x=2", r"\{1,2\}", True),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "(1,2)", True),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "(1,3)", False),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "(1,2,3)", False),
+        (r" $ \begin{pmatrix} 1 \\ \sin^2 x+\cos^2 x \end{pmatrix} $ ", r"$ [1,1] $", True),
+        (r"\(7\)", "$7$", True),
+        ("7", "$7$ or $8$", False),
+        ("foo bar", "foo bar", True),
+        ("foo bar", "baz", False),
+        ("x=5", "5", True),
+        ("x^2", "x^2=4", False),
+        ("x>3", r"(3,\infty)", True),
+        (r"\frac{x}{0}", "1", False),
+    ],
+)
+def test_formulas_are_compared_both_ways(one: str, other: str, same: bool) -> None:
+    assert equivalent(one, other, answer_is_formula=True) is same
+    assert equivalent(other, one, answer_is_formula=True) is same
+
+
+@pytest.mark.parametrize(
+    ("ground_truth", "answer", "same"),
+    [
+        ("7", "so it is 7 of them", True),
+        ("7", "so it is 8 of them", False),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "it is (1,2)", False),
+    ],
+)
+def test_a_formula_is_looked_for_in_text(ground_truth: str, answer: str, same: bool) -> None:
+    assert equivalent(ground_truth, answer, answer_is_formula=False) is same
+    assert not equivalent(ground_truth, answer, answer_is_formula=True)
+
+
+def test_what_can_be_read_as_a_formula() -> None:
+    assert [reads_formula(text) for text in ("x+1", "$5$", r"\{1\}", "x<1 or x>2", "")] == [True] * 4 + [False]
+
+
+def test_want_of_memory_is_told_and_no_other_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(error: BaseException) -> None:
+        def verify(*_: object, **__: object) -> bool:
+            raise error
+
+        monkeypatch.setattr(symbolic, "verify", verify)
+
+    fail(RecursionError())
+    assert not equivalent("x+1", "1+x", answer_is_formula=True)
+    fail(MemoryError())
+    with pytest.raises(MemoryError):
+        equivalent("x+1", "1+x", answer_is_formula=True)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "refused"),
+    [
+        ("x^{10000}", "x^{10001}"),
+        ("x**-10000", "x ** (-10001)"),
+        ("x^2+y^9", "x^2+y^{99999}"),
+        ("2000!", "(2001) !"),
+        ("3!+2000!", "3!+2001!"),
+        ("((x+1)^{10}+y)^{100}", "((x+1)^{10}+y)^{101}"),
+        ("2^{3}+4^{5}", "2^3^4"),
+        ("3!+4!", "3!!"),
+        ("(2^3)+4!", "(1+2^3)!"),
+        (r"\binom{99999}{2}", r"\binom{100000}{2}"),
+        ("(" * 40 + "1" + ")" * 40, "[" * 41 + "1" + "]" * 41),
+        ("(1)" * 50, "{" * 41),
+    ],
+)
+def test_what_costs_too_much_is_told_by_its_numbers(allowed: str, refused: str) -> None:
+    assert not too_costly(allowed)
+    assert too_costly(refused)
+    assert settle(Comparison("7", refused, answer_is_formula=True)) == Grade(False, "too_complex", refused)
+
+
+def test_a_number_and_what_varies_are_told_apart_by_two_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sympy looks for half a minute for what a large binomial and a sine share."""
+    assert grade("1", r"\boxed{\sin^2 x+\cos^2 x}")  # both have letters or not, and yet are equal: sympy decides
+    assert not grade(r"\sin^2 x+\cos^2 x", r"\boxed{\frac{999999}{1000000}}")
+
+    def only_texts(one: object, other: object, **_: object) -> bool:
+        if not isinstance(one, str) and not isinstance(other, str):
+            pytest.fail("left to sympy")
+        return one == other
+
+    monkeypatch.setattr(symbolic, "verify", only_texts)
+    assert not grade(r"\binom{4020}{1005}", r"\boxed{2\sin x\cos x}")
+    assert not grade(r"2\log x", r"\boxed{\binom{40}{5}}")
