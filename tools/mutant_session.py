@@ -95,15 +95,16 @@ class CollectedOnce(PytestRunner):
             return 1
 
     def run_tests(self, *, mutant_name: str | None, tests: Iterable[str]) -> int:
-        """The tests of a mutant, in its process: the quickest file first, tests that share fixtures together."""
+        """The tests of a mutant, in its process: the quickest file and test first, a file's tests together."""
         if mutant_name is None:
             # Without a mutant they were just run, where that was all of them.
             return 0 if self.clean else super().run_tests(mutant_name=None, tests=tests)
         quickest: dict[str, float] = {}
+        seconds = state().duration_by_test
         for test in tests:
-            file, seconds = test.partition("::")[0], state().duration_by_test[test]
-            quickest[file] = min(quickest.get(file, seconds), seconds)
-        ordered = sorted(tests, key=lambda t: (quickest[t.partition("::")[0]], t.partition("::")[0]))
+            file = test.partition("::")[0]
+            quickest[file] = min(quickest.get(file, seconds[test]), seconds[test])
+        ordered = sorted(tests, key=lambda t: (quickest[t.partition("::")[0]], t.partition("::")[0], seconds[t]))
         self.session.items = [self.items[test] for test in ordered if test in self.items]
         os.chdir("mutants")
         try:

@@ -1,6 +1,7 @@
 """User functions for the tests of the pool: they do to a worker what the response says."""
 
 import os
+import resource
 import signal
 import time
 from collections.abc import Mapping
@@ -16,6 +17,13 @@ def obey(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> 
         os._exit(3)
     if response == "allocate":
         bytearray(64 << 30)
+    if response == "raise memory":
+        raise MemoryError
+    if response == "limits":
+        # seconds until its own timer, MiB of memory, of a core file; what it may read
+        own = signal.getitimer(signal.ITIMER_PROF)[0]
+        found = (own, resource.getrlimit(resource.RLIMIT_AS)[0] >> 20, *resource.getrlimit(resource.RLIMIT_CORE))
+        raise ValueError(f"{found} {os.read(0, 9)!r}")
     if response == "raise":
         raise KeyError("no such\nkey")
     if response == "pid":
@@ -26,7 +34,10 @@ def obey(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> 
 
 
 if (_mark := Path(os.environ.get("KILLED_AT_IMPORT", "/dev/null"))) and not _mark.exists():
-    _mark.touch()
+    with _mark.with_suffix(".times").open("a") as _times:
+        _times.write("x")
+    if _mark.name != "always":
+        _mark.touch()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -41,6 +52,13 @@ def killed_once(problem: str, answer: str, response: str, extra: Mapping[str, An
 
 def slow(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> bool:
     time.sleep(float(response))
+    return True
+
+
+def noted(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> bool:
+    with Path(answer).open("a") as lines:
+        lines.write(response)
+    time.sleep(float(problem))
     return True
 
 

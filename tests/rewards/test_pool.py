@@ -13,6 +13,7 @@ import pytest
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.rewards.grading import grades_of
+from vapo_megatron.rewards.math import Grade
 from vapo_megatron.rewards.pool import Case, VerifierPool
 from vapo_megatron.rewards.worker_process import WorkerProcess
 from vapo_megatron.signals import STOP_SIGNALS
@@ -84,6 +85,7 @@ def test_what_an_answer_does_to_a_worker_becomes_its_grade_and_no_others() -> No
         assert reasons == ["scored", "timeout", "crashed", "scored", "memory", "error", "scored"]
         assert [grade.correct for grade in grades] == [True, False, False, True, False, False, False]
         assert "KeyError" in grades[5].detail and "\n" not in grades[5].detail
+        assert grades[2].detail == "worker ended with code 3" and grades[1].detail == ""
         assert pool.grade_batch([Case("ab", "b", problem="a")])[0].correct
 
 
@@ -92,12 +94,106 @@ def test_a_functions_score_is_the_reward_and_is_correct_above_the_threshold() ->
     with VerifierPool(_function_config("obey", workers=1, correct_above=0.6)) as pool:
         cases = [Case("", "", extra={"score": score}) for score in (0.5, 0.7, -2.0)]
         assert [(v.score, v.correct) for v in pool.grade_batch(cases)] == [(0.5, False), (0.7, True), (-2.0, False)]
+        assert not pool.grade_batch([Case("", "", extra={"score": 0.6})])[0].correct
+    with VerifierPool(_function_config("obey", workers=1, correct_above=None)) as pool:
+        assert [(v.score, v.correct) for v in pool.grade_batch(cases)] == [(0.5, False), (0.7, False), (-2.0, False)]
 
 
 @pytest.mark.usefixtures("functions_importable")
 def test_a_score_that_is_not_finite_is_an_error() -> None:
     with VerifierPool(_function_config("obey", workers=1)) as pool:
-        assert pool.grade_batch([Case("", "", extra={"score": "nan"})])[0].reason == "error"
+        grades = pool.grade_batch([Case("", "", extra={"score": score}) for score in ("nan", "inf", "-inf")])
+        assert [grade.reason for grade in grades] == ["error"] * 3
+
+
+@pytest.mark.usefixtures("functions_importable")
+def test_a_worker_has_its_limits_and_nothing_to_read() -> None:
+    with VerifierPool(_function_config("obey", workers=1, response_timeout_s=7.0, memory_mib=700)) as pool:
+        limits, memory = pool.grade_batch([Case("", "limits"), Case("", "raise memory")])
+        timer, _, rest = limits.detail.partition(", ")
+        assert rest == "700, 0, 0) b''", limits.detail
+        assert 11 < float(timer.removeprefix("ValueError: (")) < 12.1  # for a pool that is gone: after its own limit
+        assert memory.reason == "memory"
+
+
+@pytest.mark.usefixtures("functions_importable")
+def test_an_interrupted_batch_is_dropped_and_no_other(tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+
+    def batch(letters: str) -> list[Case]:
+        return [Case(str(seen), letter, problem="0.05") for letter in letters]
+
+    def interrupt(*_: object) -> None:
+        raise InterruptedError
+
+    with VerifierPool(_function_config("noted", workers=1)) as pool:
+        others: list[Grade] = []
+        thread = threading.Thread(target=lambda: others.extend(pool.grade_batch(batch("xyz"))))
+        with pytest.raises(InterruptedError):
+            pool.grade_batch(batch("abcdefgh"), on_done=lambda *_: (thread.start(), time.sleep(0.02), interrupt()))
+        assert len(pool.grade_batch(batch("."))) == 1
+        thread.join()
+        assert [grade.correct for grade in others] == [True] * 3
+    assert set("axyz.") <= set(seen.read_text()) <= set("abxyz.")
+
+
+@pytest.mark.usefixtures("functions_importable")
+def test_who_waits_for_a_pool_that_is_closed_is_told_and_nothing_is_left_open() -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    pool, told = VerifierPool(_function_config("slow", workers=2)), threading.Event()
+
+    def wait() -> None:
+        with pytest.raises(RuntimeError, match="closed"):
+            pool.grade_batch([Case("", "60"), Case("", "60"), Case("", "60")])
+        told.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    deadline = time.monotonic() + 30
+    while sum(worker.job is not None for worker in pool._workers) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(pool._workers) == 2
+    pool.close()
+    thread.join(timeout=30)
+    assert told.is_set()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+@pytest.mark.usefixtures("functions_importable")
+def test_there_are_as_many_workers_as_have_something_to_do() -> None:
+    with VerifierPool(_function_config("slow", workers=3)) as pool:
+        assert len(pool._workers) == 1
+        assert len(pool.grade_batch([Case("", "0")])) == len(pool._workers) == 1
+        pool.grade_batch([Case("", "0.2"), Case("", "0.2")])
+        assert len(pool._workers) == 2
+        pool.grade_batch([Case("", "0.1") for _ in range(9)])
+        assert len(pool._workers) == 3
+
+
+@pytest.mark.usefixtures("functions_importable")
+def test_workers_that_cannot_start_are_told_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadInput, match=r"did not start in reward.startup_timeout_s=0.001\)"):
+        VerifierPool(_function_config("slow", startup_timeout_s=0.001))
+    monkeypatch.setenv("KILLED_AT_IMPORT", str(tmp_path / "always"))
+    with pytest.raises(BadInput, match=r"\(ended with code -9\)"):
+        VerifierPool(_function_config("slow"))
+    assert (tmp_path / "always.times").read_text() == "xxx"
+    monkeypatch.delenv("KILLED_AT_IMPORT")
+    with VerifierPool(RewardConfig(startup_timeout_s=0.001)) as pool:
+        for _ in range(2):
+            with pytest.raises(BadInput, match=r"a verifier worker could not start \(did not"):
+                pool.grade_batch([(r"\sin 2x", r"\boxed{2 \sin x \cos x}")])
+            assert pool._workers == []
+
+
+def test_a_pool_that_nobody_closes_does_not_keep_a_program_from_its_end() -> None:
+    code = (
+        "from vapo_megatron.config.reward import RewardConfig\n"
+        "from vapo_megatron.rewards.pool import Case, VerifierPool\n"
+        "pool = VerifierPool(RewardConfig(verifier='function', function='operator:itemgetter', workers=1))\n"
+        "pool.grade_batch([Case('', '')])\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
 @pytest.mark.usefixtures("functions_importable")
@@ -213,7 +309,9 @@ def test_failures_are_counted_and_the_first_is_told(capfd: pytest.CaptureFixture
         pool.try_out("1 plus 1", "2")
         grades = grades_of(cases, pool)
         assert [grade and grade.reason for grade in grades] == ["error", "scored", None, "error"]
-        assert capfd.readouterr().err.count("LookupError: on the way") == 1
+        told = "reward.function=reward_functions:raises_on_fail failed on a response (LookupError: on the way);"
+        said = capfd.readouterr()
+        assert said.err.count(told) == said.err.count("\n") == 1 and said.out == ""
         with pytest.raises(BadInput, match=r"all of 2 responses \(LookupError"):
             grades_of([cases[0], cases[3]], pool)
         grades_of([cases[0], None, None], pool)  # nearly all were truncated: that says little of the function

@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from types import TracebackType
@@ -67,7 +66,7 @@ class VerifierPool:
         self._workers: list[WorkerProcess] = []
         self._waiting: deque[_Job] = deque()
         self._lock = threading.Lock()  # over what is waiting and whether it is closed
-        self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wake = os.eventfd(0)
         self._server: threading.Thread | None = None
         self._closed = self._told = False
         self._first_failure: Grade | None = None
@@ -168,11 +167,10 @@ class VerifierPool:
         if closed_before:
             return
         if self._server is not None:
-            self._wake_server()
+            os.eventfd_write(self._wake, 1)
             self._server.join()
         self._kill_workers()
         os.close(self._wake)
-        os.close(self._woken)
 
     def __enter__(self) -> "VerifierPool":
         return self
@@ -222,11 +220,7 @@ class VerifierPool:
             if self._server is None:
                 self._server = threading.Thread(target=self._serve, name="verifiers", daemon=True)
                 self._server.start()
-            self._wake_server()
-
-    def _wake_server(self) -> None:
-        with suppress(BlockingIOError):  # it is full: the server has been told
-            os.write(self._wake, b"\0")
+            os.eventfd_write(self._wake, 1)
 
     def _serve(self) -> None:
         """In a thread of its own: hand cases to workers as they come, until the pool is closed."""
@@ -270,7 +264,7 @@ class VerifierPool:
         """Wait for something to happen to a worker or for new cases, until the first deadline at most; deal with it."""
         active = [worker for worker in self._workers if not worker.idle]
         with selectors.DefaultSelector() as selector:
-            selector.register(self._woken, selectors.EVENT_READ, (None, "wake"))
+            selector.register(self._wake, selectors.EVENT_READ, (None, "wake"))
             for worker in active:
                 selector.register(worker.output, selectors.EVENT_READ, (worker, "read"))
                 if worker.has_output:
@@ -281,7 +275,7 @@ class VerifierPool:
         for key, _ in events:
             worker, what = key.data
             if what == "wake":
-                os.read(self._woken, 1 << 12)
+                os.eventfd_read(self._wake)
                 continue
             if what == "write":
                 worker.write()

@@ -25,7 +25,7 @@ class WorkerProcess:
 
     def __init__(self, greeting: dict[str, Any], startup_timeout_s: float) -> None:
         # The child must find what we find (a user's function, an uninstalled checkout), whatever way we found it.
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         with stop_signals_blocked():  # which are sent to every process of a job; the worker ends when we do
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "vapo_megatron.rewards.worker"],
