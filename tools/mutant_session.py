@@ -7,6 +7,7 @@ hand; and limits of time are those of the processor, for a machine that does oth
 
 import json
 import os
+import signal
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
@@ -63,6 +64,15 @@ class Reached:
         state()._stats.clear()
 
 
+class Deadline:
+    """A pytest plugin for a mutant's tests: one that waits for what never comes ends the process, with its mutant."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: Any) -> None:
+        """Called before each test. By the clock, with room for a busy machine."""
+        signal.alarm(10 + int(20 * state().duration_by_test[item.nodeid]))
+
+
 class CollectedOnce(PytestRunner):
     """Tests in a session of pytest that is open already."""
 
@@ -107,6 +117,7 @@ class CollectedOnce(PytestRunner):
         ordered = sorted(tests, key=lambda t: (quickest[t.partition("::")[0]], t.partition("::")[0], seconds[t]))
         self.session.items = [self.items[test] for test in ordered if test in self.items]
         os.chdir("mutants")
+        self.session.config.pluginmanager.register(Deadline())
         try:
             self.session.config.hook.pytest_runtestloop(session=self.session)
         except pytest.Session.Failed:

@@ -115,6 +115,12 @@ def test_text_without_its_marker_is_no_answer(answer_format: AnswerFormat) -> No
     assert extract_answer("5", answer_format) == NOTHING
 
 
+def test_a_box_stands_for_what_is_around_it() -> None:
+    assert extract_answer(r"Answer:\boxed{5} m", "answer_line").text == "5"
+    assert extract_answer(r"<answer>\boxed{5} m</answer>", "answer_tag").text == "5"
+    assert extract_answer(r"####\boxed{5} m", "hash").text == "5"
+
+
 def test_hashes_that_are_asked_for_need_not_be_short() -> None:
     assert extract_answer("#### the answer to all of this", "hash").text == "the answer to all of this"
     assert extract_answer("#### the answer to all of this", "marked") == NOTHING

@@ -28,7 +28,8 @@ def test_a_matrix_is_its_rows(text: str, rows: Rows | None) -> None:
 @pytest.mark.parametrize(
     ("text", "entries"),
     [
-        ("(1, 2)", ["1", "2"]),
+        ("(X, 2, X)", ["X", "2", "X"]),
+        ("(1, (2)", ["1, (2"]),
         (" [a,\n(b, c), d] ", ["a", "(b, c)", "d"]),
         ("<1,{2, 3}>", ["1", "{2, 3}"]),
         (r"\langle 1, 2\rangle", ["1", "2"]),

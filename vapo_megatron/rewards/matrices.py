@@ -3,6 +3,8 @@ r"""Matrices and vectors as rows of texts, whatever the notation: \begin{pmatrix
 import re
 from itertools import chain
 
+from vapo_megatron.rewards.values import parted
+
 Rows = list[list[str]]
 
 _ENVIRONMENT = re.compile(r"\\begin\{([pbvBV]?matrix|array)\}(?:\{[^{}]*\})?(?P<body>.*?)\\end\{\1\}", re.DOTALL)
@@ -28,8 +30,8 @@ def vector_entries(text: str) -> list[str] | None:
         flat = [entry for row in rows for entry in row]
         return flat if 1 in (len(rows), len(rows[0])) else None
     match = re.fullmatch(r"\[(.*)\]|\((.*)\)|<(.*)>|\\langle\b(.*)\\rangle", text.strip(), re.DOTALL)
-    inner = next((group for group in match.groups() if group is not None), None) if match else None
-    return _entries(inner) if inner is not None and "," in inner else None
+    inner = match[match.lastindex or 0] if match else ""
+    return _entries(inner) if "," in inner else None
 
 
 def paired_entries(ground_truth: str, answer: str) -> list[tuple[str, str]] | None:
@@ -51,11 +53,4 @@ def paired_entries(ground_truth: str, answer: str) -> list[tuple[str, str]] | No
 
 
 def _entries(text: str) -> list[str]:
-    """text split at its outermost commas."""
-    entries, depth, start = [], 0, 0
-    for position, character in enumerate(text):
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and depth == 0:
-            entries.append(text[start:position].strip())
-            start = position + 1
-    return [*entries, text[start:].strip()]
+    return [entry.strip() for entry in parted(text) or [text]]

@@ -56,12 +56,12 @@ def same_value(ground_truth: str, answer: str) -> bool | None:
 def _entries(text: str) -> tuple[str, list[str], str]:
     """Opening bracket, what the outermost commas between the brackets part, closing bracket; "" where there is none."""
     match = _BRACKETED.fullmatch(text)
-    if match and "," in match["inside"] and (entries := _parted(match["inside"])) is not None:
+    if match and "," in match["inside"] and (entries := parted(match["inside"])) is not None:
         return match["open"], entries, match["close"]
-    return "", _parted(text) or [text], ""
+    return "", parted(text) or [text], ""
 
 
-def _parted(text: str) -> list[str] | None:
+def parted(text: str) -> list[str] | None:
     """text split at its outermost commas; None where its brackets do not match."""
     entries, depth, start = [], 0, 0
     for position, character in enumerate(text):
