@@ -41,7 +41,7 @@ def too_costly(text: str) -> bool:
         return True
     if any(int(inner) * int(outer) > _LARGEST_POWER_OF_SUM for inner, outer in _POWER_OF_SUM.findall(text)):
         return True
-    if max(accumulate((c in "([{") - (c in ")]}") for c in text), default=0) > _DEEPEST_NESTING:
+    if any(depth > _DEEPEST_NESTING for depth in accumulate((c in "([{") - (c in ")]}") for c in text)):
         return True
     limits = ((_EXPONENT, _LARGEST_EXPONENT), (_FACTORIAL, _LARGEST_FACTORIAL))
     return any(int(digits) > most for pattern, most in limits for digits in pattern.findall(text))
