@@ -152,3 +152,33 @@ def test_what_levelling_cannot_fit_best_fit_does(tokens: list[int]) -> None:
     assert len(plan[0]) == plan.microbatches == 3 >= sum(tokens) / 60
     assert sorted(s for micro in plan[0] for s in micro) == list(range(len(tokens)))
     assert max(sum(tokens[s] for s in micro) for micro in plan[0]) <= 60
+
+
+def test_few_samples_are_nearly_always_as_level_as_can_be() -> None:
+    """Beside every way there is to share them out: over ranks, and over the micro-batches of one rank."""
+    over_ranks, over_microbatches, counts = [], [], []
+    for seed in range(120):
+        rng = random.Random(seed)
+        n, ranks = rng.randint(1, 7), rng.choice([2, 3])
+        lengths = [rng.randint(2, 200) for _ in range(n)]
+        cost = Cost(rng.choice([1.0, 0.0]), rng.choice([0.01, 1.0]))
+        tokens, work = np.array(lengths) - 1, np.array([cost(length) for length in lengths])
+
+        def shared_out(loads: np.ndarray, bins: int, n: int = n) -> np.ndarray:
+            """The largest load of each way."""
+            owners = np.array(list(itertools.product(range(bins), repeat=n)))
+            return np.max([(owners == b) @ loads for b in range(bins)], axis=0)
+
+        plan = plan_microbatches(range(n), lengths, dp_size=ranks, max_tokens=10_000, cost=cost)
+        assert plan.microbatches == 1
+        over_ranks.append(max(work[rank[0]].sum() for rank in plan) / shared_out(work, ranks).min())
+
+        budget = max(lengths) + rng.randint(0, 200)
+        plan = plan_microbatches(range(n), lengths, dp_size=1, max_tokens=budget, cost=cost)
+        fitting = {bins: shared_out(tokens, bins) <= budget for bins in range(1, plan.microbatches + 1)}
+        counts.append(plan.microbatches - min(bins for bins, fits in fitting.items() if fits.any()))
+        best = shared_out(work, plan.microbatches)[fitting[plan.microbatches]].min()
+        over_microbatches.append(max(work[micro].sum() for micro in plan[0]) / best)
+    assert sum(ratio < 1 + 1e-9 for ratio in over_ranks) >= 118 and max(over_ranks) < 1.005
+    assert sum(ratio < 1 + 1e-9 for ratio in over_microbatches) >= 118 and max(over_microbatches) < 1.13
+    assert not any(counts)
