@@ -103,12 +103,12 @@ def _last_tag(text: str) -> str | None:
 
 def _last_marker(text: str, answer_format: AnswerFormat) -> Extraction:
     """The last marker of text; one that was begun and holds nothing has its marker and no text."""
-    candidates: list[tuple[int, Extraction]] = []
+    candidates: dict[int, Extraction] = {}  # by where they stand
     anything = answer_format in ("auto", "marked")
     if anything or answer_format == "boxed":
         start, content = _last_box(text)
         if start >= 0:
-            candidates.append((start, Extraction(content, "boxed")))
+            candidates[start] = Extraction(content, "boxed")
     if anything or answer_format == "answer_line":
         line = _last_answer_line(text)
         if line is not None:
@@ -118,13 +118,13 @@ def _last_marker(text: str, answer_format: AnswerFormat) -> Extraction:
             answer = _inside(body, "answer_line")
             # Prose after a box ("The answer is \boxed{5}. Check the answer: it fits.") does not take the box back.
             if not candidates or is_bare(answer.text):
-                candidates.append((line.start(), answer))
+                candidates[line.start()] = answer
     if anything or answer_format == "hash":
         matches = _HASH.finditer(text) if "####" in text else iter(())
         hashes = [match for match in matches if is_bare(match["body"]) or answer_format == "hash"]
         if hashes:
-            candidates.append((hashes[-1].start(), _inside(hashes[-1]["body"], "hash")))
-    return max(candidates, key=lambda candidate: candidate[0])[1] if candidates else NOTHING
+            candidates[hashes[-1].start()] = _inside(hashes[-1]["body"], "hash")
+    return candidates[max(candidates)] if candidates else NOTHING
 
 
 def _last_answer_line(text: str) -> re.Match[str] | None:
@@ -137,11 +137,10 @@ def _last_answer_line(text: str) -> re.Match[str] | None:
 
 
 def _last_match(text: str, searched: str, beginning: str) -> re.Match[str] | None:
-    end = len(text)
-    while (position := searched.rfind(beginning, 0, end)) >= 0:
+    position = len(text)
+    while (position := searched.rfind(beginning, 0, position)) >= 0:
         if match := _ANSWER_LINE.match(text, position):
             return match
-        end = position
     return None
 
 
