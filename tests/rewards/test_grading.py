@@ -14,7 +14,7 @@ from vapo_megatron.rewards.pool import Case, VerifierPool
 
 
 def sample(finish: FinishReason) -> Sample:
-    return Sample(Prompt("1", "p", "a", (1,)), 0, 0, 0, [5, 6], [0.0, 0.0], finish, 0, 0)
+    return Sample(Prompt("1", "p", "a", (1,), extra={"level": 3}), 0, 0, 0, [5, 6], [0.0, 0.0], finish, 0, 0)
 
 
 class Verifier(VerifierPool):
@@ -70,7 +70,7 @@ def test_every_sample_gets_its_text_and_its_grade_and_is_counted_once(asked: boo
     grade_samples(samples, verifier, lambda ids: f"text of {len(ids)}", config, counted.append)
     assert {s.text for s in samples} == {"text of 2"}
     extra = [{"truncated": cut} for cut in (True, False, False)] if asked else [{}, {}]
-    assert verifier.asked == [Case("a", "text of 2", "p", given) for given in extra]
+    assert verifier.asked == [Case("a", "text of 2", "p", {"level": 3, **given}) for given in extra]
     graded = (0.75, True, "equal", "found")
     not_asked = (-0.5, False, TRUNCATED, "")
     found = [(s.reward, s.correct, s.grade_reason, s.extracted) for s in samples]
