@@ -1,8 +1,9 @@
 """mutmut's run in the current folder, for tools/mutants.py, with what makes it quick and whole.
 
-Tests are collected once, and each mutant is a fork of the process that has them; what the fixtures of a module reach
-belongs to each of its tests, not to the first; functions that only processes of their own call are given their tests by
-hand; and limits of time are those of the processor, for a machine that does other work too.
+Tests are collected once, and each mutant is a fork of the process that has them; it runs the tests that reach the line
+that it changes (mutant_lines.py); what the fixtures of a module reach belongs to each of its tests, not to the first;
+functions that only processes of their own call are given their tests by hand; and limits of time are those of the
+processor, for a machine that does other work too.
 """
 
 import json
@@ -11,6 +12,8 @@ import signal
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from math import ceil
 from time import perf_counter
 from typing import Any
 
@@ -18,6 +21,7 @@ import _pytest.config
 import mutmut.__main__ as mutmut
 import pytest
 import torch.distributed as dist
+from mutant_lines import LinesReached, reaching
 from mutmut.configuration import config
 from mutmut.runners.harness import BadTestExecutionCommandsException, PytestRunner
 from mutmut.state import state
@@ -27,10 +31,17 @@ from mutmut.workers import isolation
 
 
 class Reached:
-    """A pytest plugin: which test reaches which function, and how long it takes with its fixtures."""
+    """A pytest plugin: which test reaches which function and line, and how long it takes with its fixtures."""
 
     def __init__(self) -> None:
         self.fixtures: dict[Any, tuple[set[str], float]] = {}
+        self.lines, self.test = LinesReached(), ""
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Called before a test and its fixtures."""
+        self.test = nodeid
+        self.lines.at_work(nodeid)
+        self.lines.counts_for(nodeid, nodeid)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[None]:
@@ -40,9 +51,11 @@ class Reached:
         outer = set(state()._stats)
         state()._stats.clear()
         start = perf_counter()
+        self.lines.at_work(str(id(fixturedef)))
         try:
             return (yield)
         finally:
+            self.lines.at_work(self.test)
             self.fixtures[fixturedef] = set(state()._stats), perf_counter() - start
             state()._stats.update(outer)
 
@@ -58,6 +71,7 @@ class Reached:
         for fixture in set(item._request._fixture_defs.values()) & set(self.fixtures):
             functions, seconds = self.fixtures[fixture]
             reached |= functions
+            self.lines.counts_for(str(id(fixture)), item.nodeid)
             state().duration_by_test[item.nodeid] += seconds
         for function in reached:
             state().tests_by_mangled_function_name[function].add(item.nodeid)
@@ -92,7 +106,9 @@ class CollectedOnce(PytestRunner):
     def run_stats(self, *, tests: Iterable[str]) -> int:
         """Run tests, or all, and note what they reach."""
         with change_cwd("mutants"):
-            failed = int(self.execute_pytest(self._pytest_args_regular_run(tests), plugins=[Reached()]))
+            reached = Reached()
+            failed = int(self.execute_pytest(self._pytest_args_regular_run(tests), plugins=[reached]))
+            reached.lines.save(every_test=not tests)
         self.clean = not failed and not tests
         return failed
 
@@ -128,6 +144,8 @@ class CollectedOnce(PytestRunner):
 class Runner(isolation.ForkRunner):
     """Forks of the process with the open session."""
 
+    most_seconds = float("inf")
+
     def startup(self) -> None:
         """Called before the first mutant. What ranks have left has threads, which no fork would have."""
         if dist.is_initialized():
@@ -135,10 +153,22 @@ class Runner(isolation.ForkRunner):
         self.test_runner.collect()
         super().startup()
 
+    def submit(self, mutant_name: str, tests: list[str], cpu_time_limit: int, estimated_time: float) -> None:
+        """Called for each mutant with the tests of its function: the quickest of those that reach it."""
+        with change_cwd("mutants"):
+            chosen = sorted(reaching(mutant_name, tests), key=lambda test: state().duration_by_test[test])
+        seconds = list(accumulate(state().duration_by_test[test] for test in chosen))
+        count = max(1, sum(total <= self.most_seconds for total in seconds))
+        estimated_time = seconds[:count][-1] if chosen else 0.0
+        super().submit(mutant_name, chosen[:count], ceil(estimated_time + 1) * 6, estimated_time)
 
-def main(children: int, modules: list[str], sample: float, again: bool, unseen: dict[str, list[str]]) -> None:
-    """Run what was not run yet. modules: these alone; sample: a part of the mutants; again: survivors too; unseen: the
-    tests of modules whose functions run in processes of their own."""
+
+def main(
+    children: int, modules: list[str], sample: float, again: bool, seconds: float, unseen: dict[str, list[str]]
+) -> None:
+    """Run what was not run yet. modules: these alone; sample: a part of the mutants; again: survivors too; seconds: of
+    tests that a mutant gets; unseen: the tests of modules whose functions run in processes of their own."""
+    Runner.most_seconds = seconds
     everything = mutmut.collect_source_file_mutation_data
     limit = isolation.register_timeout
 

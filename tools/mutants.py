@@ -3,7 +3,8 @@
 Each room is mutated in a copy of the working tree, runs/mutants/ROOM, with the tests named below. A run that was
 interrupted goes on where it stopped, and after a change of a function only its mutants are run again; with AGAIN=1 in
 the environment survivors are too, after a change of tests. SAMPLE=0.1 runs a tenth of the mutants, always the same, and
-WORKERS=4 four at a time. Survivors that no test is to kill stand with the reason in tests/mutants.toml; any other is
+WORKERS=4 four at a time; with SECONDS_EACH=10 what survives the quickest ten seconds of its tests counts as a survivor.
+Survivors that no test is to kill stand with the reason in tests/mutants.toml; any other is
 listed, and the exit code is 1 below 95 % killed.
 Runs with the Python of .venv-mutants (requirements/mutants.txt).
 """
@@ -42,10 +43,15 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "training": (
         "tests/training/test_collect_switches.py",
         "tests/training/test_estimates.py",
+        "tests/training/test_fault_checks.py",
+        "tests/training/test_old_logprobs.py::test_it_fires_only_where_it_is_exact",
         "tests/training/test_recorded_rollouts.py",
+        "tests/training/test_rollouts.py",
+        "tests/training/test_shards_on_threads.py",
         "tests/training/test_shards.py::test_homes_hold_whole_groups_and_about_as_many_tokens_each",
         "tests/training/test_shards.py::test_what_goes_by_samples_is_in_the_table",
         "tests/training/test_sick_updates.py::test_a_rollout_that_is_not_finite_is_not_trained_on",
+        "tests/training/test_sick_updates.py::test_greedy_rewards_that_are_not_finite_are_told",
         "tests/training/test_sick_updates.py::test_it_goes_back_to_a_checkpoint_a_bounded_number_of_times",
         "tests/training/test_sick_updates.py::test_no_signal_and_nothing_selected_are_skipped_and_do_no_harm",
         "tests/training/test_sick_updates.py::test_spikes_are_told_by_the_runs_own_history_which_a_resumed_run_has",
@@ -53,6 +59,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "tests/training/test_user_functions.py",
         "tests/training/test_value_pretraining.py",
         "tests/training/test_value_pretraining_switches.py",
+        "tests/training/test_windowed_updates.py",
     ),
 }
 # Of training, what computes. The others start processes, and end or write something: a test of theirs takes minutes.
@@ -137,6 +144,7 @@ def run(copy: Path, modules: list[str]) -> None:
         "modules": modules,
         "sample": float(os.environ.get("SAMPLE", "1")),
         "again": bool(os.environ.get("AGAIN")),
+        "seconds": float(os.environ.get("SECONDS_EACH", "inf")),
         "unseen": UNSEEN,
     }
     if how["again"]:  # a test that was changed may reach something else

@@ -1,7 +1,9 @@
 """The rollout that switches are tested on, the models beside it, and the trainer's own iteration over it."""
 
+import tempfile
 import traceback
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,12 @@ def write_models(folder: Path) -> Path:
     write_tensors(reference, move)
     torch.save(make_rollout(policy).tensors(), folder / "rollout.pt")
     return folder
+
+
+@cache
+def models_of_this_process() -> Path:
+    """Written once, for mutants (tools/mutants.py): they are forks of the process that has them."""
+    return write_models(Path(tempfile.mkdtemp()))
 
 
 def make_rollout(policy: Path) -> ExperienceBatch:

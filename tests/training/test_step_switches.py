@@ -17,7 +17,16 @@ from ranks import one_rank_in_process, run_ranks
 from step_formulas import AdamW, State
 from switch_formulas import ADAM, Iteration
 from switch_metrics import reported
-from switch_rollout import Seen, config_of, iterate_all, load_seen, responses, write_models
+from switch_rollout import (
+    Seen,
+    config_of,
+    iterate,
+    iterate_all,
+    load_seen,
+    models_of_this_process,
+    responses,
+    write_models,
+)
 
 from vapo_megatron.monitoring import names
 
@@ -203,7 +212,7 @@ REPORTED: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_models(tmp_path_factory.mktemp("switches"))
+    return models_of_this_process() if one_rank_in_process() else write_models(tmp_path_factory.mktemp("switches"))
 
 
 SWITCHES = {case.name: case.switches for case in CASES} | {name: cut[0] for name, cut in CUTS.items()}
@@ -230,6 +239,18 @@ def change(after: State, before: State) -> torch.Tensor:
 
 def weights_after(folder: Path, switches: dict[str, Any], seen: Seen) -> dict[str, torch.Tensor]:
     """How far the formula takes the weights of each model that these switches train."""
+    weights = [hash(t.numpy().tobytes()) for state in seen.begin.values() for t in state.values()]
+    key = str((folder, switches, seen.steps, weights))
+    if key not in FOUND:
+        FOUND[key] = _weights_after(folder, switches, seen)
+    return FOUND[key]
+
+
+# By a process of which this one is a fork: a mutant (tools/mutants.py) begins where the code without it did.
+FOUND: dict[str, dict[str, torch.Tensor]] = {}
+
+
+def _weights_after(folder: Path, switches: dict[str, Any], seen: Seen) -> dict[str, torch.Tensor]:
     config = config_of(folder, switches).algorithm
     states = {"reference": read_tensors(folder / "reference"), **seen.begin}
     iteration = Iteration(folder / "policy", config, responses(folder), states)
@@ -241,7 +262,8 @@ def weights_after(folder: Path, switches: dict[str, Any], seen: Seen) -> dict[st
 
 def what_was_seen(folder: Path, failed: dict[str, str], name: str) -> Seen:
     if one_rank_in_process():
-        failed |= run_ranks(1, iterate_all, folder, {name: SWITCHES[name]})[0]
+        seen: Seen = run_ranks(1, iterate, folder, SWITCHES[name])[0]
+        return seen
     assert name not in failed, failed[name]
     return load_seen(folder / f"{name}.pt")
 

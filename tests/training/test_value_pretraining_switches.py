@@ -2,18 +2,20 @@
 afterwards are compared with those of an independent one."""
 
 import random
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import one_rank_in_process, run_ranks
 from step_formulas import AdamW, Critic, Response, State
 from switch_formulas import ADAM
-from switch_rollout import config_of, state_of, tokens_of, write_models
+from switch_rollout import config_of, models_of_this_process, state_of, tokens_of, write_models
 from written_rollouts import CUT, END, RIGHT, WRONG, write_rollouts
 
 import vapo_megatron.training.loop
@@ -78,11 +80,10 @@ def read_seen(path: Path) -> Any:
 
 def pretrain(folder: Path, name: str, switches: dict[str, Any]) -> Seen:
     """On one rank: the loop up to its first iteration."""
-    config, run_dir = config_of(folder, BASE | switches), folder / name
+    config, run_dir = config_of(folder, BASE | switches), Path(tempfile.mkdtemp(prefix=name, dir=folder))
     models, rollouts, no_checkpoints = load_models(config, None), write_rollouts(script), NoCheckpoints()
     assert models.critic is not None
     critic, seen = models.critic, Seen(state_of(models.critic))
-    run_dir.mkdir()
     state = RunState(config.run, config.checkpoint, run_dir, no_checkpoints, models.updates)  # type: ignore[arg-type]
     state.steps = lambda: iter(())  # type: ignore[method-assign]
     train_step, score = critic.train_step, critic.score
@@ -96,7 +97,9 @@ def pretrain(folder: Path, name: str, switches: dict[str, Any]) -> Seen:
         return score(batch, *args, **kwargs)
 
     critic.train_step, critic.score = noted_step, noted_score  # type: ignore[method-assign,assignment]
-    with Watched(run_dir) as recorder:
+    ignored = ("evaluate", "export_critic", "export_final", "sync_weights", "show_end")
+    nothing = patch.multiple("vapo_megatron.training.loop", **dict.fromkeys(ignored, lambda *args: None))
+    with Watched(run_dir) as recorder, nothing:
         vapo_megatron.training.loop.train(config, models, rollouts, state, recorder)
     engines: Any = rollouts.engines
     seen.end, seen.rows, seen.finished = state_of(critic), recorder.rows, state.pretraining.finished
@@ -121,9 +124,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 def pretrain_all(folder: Path) -> None:
     """All cases, and then stops at thresholds that the replay of three epochs is known to cross on its way."""
-    loop: Any = vapo_megatron.training.loop
-    for ignored in ("evaluate", "export_critic", "export_final", "sync_weights", "show_end"):
-        setattr(loop, ignored, lambda *args: None)
     for name, switches in CASES.items():
         torch.save(pretrain(folder, name, switches), folder / f"{name}.pt")
     free = read_seen(folder / "replay_epochs.pt").rows
@@ -150,14 +150,32 @@ def thresholds(rows: dict[int, dict[str, float]]) -> dict[str, dict[str, float]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if one_rank_in_process():
+        return models_of_this_process()  # each test runs its own case: what it reaches is then known
     folder = write_models(tmp_path_factory.mktemp("pretraining"))
     run_ranks(1, pretrain_all, folder, deadline=200)
     return folder
 
 
 def load(folder: Path, name: str) -> Seen:
+    if one_rank_in_process():
+        return pretrain_here(folder, name, CASES[name])
     seen: Seen = read_seen(folder / f"{name}.pt")
     return seen
+
+
+def pretrain_here(folder: Path, name: str, switches: dict[str, Any]) -> Seen:
+    seen: Seen = run_ranks(1, pretrain, folder, name, switches)[0]
+    return seen
+
+
+def load_stopped(folder: Path, name: str) -> tuple[dict[str, float], Seen]:
+    """The stops, and what was seen with them."""
+    if not one_rank_in_process():
+        stops, seen = read_seen(folder / f"{name}.pt")
+        return stops, seen
+    stops = thresholds(load(folder, "replay_epochs").rows)[name]
+    return stops, pretrain_here(folder, name, CASES["replay_epochs"] | stops)
 
 
 def as_response(tokens: Tokens) -> Response:
@@ -249,7 +267,7 @@ def test_replay_epochs_read_every_response_so_often_in_other_orders(folder: Path
 @pytest.mark.parametrize("name", ["stop_explained_variance", "stop_bias", "stop_both", "stop_never"])
 def test_it_stops_at_the_first_measurement_that_reaches_every_stop(folder: Path, name: str) -> None:
     free = load(folder, "replay_epochs")
-    stops, seen = read_seen(folder / f"{name}.pt")
+    stops, seen = load_stopped(folder, name)
     good = [
         updates
         for updates, row in sorted(free.rows.items())

@@ -1,0 +1,321 @@
+"""The rollout side of a run: what engines are asked for, what goes into a checkpoint and comes out of it."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from threads import on_threads
+from tiny_runs import make_model, train_config
+from written_rollouts import CUT, END, RIGHT, WRONG, WrittenEngines, write_rollouts
+
+from vapo_megatron.checkpoint.checkpoints import CheckpointName
+from vapo_megatron.checkpoint.progress import Progress
+from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.config.rollout import SyncConfig
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.errors import BadInput
+from vapo_megatron.experience.batch import from_samples
+from vapo_megatron.experience.sample import Sample
+from vapo_megatron.experience.tokenizer import TextTokenizer
+from vapo_megatron.monitoring import names
+from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.rollout.ledger import StepRule
+from vapo_megatron.rollout.request import GroupRequest
+from vapo_megatron.training.rollouts import Rollouts, make_rollouts
+from vapo_megatron.training.sick_updates import RECORD_FILE
+from vapo_megatron.weights.routed_experts import ExpertChoices
+from vapo_megatron.weights.spec import read_spec
+
+EXPERTS = ExpertChoices(layers=2, experts=4, per_token=2)
+
+
+def mixed(cursor: int) -> Sequence[Sequence[int]]:
+    """One right and one wrong, and of every third prompt two wrong ones."""
+    return ((WRONG if cursor % 3 == 2 else RIGHT, END), (WRONG, *[9] * cursor, CUT))
+
+
+class AheadEngines(WrittenEngines):
+    """With a clock that ticks a second a reading."""
+
+    count, version = 2, 5
+
+    def __init__(self) -> None:
+        super().__init__(mixed)
+        self.busy, self.now, loop = 0.0, 0.0, self.loop
+
+        def tick() -> float:
+            self.now += 1.0
+            return self.now
+
+        self.loop = SimpleNamespace(start=loop.start, run=loop.run, time=tick)  # type: ignore[assignment]
+
+    def written(self, group: GroupRequest) -> list[Sample]:
+        found = super().written(group)
+        for sample in found:
+            sample.versions = ((sample.weight_version, len(sample.response_ids)),)
+        return found
+
+    async def stop(self) -> None:
+        """Nothing is under way that could be."""
+
+    def busy_seconds(self) -> float:
+        self.busy += 1.0
+        return self.busy
+
+
+def ahead(**engines: Any) -> Rollouts:
+    rollouts = write_rollouts(mixed)
+    rollouts.engines, rollouts.routed_experts = AheadEngines(), EXPERTS  # type: ignore[assignment]
+    for name, value in engines.items():
+        setattr(rollouts.engines, name, value)
+    return rollouts
+
+
+def steps(rollouts: Rollouts, count: int = 1) -> tuple[list[list[Sample]], dict[str, float]]:
+    """What is taken step by step; the row of the last."""
+    taken, row = [], {}
+    for step in range(1, count + 1):
+        with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
+            taken.append(rollouts.take(recorder))
+            rollouts.prepare_sync(recorder)
+            rollouts.advance()
+            row = recorder.write(step)
+    return taken, row
+
+
+def asked(rollouts: Rollouts) -> list[Any]:
+    engines: Any = rollouts.engines
+    return list(engines.requests)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_engines_are_asked_with_what_the_run_is_configured_with(fixed: bool) -> None:
+    rollouts = ahead(share_device=False)
+    rollouts.begin(StepRule(2, 4), 2, step=1, fixed_policy=fixed)
+    steps(rollouts)
+    rollouts.end()
+    for number, request in enumerate(asked(rollouts)):
+        assert (request.prompt.cursor, request.samples, request.sampling) == (number, 2, rollouts.sampling)
+        assert (request.max_new_tokens, request.seed, request.weight_version) == (24, 1, 5)
+        assert request.routed_experts == (None if fixed else EXPERTS)
+        assert request.goes_on is False and request.window is None
+    # Steps 2 to 4 remain; engines of their own write all of them for a policy that stands still.
+    assert len(asked(rollouts)) == (6 if fixed else 2)
+    assert rollouts.stream is None and rollouts.next_prompt == 2
+
+
+def test_engines_that_share_the_device_do_not_work_ahead_of_a_fixed_policy() -> None:
+    rollouts = ahead(share_device=True)
+    rollouts.begin(StepRule(2, 3), 2, 0, fixed_policy=True)
+    with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
+        rollouts.take(recorder)
+    assert len(asked(rollouts)) == 2 and rollouts.state() == ({}, b"")
+    rollouts.end()
+
+
+@pytest.mark.parametrize(("windows", "window"), [(1, None), (2, 12), (5, 5)])
+@pytest.mark.parametrize(("any_order", "mode"), [(False, "wait"), (True, "wait"), (False, "retract")])
+def test_responses_go_on_where_they_may_be_stopped(
+    any_order: bool, mode: str, windows: int, window: int | None
+) -> None:
+    rollouts = ahead(sync_mode=mode)
+    rollouts.begin(StepRule(2, 1, any_order=any_order, windows=windows), 2, 0)
+    with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
+        rollouts.take(recorder)
+    rollouts.end()
+    for request in asked(rollouts):
+        assert request.goes_on is (any_order or mode == "retract") and request.window == window
+
+
+@pytest.mark.parametrize(("staleness", "mode", "waits"), [(1, "wait", True), (0, "wait", False), (1, "retract", False)])
+def test_a_weight_sync_waits_for_what_may_not_depend_on_timing(staleness: int, mode: str, waits: bool) -> None:
+    rollouts = ahead(sync_mode=mode)
+    rollouts.begin(StepRule(2, 3, staleness=staleness), 2, 0)
+    _, row = steps(rollouts)
+    assert ("time/wait_for_engines" in row) == waits
+    if waits:
+        assert rollouts.stream is not None
+        assert len(asked(rollouts)) >= 4
+    rollouts.end()
+    with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
+        rollouts.prepare_sync(recorder)
+
+
+def test_a_step_that_worked_ahead_reports_ages_waits_and_speed() -> None:
+    rollouts = ahead()
+    rollouts.begin(StepRule(2, 3, staleness=1), 2, 0)
+    taken, row = steps(rollouts, 2)
+    rollouts.end()
+    assert [[sample.prompt.cursor for sample in step] for step in taken] == [[0, 0, 1, 1], [2, 2, 3, 3]]
+    assert row["rollout/age_mean"] == row["rollout/age_max"] == 0 and row["rollout/age_0_share"] == 1
+    tokens = sum(len(sample.response_ids) for sample in taken[1])
+    # Clock: asked at 4 (after 1, 2, 3 of the first step), 5 for the speed, 6 for the waits: 3 s since the last time.
+    assert row["throughput/trainer_idle"] == pytest.approx(2 / 3)
+    assert row["throughput/engines_idle"] == pytest.approx(1 - 1 / 6)
+    assert row[names.ROLLOUT_SPEED] == pytest.approx(tokens / 3)
+    assert row[names.FAILED_GRADES] == 0
+    for reason in ("no_signal", "surplus", "stale"):
+        assert row[f"rollout/dropped_{reason}"] == 0
+
+
+def test_a_synchronous_step_reports_its_speed_alone() -> None:
+    rollouts = ahead()
+    rollouts.begin(StepRule(2, 2), 2, 0)
+    taken, row = steps(rollouts)
+    rollouts.end()
+    assert row[names.ROLLOUT_SPEED] == sum(len(sample.response_ids) for sample in taken[0])
+    assert not [name for name in row if "age" in name or "dropped" in name or "idle" in name]
+    assert "dynamic_sampling/prompts" not in row
+
+
+def test_groups_without_signal_are_counted_step_by_step() -> None:
+    rollouts = ahead()
+    rollouts.begin(StepRule(2, 2, most_draws=6), 2, 0)
+    _, row = steps(rollouts, 2)
+    assert (row["dynamic_sampling/prompts"], row["dynamic_sampling/kept"]) == (3, 2)
+    assert row["rollout/dropped_no_signal"] == 1
+    assert rollouts.next_prompt == 5 and rollouts.prompts is not None and rollouts.prompts.cursor == 5
+    rollouts.end()
+
+
+def test_a_checkpoint_holds_the_groups_that_wait() -> None:
+    rollouts = ahead()
+    rule = StepRule(2, 4, staleness=1)
+    rollouts.begin(rule, 2, 0)
+    steps(rollouts)
+    state, packed = rollouts.state()
+    assert packed and state["next"] == 6, "two more for the next step"
+    expected, _ = steps(rollouts)
+    rollouts.end()
+    assert rollouts.state() == ({}, b"")
+    again = ahead()
+    again.saved = state, {2: expected[0][:2], 3: expected[0][2:]}
+    assert again.prompts is not None
+    again.prompts.cursor = 2
+    again.begin(StepRule(2, 1), 2, 0, fixed_policy=True)
+    again.end()
+    assert again.saved is not None, "value pretraining leaves them for training"
+    again.begin(rule, 2, 1)
+    assert again.saved is None
+    taken, _ = steps(again)
+    again.end()
+    assert [sample.response_ids.tolist() for sample in taken[0]] == [s.response_ids.tolist() for s in expected[0]]
+    assert not [r for r in asked(again)[2:] if r.prompt.cursor < 4], "they are not written again"
+
+
+def test_greedy_responses_are_asked_for_once_a_prompt_and_graded() -> None:
+    rollouts = ahead()
+    assert rollouts.prompts is not None
+    with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
+        samples = rollouts.generate_greedy(rollouts.prompts.take(3), recorder)
+        assert "time/rollout_greedy" in recorder.write(1)
+    assert [sample.reward for sample in samples] == [1.0, 1.0, -1.0]
+    for number, request in enumerate(asked(rollouts)):
+        assert (request.prompt.cursor, request.samples, request.sampling.temperature) == (number, 1, 0.0)
+        assert (request.seed, request.weight_version, request.max_new_tokens) == (1, 5, 24)
+    assert rollouts.sampling.temperature == 1.0, "training goes on sampling"
+
+
+def test_engines_are_compared_on_what_the_policy_writes() -> None:
+    def probe() -> list[list[int]]:
+        rollouts = ahead()
+        rollouts.sync = SyncConfig(probe_sequences=3, probe_length=4)
+        rollouts.begin(StepRule(2, 1), 2, 0)
+        taken, _ = steps(rollouts)
+        rollouts.end()
+        rollouts.remember_probe(from_samples(taken[0]))
+        return rollouts.probe
+
+    assert on_threads(1, probe)[0] == [[0, 7, RIGHT, END], [0, 7, WRONG, CUT], [1, 7, RIGHT, END]]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    folder = tmp_path_factory.mktemp("rollouts")
+    return TrainConfig.model_validate(train_config(folder, make_model(folder / "model")) | {"cluster": {"ranks": 1}})
+
+
+def made(config: TrainConfig, resumed: Any = None) -> Rollouts:
+    """On one rank, with nothing behind engines and verifier but their names."""
+    parts: Any = "engines", TextTokenizer(Path(config.model.path), config.data.prompt), "verifier"
+    engines, tokenizer, verifier = parts
+
+    def make() -> Rollouts:
+        return make_rollouts(config, read_spec(Path(config.model.path)), engines, tokenizer, verifier, resumed)
+
+    found: Rollouts = on_threads(1, make)[0]
+    return found
+
+
+def test_a_new_run_draws_its_prompts_from_the_beginning(config: TrainConfig) -> None:
+    rollouts = made(config)
+    assert rollouts.prompts is not None and (rollouts.prompts.cursor, len(rollouts.prompts)) == (0, 8)
+    order = [prompt.id for prompt in rollouts.prompts.take(8)]
+    assert sorted(order) == [f"p{n}" for n in range(8)] != order
+    shuffled = config.data.model_copy(update={"shuffle": False})
+    straight = made(config.model_copy(update={"data": shuffled})).prompts
+    assert straight is not None and [prompt.id for prompt in straight.take(8)] == sorted(order)
+    other = made(config.model_copy(update={"run": config.run.model_copy(update={"seed": 77})}))
+    assert other.prompts is not None and [prompt.id for prompt in other.prompts.take(8)] != order
+    (evaluation,) = rollouts.evaluation_prompts
+    assert [prompt.id for prompt in evaluation] == [f"p{n}" for n in range(8, 12)]
+    assert (rollouts.engines, rollouts.verifier, rollouts.seed) == ("engines", "verifier", config.run.seed)
+    assert rollouts.sampling == config.sampling and rollouts.reward == config.reward
+    sync = config.rollout.sync
+    assert rollouts.sync == sync and rollouts.routed_experts is None and rollouts.saved is None
+    assert [len(ids) for ids in rollouts.probe] == [sync.probe_length] * sync.probe_sequences
+    vocabulary = read_spec(Path(config.model.path)).vocab_size
+    assert min(map(min, rollouts.probe)) >= 0 and max(map(max, rollouts.probe)) < vocabulary
+    assert made(config).probe == rollouts.probe != other.probe
+    assert isinstance(rollouts.tokenizer, TextTokenizer)
+
+
+def test_experts_are_asked_for_where_the_trainer_replays_them(config: TrainConfig) -> None:
+    replay = config.model_copy(update={"rollout": config.rollout.model_copy(update={"router_replay": True})})
+    spec = read_spec(Path(config.model.path))
+    assert made(replay).routed_experts == ExpertChoices.of(spec)
+
+
+def resumed(progress: Progress, graded: bytes = b"") -> Any:
+    return SimpleNamespace(progress=progress, name=CheckpointName(3), graded_groups=graded)
+
+
+def test_a_resumed_run_goes_on_with_its_prompts_its_probe_and_its_groups(config: TrainConfig, tmp_path: Path) -> None:
+    config = config.model_copy(update={"run": config.run.model_copy(update={"root": tmp_path})})
+    first = made(config)
+    assert first.prompts is not None
+    first.prompts.cursor = 5
+    before = Progress(step=3, prompts=first.prompts.state(), probe=[[1, 2], [3]])
+    rollouts = made(config, resumed(before))
+    assert rollouts.prompts is not None and rollouts.prompts.cursor == 5
+    assert rollouts.probe == [[1, 2], [3]] and rollouts.saved is None
+    with pytest.raises(BadInput, match="data: seed is"):
+        made(config.model_copy(update={"run": config.run.model_copy(update={"seed": 77})}), resumed(before))
+
+    waiting = ahead()
+    waiting.begin(StepRule(2, 4, staleness=1), 2, 0)
+    steps(waiting)
+    state, packed = waiting.state()
+    waiting.end()
+    assert first.prompts.at(5) == rollouts.prompts.at(5)
+    groups = replace_cursor(before, first, 2).model_copy(update={"groups": state})
+    saved = made(config, resumed(groups, packed)).saved
+    assert saved is not None and saved[0] == state and saved[1].keys() == {2, 3}
+    for number, group in saved[1].items():
+        assert [sample.prompt for sample in group] == [first.prompts.at(number)] * 2
+        assert all(sample.text for sample in group)
+    assert made(config, resumed(groups)).saved == (state, {}), "all of them were under way"
+    run_dir = Path(config.run.directory)
+    run_dir.mkdir(parents=True)
+    (run_dir / RECORD_FILE).write_text(json.dumps({"checkpoint": str(CheckpointName(3)), "cursor": 3}))
+    back = made(config, resumed(groups, packed))
+    assert back.prompts is not None and back.prompts.cursor == 3 and back.saved is not None
+    assert back.saved[1].keys() == {3}, "prompts that the run went back from are not trained on again"
+
+
+def replace_cursor(progress: Progress, rollouts: Rollouts, cursor: int) -> Progress:
+    assert rollouts.prompts is not None
+    return progress.model_copy(update={"prompts": rollouts.prompts.state() | {"cursor": cursor}})

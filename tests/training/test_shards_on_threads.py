@@ -1,0 +1,187 @@
+"""Samples on several ranks, as in test_shards.py, on threads: every row goes where it is wanted and no other does."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from batches import spread
+from test_shards import ALGORITHMS, GROUPS, SIZE, estimates, rollout
+from threads import on_threads
+
+from vapo_megatron.errors import BadInput
+from vapo_megatron.experience.balance import Cost, plan_microbatches
+from vapo_megatron.experience.batch import ExperienceBatch
+from vapo_megatron.training.exchange import exchange, seat
+from vapo_megatron.training.shards import at_home, cut, scatter
+
+
+@dataclass
+class LinedUp:
+    """A mesh of so many replicas of as many ranks each: rank r is of replica r // tp, whose last rank reports."""
+
+    tp: int
+
+    @property
+    def dp_size(self) -> int:
+        return seat()[1] // self.tp
+
+    @property
+    def dp_rank(self) -> int:
+        return self.dp_rank_of(seat()[0])
+
+    def dp_rank_of(self, rank: int) -> int:
+        return rank // self.tp
+
+    def reporter(self, dp_rank: int) -> int:
+        return dp_rank * self.tp + self.tp - 1
+
+
+class Planner:
+    """What ShardedBatch.part asks of a model."""
+
+    def __init__(self, tp: int, replays: bool) -> None:
+        self.mesh, self.replays = LinedUp(tp), replays
+
+    def plan(self, lengths: torch.Tensor, samples: Any) -> Any:
+        cost = Cost(1.0, 0.01)
+        return plan_microbatches(samples, lengths.numpy(), dp_size=self.mesh.dp_size, max_tokens=600, cost=cost)
+
+
+def scored() -> ExperienceBatch:
+    """With experts of two layers, two a token."""
+    batch, generator = rollout(), torch.Generator().manual_seed(7)
+    positions = int((batch.cu_seqlens.diff() - 1).sum())
+    batch.routed_experts = torch.randint(0, 9, (positions, 2, 2), generator=generator, dtype=torch.uint8)
+    batch.advantages = torch.randn(batch.response_tokens, generator=generator)
+    return batch
+
+
+def assert_same(found: ExperienceBatch, expected: ExperienceBatch, but: set[str]) -> None:
+    assert expected.tensors().keys() - found.tensors().keys() == but
+    for name, tensor in found.tensors().items():
+        assert torch.equal(tensor, expected.tensors()[name]) and tensor.dtype == expected.tensors()[name].dtype, name
+
+
+def passes(tp: int, replays: bool) -> Any:
+    whole, model = scored(), Planner(tp, replays)
+    batch, rank = spread(scored()), seat()[0]
+    assert batch.samples == whole.samples and batch.response_tokens == whole.response_tokens
+    assert_same(batch.own, whole.select(range(whole.samples)[batch.at_home]), set())
+    computed = []
+    for samples in (range(whole.samples), [3, 4, 9, 17, 20, 27], [20, 3, 9, 27]):
+        part = batch.part(model, samples, "values", "greedy_rewards")  # type: ignore[arg-type]
+        mine = [samples[place] for place in part.mine.tolist()]
+        unsent = {"old_logprobs", "ref_logprobs", "entropies", "advantages", *["routed_experts"] * (not replays)}
+        assert_same(part.batch, whole.select(mine), unsent)
+        assert torch.equal(part.whole.lengths, whole.select(list(samples)).table().lengths)
+        assert part.share.of == len(samples) and list(part.share) == list(range(len(mine)))
+        plan = model.plan(part.whole.lengths, range(len(samples)))
+        assert [part.mine[m].tolist() for m in part.share.microbatches] == plan[model.mesh.dp_rank]
+        for other, reported in enumerate(part.reported):
+            expected = plan.samples_of(other // tp) if other % tp == tp - 1 else []
+            assert [samples[place] for place in expected] == reported.tolist()
+        computed.append(mine)
+        if len(samples) == whole.samples:
+            assert part.batch.values is not None and batch.own.values is not None
+            outputs = part.batch.values if rank % tp == tp - 1 else torch.full_like(part.batch.values, 99.0)
+            assert torch.equal(batch.bring_home(part, outputs), batch.own.values)
+    first = batch.first(5, "values", "returns")
+    expected = whole.select(range(0 if rank else 5))
+    assert first.keys() == {"values"} and torch.equal(first["values"], expected.values)  # type: ignore[arg-type]
+    assert batch.first(5, "returns") == {}
+    return computed
+
+
+@pytest.mark.parametrize("replays", [False, True])
+@pytest.mark.parametrize(("ranks", "tp"), [(1, 1), (3, 1), (4, 2), (9, 1)])
+def test_each_rank_gets_what_it_computes_and_it_comes_home(ranks: int, tp: int, replays: bool) -> None:
+    found = on_threads(ranks, passes, tp, replays)
+    for number, samples in enumerate((range(GROUPS * SIZE), [3, 4, 9, 17, 20, 27], [3, 9, 20, 27])):
+        assert sorted(s for computed in found[::tp] for s in computed[number]) == list(samples)
+
+
+def test_no_number_of_ranks_changes_advantages_or_metrics() -> None:
+    (one,) = on_threads(1, estimates, list(ALGORITHMS))
+    for ranks in (3, 9):  # more ranks than groups: some have no sample
+        for found in on_threads(ranks, estimates, list(ALGORITHMS)):
+            for name, (row, tensors) in one.items():
+                assert found[name][0] == pytest.approx(row, rel=1e-6, abs=1e-9), (name, ranks)
+                for key in ("advantages", "returns", "selected", "shaped_rewards", "accepted_lengths"):
+                    assert (key in tensors) == (key in found[name][1])
+                    if key in tensors:
+                        assert np.array_equal(found[name][1][key], tensors[key]), (name, ranks, key)
+
+
+def moved(held: list[list[int]], wanted: list[list[int]], rows: list[int]) -> list[list[list[float]]]:
+    """Row r of sample s is 100 s + r; the second field has rows of two numbers of another type, one row a sample."""
+    mine, ids = held[seat()[0]], [np.array(samples, dtype=np.int64) for samples in wanted]
+    first = torch.tensor([100 * s + r for s in mine for r in range(rows[s])], dtype=torch.float32)
+    second = torch.tensor([[s, -s] for s in mine], dtype=torch.int16).reshape(-1, 2)
+    counts = {"first": torch.tensor(rows), "second": torch.ones(len(rows), dtype=torch.int64)}
+    places = [np.array(samples, dtype=np.int64) for samples in held]
+    found = exchange({"first": first, "second": second}, counts, places, ids)
+    assert found["first"].dtype == torch.float32 and found["second"].dtype == torch.int16
+    return [found["first"].tolist(), found["second"].tolist()]
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted"),
+    [
+        ([[2, 0, 1]], [[1, 1, 2]]),
+        ([[2, 0], [4, 1], [3]], [[1, 3, 0], [], [4, 2, 2, 1]]),
+        ([[], [0, 1, 2, 3, 4], []], [[4], [0], [3, 1]]),
+        ([[0, 1], [2, 3], [4]], [[0, 1], [2, 3], [4]]),
+    ],
+)
+def test_a_rank_has_the_rows_that_it_wants_in_their_order(held: list[list[int]], wanted: list[list[int]]) -> None:
+    rows = [2, 0, 3, 1, 5]
+    for found, samples in zip(on_threads(len(held), moved, held, wanted, rows), wanted, strict=True):
+        assert found[0] == [100 * s + r for s in samples for r in range(rows[s])]
+        assert found[1] == [[s, -s] for s in samples]
+
+
+def homes() -> Any:
+    batch = scatter(scored() if seat()[0] == 0 else None)
+    batch.fill(baselines=torch.arange(float(batch.samples)), greedy_rewards=None)
+    assert batch.own.greedy_rewards is None and batch.table.greedy_rewards is None
+    assert batch.own.baselines is not None and batch.table.baselines is not None
+    own = batch.own.baselines.tolist()
+    assert batch.everywhere(batch.own.baselines[:, None]).squeeze(1).tolist() == batch.table.baselines.tolist()
+    read = at_home(batch.table, cut(batch.table, seat()[1]), lambda chosen: scored().select(chosen.tolist()))
+    assert torch.equal(read.own.rewards, batch.own.rewards) and read.at_home == batch.at_home
+    return own, int(batch.summed(torch.tensor(len(own))))
+
+
+def test_rank_zero_alone_has_to_have_the_batch() -> None:
+    found = on_threads(4, homes)
+    assert [s for own, _ in found for s in own] == list(range(GROUPS * SIZE))
+    assert {total for _, total in found} == {GROUPS * SIZE}
+
+
+def whole_only(refuse: bool) -> Any:
+    batch, called = spread(scored()), []
+
+    def tokens(whole: ExperienceBatch) -> torch.Tensor:
+        called.append(whole)
+        if refuse:
+            raise BadInput("no")
+        assert_same(whole, scored(), set())
+        return whole.response_cu_seqlens.diff().repeat_interleave(whole.response_lengths).float()
+
+    def samples(whole: ExperienceBatch) -> torch.Tensor:
+        return whole.rewards > 0
+
+    by_tokens, by_samples = batch.on_whole(tokens, by_samples=False), batch.on_whole(samples, by_samples=True)
+    lengths = batch.own.response_lengths
+    assert torch.equal(by_tokens, lengths.repeat_interleave(lengths).float())
+    assert torch.equal(by_samples, batch.table.rewards > 0)
+    return len(called)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_function_of_all_tokens_is_called_once(ranks: int) -> None:
+    assert on_threads(ranks, whole_only, False) == [1] + [0] * (ranks - 1)
+    with pytest.raises(BadInput, match="no"):
+        on_threads(ranks, whole_only, True)
