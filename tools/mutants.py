@@ -42,8 +42,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "training": (
         "tests/training/test_collect_switches.py",
+        "tests/training/test_estimate_switches.py",
         "tests/training/test_estimates.py",
         "tests/training/test_fault_checks.py",
+        "tests/training/test_loss_metrics.py",
         "tests/training/test_old_logprobs.py::test_it_fires_only_where_it_is_exact",
         "tests/training/test_recorded_rollouts.py",
         "tests/training/test_rollouts.py",

@@ -1,0 +1,193 @@
+"""Advantages, value targets, what carries loss and what is reported of them under every switch, beside the formulas of
+switch_formulas: on a scored rollout, without models."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from batches import spread
+from step_formulas import responses_of
+from switch_formulas import Estimates
+from switch_metrics import of_advantages, of_values
+from switch_rollout import GREEDY, RESPONSES
+from test_step_switches import CASES, A, S, V
+from threads import on_threads
+from torch import Tensor
+
+from vapo_megatron.config.algorithm import AlgorithmConfig
+from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.experience.batch import ExperienceBatch, from_samples
+from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.monitoring import names
+from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.training.advantages import baselines_of, critic_row, estimate_advantages, shaped_rewards
+from vapo_megatron.training.shards import ShardedBatch
+
+SECTIONS = ("advantage", "shaping", "kl", "value_loss.residual", "filter_function")
+SWITCHES = {case.name: case.switches for case in CASES if case.key.removeprefix("algorithm.").startswith(SECTIONS)} | {
+    "window_in_rewards": {S + "truncated": "window", A + "gamma": 0.9, A + "lambda_policy": 0.5},
+    "bootstrap_adaptive": {S + "truncated": "bootstrap", A + "lambda_critic": 0.5, A + "gamma": 0.9},
+    "masked_whitened": {S + "truncated": "mask", A + "whiten": "scale", A + "estimator": "rloo"},
+    "masked_raft": {
+        S + "truncated": "mask",
+        A + "estimator": "raft",
+        "algorithm.filter_function": "switch_functions:keep",
+    },
+    "lambda_clamped": {A + "length_adaptive_floor": 0.7},
+    "lambda_fixed": {A + "lambda_policy": 0.7, A + "length_adaptive_floor": 0.7},
+}
+
+
+def algorithm_of(switches: dict[str, Any]) -> AlgorithmConfig:
+    tree: dict[str, Any] = {}
+    for key, value in ({A + "length_adaptive_alpha": 0.3} | switches).items():
+        *sections, name = key.removeprefix("algorithm.").split(".")
+        at = tree
+        for section in sections:
+            at = at.setdefault(section, {})
+        if value != "unset":
+            at[name] = value
+    return AlgorithmConfig.model_validate(tree)
+
+
+def noise(seed: int, total: int) -> Tensor:
+    return torch.randn(total, generator=torch.Generator().manual_seed(seed))
+
+
+def scored(config: AlgorithmConfig) -> ExperienceBatch:
+    """Responses to one prompt begin with one value, as those of a sound critic do."""
+    samples = []
+    for group, members in enumerate(RESPONSES):
+        for index, (length, reward, correct, truncated) in enumerate(members):
+            reason: Any = "length" if truncated else "stop"
+            prompt = Prompt(str(group), "", "", tuple(range(1 + group)))
+            sample = Sample(prompt, group, index, 0, [5] * length, [0.0] * length, reason, 0, 0)  # type: ignore[arg-type]
+            sample.reward, sample.correct = reward, correct
+            samples.append(sample)
+    batch = from_samples(samples)
+    total = batch.response_tokens
+    batch.rollout_logprobs = -2 + 0.4 * noise(1, total)
+    batch.old_logprobs = batch.rollout_logprobs + 0.3 * noise(2, total)
+    batch.entropies = noise(3, total).abs()
+    if config.uses_reference:
+        batch.ref_logprobs = batch.rollout_logprobs + 0.3 * noise(4, total)
+    if config.uses_critic:
+        batch.values = 0.5 * noise(5, total)
+        first = batch.response_cu_seqlens[:-1]
+        batch.values[first] = 0.1 + 0.2 * batch.group_ids
+        if config.value_loss.residual:
+            batch.baselines = baselines_of(
+                shaped_rewards(batch.table(), config.shaping), batch.group_ids, config.value_loss
+            )
+            assert batch.baselines is not None
+            batch.values += batch.baselines.repeat_interleave(batch.response_lengths)
+    if config.advantage.estimator == "remax":
+        batch.greedy_rewards = torch.tensor(GREEDY)[batch.group_ids]
+    return batch
+
+
+def estimated(config: AlgorithmConfig, new_critic: bool = False, batch: ExperienceBatch | None = None) -> Any:
+    """The batch with its estimates, and the row."""
+    whole = spread(scored(config) if batch is None else batch)
+    if whole.own.baselines is not None:
+        whole.fill(baselines=whole.own.baselines)
+    with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
+        estimate_advantages(whole, config, recorder, new_critic)
+        row = recorder.write(1)
+    return whole, {name: value for name, value in row.items() if not name.startswith("memory/")}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_estimates_are_those_of_the_formula(name: str) -> None:
+    config = algorithm_of(SWITCHES[name])
+    batch, row = on_threads(1, estimated, config)[0]
+    own, lengths = batch.own, batch.own.response_lengths.tolist()
+    responses = responses_of(scored(config).tensors())
+
+    def parts(x: Tensor | None) -> list[Tensor] | None:
+        return None if x is None else list(x.double().split(lengths))
+
+    old, values = parts(own.old_logprobs), parts(own.values)
+    assert old is not None
+    wanted = Estimates(responses, config, old, parts(own.ref_logprobs) or old, values)
+    expected = torch.cat(wanted.advantages)
+    torch.testing.assert_close(own.advantages.double(), expected, rtol=1e-4, atol=1e-5)
+    assert own.selected.tolist() == batch.table.selected.tolist() == wanted.selected
+    assert batch.table.shaped_rewards.tolist() == pytest.approx(wanted.rewards) == own.shaped_rewards.tolist()
+    assert (own.returns is None) == (values is None)
+    taught = torch.tensor([config.shaping.truncated != "window" or not r.truncated for r in responses])
+    if values is not None:
+        taught_tokens = taught.repeat_interleave(own.response_lengths)
+        targets = torch.cat(wanted.targets)[taught_tokens]
+        torch.testing.assert_close(own.returns.double()[taught_tokens], targets, rtol=1e-4, atol=1e-5)
+    found: Any = SimpleNamespace(config=config, responses=responses, estimates=wanted, values=values, critic=values)
+    told = of_advantages(found)
+    if config.kl.placement != "reward" and values is not None:
+        told |= of_values(found, row[names.BASELINE_POSITION])
+    if config.filter_function is not None:
+        told["filter/kept"] = sum(r.length % 2 for r in responses) / len(responses)
+    assert row.pop("time/advantages") > 0
+    assert {key: row[key] for key in told} == pytest.approx(
+        {key: float(value) for key, value in told.items()}, rel=1e-4, abs=1e-5
+    )
+    assert row.keys() - told.keys() <= ({key for key in row if key.startswith("critic/")} if values else set())
+
+
+def test_a_rollout_that_was_cut_off_everywhere_says_nothing_of_the_critic() -> None:
+    config = algorithm_of({S + "truncated": "bootstrap"})
+    batch = scored(config)
+    batch.truncated[:] = True
+    row = estimated(config, batch=batch)[1]
+    assert not [name for name in row if name.startswith("critic/")] and names.SIGN_AGREEMENT not in row
+    assert "advantage/mean" in row
+
+
+def critic_of(values: Tensor, switches: dict[str, Any], **fields: Any) -> tuple[ShardedBatch, AlgorithmConfig]:
+    """Forty finished responses of two tokens, four to a prompt, right where their number is odd, with these values."""
+    config, samples = algorithm_of(switches), []
+    for number in range(40):
+        prompt, right = Prompt(str(number // 4), "", "", (1,)), number % 2 == 1
+        sample = Sample(prompt, number // 4, number % 4, 0, [5, 6], [0.0, 0.0], "stop", 0, 0)  # type: ignore[arg-type]
+        sample.reward, sample.correct = (1.0 if right else -1.0), right
+        samples.append(sample)
+    batch = from_samples(samples)
+    batch.values = values
+    whole = spread(batch)
+    rewards = batch.rewards
+    whole.fill(shaped_rewards=rewards, baselines=baselines_of(rewards, batch.group_ids, config.value_loss), **fields)
+    whole.own.advantages = torch.ones(80)
+    return whole, config
+
+
+def faults(batch: ShardedBatch, config: AlgorithmConfig, new_critic: bool = False) -> set[str]:
+    row = critic_row(batch, config, new_critic)
+    found = {name.removeprefix(names.CRITIC_FAULT) for name in row if name.startswith(names.CRITIC_FAULT)}
+    assert all(row[f"{names.CRITIC_FAULT}{fault}"] == 1 for fault in found) and names.EXPLAINED_VARIANCE in row
+    return found
+
+
+RIGHT = torch.tensor([-1.0, 1.0]).repeat(20)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_faults_of_values_are_named_where_the_head_has_them(residual: bool) -> None:
+    switches = {V + "residual": residual}
+    # Of each response to a prompt, the mean of the three others.
+    baseline = torch.tensor([1 / 3, -1 / 3]).repeat(20).repeat_interleave(2) if residual else torch.zeros(80)
+    constant = critic_of(baseline + 0.25, switches)
+    assert faults(*constant) == {"constant"} and faults(*constant, new_critic=True) == set()
+    last = torch.stack((torch.zeros(40), RIGHT), 1).flatten()
+    assert faults(*critic_of(baseline + last, switches)) == set()
+    assert faults(*critic_of(baseline - last, switches)) == {"sign"}
+    assert faults(*critic_of(baseline - last, switches), new_critic=True) == {"sign"}
+    shifted = torch.stack((RIGHT, torch.zeros(40)), 1).flatten()
+    assert faults(*critic_of(baseline + shifted, switches)) == {"shift"}
+
+
+def test_responses_without_a_return_name_no_fault() -> None:
+    last = torch.stack((torch.zeros(40), RIGHT), 1).flatten()
+    cut = torch.arange(40) >= 8
+    batch, config = critic_of(-last, {S + "truncated": "mask"}, truncated=cut)
+    assert faults(batch, config) == set(), "eight are too few to tell"

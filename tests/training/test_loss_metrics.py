@@ -1,0 +1,260 @@
+"""Each loss and its metrics on one rank's positions, beside the formulas written out in float64: in the middle of an
+iteration, where the policy is no longer the one of the rollout or of the old log-probs."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from switch_formulas import surrogate
+from torch import Tensor
+
+from vapo_megatron.config.policy import KlConfig, PolicyLossConfig
+from vapo_megatron.config.value import ValueLossConfig
+from vapo_megatron.training.losses import NegativeLogLikelihood, PolicyLoss, ValueLoss, values_of
+
+LENGTHS = [9, 1, 14]
+TOKENS = sum(LENGTHS)
+OWNER = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+# Positions of a model's outputs: two of a prompt before each response, and padding; not all tokens are here.
+INDEX = torch.tensor([-1, -1, *range(9), -1, -1, 9, -1, -1, *range(10, 20), -1])
+HERE = INDEX[INDEX >= 0]
+
+
+class Local:
+    """LocalTokens of one rank."""
+
+    def gather(self, values: Tensor) -> Tensor:
+        assert values.shape == (TOKENS,)
+        return torch.where(INDEX >= 0, values[INDEX.clamp(min=0)], 0)
+
+    def sequence_mean(self, x: Tensor) -> Tensor:
+        found = torch.zeros_like(x)
+        for sample in range(len(LENGTHS)):
+            members = (INDEX >= 0) & (OWNER[INDEX.clamp(min=0)] == sample)
+            found[members] = x[members].detach().mean()
+        return found
+
+
+def noise(seed: int, scale: float = 1.0, count: int = TOKENS) -> Tensor:
+    return scale * torch.randn(count, generator=torch.Generator().manual_seed(seed))
+
+
+NEW = -2 + noise(1, 0.5)
+ENTROPIES = noise(2).abs()
+CHOSEN = torch.ones(TOKENS)
+CHOSEN[4:7] = 0
+
+
+def loss_of(settings: dict[str, Any], kl: dict[str, Any], **changed: Any) -> PolicyLoss:
+    """Three tokens carry no loss; they are those where the ratio is largest."""
+    old = NEW + noise(3, 0.2)
+    old[4:7] -= 3
+    fields: dict[str, Any] = {
+        "old_logprobs": old,
+        "rollout_logprobs": NEW + noise(4, 0.2),
+        "ref_logprobs": NEW + noise(5, 0.2),
+        "advantages": noise(6),
+        "positive_advantages": noise(7).clamp(min=0),
+        "importance": noise(8).exp(),
+        "weights": CHOSEN * noise(9).exp(),
+        "nll_weights": CHOSEN * noise(10).exp(),
+        "mean_weights": CHOSEN / CHOSEN.sum(),
+    }
+    return PolicyLoss(PolicyLossConfig.model_validate(settings), KlConfig.model_validate(kl), **(fields | changed))
+
+
+def outputs() -> Tensor:
+    """Anything where no response token is."""
+    found = noise(11, 5.0, 2 * len(INDEX)).reshape(-1, 2)
+    found[INDEX >= 0] = torch.stack((NEW, ENTROPIES), 1)[HERE]
+    return found.requires_grad_()
+
+
+def expected(loss: PolicyLoss, new: Tensor) -> tuple[Tensor, dict[str, float]]:
+    """The loss with its gradient to new [T] float64, and the metrics; of the tokens that are here."""
+    config, kl = loss.config, loss.kl
+
+    def of(values: Tensor) -> Tensor:
+        return values.double()[HERE]
+
+    here, entropies, advantages = new[HERE], of(ENTROPIES), of(loss.advantages)
+    old = here.detach() if loss.old_logprobs is None else of(loss.old_logprobs)
+    rollout, ref, weights, mean = (
+        of(x) for x in (loss.rollout_logprobs, loss.ref_logprobs, loss.weights, loss.mean_weights)
+    )
+    members = [OWNER[HERE] == sample for sample in range(len(LENGTHS))]
+    settings: Any = SimpleNamespace(policy_loss=config)
+    surrogates = torch.zeros_like(here)
+    for part in members:
+        surrogates = surrogates.masked_scatter(
+            part, surrogate(settings, here[part], old[part], rollout[part], advantages[part])
+        )
+    terms = {
+        "policy_loss": (weights * of(loss.importance) * surrogates).sum(),
+        "nll_loss": -(of(loss.nll_weights) * here).sum(),
+        "kl_loss": (weights * ((ref - here).exp() - (ref - here) - 1)).sum(),
+        "self_imitation_loss": -(weights * of(loss.positive_advantages) * here).sum(),
+    }
+    if kl.estimator == "k2":
+        terms["kl_loss"] = (weights * (here - ref) ** 2 / 2).sum()
+    coefficients = {
+        "policy_loss": 1.0,
+        "nll_loss": config.positive_nll.coef,
+        "kl_loss": kl.coef if kl.placement == "loss" else 0.0,
+        "self_imitation_loss": config.self_imitation_coef,
+    }
+    total = sum((coefficients[name] * term for name, term in terms.items()), torch.zeros(()).double())
+    total = total - config.entropy_coef * (weights * entropies).sum()
+    log_ratio = torch.where(mean > 0, (here - old).detach(), 0)
+    metrics = {
+        "update_entropy": (mean * entropies).sum(),
+        "ratio_mean": (mean * log_ratio.exp()).sum(),
+        "ratio_max": log_ratio.exp().max(),
+        "approx_kl": (mean * (log_ratio.exp() - 1 - log_ratio)).sum(),
+    }
+    low, high, dual = cut(config, here.detach(), log_ratio, rollout, advantages, members)
+    metrics |= {f"clip_fraction_{name}": (mean * x).sum() for name, x in (("low", low), ("high", high))}
+    if config.dual_clip is not None:
+        metrics["clip_fraction_dual"] = (mean * dual).sum()
+    reported = {"policy_loss", "nll_loss"} | {name for name, c in coefficients.items() if c}
+    metrics |= {name: term.detach() for name, term in terms.items() if name in reported}
+    return total, {name: float(value) for name, value in metrics.items()}
+
+
+def cut(
+    config: PolicyLossConfig, new: Tensor, log_ratio: Tensor, rollout: Tensor, advantages: Tensor, members: list[Tensor]
+) -> list[Tensor]:
+    """1 where a low, a high and a dual bound acts."""
+    ratio, none = log_ratio.exp(), torch.zeros_like(new)
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    if config.kind == "reinforce":
+        return [none] * 3
+    if config.kind == "cispo":
+        return [none, (ratio > high).double(), none]
+    if config.kind == "sao":
+        to_rollout = (new - rollout).exp()
+        return [(to_rollout <= low).double(), (to_rollout >= high).double(), none]
+    if config.kind == "dppo":
+        rose = new.exp() - rollout.exp()
+        fell, grew = rose < -config.clip_low, rose > config.clip_high
+        return [((advantages <= 0) & fell).double(), ((advantages > 0) & grew).double(), none]
+    if config.kind == "gspo":
+        ratio = torch.zeros_like(ratio)
+        for part in members:
+            ratio[part] = log_ratio[part].mean().exp()
+    dual = none if config.dual_clip is None else ((advantages < 0) & (ratio > config.dual_clip)).double()
+    return [((advantages < 0) & (ratio < low)).double(), ((advantages > 0) & (ratio > high)).double(), dual]
+
+
+TIGHT = {"clip_low": 0.1, "clip_high": 0.15}
+K3, K2 = ({"placement": "loss", "estimator": name, "coef": 0.7} for name in ("k3", "k2"))
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "ppo_clip": (TIGHT, {}),
+    "dual_clip": (TIGHT | {"dual_clip": 1.2}, {}),
+    "reinforce": ({"kind": "reinforce"}, {}),
+    "gspo": ({"kind": "gspo", "clip_low": 0.01, "clip_high": 0.02, "aggregation": "sequence_mean"}, {}),
+    "cispo": ({"kind": "cispo", "clip_low": 0.3, "clip_high": 0.1}, {}),
+    "sao": ({"kind": "sao", **TIGHT}, {}),
+    "dppo": ({"kind": "dppo", "clip_low": 0.01, "clip_high": 0.02}, {}),
+    "all": (TIGHT | {"entropy_coef": 0.3, "self_imitation_coef": 0.4, "positive_nll": {"coef": 0.6}}, K3),
+    "k2": (TIGHT, K2),
+}
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_a_policy_loss_and_its_metrics_are_those_of_the_formula(name: str, first: bool) -> None:
+    """first: old log-probs are those of this very pass."""
+    settings, kl = CASES[name]
+    loss, given = loss_of(settings, kl, **({"old_logprobs": None} if first else {})), outputs()
+    found, metrics = loss(given, Local())
+    new = NEW.double().requires_grad_()
+    wanted, wanted_metrics = expected(loss, new)
+    assert float(found.detach()) == pytest.approx(float(wanted.detach()), rel=1e-4, abs=1e-5)
+    assert metrics == pytest.approx(wanted_metrics, rel=1e-4, abs=1e-6)
+    assert set(metrics) == {*loss.sums, *loss.maxima} and not any(x.requires_grad for x in metrics.values())
+    (gradient,) = torch.autograd.grad(found, given)
+    (wanted_gradient,) = torch.autograd.grad(wanted, new)
+    torch.testing.assert_close(gradient[INDEX >= 0, 0].double(), wanted_gradient[HERE], rtol=1e-4, atol=1e-6)
+    entropy = -loss.config.entropy_coef * loss.weights[HERE]
+    torch.testing.assert_close(gradient[INDEX >= 0, 1], entropy, rtol=1e-5, atol=1e-7)
+    assert not gradient[INDEX < 0].any()
+    if not first and name not in ("reinforce", "cispo"):
+        assert metrics["clip_fraction_low"] > 0 and metrics["clip_fraction_high"] > 0
+
+
+TARGETS, OLD, WEIGHTS = noise(20, 0.4).clamp(-0.9, 0.9), noise(21, 0.4), CHOSEN * noise(22).exp()
+RANGE = {"low": -1.5, "high": 2.5}
+VALUE_CASES: dict[str, dict[str, Any]] = {
+    "mse": {},
+    "clipped": {"kind": "clipped", "clip": 0.1},
+    "imitation": {"self_imitation_coef": 0.7},
+    "imitation_of_clipped": {"kind": "clipped", "clip": 0.1, "self_imitation_coef": 0.7},
+    "tanh": {"bounded": True, "squash": "tanh", **RANGE},
+    "arctan": {"bounded": True, "squash": "arctan", **RANGE},
+    "clipped_arctan": {"kind": "clipped", "clip": 0.1, "bounded": True, "squash": "arctan", **RANGE},
+    "hl_gauss": {"kind": "hl_gauss", "bins": 21, "sigma_bins": 1.2, "margin_bins": 2.0, **RANGE},
+    "hl_gauss_imitation": {"kind": "hl_gauss", "bins": 21, "self_imitation_coef": 0.7, **RANGE},
+}
+
+
+def values_as_written(config: ValueLossConfig, head: Tensor) -> Tensor:
+    middle, half = (config.low + config.high) / 2, (config.high - config.low) / 2
+    if config.kind == "hl_gauss":
+        edges = edges_of(config)
+        return head.softmax(-1) @ ((edges[1:] + edges[:-1]) / 2)
+    if config.bounded and config.squash == "tanh":
+        return middle + half * torch.tanh(head[:, 0] / half)
+    if config.bounded:
+        return middle + 2 * half * torch.arctan(head[:, 0]) / math.pi
+    return head[:, 0]
+
+
+def edges_of(config: ValueLossConfig) -> Tensor:
+    width = (config.high - config.low) / (config.bins - 2 * config.margin_bins)
+    return config.low + width * (torch.arange(config.bins + 1).double() - config.margin_bins)
+
+
+@pytest.mark.parametrize("name", VALUE_CASES)
+def test_a_value_loss_is_that_of_the_formula(name: str) -> None:
+    config = ValueLossConfig.model_validate(VALUE_CASES[name])
+    head = noise(23, 1.0, TOKENS * config.outputs).reshape(TOKENS, -1)
+    given = noise(24, 5.0, len(INDEX) * config.outputs).reshape(len(INDEX), -1)
+    given[INDEX >= 0] = head[HERE]
+    given.requires_grad_()
+    found, metrics = ValueLoss(config, TARGETS, OLD, WEIGHTS)(given, Local())
+    exact = head.double()[HERE].requires_grad_()
+    values, targets, old, weights = (
+        values_as_written(config, exact), *(x.double()[HERE] for x in (TARGETS, OLD, WEIGHTS))
+    )  # fmt: skip
+    per_token = (values - targets) ** 2 / 2
+    if config.kind == "clipped":
+        near = old + (values - old).clamp(-config.clip, config.clip)
+        per_token = torch.maximum(per_token, (near - targets) ** 2 / 2)
+    if config.kind == "hl_gauss":
+        edges = edges_of(config)
+        normal = torch.distributions.Normal(targets[:, None], config.sigma_bins * float(edges[1] - edges[0]))
+        mass = normal.cdf(edges[None]).diff(dim=-1)
+        per_token = -(mass / mass.sum(-1, keepdim=True) * exact.log_softmax(-1)).sum(-1)
+    wanted = (weights * per_token).sum()
+    assert {key: float(value) for key, value in metrics.items()} == {
+        "value_loss": pytest.approx(float(wanted.detach()), rel=1e-4)
+    }
+    wanted = wanted + config.self_imitation_coef * (weights * (targets - values).clamp(min=0) ** 2 / 2).sum()
+    assert (
+        float(found.detach()) == pytest.approx(float(wanted.detach()), rel=1e-4)
+        and not metrics["value_loss"].requires_grad
+    )
+    (gradient,), (wanted_gradient,) = torch.autograd.grad(found, given), torch.autograd.grad(wanted, exact)
+    torch.testing.assert_close(gradient[INDEX >= 0].double(), wanted_gradient, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(values_of(head, config)[HERE].double(), values.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_mean_over_response_tokens_is_what_fine_tuning_minimises() -> None:
+    loss, metrics = NegativeLogLikelihood(WEIGHTS)(outputs(), Local())
+    assert float(loss.detach()) == pytest.approx(-float((WEIGHTS * NEW)[HERE].sum()), rel=1e-5)
+    assert float(metrics["nll_loss"]) == float(loss.detach()) and loss.requires_grad
+    assert float(metrics["entropy"]) == pytest.approx(float((WEIGHTS * ENTROPIES)[HERE].sum()), rel=1e-5)
+    assert not any(value.requires_grad for value in metrics.values()) and set(metrics) == {*NegativeLogLikelihood.sums}
