@@ -48,6 +48,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "tests/training/test_loss_metrics.py",
         "tests/training/test_old_logprobs.py::test_it_fires_only_where_it_is_exact",
         "tests/training/test_recorded_rollouts.py",
+        "tests/training/test_reference_and_values.py",
         "tests/training/test_rollouts.py",
         "tests/training/test_shards_on_threads.py",
         "tests/training/test_shards.py::test_homes_hold_whole_groups_and_about_as_many_tokens_each",

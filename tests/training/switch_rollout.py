@@ -2,6 +2,8 @@
 
 import tempfile
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -18,7 +20,7 @@ from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.experience.batch import ExperienceBatch, from_samples
 from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.mcore.trainable import Trainable
-from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.monitoring.recorder import Advance, Recorder
 from vapo_megatron.training.advantages import estimate_advantages
 from vapo_megatron.training.models import Models, load_models
 from vapo_megatron.training.score import score
@@ -116,6 +118,22 @@ class Seen:
     end: dict[str, State] = field(default_factory=dict)
     steps: dict[str, list[list[int]]] = field(default_factory=dict)
     row: dict[str, float] = field(default_factory=dict)
+    progress: dict[str, tuple[int | None, int]] = field(default_factory=dict)
+
+
+class Watched(Recorder):
+    """Keeps how far each phase said that it was, beside how far there was to go."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(run_dir, MonitoringConfig(), is_main_rank=False)
+        self.progress: dict[str, tuple[int | None, int]] = {}
+
+    @contextmanager
+    def phase(self, name: str, total: int | None = None, title: str | None = None) -> Iterator[Advance]:
+        steps: list[int] = []
+        with super().phase(name, total, title):
+            yield steps.append
+        self.progress[name] = total, sum(steps)
 
 
 def load_seen(path: Path) -> Seen:
@@ -166,12 +184,12 @@ def iterate(folder: Path, switches: dict[str, Any]) -> Seen:
     if algorithm.advantage.estimator != "remax":
         whole.greedy_rewards = None
     batch = spread(whole)
-    with Recorder(folder, MonitoringConfig(), is_main_rank=False) as recorder:
+    with Watched(folder) as recorder:
         score(models, batch, algorithm, recorder)
         estimate_advantages(batch, algorithm, recorder)
         update_critic(models, batch, algorithm, "1/1", recorder)
         update_policy(models, batch, algorithm, "1/1", recorder)
-        seen.row = recorder.write(1)
+        seen.row, seen.progress = recorder.write(1), recorder.progress
     seen.end = {model.name: state_of(model) for model in models.trained}
     return seen
 

@@ -300,6 +300,9 @@ def test_a_rollout_is_cut_into_the_steps_that_were_asked_for(folder: Path, faile
             if switches.get(U + "minibatch_unit") == "groups":
                 assert all(s // 3 * 3 + i in step for step in one_pass for s in step for i in range(3)), "groups whole"
         assert len({str(steps[i : i + len(sizes)]) for i in range(0, len(steps), len(sizes))}) == rounds, "reshuffled"
+    totals = {"score_policy": 12, "score_values": 12, "update_critic": 12 * passes[1], "update_policy": 12 * passes[0]}
+    assert seen.progress == {name: (total, total) for name, total in totals.items()}
+    assert {f"time/{name}" for name in totals} <= seen.row.keys()
     check_weights(folder, switches, seen)
 
 
