@@ -6,15 +6,20 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+import torch
 from ranks import run_ranks
 from written_rollouts import CUT, END, RIGHT, WRONG, write_rollouts
 
 from vapo_megatron.config.algorithm import AlgorithmConfig, DynamicSamplingConfig
 from vapo_megatron.config.monitoring import MonitoringConfig
-from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.config.rollout import AsynchronousConfig, PartialResponsesConfig, RolloutConfig, SyncConfig
 from vapo_megatron.config.run import BatchConfig
+from vapo_megatron.experience.batch import from_samples
+from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.training.collect import collect, step_rule
+from vapo_megatron.rollout.ledger import StepRule
+from vapo_megatron.training.collect import collect, spread, step_rule
+from vapo_megatron.training.metrics import rollout_metrics
 
 SIZE = BatchConfig(prompts_per_step=4, samples_per_prompt=3)
 GOOD, BAD, LATE = (RIGHT, END), (WRONG, END), (RIGHT, CUT)
@@ -47,16 +52,30 @@ def by_prompt(cursor: int) -> Sequence[Sequence[int]]:
 SCRIPTS = {f.__name__: f for f in (every_third, never, right_but_late, uneven, by_prompt)}
 
 
+class Kept(Recorder):
+    """Keeps the samples that it is given for people to read."""
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        self.kept = step, [list(sample.response_ids) for sample in samples]
+
+
 def collected(script: str, algorithm: dict[str, Any], fixed_policy: bool = False) -> dict[str, Any]:
     """On one rank: what the batch holds, and what engines were asked for."""
     rollouts = write_rollouts(SCRIPTS[script])
     config = AlgorithmConfig.model_validate(algorithm)
-    with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
+    rollouts.sync = SyncConfig(probe_sequences=2, probe_length=3)
+    with Kept(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
         rule = step_rule(SIZE, DynamicSamplingConfig() if fixed_policy else config.dynamic_sampling, 1, RolloutConfig())
         rollouts.begin(rule, SIZE.samples_per_prompt, 0, fixed_policy)
         batch = collect(rollouts, config, 1, recorder)
         row = recorder.write(1)
+        assert torch.equal(spread(batch, recorder).own.tokens, batch.tokens)
+        assert "time/broadcast" in recorder.write(2)
         rollouts.end()
+    whole = batch.tokens.split(batch.cu_seqlens.diff().tolist())
+    responses = [ids.tolist()[int(n) :] for ids, n in zip(whole, batch.prompt_lengths, strict=True)]
+    assert recorder.kept == (1, responses), "what is trained on is what is shown"
+    assert rollouts.probe == [ids[:3].tolist() for ids in whole[:2]]
     engines: Any = rollouts.engines
     assert rollouts.prompts is not None
     return {
@@ -154,6 +173,48 @@ def test_remax_alone_asks_for_one_greedy_response_a_prompt(found: dict[str, Any]
     assert found["grpo"]["greedy"] is None and found["grpo"]["asked"] == [0, 1, 2, 3]
     row = found["remax"]["row"]
     assert row["reward/greedy_mean"] == 0 and found["remax_shaped"]["row"]["reward/greedy_mean"] == -0.5
+
+
+PARTIAL = {"partial_responses": {"enabled": True, "oversampling": 1.25, "max_age": 3}}
+DYNAMIC = {"enabled": True, "oversampling": 1.3, "max_rounds": 3}
+
+
+@pytest.mark.parametrize(
+    ("rollout", "sampling", "rule"),
+    [
+        ({}, {}, StepRule(4, 9)),
+        ({"asynchronous": {"max_staleness": 2}}, {}, StepRule(4, 9, staleness=2)),
+        ({"windows": 3}, {}, StepRule(4, 9, windows=3)),
+        (PARTIAL, {}, StepRule(4, 9, oversampling=1.25, any_order=True, max_age=3)),
+        ({"partial_responses": PARTIAL["partial_responses"] | {"enabled": False}}, {}, StepRule(4, 9)),
+        ({}, DYNAMIC, StepRule(4, 9, oversampling=1.3, most_draws=16)),
+        ({}, DYNAMIC | {"enabled": False}, StepRule(4, 9)),
+        (PARTIAL, DYNAMIC, StepRule(4, 9, oversampling=1.3, most_draws=16, any_order=True, max_age=3)),
+    ],
+)
+def test_what_makes_a_step(rollout: dict[str, Any], sampling: dict[str, Any], rule: StepRule) -> None:
+    settings = RolloutConfig.model_construct(**RolloutConfig().__dict__ | rollout_sections(rollout))
+    assert step_rule(SIZE, DynamicSamplingConfig.model_validate(sampling), 9, settings) == rule
+
+
+def rollout_sections(rollout: dict[str, Any]) -> dict[str, Any]:
+    """What goes together is checked elsewhere."""
+    kinds = {"asynchronous": AsynchronousConfig, "partial_responses": PartialResponsesConfig}
+    return {key: kinds[key].model_validate(value) if key in kinds else value for key, value in rollout.items()}
+
+
+@pytest.mark.parametrize("count", [1, 255, 256, 257, 600])
+def test_repetition_is_told_of_responses_spread_over_the_batch(count: int) -> None:
+    """So many responses to prompts of several lengths; every third one, from the first on, runs in circles."""
+    samples = []
+    for number in range(count):
+        ids = [5, 6] * 12 if number % 3 == 0 else list(range(number, number + 24))
+        prompt = Prompt("", "", "", (1,) * (1 + number % 4))
+        samples.append(Sample(prompt, number, 0, 0, ids, [-1.0] * 24, "stop", 0, 0, reward=1.0, correct=True))  # type: ignore[arg-type]
+    seen = range(0, count, 1 if count <= 256 else 2 if count <= 512 else 3)
+    in_circles = sum(number % 3 == 0 for number in seen) / len(seen)
+    found = rollout_metrics(from_samples(samples))["response_length/repeated"]
+    assert found == pytest.approx(in_circles * 7 / 9), "two of nine spans of 16 tokens are new"
 
 
 def test_a_rollout_reports_rewards_lengths_and_repetition(found: dict[str, Any]) -> None:

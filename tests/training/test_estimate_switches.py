@@ -9,10 +9,10 @@ import pytest
 import torch
 from batches import spread
 from step_formulas import responses_of
-from switch_formulas import Estimates
+from switch_formulas import Estimates, importance
 from switch_metrics import of_advantages, of_values
 from switch_rollout import GREEDY, RESPONSES
-from test_step_switches import CASES, A, S, V
+from test_step_switches import CASES, A, S, V, W
 from threads import on_threads
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import baselines_of, critic_row, estimate_advantages, shaped_rewards
 from vapo_megatron.training.shards import ShardedBatch
+from vapo_megatron.training.updates import correct_for_rollout
 
 SECTIONS = ("advantage", "shaping", "kl", "value_loss.residual", "filter_function")
 SWITCHES = {case.name: case.switches for case in CASES if case.key.removeprefix("algorithm.").startswith(SECTIONS)} | {
@@ -133,6 +134,52 @@ def test_estimates_are_those_of_the_formula(name: str) -> None:
         {key: float(value) for key, value in told.items()}, rel=1e-4, abs=1e-5
     )
     assert row.keys() - told.keys() <= ({key for key in row if key.startswith("critic/")} if values else set())
+
+
+CORRECTED = {case.name: case.switches for case in CASES if case.key.startswith(W)} | {
+    "mis_any_token": {W + "kind": "mis", W + "low": 0.7, W + "high": 1.3, W + "rejected": "dropped"},
+    "tis_sequence_rejected": {W + "kind": "tis", W + "level": "sequence", W + "cap": 1.5, W + "reject": "token"},
+}
+
+
+def corrected(config: AlgorithmConfig) -> Any:
+    batch = spread(scored(config))
+    with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
+        correct_for_rollout(batch, config.importance_sampling, recorder)
+        return batch, recorder.write(1)
+
+
+@pytest.mark.parametrize("name", CORRECTED)
+def test_importance_weights_are_those_of_the_formula_and_are_reported(name: str) -> None:
+    config = algorithm_of(CORRECTED[name])
+    settings = config.importance_sampling
+    batch, row = corrected(config)
+    own = batch.own
+    bounds = own.response_lengths.tolist()
+    pairs = list(zip(own.old_logprobs.double().split(bounds), own.rollout_logprobs.double().split(bounds), strict=True))
+    weights = [importance(config, old, rollout) for old, rollout in pairs]
+    found = own.importance_weights
+    assert found.tolist() == pytest.approx(torch.cat(weights).tolist(), rel=1e-4, abs=1e-6)
+    row = {key: value for key, value in row.items() if not key.startswith("memory/")}
+    if settings.kind == "none":
+        assert row == {} and batch.table.accepted_lengths is None
+        return
+    uncut = algorithm_of({W + "kind": "tis", W + "level": settings.level, W + "cap": 1e9})
+    free = torch.cat([importance(uncut, *pair) for pair in pairs])
+    assert row == pytest.approx(
+        {
+            "importance/weight_mean": float(found.mean()),
+            "importance/weight_min": float(found.min()),
+            "importance/ratio_max": float(free.max()),
+            "importance/cut_share": float((found.double() / free - 1).abs().gt(1e-4).double().mean()),
+        },
+        rel=1e-4,
+    )
+    dropped = settings.rejected == "dropped"
+    counts = [int((part > 0).sum()) for part in weights]
+    assert (batch.table.accepted_lengths.tolist() if dropped else batch.table.accepted_lengths) == (
+        counts if dropped else None
+    )
 
 
 def test_a_rollout_that_was_cut_off_everywhere_says_nothing_of_the_critic() -> None:
