@@ -12,6 +12,7 @@ from vapo_megatron.checkpoint.config_change import check_config_change
 from vapo_megatron.config.load import dump_config, load_config
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput, RunFailed
+from vapo_megatron.rollout.server import EngineServer
 from vapo_megatron.training import restarts
 
 ROWS: dict[str, tuple[bytes, list[str]]] = {
@@ -178,15 +179,28 @@ def test_ctrl_c_tells_what_is_saved_and_how_to_go_on(
     assert error.count("\n") == 1 and "step_000020: the same command with run.resume=auto" in error
 
 
-@pytest.mark.parametrize(
-    ("argument", "named"),
-    [("schedule_policy=best", ["--schedule-policy", "best"])],
-)
 def test_arguments_that_sglang_refuses_are_told_of_before_anything_starts(
-    command: Command, capfd: pytest.CaptureFixture[str], argument: str, named: list[str]
+    command: Command, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    code = command.exit_code("train", f"rollout.server_args.{argument}")
-    assert_refused(command, code, capfd.readouterr().err, "rollout.server_args", argument, *named)
+    code = command.exit_code("train", "rollout.server_args.schedule_policy=best")
+    told = "rollout.server_args", "schedule_policy=best", "--schedule-policy", "best"
+    assert_refused(command, code, capfd.readouterr().err, *told)
+
+
+def test_an_engine_started_by_hand_is_asked_the_same(
+    command: Command, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: EngineServer) -> None:
+        raise BadInput(f"rollout.server_args: {self._config.server_args}")
+
+    def start(self: EngineServer) -> None:
+        raise AssertionError("it was started")
+
+    monkeypatch.setattr(EngineServer, "check_arguments", refuse)
+    monkeypatch.setattr(EngineServer, "start", start)
+    config = train_config(command.folder, command.model)
+    code = command.exit_code("engine", "rollout.server_args.ep=2", config=config)
+    assert_refused(command, code, capfd.readouterr().err, "rollout.server_args: {'ep': 2}")
 
 
 @pytest.mark.parametrize("name", ["train", "sft"])

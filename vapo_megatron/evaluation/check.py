@@ -104,8 +104,7 @@ def check_evaluation(settings: EvaluateConfig, platform: Platform) -> Evaluation
     devices = engine_devices(settings.rollout, platform)
     on_gpus = devices[0] is not None
     check_kernels(settings.rollout, settings.rollout.computes_in(settings.model.dtype), on_gpus)
-    if settings.rollout.server_args:
-        EngineServer(model_dir, settings.rollout, settings.model.dtype, Path(os.devnull), devices[0]).check_arguments()
+    EngineServer(model_dir, settings.rollout, settings.model.dtype, Path(os.devnull), devices[0]).check_arguments()
     tokenizer = TextTokenizer(model_dir, data.prompt)
     tokenizer.check_vocabulary(spec.vocab_size)
     prompts = {entry.name: numbered(entry.name, eval_prompts(entry, data, tokenizer)) for entry in data.eval}

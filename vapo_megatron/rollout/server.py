@@ -179,11 +179,13 @@ class EngineServer:
             raise
 
     def check_arguments(self) -> None:
-        """Have SGLang read the arguments in a process that starts no server.
+        """Have SGLang read the arguments in a process that starts no server, where rollout.server_args adds to ours.
 
         Raises:
             BadInput: it refuses them.
         """
+        if not self._config.server_args:
+            return
         with tempfile.TemporaryDirectory(prefix=_PREFIX) as scratch:
             ended = subprocess.run(
                 [sys.executable, "-m", "vapo_megatron.engine.check_arguments", *self._engine_args()],

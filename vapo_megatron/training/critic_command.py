@@ -1,5 +1,6 @@
 """`vapo-megatron critic`: what a critic knows of the true values of states, which the engines find by trying."""
 
+import os
 import signal
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.monitoring.console import RunConsole
 from vapo_megatron.rewards.pool import VerifierPool
 from vapo_megatron.rollout.devices import engine_devices
+from vapo_megatron.rollout.server import EngineServer
 from vapo_megatron.training.critic_page import write_page
 from vapo_megatron.training.critic_report import probed
 from vapo_megatron.training.final_model import HF_FOLDER
@@ -46,6 +48,7 @@ def probe_critic(settings: ProbedRunConfig) -> None:
     ranks = config.cluster.ranks or machine_default_ranks([config.critic.layout.model_size])
     spec = check_train_numbers(config, ranks)
     devices = engine_devices(config.rollout, current_platform())
+    EngineServer(config.model.path, config.rollout, config.model.dtype, Path(os.devnull), devices[0]).check_arguments()
     folder = Path(config.run.directory) / FOLDER
     check_room(folder)
     tokenizer = TextTokenizer(Path(config.model.path), config.data.prompt)

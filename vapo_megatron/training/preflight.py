@@ -54,7 +54,7 @@ def check_train(config: TrainConfig, world_size: int) -> None:
     prompts = train_prompts(config.data, tokenizer)
     evaluations = {entry.name: eval_prompts(entry, config.data, tokenizer) for entry in config.data.eval}
     check_functions(config.algorithm)
-    if config.rollout.server_args and not config.rollout.external_urls:
+    if not config.rollout.external_urls:
         first_engine(config, fp8).check_arguments()
     with VerifierPool(config.reward) as verifier:
         verifier.try_out(prompts[0].problem, prompts[0].answer, prompts[0].extra)

@@ -73,6 +73,7 @@ def serve_engine(config: TrainConfig, host: str, port: int, part: NodePart = WHO
         identity=identity_of_engine(agreed, devices is not None, str(log_file)),
         part=part,
     )
+    server.check_arguments()
     keeper = EngineKeeper(server, rollout)
     try:
         keeper.start()

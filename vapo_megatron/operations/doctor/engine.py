@@ -20,7 +20,7 @@ def check_engine(config: TrainConfig, gpus: int) -> list[Line]:
     """Start a server as the run would, have it write a few tokens, end it. gpus: of this node, 0 on the CPU.
 
     Raises:
-        BadInput: the model's sizes do not suit rollout.quantization.
+        BadInput: the model's sizes do not suit rollout.quantization, or SGLang refuses rollout.server_args.
         RunFailed, TryAgain: it does not start, or does not answer; the cause in its log is named.
     """
     if config.rollout.external_urls:
@@ -30,7 +30,9 @@ def check_engine(config: TrainConfig, gpus: int) -> list[Line]:
     with tempfile.TemporaryDirectory(prefix="vapo-doctor-") as folder:
         log = Path(folder) / "engine.log"
         fp8 = engine_fp8(config.rollout, config.actor.precision, read_spec(Path(config.model.path)))
-        with EngineServer(config.model.path, config.rollout, config.model.dtype, log, devices, fp8=fp8) as server:
+        server = EngineServer(config.model.path, config.rollout, config.model.dtype, log, devices, fp8=fp8)
+        server.check_arguments()
+        with server:
             ready = time.monotonic() - started
             asyncio.run(_ask(server.address, config.rollout.sync.request_timeout_s))
     seconds = time.monotonic() - started - ready
