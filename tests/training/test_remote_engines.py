@@ -26,7 +26,7 @@ from vapo_megatron.experience.sample import Prompt
 from vapo_megatron.rollout.client import EngineClient
 from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.keeper import ask_health
-from vapo_megatron.rollout.remote_engines import take_over_engines, what_must_agree
+from vapo_megatron.rollout.remote_engines import PROTOCOL, take_over_engines, what_must_agree
 from vapo_megatron.rollout.request import GenerationRequest
 from vapo_megatron.rollout.server import EngineAddress, EngineServer
 from vapo_megatron.training.serve_engine import serve_engine
@@ -130,8 +130,10 @@ def test_an_engine_of_another_config_is_named_with_what_differs(fleet: Fleet, ke
 
 
 def test_an_engine_of_another_protocol_is_refused(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vapo_megatron.rollout.remote_engines.PROTOCOL", 5)
-    with pytest.raises(BadInput, match="has version 4 of the weight sync and this trainer version 5"):
+    theirs = PROTOCOL
+    monkeypatch.setattr("vapo_megatron.rollout.remote_engines.PROTOCOL", theirs + 1)
+    told = f"has version {theirs} of the weight sync and this trainer version {theirs + 1}"
+    with pytest.raises(BadInput, match=told):
         take_over_engines(rollout_of(fleet.urls[0]), fleet.agreed())
 
 

@@ -1,7 +1,6 @@
 """Engines whose GPUs share out more than columns: copies of key-value heads, experts, attention, nodes. Each computes
 what the trainer does after a weight sync by every transport."""
 
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from vapo_megatron.errors import RunFailed
 from vapo_megatron.rollout.client import EngineClient
 from vapo_megatron.rollout.keeper import ask_health
 from vapo_megatron.rollout.node_part import NodePart
+from vapo_megatron.rollout.ports import BESIDE_MEETING, free_port
 from vapo_megatron.rollout.server import EngineServer
 from vapo_megatron.weight_sync.session import WeightSync
 from vapo_megatron.weight_sync.transports import DiskTransport, DistributedTransport, SharedMemoryTransport
@@ -32,8 +32,7 @@ def engine(model_path: Path, folder: Path, nodes: int, **server_args: Any) -> It
     config = RolloutConfig(
         tp=2, max_running_requests=8, max_total_tokens=4096, start_timeout_s=DEADLINE, server_args=server_args
     )
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        meeting = f"127.0.0.1:{free.getsockname()[1]}"
+    meeting = f"127.0.0.1:{free_port(BESIDE_MEETING)}"
     parts = [NodePart(index, nodes, meeting if nodes > 1 else "") for index in range(nodes)]
     servers = [
         EngineServer(model_path, config, "float32", folder / f"engine_{part.index}.log", part=part) for part in parts
@@ -49,7 +48,11 @@ def engine(model_path: Path, folder: Path, nodes: int, **server_args: Any) -> It
 
 @pytest.mark.parametrize(
     ("nodes", "server_args"),
-    [(2, {"ep_size": 2}), pytest.param(1, {"attn_dp_size": 2}, marks=pytest.mark.full)],
+    [
+        (2, {"ep_size": 2}),
+        pytest.param(1, {"attn_dp_size": 2}, marks=pytest.mark.full),
+        pytest.param(2, {"attn_dp_size": 2}, marks=pytest.mark.full),
+    ],
 )
 def test_an_engine_computes_what_the_trainer_does(tmp_path: Path, nodes: int, server_args: dict[str, Any]) -> None:
     """One key-value head, which both ranks hold."""

@@ -21,8 +21,10 @@ from vapo_megatron.rollout.server import EngineAddress
 from vapo_megatron.weights.fp8 import BlockFp8
 from vapo_megatron.weights.spec import ModelSpec
 
-PROTOCOL = 4
-"""To be raised with every change of bucket_message.announce, strict_loading, broadcast_group or engine.heartbeat."""
+PROTOCOL = 5
+"""To be raised with every change of what engines and trainers say to each other: bucket_message.announce, the answers
+of strict_loading, broadcast_group, engine.heartbeat, engine.generate_route and engine.columns. 5: engines decode the
+experts of responses, of the model that a request describes."""
 
 _ANSWER_SECONDS = 30.0
 _POLL_SECONDS = 1.0

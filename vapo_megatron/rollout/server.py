@@ -30,6 +30,7 @@ from vapo_megatron.errors import BadInput, RunFailed
 from vapo_megatron.rollout.engine_environment import engine_environment
 from vapo_megatron.rollout.gpu_kernels import check_kernels
 from vapo_megatron.rollout.node_part import WHOLE, NodePart
+from vapo_megatron.rollout.ports import BESIDE_SERVER, free_port
 from vapo_megatron.weights.fp8 import BlockFp8
 
 _logger = logging.getLogger(__name__)
@@ -298,6 +299,8 @@ class EngineServer:
     def _bound(self) -> socket.socket:
         """The port, to be inherited, so that nobody else gets it. Not listening yet: early calls are refused."""
         listener = None
+        if not self._port and self._part.of == 1 and self._config.attention_parts > 1:
+            self._port = free_port(BESIDE_SERVER)
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0]
             listener = socket.socket(family, kind, protocol)

@@ -9,7 +9,7 @@ feeds all of them, by one broadcast.
 import os
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from vapo_megatron.rollout.engine_home import HomedEngine, HomedKeeper
 from vapo_megatron.rollout.engine_watch import EngineWatch
 from vapo_megatron.rollout.keeper import EngineKeeper, Kept
 from vapo_megatron.rollout.node_part import WHOLE, NodePart, not_replaced, part_of_ranks
+from vapo_megatron.rollout.ports import BESIDE_MEETING, free_port
 from vapo_megatron.rollout.remote_engines import RemoteEngines, take_over_engines, what_must_agree
 from vapo_megatron.rollout.server import EngineAddress, EngineServer
 from vapo_megatron.training.broadcast import on_rank_zero
@@ -226,7 +227,8 @@ class ColocatedPlacement(_OwnEngines):
         host, rank, tp = _reachable_host(), dist.get_rank(), self._config.tp
         self._group = _engine_group(tp)
         part = part_of_ranks(rank, tp, platform.device_count())
-        meeting = _meeting(host, self._group) if tp > platform.device_count() else ""
+        beside = BESIDE_MEETING if self._config.attention_parts > 1 else ()
+        meeting = _meeting(host, self._group, beside) if tp > platform.device_count() else ""
         if part is not None:
             first, part, self.leads = platform.device.index, replace(part, meeting=meeting), part.leads
             if part.of > 1:
@@ -344,13 +346,12 @@ def _engine_group(tp: int) -> Any:
     return own
 
 
-def _meeting(host: str, group: Any) -> str:
+def _meeting(host: str, group: Any, beside: Sequence[int]) -> str:
     """Collective over the ranks of one engine: where its parts on several nodes meet, a port of the first that is free
-    now."""
+    now, as are those at these distances above it."""
     first, box = dist.get_process_group_ranks(group)[0], [""]
     if dist.get_rank() == first:
-        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
-            port = free.getsockname()[1]
+        port = free_port(beside)
         box = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}"]
     dist.broadcast_object_list(box, src=first, group=group)
     return box[0]
