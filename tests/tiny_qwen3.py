@@ -42,3 +42,17 @@ def token_logprobs(model: PreTrainedModel, tokens: list[int], temperature: float
     """Log-prob of every token but the first, given those before it."""
     logits = model(torch.tensor([tokens])).logits[0, :-1] / temperature
     return logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+
+
+@torch.no_grad()
+def chosen_experts(model: Qwen3MoeForCausalLM, tokens: list[int]) -> torch.Tensor:
+    """Those of transformers for each token, [tokens, layers, k]."""
+    found: list[torch.Tensor] = []
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda _, __, output: found.append(output[2]))
+        for layer in model.model.layers
+    ]
+    model(torch.tensor([tokens]))
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(found, 1)

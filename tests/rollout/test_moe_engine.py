@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_qwen3 import EOS, make_moe, token_logprobs
+from tiny_qwen3 import EOS, chosen_experts, make_moe, token_logprobs
 from transformers import Qwen3MoeForCausalLM
 
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
@@ -68,20 +68,6 @@ def read_weights(path: Path) -> Weights:
 @pytest.fixture
 def weights(moe_path: Path) -> Weights:
     return read_weights(moe_path)
-
-
-@torch.no_grad()
-def chosen_experts(model: Qwen3MoeForCausalLM, tokens: list[int]) -> torch.Tensor:
-    """Those of transformers for each token, [tokens, layers, k]."""
-    found: list[torch.Tensor] = []
-    hooks = [
-        layer.mlp.gate.register_forward_hook(lambda _, __, output: found.append(output[2]))
-        for layer in model.model.layers
-    ]
-    model(torch.tensor([tokens]))
-    for hook in hooks:
-        hook.remove()
-    return torch.stack(found, 1)
 
 
 def cached_tokens(server: EngineServer, prompt: Prompt) -> int:

@@ -1,6 +1,7 @@
 """Engines whose GPUs share out more than columns: copies of key-value heads, experts, attention, nodes. Each computes
 what the trainer does after a weight sync by every transport."""
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -8,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_qwen3 import make_moe, token_logprobs
+from tiny_qwen3 import chosen_experts, make_moe, token_logprobs
+from transformers import Qwen3MoeForCausalLM
 
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.errors import RunFailed
-from vapo_megatron.rollout.client import EngineClient
+from vapo_megatron.rollout.client import Completion, EngineClient
 from vapo_megatron.rollout.keeper import ask_health
 from vapo_megatron.rollout.node_part import NodePart
 from vapo_megatron.rollout.ports import BESIDE_MEETING, free_port
@@ -20,6 +22,7 @@ from vapo_megatron.rollout.server import EngineServer
 from vapo_megatron.weight_sync.session import WeightSync
 from vapo_megatron.weight_sync.transports import DiskTransport, DistributedTransport, SharedMemoryTransport
 from vapo_megatron.weights.hf_files import HFTensors
+from vapo_megatron.weights.routed_experts import ExpertChoices
 
 SEQUENCES = [list(range(3, 40)), list(range(50, 80)), list(range(20, 90))]
 EXPERT = "model.layers.1.mlp.experts.{}.up_proj.weight"
@@ -30,7 +33,12 @@ DEADLINE = 120.0
 def engine(model_path: Path, folder: Path, nodes: int, **server_args: Any) -> Iterator[Sequence[EngineServer]]:
     """The parts of an engine of two ranks, on as many nodes of this machine."""
     config = RolloutConfig(
-        tp=2, max_running_requests=8, max_total_tokens=4096, start_timeout_s=DEADLINE, server_args=server_args
+        tp=2,
+        max_running_requests=8,
+        max_total_tokens=4096,
+        start_timeout_s=DEADLINE,
+        router_replay=True,
+        server_args=server_args,
     )
     meeting = f"127.0.0.1:{free_port(BESIDE_MEETING)}"
     parts = [NodePart(index, nodes, meeting if nodes > 1 else "") for index in range(nodes)]
@@ -75,11 +83,33 @@ def test_an_engine_computes_what_the_trainer_does(tmp_path: Path, nodes: int, se
                 expected = [token_logprobs(model, sequence) for sequence in SEQUENCES]
                 assert sync.verify(SEQUENCES, expected, tolerance=1e-4) < 1e-4
                 assert sync.differing_tensors([list(tensors[model].items())]) == []
+        check_experts(client, after)
         with WeightSync(SharedMemoryTransport(client, 2)) as sync:
             check_refusals(sync, tensors[after])
         for server in servers:
             health = ask_health(server.address, 10)
             assert health is not None and not health["lost"]
+
+
+def check_experts(client: EngineClient, model: Qwen3MoeForCausalLM) -> None:
+    """Whichever GPUs a request is on, the experts that come with its response are those of its tokens."""
+    choices, sampling = ExpertChoices(layers=2, experts=6, per_token=2), {"max_new_tokens": 8, "temperature": 1.0}
+    for completion, prompt in zip(
+        asyncio.run(_generate(client, SEQUENCES * 2, sampling, choices)), SEQUENCES * 2, strict=True
+    ):
+        tokens = [*prompt, *completion.token_ids.tolist()]
+        assert completion.routed_experts is not None
+        told = completion.routed_experts.unflatten(1, (2, 2)).sort(-1).values.long()
+        assert torch.equal(told, chosen_experts(model, tokens[:-1]).sort(-1).values)
+
+
+async def _generate(
+    client: EngineClient, prompts: list[list[int]], sampling: dict[str, Any], choices: ExpertChoices
+) -> list[Completion]:
+    try:
+        return await client.generate(prompts, [sampling] * len(prompts), choices)
+    finally:
+        await client.close()
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
