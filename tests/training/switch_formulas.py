@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from vapo_megatron.config.algorithm import AlgorithmConfig
+from vapo_megatron.config.policy import PolicyLossConfig
 
 Group = list[int]
 ADAM: dict[str, float] = {"lr": 5e-3, "eps": 1e-3}
@@ -238,6 +239,18 @@ def importance(config: AlgorithmConfig, old: Tensor, rollout: Tensor) -> Tensor:
     return ratio * ((ratio >= settings.low) & (ratio <= settings.high))
 
 
+def share(settings: PolicyLossConfig, lengths: dict[int, int], s: int) -> float:
+    """Weight of a token of response s where so many tokens of each response are counted."""
+    present = [i for i in lengths if lengths[i]]
+    if s not in present:
+        return 0.0
+    return {
+        "token_mean": 1 / sum(lengths.values()),
+        "sequence_mean": 1 / len(present) / lengths[s],
+        "constant": 1 / len(present) / (settings.constant or 1),
+    }[settings.aggregation]
+
+
 def accepted(config: AlgorithmConfig, log_ratio: Tensor) -> Tensor:
     """Tokens of one response that are not rejected."""
     settings, size = config.importance_sampling, log_ratio
@@ -358,14 +371,13 @@ class Iteration:
         lengths = {s: self.responses[s].length for s in counted}
         if config.importance_sampling.rejected == "dropped":
             lengths = {s: int((weights[s] > 0).sum()) for s in counted}
-        present = [s for s in counted if lengths[s]]
-        tokens = sum(lengths.values())
         positive = [s for s in counted if self._is_positive(s)]
         loss = torch.zeros((), dtype=torch.float64)
         for s in counted:
             response, advantages = self.responses[s], estimates.advantages[s]
             new, entropy = self.policy.both(response)
-            losses = weights[s] * surrogate(config, new, self.old[s], response.rollout, advantages)
+            corrected = weights[s] * surrogate(config, new, self.old[s], response.rollout, advantages)
+            losses = torch.zeros_like(corrected)
             if config.kl.placement == "loss" and config.kl.estimator == "k2":
                 losses = losses + config.kl.coef * (new - self.ref[s]) ** 2 / 2
             if config.kl.placement == "loss" and config.kl.estimator == "k3":
@@ -375,13 +387,8 @@ class Iteration:
                 assert self.values is not None
                 better = (estimates.targets[s] - self.values[s]).clamp(min=0)
                 losses = losses - settings.self_imitation_coef * better * new
-            if s in present:
-                share = {
-                    "token_mean": 1 / tokens,
-                    "sequence_mean": 1 / len(present) / lengths[s],
-                    "constant": 1 / len(present) / (settings.constant or 1),
-                }[settings.aggregation]
-                loss = loss + share * losses.sum()
+            whole = {i: self.responses[i].length for i in counted}
+            loss = loss + share(settings, whole, s) * losses.sum() + share(settings, lengths, s) * corrected.sum()
             if s in positive:
                 loss = loss - settings.positive_nll.coef * new.sum() / sum(self.responses[i].length for i in positive)
         return loss

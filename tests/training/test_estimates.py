@@ -104,7 +104,9 @@ def test_rejected_tokens_are_kept_in_the_denominator_or_dropped(rejected: str, t
     assert batch.importance_weights.tolist() == pytest.approx([1.0, 0.0, 1.1, 0.9, 0.0])
     part = Part(whole.own, Share([[0, 1]], 2), whole.table, torch.arange(2), [])
     loss = loss_of(part, config)
-    assert loss.weights.tolist() == pytest.approx([1 / tokens] * 5)
+    weighted = loss.weights * loss.importance
+    assert weighted.tolist() == pytest.approx([x / tokens for x in (1.0, 0.0, 1.1, 0.9, 0.0)])
+    assert loss.weights.tolist() == pytest.approx([1 / 5] * 5), "of KL and entropy, which reject none"
     assert loss.mean_weights.tolist() == pytest.approx([1 / 5] * 5)
 
 

@@ -167,6 +167,7 @@ CASES = [
     Case(W + "reject", "geometric", context=TIS | {W + "low": 0.95, W + "high": 1.05}),
     Case(W + "rejected", "dropped", context=TIS | {W + "reject": "token"}),
     Case(W + "rejected", "dropped", context=MIS | {W + "low": 0.8, W + "high": 1.2}),
+    Case(W + "rejected", "dropped", context=MIS | {W + "low": 0.8, W + "high": 1.2, L + "entropy_coef": 0.5} | KL_LOSS),
     Case(W + "rejected", "kept", "dropped", MIS | {W + "low": 0.8, W + "high": 1.2}),
     Case(S + "truncated", "terminal", "bootstrap"),
     Case(S + "truncated", "bootstrap", changes="critic"),

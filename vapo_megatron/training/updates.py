@@ -122,13 +122,13 @@ def policy_signal(batch: ShardedBatch, config: AlgorithmConfig) -> tuple[Tensor,
     own, table, settings = batch.own, batch.table, config.policy_loss
     assert own.advantages is not None and table.selected is not None, "no advantages: estimate_advantages comes first"
     assert own.importance_weights is not None, "no importance weights: correct_for_rollout comes first"
+    if settings.entropy_coef or settings.self_imitation_coef or config.kl.placement == "loss":
+        return table.selected, table.selected
     counted = table.new_lengths if table.accepted_lengths is None else table.accepted_lengths
     weighted = table.selected & (counted > 0)
     imitated = torch.zeros_like(weighted)
     if settings.positive_nll.coef:
         imitated = table.selected & positives(table, settings.positive_nll)
-    if settings.entropy_coef or settings.self_imitation_coef or config.kl.placement == "loss":
-        return weighted | imitated, weighted | imitated
     new, moved = new_tokens(own), (own.advantages * own.importance_weights) != 0
     moves = response_lengths(own.response_cu_seqlens, moved if new is None else moved & new)
     return weighted | imitated, (weighted & (batch.everywhere(moves) > 0)) | imitated
@@ -140,7 +140,14 @@ def policy_loss(part: Part, config: AlgorithmConfig) -> PolicyLoss:
     lengths, chosen, found, new = whole.new_lengths, whole.selected, batch.advantages, new_tokens(batch)
     assert chosen is not None and found is not None, "no advantages: estimate_advantages comes first"
     assert batch.importance_weights is not None, "no importance weights: correct_for_rollout comes first"
-    counted = lengths if whole.accepted_lengths is None else whole.accepted_lengths
+    weights, importance = (
+        token_weights(lengths, settings.aggregation, settings.constant, chosen),
+        batch.importance_weights,
+    )
+    if whole.accepted_lengths is not None:  # the policy loss, and it alone, counts fewer tokens
+        fewer = token_weights(whole.accepted_lengths, settings.aggregation, settings.constant, chosen)
+        scale = torch.where(weights > 0, fewer / weights, 0)
+        importance = importance * to_tokens(scale[part.mine], batch.response_cu_seqlens)
     positive_advantages = torch.zeros_like(found)
     if settings.self_imitation_coef:
         assert batch.returns is not None and batch.values is not None, "self-imitation needs returns and values"
@@ -158,8 +165,8 @@ def policy_loss(part: Part, config: AlgorithmConfig) -> PolicyLoss:
         ref_logprobs=torch.zeros_like(found) if batch.ref_logprobs is None else batch.ref_logprobs,
         advantages=found,
         positive_advantages=positive_advantages,
-        importance=batch.importance_weights,
-        weights=over_tokens(token_weights(counted, settings.aggregation, settings.constant, chosen)),
+        importance=importance,
+        weights=over_tokens(weights),
         nll_weights=over_tokens(nll_weights(lengths, positives(whole, settings.positive_nll) & chosen)),
         mean_weights=over_tokens(token_weights(lengths, "token_mean", selected=chosen)),
     )
