@@ -15,6 +15,7 @@ from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.experience.sample import Prompt
 from vapo_megatron.rollout.dispatcher import Dispatcher
+from vapo_megatron.rollout.keeper import ask_health
 from vapo_megatron.rollout.request import GenerationRequest
 from vapo_megatron.rollout.server import EngineServer, cause_in_log
 
@@ -35,6 +36,22 @@ if heir == 0:
     os._exit(0)
 print(server.pid, heir, flush=True)
 time.sleep(120)
+"""
+
+# Is killed in the middle of a start, when the server is there and its guard is not.
+EARLY_END = """
+import os, signal, sys, time
+from pathlib import Path
+from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.rollout import server
+
+def start_guard(group, *_):
+    print(group, flush=True)
+    time.sleep(2)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+server.start_guard = start_guard
+server.EngineServer(sys.argv[1], RolloutConfig(), "float32", Path(sys.argv[2])).start()
 """
 
 
@@ -98,6 +115,15 @@ def test_kill_9_of_the_owner_leaves_no_process_of_a_server_that_stands_still(mod
         owner.stdout.close()
 
 
+def test_a_server_without_a_guard_does_not_begin(model_path: Path, tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    command = [sys.executable, "-c", EARLY_END, str(model_path), str(log)]
+    ended = subprocess.run(command, env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, text=True)
+    assert ended.returncode == -signal.SIGKILL
+    assert wait_until_gone(int(ended.stdout), seconds=10) == []
+    assert log.read_text() == "" and not list(tmp_path.glob("vapo-engine-*"))
+
+
 def test_a_server_that_dies_is_something_passing_and_stop_leaves_nothing(
     model_path: Path, config: RolloutConfig, tmp_path: Path
 ) -> None:
@@ -105,13 +131,14 @@ def test_a_server_that_dies_is_something_passing_and_stop_leaves_nothing(
     with EngineServer(model_path, config, "float32", tmp_path / "engine.log") as server:
         group = server.pid
         scratch, guard = scratch_of(group), guard_of(group)
-        assert server.ended() is None
         for number, state in ((signal.SIGSTOP, "stopped"), (signal.SIGKILL, "dead")):
             guard.send_signal(number)
             end = time.monotonic() + 10
-            while server.ended() != f"its guard (process {guard.pid}) is {state}":
-                assert time.monotonic() < end, server.ended()
-                time.sleep(0.01)
+            while (told := ask_health(server.address, 10)) is None or told["lost"] == []:
+                assert time.monotonic() < end
+            assert told["lost"] == [f"its guard (process {guard.pid}) is {state}"]
+            guard.send_signal(signal.SIGCONT)
+            time.sleep(0.1)
         with Dispatcher([server.address], config, stop_token_ids=[1]) as dispatcher:
             os.killpg(group, signal.SIGKILL)
             with pytest.raises(TryAgain, match=r"127\.0\.0\.1:\d+ \(log .*engine\.log\): the server is gone"):

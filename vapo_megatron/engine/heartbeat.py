@@ -11,7 +11,7 @@ import signal
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterator, Sized
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,13 @@ def register(role: str) -> Callable[[], None]:
         _TIME.pack_into(memory, 0, time.monotonic())
 
     return beat
+
+
+def processes_in(scratch: str) -> Iterator[tuple[str, int, Path]]:
+    """Role, number and file of each process of the server with this folder of temporary files, dead ones included."""
+    for path in Path(scratch).glob(f"{_PREFIX}*"):
+        _, role, pid = path.name.split("-")
+        yield role, int(pid), path
 
 
 def beats_with(scheduler: Any, beat: Callable[[], None]) -> None:
@@ -64,11 +71,11 @@ class Heartbeat:
     async def health(self) -> dict[str, Any]:
         """lost: a line for each process that is dead or stopped. requests: that are open. silent_s: for how many
         seconds no batch has begun or ended while there were any; 0 without."""
-        now, beats = time.monotonic(), [self._idle_at]
-        lost: list[str] = []
-        for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-            _, role, pid = path.name.split("-")
-            lost += lost_process(role, int(pid))
+        now, lost, beats = time.monotonic(), [], [self._idle_at]
+        for role, pid, path in processes_in(tempfile.gettempdir()):
+            state = _STATES.get(_state(pid))
+            if state is not None:
+                lost.append(f"its {role} (process {pid}) is {state}")
             beats.append(_TIME.unpack(path.read_bytes())[0])
         requests = len(self._requests())
         if requests == 0:
@@ -79,12 +86,6 @@ class Heartbeat:
         """End the server, all its processes and this one: its owner starts it again, and finds the cause in the log."""
         print(f"EndedForError: {cause}", flush=True)
         os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
-def lost_process(role: str, pid: int) -> list[str]:
-    """A line where a process is dead or stopped."""
-    state = _STATES.get(_state(pid))
-    return [] if state is None else [f"its {role} (process {pid}) is {state}"]
 
 
 def _state(pid: int) -> str:

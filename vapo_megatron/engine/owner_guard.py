@@ -2,7 +2,8 @@
 
     python -m vapo_megatron.engine.owner_guard OWNER_PID GROUP SCRATCH
 
-The guard is a process of its own beside the server: one that is stopped (SIGSTOP) could not end itself.
+The guard is a process of its own beside the server: one that is stopped (SIGSTOP) could not end itself. The server
+waits for it before it does anything, and tells of it as of its own processes (heartbeat).
 """
 
 import os
@@ -11,14 +12,18 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from vapo_megatron.engine.heartbeat import processes_in, register
 from vapo_megatron.signals import stop_signals_blocked
 
+_ROLE = "guard"
 _POLL_SECONDS = 1.0
+_START_POLL_SECONDS = 0.02
 _REMOVAL_SECONDS = 5.0
 
 
@@ -40,6 +45,16 @@ def start_guard(group: int, scratch: str, environment: Mapping[str, str]) -> "su
         )
 
 
+def is_guarded(owner: int, scratch: str) -> bool:
+    """In a server: wait until its guard is there. False where the owner died before it had one; scratch is removed."""
+    while not any(role == _ROLE for role, _, _ in processes_in(scratch)):
+        if os.getppid() != owner:
+            shutil.rmtree(scratch, ignore_errors=True)
+            return False
+        time.sleep(_START_POLL_SECONDS)
+    return True
+
+
 def remove_shared_memory(group: int) -> None:
     """Remove what the processes of a server share in /dev/shm under names that they cannot remove when killed."""
     for path in Path("/dev/shm").glob(f"sgl_shm_*_{group}_*"):
@@ -48,6 +63,8 @@ def remove_shared_memory(group: int) -> None:
 
 def main(owner: int, group: int, scratch: str) -> None:
     """Wait for the end of the owner, then end its server."""
+    tempfile.tempdir = scratch
+    register(_ROLE)
     lifeline = sys.stdin.fileno()
     while os.getppid() == owner:
         readable, _, _ = select.select([lifeline], [], [], _POLL_SECONDS)

@@ -13,7 +13,6 @@ import functools
 import gc
 import json
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -26,6 +25,7 @@ from multiprocessing import set_start_method
 from typing import TYPE_CHECKING
 
 from vapo_megatron.engine.heartbeat import END_PATH, HEALTH_PATH, Heartbeat
+from vapo_megatron.engine.owner_guard import is_guarded
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -40,8 +40,8 @@ def main(argv: list[str]) -> None:
     # Slurm's signals to save and stop go to every process of a job; how a server ends is its owner's affair. Blocked
     # rather than ignored: SGLang sets handlers of its own, and its children inherit this.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
-    if os.getppid() != int(owner_pid):  # it died before it had started its guard
-        return shutil.rmtree(scratch, ignore_errors=True)
+    if not is_guarded(int(owner_pid), scratch):
+        return
     listener = socket.socket(fileno=int(listen_fd))
 
     from vapo_megatron.engine import cpu_shim

@@ -23,7 +23,6 @@ from types import TracebackType
 from pydantic import JsonValue
 
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.engine.heartbeat import lost_process
 from vapo_megatron.engine.owner_guard import remove_shared_memory, start_guard
 from vapo_megatron.engine.server_main import KEY_VARIABLE
 from vapo_megatron.errors import BadInput, RunFailed
@@ -202,11 +201,9 @@ class EngineServer:
             raise BadInput(f"rollout.server_args: SGLang does not take {given} ({reason}): see `sglang serve --help`")
 
     def ended(self) -> str | None:
-        """Why the server that was started is no more, or must not go on: without its guard; None while it is."""
-        process, guard = self._process, self._guard
-        if process is not None and (code := process.poll()) is not None:
-            return f"{_describe(code)}: {self._cause()}"
-        return None if guard is None else next(iter(lost_process("guard", guard.pid)), None)
+        """Why the server that was started is no more; None while it is."""
+        code = None if self._process is None else self._process.poll()
+        return None if code is None else f"{_describe(code)}: {self._cause()}"
 
     def is_ready(self) -> bool:
         """Whether it answers."""
