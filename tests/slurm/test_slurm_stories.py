@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -56,10 +57,13 @@ def test_a_job_goes_on_unattended_until_its_run_is_finished(site: Site) -> None:
     step = saved_after(max(step, site.saved_step(run)))
     victim, lost_node = ranks_of(job)[1]
     site.wait_until("a copy is newer than what is saved", lambda: site.copied_step(job) > site.saved_step(run))
+    killed, done = time.monotonic(), site.metrics(run)[-1]["step"]
     victim.send_signal(signal.SIGKILL)
     site.wait_until("the ranks are started again", lambda: ranks_of(job).get(1, (victim,))[0] != victim)
     assert 137 in site.exit_codes(run, f"{job}.1.train")
 
+    site.wait_until("the next step is over", lambda: (rows := site.metrics(run)) and rows[-1]["step"] > done)
+    print(f"from kill -9 of a rank to the end of the next step: {time.monotonic() - killed:.1f} s")
     step = saved_after(max(step, site.saved_step(run)))
     said = (site.folder / f"{run}.out").read_text().replace("\n", "")
     assert f"{lost_node} is left out" in said and "attempt 2" in said
