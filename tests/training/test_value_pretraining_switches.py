@@ -5,8 +5,10 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,14 +17,13 @@ import torch
 from ranks import one_rank_in_process, run_ranks
 from step_formulas import AdamW, Critic, Response, State
 from switch_formulas import ADAM
-from switch_rollout import config_of, models_of_this_process, state_of, tokens_of, write_models
+from switch_rollout import Watched, config_of, models_of_this_process, state_of, tokens_of, write_models
 from written_rollouts import CUT, END, RIGHT, WRONG, write_rollouts
 
 import vapo_megatron.training.loop
-from vapo_megatron.config.monitoring import MonitoringConfig
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.monitoring import names
-from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.training import value_pretraining
 from vapo_megatron.training.models import load_models
 from vapo_megatron.training.state import RunState
 from vapo_megatron.training.value_pretraining import largest_bias
@@ -42,21 +43,38 @@ def script(cursor: int) -> Sequence[Sequence[int]]:
     return [[*ids, RIGHT if (cursor + i) % 2 else WRONG, ends[i]] for i, ids in enumerate(body)]
 
 
-class Watched(Recorder):
-    """Keeps the critic's metrics by updates."""
+class Kept(Watched):
+    """Keeps the critic's metrics by updates, and the responses that these were made on."""
 
     def __init__(self, run_dir: Path) -> None:
-        super().__init__(run_dir, MonitoringConfig(), is_main_rank=False)
+        super().__init__(run_dir)
         self.rows: dict[int, dict[str, float]] = {}
+        self.replayed: list[int] = []
+        self.notes: list[str] = []
+        self.console.note = self.notes.append  # type: ignore[method-assign]
 
     def write_pretraining(self, updates: int, samples: int) -> None:
         self.rows[updates] = dict(self._row)
+        self.replayed.append(samples)
         super().write_pretraining(updates, samples)
 
 
-class NoCheckpoints:
-    def safe_point(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is saved."""
+class Stopped(Exception):
+    """By the test, at a safe point."""
+
+
+class Checkpoints:
+    """Keeps how far each safe point is: rollouts, updates, whether it is due and the last."""
+
+    def __init__(self, stop_at: int | None) -> None:
+        self.stop_at, self.points, self.whole = stop_at, list[tuple[int, int, bool, bool]](), None
+
+    def safe_point(self, whole: Any, due: bool, last: bool, making_room: bool) -> None:
+        done = whole.progress.pretraining
+        self.points.append((done.iterations, done.updates, due, done.finished))
+        self.whole = whole
+        if len(self.points) == self.stop_at:
+            raise Stopped
 
 
 @dataclass
@@ -70,6 +88,11 @@ class Seen:
     rows: dict[int, dict[str, float]] = field(default_factory=dict)
     asked: list[int] = field(default_factory=list)
     finished: bool = False
+    replayed: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    points: list[tuple[int, int, bool, bool]] = field(default_factory=list)
+    progress: dict[str, tuple[int | None, int]] = field(default_factory=dict)
+    onloaded: list[str] = field(default_factory=list)
 
 
 def read_seen(path: Path) -> Any:
@@ -80,16 +103,35 @@ def read_seen(path: Path) -> Any:
 
 def pretrain(folder: Path, name: str, switches: dict[str, Any]) -> Seen:
     """On one rank: the loop up to its first iteration."""
-    config, run_dir = config_of(folder, BASE | switches), Path(tempfile.mkdtemp(prefix=name, dir=folder))
-    models, rollouts, no_checkpoints = load_models(config, None), write_rollouts(script), NoCheckpoints()
-    assert models.critic is not None
+    return attempt(folder, Path(tempfile.mkdtemp(prefix=name, dir=folder)), switches)[0]
+
+
+def resumed(folder: Path, stop_at: int) -> tuple[Seen, Seen]:
+    """Of a run that is stopped at a safe point, and of the one that goes on from there."""
+    run_dir = Path(tempfile.mkdtemp(prefix="resumed", dir=folder))
+    first, whole = attempt(folder, run_dir, {}, stop_at)
+    return first, attempt(folder, run_dir, {}, before=whole)[0]
+
+
+def attempt(
+    folder: Path, run_dir: Path, switches: dict[str, Any], stop_at: int | None = None, before: Any = None
+) -> tuple[Seen, Any]:
+    """before: the last safe point of the attempt that this one goes on from."""
+    config = config_of(folder, BASE | switches)
+    models, rollouts, checkpoints = load_models(config, None), write_rollouts(script), Checkpoints(stop_at)
+    assert models.critic is not None and rollouts.prompts is not None
     critic, seen = models.critic, Seen(state_of(models.critic))
-    state = RunState(config.run, config.checkpoint, run_dir, no_checkpoints, models.updates)  # type: ignore[arg-type]
+    checkpoint: Any = None
+    if before is not None:
+        rollouts.prompts.cursor = before.progress.prompts["cursor"]
+        checkpoint = SimpleNamespace(progress=before.progress, manifest=SimpleNamespace(record=before.record))
+    state = RunState(config.run, config.checkpoint, run_dir, checkpoints, models.updates, checkpoint)  # type: ignore[arg-type]
     state.steps = lambda: iter(())  # type: ignore[method-assign]
-    train_step, score = critic.train_step, critic.score
+    train_step, score, engines = critic.train_step, critic.score, rollouts.engines
 
     def noted_step(batch: ExperienceBatch, samples: range, *args: Any) -> Any:
         seen.steps.append([tokens_of(batch, s) for s in samples])
+        seen.onloaded += sorted(critic.onloaded)
         return train_step(batch, samples, *args)
 
     def noted_score(batch: ExperienceBatch, *args: Any, **kwargs: Any) -> Any:
@@ -97,14 +139,16 @@ def pretrain(folder: Path, name: str, switches: dict[str, Any]) -> Seen:
         return score(batch, *args, **kwargs)
 
     critic.train_step, critic.score = noted_step, noted_score  # type: ignore[method-assign,assignment]
+    engines.offload = lambda: seen.onloaded.append("engines go")  # type: ignore[method-assign]
     ignored = ("evaluate", "export_critic", "export_final", "sync_weights", "show_end")
     nothing = patch.multiple("vapo_megatron.training.loop", **dict.fromkeys(ignored, lambda *args: None))
-    with Watched(run_dir) as recorder, nothing:
+    with Kept(run_dir) as recorder, nothing, suppress(Stopped):
         vapo_megatron.training.loop.train(config, models, rollouts, state, recorder)
-    engines: Any = rollouts.engines
     seen.end, seen.rows, seen.finished = state_of(critic), recorder.rows, state.pretraining.finished
-    seen.asked = [request.prompt.cursor for request in engines.requests]
-    return seen
+    seen.replayed, seen.notes, seen.progress = recorder.replayed, recorder.notes, recorder.progress
+    seen.asked = [request.prompt.cursor for request in engines.requests]  # type: ignore[attr-defined]
+    seen.points = checkpoints.points
+    return seen, checkpoints.whole
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -122,6 +166,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+FEW_CHECKS = 2  # of 15 updates
+# In the second rollout, before and in the replay of five updates, after it.
+STOPS_AT = (1, 2, 4, 6)
+
+
 def pretrain_all(folder: Path) -> None:
     """All cases, and then stops at thresholds that the replay of three epochs is known to cross on its way."""
     for name, switches in CASES.items():
@@ -129,6 +178,10 @@ def pretrain_all(folder: Path) -> None:
     free = read_seen(folder / "replay_epochs.pt").rows
     for name, stops in thresholds(free).items():
         torch.save((stops, pretrain(folder, name, CASES["replay_epochs"] | stops)), folder / f"{name}.pt")
+    with patch.object(value_pretraining, "_CHECKS", FEW_CHECKS):
+        torch.save(pretrain(folder, "few_checks", CASES["replay_epochs"]), folder / "few_checks.pt")
+    for stop_at in STOPS_AT:
+        torch.save(resumed(folder, stop_at), folder / f"resumed_{stop_at}.pt")
 
 
 def explained(row: dict[str, float]) -> float:
@@ -159,7 +212,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(folder: Path, name: str) -> Seen:
     if one_rank_in_process():
-        return pretrain_here(folder, name, CASES[name])
+        return pretrain_here(folder, name, CASES["replay_epochs" if name == "few_checks" else name])
     seen: Seen = read_seen(folder / f"{name}.pt")
     return seen
 
@@ -176,6 +229,14 @@ def load_stopped(folder: Path, name: str) -> tuple[dict[str, float], Seen]:
         return stops, seen
     stops = thresholds(load(folder, "replay_epochs").rows)[name]
     return stops, pretrain_here(folder, name, CASES["replay_epochs"] | stops)
+
+
+def load_resumed(folder: Path, stop_at: int) -> tuple[Seen, Seen]:
+    if not one_rank_in_process():
+        first, second = read_seen(folder / f"resumed_{stop_at}.pt")
+        return first, second
+    found: tuple[Seen, Seen] = run_ranks(1, resumed, folder, stop_at)[0]
+    return found
 
 
 def as_response(tokens: Tokens) -> Response:
@@ -291,3 +352,48 @@ def test_what_is_measured_is_the_held_out_part(folder: Path) -> None:
     returns = torch.cat([target(r, 1.0) for r in held_out])
     expected = 1 - (returns - values).var() / returns.var()
     assert explained(seen.rows[max(seen.rows)]) == pytest.approx(float(expected), abs=1e-4)
+
+
+def test_it_is_measured_now_and_then_and_at_the_end(folder: Path) -> None:
+    seen = load_few(folder)
+    assert list(seen.rows) == [0, 7, 14, 15] and seen.replayed == [0, 35, 70, 75]
+    assert len(seen.measured) == 4 and len(seen.steps) == 15
+    assert "critic/lr" not in seen.rows[0] and all(seen.rows[n]["critic/lr"] == ADAM["lr"] for n in (7, 14, 15))
+
+
+def test_each_row_has_the_means_of_the_updates_since_the_one_before(folder: Path) -> None:
+    every, few = load(folder, "replay_epochs").rows, load_few(folder).rows
+    for name in ("critic/value_loss", "critic/grad_norm"):
+        for start, end in ((0, 7), (7, 14), (14, 15)):
+            parts = [every[n][name] for n in range(start + 1, end + 1)]
+            assert few[end][name] == pytest.approx(sum(parts) / len(parts), rel=1e-5)
+
+
+def load_few(folder: Path) -> Seen:
+    with patch.object(value_pretraining, "_CHECKS", FEW_CHECKS):
+        return load(folder, "few_checks")
+
+
+def test_what_is_recorded_and_learnt_is_safe_at_once(folder: Path) -> None:
+    seen = load(folder, "base")
+    recorded = [(1, 0, False, False), (2, 0, True, False)]
+    assert seen.points == [*recorded, *((2, n, False, False) for n in range(1, 6)), (2, 5, True, True)]
+    assert seen.progress["value_pretraining"] == (5, 5)
+    assert seen.onloaded[0] == "engines go" and {"weights", "optimizer"} <= set(seen.onloaded[1:])
+    (note,) = seen.notes
+    last = seen.rows[5]
+    best = max(last[names.BASELINE_LOO], last[names.BASELINE_POSITION], 0.0)
+    for number in (explained(last), best, largest_bias(last)):
+        assert f" {number:.3f}" in note
+    assert note.startswith("value pretraining: 5 updates, ")
+
+
+@pytest.mark.parametrize("stop_at", STOPS_AT)
+def test_it_goes_on_where_it_was_stopped(folder: Path, stop_at: int) -> None:
+    base = load(folder, "base")
+    first, second = load_resumed(folder, stop_at)
+    assert first.points + second.points == base.points and not first.finished and second.finished
+    assert first.asked + second.asked == base.asked
+    assert first.steps + second.steps == base.steps
+    assert [*first.rows, *second.rows] == [0, 1, 2, 3, 4, 5]
+    assert second.progress["value_pretraining"] == (5, 5)

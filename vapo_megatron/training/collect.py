@@ -26,7 +26,7 @@ def step_rule(size: BatchConfig, sampling: DynamicSamplingConfig, steps: int, ro
     if (partial := rollout.partial_responses).enabled:
         rule = replace(rule, any_order=True, oversampling=partial.oversampling, max_age=partial.max_age)
     if sampling.enabled:
-        most = max(1, round(sampling.max_rounds * sampling.oversampling * size.prompts_per_step))
+        most = round(sampling.max_rounds * sampling.oversampling * size.prompts_per_step)
         rule = replace(rule, oversampling=sampling.oversampling, most_draws=most)
     return rule
 

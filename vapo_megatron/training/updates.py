@@ -59,8 +59,8 @@ def update_critic(
 
 
 def critic_step(critic: Trainable, minibatch: ShardedBatch, config: ValueLossConfig) -> StepResult:
-    """Collective: one optimizer step of the critic on a mini-batch with returns, and old values for a clipped loss."""
-    part = minibatch.part(critic, range(minibatch.samples), "values", "returns")
+    """Collective: one optimizer step of the critic on a mini-batch with returns; not for a clipped loss."""
+    part = minibatch.part(critic, range(minibatch.samples), "returns")
     return critic.train_step(part.batch, part.share, value_loss_of(part, config))
 
 
