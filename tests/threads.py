@@ -29,9 +29,10 @@ class _World:
         self.barrier.wait()
         return found
 
-    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
-        assert op == dist.ReduceOp.SUM
-        tensor.copy_(sum(self.meet(tensor.clone())))
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+        assert op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX) and group is None
+        found = torch.stack(self.meet(tensor.clone()))
+        tensor.copy_(found.amax(0) if op == dist.ReduceOp.MAX else found.sum(0))
 
     def all_to_all_single(self, output: Tensor, given: Tensor, takes: Sequence[int], gives: Sequence[int]) -> None:
         assert output.dtype == given.dtype == torch.uint8 and sum(gives) == len(given) and sum(takes) == len(output)

@@ -1,0 +1,231 @@
+"""Scoring, estimates and both updates of an iteration under every switch, on tables in place of models: each optimizer
+step gets the loss that the formulas of switch_formulas give on its responses, on one rank and on several."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from batches import spread
+from step_formulas import Response, responses_of
+from switch_formulas import Estimates, Iteration, ValueModel, others_of, shaped
+from switch_rollout import Watched
+from test_estimate_switches import algorithm_of, noise, scored
+from test_shards_on_threads import Planner
+from test_step_switches import CASES, CUTS, OLD_LOGPROBS, REPORTED, A, L, S, U, V, W
+from threads import on_threads
+from torch import Tensor
+
+from vapo_megatron.config.algorithm import AlgorithmConfig
+from vapo_megatron.experience.batch import ExperienceBatch
+from vapo_megatron.mcore.metrics import StepResult
+from vapo_megatron.training.advantages import estimate_advantages
+from vapo_megatron.training.models import Models
+from vapo_megatron.training.score import score
+from vapo_megatron.training.updates import update_critic, update_policy
+
+SWITCHES = {case.name: {U + "minibatch_size": 5} | case.switches for case in CASES}
+SWITCHES |= {name: {U + "minibatch_size": 5} | cut[0] for name, cut in CUTS.items()} | OLD_LOGPROBS | REPORTED
+COMBINED: dict[str, dict[str, Any]] = {
+    "clipped_residual": {V + "kind": "clipped", V + "clip": 0.05, V + "residual": True, U + "minibatch_size": 5},
+    "dropped_of_windows": {S + "truncated": "window", W + "kind": "mis", W + "low": 0.8, W + "rejected": "dropped"},
+    "imitation_alone": {A + "estimator": "gae", L + "self_imitation_coef": 0.5, U + "minibatch_size": 5},
+}
+SWITCHES |= COMBINED
+REFUSED = 2  # by the judge: the second step of each model
+Outputs = list[Tensor]  # of each response
+
+
+class AsPacked:
+    """LocalTokens of a batch whose outputs are in the order of its responses."""
+
+    def __init__(self, batch: ExperienceBatch) -> None:
+        self.lengths = batch.response_lengths
+
+    def gather(self, values: Tensor) -> Tensor:
+        return values
+
+    def sequence_mean(self, x: Tensor) -> Tensor:
+        means = [part.detach().mean() for part in x.split(self.lengths.tolist())]
+        return torch.stack(means).repeat_interleave(self.lengths) if means else x
+
+
+class Table(Planner):
+    """Says of each response what is written down for it: `before` until its first update is made, then `now`."""
+
+    dtype, config = torch.float32, SimpleNamespace(precision=SimpleNamespace(fp8="none"))
+    onloaded: frozenset[str] = frozenset()
+
+    def __init__(self, name: str, before: Outputs, now: Outputs | None = None) -> None:
+        super().__init__(tp=1, replays=False)
+        self.name = name
+        self.before, self.now = before, before if now is None else now
+        self.steps: list[tuple[list[int], float]] = []
+        self.kept: list[bool] = []
+
+    def onload_only(self, *parts: str) -> None:
+        self.onloaded = frozenset(parts)
+
+    def footprint(self) -> dict[str, Any]:
+        return {}
+
+    def head_has_gradient(self) -> bool:
+        return True
+
+    def score(self, batch: ExperienceBatch, on_done: Callable[[int], None], read: Any, share: Sequence[int]) -> Tensor:
+        assert self.onloaded == {"weights"}
+        on_done(len(share))
+        found = self.outputs(self.before, batch)
+        return found if read is None else read(found)[:, None]  # type: ignore[no-any-return]
+
+    def train_step(self, batch: ExperienceBatch, share: Any, loss: Any, keep_outputs: bool) -> StepResult:
+        assert "optimizer" in self.onloaded and list(share) == list(range(batch.samples))
+        found = self.outputs(self.now if self.steps else self.before, batch)
+        value, metrics = loss(found, AsPacked(batch))
+        self.steps.append((numbers_of(batch), float(value)))
+        self.kept.append(keep_outputs)
+        count = len(self.steps)
+        told = {name: float(number) for name, number in metrics.items()}
+        return StepResult(float(count), 0.1 * count, told, found if keep_outputs else None, count != REFUSED)
+
+    def outputs(self, of: Outputs, batch: ExperienceBatch) -> Tensor:
+        return torch.cat([of[0][:0], *(of[number] for number in numbers_of(batch))])
+
+
+def numbers_of(batch: ExperienceBatch) -> list[int]:
+    """Every token of a response is its number."""
+    return batch.tokens[batch.cu_seqlens[1:] - 1].tolist()
+
+
+def numbered(config: AlgorithmConfig) -> ExperienceBatch:
+    """The rollout as the engines bring it."""
+    batch = scored(config)
+    batch.tokens[:] = torch.arange(batch.samples, dtype=batch.tokens.dtype).repeat_interleave(batch.cu_seqlens.diff())
+    batch.values = batch.old_logprobs = batch.ref_logprobs = batch.entropies = batch.baselines = None
+    return batch
+
+
+def tables(config: AlgorithmConfig) -> dict[str, Table]:
+    """The policy moves between scoring and updates, unless its update is what scores."""
+    whole = scored(config)
+    lengths, total = whole.response_lengths.tolist(), whole.response_tokens
+
+    def cut(x: Tensor) -> Outputs:
+        return list(x.split(lengths))
+
+    old, entropies = whole.old_logprobs, whole.entropies
+    assert old is not None and entropies is not None
+    moves = 0.0 if config.update_gives_logprobs(12, 4) else 0.2
+    before, now = (torch.stack((old + by * noise(20, total), entropies), 1) for by in (0.0, moves))
+    found = {"actor": Table("actor", cut(before), cut(now))}
+    if config.uses_reference:
+        assert whole.ref_logprobs is not None
+        found["reference"] = Table("reference", cut(torch.stack((whole.ref_logprobs, entropies), 1)))
+    if config.uses_critic:
+        count = config.value_loss.outputs
+        head = 0.3 * noise(21, total * count).reshape(total, count)
+        found["critic"] = Table("critic", cut(head), cut(head + 0.2 * noise(22, total * count).reshape(total, count)))
+    return found
+
+
+def iterate(config: AlgorithmConfig) -> Any:
+    """On every rank: the steps of each model, the row and how far each phase was."""
+    made: Any = tables(config)
+    models, whole = Models(made["actor"], made.get("critic"), made.get("reference")), numbered(config)
+    batch = spread(whole)
+    with Watched(Path("unused")) as recorder:
+        score(models, batch, config, recorder)
+        estimate_advantages(batch, config, recorder)
+        update_critic(models, batch, config, "1/1", recorder)
+        update_policy(models, batch, config, "1/1", recorder)
+        row = recorder.write(1)
+    return {name: (model.steps, model.kept) for name, model in made.items()}, row, recorder.progress
+
+
+class Written(ValueModel):
+    """A value model whose outputs are written down."""
+
+    def __init__(self, config: AlgorithmConfig, outputs: Outputs, responses: list[Response]) -> None:
+        self.loss, self.baselines = config.value_loss, [0.0] * len(responses)
+        if config.value_loss.residual:
+            rewards = shaped(responses, config)
+            for s in range(len(responses)):
+                others = [rewards[i] for i in others_of(responses, s) if i != s]
+                self.baselines[s] = sum(others) / len(others)
+        self.of = dict(zip(map(id, responses), outputs, strict=True))
+
+    def outputs(self, response: Response) -> Tensor:
+        return self.of[id(response)].double()
+
+
+class Formula(Iteration):
+    """What each step minimises, of what is written down."""
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        made = tables(config)
+        self.config, self.responses = config, responses_of(scored(config).tensors())
+        self.old = [x[:, 0].double() for x in made["actor"].before]
+        self.ref = [x[:, 0].double() for x in made["reference"].before] if "reference" in made else self.old
+        self.made = made
+        self.values = None
+        if "critic" in made:
+            self.critic = Written(config, made["critic"].before, self.responses)
+            self.values = [self.critic.values_at(self.responses, s) for s in range(len(self.responses))]
+        self.estimates = Estimates(self.responses, config, self.old, self.ref, self.values)
+
+    def loss(self, model: str, number: int, members: Sequence[int]) -> float:
+        """Of a step of a model, by its number from 0."""
+        now = self.made[model].now if number else self.made[model].before
+        if model == "critic":
+            return self.value_loss(members, Written(self.config, now, self.responses))
+        of = dict(zip(map(id, self.responses), now, strict=True))
+        policy: Any = SimpleNamespace(both=lambda response: of[id(response)].double().unbind(-1))
+        self.policy = policy
+        return float(self.policy_loss(members))
+
+    def value_loss(self, members: Sequence[int], critic: ValueModel) -> float:
+        assert self.values is not None
+        window = self.config.shaping.truncated == "window"
+        counted = [s for s in members if self.estimates.selected[s] and not (window and self.responses[s].truncated)]
+        losses = []
+        for s in counted:
+            base = critic.baselines[s]
+            target, old = self.estimates.targets[s] - base, self.values[s] - base
+            losses.append(critic.token_losses(self.responses[s], target, old))
+        return float(torch.cat(losses).mean())
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [(name, 1) for name in SWITCHES] + [(name, 2) for name in (*CUTS, *REPORTED, *COMBINED)]
+)
+def test_each_step_minimises_what_the_formula_says(name: str, ranks: int) -> None:
+    config = algorithm_of(SWITCHES[name])
+    found = on_threads(ranks, iterate, config)
+    formula = Formula(config)
+    (by_model, row, progress), update = found[0], config.update
+    one_pass = config.update_gives_logprobs(12, 4)
+    for model in by_model.keys() & {"actor", "critic"}:
+        steps = list(zip(*(answer[0][model][0] for answer in found), strict=True))
+        for number, parts in enumerate(steps):
+            members = [s for part, _ in parts for s in part]
+            expected = formula.loss(model, number, members)
+            assert sum(value for _, value in parts) == pytest.approx(expected, rel=1e-3, abs=1e-5), (model, number)
+        kept = by_model[model][1]
+        first_alone = model == "critic" and config.value_loss.outputs == 1
+        assert kept == [one_pass if model == "actor" else first_alone and n == 0 for n in range(len(kept))]
+        rounds = update.epochs * (update.critic_updates_per_policy_update if model == "critic" else 1)
+        phase = "update_policy" if model == "actor" else "update_critic"
+        assert progress[phase] == (12 * rounds, 12 * rounds)
+        made = [n for n in range(1, len(steps) + 1) if n != REFUSED]
+        assert row[f"{model}/updates"] == len(made) and row[f"{model}/lr"] == pytest.approx(0.1 * made[-1])
+        assert row[f"{model}/grad_norm"] == sum(made) / len(made) and row[f"{model}/grad_norm_max"] == made[-1]
+        if ranks == 1 and model == "critic" and not config.value_loss.self_imitation_coef:
+            losses = [parts[0][1] for n, parts in enumerate(steps, 1) if n != REFUSED]
+            assert row["critic/value_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+    assert ("score_policy" in progress) == (not one_pass) and ("score_reference" in progress) == config.uses_reference
+    assert ("score_values" in progress) == config.uses_critic
+    assert all(done == (12 if ranks == 1 else done) for phase, (_, done) in progress.items() if "score" in phase)
+    assert all(total == 12 for phase, (total, _) in progress.items() if "score" in phase)
+    assert "critic/fault_targets" not in row, "the critic does what its values say"
