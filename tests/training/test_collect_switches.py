@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from threads import on_threads
 from written_rollouts import CUT, END, RIGHT, WRONG, write_rollouts
 
 from vapo_megatron.config.algorithm import AlgorithmConfig, DynamicSamplingConfig
@@ -19,6 +20,7 @@ from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rollout.ledger import StepRule
 from vapo_megatron.training.collect import collect, spread, step_rule
+from vapo_megatron.training.exchange import seat
 from vapo_megatron.training.metrics import rollout_metrics
 
 SIZE = BatchConfig(prompts_per_step=4, samples_per_prompt=3)
@@ -173,6 +175,25 @@ def test_remax_alone_asks_for_one_greedy_response_a_prompt(found: dict[str, Any]
     assert found["grpo"]["greedy"] is None and found["grpo"]["asked"] == [0, 1, 2, 3]
     row = found["remax"]["row"]
     assert row["reward/greedy_mean"] == 0 and found["remax_shaped"]["row"]["reward/greedy_mean"] == -0.5
+
+
+def collected_beside() -> list[int] | None:
+    """On each of two ranks: the prompts of what is collected; where there is nothing, after what all ranks share."""
+    rollouts = write_rollouts(by_prompt)
+    if seat()[0]:
+        rollouts.prompts = rollouts.verifier = None
+    config = AlgorithmConfig.model_validate({"advantage": {"estimator": "remax"}})
+    with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
+        rollouts.begin(step_rule(SIZE, config.dynamic_sampling, 1, RolloutConfig()), SIZE.samples_per_prompt, 0)
+        batch = collect(rollouts, config, 1, recorder)
+        rollouts.end()
+        assert (recorder.write(1) == {}) == (batch is None) and rollouts.next_prompt == (0 if seat()[0] else 4)
+        assert len(rollouts.probe) == SyncConfig().probe_sequences
+    return None if batch is None else batch.group_ids.tolist()
+
+
+def test_rank_zero_alone_has_what_was_collected() -> None:
+    assert on_threads(2, collected_beside) == [[0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3], None]
 
 
 PARTIAL = {"partial_responses": {"enabled": True, "oversampling": 1.25, "max_age": 3}}

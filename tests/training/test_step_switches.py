@@ -240,18 +240,6 @@ def change(after: State, before: State) -> torch.Tensor:
 
 def weights_after(folder: Path, switches: dict[str, Any], seen: Seen) -> dict[str, torch.Tensor]:
     """How far the formula takes the weights of each model that these switches train."""
-    weights = [hash(t.numpy().tobytes()) for state in seen.begin.values() for t in state.values()]
-    key = str((folder, switches, seen.steps, weights))
-    if key not in FOUND:
-        FOUND[key] = _weights_after(folder, switches, seen)
-    return FOUND[key]
-
-
-# By a process of which this one is a fork: a mutant (tools/mutants.py) begins where the code without it did.
-FOUND: dict[str, dict[str, torch.Tensor]] = {}
-
-
-def _weights_after(folder: Path, switches: dict[str, Any], seen: Seen) -> dict[str, torch.Tensor]:
     config = config_of(folder, switches).algorithm
     states = {"reference": read_tensors(folder / "reference"), **seen.begin}
     iteration = Iteration(folder / "policy", config, responses(folder), states)
