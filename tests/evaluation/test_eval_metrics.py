@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from vapo_megatron.evaluation.metrics import avg_at_k, bootstrap_interval, maj_at_k, pass_at_k
+from vapo_megatron.evaluation.metrics import bootstrap_interval, maj_at_k, pass_at_k
 
 
 @pytest.mark.parametrize("n", [1, 4, 7])
@@ -26,13 +26,6 @@ def test_pass_at_k_refuses_what_cannot_be(n: int, c: int, k: int) -> None:
         pass_at_k(n, c, k)
 
 
-def test_avg_at_k_weighs_problems_equally() -> None:
-    assert avg_at_k([[True, False], [True, True, True, False]]) == pytest.approx((0.5 + 0.75) / 2)
-    for empty in ([], [[True], []]):
-        with pytest.raises(ValueError, match="avg@k needs"):
-            avg_at_k(empty)
-
-
 @pytest.mark.parametrize(
     ("answers", "correct", "expected"),
     [
@@ -49,11 +42,6 @@ def test_maj_at_k(answers, correct, expected: float) -> None:
     assert maj_at_k(answers, correct) == pytest.approx(expected)
 
 
-def test_maj_at_k_refuses_a_missing_verdict() -> None:
-    with pytest.raises(ValueError, match="maj@k needs"):
-        maj_at_k(["7"], [])
-
-
 def test_bootstrap_interval() -> None:
     scores = [0.0] * 50 + [1.0] * 50
     interval = bootstrap_interval(scores, resamples=4000)
@@ -62,7 +50,3 @@ def test_bootstrap_interval() -> None:
     assert interval.high == pytest.approx(0.598, abs=0.015)
     assert bootstrap_interval(scores, resamples=200) == bootstrap_interval(scores, resamples=200)
     assert bootstrap_interval([0.3, 0.3], resamples=50) == pytest.approx((0.3, 0.3))
-    with pytest.raises(ValueError, match="at least one problem"):
-        bootstrap_interval([])
-    with pytest.raises(ValueError, match="confidence"):
-        bootstrap_interval([1.0], confidence=1.0)

@@ -12,8 +12,9 @@ from typing import Protocol
 
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.rollout import SamplingConfig
-from vapo_megatron.evaluation.responses import Response, ResponseLog, in_order, response_of
-from vapo_megatron.evaluation.sets import ProblemResult, SetResult, problem_results, summarise, write_outputs
+from vapo_megatron.evaluation.responses import Response, ResponseLog, response_of
+from vapo_megatron.evaluation.sets import ProblemResult, SetResult, problem_results, summarise
+from vapo_megatron.experience.jsonl import write_rows
 from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.rewards.grading import TRUNCATED, case_of, grades_of
 from vapo_megatron.rewards.pool import VerifierPool
@@ -73,17 +74,13 @@ class EngineGenerator:
         self._collect(request, on_done, keep)
 
 
-def _silent(name: str, total: int) -> AbstractContextManager[OnDone]:
-    return nullcontext(lambda _: None)
-
-
 @dataclass(frozen=True)
 class Evaluator:
     """Answers and grades sets. reward: the section that says how; phase: shows what goes on."""
 
     verifier: VerifierPool
     reward: RewardConfig
-    phase: Phase = _silent
+    phase: Phase = lambda name, total: nullcontext(lambda _: None)
 
     def answer(
         self, name: str, prompts: Sequence[Prompt], k: int, generator: Generator, log: ResponseLog | None = None
@@ -109,7 +106,7 @@ class Evaluator:
             on_done((len(prompts) - len(missing)) * k)
             if missing:
                 generator.generate(missing, k, keep, on_done)
-        return in_order(groups, prompts)
+        return [response for prompt in prompts for response in groups[prompt.id]]
 
     def conclude(
         self, name: str, prompts: Sequence[Prompt], responses: Sequence[Response], k: int, outputs: Path
@@ -135,6 +132,6 @@ class Evaluator:
             else:
                 response.correct, response.grade_reason = grade.correct, grade.reason
                 response.extracted = grade.extracted
-        write_outputs(outputs, prompts, responses)
+        write_rows(outputs, (response.row(by_id[response.id]) for response in responses))
         problems = problem_results(prompts, responses)
         return summarise(name, problems, k), problems

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -155,8 +155,3 @@ def _decoded(line: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) else None
-
-
-def in_order(groups: dict[str, list[Response]], prompts: Sequence[Prompt]) -> list[Response]:
-    """All responses, problem by problem as in prompts."""
-    return [response for prompt in prompts for response in groups[prompt.id]]

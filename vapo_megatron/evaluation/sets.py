@@ -5,12 +5,10 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from vapo_megatron.evaluation.metrics import Interval, avg_at_k, bootstrap_interval, maj_at_k, pass_at_k
+from vapo_megatron.evaluation.metrics import Interval, bootstrap_interval, maj_at_k, pass_at_k
 from vapo_megatron.evaluation.responses import Response
-from vapo_megatron.experience.jsonl import write_rows
 from vapo_megatron.experience.sample import Prompt
 from vapo_megatron.monitoring import names
 from vapo_megatron.rewards.normal_form import compact, normal_form, plain_number
@@ -89,12 +87,6 @@ def numbered(name: str, prompts: Sequence[Prompt]) -> list[Prompt]:
     return [replace(prompt, cursor=place, source=name) for place, prompt in enumerate(prompts)]
 
 
-def write_outputs(path: Path, prompts: Sequence[Prompt], responses: Sequence[Response]) -> None:
-    """Every raw response with its grade, as jsonl."""
-    by_id = {prompt.id: prompt for prompt in prompts}
-    write_rows(path, (response.row(by_id[response.id]) for response in responses))
-
-
 def problem_results(prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[ProblemResult]:
     """The metrics of each problem, from responses in the order of prompts, as many to each."""
     k = len(responses) // len(prompts)
@@ -113,7 +105,7 @@ def summarise(name: str, problems: Sequence[ProblemResult], k: int) -> SetResult
         name=name,
         problems=count,
         samples=k,
-        avg_at_k=avg_at_k([[True] * one.correct + [False] * (k - one.correct) for one in problems]),
+        avg_at_k=sum(shares) / count,
         low=interval.low,
         high=interval.high,
         pass_at_k=sum(solved) / count,

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from vapo_megatron.monitoring.console import RunConsole
@@ -14,7 +15,7 @@ def comparison_json(first: Path, second: Path, comparisons: Sequence[Comparison]
         "first": str(first),
         "second": str(second),
         "differing_sampling": differing_sampling(first, second),
-        "sets": [one.as_dict() for one in comparisons],
+        "sets": [asdict(one) for one in comparisons],
     }
     return json.dumps(content, indent=2)
 
