@@ -138,9 +138,9 @@ class RecomputeConfig(Section):
 
 Fp8Recipe = Literal["none", "tensorwise", "delayed", "blockwise", "mxfp8"]
 
-# Rows of a matrix product that FP8 kernels take at a time: 16 for cuBLAS; as many as share a scale where they do.
 # Bytes of the fp32 logits held at once where the rows are not given.
 _LOGITS_BYTES = 512 << 20
+# Rows of a matrix product that FP8 kernels take at a time: 16 for cuBLAS; as many as share a scale where they do.
 _FP8_ROWS = {"none": 1, "tensorwise": 16, "delayed": 16, "blockwise": 128, "mxfp8": 32}
 
 

@@ -49,9 +49,9 @@ class Recorder:
             self._trackers = start_trackers(config, run_dir, start_step, kept, self.console.note)
 
     @contextmanager
-    def phase(self, name: str, total: int | None = None, title: str | None = None) -> Iterator[Advance]:
+    def phase(self, name: str, total: int | None = None) -> Iterator[Advance]:
         """A timed phase with progress; its seconds go into the step's row as time/<name>."""
-        with self.timer(name), self.console.phase(title or name.replace("_", " "), total) as advance:
+        with self.timer(name), self.console.phase(name.replace("_", " "), total) as advance:
             yield advance
 
     def add(self, metrics: Mapping[str, float]) -> None:
@@ -112,10 +112,6 @@ class Recorder:
         finite = self._metrics.write(step, row)
         self._trackers.write(Record(step, finite, samples, lines))
         return lines
-
-    def step_line(self, step: int, steps: int, row: Mapping[str, float]) -> None:
-        """The console's line of a step."""
-        self.console.step(step, steps, row)
 
     def __enter__(self) -> Self:
         return self

@@ -63,7 +63,7 @@ def record_step(batch: ShardedBatch, memory: MemoryPlan, state: RunState, record
     if state.step == 1:
         recorder.console.table(*memory.table())
     state.metrics = recorder.write(state.step)
-    recorder.step_line(state.step, state.last_step, state.metrics)
+    recorder.console.step(state.step, state.last_step, state.metrics)
 
 
 def show_end(name: str, recorder: Recorder) -> None:

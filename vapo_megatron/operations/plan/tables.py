@@ -136,7 +136,8 @@ def show(plan: Plan, budgets: Mapping[str, int | None], proposal: Proposal | Non
         console.print(f"  {proposal.overrides}", soft_wrap=True, highlight=False)
 
 
-def _table(title: str, columns: Sequence[str]) -> Table:
+def table_of(title: str, columns: Sequence[str]) -> Table:
+    """One without rows yet: names to the left, figures to the right."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 else "right")
@@ -146,7 +147,7 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 def _memory_table(plan: Plan) -> Table:
     phases = plan.memory.phases
     usable = plan.hardware.usable_memory
-    table = _table(f"GiB on the worst GPU ({usable / GIB:.1f} usable)", ["", *(h.phase for h in phases)])
+    table = table_of(f"GiB on the worst GPU ({usable / GIB:.1f} usable)", ["", *(h.phase for h in phases)])
     for part in dict.fromkeys(part for holding in phases for part in holding.parts):
         table.add_row(part, *(f"{h.parts[part] / GIB:.2f}" if part in h.parts else "" for h in phases))
     totals = [f"{h.total / GIB:.2f}" if h.total <= usable else f"[red]{h.total / GIB:.2f}[/]" for h in phases]
@@ -155,7 +156,7 @@ def _memory_table(plan: Plan) -> Table:
 
 
 def _node_table(plan: Plan) -> Table:
-    table = _table(f"GiB of the worst node's own memory ({plan.hardware.node_memory / GIB:.0f} there)", ["", "GiB"])
+    table = table_of(f"GiB of the worst node's own memory ({plan.hardware.node_memory / GIB:.0f} there)", ["", "GiB"])
     for part, size in plan.memory.host.parts.items():
         table.add_row(part, f"{size / GIB:.1f}")
     table.add_row("[bold]total[/]", f"{plan.memory.host.total / GIB:.1f}")
@@ -164,7 +165,7 @@ def _node_table(plan: Plan) -> Table:
 
 def _sleep_table(plan: Plan) -> Table:
     phases = phases_of(plan.config)
-    table = _table("On the GPU (all else is offloaded to the node's memory; gradients are dropped)", ["", *phases])
+    table = table_of("On the GPU (all else is offloaded to the node's memory; gradients are dropped)", ["", *phases])
     for name, model in plan.models.items():
         cells = []
         for phase in phases:
@@ -175,7 +176,7 @@ def _sleep_table(plan: Plan) -> Table:
 
 
 def _time_table(plan: Plan) -> Table:
-    table = _table("Seconds", ["", "s", "share of a step"])
+    table = table_of("Seconds", ["", "s", "share of a step"])
     step = plan.time.step
     for phase, seconds in plan.time.phases.items():
         share = f"{seconds / step:.0%}" if math.isfinite(step) else ""

@@ -3,14 +3,12 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.plan.plan import Plan
+from vapo_megatron.operations.plan.tables import table_of
 from vapo_megatron.operations.twin.planned import (
-    failures_of,
     lengths_of,
     looks_like,
     on_own_gpus,
@@ -18,7 +16,7 @@ from vapo_megatron.operations.twin.planned import (
     splits,
 )
 from vapo_megatron.operations.twin.run import Outcome, simulate
-from vapo_megatron.operations.twin.scenario import Scenario
+from vapo_megatron.operations.twin.scenario import Failures, Scenario
 
 # Splits that are simulated of all that can be laid out: those that look best by sums.
 _SIMULATED_SPLITS = 3
@@ -90,24 +88,15 @@ def modes(plan: Plan) -> list[Mode]:
 
 
 def _mode(plan: Plan, name: str, gpus: int | None, scenario: Scenario, outcome: Outcome) -> Mode:
-    return Mode(name, gpus, outcome, simulate(replace(scenario, failures=failures_of(plan))))
+    given = plan.config.plan.simulation
+    failures = Failures(given.engine_hours_between_failures * 3600, given.restart_seconds, plan.config.run.seed)
+    return Mode(name, gpus, outcome, simulate(replace(scenario, failures=failures)))
 
 
 def show(plan: Plan, found: list[Mode], console: Console) -> None:
     """Print the table, and what it rests on."""
-    table = Table(title="Simulated, in steady state", title_justify="left", box=box.SIMPLE_HEAD)
-    headings = (
-        "GPUs",
-        "s a step",
-        "engines idle",
-        "trainer idle",
-        "age of tokens",
-        "s with failures",
-        "engines failed",
-    )
-    table.add_column("")
-    for heading in headings:
-        table.add_column(heading, justify="right")
+    headings = "GPUs", "s a step", "engines idle", "trainer idle", "age of tokens", "s with failures", "engines failed"
+    table = table_of("Simulated, in steady state", ["", *headings])
     for mode in found:
         row, own = mode.as_json(), mode.engine_gpus
         table.add_row(

@@ -12,7 +12,7 @@ from vapo_megatron.operations.plan.lengths import Lengths
 from vapo_megatron.operations.plan.plan import Plan, make_plan
 from vapo_megatron.operations.plan.rollout import decode_seconds, prefill_seconds, reached_speed
 from vapo_megatron.operations.twin.response_lengths import ResponseLengths
-from vapo_megatron.operations.twin.scenario import Failures, Scenario
+from vapo_megatron.operations.twin.scenario import Scenario
 
 # Phases of a plan in which engines work, or that are no part of a step of a trainer which shares its GPUs with none.
 _OF_ENGINES = ("rollout", "verify", "weight_sync")
@@ -86,12 +86,6 @@ def looks_like(scenario: Scenario, plan: Plan) -> float:
     decoding = speed.decode_seconds(speed.at_once, lengths.prompt + lengths.mean / 2) / speed.at_once
     engines = samples * lengths.mean * decoding / scenario.engines
     return max(engines, scenario.trainer_seconds(round(samples * lengths.sample))) + scenario.sync_seconds
-
-
-def failures_of(plan: Plan) -> Failures:
-    """As the config says."""
-    given = plan.config.plan.simulation
-    return Failures(given.engine_hours_between_failures * 3600, given.restart_seconds, plan.config.run.seed)
 
 
 def lengths_of(plan: Plan) -> ResponseLengths:
