@@ -1,9 +1,8 @@
 """Stated rates of the accelerators that plans are made for and that doctor measures against."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from vapo_megatron.config.hardware import EfficiencyConfig, HardwareConfig, Kind
+from vapo_megatron.config.hardware import HardwareConfig, Kind
 
 GIB = 2**30
 _TERA, _GIGA = 1e12, 1e9
@@ -41,27 +40,26 @@ RATES: dict[Kind, Rates] = {
 }
 
 
-@dataclass(frozen=True)
 class Hardware:
-    """A HardwareConfig with every rate filled in; bytes, and bytes or operations per second."""
+    """A HardwareConfig in bytes, and bytes or operations per second; what it leaves out is as the maker states it."""
 
-    kind: Kind
-    gpus_per_node: int
-    device_memory: float
-    node_memory: float
-    bf16: float
-    memory_rate: float
-    nvlink: float
-    network: float
-    pcie: float
-    trainer_overhead: float
-    engine_overhead: float
-    fragmentation: float
-    rank_memory: float
-    storage: float
-    rank_save: float
-    rank_load: float
-    efficiency: EfficiencyConfig
+    def __init__(self, config: HardwareConfig) -> None:
+        rates = RATES[config.kind]
+        self.kind, self.gpus_per_node, self.efficiency = config.kind, config.gpus_per_node, config.efficiency
+        self.device_memory = (config.device_memory_gib or rates.memory_mib / 1024) * GIB
+        self.node_memory = config.node_memory_gib * GIB
+        self.bf16 = (config.bf16_tflops or rates.bf16_tflops) * _TERA
+        self.memory_rate = (config.memory_gbs or rates.memory_gbs) * _GIGA
+        self.nvlink = (config.nvlink_gbs or rates.nvlink_gbs) * _GIGA
+        self.network = (config.network_gbs or rates.network_gbs) * _GIGA
+        self.pcie = (config.pcie_gbs or rates.pcie_gbs) * _GIGA
+        self.trainer_overhead = config.trainer_overhead_gib * GIB
+        self.engine_overhead = config.engine_overhead_gib * GIB
+        self.fragmentation = config.fragmentation
+        self.rank_memory = config.rank_memory_gib * GIB
+        self.storage = config.storage_gbs * _GIGA
+        self.rank_save = config.rank_save_gbs * _GIGA
+        self.rank_load = config.rank_load_gbs * _GIGA
 
     @property
     def usable_memory(self) -> float:
@@ -73,27 +71,3 @@ class Hardware:
         if ranks <= self.gpus_per_node:
             return self.nvlink * self.efficiency.nvlink
         return self.network * self.efficiency.network
-
-
-def resolve(config: HardwareConfig) -> Hardware:
-    """The rates of the kind, and what the config says otherwise."""
-    rates = RATES[config.kind]
-    return Hardware(
-        kind=config.kind,
-        gpus_per_node=config.gpus_per_node,
-        device_memory=(config.device_memory_gib or rates.memory_mib / 1024) * GIB,
-        node_memory=config.node_memory_gib * GIB,
-        bf16=(config.bf16_tflops or rates.bf16_tflops) * _TERA,
-        memory_rate=(config.memory_gbs or rates.memory_gbs) * _GIGA,
-        nvlink=(config.nvlink_gbs or rates.nvlink_gbs) * _GIGA,
-        network=(config.network_gbs or rates.network_gbs) * _GIGA,
-        pcie=(config.pcie_gbs or rates.pcie_gbs) * _GIGA,
-        trainer_overhead=config.trainer_overhead_gib * GIB,
-        engine_overhead=config.engine_overhead_gib * GIB,
-        fragmentation=config.fragmentation,
-        rank_memory=config.rank_memory_gib * GIB,
-        storage=config.storage_gbs * _GIGA,
-        rank_save=config.rank_save_gbs * _GIGA,
-        rank_load=config.rank_load_gbs * _GIGA,
-        efficiency=config.efficiency,
-    )

@@ -25,7 +25,7 @@ from vapo_megatron.operations.doctor.system import check_disk, check_hostname, c
 from vapo_megatron.operations.doctor.together import check_alike, check_clock, check_reachable, check_shared_files
 from vapo_megatron.operations.doctor.toolkit import check_toolkit
 from vapo_megatron.operations.doctor.versions import check_versions
-from vapo_megatron.operations.hardware import Hardware, resolve
+from vapo_megatron.operations.hardware import Hardware
 from vapo_megatron.weights.spec import read_spec
 
 
@@ -51,7 +51,7 @@ class Examination:
     @property
     def hardware(self) -> Hardware:
         """What is expected of a GPU."""
-        return resolve(self.config.hardware)
+        return Hardware(self.config.hardware)
 
     @cached_property
     def gpu_rows(self) -> list[nvidia.Gpu]:

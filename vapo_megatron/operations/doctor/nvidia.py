@@ -11,7 +11,7 @@ import pynvml
 
 from vapo_megatron.config.hardware import HardwareConfig, Kind
 from vapo_megatron.operations.doctor.report import Line
-from vapo_megatron.operations.hardware import RATES, resolve
+from vapo_megatron.operations.hardware import RATES, Hardware
 
 _MIB = 2**20
 Answer = TypeVar("Answer")
@@ -155,7 +155,7 @@ def _wrong_gpus(gpus: Sequence[Gpu], hardware: HardwareConfig) -> Iterator[Line]
     if len(kinds) > 1:
         named = "; ".join(f"{count} x {name} ({memory:.0f} MiB)" for (name, memory, _), count in kinds.items())
         yield Line("fault", f"GPUs differ: {named}", "take nodes of one kind: the slowest sets the pace")
-    stated = resolve(hardware).device_memory / _MIB
+    stated = Hardware(hardware).device_memory / _MIB
     if small := [gpu for gpu in gpus if gpu.memory_mib < 0.97 * stated]:
         found = f"GPUs {_named(small)} have {small[0].memory_mib:.0f} MiB, a {hardware.kind} has {stated:.0f}"
         yield Line("warning", found, "set hardware.kind, and see what `vapo-megatron plan` then says")

@@ -1,11 +1,11 @@
 """A config with all that follows from it: models, memory, time."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.errors import BadInput
-from vapo_megatron.operations.hardware import Hardware, resolve
+from vapo_megatron.operations.hardware import Hardware
 from vapo_megatron.operations.plan.lengths import Lengths, planned_lengths
 from vapo_megatron.operations.plan.measured import measured_efficiency
 from vapo_megatron.operations.plan.memory import Memory, plan_memory
@@ -65,7 +65,7 @@ def make_plan(config: PlanConfig, world: int, evaluation_samples: int = 0) -> Pl
         BadInput: the model's config.json cannot be read, or the model or the engines cannot be laid out over `world`
             GPUs as the config says. What has no room is in the plan's memory.problems.
     """
-    hardware, lengths = resolve(config.hardware), planned_lengths(config)
+    hardware, lengths = Hardware(config.hardware), planned_lengths(config)
     models = planned_models(config, world)
     if config.rollout.external_urls:
         raise BadInput(
@@ -81,7 +81,7 @@ def make_plan(config: PlanConfig, world: int, evaluation_samples: int = 0) -> Pl
     if config.plan.gpu_benchmark is not None:
         parameters = models["actor"].spec.parameter_count()
         reached = measured_efficiency(Path(config.plan.gpu_benchmark), hardware.kind, parameters, hardware.efficiency)
-        hardware = replace(hardware, efficiency=reached)
+        hardware = Hardware(config.hardware.model_copy(update={"efficiency": reached}))
     memory = plan_memory(config, models, hardware, lengths)
     time = plan_time(config, models, memory.engine, hardware, lengths, evaluation_samples)
     saving = plan_saving(saved_models(config, models), hardware)
