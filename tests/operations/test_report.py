@@ -30,8 +30,8 @@ def titles(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def test_table_gives_first_best_and_last() -> None:
-    rows = [row(step, critic__value_loss=loss) for step, loss in ((1, 0.5), (2, 0.1), (3, None), (4, 0.2))]
-    assert summarise(rows) == [TableRow("critic/value_loss", "0.5 (step 1)", "0.1 (step 2)", "0.2 (step 4)")]
+    rows = [row(step, accuracy__mean=share) for step, share in ((1, 0.1), (2, 0.5), (3, None), (4, 0.2))]
+    assert summarise(rows) == [TableRow("accuracy/mean", "0.1 (step 1)", "0.5 (step 2)", "0.2 (step 4)")]
 
 
 def test_only_panels_with_figures_are_drawn() -> None:

@@ -9,31 +9,9 @@ from vapo_megatron.monitoring.alarm_rules import ALARMS
 from vapo_megatron.operations.report.panels import series
 from vapo_megatron.operations.report.runs import Run
 
-# Metrics of the table, and which of their values is the best: the largest, the smallest, or none in particular.
-TABLE: tuple[tuple[str, str], ...] = (
-    (names.ACCURACY, "max"),
-    (names.REWARD, "max"),
-    (names.LENGTH, ""),
-    (names.TRUNCATED, "min"),
-    (names.FRAC_ZERO_STD_GROUPS, ""),
-    (names.ENTROPY, ""),
-    (names.VALUE_LOSS, "min"),
-    (names.EXPLAINED_VARIANCE, "max"),
-    (names.BASELINE_LOO, ""),
-    (names.BASELINE_POSITION, ""),
-    (names.CRITIC_GAIN, "max"),
-    (names.TRAIN_INFER_KL, "min"),
-    (names.TRAIN_INFER_KL_MAX, "min"),
-    (names.ACTOR_GRAD_NORM, ""),
-    (names.CRITIC_GRAD_NORM, ""),
-    (names.TOKENS_PER_SECOND, "max"),
-    (names.STEP_TIME, "min"),
-)
-
-
 @dataclass(frozen=True)
 class TableRow:
-    """A metric's first, best and last value and the steps they were reached at; best is empty where none is."""
+    """A metric's first, best and last value and the steps they were reached at."""
 
     name: str
     first: str
@@ -73,17 +51,15 @@ def alarms_of(rows: Sequence[Mapping[str, Any]]) -> list[AlarmRow]:
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> list[TableRow]:
-    """First, best and last of the main metrics and of every evaluation; metrics that never occur are left out."""
-    evaluations = sorted({name for row in rows for name in row if name.startswith(names.EVALUATION)})
+    """First, best and last of every evaluation, of accuracy and reward; those that never occur are left out."""
+    evaluations = {name for row in rows for name in row if name.startswith(names.EVALUATION) and "@" in name}
     table = []
-    for name, best in (*((name, "max" if "@" in name else "") for name in evaluations), *TABLE):
+    for name in (*sorted(evaluations), names.ACCURACY, names.REWARD):
         points = [(row["step"], float(row[name])) for row in rows if row.get(name) is not None]
-        if not points:
-            continue
-        choose = {"max": max, "min": min}.get(best)
-        # The first of equal values: when it was reached.
-        top = _at_step(choose(points, key=lambda point: point[1])) if choose else ""
-        table.append(TableRow(name, _at_step(points[0]), top, _at_step(points[-1])))
+        if points:
+            # The first of equal values: when it was reached.
+            best = max(points, key=lambda point: point[1])
+            table.append(TableRow(name, *map(_at_step, (points[0], best, points[-1]))))
     return table
 
 
