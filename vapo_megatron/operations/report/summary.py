@@ -9,6 +9,7 @@ from vapo_megatron.monitoring.alarm_rules import ALARMS
 from vapo_megatron.operations.report.panels import series
 from vapo_megatron.operations.report.runs import Run
 
+
 @dataclass(frozen=True)
 class TableRow:
     """A metric's first, best and last value and the steps they were reached at."""
