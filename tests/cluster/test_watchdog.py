@@ -44,7 +44,11 @@ def test_a_stopped_rank_is_named_and_the_job_ends(tmp_path: Path) -> None:
         start_ranks(3, body, 300)
     assert time.monotonic() - begin < 60
     stacks = {path.name: path.read_text() for path in tmp_path.glob("hang_*.txt")}
-    assert stacks and all("test_watchdog.py" in text and "barrier" in text for text in stacks.values())
+    assert stacks and all("test_watchdog.py" in text for text in stacks.values())
+    for text in stacks.values():
+        said = [line.partition(" of group")[0] for line in text.splitlines() if line.endswith(("over", "OVER"))]
+        assert said == [f"gloo:barrier number {number}" for number in range(1, 8)], text
+        assert [line for line in text.splitlines() if line.endswith("NOT OVER")] == text.splitlines()[-1:]
 
 
 def test_a_rank_that_is_started_late_has_all_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vapo_megatron import logs
+from vapo_megatron.cluster.flight_recorder import last_collectives
 from vapo_megatron.config.robustness import HangsConfig
 from vapo_megatron.errors import TryAgain, VapoError
 
 _KNOWN = 3  # times that a phase was ended before its own history counts
+_PATIENCE_SECONDS = 5.0
 _OVER = "over"  # the phase of a rank that is done
 
 
@@ -49,7 +51,8 @@ class Watchdog:
         """
         Args:
             config: the limits.
-            folder: the same for all ranks; gets heartbeat_<rank>.json, and hang_<rank>.txt with Python's stacks.
+            folder: the same for all ranks; gets heartbeat_<rank>.json, and hang_<rank>.txt with Python's stacks and
+                torch's collectives.
             rank, world_size: of this process and of all.
             longest: seconds for a phase that has no history yet.
             end: called in the thread with the one line; ends the process.
@@ -133,12 +136,17 @@ class Watchdog:
     def _tell(self, what: str, limit: float) -> None:
         with (self._folder / f"hang_{self._rank:05d}.txt").open("w") as file:
             faulthandler.dump_traceback(file)
+            told: list[str] = []
+            asked = threading.Thread(target=lambda: told.extend(last_collectives()), daemon=True)
+            asked.start()
+            asked.join(_PATIENCE_SECONDS)  # a driver that hangs may not let it end
+            print("\nCollectives that this rank began last:", *told, sep="\n", file=file)
         beats = read_heartbeats(self._folder, self._world)
         self._end(
             Hang(
                 f"{describe(beats, self._world, 4 * self._config.every_s)}; {what} "
-                f"(limit {limit:.0f} s): stacks of the ranks are in {self._folder}/hang_*.txt, start the same command "
-                "again with run.resume=auto"
+                f"(limit {limit:.0f} s): stacks and collectives of the ranks are in {self._folder}/hang_*.txt, start "
+                "the same command again with run.resume=auto"
             )
         )
 
