@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from batches import LENGTHS, make_batch
+from batches import LENGTHS, make_batch, spread
 from hf_models import EXPERTS, SIZES, read_tensors, write_model
 from pydantic import ValidationError
 from ranks import run_ranks
 from test_family_gradients import megatron as megatron_gradients
 from test_family_gradients import sequences
 from test_train_step import OPTIMIZER, ROLLOUT, reference, train
+from trainables import make_trainable
 
 from vapo_megatron.config.model import ActorConfig, CriticConfig, LayoutConfig, ModelConfig, RecomputeConfig
 from vapo_megatron.errors import BadInput
@@ -170,6 +171,22 @@ def scored(model_dir: Path, routed_experts: np.ndarray, head: str) -> tuple[np.n
 def test_the_routers_own_choice_replayed_changes_nothing(models: dict[bool, Path]) -> None:
     ((free, replayed),) = run_ranks(1, scored, models[True], own_experts(models[True]), "lm")
     assert np.abs(free - replayed).max() < 1e-6
+
+
+def scored_by_one_of_two(model_dir: Path, routed_experts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Outputs for one sample, which one of two ranks computes and the other lends its experts for; as it should be."""
+    batch = make_batch(**ROLLOUT)
+    batch.routed_experts = torch.from_numpy(routed_experts)
+    model = make_trainable(model_dir, "lm", layout=LayoutConfig(ep=2))
+    expected, one = model.score(batch)[: int(batch.response_lengths[0])], spread(batch.select([0]))
+    part = one.part(model, [0])
+    found = one.bring_home(part, model.score(part.batch, share=part.share))
+    return found.numpy(), expected.numpy()
+
+
+def test_a_rank_without_samples_replays_for_the_others(models: dict[bool, Path]) -> None:
+    (found, expected), (nothing, _) = run_ranks(2, scored_by_one_of_two, models[True], random_experts())
+    assert len(nothing) == 0 and np.abs(found - expected).max() < 1e-5
 
 
 def test_a_critic_does_not_replay_the_policys_experts(models: dict[bool, Path]) -> None:

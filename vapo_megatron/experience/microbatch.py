@@ -89,11 +89,11 @@ def pack(
     total_alignment: int,
     cp_size: int,
     cp_rank: int,
-    with_experts: bool = True,
+    experts_per_token: int = 0,
 ) -> MicroBatch:
     """Pack some samples of a batch. No sample at all gives one sequence of padding, which weighs nothing.
 
-    with_experts: for a model that is to go through the batch's routed_experts.
+    experts_per_token: of a model that is to go through the batch's routed_experts; 0: of one that is not.
     """
     positions_of = [int(batch.lengths[s]) - 1 for s in samples]
     lengths = padded_lengths(positions_of, alignment, total_alignment)
@@ -101,9 +101,10 @@ def pack(
     ids, labels = torch.zeros(total, dtype=torch.int64), torch.zeros(total, dtype=torch.int64)
     response_index = torch.full((total,), -1)
     experts = None
-    if with_experts and batch.routed_experts is not None:
-        # Padding has to go somewhere, through as many experts as any token.
-        experts = batch.routed_experts[:1].repeat(total, 1)
+    if experts_per_token and batch.routed_experts is not None:
+        # Padding has to go somewhere, through as many experts as any token; a rank without samples has nothing else.
+        width = batch.routed_experts.shape[1]
+        experts = (torch.arange(width) % experts_per_token).to(batch.routed_experts.dtype).repeat(total, 1)
     start = 0
     for sample, n, padded in zip(samples, positions_of, lengths, strict=False):
         tokens = batch.tokens[int(batch.cu_seqlens[sample]) : int(batch.cu_seqlens[sample + 1])].long()

@@ -220,7 +220,8 @@ class Trainable:
         if not isinstance(share, Share):
             share = Share(self.plan(batch.lengths, samples)[self.mesh.dp_rank], len(samples))
         layout, total = self.config.layout, self.config.total_alignment
-        return Packed(batch, share, layout.alignment, total, layout.cp, self.mesh.cp_rank, self.replays)
+        replayed = self.spec.experts_per_token if self.replays else 0
+        return Packed(batch, share, layout.alignment, total, layout.cp, self.mesh.cp_rank, replayed)
 
     @torch.no_grad()
     def score(
