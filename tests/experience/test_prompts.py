@@ -240,3 +240,11 @@ def test_changed_data_of_the_same_size_is_refused() -> None:
     changed = [*_prompts(6), Prompt(id="6", problem="6", answer="other", token_ids=(6,))]
     with pytest.raises(BadInput, match="fingerprint"):
         PromptSource(changed, seed=1).restore(PromptSource(_prompts(7), seed=1).state())
+
+
+def test_a_state_does_not_read_all_prompts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = PromptSource([Prompt(str(n), "", "", (n,)) for n in range(3)], 1)
+    before = source.state()
+    source.take(2)
+    monkeypatch.setattr(source, "_prompts", [None] * 3)
+    assert source.state() == before | {"cursor": 2}

@@ -4,6 +4,7 @@ import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from vapo_megatron.config.data import DataConfig, EvalSet, ProblemsConfig
@@ -100,7 +101,7 @@ class PromptSource:
             "seed": self._seed,
             "shuffle": self._shuffle,
             "prompts": len(self._prompts),
-            "fingerprint": self._fingerprint(),
+            "fingerprint": self._fingerprint,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -125,7 +126,9 @@ class PromptSource:
             self._order_epoch = epoch
         return self._prompts[self._order[position]]
 
+    @cached_property
     def _fingerprint(self) -> str:
+        # Asked for at every safe point: a million prompts take seconds.
         digest = hashlib.sha256()
         for prompt in self._prompts:
             digest.update(repr((prompt.id, prompt.answer, prompt.token_ids)).encode())
