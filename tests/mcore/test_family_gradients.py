@@ -76,7 +76,7 @@ def megatron(model_dir: Path, layout: LayoutConfig) -> tuple[Any, dict[str, Any]
         for chunk in actor.chunks:
             for parameter in chunk.parameters():
                 parameter.copy_(parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter))
-    gradients = {name: t.numpy() for bucket in stream_hf(actor.chunks, spec, mesh, "lm") for name, t in bucket}
+    gradients = {name: t.numpy().copy() for bucket in stream_hf(actor.chunks, spec, mesh, "lm") for name, t in bucket}
     return logprobs.numpy(), gradients
 
 

@@ -59,7 +59,7 @@ def streamed(source: Path) -> dict[str, tuple[str, list[float]]]:
     spec = read_spec(source)
     chunks, mesh = megatron(spec, LayoutConfig(tp=2, ep=2), "lm", "bfloat16")
     load_hf(chunks, spec, source, mesh, "lm")
-    buckets = stream_hf(chunks, spec, mesh, "lm", 20_000, torch.float16)
+    buckets = stream_hf(chunks, spec, mesh, "lm", 20_000)
     return {name: (str(t.dtype), t.flatten()[:4].tolist()) for bucket in buckets for name, t in bucket}
 
 
@@ -71,7 +71,7 @@ def test_the_bias_that_chooses_experts_is_never_rounded(tmp_path: Path) -> None:
     for found in run_ranks(2, streamed, source):
         for layer in (1, 2, 3):
             assert found[BIAS.format(layer)] == ("torch.float32", expected[BIAS.format(layer)].tolist())
-        assert found["model.layers.0.mlp.gate_proj.weight"][0] == "torch.float16"
+        assert found["model.layers.0.mlp.gate_proj.weight"][0] == "torch.bfloat16"
     mcore = tmp_path / "mcore"
     steps = (to_megatron, "--hf", source, mcore), (to_hf, "--checkpoint", mcore, tmp_path / "hf")
     for app, option, given, out in steps:

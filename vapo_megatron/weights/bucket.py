@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -119,40 +119,11 @@ class Memory:
     buffer: Tensor
     path: str | None = None
 
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return self.buffer.numel()
-
-
-class Slots(Protocol):
-    """Where the buckets of a stream are put."""
-
-    @property
-    def shared(self) -> bool:
-        """Whether all ranks of a model-parallel group write into the same memory."""
-
-    def take(self, index: int, nbytes: int) -> Memory:
-        """Memory for bucket `index`, of at least nbytes. What two buckets before was put there may be gone."""
-
-
-class FreshSlots:
-    """New memory for each bucket: what was yielded lives as long as somebody holds it."""
-
-    shared = False
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def take(self, index: int, nbytes: int) -> Memory:
-        """New memory."""
-        return Memory(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
-
 
 class DeviceSlots:
-    """Two buffers on a device that are filled in turn, and grow to the largest bucket."""
+    """Two buffers on a device that are filled in turn, and grow to the largest bucket.
 
-    shared = False
+    What was put there two buckets before is gone."""
 
     def __init__(self, device: torch.device) -> None:
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -176,8 +147,6 @@ class SharedSlots:
     Anonymous (memfd): it goes with the processes that hold it, however they end, and is not bound by the size of
     /dev/shm. Collective over the group in all its methods. Without a group it is one process's.
     """
-
-    shared = True
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -206,23 +175,6 @@ class SharedSlots:
         for fd in self._fds:
             os.close(fd)
         self._fds = []
-
-
-class FreshSharedSlots:
-    """New shared memory for each bucket, which lives as long as a rank holds a bucket's tensors."""
-
-    shared = True
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def take(self, index: int, nbytes: int) -> Memory:
-        """New memory that every rank of the group sees. Collective."""
-        slots = SharedSlots(self._group)
-        memory = slots.take(0, nbytes)
-        dist.barrier(self._group)  # all have mapped it: the files may be closed
-        slots.close()
-        return Memory(memory.buffer)
 
 
 def share_memory(group: dist.ProcessGroup) -> bool:

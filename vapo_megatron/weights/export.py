@@ -10,15 +10,7 @@ import torch.distributed as dist
 from torch.nn import Module, Parameter
 
 from vapo_megatron.errors import RunFailed
-from vapo_megatron.weights.bucket import (
-    Bucket,
-    DeviceSlots,
-    FreshSharedSlots,
-    FreshSlots,
-    SharedSlots,
-    Slots,
-    share_memory,
-)
+from vapo_megatron.weights.bucket import Bucket, DeviceSlots, SharedSlots, share_memory
 from vapo_megatron.weights.gather import (
     BucketAssembler,
     GatheringAssembler,
@@ -45,8 +37,7 @@ def stream_hf(
     mesh: MeshView,
     head: Head,
     bucket_bytes: int = BUCKET_BYTES,
-    dtype: torch.dtype | None = None,
-    slots: Slots | None = None,
+    slots: DeviceSlots | SharedSlots | None = None,
     times: PartTimes | None = None,
 ) -> Iterator[Bucket]:
     """The model as (Hugging Face name, whole tensor) pairs, on every rank of this rank's model-parallel group:
@@ -66,10 +57,8 @@ def stream_hf(
         mesh: their layout.
         head: their head.
         bucket_bytes: bound on a bucket, in bytes.
-        dtype: of the tensors; None leaves each as it is.
-        slots: the two places where buckets are put in turn. The next bucket is then made while the last one is in use,
-            and a bucket's tensors are gone when the next but one is asked for. None makes new memory for each, in which
-            tensors live as long as they are held.
+        slots: the two places where buckets are put in turn: the next bucket is made while the last one is in use, and a
+            bucket's tensors are gone when the next but one is asked for. None: memory of this rank's own.
         times: gets the seconds of "gather" (collectives) and "convert" (copies into place).
 
     Yields:
@@ -82,16 +71,15 @@ def stream_hf(
     for entry, parameter in local_parameters(chunks, spec, head, mesh.tp_size):
         local.setdefault(entry, parameter)
     source = ShardReader(local, spec, mesh, next(iter(local.values())).device)
-    ahead, places = slots is not None, slots or _fresh_slots(source)
-    assembler, limit = _assembler(source, places.shared, bucket_bytes, times or PartTimes())
-    plan = list(batches(_owners(local, spec, mesh, head, dtype), limit))
+    slots = slots or DeviceSlots(source.device)
+    assembler, limit = _assembler(source, isinstance(slots, SharedSlots), bucket_bytes, times or PartTimes())
+    plan = list(batches(_owners(local, spec, mesh, head), limit))
     sizes = [lay_out_entries(batch, spec)[1] for batch in plan]
-    for i, batch in enumerate(plan):
-        if i == 0 or not ahead:
-            assembler.begin(batch, places.take(i, sizes[i]))
+    assembler.begin(plan[0], slots.take(0, sizes[0]))
+    for i in range(1, len(plan) + 1):
         bucket = assembler.finish()
-        if ahead and i + 1 < len(plan):
-            assembler.begin(plan[i + 1], places.take(i + 1, sizes[i + 1]))
+        if i < len(plan):
+            assembler.begin(plan[i], slots.take(i, sizes[i]))
         yield bucket
         del bucket
     assembler.close()
@@ -108,12 +96,6 @@ def make_slots(mesh: MeshView, device: torch.device) -> DeviceSlots | SharedSlot
     return DeviceSlots(device)
 
 
-def _fresh_slots(source: ShardReader) -> Slots:
-    if source.device.type == "cpu" and source.group is not None and share_memory(source.group):
-        return FreshSharedSlots(source.group)
-    return FreshSlots(source.device)
-
-
 def _assembler(source: ShardReader, shared: bool, bucket_bytes: int, times: PartTimes) -> tuple[BucketAssembler, int]:
     """What fills the buckets, and the bytes of one so that two, and what fills them, stay within 2 x bucket_bytes."""
     if shared or (source.group is None and source.device.type == "cpu"):
@@ -124,9 +106,7 @@ def _assembler(source: ShardReader, shared: bool, bucket_bytes: int, times: Part
     return GatheringAssembler(source, piece, times), bucket_bytes - 2 * piece
 
 
-def _owners(
-    local: dict[Entry, Parameter], spec: ModelSpec, mesh: MeshView, head: Head, dtype: torch.dtype | None
-) -> list[ParamShard]:
+def _owners(local: dict[Entry, Parameter], spec: ModelSpec, mesh: MeshView, head: Head) -> list[ParamShard]:
     """Every entry of the model with the first stage that holds it; the same on every rank."""
     every = entries(spec, head)
     mine = _over_experts({i: local[entry].dtype for i, entry in enumerate(every) if entry in local}, mesh)
@@ -139,10 +119,9 @@ def _owners(
         stage = next((stage for stage, held in enumerate(stages) if i in held), None)
         if stage is None:
             raise RunFailed(f"{entry.hf[0]}: no pipeline stage holds the Megatron parameter that it comes from")
-        found = stages[stage][i]
-        target = entry.rule.cast(dtype, found)
-        nbytes = entry.rule.count(spec) * target.itemsize
-        shards.append(ParamShard(entry, stage, entry.owner(spec, mesh.ep_size), found, target, nbytes))
+        dtype = stages[stage][i]
+        nbytes = entry.rule.count(spec) * dtype.itemsize
+        shards.append(ParamShard(entry, stage, entry.owner(spec, mesh.ep_size), dtype, nbytes))
     return shards
 
 

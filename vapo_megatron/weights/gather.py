@@ -31,21 +31,20 @@ _COPIED_AT_ONCE = 32 << 20
 
 @dataclass(frozen=True)
 class ParamShard:
-    """An entry, the pipeline stage that holds it, of an expert's the expert-parallel rank of the stage that does; the
-    dtypes of its parameters and of its tensors in a bucket, and the size of these in bytes."""
+    """An entry, the pipeline stage that holds it, of an expert's the expert-parallel rank of the stage that does; its
+    dtype, and the size of its Hugging Face tensors in bytes."""
 
     entry: Entry
     stage: int
     expert_rank: int | None
     dtype: torch.dtype
-    target: torch.dtype
     nbytes: int
 
 
 def lay_out_entries(batch: list[ParamShard], spec: ModelSpec) -> tuple[list[Place], int]:
     """Places for all Hugging Face tensors of some entries, and the bytes they take."""
     return lay_out(
-        (name, one.target, shape)
+        (name, one.dtype, shape)
         for one in batch
         for name, shape in zip(one.entry.hf, one.entry.rule.hf_shapes(spec), strict=True)
     )
@@ -129,8 +128,9 @@ class SharedMemoryAssembler(BucketAssembler):
         for one in batch:
             wholes = [tensor for _, tensor in itertools.islice(tensors, len(one.entry.hf))]
             if source.places(one):
-                shard = source.shard(one.entry)
-                for placing in one.entry.rule.placings(shard, wholes, source.spec, mesh.tp_rank, mesh.tp_size):
+                # An expert is whole, whichever rank holds it.
+                cut = (mesh.tp_rank, mesh.tp_size) if one.expert_rank is None else (0, 1)
+                for placing in one.entry.rule.placings(source.shard(one.entry), wholes, source.spec, *cut):
                     self._left.extend(_rows(placing))
         self._helper = self._pool.submit(self._copy)
 
@@ -219,7 +219,7 @@ class GatheringAssembler(BucketAssembler):
         shapes = [one.entry.rule.shard_shape(source.spec, mesh.tp_size) for one in piece]
         size = sum(math.prod(shape) for shape in shapes)
         holders = mesh.tp_size if first.expert_rank is None else 1
-        gathered = torch.empty(holders, size, dtype=first.target, device=source.device)
+        gathered = torch.empty(holders, size, dtype=first.dtype, device=source.device)
         work = None
         if first.stage == mesh.pp_rank:
             mine = [source.shard(one.entry).reshape(-1) for one in piece if one.entry in source.local]

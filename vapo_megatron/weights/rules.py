@@ -5,11 +5,9 @@ shards travel is not its business.
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -33,50 +31,71 @@ class SliceableTensor(Protocol):
 
 
 @dataclass(frozen=True)
-class Rule(ABC):
+class Rule:
     """One Megatron parameter and the Hugging Face tensors that it holds.
+
+    It puts together parts, matrices or vectors; a tensor-parallel rank holds its share of the first above that of the
+    second and so on, or that once for each of several groups of their rows.
 
     Attributes:
         megatron: the parameter's name under local (not fused) layers, within its layer for a rule of a layer.
         hf: names of the Hugging Face tensors; "{layer}" and "{expert}" stand for the indices of layer and expert.
         shape: of each of them, dimension by dimension (of QKV: without the first).
+        cut: the dimension of a part that tensor-parallel ranks share out; None: each has all of it.
+        fused: whether one Hugging Face tensor has the parts above each other; else each is a tensor of its own.
     """
 
     megatron: str
     hf: tuple[str, ...]
     shape: tuple[Dimension, ...]
 
+    cut: ClassVar[int | None] = 0
+    fused: ClassVar[bool] = False
+
     def parts(self, spec: "ModelSpec") -> list[tuple[int, ...]]:
-        """Shapes of the matrices or vectors that it puts together, each a Hugging Face tensor where none is fused."""
+        """Shapes of the parts."""
         return [_sizes(self.shape, spec)] * len(self.hf)
+
+    def groups(self, spec: "ModelSpec") -> int:
+        """Groups of rows, over all ranks; where there are several, a rank holds whole ones."""
+        return 1
 
     def hf_shapes(self, spec: "ModelSpec") -> list[tuple[int, ...]]:
         """Shapes of the Hugging Face tensors, in the order of `hf`."""
-        return self.parts(spec)
+        parts = self.parts(spec)
+        return [(sum(rows for rows, *_ in parts), *parts[0][1:])] if self.fused else parts
 
-    @abstractmethod
     def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
         """Shape of a tensor-parallel rank's parameter."""
+        shares = [self._share(part, tp_size) for part in self.parts(spec)]
+        return (sum(rows for rows, *_ in shares), *shares[0][1:])
 
-    @abstractmethod
     def to_shard(self, sources: Sequence[SliceableTensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
         """What a tensor-parallel rank holds; of each source only the rows or columns of this rank are read."""
+        groups, mine = max(1, self.groups(spec) // tp_size), self._mine(spec, tp_rank, tp_size)
+        shares = [sources[number][index].unflatten(0, (groups, -1)) for number, index in mine]
+        return (shares[0] if len(shares) == 1 else torch.cat(shares, dim=1)).flatten(0, 1)
 
-    @abstractmethod
     def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
-        """The Hugging Face tensors, contiguous, in the order of `hf`, from the shards of all ranks in their order.
+        """The Hugging Face tensors, contiguous, in the order of `hf`, from the shards of all ranks in their order."""
+        wholes = [shards[0].new_empty(shape) for shape in self.hf_shapes(spec)]
+        for rank, shard in enumerate(shards):
+            self.place(shard, wholes, spec, rank, len(shards))
+        return wholes
 
-        With one shard they may share its storage.
-        """
-
-    @abstractmethod
     def placings(
         self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
     ) -> list[Placing]:
         """Where a rank's shard belongs in the Hugging Face tensors, which are contiguous, tensor by tensor.
 
-        The shards of all ranks, each copied once and in any order, fill them; of a Replicated rule rank 0's does.
+        The shards of all ranks, each copied once and in any order, fill them; where each has all of it rank 0's does.
         """
+        if self.cut is None and tp_rank > 0:
+            return []
+        groups, mine = max(1, self.groups(spec) // tp_size), self._mine(spec, tp_rank, tp_size)
+        targets = [wholes[number][index].unflatten(0, (groups, -1)) for number, index in mine]
+        shares = shard.unflatten(0, (groups, -1)).split([target.shape[1] for target in targets], dim=1)
+        return [(target.squeeze(0), share.squeeze(0)) for target, share in zip(targets, shares, strict=True)]
 
     def place(self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> None:
         """Copy a rank's shard to where it belongs."""
@@ -91,28 +110,28 @@ class Rule(ABC):
         """Parameters of the Hugging Face tensors."""
         return sum(math.prod(shape) for shape in self.hf_shapes(spec))
 
+    def _share(self, part: tuple[int, ...], tp_size: int) -> tuple[int, ...]:
+        """Shape of what a rank holds of a part."""
+        return tuple(size // tp_size if dim == self.cut else size for dim, size in enumerate(part))
+
+    def _mine(self, spec: "ModelSpec", tp_rank: int, tp_size: int) -> list[tuple[int, tuple[slice, ...]]]:
+        """For each part the number of the Hugging Face tensor that it is in, and where this rank's share of it is."""
+        found, above = [], 0
+        for number, part in enumerate(self.parts(spec)):
+            share = self._share(part, tp_size)
+            starts = [tp_rank * size if dim == self.cut else 0 for dim, size in enumerate(share)]
+            starts[0] += above
+            index = tuple(slice(start, start + size) for start, size in zip(starts, share, strict=True))
+            found.append((0 if self.fused else number, index))
+            above += part[0] if self.fused else 0
+        return found
+
 
 @dataclass(frozen=True)
 class Replicated(Rule):
-    """Whole on every tensor-parallel rank: norms, the router, the value head."""
+    """Whole on every tensor-parallel rank: norms, the router, the value head, the way back out of an expert's MLP."""
 
-    @override
-    def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
-        return _sizes(self.shape, spec)
-
-    @override
-    def to_shard(self, sources: Sequence[SliceableTensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
-        return sources[0][:]
-
-    @override
-    def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
-        return [shards[0].contiguous()]
-
-    @override
-    def placings(
-        self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
-    ) -> list[Placing]:
-        return [(wholes[0], shard)] if tp_rank == 0 else []
+    cut = None
 
 
 @dataclass(frozen=True)
@@ -128,25 +147,7 @@ class ExactVector(Replicated):
 class Row(Rule):
     """Cut along the input features, dimension 1 (Megatron's RowParallelLinear)."""
 
-    @override
-    def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
-        rows, columns = _sizes(self.shape, spec)
-        return (rows, columns // tp_size)
-
-    @override
-    def to_shard(self, sources: Sequence[SliceableTensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
-        columns = self.shard_shape(spec, tp_size)[1]
-        return sources[0][:, tp_rank * columns : (tp_rank + 1) * columns]
-
-    @override
-    def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
-        return [_joined(shards, dim=1)]
-
-    @override
-    def placings(
-        self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
-    ) -> list[Placing]:
-        return [(wholes[0].chunk(tp_size, dim=1)[tp_rank], shard)]
+    cut = 1
 
 
 @dataclass(frozen=True)
@@ -169,16 +170,6 @@ class Vocabulary(Rule):
         return torch.cat((real, real.new_zeros(rows - real.shape[0], *real.shape[1:])))
 
     @override
-    def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
-        words = _sizes(self.shape, spec)[0]
-        parts, left = [], words
-        for shard in shards:
-            if left > 0:
-                parts.append(shard[:left])
-                left -= shard.shape[0]
-        return [_joined(parts)]
-
-    @override
     def placings(
         self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
     ) -> list[Placing]:
@@ -194,57 +185,12 @@ class GateUp(Rule):
     def parts(self, spec: "ModelSpec") -> list[tuple[int, ...]]:
         return [_sizes(self.shape, spec)] * 2
 
-    @override
-    def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
-        rows, *rest = _sizes(self.shape, spec)
-        return (2 * (rows // tp_size), *rest)
-
-    @override
-    def to_shard(self, sources: Sequence[SliceableTensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
-        rows = self.shard_shape(spec, tp_size)[0] // 2
-        mine = slice(tp_rank * rows, (tp_rank + 1) * rows)
-        return torch.cat([source[mine] for source in sources])
-
-    @override
-    def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
-        halves = [shard.chunk(2) for shard in shards]
-        return [_joined([half[i] for half in halves]) for i in range(2)]
-
-    @override
-    def placings(
-        self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
-    ) -> list[Placing]:
-        return [(whole.chunk(tp_size)[tp_rank], half) for whole, half in zip(wholes, shard.chunk(2), strict=True)]
-
 
 @dataclass(frozen=True)
 class ExpertGateUp(GateUp):
     """The two halves of an expert's gated MLP: whole, since experts are not cut over tensor-parallel ranks."""
 
-    @override
-    def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
-        return super().shard_shape(spec, 1)
-
-    @override
-    def to_shard(self, sources: Sequence[SliceableTensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
-        return super().to_shard(sources, spec, 0, 1)
-
-    @override
-    def placings(
-        self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
-    ) -> list[Placing]:
-        return super().placings(shard, wholes, spec, 0, 1)
-
-
-@dataclass(frozen=True)
-class ExpertDown(Replicated):
-    """The way back out of an expert's MLP: whole likewise, and placed by whichever rank holds the expert."""
-
-    @override
-    def placings(
-        self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
-    ) -> list[Placing]:
-        return super().placings(shard, wholes, spec, 0, 1)
+    cut = None
 
 
 @dataclass(frozen=True)
@@ -261,87 +207,21 @@ class QKV(Rule):
         return [(spec.query_size, *rest), (spec.kv_size, *rest), (spec.kv_size, *rest)]
 
     @override
-    def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
-        return ((spec.query_size + 2 * spec.kv_size) // tp_size, *_sizes(self.shape, spec))
-
-    @override
-    def to_shard(self, sources: Sequence[SliceableTensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
-        groups = spec.num_kv_heads // tp_size
-        parts = []
-        for source, shape in zip(sources, self.parts(spec), strict=True):
-            rows = shape[0] // tp_size
-            part = source[tp_rank * rows : (tp_rank + 1) * rows]
-            parts.append(part.reshape(groups, rows // groups, *shape[1:]))
-        return torch.cat(parts, dim=1).flatten(0, 1)
-
-    @override
-    def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
-        groups = spec.num_kv_heads // len(shards)
-        heads = spec.num_heads // spec.num_kv_heads
-        rows = [heads * spec.head_dim, spec.head_dim, spec.head_dim]
-        split = [shard.unflatten(0, (groups, sum(rows))).split(rows, dim=1) for shard in shards]
-        return [torch.cat([parts[i] for parts in split]).flatten(0, 1).contiguous() for i in range(3)]
-
-    @override
-    def placings(
-        self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
-    ) -> list[Placing]:
-        groups = spec.num_kv_heads // tp_size
-        heads = spec.num_heads // spec.num_kv_heads
-        rows = [heads * spec.head_dim, spec.head_dim, spec.head_dim]
-        parts = shard.unflatten(0, (groups, sum(rows))).split(rows, dim=1)
-        targets = (whole.chunk(tp_size)[tp_rank].unflatten(0, (groups, -1)) for whole in wholes)
-        return list(zip(targets, parts, strict=True))
+    def groups(self, spec: "ModelSpec") -> int:
+        return spec.num_kv_heads
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Some consecutive rows of a tensor, which need not be read yet."""
-
-    whole: SliceableTensor
-    start: int
-
-    def __getitem__(self, rows: slice) -> Tensor:
-        return self.whole[self.start + rows.start : self.start + rows.stop]
-
-
-class _Fused(Rule):
-    """A rule of several Hugging Face tensors, before which it is put, out of one that has them above each other."""
-
-    @override
-    def hf_shapes(self, spec: "ModelSpec") -> list[tuple[int, ...]]:
-        parts = self.parts(spec)
-        return [(sum(shape[0] for shape in parts), *parts[0][1:])]
-
-    @override
-    def to_shard(self, sources: Sequence[SliceableTensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
-        rows = [shape[0] for shape in self.parts(spec)]
-        parts = [_Rows(sources[0], end - count) for end, count in zip(accumulate(rows), rows, strict=True)]
-        return super().to_shard(parts, spec, tp_rank, tp_size)  # type: ignore[safe-super]
-
-    @override
-    def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
-        return [torch.cat(super().to_hf(shards, spec))]  # type: ignore[safe-super]
-
-    @override
-    def placings(
-        self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
-    ) -> list[Placing]:
-        parts = wholes[0].split([shape[0] for shape in self.parts(spec)])
-        return super().placings(shard, parts, spec, tp_rank, tp_size)  # type: ignore[safe-super]
-
-
-class FusedQKV(_Fused, QKV):
+class FusedQKV(QKV):
     """Query, key and value projections in one tensor."""
 
+    fused = True
 
-class FusedGateUp(_Fused, GateUp):
+
+class FusedGateUp(GateUp):
     """The halves of a gated MLP in one tensor."""
+
+    fused = True
 
 
 def _sizes(shape: tuple[Dimension, ...], spec: "ModelSpec") -> tuple[int, ...]:
     return tuple(getattr(spec, size) if isinstance(size, str) else size for size in shape)
-
-
-def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts), dim)

@@ -4,12 +4,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch.nn import Module
 
 from vapo_megatron.errors import BadInput
-from vapo_megatron.weights.bucket import DeviceSlots
 from vapo_megatron.weights.export import stream_hf
 from vapo_megatron.weights.hf_card import carried_files, exported_config
 from vapo_megatron.weights.hf_writer import MAX_SHARD_BYTES, HFWriter
@@ -25,7 +23,6 @@ def save_hf(
     head: Head,
     source_dir: Path,
     out_dir: Path,
-    dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write a model; collective over all ranks. Global rank 0 writes, its block (stream_hf) streams, the others wait.
@@ -41,7 +38,6 @@ def save_hf(
         head: their head.
         source_dir: the Hugging Face directory that the model came from.
         out_dir: where to write; a model directory there is replaced.
-        dtype: of the written tensors; None leaves them as they are.
         max_shard_bytes: bound on a file, and on what rank 0 holds of it in memory.
 
     Raises:
@@ -49,13 +45,10 @@ def save_hf(
     """
     refusal: list[str | None] = [None]
     if mesh.in_first_model_parallel_group:
-        # Memory of this rank's own: no file, so that no limit of files can stand in the way.
-        slots = DeviceSlots(next(iter(chunks[0].parameters())).device)
-        stream = stream_hf(chunks, spec, mesh, head, dtype=dtype, slots=slots)
+        stream = stream_hf(chunks, spec, mesh, head)
         if dist.get_rank() == 0:
             try:
-                written = dtype or next(iter(chunks[0].parameters())).dtype
-                config = exported_config(read_config(source_dir), spec, head, written)
+                config = exported_config(read_config(source_dir), spec, head, next(chunks[0].parameters()).dtype)
                 with HFWriter(out_dir, config, source_dir, carried_files(head), max_shard_bytes) as writer:
                     for bucket in stream:
                         for name, tensor in bucket:
@@ -66,7 +59,6 @@ def save_hf(
         with suppress(StopIteration):
             while True:
                 next(stream)
-        slots.close()
     dist.broadcast_object_list(refusal, src=0)
     if refusal[0] is not None:
         raise BadInput(refusal[0])

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vapo_megatron.weights.rules import QKV, ExpertDown, ExpertGateUp, GateUp, Replicated, Row, Rule, Vocabulary
+from vapo_megatron.weights.rules import QKV, ExpertGateUp, GateUp, Replicated, Row, Rule, Vocabulary
 
 LAYER = "model.layers.{layer}."
 
@@ -48,7 +48,7 @@ GATED_EXPERT: tuple[Rule, ...] = (
         (EXPERT + "gate_proj.weight", EXPERT + "up_proj.weight"),
         ("expert_ffn_size", "hidden_size"),
     ),
-    ExpertDown("mlp.experts.linear_fc2.weight", (EXPERT + "down_proj.weight",), ("hidden_size", "expert_ffn_size")),
+    Replicated("mlp.experts.linear_fc2.weight", (EXPERT + "down_proj.weight",), ("hidden_size", "expert_ffn_size")),
 )
 
 
