@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vapo_megatron"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 PROGRAMS = [path for folder in ("tools", "benchmarks", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 # Every package of the project may import these modules at the top of it.
 BASE = {"errors", "logs", "signals", "command_line", "__version__"}
@@ -241,3 +244,74 @@ def test_the_words_are_those_of_the_glossary(instead: str) -> None:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             found += [f"{name}:{number}: {match[0]}" for match in word.finditer(line)]
     assert not found, f"say {instead}"
+
+
+# The walks of docs/architecture.md and how many hops they may have.
+WALKS = {"One sample": 15, "One config key": 4, "One weight": 8}
+# Under which name a function is handed on, where it is called by another than its own.
+HANDED_ON_AS = {"grade_samples": "grade", "PolicyLoss": "loss", "train": "train_rank"}
+
+
+def hops(title: str) -> list[tuple[Path, str, bool]]:
+    """Of each hop of a walk the file, the function (or class), and whether the thing rests somewhere after it."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = text.partition(f"\n## {title}")[2].partition("\n## ")[0]
+    found = re.findall(r"^\d+\. `([\w/]+\.py)`: `([\w.]+)`(.*(?:\n +.*)*)", section, re.M)
+    return [(PACKAGE / file, name, " rests in " in told) for file, name, told in found]
+
+
+def functions(path: Path) -> dict[str, ast.AST]:
+    """Functions, classes and methods of a module by name; methods as Class.method as well."""
+    found: dict[str, ast.AST] = {}
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{method.name}": method for method in node.body if isinstance(method, FUNCTIONS)}
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+            found.setdefault(node.name, node)
+    return found
+
+
+def mentioned(node: ast.AST) -> set[str]:
+    """Names in a piece of code; texts that are one word may be names of what is called over HTTP."""
+    found = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+    found |= {inner.attr for inner in ast.walk(node) if isinstance(inner, ast.Attribute)}
+    texts = (inner.value for inner in ast.walk(node) if isinstance(inner, ast.Constant))
+    return found | {text for text in texts if isinstance(text, str) and text.startswith("update_weights_from_")}
+
+
+def reached(path: Path, name: str) -> set[str]:
+    """What a function mentions, or a function of its module that it mentions."""
+    known, found, left = functions(path), set(), [name]
+    while left:
+        new = mentioned(known[left.pop()]) - found
+        found |= new
+        left += [inner for inner in new if inner in known]
+    return found
+
+
+def hands_on(file: Path, name: str, next_file: Path, next_name: str) -> bool:
+    """Whether a function calls the next one, itself or by functions of either's module, or is called by it, or both are
+    by some other function or class."""
+    one, other = ({part, HANDED_ON_AS.get(part, part)} for part in (name.split(".")[-1], next_name.split(".")[-1]))
+    forward = reached(file, name)
+    entries = {entry for entry in functions(next_file) if other & reached(next_file, entry)}
+    if forward & (other | entries) or one & reached(next_file, next_name):
+        return True
+    units = (unit for path in SOURCES for unit in parsed(path).body)
+    return any(one & names and other & names for names in map(mentioned, units))
+
+
+@pytest.mark.parametrize("title", WALKS)
+def test_the_walks_name_each_function_that_hands_the_thing_on(title: str) -> None:
+    walk = hops(title)
+    assert 2 < len(walk) <= WALKS[title]
+    for file, name, _ in walk:
+        assert name in functions(file), f"{named(file)} has no {name}"
+    for (file, name, rests), (next_file, next_name, _) in pairwise(walk):
+        assert rests or hands_on(file, name, next_file, next_name), f"{name} does not hand on to {next_name}"
+
+
+def test_a_walk_that_leaves_a_layer_out_is_noticed() -> None:
+    client, engines = PACKAGE / "rollout/client.py", PACKAGE / "training/engines.py"
+    assert not hands_on(engines, "Engines.update_weights", client, "EngineClient.send_bucket")
+    assert not hands_on(PACKAGE / "weights/export.py", "stream_hf", client, "EngineClient.send_bucket")

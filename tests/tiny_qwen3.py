@@ -1,9 +1,12 @@
 """Tiny random Qwen3 models, with and without experts, whose log-probs transformers gives."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from vapo_megatron.weight_sync.session import WeightSync
 
 EOS = 1
 SIZES: dict[str, Any] = dict(
@@ -56,3 +59,10 @@ def chosen_experts(model: Qwen3MoeForCausalLM, tokens: list[int]) -> torch.Tenso
     for hook in hooks:
         hook.remove()
     return torch.stack(found, 1)
+
+
+def largest_difference(
+    sync: WeightSync, sequences: Sequence[Sequence[int]], expected: Sequence[Sequence[float]]
+) -> float:
+    """Of log-probs that an engine gives the tokens of sequences from those expected, the largest of all engines."""
+    return max(found.largest for found in sync.logprob_differences(sequences, expected, 1.0).values())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_qwen3 import EOS, chosen_experts, make_moe, token_logprobs
+from tiny_qwen3 import EOS, chosen_experts, largest_difference, make_moe, token_logprobs
 from transformers import Qwen3MoeForCausalLM
 
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
@@ -121,14 +121,13 @@ def test_experts_in_each_others_place_are_named(
     expected = [token_logprobs(moe, sequence)]
     with WeightSync(SharedMemoryTransport(EngineClient(moe_server.address, 120), 1)) as sync:
         sync.load([list(weights.items())], version=1)
-        assert sync.verify([sequence], expected, tolerance=1e-4) < 1e-4
+        assert largest_difference(sync, [sequence], expected) < 1e-4
         names = [(EXPERT.format(0, part), EXPERT.format(4, part)) for part in ("gate", "up", "down")]
         swapped = dict(weights)
         for one, other in names:
             swapped[one], swapped[other] = weights[other], weights[one]
         sync.load([list(swapped.items())], version=2)
-        with pytest.raises(RunFailed, match="log-probs of engine and trainer differ"):
-            sync.verify([sequence], expected, tolerance=1e-4)
+        assert largest_difference(sync, [sequence], expected) > 1e-4
         differing = sync.differing_tensors([list(weights.items())])
         assert differing == [f"{name} differs" for name in weights if name in {n for pair in names for n in pair}]
 

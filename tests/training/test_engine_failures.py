@@ -84,11 +84,12 @@ def stop_lie_and_die(engines: Engines, actor: Trainable) -> list[Any]:
     wait_until_serving(engines)
     engines.update_weights(actor)
     assert engines.serving == 2 and engines.take_failures() == []
-    session, honest = engines._sync._session, None  # type: ignore[union-attr]
+    session, honest = engines._sync, None
     assert session is not None
     if dist.get_rank() == 1:
         honest = session.logprob_differences
-        session.logprob_differences = lambda *_: [LogprobDifference(0.5, 0.5, 0.5)]  # type: ignore[method-assign]
+        lie = dict.fromkeys(session.served, LogprobDifference(0.5, 0.5, 0.5))
+        session.logprob_differences = lambda *_: lie  # type: ignore[method-assign]
     worst = engines.check(actor, SEQUENCES)
     found.append((engines.serving, worst.largest, engines.take_failures()))
     if honest is not None:
@@ -99,7 +100,7 @@ def stop_lie_and_die(engines: Engines, actor: Trainable) -> list[Any]:
     engines.update_weights(actor)  # twice survived: what was before counts no more
     if dist.get_rank() == 1:
         os.kill(child_of(own_server(engines)), signal.SIGKILL)
-        found.append(engines._placement.engines()[0].kept.in_a_row)
+        found.append(engines._placement.engines()[0].in_a_row)
     dist.barrier()
     wait_until_lost(engines)
     engines.update_weights(actor)
@@ -142,7 +143,7 @@ def alone(engines: Engines, actor: Trainable) -> list[Any]:
     found: list[Any] = []
     for _ in range(2):
         engines.update_weights(actor)
-        in_a_row = [report.kept.in_a_row for report in engines._placement.engines()]
+        in_a_row = [report.in_a_row for report in engines._placement.engines()]
         largest = engines.check(actor, SEQUENCES).largest
         found.append((engines.serving, largest, len(engines.take_failures()), in_a_row))
     return found

@@ -57,7 +57,7 @@ def weight_sync_three_times_and_break(model_dir: Path, log_dir: Path) -> tuple[l
         responses = []
         if dist.get_rank() == 0:
             prompts = [Prompt(str(i), "", "", tuple(ids[:5]), cursor=i) for i, ids in enumerate(sequences)]
-            responses = engines.collect(
+            responses = engines.dispatcher.collect(
                 GenerationRequest(prompts, 2, SamplingConfig(max_new_tokens=12), 7, engines.version)
             )
             assert {s.weight_version for s in responses} == {3}

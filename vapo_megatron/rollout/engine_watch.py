@@ -46,7 +46,7 @@ class EngineWatch:
     def look(self) -> Kept:
         """How the engine is."""
         with self._lock:
-            return Kept(self._state, self._failures, self._in_a_row, self._cause)
+            return Kept(self._address.url, self._state, self._failures, self._in_a_row, self._cause)
 
     def is_sick(self) -> bool:
         """Whether it says so itself now, or says nothing."""

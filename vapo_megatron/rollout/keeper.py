@@ -30,10 +30,11 @@ _POLL_SECONDS = 0.1
 class Kept:
     """How a server is, small enough to be sent to other ranks.
 
-    failures: so far; in_a_row: the last of them, between which it neither outlived two weight syncs nor served for
-    rollout.start_timeout_s; cause: of the last one.
+    url: of the server; failures: so far; in_a_row: the last of them, between which it neither outlived two weight syncs
+    nor served for rollout.start_timeout_s; cause: of the last one.
     """
 
+    url: str
     state: State
     failures: int
     in_a_row: int
@@ -89,7 +90,7 @@ class EngineKeeper:
     def look(self) -> Kept:
         """How the server is."""
         with self._lock:
-            return Kept(self._state, self._failures, self._in_a_row, self._cause)
+            return Kept(self.address.url, self._state, self._failures, self._in_a_row, self._cause)
 
     def fail(self, cause: str) -> None:
         """The server was found to be wrong: it is ended, and started again."""

@@ -36,6 +36,7 @@ from vapo_megatron.checkpoint.manifest import (
 from vapo_megatron.config.checkpoint import RetentionConfig
 from vapo_megatron.errors import BadInput, reason_of
 from vapo_megatron.mcore.dist_saver import PlannedSave
+from vapo_megatron.training.broadcast import gather_values
 from vapo_megatron.training.nodes import Nodes, send_to_keepers
 
 # What a person has to mend: a full disk, an exceeded quota or limit, missing rights. Other errors may pass.
@@ -212,8 +213,7 @@ class BackgroundSave:
         for step in (lambda: self._put(whole), self._commit, self._retain):
             if problem is not None:
                 return problem
-            found: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(found, step() if self._job.nodes.is_leader else None, group=self._group)
+            found = gather_values(step() if self._job.nodes.is_leader else None, self._group)
             problem = next((each for each in found if each is not None), None)
         return problem
 

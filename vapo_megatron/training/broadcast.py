@@ -1,4 +1,4 @@
-"""Moving what rank 0 knows to every rank."""
+"""Moving what one rank knows, or each, to every rank."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -27,6 +27,13 @@ def on_rank_zero(function: Callable[[], T]) -> T:
         kind, message = failure
         raise kind(message, shared=True)
     found: T = result
+    return found
+
+
+def gather_values(own: T, group: Any = None) -> list[T]:
+    """Collective: the picklable values of all ranks of a group, or of the world, in their order, on each."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
     return found
 
 

@@ -1,29 +1,31 @@
 """The engines of a run: asked for responses by rank 0, fed with weights by all."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 import torch.distributed as dist
 
 from vapo_megatron.config.rollout import Dtype, RolloutConfig
-from vapo_megatron.errors import TryAgain, VapoError
-from vapo_megatron.experience.sample import Sample
+from vapo_megatron.errors import RunFailed, TryAgain, VapoError
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.rollout.client import EngineClient, MemoryTag, PauseMode
 from vapo_megatron.rollout.dispatcher import Dispatcher
-from vapo_megatron.rollout.request import GenerationRequest
-from vapo_megatron.training.broadcast import broadcast_value
-from vapo_megatron.training.placement import EngineReport, EngineSettings, place_engines
-from vapo_megatron.weight_sync.actor_sync import ActorSync
-from vapo_megatron.weight_sync.logprob_difference import LogprobDifference
+from vapo_megatron.rollout.keeper import Kept
+from vapo_megatron.training.broadcast import broadcast_value, gather_values
+from vapo_megatron.training.placement import EngineSettings, place_engines
+from vapo_megatron.weight_sync.logprob_difference import Limits, LogprobDifference, limits_of
+from vapo_megatron.weight_sync.probe import probe_batch, split_logprobs
+from vapo_megatron.weight_sync.session import EngineLost, WeightSync, some_of
+from vapo_megatron.weights.bucket import DeviceSlots, NamedTensors, SharedSlots
+from vapo_megatron.weights.export import make_slots, stream_hf
 from vapo_megatron.weights.fp8 import BlockFp8
-
-T = TypeVar("T")
+from vapo_megatron.weights.part_times import PartTimes
 
 _POLL_SECONDS = 0.5
 
@@ -64,7 +66,8 @@ class Engines:
         self._placement = place_engines(
             EngineSettings(config, model_dir, dtype, log_dir, fp8), current_platform(), home
         )
-        self._sync: ActorSync | None = None
+        self._sync: WeightSync | None = None
+        self._slots: DeviceSlots | SharedSlots | None = None
         self._dispatcher: Dispatcher | None = None
         self._offloaded: set[MemoryTag] = set()
         self._fed: dict[str, int] = {}  # URLs of those with the weights, and their failures so far
@@ -84,7 +87,7 @@ class Engines:
     @property
     def taken_over(self) -> bool:
         """Collective: whether an engine was there before this rank, with whatever weights."""
-        return any(_gather(self._placement.taken_over))
+        return any(gather_values(self._placement.taken_over))
 
     @property
     def dispatcher(self) -> Dispatcher:
@@ -121,16 +124,7 @@ class Engines:
             self._dispatcher = Dispatcher(addresses, self._config, self._stop_token_ids, are_replaced=True)
             self._placement.tell(self._dispatcher.lose)
         pause: PauseMode = "abort" if self.sync_mode == "wait" else self.sync_mode
-        self._sync = ActorSync(self._config, self._dtype, self._fp8, self._placement.transport(), pause)
-
-    def collect(
-        self,
-        request: GenerationRequest,
-        on_done: Callable[[int], None] | None = None,
-        on_group: Callable[[list[Sample]], None] | None = None,
-    ) -> list[Sample]:
-        """On rank 0: see Dispatcher.collect. A request's weight_version is that of the last weight sync, `version`."""
-        return self.dispatcher.collect(request, on_done, on_group)
+        self._sync = WeightSync(self._placement.transport(), pause)
 
     def update_weights(self, actor: Trainable, again: bool = False) -> None:
         """Collective: the engines get the actor's weights, re-sharded, under the next version.
@@ -148,9 +142,15 @@ class Engines:
         self.version += not again
         while self._wait_for_one():
             self._sync.serve(self._serving())
-            self.sync_seconds, lost = self._sync.update(actor, self.version)
-            if lost is not None:
-                self._placement.fail(lost)
+            times = PartTimes()
+            try:
+                self._sync.load(self._buckets(actor, times), self.version, times)
+            except EngineLost as error:
+                self._placement.fail(str(error))
+            self.sync_seconds = times.read()
+            if isinstance(self._slots, DeviceSlots):  # a device's memory gives way to caches and optimizers
+                self._slots.close()
+                current_platform().release_ipc_memory()
             if self._agree(self._sync.served):
                 return
         self._fed = {}
@@ -168,20 +168,52 @@ class Engines:
             RunFailed: it is above a tolerance on all of them; the tensors that differ are named.
         """
         assert self._sync is not None
-        own, lost = self._sync.compare_logprobs(actor, sequences, before_asking)
-        found: dict[str, LogprobDifference] = {}
-        for told in _gather(own):
-            found |= told
-        excess = {url: text for url, one in found.items() if (text := self._sync.limits.excess(one)) is not None}
+        limits, batch = self._limits, probe_batch(sequences)
+        ours = split_logprobs(batch, actor.score(batch, temperature=1.0)[:, 0])
+        before_asking()
+        own: dict[str, LogprobDifference] = {}
+        lost: VapoError | None = None
+        try:
+            own = self._sync.logprob_differences(sequences, ours, limits.share)
+        except VapoError as error:
+            lost = error
+        found = {url: one for told in gather_values(own) for url, one in told.items()}
+        excess = {url: text for url, one in found.items() if (text := limits.excess(one)) is not None}
         if found and len(excess) == len(found):
             self.offload_kv_cache()
-            raise self._sync.explain(actor, next(iter(excess.values())), self.version)
+            raise self._explained(actor, next(iter(excess.values())))
         if lost is not None:
-            self._placement.fail(lost)
+            self._placement.fail(str(lost))
         for url in own.keys() & excess.keys():
             self._placement.fail(f"{url}: its log-probs differ from the trainer's and other engines' {excess[url]}")
         self._agree(own.keys() - excess.keys())
         return LogprobDifference.worst([one for url, one in found.items() if url not in excess])
+
+    @property
+    def _limits(self) -> Limits:
+        """How far log-probs may differ, at the precision of the coarser of both sides."""
+        if self._fp8 is not None:
+            return limits_of(self._config.sync, "fp8")
+        is_coarse = "bfloat16" in (self._dtype, self._config.dtype)
+        return limits_of(self._config.sync, "bfloat16" if is_coarse else "float32")
+
+    def _explained(self, actor: Trainable, excess: str) -> RunFailed:
+        """Collective: the error of log-probs that differ too much (excess: in words), with the tensors that differ."""
+        assert self._sync is not None
+        lines = gather_values(self._sync.differing_tensors(self._buckets(actor, PartTimes())))
+        named = list(dict.fromkeys(itertools.chain.from_iterable(lines)))
+        return RunFailed(
+            f"log-probs of engine and trainer differ after the weight sync of version {self.version} {excess}: "
+            f"{some_of(named) or 'every tensor is equal, so the two compute differently'}"
+        )
+
+    def _buckets(self, actor: Trainable, times: PartTimes) -> Iterator[NamedTensors]:
+        """Collective, as they are gone through: the actor's weights as the engines of this rank take them."""
+        assert self._sync is not None
+        self._slots = self._slots or make_slots(actor.mesh, current_platform().device)
+        limit = self._config.sync.bucket_mib << 20
+        stream = stream_hf(actor.chunks, actor.spec, actor.mesh, "lm", limit, self._slots, times)
+        return self._fp8.convert(stream) if self._fp8 is not None and self._sync.sends else stream
 
     @contextmanager
     def attended(self) -> Iterator[None]:
@@ -274,8 +306,10 @@ class Engines:
             self._dispatcher.close()
         if self._sync is not None:
             self._sync.close()
+        if self._slots is not None:
+            self._slots.close()
         self._placement.close()
-        self._dispatcher = self._sync = None
+        self._dispatcher = self._sync = self._slots = None
 
     def __enter__(self) -> "Engines":
         return self
@@ -290,29 +324,28 @@ class Engines:
 
     def _serving(self) -> dict[str, int]:
         """URLs of the engines that this rank feeds and that answer, and how often each was started again."""
-        return {one.url: one.kept.failures for one in self._placement.engines() if one.kept.state == "serving"}
+        return {one.url: one.failures for one in self._placement.engines() if one.state == "serving"}
 
     def _agree(self, fed: Collection[str]) -> set[str]:
         """Collective: which engines have the weights of `version`; fed: of this rank's. Failures are noted."""
         own = self._placement.engines()
-        told = _gather([(report, report.url in fed) for report in own])
-        reports = [pair for rank in told for pair in rank]
-        for report in own:
-            if report.url in fed and report.kept.failures == self._fed.get(report.url):
-                self._placement.survived(report.url)
-        serving = [report for report, is_fed in reports if is_fed and report.kept.state == "serving"]
-        self._fed = {report.url: report.kept.failures for report in serving}
-        self._note([report for report, _ in reports])
+        told = gather_values([(one, one.url in fed) for one in own])
+        found = [pair for rank in told for pair in rank]
+        for one in own:
+            if one.url in fed and one.failures == self._fed.get(one.url):
+                self._placement.survived(one.url)
+        self._fed = {one.url: one.failures for one, is_fed in found if is_fed and one.state == "serving"}
+        self._note([one for one, _ in found])
         if self._dispatcher is not None:
             self._dispatcher.use(self._fed)
         return set(self._fed)
 
-    def _note(self, reports: Sequence[EngineReport]) -> None:
-        for report in reports:
-            self._failures += [report.kept.cause] * (report.kept.failures - self._seen.get(report.url, 0))
-            self._seen[report.url] = report.kept.failures
-        given_up = [report.kept for report in reports if report.kept.state == "given up"]
-        if given_up and (self._placement.needs_all or len(given_up) == len(reports)):
+    def _note(self, found: Sequence[Kept]) -> None:
+        for one in found:
+            self._failures += [one.cause] * (one.failures - self._seen.get(one.url, 0))
+            self._seen[one.url] = one.failures
+        given_up = [one for one in found if one.state == "given up"]
+        if given_up and (self._placement.needs_all or len(given_up) == len(found)):
             self.failure = EnginesFailed(
                 f"an engine failed {given_up[0].in_a_row} times in a row, the last time {given_up[0].cause} "
                 "(rollout.health.max_failures): see its log; start the same command again with run.resume=auto",
@@ -322,9 +355,9 @@ class Engines:
     def _wait_for_one(self) -> bool:
         """Collective: return once an engine answers; False where `failure` says that none will."""
         while self.failure is None:
-            reports = [report for rank in _gather(self._placement.engines()) for report in rank]
-            self._note(reports)
-            if any(report.kept.state == "serving" for report in reports):
+            found = [one for rank in gather_values(self._placement.engines()) for one in rank]
+            self._note(found)
+            if any(one.state == "serving" for one in found):
                 return True
             time.sleep(_POLL_SECONDS)
         return False
@@ -349,10 +382,3 @@ class Engines:
             except VapoError as error:
                 keeper.fail(str(error))
         dist.barrier()
-
-
-def _gather(own: T) -> list[T]:
-    """Collective: what every rank gives."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return found

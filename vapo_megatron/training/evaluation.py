@@ -51,7 +51,7 @@ def evaluate_sets(
         max_new_tokens=config.max_new_tokens or rollouts.sampling.max_new_tokens,
     )
     seed, decode = rollouts.seed + _SEED_OFFSET, rollouts.tokenizer.decode
-    generator = EngineGenerator(engines.collect, decode, sampling, seed, engines.version)
+    generator = EngineGenerator(engines.dispatcher.collect, decode, sampling, seed, engines.version)
     evaluator, results = Evaluator(verifier, rollouts.reward), []
     for entry, prompts in zip(sets, rollouts.evaluation_prompts, strict=True):
         problems = numbered(entry.name, prompts)

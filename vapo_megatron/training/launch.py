@@ -16,7 +16,7 @@ from vapo_megatron.cluster.ranks import machine_default_ranks, run_as_external_r
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.errors import Interrupted
 from vapo_megatron.signals import listen
-from vapo_megatron.training.broadcast import on_rank_zero
+from vapo_megatron.training.broadcast import gather_values, on_rank_zero
 from vapo_megatron.training.node_copies import find_copy
 from vapo_megatron.training.restarts import run_ranks
 from vapo_megatron.training.resume import Start
@@ -73,8 +73,7 @@ def _prepared(
     is_first: whether this rank is the first of its node.
     """
     run_dir = Path(settings.run.directory)
-    memories: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(memories, job_memory(run_dir, is_first))
+    memories = gather_values(job_memory(run_dir, is_first))
     memory = None if None in memories else memories[dist.get_rank()]
     with Lease(run_dir) as lease:
         copy = find_copy(memory, run_dir) if memory is not None and settings.run.resume == "auto" else None

@@ -19,7 +19,7 @@ from vapo_megatron.checkpoint.checkpoints import (
 from vapo_megatron.checkpoint.manifest import Manifest, check_contents, needed_files, read_manifest
 from vapo_megatron.errors import BadInput, TryAgain
 from vapo_megatron.mcore.mesh import world_timeout
-from vapo_megatron.training.broadcast import broadcast_value
+from vapo_megatron.training.broadcast import broadcast_value, gather_values
 from vapo_megatron.training.nodes import Nodes, fetch_files
 
 _logger = logging.getLogger(__name__)
@@ -85,8 +85,7 @@ class NodeCopy:
 
     def _note(self, names: Iterable[str]) -> None:
         """Collective: all ranks hear of what each found on its node."""
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, set(names), group=self.group)
+        found = gather_values(set(names), self.group)
         before = self.held or [set() for _ in found]
         places = self.nodes.places
         self.held = [
@@ -104,10 +103,9 @@ def find_copy(memory: Path, run_dir: Path) -> NodeCopy | None:
     group = dist.new_group(timeout=world_timeout(), backend="gloo")
     if nodes.is_leader:
         remove_leftovers(memory)
-    seen: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(seen, _manifests(memory) if nodes.is_leader else {}, group=group)
+    seen = gather_values(_manifests(memory) if nodes.is_leader else {}, group)
     newest = broadcast_value(max(list_checkpoints(run_dir), default=None))
-    manifests: dict[tuple[CheckpointName, str], Manifest] = {key: each for found in seen for key, each in found.items()}
+    manifests = {key: each for found in seen for key, each in found.items()}
     chosen = None
     for name, checkpoint_id in sorted(manifests, reverse=True):
         if chosen is not None or (newest is not None and name < newest):

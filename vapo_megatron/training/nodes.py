@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vapo_megatron.training.broadcast import gather_values
+
 # Of a file, sent at once.
 _CHUNK_BYTES = 64 << 20
 
@@ -26,9 +28,7 @@ class Nodes:
     @classmethod
     def of(cls, place: Path) -> "Nodes":
         """Collective. place: this rank's folder; ranks of one node name the same one, others another one."""
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, str(place))
-        return cls(tuple(found))
+        return cls(tuple(gather_values(str(place))))
 
     @property
     def count(self) -> int:
@@ -70,8 +70,7 @@ def send_to_keepers(nodes: Nodes, folder: Path, own: Mapping[str, int], group: A
         group: a CPU process group of all ranks.
     """
     rank = dist.get_rank()
-    listed: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(listed, dict(own), group=group)
+    listed = gather_values(dict(own), group)
     sent = [work for name in sorted(own) for work in _send(folder / name, own[name], nodes.keeper(rank), group)]
     failed: OSError | None = None
     for source in nodes.kept_by(rank):
@@ -96,11 +95,9 @@ def fetch_files(
     """
     rank, failed = dist.get_rank(), None
     missing = {name: size for name, size in wanted.items() if name not in held[rank]}
-    asked: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(asked, missing, group=group)
     # One rank of a node asks for all of it; the same order everywhere, so that nobody waits for a circle.
     first: dict[tuple[str, str], tuple[int, int]] = {}
-    for asking, names in enumerate(asked):
+    for asking, names in enumerate(gather_values(missing, group)):
         for name, size in names.items():
             first.setdefault((name, nodes.places[asking]), (asking, size))
     for number, ((name, _), (target, size)) in enumerate(sorted(first.items())):

@@ -31,7 +31,7 @@ from vapo_megatron.rollout.node_part import WHOLE, NodePart, not_replaced, part_
 from vapo_megatron.rollout.ports import BESIDE_MEETING, free_port
 from vapo_megatron.rollout.remote_engines import RemoteEngines, take_over_engines, what_must_agree
 from vapo_megatron.rollout.server import EngineAddress, EngineServer
-from vapo_megatron.training.broadcast import on_rank_zero
+from vapo_megatron.training.broadcast import gather_values, on_rank_zero
 from vapo_megatron.weight_sync.broadcast_group import address_towards
 from vapo_megatron.weight_sync.transports import (
     DiskTransport,
@@ -42,14 +42,6 @@ from vapo_megatron.weight_sync.transports import (
 )
 from vapo_megatron.weights.fp8 import BlockFp8
 from vapo_megatron.weights.spec import read_spec
-
-
-@dataclass(frozen=True)
-class EngineReport:
-    """One engine, as the rank that feeds it sees it."""
-
-    url: str
-    kept: Kept
 
 
 @dataclass(frozen=True)
@@ -89,11 +81,11 @@ class Placement(ABC):
         """Collective: every engine's address, once all of them answer; on other ranks than 0 possibly none."""
 
     @abstractmethod
-    def transport(self) -> Transport | None:
-        """The way from this rank to the engines it feeds, once they answer; None where it has no part in one."""
+    def transport(self) -> Transport:
+        """The way from this rank to the engines it feeds, once they answer; one without clients where it feeds none."""
 
     @abstractmethod
-    def engines(self) -> list[EngineReport]:
+    def engines(self) -> list[Kept]:
         """How the engines are that this rank feeds."""
 
     @abstractmethod
@@ -136,25 +128,25 @@ class _OwnEngines(Placement):
         if self.keeper is not None:
             self.keeper.wait_until_ready()
             address = self.keeper.address if self.leads else None
-        addresses: list[EngineAddress | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(addresses, address)
-        return [found for found in addresses if found is not None]
+        return [found for found in gather_values(address) if found is not None]
 
     @override
-    def transport(self) -> Transport | None:
-        if self.keeper is None or not self.leads:
-            return None
-        client, config = self._client(self.keeper.address), self._config
+    def transport(self) -> Transport:
+        client, config = self._own_client(), self._config
+        clients = [] if client is None else [client]
         name = self.default_transport if config.sync.transport == "auto" else config.sync.transport
         if name == "distributed":
-            return DistributedTransport([client], config.tp, config.sync.request_timeout_s)
-        return self._disk([client]) if name == "disk" else SharedMemoryTransport(client, config.tp)
+            return DistributedTransport(clients, config.tp, config.sync.request_timeout_s)
+        return self._disk(clients) if name == "disk" else SharedMemoryTransport(client, config.tp)
+
+    def _own_client(self) -> EngineClient | None:
+        return self._client(self.keeper.address) if self.keeper is not None and self.leads else None
 
     @override
-    def engines(self) -> list[EngineReport]:
-        report = [] if self.keeper is None else [EngineReport(self.keeper.address.url, self.keeper.look())]
+    def engines(self) -> list[Kept]:
+        found = [] if self.keeper is None else [self.keeper.look()]
         # A part of an engine is reported when it fails: then the engine has.
-        return report if self.leads else [one for one in report if one.kept.state != "serving"]
+        return found if self.leads else [one for one in found if one.state != "serving"]
 
     @override
     def fail(self, cause: str) -> None:
@@ -235,15 +227,14 @@ class ColocatedPlacement(_OwnEngines):
                 self._config = not_replaced(self._config)
             self.keeper = self._keeper(rank // tp, range(first, first + tp // part.of), host, part)
 
-    def transport(self) -> Transport | None:
+    def transport(self) -> Transport:
         """See Placement. CUDA IPC takes part of every rank: each sends from the memory of its own GPU."""
         if self._config.sync.transport not in ("auto", "ipc"):
             return super().transport()
-        client = None if self.keeper is None or not self.leads else self._client(self.keeper.address)
         several = self._config.tp > 1
         gather = partial(_gather_payloads, group=self._group) if several else None
         barrier = partial(dist.barrier, group=self._group) if several else None
-        return IpcTransport(client, self._platform.device, gather, barrier)
+        return IpcTransport(self._own_client(), self._platform.device, gather, barrier)
 
 
 class ExternalPlacement(Placement):
@@ -274,8 +265,8 @@ class ExternalPlacement(Placement):
         return list(self._engines.addresses)
 
     @override
-    def engines(self) -> list[EngineReport]:
-        return [EngineReport(url, watch.look()) for url, watch in self._watches.items()]
+    def engines(self) -> list[Kept]:
+        return [watch.look() for watch in self._watches.values()]
 
     @override
     def fail(self, cause: str) -> None:
@@ -299,11 +290,10 @@ class ExternalPlacement(Placement):
             watch.stop()
 
     @override
-    def transport(self) -> Transport | None:
-        if dist.get_rank() != 0:
-            return None
+    def transport(self) -> Transport:
         assert self._engines is not None
-        clients, config = [self._client(address) for address in self._engines.addresses], self._config
+        addresses, config = self._engines.addresses if dist.get_rank() == 0 else (), self._config
+        clients = [self._client(address) for address in addresses]
         if config.sync.transport == "disk":
             return self._disk(clients)
         device = self._platform.device if self._engines.cuda else torch.device("cpu")
@@ -328,9 +318,7 @@ def _refuse_ipc(config: RolloutConfig) -> None:
 
 def _reachable_host() -> str:
     """Collective: the address under which rank 0 reaches a server of this rank."""
-    names: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(names, socket.gethostname())
-    if len(set(names)) == 1:
+    if len(set(gather_values(socket.gethostname()))) == 1:
         return "127.0.0.1"
     return address_towards(os.environ["MASTER_ADDR"])
 

@@ -166,7 +166,7 @@ class Rollouts:
         greedy = self.sampling.model_copy(update={"temperature": 0.0})
         with recorder.phase("rollout_greedy", total=len(prompts)) as advance:
             request = GenerationRequest(prompts, 1, greedy, self.seed, self.engines.version)
-            samples = self.engines.collect(request, advance)
+            samples = self.engines.dispatcher.collect(request, advance)
         self._grade(samples)
         return samples
 

@@ -27,8 +27,8 @@ class EngineLost(TryAgain):
 class WeightSync:
     """One server, or several that get the same bytes, and the trainer ranks that feed them, by one transport.
 
-    Every rank calls load() and differing_tensors() with the same buckets; prompt_logprobs() and verify() are the
-    owner's. The buckets may come from a stream that puts them into two places in turn.
+    Every rank calls load() and differing_tensors() with the same buckets, which may come from a stream that puts them
+    into two places in turn.
 
     Args:
         transport: to the servers. Its clients are closed with this object.
@@ -42,14 +42,14 @@ class WeightSync:
         self._runner = asyncio.Runner()
 
     @property
-    def owns(self) -> bool:
-        """Whether this rank may ask servers for log-probs."""
-        return bool(self._transport.clients)
-
-    @property
     def served(self) -> list[str]:
         """URLs of the servers that take part."""
         return [client.address.url for client in self._transport.clients]
+
+    @property
+    def sends(self) -> bool:
+        """Whether this rank's buckets are read; else it only takes part in the collectives that make them."""
+        return self._transport.sends
 
     def serve(self, starts: Mapping[str, int]) -> None:
         """Go on with those of the servers that are at these URLs; the numbers change where one was started again."""
@@ -80,35 +80,17 @@ class WeightSync:
         """
         return self._stream(buckets, "compare", None, PartTimes())
 
-    def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """EngineClient.prompt_logprobs of every server that takes part."""
-        return self._runner.run(self._transport.each(lambda client: client.prompt_logprobs(sequences)))
-
-    def verify(
-        self, sequences: Sequence[Sequence[int]], trainer_logprobs: Sequence[Sequence[float]], tolerance: float
-    ) -> float:
-        """The largest |difference| of the log-probs that a server and the trainer give the tokens of sequences.
-
-        trainer_logprobs are those of every token but the first, at temperature 1.
-
-        Raises:
-            RunFailed: it is above tolerance, or not a number.
-        """
-        found = self.logprob_differences(sequences, trainer_logprobs)
-        for client, difference in zip(self._transport.clients, found, strict=True):
-            if difference.largest > tolerance:
-                address = client.address
-                raise RunFailed(
-                    f"{address.url} (log {address.log_file}): log-probs of engine and trainer differ by "
-                    f"{difference.largest:.3g}, rollout.sync.tolerance allows {tolerance:g}"
-                )
-        return max(difference.largest for difference in found)
-
     def logprob_differences(
-        self, sequences: Sequence[Sequence[int]], trainer_logprobs: Sequence[Sequence[float]], quantile: float = 1.0
-    ) -> list[LogprobDifference]:
-        """Of every server from the trainer; trainer_logprobs as in verify()."""
-        return [compare_logprobs(trainer_logprobs, found, quantile) for found in self.prompt_logprobs(sequences)]
+        self, sequences: Sequence[Sequence[int]], trainer_logprobs: Sequence[Sequence[float]], quantile: float
+    ) -> dict[str, LogprobDifference]:
+        """By URL how far the log-probs are apart that a server and the trainer give the tokens of sequences; on ranks
+        that do not own a server there is none.
+
+        trainer_logprobs are those of every token but the first, at temperature 1. quantile: see compare_logprobs.
+        """
+        answers = self._runner.run(self._transport.each(lambda client: client.prompt_logprobs(sequences)))
+        found = [compare_logprobs(trainer_logprobs, answer, quantile) for answer in answers]
+        return dict(zip(self.served, found, strict=True))
 
     def close(self) -> None:
         """Close the connection and give the buffers back."""

@@ -45,6 +45,11 @@ class Transport(ABC):
     def __init__(self, clients: Sequence[EngineClient]) -> None:
         self.clients = tuple(clients)
 
+    @property
+    def sends(self) -> bool:
+        """Whether bytes of this rank's buckets are sent."""
+        return bool(self.clients)
+
     def serve(self, clients: Sequence[EngineClient]) -> None:
         """Feed these servers from now on, on the owner; without any it only takes part in what several ranks do."""
         self.clients = tuple(clients)
@@ -73,6 +78,29 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give memory and connections back."""
+
+
+class _FromDevice(Transport):
+    """Sends from memory of a device: the bucket's own where that is there, else a copy, whose memory is the trainer's
+    again between sessions."""
+
+    def __init__(self, clients: Sequence[EngineClient], device: torch.device) -> None:
+        super().__init__(clients)
+        self._device, self._slots = device, DeviceSlots(device)
+
+    @override
+    async def end_session(self) -> None:
+        await super().end_session()
+        self._slots.close()
+
+    @override
+    def close(self) -> None:
+        self._slots.close()
+
+    def _placed(self, bucket: NamedTensors) -> Bucket:
+        if isinstance(bucket, Bucket) and bucket.buffer.device == self._device:
+            return bucket
+        return pack(bucket, self._slots.take(0, packed_size(bucket)))
 
 
 class SharedMemoryTransport(Transport):
@@ -107,7 +135,7 @@ class SharedMemoryTransport(Transport):
         return pack(bucket, self._slots.take(0, packed_size(bucket)))
 
 
-class IpcTransport(Transport):
+class IpcTransport(_FromDevice):
     """GPU memory whose CUDA IPC handle travels: every rank of the server reads that of the trainer rank on its GPU.
 
     Args:
@@ -123,9 +151,13 @@ class IpcTransport(Transport):
         gather: Gather | None,
         barrier: Callable[[], None] | None,
     ) -> None:
-        super().__init__([] if client is None else [client])
-        self._device, self._slots = device, DeviceSlots(device)
+        super().__init__([] if client is None else [client], device)
         self._gather, self._barrier = gather, barrier
+
+    @property
+    @override
+    def sends(self) -> bool:
+        return True
 
     @override
     async def deliver(
@@ -142,20 +174,10 @@ class IpcTransport(Transport):
             self._barrier()
         return answer
 
-    async def end_session(self) -> None:
-        """See Transport; the buffer's memory is the trainer's again."""
-        await super().end_session()
-        self._slots.close()
-
     @override
     def close(self) -> None:
-        self._slots.close()
+        super().close()
         current_platform().release_ipc_memory()
-
-    def _placed(self, bucket: NamedTensors) -> Bucket:
-        if isinstance(bucket, Bucket) and bucket.buffer.device == self._device:
-            return bucket
-        return pack(bucket, self._slots.take(0, packed_size(bucket)))
 
     def _payload(self, placed: Bucket | None, purpose: Purpose, first: bool) -> bytes:
         message = announce(placed, purpose, first=first, last=placed is None)
@@ -166,7 +188,7 @@ class IpcTransport(Transport):
         return pickle.dumps(message)
 
 
-class DistributedTransport(Transport):
+class DistributedTransport(_FromDevice):
     """One broadcast from the owner to all ranks of all servers: where neither memory nor disks are shared.
 
     Args:
@@ -179,10 +201,9 @@ class DistributedTransport(Transport):
     def __init__(
         self, clients: Sequence[EngineClient], engine_tp: int, deadline: float, device: torch.device = _CPU
     ) -> None:
-        super().__init__(clients)
+        super().__init__(clients, device)
         self._engine_tp, self._deadline = engine_tp, deadline
         self._group: BroadcastGroup | None = None
-        self._device, self._slots = device, DeviceSlots(device)
 
     @override
     def serve(self, clients: Sequence[EngineClient]) -> None:
@@ -219,6 +240,7 @@ class DistributedTransport(Transport):
         broadcast = None
         if placed is not None:
             assert self._group is not None
+            current_platform().synchronize_stream()  # the broadcast is another thread's, on another stream
             broadcast = _in_daemon(partial(self._group.broadcast, placed.buffer))
         answer = await _checked(placed, self.each(lambda client: client.receive_broadcast(message, version=version)))
         if broadcast is not None:
@@ -229,23 +251,10 @@ class DistributedTransport(Transport):
                 raise TryAgain(f"weights could not be sent to the engines, one of them is gone: {reason}") from None
         return answer
 
-    async def end_session(self) -> None:
-        """See Transport; the buffers' memory is the trainer's again."""
-        await super().end_session()
-        self._slots.close()
-
     @override
     def close(self) -> None:
-        self._slots.close()
+        super().close()
         self._group = None
-
-    def _placed(self, bucket: NamedTensors) -> Bucket:
-        if isinstance(bucket, Bucket) and bucket.buffer.device == self._device:
-            placed = bucket
-        else:
-            placed = pack(bucket, self._slots.take(0, packed_size(bucket)))
-        current_platform().synchronize_stream()  # the broadcast is another thread's, on another stream
-        return placed
 
 
 class DiskTransport(Transport):
