@@ -79,11 +79,6 @@ class PromptSource:
         """Prompts an epoch."""
         return len(self._prompts)
 
-    @property
-    def epoch(self) -> float:
-        """Epochs drawn so far."""
-        return self.cursor / len(self._prompts)
-
     def at(self, cursor: int) -> Prompt:
         """The prompt with this number in the run, from 0, whether or not it was drawn before."""
         return replace(self._at(cursor), cursor=cursor)

@@ -1,6 +1,6 @@
 """Building actor and critic as Megatron models from a model spec and a mesh."""
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +28,7 @@ from vapo_megatron.mcore.precision import fp8_settings
 from vapo_megatron.mcore.rotary import RotaryTables
 from vapo_megatron.mcore.router_replay import install_router_replay
 from vapo_megatron.mcore.swiglu import install_swiglu
-from vapo_megatron.weights.spec import ModelSpec
-
-Head = Literal["lm", "value"]
+from vapo_megatron.weights.spec import Head, ModelSpec
 
 
 def transformer_config(spec: ModelSpec, model: ModelConfig, trainable: TrainableConfig) -> TransformerConfig:

@@ -94,11 +94,6 @@ class Offloader:
         self._arriving: dict[Part, torch.cuda.Event | None] = {}
 
     @property
-    def enabled(self) -> bool:
-        """Whether anything ever sleeps."""
-        return self._enabled
-
-    @property
     def onloaded(self) -> frozenset[Part]:
         """The parts that are on the device."""
         return frozenset(part for part in PARTS if part not in self._offloaded)

@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from torch import Tensor
 
 from vapo_megatron.mcore.platform import current_platform
+from vapo_megatron.weights.bucket import batches
 
 Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 
@@ -48,6 +49,11 @@ class WholeParameter:
     parameter: Tensor
     sharded: Sharded
     ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of its states in a checkpoint."""
+        return self.parameter.numel() * _BYTES
 
     def states(self, tensors: Mapping[str, Tensor], sharded: Sharded) -> dict[str, Sharded]:
         """Tensors of its shape, by state, as the checkpoint holds them."""
@@ -84,35 +90,22 @@ def gathered_states(part: Any, model_state: Mapping[str, Any]) -> dict[int, dict
     # Whoever saves a parameter's states does so as the first of the ranks that hold them.
     box = [[whole.sharded.replica_id for whole in parameters]]
     dist.broadcast_object_list(box, src=dist.get_process_group_ranks(group)[0], group=group)
-    saved: dict[int, dict[str, Sharded]] = {}
-    batch: list[tuple[WholeParameter, int]] = []
-    held, size = [0] * group.size(), 0
+    placed: list[tuple[WholeParameter, int]] = []
+    held = [0] * group.size()
     for whole, replica_id in zip(parameters, box[0], strict=True):
-        if not is_main_replica(replica_id):
-            continue
-        owner = held.index(min(held))
-        held[owner] += whole.parameter.numel()
-        placed = replace(whole, sharded=replace(whole.sharded, replica_id=replica_id))
-        if size and size + whole.parameter.numel() * _BYTES > _GATHERED_BYTES:
-            saved |= _gather(part, batch)
-            batch, size = [], 0
-        batch.append((placed, owner))
-        size += whole.parameter.numel() * _BYTES
-    return saved | _gather(part, batch)
+        if is_main_replica(replica_id):
+            owner = held.index(min(held))
+            held[owner] += whole.parameter.numel()
+            placed.append((replace(whole, sharded=replace(whole.sharded, replica_id=replica_id)), owner))
+    saved: dict[int, dict[str, Sharded]] = {}
+    for batch in batches(placed, lambda pair: pair[0].nbytes, _GATHERED_BYTES):
+        saved |= _gather(part, batch)
+    return saved
 
 
 def reads(part: Any, model_state: Mapping[str, Any]) -> list[list[WholeParameter]]:
     """The parameters in portions that are read one after the other, so that a rank holds one portion at a time."""
-    portions: list[list[WholeParameter]] = []
-    room = 0
-    for whole in whole_parameters(part, model_state):
-        size = whole.parameter.numel() * _BYTES
-        if size > room or not portions:
-            portions.append([])
-            room = _READ_BYTES
-        portions[-1].append(whole)
-        room -= size
-    return portions
+    return list(batches(whole_parameters(part, model_state), lambda whole: whole.nbytes, _READ_BYTES))
 
 
 def empty_states(portion: Sequence[WholeParameter]) -> dict[int, dict[str, Sharded]]:

@@ -8,17 +8,17 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from vapo_megatron.config.model import ActorConfig, CriticConfig, ModelConfig, TrainableConfig
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.experience.torchvision_ops import make_torchvision_importable
 from vapo_megatron.mcore.mesh import make_mesh
+from vapo_megatron.mcore.packed import packed_sequences
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.mcore.trainable import Trainable
-from vapo_megatron.weights.families.family import VALUE_HEAD_BIAS, VALUE_HEAD_WEIGHT
 from vapo_megatron.weights.hf_files import HFTensors
+from vapo_megatron.weights.load import SCORE_BIAS, SCORE_WEIGHT, score_names
 from vapo_megatron.weights.spec import Head, ModelSpec
 from vapo_megatron.weights.torch_dist import load_model, read_model_card
 
@@ -44,7 +44,7 @@ def comparison(checkpoint: Path, hf_dir: Path) -> str:
     """
     card = read_model_card(checkpoint)
     what = "log-probs" if card.head == "lm" else "values"
-    if card.head == "value" and _score_name(HFTensors(hf_dir)) is None:
+    if card.head == "value" and not score_names(HFTensors(hf_dir)):
         return f"{what} not compared with transformers': the head is new"
     needed = card.spec.parameter_count(card.head) * _BYTES_PER_PARAMETER
     # transformers' model is computed by the CPU, Megatron's by the device.
@@ -99,17 +99,10 @@ def _of_transformers(hf_dir: Path, head: Head, ids: Tensor) -> Tensor:
     return output.last_hidden_state[0].float() @ weight.T + bias
 
 
-def _score_name(tensors: HFTensors) -> str | None:
-    """Name of a value head's weight, which may carry a prefix."""
-    wanted = VALUE_HEAD_WEIGHT.hf[0]
-    return next((name for name in tensors.names if name == wanted or name.endswith("." + wanted)), None)
-
-
 def _score(tensors: HFTensors) -> tuple[Tensor, Tensor]:
     """Weight and bias of the value head of a directory that has one."""
-    name = _score_name(tensors)
-    assert name is not None
-    bias = name.removesuffix(VALUE_HEAD_WEIGHT.hf[0]) + VALUE_HEAD_BIAS.hf[0]
+    name = score_names(tensors)[0]
+    bias = name.removesuffix(SCORE_WEIGHT) + SCORE_BIAS
     weight = tensors[name][:].float()
     return weight, tensors[bias][:].float() if bias in tensors.names else torch.zeros(len(weight))
 
@@ -124,10 +117,7 @@ def _of_megatron(checkpoint: Path, spec: ModelSpec, head: Head, ids: Tensor) -> 
         )
         load_model(trainable.chunks, checkpoint)
         device = current_platform().device
-        starts = torch.tensor([0, len(ids)], dtype=torch.int32, device=device)
-        packed = PackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=len(ids), max_seqlen_kv=len(ids)
-        )
+        packed = packed_sequences([len(ids)], device)
         (chunk,) = trainable.chunks
         inputs = ids[None].to(device), torch.arange(len(ids), device=device)[None]
         output = chunk.eval()(*inputs, None, packed_seq_params=packed)[0].float().cpu()

@@ -14,11 +14,10 @@ from torch import Tensor
 from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.experience.microbatch import MicroBatch, Packed
 from vapo_megatron.mcore.mesh import Mesh
-from vapo_megatron.mcore.model import Head
 from vapo_megatron.mcore.packed import packed_sequences
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.mcore.router_replay import replay_experts, replaying
-from vapo_megatron.weights.spec import ModelSpec
+from vapo_megatron.weights.spec import Head, ModelSpec
 
 
 @dataclass(frozen=True)

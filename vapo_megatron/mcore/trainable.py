@@ -21,7 +21,7 @@ from vapo_megatron.mcore.guarded_step import GuardedStep
 from vapo_megatron.mcore.layer_spec import parameters_of
 from vapo_megatron.mcore.mesh import Mesh, check_model_layout
 from vapo_megatron.mcore.metrics import MetricTotals, StepResult, in_place, samples_done, sum_over_ranks
-from vapo_megatron.mcore.model import Head, build_model, transformer_config
+from vapo_megatron.mcore.model import build_model, transformer_config
 from vapo_megatron.mcore.offload import PARTS, Footprint, Offloader, Part
 from vapo_megatron.mcore.optimizer import make_optimizer, optimizer_tensors
 from vapo_megatron.mcore.platform import current_platform
@@ -35,7 +35,7 @@ from vapo_megatron.mcore.precision import (
 )
 from vapo_megatron.mcore.schedule import Schedule
 from vapo_megatron.mcore.token_loss import PackedTokens, TokenLoss
-from vapo_megatron.weights.spec import ModelSpec
+from vapo_megatron.weights.spec import Head, ModelSpec
 
 
 class Trainable:

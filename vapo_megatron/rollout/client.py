@@ -71,18 +71,15 @@ class EngineClient:
 
     Every method raises TryAgain where the server is gone or silent for longer than the deadline (seconds), RunFailed
     where it refuses (EngineWrong where it is at fault); the one line names its address and its log.
+
+    address: of the server.
     """
 
     def __init__(self, address: EngineAddress, deadline: float) -> None:
-        self._address = address
+        self.address = address
         self._deadline = deadline
         self._session: aiohttp.ClientSession | None = None
         self._keeps_cache = False
-
-    @property
-    def address(self) -> EngineAddress:
-        """Of the server."""
-        return self._address
 
     async def close(self) -> None:
         """Close its connections; the next call opens new ones."""
@@ -152,15 +149,6 @@ class EngineClient:
             for answer in answers
         ]
 
-    async def info(self) -> dict[str, Any]:
-        """The server's resolved arguments and state."""
-        answer: dict[str, Any] = await self._call("server_info", None)
-        return answer
-
-    async def weight_version(self) -> int:
-        """The version that new responses are marked with."""
-        return self._version((await self._call("model_info", None))["weight_version"])
-
     async def identity(self) -> dict[str, Any] | None:
         """What an engine on devices of its own tells of itself (remote_engines); None where the server is no such.
 
@@ -170,7 +158,7 @@ class EngineClient:
         status, answer = await self._request(IDENTITY_PATH, None)
         if status in (401, 403):
             raise BadInput(
-                f"{self._address.url}: the engine does not take our key: rollout.api_key_variable must name an "
+                f"{self.address.url}: the engine does not take our key: rollout.api_key_variable must name an "
                 "environment variable with the key that the engine was started with"
             )
         return answer if status == 200 and isinstance(answer, dict) else None
@@ -266,7 +254,7 @@ class EngineClient:
             if time.monotonic() > end:
                 raise TryAgain(
                     f"{self._where()}: the server was not idle within rollout.sync.request_timeout_s="
-                    f"{self._deadline:g} s and keeps its memory: {self._address.cause()}"
+                    f"{self._deadline:g} s and keeps its memory: {self.address.cause()}"
                 )
             await asyncio.sleep(_IDLE_POLL_SECONDS)
 
@@ -294,7 +282,7 @@ class EngineClient:
         if text == str(NO_WEIGHTS):
             raise TryAgain(f"{self._where()}: the server was started again and has no weights of ours yet")
         owner, _, number = text.rpartition(_OWNER_END)
-        if owner != self._address.owner:
+        if owner != self.address.owner:
             raise RunFailed(
                 f"{self._where()}: it runs weights that another trainer has synced: an engine serves one run at a "
                 "time, give each run engines of its own as rollout.external_urls"
@@ -302,7 +290,7 @@ class EngineClient:
         return int(number)
 
     def _mark(self, version: int) -> str:
-        return f"{self._address.owner}{_OWNER_END}{version}" if self._address.owner else str(version)
+        return f"{self.address.owner}{_OWNER_END}{version}" if self.address.owner else str(version)
 
     async def _load(self, path: str, body: dict[str, Any], version: int | None) -> LoadAnswer:
         body |= {
@@ -328,10 +316,10 @@ class EngineClient:
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
             timeout = aiohttp.ClientTimeout(total=self._deadline)
             headers = {"Content-Type": "application/json"}
-            if self._address.key:
-                headers["Authorization"] = f"Bearer {self._address.key}"
+            if self.address.key:
+                headers["Authorization"] = f"Bearer {self.address.key}"
             self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
-        url = f"{self._address.url}/{path}"
+        url = f"{self.address.url}/{path}"
         method = "GET" if body is None else "POST"
         try:
             data = None if body is None else orjson.dumps(body)
@@ -340,15 +328,15 @@ class EngineClient:
                 return answer.status, content if answer.content_type == columns.MEDIA_TYPE else _decoded(content)
         except TimeoutError:
             raise TryAgain(
-                f"{self._where()}: no answer to {path} within {self._deadline:g} s: {self._address.cause()}"
+                f"{self._where()}: no answer to {path} within {self._deadline:g} s: {self.address.cause()}"
             ) from None
         except aiohttp.ClientError as error:
             raise TryAgain(
-                f"{self._where()}: the server is gone ({type(error).__name__} on {path}): {self._address.cause()}"
+                f"{self._where()}: the server is gone ({type(error).__name__} on {path}): {self.address.cause()}"
             ) from None
 
     def _where(self) -> str:
-        return f"{self._address.url} (log {self._address.log_file})"
+        return f"{self.address.url} (log {self.address.log_file})"
 
     def _refused(self, path: str, status: int, answer: Any) -> VapoError:
         error = answer.get("error", answer) if isinstance(answer, dict) else answer

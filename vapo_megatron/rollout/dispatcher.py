@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -237,9 +236,7 @@ class Dispatcher:
     def __enter__(self) -> "Dispatcher":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     async def _close_clients(self) -> None:

@@ -65,7 +65,6 @@ class Problem:
 class Outcome:
     """How a save ended; the same on every rank."""
 
-    checkpoint: Path
     seconds: float
     problem: Problem | None = None
 
@@ -137,7 +136,6 @@ class BackgroundSave:
 
     def _run(self) -> None:
         job, rank = self._job, dist.get_rank()
-        checkpoint = job.folder.with_name(str(job.name))
         try:
             own = self._write()
             if job.nodes.count > 1:
@@ -149,7 +147,7 @@ class BackgroundSave:
                 problem = self._close_on_nodes(problem)
             elif rank == 0:
                 problem = problem or self._commit() or self._retain()
-            box = [Outcome(checkpoint, time.monotonic() - self._started, problem)]
+            box = [Outcome(time.monotonic() - self._started, problem)]
             dist.broadcast_object_list(box, src=0, group=self._group)
             self._outcome = box[0]
         except Exception as error:  # wait() raises it in the training's own thread

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeVar
 
 from vapo_megatron.errors import RunFailed, TryAgain, VapoError
@@ -102,9 +101,7 @@ class WeightSync:
     def __enter__(self) -> "WeightSync":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _stream(

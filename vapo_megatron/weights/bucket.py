@@ -1,9 +1,9 @@
 """A bucket of named tensors laid out as one flat run of bytes, and the memory that buckets are put into."""
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,23 @@ from torch import Tensor
 
 NamedTensors = Sequence[tuple[str, Tensor]]
 
+T = TypeVar("T")
+
 _ALIGNMENT = 16  # bytes: a slice can be viewed as any dtype
+
+
+def batches(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Consecutive items of together at most limit bytes, or one that is larger."""
+    batch: list[T] = []
+    size = 0
+    for item in items:
+        if batch and size + nbytes(item) > limit:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += nbytes(item)
+    if batch:
+        yield batch
 
 
 class Place(NamedTuple):

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vapo_megatron.config.atomic import follow_umask
+from vapo_megatron.weights.bucket import batches
 from vapo_megatron.weights.hf_card import (
     CONFIG,
     carried_files,
@@ -233,17 +234,8 @@ def _write_shard(
 
 
 def _parts(spec: ModelSpec, head: Head, dtype: Callable[[Entry], torch.dtype], shard_bytes: int) -> list[list[Entry]]:
-    """Consecutive entries of together at most shard_bytes, or one that is larger."""
-    parts: list[list[Entry]] = []
-    size = shard_bytes + 1
-    for entry in entries(spec, head):
-        nbytes = _nbytes(entry, spec, dtype(entry))
-        if size + nbytes > shard_bytes:
-            parts.append([])
-            size = 0
-        parts[-1].append(entry)
-        size += nbytes
-    return parts
+    """The entries of each file."""
+    return list(batches(entries(spec, head), lambda entry: _nbytes(entry, spec, dtype(entry)), shard_bytes))
 
 
 def _nbytes(entry: Entry, spec: ModelSpec, dtype: torch.dtype) -> int:

@@ -10,14 +10,13 @@ import torch.distributed as dist
 from torch.nn import Module, Parameter
 
 from vapo_megatron.errors import RunFailed
-from vapo_megatron.weights.bucket import Bucket, DeviceSlots, SharedSlots, share_memory
+from vapo_megatron.weights.bucket import Bucket, DeviceSlots, SharedSlots, batches, share_memory
 from vapo_megatron.weights.gather import (
     BucketAssembler,
     GatheringAssembler,
     ParamShard,
     ShardReader,
     SharedMemoryAssembler,
-    batches,
     lay_out_entries,
     model_parallel_group,
 )
@@ -73,7 +72,7 @@ def stream_hf(
     source = ShardReader(local, spec, mesh, next(iter(local.values())).device)
     slots = slots or DeviceSlots(source.device)
     assembler, limit = _assembler(source, isinstance(slots, SharedSlots), bucket_bytes, times or PartTimes())
-    plan = list(batches(_owners(local, spec, mesh, head), limit))
+    plan = list(batches(_owners(local, spec, mesh, head), lambda one: one.nbytes, limit))
     sizes = [lay_out_entries(batch, spec)[1] for batch in plan]
     assembler.begin(plan[0], slots.take(0, sizes[0]))
     for i in range(1, len(plan) + 1):

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import override
 
-from vapo_megatron.weights.bucket import Bucket, Memory, Place, lay_out
+from vapo_megatron.weights.bucket import Bucket, Memory, Place, batches, lay_out
 from vapo_megatron.weights.mapping import Entry, MeshView
 from vapo_megatron.weights.part_times import PartTimes
 from vapo_megatron.weights.rules import Placing
@@ -275,24 +275,10 @@ def _rows(placing: Placing) -> Iterator[Placing]:
     return zip(target.split(rows), part.split(rows), strict=True)
 
 
-def batches(shards: list[ParamShard], limit: int) -> Iterator[list[ParamShard]]:
-    """Consecutive entries of together at most limit bytes, or one that is larger."""
-    batch: list[ParamShard] = []
-    size = 0
-    for one in shards:
-        if batch and size + one.nbytes > limit:
-            yield batch
-            batch, size = [], 0
-        batch.append(one)
-        size += one.nbytes
-    if batch:
-        yield batch
-
-
 def _pieces(bucket: list[ParamShard], limit: int) -> Iterator[list[ParamShard]]:
     """Like batches, and all of one dtype and held by the same ranks: what a single collective can move."""
     for _, alike in itertools.groupby(bucket, key=lambda one: (one.stage, one.expert_rank, one.dtype)):
-        yield from batches(list(alike), limit)
+        yield from batches(alike, lambda one: one.nbytes, limit)
 
 
 def _concatenate(parts: list[Tensor], out: Tensor) -> None:

@@ -1,6 +1,5 @@
 """A Hugging Face directory as the source of a Megatron model, parameter by parameter."""
 
-import re
 from pathlib import Path
 from typing import Literal
 
@@ -8,9 +7,8 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.errors import BadInput
-from vapo_megatron.weights.families.family import VALUE_HEAD_WEIGHT
 from vapo_megatron.weights.hf_files import HFTensors
-from vapo_megatron.weights.load import checked_names, left_out_layers, new_head
+from vapo_megatron.weights.load import checked_names, left_out_layers, new_head, score_names
 from vapo_megatron.weights.mapping import Entry, entries
 from vapo_megatron.weights.saved_keys import place_of
 from vapo_megatron.weights.spec import Head, ModelSpec
@@ -30,10 +28,8 @@ class HFSource:
         """dtype: of what comes out; None leaves each tensor as it is. A new value head has the spec's."""
         self.spec, self.head = spec, head
         self._tensors = HFTensors(hf_dir)
-        score = re.compile(rf"(.*\.)?{re.escape(VALUE_HEAD_WEIGHT.hf[0])}")
-        saved = head == "value" and any(score.fullmatch(name) for name in self._tensors.names)
-        self.value_head: Literal["new", "saved"] = "saved" if saved else "new"
-        self._names = checked_names(self._tensors, spec, head, self.value_head)
+        value_head: Literal["new", "saved"] = "saved" if head == "value" and score_names(self._tensors) else "new"
+        self._names = checked_names(self._tensors, spec, head, value_head)
         self.left_out = left_out_layers(self._tensors, spec)
         self._dtypes: dict[str, torch.dtype] = {}
         for entry in entries(spec, head):

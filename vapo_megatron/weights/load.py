@@ -132,24 +132,24 @@ def checked_names(
     unread = present - set(names.values()) - _ahead(tensors, spec)
     extra = sorted(name for name in unread if not ignored.fullmatch(name))
     if extra:
+        kind = "score" if head == "value" and value_head == "saved" else "language-model"
         raise BadInput(
             f"{tensors.directory}: tensor {extra[0]} is not known ({len(extra)} are not), expected only those of a "
-            f"{spec.family} model with a {_described(head, value_head)} head: give another directory"
+            f"{spec.family} model with a {kind} head: give another directory"
         )
     for name, actual in names.items():
         tensors.check(actual, shapes[name])
     return names
 
 
-def _described(head: Head, value_head: str) -> str:
-    if head == "lm":
-        return "language-model"
-    return "score" if value_head == "saved" else "language-model"
+def score_names(tensors: HFTensors) -> list[str]:
+    """Names of the weights of value heads in a directory, which may carry a prefix."""
+    return [name for name in tensors.names if name == SCORE_WEIGHT or name.endswith("." + SCORE_WEIGHT)]
 
 
 def _saved_head(tensors: HFTensors, outputs: int) -> dict[str, str]:
-    """Names of the value head, which may carry a prefix; checked to have a label for each output."""
-    found = [name for name in tensors.names if name == SCORE_WEIGHT or name.endswith("." + SCORE_WEIGHT)]
+    """Names of the value head's tensors; checked to have a label for each output."""
+    found = score_names(tensors)
     if len(found) != 1:
         raise BadInput(
             f"{tensors.directory}: {len(found)} tensors named {SCORE_WEIGHT}, expected one: give a directory of "
