@@ -42,7 +42,7 @@ def sync(request: pytest.FixtureRequest, gpu_server: EngineServer) -> Iterator[W
     client = EngineClient(gpu_server.address, DEADLINE)
     transport: Transport
     if request.param == "ipc":
-        transport = IpcTransport(client, torch.device("cuda", 0), None, None)
+        transport = IpcTransport(client, torch.device("cuda", 0), None)
     elif request.param == "shared_memory":
         transport = SharedMemoryTransport(client, 1)
     else:
@@ -111,7 +111,7 @@ def test_an_engine_in_bfloat16_gives_its_memory_and_takes_weights_into_it_again(
     )
     with EngineServer(tmp_path, config, "bfloat16", tmp_path / "engine.log", devices=range(1)) as server:
         client = EngineClient(server.address, DEADLINE)
-        with WeightSync(IpcTransport(client, torch.device("cuda", 0), None, None)) as sync:
+        with WeightSync(IpcTransport(client, torch.device("cuda", 0), None)) as sync:
             for seed, other in ((3, 4), (4, 3), (3, 4)):
                 awake = free_memory()
                 change_memory(server, "release_memory", "kv_cache", "weights")

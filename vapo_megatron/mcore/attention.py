@@ -4,7 +4,7 @@ Megatron's own DotProductAttention refuses context parallelism and packed sequen
 sequence parallelism; these two take their places in its layer spec.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -52,13 +52,13 @@ class _GatherSequence(torch.autograd.Function):
         return out, None
 
 
-class Segment:
+class Segment(NamedTuple):
     """A run of queries of one sequence and the keys that they may see: the last query sees the last key."""
 
-    __slots__ = ("k_length", "k_start", "q_length", "q_start")
-
-    def __init__(self, q_start: int, q_length: int, k_start: int, k_length: int) -> None:
-        self.q_start, self.q_length, self.k_start, self.k_length = q_start, q_length, k_start, k_length
+    q_start: int
+    q_length: int
+    k_start: int
+    k_length: int
 
 
 def packed_segments(lengths: list[int], cp: int, rank: int) -> list[Segment]:
@@ -109,9 +109,7 @@ def _attend_batch(q: Tensor, k: Tensor, v: Tensor, segments: list[Segment], scal
     device = q.device
     q_index = torch.arange(max(s.q_length for s in segments), device=device)
     k_index = torch.arange(max(s.k_length for s in segments), device=device)
-    q_start, q_length, k_start, k_length = torch.tensor(
-        [(s.q_start, s.q_length, s.k_start, s.k_length) for s in segments], device=device
-    ).T[..., None]
+    q_start, q_length, k_start, k_length = torch.tensor(segments, device=device).T[..., None]
     q_at = (q_start + q_index).clamp_max(q.shape[0] - 1)
     k_at = (k_start + k_index).clamp_max(k.shape[0] - 1)
     square = all(s.q_length == s.k_length for s in segments)

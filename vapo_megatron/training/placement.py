@@ -11,7 +11,6 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -231,10 +230,7 @@ class ColocatedPlacement(_OwnEngines):
         """See Placement. CUDA IPC takes part of every rank: each sends from the memory of its own GPU."""
         if self._config.sync.transport not in ("auto", "ipc"):
             return super().transport()
-        several = self._config.tp > 1
-        gather = partial(_gather_payloads, group=self._group) if several else None
-        barrier = partial(dist.barrier, group=self._group) if several else None
-        return IpcTransport(self._own_client(), self._platform.device, gather, barrier)
+        return IpcTransport(self._own_client(), self._platform.device, self._group if self._config.tp > 1 else None)
 
 
 class ExternalPlacement(Placement):
@@ -343,10 +339,3 @@ def _meeting(host: str, group: Any, beside: Sequence[int]) -> str:
         box = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}"]
     dist.broadcast_object_list(box, src=first, group=group)
     return box[0]
-
-
-def _gather_payloads(payload: bytes, group: Any) -> list[bytes] | None:
-    owner = dist.get_process_group_ranks(group)[0]
-    gathered: list[bytes] | None = [b""] * group.size() if dist.get_rank() == owner else None
-    dist.gather_object(payload, gathered, dst=owner, group=group)
-    return gathered

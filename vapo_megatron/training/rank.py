@@ -24,7 +24,7 @@ from vapo_megatron.training.resume import Resumed, Start, open_resumed, restore_
 from vapo_megatron.training.rollouts import Rollouts, make_rollouts
 from vapo_megatron.training.sick_updates import SickUpdates
 from vapo_megatron.training.state import RunState
-from vapo_megatron.training.state_saver import SavedRun
+from vapo_megatron.training.state_saver import SavedRun, run_id_of
 from vapo_megatron.training.summary import show_header
 from vapo_megatron.training.sync import check_engines, sync_weights
 from vapo_megatron.weight_sync.quantization import engine_fp8
@@ -78,7 +78,7 @@ def train_rank(config: TrainConfig, run_dir: Path, start: Start) -> None:
         start_engines(engines, recorder)
         show_header(config, models, engines.count, recorder)
         agree(config, models, rollouts, recorder, resumed)
-        saved = SavedRun.of(config, "train", run_dir, models.saved(), resumed)
+        saved = SavedRun(config, "train", run_dir, models.saved(), run_id_of(resumed))
         checkpointer = Checkpointer(config.checkpoint, saved, recorder, resumed, start.memory)
         state = RunState(config.run, config.checkpoint, run_dir, checkpointer, updates, resumed)
         train(config, models, rollouts, state, recorder)

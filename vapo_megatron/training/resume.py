@@ -2,7 +2,7 @@
 checkpoint was saved."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,10 +153,9 @@ def restore_run_files(run_dir: Path, resumed: Resumed, settings: Section) -> Non
                 file.write((resumed.checkpoint / name).read_bytes())
         else:
             (run_dir / name).unlink(missing_ok=True)
-    is_later: Callable[[re.Match[str]], bool] = lambda found: int(found[1]) > resumed.progress.step  # noqa: E731
     for folder in ("samples", "evaluation"):
         for path in (run_dir / folder).glob("step_*"):
             found = _STEP_FILE.fullmatch(path.name)
-            if found is not None and is_later(found):
+            if found is not None and int(found[1]) > resumed.progress.step:
                 path.unlink()
     remove_unneeded(run_dir)

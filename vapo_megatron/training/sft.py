@@ -24,7 +24,7 @@ from vapo_megatron.training.final_model import begin_final, end_final, final_dir
 from vapo_megatron.training.losses import NegativeLogLikelihood
 from vapo_megatron.training.resume import SavedModel, Start, open_resumed, restore_run_files
 from vapo_megatron.training.sick_updates import SickUpdates
-from vapo_megatron.training.state_saver import SavedRun, Snapshot
+from vapo_megatron.training.state_saver import SavedRun, Snapshot, run_id_of
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.save import save_hf
 from vapo_megatron.weights.spec import read_spec
@@ -108,7 +108,7 @@ def sft_rank(config: SftConfig, run_dir: Path, start: Start) -> None:
     order = batch_order(batch.samples, config.data.batch_size, steps, config.run.seed)
     start_step = 0 if resumed is None else first
     with Recorder(run_dir, config.monitoring, is_main_rank=dist.get_rank() == 0, start_step=start_step) as recorder:
-        whole = SavedRun.of(config, "sft", run_dir, saved, resumed)
+        whole = SavedRun(config, "sft", run_dir, saved, run_id_of(resumed))
         checkpointer = Checkpointer(config.checkpoint, whole, recorder, resumed, start.memory)
         recorder.console.header(
             f"vapo-megatron sft: {config.run.name}",

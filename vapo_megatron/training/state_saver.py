@@ -79,19 +79,10 @@ class SavedRun:
     models: Mapping[str, SavedModel]
     run_id: str
 
-    @classmethod
-    def of(
-        cls,
-        settings: Section,
-        kind: Literal["train", "sft"],
-        run_dir: Path,
-        models: Mapping[str, SavedModel],
-        resumed: Resumed | None,
-    ) -> "SavedRun":
-        """Of a run that goes on from a checkpoint, or is new."""
-        return cls(
-            settings, kind, run_dir, models, resumed.manifest.run_id if resumed is not None else secrets.token_hex(8)
-        )
+
+def run_id_of(resumed: Resumed | None) -> str:
+    """That of a run that goes on from a checkpoint; of a new one a new one."""
+    return resumed.manifest.run_id if resumed is not None else secrets.token_hex(8)
 
 
 class StateSaver:

@@ -211,16 +211,38 @@ def install_strict_loading() -> None:
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
     loaders: dict[int, StrictLoader] = {}
+    from_tensor, from_disk = WeightUpdater.update_weights_from_tensor, WeightUpdater.update_weights_from_disk
 
     def loader_of(updater: Any) -> StrictLoader:
         model = updater.get_model()
         return loaders.setdefault(id(model), StrictLoader(model))
 
-    WeightUpdater.update_weights_from_tensor = _tensors(WeightUpdater.update_weights_from_tensor, loader_of)
+    def update_weights_from_tensor(self: Any, named_tensors: Any, load_format: str | None = None) -> tuple[bool, str]:
+        if load_format != LOAD_FORMAT:
+            return from_tensor(self, named_tensors, load_format)
+        loader = loader_of(self)
+        return _answer(loader, lambda: take_message(loader, named_tensors, named_tensors.get("buffer")))
+
+    def load_weights_from_distributed(self: Any, received: tuple[dict[str, Any], torch.Tensor | None]) -> Any:
+        loader = loader_of(self)
+        return _answer(loader, lambda: take_message(loader, *received))
+
+    def update_weights_from_disk(self: Any, model_path: str, load_format: str, *args: Any, **kwargs: Any) -> Any:
+        if not load_format.startswith(f"{LOAD_FORMAT}:"):
+            return from_disk(self, model_path, load_format, *args, **kwargs)
+        purpose: Purpose = "compare" if load_format.endswith(":compare") else "load"
+        loader, tensors = loader_of(self), read_tensors(Path(model_path))
+        self.begin_weight_update()
+        try:
+            return _answer(loader, lambda: loader.take(tensors, purpose, first=True, last=True))
+        finally:
+            self.end_weight_update(run_post_load=False)
+
+    WeightUpdater.update_weights_from_tensor = update_weights_from_tensor
     WeightUpdater.init_weights_update_group = _join_group
     WeightUpdater.receive_weights_from_distributed = _receive
-    WeightUpdater.load_weights_from_distributed = _load_received(loader_of)
-    WeightUpdater.update_weights_from_disk = _directory(WeightUpdater.update_weights_from_disk, loader_of)
+    WeightUpdater.load_weights_from_distributed = load_weights_from_distributed
+    WeightUpdater.update_weights_from_disk = update_weights_from_disk
 
 
 def _answer(loader: StrictLoader, load: Callable[[], list[str]]) -> tuple[bool, str]:
@@ -255,19 +277,9 @@ def problems_of_ranks(ranks: Sequence[tuple[Sequence[str], Sequence[str]]]) -> l
 
 
 def take_message(loader: StrictLoader, message: Mapping[str, Any], buffer: torch.Tensor | None = None) -> list[str]:
-    """StrictLoader.take of what weight_bucket.announce describes; buffer: see unpack."""
+    """StrictLoader.take of what bucket_message.announce describes; buffer: see unpack."""
     tensors = unpack(message, buffer)
     return loader.take(tensors, message["purpose"], first=message["first"], last=message["last"])
-
-
-def _tensors(update: Callable[..., Any], loader_of: Callable[[Any], StrictLoader]) -> Callable[..., Any]:
-    def update_weights_from_tensor(self: Any, named_tensors: Any, load_format: str | None = None) -> tuple[bool, str]:
-        if load_format != LOAD_FORMAT:
-            return update(self, named_tensors, load_format)
-        loader = loader_of(self)
-        return _answer(loader, lambda: take_message(loader, named_tensors, named_tensors.get("buffer")))
-
-    return update_weights_from_tensor
 
 
 def _join_group(
@@ -301,26 +313,3 @@ def _receive(self: Any, *, group_name: str, load_format: str, **_: Any) -> tuple
     buffer = torch.empty(message["size"], dtype=torch.uint8, device=group.device)
     group.broadcast(buffer)
     return message, buffer
-
-
-def _load_received(loader_of: Callable[[Any], StrictLoader]) -> Callable[..., Any]:
-    def load_weights_from_distributed(self: Any, received: tuple[dict[str, Any], torch.Tensor | None]) -> Any:
-        loader = loader_of(self)
-        return _answer(loader, lambda: take_message(loader, *received))
-
-    return load_weights_from_distributed
-
-
-def _directory(update: Callable[..., Any], loader_of: Callable[[Any], StrictLoader]) -> Callable[..., Any]:
-    def update_weights_from_disk(self: Any, model_path: str, load_format: str, *args: Any, **kwargs: Any) -> Any:
-        if not load_format.startswith(f"{LOAD_FORMAT}:"):
-            return update(self, model_path, load_format, *args, **kwargs)
-        purpose: Purpose = "compare" if load_format.endswith(":compare") else "load"
-        loader, tensors = loader_of(self), read_tensors(Path(model_path))
-        self.begin_weight_update()
-        try:
-            return _answer(loader, lambda: loader.take(tensors, purpose, first=True, last=True))
-        finally:
-            self.end_weight_update(run_post_load=False)
-
-    return update_weights_from_disk

@@ -14,6 +14,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 import torch
+import torch.distributed as dist
 from typing_extensions import override
 
 from vapo_megatron.errors import RunFailed, TryAgain
@@ -24,9 +25,6 @@ from vapo_megatron.weight_sync.bucket_message import Purpose, announce
 from vapo_megatron.weight_sync.disk_weights import write_tensors
 from vapo_megatron.weight_sync.ipc_handle import IpcHandle
 from vapo_megatron.weights.bucket import Bucket, DeviceSlots, NamedTensors, SharedSlots, pack, packed_size
-
-# In the order of the server's tensor-parallel ranks; None everywhere but on the server's owner.
-Gather = Callable[[bytes], list[bytes] | None]
 
 T = TypeVar("T")
 
@@ -140,19 +138,12 @@ class IpcTransport(_FromDevice):
 
     Args:
         device: this rank's.
-        gather: where the server has several ranks: collective over the trainer ranks that share its GPUs.
-        barrier: likewise; it keeps a rank from refilling its buffer before the server has read it.
+        group: of the trainer ranks that share the server's GPUs, the owner first; None where it has one rank.
     """
 
-    def __init__(
-        self,
-        client: EngineClient | None,
-        device: torch.device,
-        gather: Gather | None,
-        barrier: Callable[[], None] | None,
-    ) -> None:
+    def __init__(self, client: EngineClient | None, device: torch.device, group: dist.ProcessGroup | None) -> None:
         super().__init__([] if client is None else [client], device)
-        self._gather, self._barrier = gather, barrier
+        self._group = group
 
     @property
     @override
@@ -165,13 +156,15 @@ class IpcTransport(_FromDevice):
     ) -> LoadAnswer:
         placed = None if bucket is None else self._placed(bucket)
         payload = self._payload(placed, purpose, first)
-        payloads = [payload] if self._gather is None else self._gather(payload)
+        payloads = [payload]
+        if self._group is not None:  # in the order of the server's tensor-parallel ranks
+            payloads = [b""] * self._group.size()
+            dist.gather_object(payload, payloads if self._group.rank() == 0 else None, group=self._group, group_dst=0)
         answer = NOTHING
         if self.clients:
-            assert payloads is not None
             answer = await _checked(placed, self.each(lambda client: client.send_bucket(payloads, version=version)))
-        if self._barrier is not None:
-            self._barrier()
+        if self._group is not None:  # no rank refills its buffer before the server has read it
+            dist.barrier(self._group)
         return answer
 
     @override

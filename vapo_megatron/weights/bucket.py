@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -65,7 +65,7 @@ def view(buffer: Tensor, place: Place) -> Tensor:
     return buffer[place.start : place.start + place.nbytes].view(dtype).view(place.shape)
 
 
-class Bucket(Sequence[tuple[str, Tensor]]):
+class Bucket(list[tuple[str, Tensor]]):
     """(name, tensor) pairs whose tensors are contiguous views of one buffer.
 
     Attributes:
@@ -77,7 +77,7 @@ class Bucket(Sequence[tuple[str, Tensor]]):
     def __init__(self, memory: "Memory", places: Sequence[Place], size: int) -> None:
         self.memory, self.places = memory, places
         self.buffer = memory.buffer[:size]
-        self._tensors = [(place.name, view(self.buffer, place)) for place in places]
+        super().__init__((place.name, view(self.buffer, place)) for place in places)
         self._checksums: list[int] | None = None
 
     def checksums(self) -> list[int]:
@@ -86,19 +86,6 @@ class Bucket(Sequence[tuple[str, Tensor]]):
             sums = [_sum_of_words(tensor.reshape(-1).view(torch.uint8)) for _, tensor in self]
             self._checksums = torch.stack(sums).tolist() if sums else []
         return self._checksums
-
-    @overload
-    def __getitem__(self, index: int) -> tuple[str, Tensor]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[tuple[str, Tensor]]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        return self._tensors[index]
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
 
 def pack(bucket: NamedTensors, memory: "Memory") -> Bucket:

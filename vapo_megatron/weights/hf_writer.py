@@ -47,9 +47,7 @@ class HFWriter:
         self._total = 0
 
     def __enter__(self) -> Self:
-        out_dir = self._out_dir
-        if out_dir.exists() and not (out_dir.is_dir() and (_is_model(out_dir) or not any(out_dir.iterdir()))):
-            raise BadInput(f"{out_dir}: exists and is not a model directory; name another place")
+        check_replaceable(self._out_dir)
         try:
             self._temporary.mkdir(parents=True)
         except OSError as error:
@@ -115,5 +113,11 @@ class HFWriter:
         return BadInput(f"{self._out_dir}: cannot be written ({reason}): free or name another place")
 
 
-def _is_model(directory: Path) -> bool:
-    return (directory / CONFIG).is_file()
+def check_replaceable(directory: Path) -> None:
+    """Raises BadInput where something is there that is neither a model's directory nor an empty one."""
+    if (
+        directory.exists()
+        and not (directory / CONFIG).is_file()
+        and not (directory.is_dir() and not any(directory.iterdir()))
+    ):
+        raise BadInput(f"{directory}: exists and is not a model directory; name another place")

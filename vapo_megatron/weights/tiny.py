@@ -11,6 +11,7 @@ from vapo_megatron.config.atomic import follow_umask
 from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.torchvision_ops import make_torchvision_importable
+from vapo_megatron.weights.hf_writer import check_replaceable
 
 make_torchvision_importable()
 
@@ -86,8 +87,7 @@ def save_tiny_model(shape: TinyModel, tokenizer: PreTrainedTokenizerBase, direct
         raise BadInput(
             f"vocab_size {shape.vocab_size}: the tokenizer has {len(tokenizer)} tokens; give at least that many"
         )
-    if directory.exists() and (not directory.is_dir() or (any(directory.iterdir()) and not _holds_model(directory))):
-        raise BadInput(f"{directory}: exists and is not a model directory; choose another place")
+    check_replaceable(directory)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(shape.seed)
         model = AutoModelForCausalLM.from_config(hf_config(shape, tokenizer), dtype=torch.float32)
@@ -107,10 +107,6 @@ def save_tiny_model(shape: TinyModel, tokenizer: PreTrainedTokenizerBase, direct
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _holds_model(directory: Path) -> bool:
-    return (directory / "config.json").is_file()
 
 
 def word_tokenizer(words: list[str], max_length: int, chat_template: str) -> PreTrainedTokenizerBase:
