@@ -22,8 +22,7 @@ from vapo_megatron.mcore.offload import PARTS
 from vapo_megatron.mcore.precision import fp8_settings
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import estimate_advantages
-from vapo_megatron.training.models import load_models
-from vapo_megatron.training.reference import replace_reference
+from vapo_megatron.training.models import load_models, replace_reference
 from vapo_megatron.training.score import score
 from vapo_megatron.training.updates import update_critic
 

@@ -249,11 +249,6 @@ class Engines:
             raise self.failure
 
     @property
-    def has_weights(self) -> bool:
-        """Whether any engine has the weights of `version`."""
-        return bool(self._fed)
-
-    @property
     def serving(self) -> int:
         """How many engines have the weights of `version`."""
         return len(self._fed)

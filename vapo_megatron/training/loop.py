@@ -6,8 +6,7 @@ from vapo_megatron.training.advantages import estimate_advantages
 from vapo_megatron.training.collect import collect, spread, step_rule
 from vapo_megatron.training.evaluation import evaluate
 from vapo_megatron.training.export import export, export_critic, export_final
-from vapo_megatron.training.models import Models
-from vapo_megatron.training.reference import replace_reference
+from vapo_megatron.training.models import Models, replace_reference
 from vapo_megatron.training.rollouts import Rollouts
 from vapo_megatron.training.score import score
 from vapo_megatron.training.state import RunState

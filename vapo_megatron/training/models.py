@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vapo_megatron.config.policy import KlConfig
 from vapo_megatron.config.robustness import SickUpdatesConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.mcore.memory_plan import MemoryPlan
@@ -104,6 +105,14 @@ def load_frozen(name: str, config: TrainConfig) -> Trainable:
     _read_weights(model, source, config)
     model.freeze()
     return model
+
+
+def replace_reference(models: Models, config: KlConfig, step: int) -> None:
+    """The policy of every kl.replace_reference_every-th step becomes the reference (DeepSeek-R1, arXiv 2501.12948)."""
+    every = config.replace_reference_every
+    if models.reference is not None and every is not None and step % every == 0:
+        models.memory.enter("replace_reference")
+        models.reference.copy_from(models.actor)
 
 
 def model_sources(config: TrainConfig) -> dict[str, Path]:

@@ -30,10 +30,10 @@ def sync_weights(models: Models, rollouts: Rollouts, recorder: Recorder, again: 
         with recorder.timer("weight_sync"):
             engines.onload("weights")
             engines.update_weights(models.actor, again)
-        if engines.has_weights:
+        if engines.serving:
             recorder.add({f"weight_sync/{part}_seconds": seconds for part, seconds in engines.sync_seconds.items()})
             check_engines(models, rollouts, recorder)
-        if engines.has_weights or engines.failure is not None:
+        if engines.serving or engines.failure is not None:
             break
         again = True
     for cause in engines.take_failures():
