@@ -160,19 +160,6 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor()
 
 
-def best_seconds(function: Callable[[], object], repeats: int) -> float:
-    """Least wall-clock seconds of `repeats` calls, after one that does not count."""
-    best = float("inf")
-    for repeat in range(repeats + 1):
-        current_platform().synchronize()
-        start = time.perf_counter()
-        function()
-        current_platform().synchronize()
-        if repeat:
-            best = min(best, time.perf_counter() - start)
-    return best
-
-
 def in_turns(steps: Sequence[Callable[[], object]], repeats: int) -> list[list[float]]:
     """Seconds of each step, round by round, after one round that does not count: what disturbs one disturbs all."""
     found: list[list[float]] = [[] for _ in steps]
