@@ -17,8 +17,7 @@ from switch_rollout import (
     write_models,
 )
 
-from vapo_megatron.training.models import load_models
-from vapo_megatron.training.reference import replace_reference
+from vapo_megatron.training.models import load_models, replace_reference
 from vapo_megatron.training.score import score, values
 
 V = "algorithm.value_loss."

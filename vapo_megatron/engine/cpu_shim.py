@@ -243,29 +243,14 @@ def _forgetting_slots(init_forward_metadata: Callable[..., None]) -> Callable[..
 def _batched_decode(per_request: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """SGLang's per-request method, kept for encoders and sliding windows alone."""
 
-    def run(
-        self: Any,
-        query: torch.Tensor,
-        output: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        req_to_token: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        encoder_lens: torch.Tensor | None = None,
-        *,
-        scaling: float | None = None,
-        sliding_window_size: int | None = None,
-        **options: Any,
-    ) -> torch.Tensor:
-        if encoder_lens is None and sliding_window_size is None:
-            if self.slots is None:
-                self.slots = padded_slots(req_to_token, req_pool_indices, seq_lens)
-            slots, real = self.slots
-            return output.copy_(decode_attention(query, k_cache, v_cache, slots, real, scaling))
-        options.update(scaling=scaling, sliding_window_size=sliding_window_size)
-        cache = (k_cache, v_cache, req_to_token, req_pool_indices, seq_lens)
-        return per_request(self, query, output, *cache, encoder_lens, **options)
+    def run(self: Any, query: torch.Tensor, output: torch.Tensor, *cache: Any, **options: Any) -> torch.Tensor:
+        k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens = cache
+        if encoder_lens is not None or options["sliding_window_size"] is not None:
+            return per_request(self, query, output, *cache, **options)
+        if self.slots is None:
+            self.slots = padded_slots(req_to_token, req_pool_indices, seq_lens)
+        slots, real = self.slots
+        return output.copy_(decode_attention(query, k_cache, v_cache, slots, real, options["scaling"]))
 
     return run
 
@@ -273,31 +258,17 @@ def _batched_decode(per_request: Callable[..., torch.Tensor]) -> Callable[..., t
 def _batched_extend(per_request: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """SGLang's per-request method, kept for encoders, sliding windows and prompts too long or uneven to be padded."""
 
-    def run(
-        self: object,
-        query: torch.Tensor,
-        output: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        req_to_token: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        extend_prefix_lens: torch.Tensor,
-        extend_seq_lens: torch.Tensor,
-        encoder_lens: torch.Tensor | None = None,
-        *,
-        scaling: float | None = None,
-        causal: bool = False,
-        sliding_window_size: int | None = None,
-        **options: Any,
-    ) -> torch.Tensor:
-        cache = (k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens)
-        padded_pairs = len(seq_lens) * int(seq_lens.max()) * int(extend_seq_lens.max())
-        plain = causal and encoder_lens is None and sliding_window_size is None
+    def run(self: object, query: torch.Tensor, output: torch.Tensor, *cache: Any, **options: Any) -> torch.Tensor:
+        k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, prefix_lens, new_lens, encoder_lens = cache
+        padded_pairs = len(seq_lens) * int(seq_lens.max()) * int(new_lens.max())
+        plain = options["causal"] and encoder_lens is None and options["sliding_window_size"] is None
         if plain and padded_pairs <= _MAX_PADDED_PAIRS:
-            return output.copy_(extend_attention(query, *cache, scaling))
-        options.update(scaling=scaling, causal=causal, sliding_window_size=sliding_window_size)
-        return per_request(self, query, output, *cache, encoder_lens, **options)
+            lens = seq_lens, prefix_lens, new_lens
+            attended = extend_attention(
+                query, k_cache, v_cache, req_to_token, req_pool_indices, *lens, options["scaling"]
+            )
+            return output.copy_(attended)
+        return per_request(self, query, output, *cache, **options)
 
     return run
 
