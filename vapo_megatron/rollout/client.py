@@ -128,7 +128,7 @@ class EngineClient:
                     rows = len(prompt) + len(completion.token_ids) - 1
                     completion.routed_experts = routed_experts.read(answer.experts, rows)
         except ValueError as error:
-            raise EngineWrong(f"{self._where()}: {error}") from None
+            raise EngineWrong(f"{self.address}: {error}") from None
         return completions
 
     async def abort(self, ids: Sequence[str]) -> None:
@@ -253,7 +253,7 @@ class EngineClient:
                 raise self._refused("flush_cache", status, answer)
             if time.monotonic() > end:
                 raise TryAgain(
-                    f"{self._where()}: the server was not idle within rollout.sync.request_timeout_s="
+                    f"{self.address}: the server was not idle within rollout.sync.request_timeout_s="
                     f"{self._deadline:g} s and keeps its memory: {self.address.cause()}"
                 )
             await asyncio.sleep(_IDLE_POLL_SECONDS)
@@ -262,12 +262,12 @@ class EngineClient:
         reason = answer.meta["finish_reason"]["type"]
         if reason not in ("stop", "length") and not (unfinished and reason == "abort"):
             message = answer.meta["finish_reason"].get("message", "")
-            raise TryAgain(f"{self._where()}: a response was not finished ({reason}: {message})")
+            raise TryAgain(f"{self.address}: a response was not finished ({reason}: {message})")
         # Copies: the message, with the experts in it, can go once these are in the batch.
         token_ids, logprobs = answer.token_ids.copy(), answer.logprobs.copy()
         if len(logprobs) != len(token_ids) or not np.isfinite(logprobs).all():
             raise EngineWrong(
-                f"{self._where()}: {len(token_ids)} response tokens came with {len(logprobs)} log-probs, "
+                f"{self.address}: {len(token_ids)} response tokens came with {len(logprobs)} log-probs, "
                 "expected a finite one each: the engine's weights or logits are broken"
             )
         spans = answer.meta["weight_versions"]
@@ -280,11 +280,11 @@ class EngineClient:
     def _version(self, text: str) -> int:
         """The number in a version, which begins with the mark of whoever handed the weights over."""
         if text == str(NO_WEIGHTS):
-            raise TryAgain(f"{self._where()}: the server was started again and has no weights of ours yet")
+            raise TryAgain(f"{self.address}: the server was started again and has no weights of ours yet")
         owner, _, number = text.rpartition(_OWNER_END)
         if owner != self.address.owner:
             raise RunFailed(
-                f"{self._where()}: it runs weights that another trainer has synced: an engine serves one run at a "
+                f"{self.address}: it runs weights that another trainer has synced: an engine serves one run at a "
                 "time, give each run engines of its own as rollout.external_urls"
             )
         return int(number)
@@ -328,15 +328,12 @@ class EngineClient:
                 return answer.status, content if answer.content_type == columns.MEDIA_TYPE else _decoded(content)
         except TimeoutError:
             raise TryAgain(
-                f"{self._where()}: no answer to {path} within {self._deadline:g} s: {self.address.cause()}"
+                f"{self.address}: no answer to {path} within {self._deadline:g} s: {self.address.cause()}"
             ) from None
         except aiohttp.ClientError as error:
             raise TryAgain(
-                f"{self._where()}: the server is gone ({type(error).__name__} on {path}): {self.address.cause()}"
+                f"{self.address}: the server is gone ({type(error).__name__} on {path}): {self.address.cause()}"
             ) from None
-
-    def _where(self) -> str:
-        return f"{self.address.url} (log {self.address.log_file})"
 
     def _refused(self, path: str, status: int, answer: Any) -> VapoError:
         error = answer.get("error", answer) if isinstance(answer, dict) else answer
@@ -346,7 +343,7 @@ class EngineClient:
         kind: type[VapoError] = TryAgain if first_line.startswith("Failed to receive weights") else RunFailed
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             kind = EngineWrong
-        return kind(f"{self._where()}: {path} was refused (HTTP {status}): {first_line[:400]}")
+        return kind(f"{self.address}: {path} was refused (HTTP {status}): {first_line[:400]}")
 
 
 def _decoded(content: bytes) -> Any:

@@ -347,7 +347,7 @@ def _check_versions(address: EngineAddress, completions: Sequence[Completion], g
         oldest, newest = completion.weight_version_oldest, completion.weight_version
         if oldest < expected or (newest != expected and not group.goes_on):
             raise EngineWrong(
-                f"{address.url} (log {address.log_file}): a response was made by weights of version "
+                f"{address}: a response was made by weights of version "
                 f"{oldest} to {newest}, expected {expected}: a weight sync was missed"
             )
 

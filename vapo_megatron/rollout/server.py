@@ -60,6 +60,9 @@ class EngineAddress:
     key: str = field(default="", repr=False)
     owner: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.url} (log {self.log_file})"
+
     def cause(self) -> str:
         """The line of the log that most likely says why the server failed."""
         return cause_in_log(Path(self.log_file))

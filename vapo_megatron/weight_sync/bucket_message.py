@@ -31,14 +31,9 @@ def announce(bucket: Bucket | None, purpose: Purpose, *, first: bool, last: bool
     }
 
 
-def places_of(description: Mapping[str, Any]) -> list[Place]:
-    """The places that announce() described."""
-    return [Place(name, dtype, tuple(shape), start) for name, dtype, shape, start in description["places"]]
-
-
 def unpack(description: Mapping[str, Any], buffer: torch.Tensor | None = None) -> list[tuple[str, torch.Tensor]]:
     """The tensors of a description whose bytes are in buffer, or in the file of its "path". They are views."""
-    places = places_of(description)
+    places = [Place(name, dtype, tuple(shape), start) for name, dtype, shape, start in description["places"]]
     if not places:
         return []
     if buffer is None:

@@ -12,23 +12,11 @@ from vapo_megatron.experience.sample import Prompt, Sample
 
 def probe_batch(sequences: Sequence[Sequence[int]]) -> ExperienceBatch:
     """Sequences as samples whose prompt is the first token, so that every other token gets a log-prob."""
-    return from_samples(
-        [
-            Sample(
-                Prompt(str(i), "", "", (ids[0],)),
-                i,
-                0,
-                0,
-                np.array(ids[1:], dtype=np.int32),
-                np.zeros(len(ids) - 1, dtype=np.float32),
-                "stop",
-                0,
-                0,
-                reward=0.0,
-            )
-            for i, ids in enumerate(sequences)
-        ]
-    )
+    samples = []
+    for i, ids in enumerate(sequences):
+        response, logprobs = np.array(ids[1:], dtype=np.int32), np.zeros(len(ids) - 1, dtype=np.float32)
+        samples.append(Sample(Prompt(str(i), "", "", (ids[0],)), i, 0, 0, response, logprobs, "stop", 0, 0, reward=0.0))
+    return from_samples(samples)
 
 
 def split_logprobs(batch: ExperienceBatch, logprobs: Tensor) -> list[list[float]]:

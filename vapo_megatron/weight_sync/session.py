@@ -143,8 +143,7 @@ class WeightSync:
         return problems
 
     def _rejected(self, problems: Sequence[str]) -> RunFailed:
-        addresses = (client.address for client in self._transport.clients)
-        where = ", ".join(f"{address.url} (log {address.log_file})" for address in addresses)
+        where = ", ".join(str(client.address) for client in self._transport.clients)
         return RunFailed(f"{where}: weights were not accepted: {some_of(problems)}")
 
 
