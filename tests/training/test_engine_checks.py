@@ -16,7 +16,7 @@ from vapo_megatron.training import first_checks, preflight
 def node_of_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Slurm shows them."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    platform: Any = SimpleNamespace(is_cuda=True, engines_on_gpu=True, device_count=lambda: 2)
+    platform: Any = SimpleNamespace(is_cuda=True, device_count=lambda: 2)
     for module in (first_checks, preflight):
         monkeypatch.setattr(module, "current_platform", lambda: platform)
 

@@ -24,18 +24,8 @@ class Platform:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether tensors live on a GPU."""
+        """Whether tensors live on a GPU, and so do the engines that are started beside the ranks: they take turns."""
         return self.device_type == "cuda"
-
-    @property
-    def engines_share_device(self) -> bool:
-        """Whether engines live in the trainer's memory, and so have to take turns with it."""
-        return self.is_cuda
-
-    @property
-    def engines_on_gpu(self) -> bool:
-        """Whether the engines that this machine starts run on GPUs."""
-        return self.is_cuda
 
     @property
     def world_backend(self) -> str:

@@ -88,7 +88,7 @@ class Trainable:
         platform = current_platform()
         # A reference works once a step: it always makes room where room is short.
         asked = "auto" if name == "reference" and config.offload == "never" else config.offload
-        sleeps = asked == "always" or (asked == "auto" and platform.engines_share_device)
+        sleeps = asked == "always" or (asked == "auto" and platform.is_cuda)
         self._offloader = Offloader(self._tensors, platform, sleeps, self._before_offload)
 
     def prepare(self, frozen: Sequence[str] = ()) -> None:

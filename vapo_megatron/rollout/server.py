@@ -205,7 +205,7 @@ class EngineServer:
     def ended(self) -> str | None:
         """Why the server that was started is no more; None while it is."""
         code = None if self._process is None else self._process.poll()
-        return None if code is None else f"{_describe(code)}: {self._cause()}"
+        return None if code is None else f"{_describe(code)}: {self.address.cause()}"
 
     def is_ready(self) -> bool:
         """Whether it answers."""
@@ -255,13 +255,13 @@ class EngineServer:
             if code is not None:
                 self.stop()
                 raise RunFailed(
-                    f"{self._log_file}: the server ended while starting ({_describe(code)}): {self._cause()}"
+                    f"{self._log_file}: the server ended while starting ({_describe(code)}): {self.address.cause()}"
                 )
             if time.monotonic() > deadline:
                 self.stop()
                 raise RunFailed(
                     f"{self._log_file}: the server did not answer within rollout.start_timeout_s="
-                    f"{self._config.start_timeout_s:g} s (raise it for a large model): {self._cause()}"
+                    f"{self._config.start_timeout_s:g} s (raise it for a large model): {self.address.cause()}"
                 )
             time.sleep(_POLL_SECONDS)
 
@@ -313,9 +313,6 @@ class EngineServer:
                 "this machine and a free port"
             ) from None
         return listener
-
-    def _cause(self) -> str:
-        return cause_in_log(self._log_file)
 
     def _environment(self, scratch: Path) -> dict[str, str]:
         return engine_environment(

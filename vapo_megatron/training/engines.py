@@ -103,7 +103,7 @@ class Engines:
     @property
     def sync_mode(self) -> Literal["wait", "retract", "in_place"]:
         """What becomes of responses under way when weights come (rollout.asynchronous.weight_sync)."""
-        return self._config.sync_mode(self._config.computes_in(self._dtype), current_platform().engines_on_gpu)
+        return self._config.sync_mode(self._config.computes_in(self._dtype), current_platform().is_cuda)
 
     def start(self) -> None:
         """Begin to start this rank's server; wait_until_ready follows once there is nothing better to do."""

@@ -113,8 +113,8 @@ def check_rollout_groups(config: TrainConfig, world_size: int) -> None:
     if rollout.external_urls:
         rollout.api_key()
         return
-    check_kernels(rollout, rollout.computes_in(config.model.dtype), platform.engines_on_gpu)
-    if not platform.engines_on_gpu:
+    check_kernels(rollout, rollout.computes_in(config.model.dtype), platform.is_cuda)
+    if not platform.is_cuda:
         if rollout.num_engines > world_size:
             raise BadInput(
                 f"rollout.num_engines={rollout.num_engines} is above the {world_size} ranks of the run: a rank owns "

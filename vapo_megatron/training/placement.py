@@ -240,7 +240,7 @@ class ExternalPlacement(Placement):
 
     def __init__(self, settings: EngineSettings, platform: Platform) -> None:
         super().__init__(settings, platform)
-        if not platform.engines_share_device:  # the transport is a GPU's alone, wherever engines are
+        if not platform.is_cuda:  # the transport is a GPU's alone, wherever engines are
             _refuse_ipc(self._config)
         self._engines: RemoteEngines | None = None
         self._watches: dict[str, EngineWatch] = {}
@@ -304,7 +304,7 @@ def place_engines(settings: EngineSettings, platform: Platform, home: Path | Non
     """
     if settings.config.external_urls:
         return ExternalPlacement(settings, platform)
-    return (ColocatedPlacement if platform.engines_share_device else CpuPlacement)(settings, platform, home)
+    return (ColocatedPlacement if platform.is_cuda else CpuPlacement)(settings, platform, home)
 
 
 def _refuse_ipc(config: RolloutConfig) -> None:

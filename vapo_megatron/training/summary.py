@@ -34,7 +34,7 @@ def show_header(config: TrainConfig, models: Models, engines: int, recorder: Rec
         "run": recorder.run_dir,
     }
     recorder.console.header(f"vapo-megatron train: {config.run.name}", facts)
-    note = rope_note(spec, config.rollout.computes_in(config.model.dtype), current_platform().engines_on_gpu)
+    note = rope_note(spec, config.rollout.computes_in(config.model.dtype), current_platform().is_cuda)
     if note is not None:
         recorder.console.note(note)
 
