@@ -46,7 +46,7 @@ def probe_critic(settings: ProbedRunConfig) -> None:
     """
     config, console = with_checkpoint(settings), RunConsole()
     ranks = config.cluster.ranks or machine_default_ranks([config.critic.layout.model_size])
-    spec = check_train_numbers(config, ranks)
+    spec = check_train_numbers(config, ranks)["actor"]
     devices = engine_devices(config.rollout, current_platform())
     EngineServer(config.model.path, config.rollout, config.model.dtype, Path(os.devnull), devices[0]).check_arguments()
     folder = Path(config.run.directory) / FOLDER

@@ -26,20 +26,23 @@ def check_numbers(settings: TrainConfig | SftConfig | EvaluateConfig) -> None:
         check_weights(Path(settings.model.path), read_spec(Path(settings.model.path)), "lm")
 
 
-def check_train_numbers(config: TrainConfig, world_size: int | None) -> ModelSpec:
-    """The policy's spec. world_size: ranks of the run; None: not known yet, or chosen to fit.
+def check_train_numbers(config: TrainConfig, world_size: int | None) -> dict[str, ModelSpec]:
+    """The specs of the actor and of the critic, where there is one, by name.
+
+    world_size: ranks of the run; None: not known yet, or chosen to fit.
 
     Raises:
         BadInput: the models cannot be read, cut as the layouts ask, or hold what the lengths ask for.
     """
     spec = read_spec(Path(config.model.path))
-    sections: list[tuple[str, TrainableConfig, ModelSpec]] = [("actor", config.actor, spec)]
+    specs = {"actor": spec}
     if config.algorithm.uses_critic:
-        sections.append(("critic", config.critic, check_critic_source(config, spec)))
-    for name, section, model in sections:
+        specs["critic"] = check_critic_source(config, spec)
+    for name, model in specs.items():
+        layout = config.trainable(name).layout
         if world_size is not None:
-            check_layout(section.layout, world_size, name)
-        check_model_layout(model, section.layout, name)
+            check_layout(layout, world_size, name)
+        check_model_layout(model, layout, name)
     if config.rollout.router_replay and not spec.num_experts:
         raise BadInput(f"rollout.router_replay: model.path is a {spec.family} model without experts, set it to false")
     if world_size is not None:
@@ -48,12 +51,12 @@ def check_train_numbers(config: TrainConfig, world_size: int | None) -> ModelSpe
     check_weights(Path(config.model.path), spec, "lm")
     if config.algorithm.uses_critic and config.critic_source != Path(config.model.path):
         value_head: Literal["saved", "new"] = "new" if config.critic.init == "policy" else "saved"
-        check_weights(config.critic_source, sections[1][2], "value", value_head=value_head)
-    return spec
+        check_weights(config.critic_source, specs["critic"], "value", value_head=value_head)
+    return specs
 
 
 def check_sft_numbers(config: SftConfig, world_size: int | None) -> ModelSpec:
-    """The policy's spec, as check_train_numbers."""
+    """The policy's spec; as check_train_numbers."""
     spec = read_spec(Path(config.model.path))
     if world_size is not None:
         check_layout(config.actor.layout, world_size, "actor")

@@ -11,7 +11,6 @@ from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.experience.prompts import eval_prompts, train_prompts
 from vapo_megatron.experience.tokenizer import TextTokenizer
-from vapo_megatron.mcore.layer_spec import uses_transformer_engine
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.mcore.precision import check_delayed_scaling, check_trainable
 from vapo_megatron.rewards.pool import VerifierPool
@@ -20,7 +19,6 @@ from vapo_megatron.rollout.server import EngineServer
 from vapo_megatron.training.cautions import cautions
 from vapo_megatron.training.first_checks import (
     check_capacity,
-    check_critic_source,
     check_sft_numbers,
     check_train_numbers,
 )
@@ -35,16 +33,11 @@ from vapo_megatron.weights.fp8 import BlockFp8
 def check_train(config: TrainConfig, world_size: int) -> None:
     """Raises BadInput for anything in a training config that cannot work with these files on this many ranks."""
     check_trackers(config.monitoring)
-    spec = check_train_numbers(config, world_size)
-    uses_transformer_engine(config.model.attention, current_platform())
-    sections: dict[str, TrainableConfig] = {"actor": config.actor}
-    parameters = {"actor": spec.parameter_count()}
-    check_trainable(spec, config.model, config.actor, "actor", current_platform())
-    if config.algorithm.uses_critic:
-        sections["critic"] = config.critic
-        critic = check_critic_source(config, spec)
-        parameters["critic"] = critic.parameter_count()
-        check_trainable(critic, config.model, config.critic, "critic", current_platform())
+    specs = check_train_numbers(config, world_size)
+    spec = specs["actor"]
+    sections: dict[str, TrainableConfig] = {name: config.trainable(name) for name in specs}
+    for name, section in sections.items():
+        check_trainable(specs[name], config.model, section, name, current_platform())
     check_delayed_scaling(sections)
     fp8 = engine_fp8(config.rollout, config.actor.precision, spec)
     tokenizer = TextTokenizer(Path(config.model.path), config.data.prompt)
@@ -58,6 +51,7 @@ def check_train(config: TrainConfig, world_size: int) -> None:
         first_engine(config, fp8).check_arguments()
     with VerifierPool(config.reward) as verifier:
         verifier.try_out(prompts[0].problem, prompts[0].answer, prompts[0].extra)
+    parameters = {name: model.parameter_count() for name, model in specs.items()}
     check_room(Path(config.run.directory), run_bytes(config, parameters) + record_bytes(config))
     for caution in cautions(config, prompts, evaluations):
         print(f"vapo-megatron: caution: {caution}", file=sys.stderr, flush=True)
@@ -77,7 +71,6 @@ def check_sft(config: SftConfig, world_size: int) -> None:
     """Raises BadInput for anything in a fine-tuning config that cannot work."""
     check_trackers(config.monitoring)
     spec = check_sft_numbers(config, world_size)
-    uses_transformer_engine(config.model.attention, current_platform())
     check_trainable(spec, config.model, config.actor, "actor", current_platform())
     TextTokenizer(Path(config.model.path), config.data.prompt).check_vocabulary(spec.vocab_size)
     longest = int(load_demonstrations(config).lengths.max())
