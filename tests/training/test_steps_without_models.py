@@ -14,17 +14,18 @@ from switch_formulas import Estimates, Iteration, ValueModel, others_of, shaped
 from switch_rollout import Watched
 from test_estimate_switches import algorithm_of, noise, scored
 from test_shards_on_threads import Planner
-from test_step_switches import CASES, CUTS, OLD_LOGPROBS, REPORTED, A, L, S, U, V, W
+from test_step_switches import CASES, CUTS, OLD_LOGPROBS, REPORTED, A, K, L, S, U, V, W
 from threads import on_threads
 from torch import Tensor
 
 from vapo_megatron.config.algorithm import AlgorithmConfig
-from vapo_megatron.experience.batch import ExperienceBatch
+from vapo_megatron.experience.batch import ExperienceBatch, from_samples
+from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.mcore.metrics import StepResult
 from vapo_megatron.training.advantages import estimate_advantages
 from vapo_megatron.training.models import Models
 from vapo_megatron.training.score import score
-from vapo_megatron.training.updates import update_critic, update_policy
+from vapo_megatron.training.updates import policy_signal, update_critic, update_policy
 
 SWITCHES = {case.name: {U + "minibatch_size": 5} | case.switches for case in CASES}
 SWITCHES |= {name: {U + "minibatch_size": 5} | cut[0] for name, cut in CUTS.items()} | OLD_LOGPROBS | REPORTED
@@ -64,6 +65,7 @@ class Table(Planner):
         self.before, self.now = before, before if now is None else now
         self.steps: list[tuple[list[int], float]] = []
         self.kept: list[bool] = []
+        self.given: list[set[str]] = []
 
     def onload_only(self, *parts: str) -> None:
         self.onloaded = frozenset(parts)
@@ -86,6 +88,7 @@ class Table(Planner):
         value, metrics = loss(found, AsPacked(batch))
         self.steps.append((numbers_of(batch), float(value)))
         self.kept.append(keep_outputs)
+        self.given.append({name for name in ("values", "returns", "advantages") if getattr(batch, name) is not None})
         count = len(self.steps)
         told = {name: float(number) for name, number in metrics.items()}
         return StepResult(float(count), 0.1 * count, told, found if keep_outputs else None, count != REFUSED)
@@ -130,7 +133,7 @@ def tables(config: AlgorithmConfig) -> dict[str, Table]:
     return found
 
 
-def iterate(config: AlgorithmConfig) -> Any:
+def iterate(config: AlgorithmConfig, seed: str = "1/1") -> Any:
     """On every rank: the steps of each model, the row and how far each phase was."""
     made: Any = tables(config)
     models, whole = Models(made["actor"], made.get("critic"), made.get("reference")), numbered(config)
@@ -138,10 +141,10 @@ def iterate(config: AlgorithmConfig) -> Any:
     with Watched(Path("unused")) as recorder:
         score(models, batch, config, recorder)
         estimate_advantages(batch, config, recorder)
-        update_critic(models, batch, config, "1/1", recorder)
-        update_policy(models, batch, config, "1/1", recorder)
+        update_critic(models, batch, config, seed, recorder)
+        update_policy(models, batch, config, seed, recorder)
         row = recorder.write(1)
-    return {name: (model.steps, model.kept) for name, model in made.items()}, row, recorder.progress
+    return {name: (model.steps, model.kept, model.given) for name, model in made.items()}, row, recorder.progress
 
 
 class Written(ValueModel):
@@ -215,6 +218,9 @@ def test_each_step_minimises_what_the_formula_says(name: str, ranks: int) -> Non
         kept = by_model[model][1]
         first_alone = model == "critic" and config.value_loss.outputs == 1
         assert kept == [one_pass if model == "actor" else first_alone and n == 0 for n in range(len(kept))]
+        needed = {"critic": {"values", "returns"}, "actor": {"advantages"}}[model]
+        needed |= {"values", "returns"} if config.policy_loss.self_imitation_coef else set()
+        assert by_model[model][2] == [needed] * len(steps), "nothing else is sent"
         rounds = update.epochs * (update.critic_updates_per_policy_update if model == "critic" else 1)
         phase = "update_policy" if model == "actor" else "update_critic"
         assert progress[phase] == (12 * rounds, 12 * rounds)
@@ -229,3 +235,74 @@ def test_each_step_minimises_what_the_formula_says(name: str, ranks: int) -> Non
     assert all(done == (12 if ranks == 1 else done) for phase, (_, done) in progress.items() if "score" in phase)
     assert all(total == 12 for phase, (total, _) in progress.items() if "score" in phase)
     assert "critic/fault_targets" not in row, "the critic does what its values say"
+
+
+def test_mini_batches_are_drawn_by_model_and_seed() -> None:
+    config = algorithm_of({U + "minibatch_size": 5, U + "epochs": 2})
+    orders = []
+    for seed in ("1/1", "1/1", "1/2"):
+        ((by_model, _, _),) = on_threads(1, iterate, config, seed)
+        orders.append([[members for members, _ in by_model[model][0]] for model in ("actor", "critic")])
+    (actor, critic), again, (other_actor, other_critic) = orders
+    assert again == [actor, critic] and actor != critic and actor != other_actor and critic != other_critic
+
+
+# Advantages and importance weights of three tokens, the first new one, whether selected, correct, cut off.
+SAID: list[tuple[list[float], list[float], int, bool, bool, bool]] = [
+    ([1, 1, 1], [1, 1, 1], 0, True, False, False),
+    ([0, 0, 0], [1, 1, 1], 0, True, False, False),
+    ([1, 1, 1], [0, 0, 0], 0, True, False, False),
+    ([1, 1, 1], [1, 1, 1], 0, False, False, False),
+    ([0, 0, 0], [1, 1, 1], 0, True, True, False),
+    ([0, 0, 0], [1, 1, 1], 0, True, True, True),
+    ([0, 0, 0], [1, 1, 1], 0, False, True, False),
+    ([5, 0, 0], [1, 1, 1], 2, True, False, False),
+    ([0, 0, 5], [2, 2, 2], 2, True, False, False),
+    ([0, 1, 0], [0, 1, 0], 0, True, False, False),
+]
+
+
+@pytest.mark.parametrize("windows", [False, True])
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {},
+        {L + "positive_nll.coef": 0.1},
+        {L + "entropy_coef": 0.1},
+        {L + "self_imitation_coef": 0.1},
+        {K + "placement": "loss", K + "estimator": "k3", K + "coef": 0.1},
+        {K + "placement": "reward", K + "estimator": "k1", K + "coef": 0.1},
+    ],
+    ids=str,
+)
+def test_a_sample_teaches_the_policy_where_its_loss_has_a_gradient(
+    switches: dict[str, Any], dropped: bool, windows: bool
+) -> None:
+    """dropped: rejected tokens are not counted."""
+    config = algorithm_of({L + "positive_nll.coef": 0.0} | switches)
+    samples = []
+    for number, (_, _, _, _, correct, cut) in enumerate(SAID):
+        prompt = Prompt(str(number), "", "", (1,))
+        reason: Any = "length" if cut else "stop"
+        sample = Sample(prompt, number, 0, 0, [5] * 3, [-1.0] * 3, reason, 0, 0, reward=0.5, correct=correct)  # type: ignore[arg-type]
+        samples.append(sample)
+    batch = from_samples(samples)
+    starts = torch.tensor([row[2] for row in SAID])
+    batch.window_starts = starts if windows else None
+    batch.advantages = torch.tensor([x for row in SAID for x in row[0]])
+    batch.importance_weights = torch.tensor([x for row in SAID for x in row[1]])
+    whole = spread(batch)
+    accepted = torch.tensor([sum(w != 0 for w in row[1][row[2] * windows :]) for row in SAID])
+    whole.fill(selected=torch.tensor([row[3] for row in SAID]), accepted_lengths=accepted if dropped else None)
+    others = any(settings in switches for settings in (L + "entropy_coef", L + "self_imitation_coef"))
+    others = others or switches.get(K + "placement") == "loss"
+    carries, signal = [], []
+    for (advantages, weights, start, selected, correct, cut), count in zip(SAID, accepted.tolist(), strict=True):
+        imitated = selected and correct and not cut and L + "positive_nll.coef" in switches
+        moves = any(a * w for a, w in list(zip(advantages, weights, strict=True))[start * windows :])
+        weighted = selected and (count > 0 or not dropped)
+        carries.append(selected if others else weighted or imitated)
+        signal.append(selected if others else (weighted and moves) or imitated)
+    found = policy_signal(whole, config)
+    assert found[0].tolist() == carries and found[1].tolist() == signal

@@ -1,5 +1,6 @@
 """A user's own advantage and filter: what they are given, what they may return, what a wrong path says."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,13 @@ def test_what_a_function_is_given() -> None:
     assert scored.group_ids.tolist() == [0, 0, 1, 1]
     assert scored.truncated.tolist() == [False, False, False, True]
     assert scored.values is None and scored.ref_logprobs is None
+    batch = scored_batch()
+    batch.values, batch.ref_logprobs = torch.zeros(10), torch.ones(10)
+    scored = scored_responses(batch)
+    assert scored.rewards is batch.shaped_rewards and scored.cu_seqlens is batch.response_cu_seqlens
+    for name in ("correct", "truncated", "group_ids", "rollout_logprobs", "old_logprobs", "entropies", "values"):
+        assert getattr(scored, name) is getattr(batch, name)
+    assert scored.ref_logprobs is batch.ref_logprobs
     assert scored.old_logprobs.shape == scored.entropies.shape == scored.rollout_logprobs.shape == (10,)
 
 
@@ -94,6 +102,27 @@ def test_a_wrong_answer_is_bad_input(name: str, told: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("wrong_shape", "it returned torch.float32 [4], expected a bool tensor [S] = [4]"),
+        ("not_finite", "it returned torch.float32 [10], expected a bool tensor [S] = [4]"),
+        ("no_tensor", "it returned list, expected a bool tensor [S] = [4]"),
+        ("no_such", "cannot be imported"),
+    ],
+)
+def test_a_wrong_filter_is_bad_input(name: str, told: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        user_selection(f"{HERE}:{name}", scored_batch())
+    message = str(refused.value)
+    assert message.startswith(f"algorithm.filter_function={HERE}:{name}: ") and told in message
+
+
+def test_an_estimator_that_is_gone_is_named() -> None:
+    with pytest.raises(BadInput, match=f"^algorithm.advantage.function={HERE}:no_such: cannot be imported"):
+        user_advantages(f"{HERE}:no_such", scored_batch())
+
+
+@pytest.mark.parametrize(
     ("path", "told"),
     [
         ("no_such_module_at_all:f", "ModuleNotFoundError"),
@@ -115,4 +144,7 @@ def test_a_wrong_path_is_bad_input_before_anything_starts(path: str, told: str) 
 def test_modules_of_the_working_directory_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine_alone.py").write_text("def keep(scored):\n    return scored.correct\n")
     monkeypatch.chdir(tmp_path)
-    check_functions(AlgorithmConfig.model_validate({"filter_function": "mine_alone:keep"}))
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
+    for _ in range(2):
+        check_functions(AlgorithmConfig.model_validate({"filter_function": "mine_alone:keep"}))
+    assert sys.path[-1] == str(tmp_path) and sys.path.count(str(tmp_path)) == 1
