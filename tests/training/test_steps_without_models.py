@@ -32,6 +32,10 @@ SWITCHES |= {name: {U + "minibatch_size": 5} | cut[0] for name, cut in CUTS.item
 COMBINED: dict[str, dict[str, Any]] = {
     "clipped_residual": {V + "kind": "clipped", V + "clip": 0.05, V + "residual": True, U + "minibatch_size": 5},
     "dropped_of_windows": {S + "truncated": "window", W + "kind": "mis", W + "low": 0.8, W + "rejected": "dropped"},
+    "dropped_of_filtered": {"algorithm.filter_function": "switch_functions:keep", W + "kind": "mis", W + "low": 0.8}
+    | {W + "rejected": "dropped", U + "minibatch_size": 5},
+    "dropped_of_constant": {L + "aggregation": "constant", L + "constant": 24.0, W + "kind": "mis", W + "low": 0.8}
+    | {W + "rejected": "dropped", U + "minibatch_size": 5},
     "imitation_alone": {A + "estimator": "gae", L + "self_imitation_coef": 0.5, U + "minibatch_size": 5},
 }
 SWITCHES |= COMBINED
@@ -188,6 +192,10 @@ class Formula(Iteration):
         self.policy = policy
         return float(self.policy_loss(members))
 
+    def mean_entropy(self, members: Sequence[int]) -> float:
+        counted = [self.made["actor"].now[s][:, 1] for s in members if self.estimates.selected[s]]
+        return float(torch.cat(counted).mean())
+
     def value_loss(self, members: Sequence[int], critic: ValueModel) -> float:
         assert self.values is not None
         window = self.config.shaping.truncated == "window"
@@ -227,6 +235,9 @@ def test_each_step_minimises_what_the_formula_says(name: str, ranks: int) -> Non
         made = [n for n in range(1, len(steps) + 1) if n != REFUSED]
         assert row[f"{model}/updates"] == len(made) and row[f"{model}/lr"] == pytest.approx(0.1 * made[-1])
         assert row[f"{model}/grad_norm"] == sum(made) / len(made) and row[f"{model}/grad_norm_max"] == made[-1]
+        if ranks == 1 and model == "actor":
+            entropies = [formula.mean_entropy(parts[0][0]) for n, parts in enumerate(steps, 1) if n != REFUSED]
+            assert row["actor/update_entropy"] == pytest.approx(sum(entropies) / len(entropies), rel=1e-4)
         if ranks == 1 and model == "critic" and not config.value_loss.self_imitation_coef:
             losses = [parts[0][1] for n, parts in enumerate(steps, 1) if n != REFUSED]
             assert row["critic/value_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
@@ -235,6 +246,33 @@ def test_each_step_minimises_what_the_formula_says(name: str, ranks: int) -> Non
     assert all(done == (12 if ranks == 1 else done) for phase, (_, done) in progress.items() if "score" in phase)
     assert all(total == 12 for phase, (total, _) in progress.items() if "score" in phase)
     assert "critic/fault_targets" not in row, "the critic does what its values say"
+
+
+def unfinished(which: Sequence[int]) -> Any:
+    """On one rank: steps and what is counted as skipped, where these responses go on."""
+    config = algorithm_of({S + "truncated": "window", U + "minibatch_size": 5, L + "positive_nll.coef": 0.0})
+    made: Any = tables(config)
+    models, whole = Models(made["actor"], made["critic"]), numbered(config)
+    whole.truncated[:] = False
+    whole.truncated[list(which)] = True
+    batch = spread(whole)
+    with Watched(Path("unused")) as recorder:
+        score(models, batch, config, recorder)
+        estimate_advantages(batch, config, recorder)
+        update_critic(models, batch, config, "1/1", recorder)
+        row = recorder.write(1)
+    return [members for members, _ in made["critic"].steps], models.updates.metrics(), recorder.progress, row
+
+
+def test_a_critic_learns_nothing_of_responses_that_go_on() -> None:
+    ((steps, skipped, progress, row),) = on_threads(1, unfinished, range(12))
+    assert steps == [] and skipped == {"sick/skipped_updates": 1, "sick/unfinished": 1}
+    assert "update_critic" not in progress and "critic/updates" not in row
+    ((straight, _, _, _),) = on_threads(1, unfinished, [])
+    for number, left_out in enumerate(straight):
+        ((steps, skipped, progress, row),) = on_threads(1, unfinished, left_out)
+        assert steps == straight[:number] + straight[number + 1 :] and row["critic/updates"] == len(steps) - 1
+        assert skipped == {"sick/skipped_updates": 1, "sick/unfinished": 1} and progress["update_critic"] == (12, 12)
 
 
 def test_mini_batches_are_drawn_by_model_and_seed() -> None:
