@@ -17,7 +17,9 @@ from vapo_megatron.experience.sample import Prompt
 from vapo_megatron.mcore.mesh import make_mesh
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.rollout.node_part import NodePart
+from vapo_megatron.rollout.ports import BESIDE_MEETING
 from vapo_megatron.rollout.request import GenerationRequest
+from vapo_megatron.training import placement
 from vapo_megatron.training.engines import Engines
 from vapo_megatron.training.placement import ColocatedPlacement, EngineSettings
 from vapo_megatron.weight_sync.logprob_difference import LogprobDifference
@@ -91,17 +93,18 @@ def test_resharded_weights_arrive_and_a_stale_engine_is_named(model_dir: Path, t
         assert message.count("differs") == 1
 
 
-def placed(model_dir: Path, tp: int) -> tuple[NodePart, list[int], bool] | None:
+def placed(model_dir: Path, tp: int, **server_args: Any) -> tuple[NodePart, list[int], bool] | None:
     """Of this rank's server on nodes of two GPUs: its part, its GPUs, whether requests come to it."""
     device = torch.device("cuda", dist.get_rank() % 2)
     platform: Any = SimpleNamespace(device=device, device_count=lambda: 2)
-    placement = ColocatedPlacement(EngineSettings(RolloutConfig(tp=tp), model_dir, "bfloat16", Path("logs")), platform)
-    if placement.keeper is None:
+    config = RolloutConfig(tp=tp, server_args=server_args)
+    found = ColocatedPlacement(EngineSettings(config, model_dir, "bfloat16", Path("logs")), platform)
+    if found.keeper is None:
         return None
-    keeper: Any = placement.keeper
+    keeper: Any = found.keeper
     server = keeper._server
     assert keeper._health.max_failures == (0 if server._part.of > 1 else 3), "one on several nodes is not started again"
-    return server._part, list(server._devices), placement.leads
+    return server._part, list(server._devices), found.leads
 
 
 @pytest.mark.parametrize(
@@ -122,3 +125,14 @@ def test_an_engine_is_started_on_every_node_that_it_is_on(
             part, devices, leads = one
             assert devices == [rank % 2 + i for i in range(min(tp, 2))] and leads is (part.index == 0)
             assert bool(part.meeting) is (part.of > 1) and part.meeting == found[0][0].meeting  # type: ignore[index]
+
+
+def placed_with_attention_apart(model_dir: Path) -> Any:
+    return placed(model_dir, 4, attn_dp_size=2)
+
+
+def test_where_parts_meet_the_ports_beside_are_free_too(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "free_port", lambda beside: 20000 + sum(beside))
+    for function, *rest, port in ((placed, 4, 20000), (placed_with_attention_apart, 20000 + sum(BESIDE_MEETING))):
+        first = run_ranks(4, function, model_dir, *rest)[0]  # type: ignore[arg-type]
+        assert first[0].meeting == f"127.0.0.1:{port}"
