@@ -143,6 +143,7 @@ def config_of(rollout: dict[str, Any], algorithm: dict[str, Any]) -> TrainConfig
         ({"asynchronous": {"max_staleness": 1}}, {}, "windows=3 with asynchronous.max_staleness=1"),
         ({"router_replay": True}, {}, "windows=3 with router_replay=true"),
         ({}, {"dynamic_sampling": {"enabled": True}}, "with algorithm.dynamic_sampling.enabled=true"),
+        ({}, {"advantage": {"function": "a:b"}}, "with algorithm.advantage.function=a:b: .* which has no reward yet"),
         ({}, {"policy_loss": {"kind": "gspo", "aggregation": "sequence_mean"}}, "with algorithm.policy_loss.kind=gspo"),
         ({}, {"importance_sampling": {"kind": "tis", "level": "sequence"}}, "importance_sampling.level=sequence"),
     ],

@@ -192,6 +192,7 @@ class TrainConfig(Section):
         for key, on, remedy in (
             (f"shaping.truncated={algorithm.shaping.truncated}", algorithm.shaping.truncated != "window", "window"),
             ("dynamic_sampling.enabled=true", algorithm.dynamic_sampling.enabled, "false"),
+            (f"advantage.function={algorithm.advantage.function}", algorithm.advantage.function is not None, "null"),
             ("policy_loss.kind=gspo", algorithm.policy_loss.kind == "gspo", "ppo_clip"),
             (f"importance_sampling.level={corrected.level}", corrected.level != "token", "token"),
             (f"importance_sampling.reject={corrected.reject}", corrected.reject not in ("none", "token"), "token"),
