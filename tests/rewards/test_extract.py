@@ -1,6 +1,8 @@
+from typing import cast
+
 import pytest
 
-from vapo_megatron.rewards.extract import NOTHING, AnswerFormat, boxed, extract_answer, final_part
+from vapo_megatron.rewards.extract import NOTHING, AnswerFormat, Extraction, Marker, boxed, extract_answer, final_part
 
 
 @pytest.mark.parametrize(
@@ -10,6 +12,8 @@ from vapo_megatron.rewards.extract import NOTHING, AnswerFormat, boxed, extract_
         (r"\boxed{\{1,2\}}", r"\{1,2\}", "boxed"),
         (r"$\boxed 5$", "5", "boxed"),
         (r"$\boxed{28}$ pct", "28%", "boxed"),
+        (r"\boxed{28}%", "28%", "boxed"),
+        (r"\boxed " + "x" * 50 + r" and \boxed{2}", "x" * 50 + ", 2", "boxed"),
         (r"\boxed{1} papers and \boxed{2} bins", "1, 2", "boxed"),
         (r"\boxed{1}. Later \boxed{2}", "2", "boxed"),
         ("Answer: 3\nAnswer: 4", "4", "answer_line"),
@@ -108,8 +112,10 @@ def test_an_answer_format_takes_its_own_marker_alone(answer_format: AnswerFormat
         "answer_tag": "<answer>1</answer>",
         "hash": "#### 1",
     }
-    found = {name: extract_answer(response, answer_format).text for name, response in responses.items()}
-    assert found == {name: "1" if name == answer_format else "" for name in responses}
+    found = {name: extract_answer(response, answer_format) for name, response in responses.items()}
+    own = Extraction("1", cast(Marker, answer_format))
+    assert found == {name: own if name == answer_format else NOTHING for name in responses}
+    assert extract_answer(responses[answer_format], "marked") == own
 
 
 @pytest.mark.parametrize("answer_format", ["marked", "boxed", "answer_line", "answer_tag", "hash"])

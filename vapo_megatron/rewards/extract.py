@@ -53,8 +53,6 @@ def extract_answer(response: str, answer_format: AnswerFormat = "auto") -> Extra
     """
     text = final_part(response)
     tagged = _last_tag(text) if answer_format in ("auto", "marked", "answer_tag") else None
-    if answer_format == "answer_tag":
-        return _inside(tagged, "answer_tag") if tagged is not None else NOTHING
     found = _last_marker(text if tagged is None else tagged, answer_format)
     if found.text:
         return found
@@ -175,10 +173,10 @@ def _boxes(text: str) -> Iterator[tuple[int, int, str]]:
         return
     while match := _BOX.search(text, position):
         start, brace = match.start(), match.end()
-        if not text.endswith("\\", 0, start):
+        if text[start - 1 : start] != "\\":
             position = brace
             continue
-        while text.endswith("\\", 0, start):
+        while text[start - 1 : start] == "\\":
             start -= 1
         if brace >= len(text):
             yield start, brace, ""
@@ -195,7 +193,7 @@ def _boxes(text: str) -> Iterator[tuple[int, int, str]]:
             yield start, len(text), ""
             return
         yield start, end + 1, text[brace + 1 : end].strip()
-        position = end + 1
+        position = end
 
 
 def _closing_brace(text: str, opening: int) -> int:
