@@ -79,6 +79,7 @@ CASES: list[tuple[str, str, bool | None, bool | None]] = [
     ("an ellipse", "ellipse", True, True),
     ("the circle", "a circle", True, True),
     ("circle", "ellipse", None, None),
+    ("x+1", "the x+1", None, None),
     ("yes", "Yes, because it is\nso", True, True),
     ("no", "no. It is", True, True),
     ("yes", "no, it is", None, None),

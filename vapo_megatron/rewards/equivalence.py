@@ -74,7 +74,7 @@ def quick_comparison(ground_truth: str, answer: str) -> bool | None:
 def _plain_words(text: str) -> str:
     """text without an article or "the answer is" before it; "" unless letters and spaces are all there is."""
     text = re.sub(r"^(?:the answer is|an|a|the) ", "", text)
-    text = re.sub(r"^(yes|no)\b[,;.:].*", r"\1", text, flags=re.DOTALL)
+    text = re.sub(r"^(yes|no)\b[,;.:].*", r"\1", text)
     return _SAID_ALIKE.get(text, text if re.fullmatch(r"[a-z][a-z ]+", text) else "")
 
 
