@@ -58,6 +58,8 @@ def slow(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> 
 def noted(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> bool:
     with Path(answer).open("a") as lines:
         lines.write(response)
+    if problem == "exit":
+        os._exit(0)
     time.sleep(float(problem))
     return True
 
