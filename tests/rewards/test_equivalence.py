@@ -94,6 +94,7 @@ CASES: list[tuple[str, str, bool | None, bool | None]] = [
     ("A, B and C", "C,B,A", True, True),
     ("A and B", "A, C", False, False),
     ("(a), (b)", "(B), (A)", True, True),
+    ("A, B", "apples", None, None),
     ("A", r"\text{(A) } 5", True, None),
     ("B", "(A) 5", False, None),
     ("(A)", "A. five", True, None),

@@ -24,6 +24,8 @@ def _parsed_anew() -> None:
         (r"x<-1 \text{ or }", "x<-1", False),
         (r"x<-1 \text{ or } y>2", r"x<-1 \text{ or } y>2", True),
         ("x=1 or x=2", r"\{1,2\}", True),
+        ("x=1 or x>2", r"\{1\}\cup(2,\infty)", True),
+        ("1 or 2", "1 or 3", False),
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "(1,2)", True),
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "(1,3)", False),
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "(1,2,3)", False),
@@ -117,5 +119,5 @@ def test_a_number_and_what_varies_are_told_apart_by_two_points(monkeypatch: pyte
     assert not grade(r"2\log x", r"\boxed{\binom{40}{5}}")
     assert not grade("x+y+10", r"\boxed{\binom{40}{5}}")
     monkeypatch.setattr(symbolic, "verify", lambda *_, **__: True)
-    assert equivalent(r"\frac{x}{0}", "1", answer_is_formula=True)  # cannot be evaluated
-    assert equivalent(r"10^9\frac{\sin 2x}{\sin x\cos x}", r"2\cdot 10^9", answer_is_formula=True)  # but for rounding
+    assert equivalent("f(x)", "1", answer_is_formula=True)  # cannot be evaluated
+    assert equivalent(r"10^9\frac{x^{y}x^{1-y}}{x}", "10^9", answer_is_formula=True)  # but for rounding

@@ -9,7 +9,7 @@ _LENGTH = struct.Struct("<I")
 
 def encode(message: dict[str, Any]) -> bytes:
     """One message with its length before it."""
-    body = json.dumps(message, ensure_ascii=True, separators=(",", ":")).encode()
+    body = json.dumps(message).encode()
     return _LENGTH.pack(len(body)) + body
 
 

@@ -105,10 +105,7 @@ def normal_form(text: str) -> str:
         text = _DOUBLED.sub(lambda _: "\\", text)
     for pattern, replacement in _SUBSTITUTIONS:
         text = pattern.sub(replacement, text)
-    text = text.strip()
-    while text and text[-1] in ".,;:" and not text.endswith("\\" + text[-1]):
-        text = text[:-1].rstrip()
-    return _without_enclosure(text)
+    return _without_enclosure(text.strip().rstrip(".,;: "))
 
 
 def compact(text: str) -> str:

@@ -11,7 +11,6 @@ from itertools import accumulate
 
 from math_verify import parse, verify
 from sympy import Basic, Expr, Set, Union
-from sympy.core.relational import Equality, Relational
 
 from vapo_megatron.rewards.equivalence import quick_comparison
 from vapo_megatron.rewards.matrices import paired_entries
@@ -91,15 +90,9 @@ def _union_of_relations(text: str) -> Set | None:
     pieces = _OR.split(text)
     if len(pieces) < 2:
         return None
-    relations: list[Relational] = []
-    for piece in pieces:
-        relation = next(iter(parse(f"${piece}$", parsing_timeout=None)), None)
-        if not isinstance(relation, Relational) or isinstance(relation, Equality):
-            return None
-        relations.append(relation)
     try:
-        return Union(*(relation.as_set() for relation in relations))
-    except (NotImplementedError, AttributeError, ValueError, TypeError):  # more than one unknown, or not solvable
+        return Union(*(parse(f"${piece}$", parsing_timeout=None)[0].as_set() for piece in pieces))
+    except (NotImplementedError, AttributeError, LookupError, ValueError, TypeError):  # no relation, or not solvable
         return None
 
 

@@ -118,7 +118,7 @@ def _agree(true_tokens: list[str], tokens: list[str], point: Mapping[str, comple
 
 
 def _points(letters: set[str], others: set[str]) -> list[dict[str, complex]]:
-    points = [{letter: point ** (1 + ord(letter) / 97) for letter in letters | others} for point in _POINTS]
+    points = [{letter: point ** (1 + ord(letter) / 97) for letter in letters} for point in _POINTS]
     with_constants = [point | _CONSTANTS for point in points]
     if letters != others:
         return with_constants
