@@ -8,6 +8,12 @@ from vapo_megatron.rewards.normal_form import normal_form
 from vapo_megatron.rewards.values import same_value
 
 EQUAL = [
+    ("(1)" * 30, "1"),
+    ("0^{1/2}", "0"),
+    ("0.5^{1/2}", r"\sqrt{0.5}"),
+    (r"\sqrt{(-2)^2}", "2"),
+    (r"\sin 0.5+1", r"1+\sin(0.5)"),
+    (r"(0, +\infty)", r"(0,\infty)"),
     (r"\frac{2\sqrt{3}}{3}", r"\frac{2}{\sqrt{3}}"),
     ("2(x+1)^2", "2x^2+4x+2"),
     ("29b(5b+1)", "145b^2+29b"),
@@ -123,6 +129,7 @@ DIFFERENT = [
     (r"60^\circ", r"60^\circ+1^\circ"),
 ]
 UNTOLD = [
+    ("(" * 10 + "(1)" * 10 + "(" * 15 + "1" + ")" * 25, "1"),
     ("x=5", "y=5"),
     ("x+1", "y+1"),
     ("(1,2)", "[1,2]"),
