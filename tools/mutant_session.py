@@ -84,7 +84,7 @@ class Deadline:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: Any) -> None:
         """Called before each test. By the clock, with room for a busy machine."""
-        signal.alarm(10 + int(20 * state().duration_by_test[item.nodeid]))
+        signal.alarm(10 + int(5 * state().duration_by_test[item.nodeid]))
 
 
 class CollectedOnce(PytestRunner):
