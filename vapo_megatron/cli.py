@@ -135,8 +135,7 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
 ) -> None:
     """Compare two evaluations of the same problems: difference of avg@k, its interval, a paired test."""
-    from vapo_megatron.operations.comparison.compare import compare_runs
-    from vapo_megatron.operations.comparison.table import comparison_json, comparison_table
+    from vapo_megatron.operations.compare import compare_runs, comparison_json, comparison_table
 
     comparisons = compare_runs(first, second)
     if as_json:

@@ -8,7 +8,7 @@ import pytest
 
 from vapo_megatron import cli
 from vapo_megatron.errors import BadInput
-from vapo_megatron.operations.comparison.compare import compare_runs, shown_p_value, sign_flip_p_value
+from vapo_megatron.operations.compare import compare_runs, shown_p_value, sign_flip_p_value
 
 
 def _run(folder: Path, correct: dict[str, int], name: str = "aime", digest: str = "d", top_p: float = 0.7) -> Path:

@@ -16,10 +16,10 @@ from vapo_megatron.config.run_directory import make_run_dir
 from vapo_megatron.config.train import EvaluateConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.check import Evaluation, check_evaluation, facts
-from vapo_megatron.evaluation.evaluator import Evaluator, Generator
+from vapo_megatron.evaluation.evaluator import EngineGenerator, Evaluator, Generator
 from vapo_megatron.evaluation.metrics import PROBLEMS
 from vapo_megatron.evaluation.openai_client import OpenAIClient
-from vapo_megatron.evaluation.own_engines import own_engines
+from vapo_megatron.evaluation.own_engines import WEIGHT_VERSION, engines_of
 from vapo_megatron.evaluation.responses import Response, ResponseLog, read_outputs
 from vapo_megatron.evaluation.sets import SetResult, problem_results, summarise
 from vapo_megatron.experience.jsonl import write_rows
@@ -140,10 +140,13 @@ def _have_run_dir(settings: EvaluateConfig, run_dir: Path) -> None:
 
 def _generator(plan: Evaluation, run_dir: Path, console: RunConsole, stack: ExitStack) -> Generator:
     settings = plan.settings
-    if plan.model is not None:
-        return stack.enter_context(own_engines(plan, plan.model, run_dir / "logs", console))
-    assert settings.server is not None
-    return OpenAIClient(settings.server, settings.data.prompt, settings.sampling, settings.run.seed)
+    if settings.server is not None:
+        return OpenAIClient(settings.server, settings.data.prompt, settings.sampling, settings.run.seed)
+    assert plan.model is not None and settings.model is not None
+    tokenizer, devices, logs = plan.model.tokenizer, plan.model.engine_devices, run_dir / "logs"
+    started = engines_of(settings.model, settings.rollout, devices, tokenizer.eos_token_ids, logs, console)
+    collect = stack.enter_context(started).collect
+    return EngineGenerator(collect, tokenizer.decode, settings.sampling, settings.run.seed, WEIGHT_VERSION)
 
 
 def _write(plan: Evaluation, results: Sequence[SetResult], run_dir: Path) -> None:

@@ -6,30 +6,12 @@ from pathlib import Path
 
 from vapo_megatron.config.model import ModelConfig
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.evaluation.check import EvaluatedModel, Evaluation
-from vapo_megatron.evaluation.evaluator import EngineGenerator
 from vapo_megatron.monitoring.console import RunConsole
 from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.server import EngineServer
 
 # Engines that read a checkpoint and are never handed weights stay at the version they start with.
 WEIGHT_VERSION = 0
-
-
-@contextmanager
-def own_engines(
-    plan: Evaluation, model: EvaluatedModel, log_dir: Path, console: RunConsole
-) -> Iterator[EngineGenerator]:
-    """Servers that have read the model of an evaluation.
-
-    Raises:
-        RunFailed, TryAgain: one does not start.
-    """
-    settings, stop_tokens = plan.settings, model.tokenizer.eos_token_ids
-    assert settings.model is not None
-    with engines_of(settings.model, settings.rollout, model.engine_devices, stop_tokens, log_dir, console) as engines:
-        decode = model.tokenizer.decode
-        yield EngineGenerator(engines.collect, decode, settings.sampling, settings.run.seed, WEIGHT_VERSION)
 
 
 @contextmanager

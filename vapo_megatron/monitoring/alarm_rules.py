@@ -6,15 +6,19 @@ Rules are pure functions of the metrics so far. They return what is wrong after 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean, median
+
+from scipy.stats import median_abs_deviation
 
 from vapo_megatron.config.monitoring import AlarmsConfig
 from vapo_megatron.monitoring import names
-from vapo_megatron.monitoring.history import History, deviation, grows_steadily
+from vapo_megatron.monitoring.history import History, grows_steadily
 
 _EVALUATIONS = 2  # in a row that have to be below the best one
 _CURVE = 20  # steps whose mean accuracy or reward is compared: single steps say little
 _SURE_ACCURACY = 0.9  # from here on a policy without entropy is one that has solved its problems
+_deviation = partial(median_abs_deviation, scale="normal")  # as the standard deviation of normal values
 
 Rule = Callable[[History, AlarmsConfig], str | None]
 
@@ -97,7 +101,7 @@ def entropy_explosion(history: History, config: AlarmsConfig) -> str | None:
     if recent is None or not before:
         return None
     usual = median(before)
-    if recent <= config.entropy_explosion * usual or recent <= usual + 3 * deviation(before):
+    if recent <= config.entropy_explosion * usual or recent <= usual + 3 * _deviation(before):
         return None
     return f"entropy rose to {recent:.3g} nats from {usual:.3g}"
 
@@ -226,7 +230,7 @@ def gradient_spike(history: History, config: AlarmsConfig) -> str | None:
         if len(before) < config.reference_steps:
             continue
         usual = median(before)
-        if now > config.gradient_spike * usual and now > usual + 6 * deviation(before):
+        if now > config.gradient_spike * usual and now > usual + 6 * _deviation(before):
             return f"{name} is {now:.3g}, usually {usual:.3g}"
     return None
 

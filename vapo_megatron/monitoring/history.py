@@ -69,12 +69,6 @@ class History:
         return fmean(values) if values else None
 
 
-def deviation(values: list[float]) -> float:
-    """Median absolute deviation, scaled to the standard deviation of normal values (times 1.4826)."""
-    middle = median(values)
-    return 1.4826 * median(abs(value - middle) for value in values)
-
-
 def grows_steadily(values: list[float], parts: int) -> bool:
     """Whether the median of each of `parts` equal parts lies above that of the part before."""
     size = len(values) // parts

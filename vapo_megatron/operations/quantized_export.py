@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vapo_megatron.config.atomic import follow_umask, sync
@@ -207,21 +206,17 @@ def _as_block_checkpoint(folder: Path) -> None:
     ModelOpt calls it fp8_pb_wo, which SGLang's loader knows in mixed checkpoints alone; the numbers are those of
     block-quantised checkpoints such as DeepSeek-V3's: scales [rows / 128, 1, columns / 128, 1] lose their two ones.
     """
+    scale, served = ".weight_scale", ".weight_scale_inv"
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as stored:
-            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (not a dict)
-        renamed = {
-            name + "_inv" if name.endswith(".weight_scale") else name: tensor.squeeze((1, 3)).contiguous()
-            if name.endswith(".weight_scale")
-            else tensor
-            for name, tensor in tensors.items()
-        }
-        save_file(renamed, file, metadata={"format": "pt"})
+        tensors = load_file(file)
+        for name in [name for name in tensors if name.endswith(scale)]:
+            tensors[name.removesuffix(scale) + served] = tensors.pop(name).squeeze((1, 3)).contiguous()
+        save_file(tensors, file, metadata={"format": "pt"})
     index = folder / "model.safetensors.index.json"
     if index.exists():
         content = json.loads(index.read_text(encoding="utf-8"))
         content["weight_map"] = {
-            name + "_inv" if name.endswith(".weight_scale") else name: place
+            name.removesuffix(scale) + served if name.endswith(scale) else name: place
             for name, place in content["weight_map"].items()
         }
         index.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

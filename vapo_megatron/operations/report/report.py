@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.monitoring import names
 from vapo_megatron.operations.report.curves import draw_curves
-from vapo_megatron.operations.report.panels import Curve, panels_of, series
+from vapo_megatron.operations.report.panels import panels_of, series
 from vapo_megatron.operations.report.runs import Run, read_run
 from vapo_megatron.operations.report.summary import alarms_of, number, phases, sentences, summarise
 
@@ -67,12 +67,9 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
             known = panels.setdefault(panel.title, asdict(panel) | {"curves": []})
             known["curves"] += [asdict(curve) for curve in panel.curves if asdict(curve) not in known["curves"]]
     metrics = {names.STEP_TIME}
-    metrics |= {name for panel in panels.values() for curve in panel["curves"] for name in _metrics_of(Curve(**curve))}
+    curves = [curve for panel in panels.values() for curve in panel["curves"]]
+    metrics |= {curve[part] for curve in curves for part in ("metric", "low", "high") if curve[part]}
     return {"panels": list(panels.values()), "runs": [_run_content(run, metrics) for run in runs]}
-
-
-def _metrics_of(curve: Curve) -> list[str]:
-    return [name for name in (curve.metric, curve.low, curve.high) if name]
 
 
 def _run_content(run: Run, metrics: set[str]) -> dict[str, Any]:

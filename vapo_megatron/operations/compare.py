@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import scipy.stats
 from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.metrics import PROBLEMS, bootstrap_interval
 from vapo_megatron.experience.jsonl import read_rows
+from vapo_megatron.monitoring.console import RunConsole
 
 _RESAMPLES = 100_000  # flips; where there are no more than these in all, every one is tried
 _FLIPPED_AT_ONCE = 1 << 20  # differences, which bounds the memory of a test
@@ -107,6 +108,35 @@ def sign_flip_p_value(differences: Sequence[float]) -> float:
         rng=np.random.default_rng(0),
     )
     return float(found.pvalue)
+
+
+def comparison_json(first: Path, second: Path, comparisons: Sequence[Comparison]) -> str:
+    """One JSON object."""
+    content = {
+        "first": str(first),
+        "second": str(second),
+        "differing_sampling": differing_sampling(first, second),
+        "sets": [asdict(one) for one in comparisons],
+    }
+    return json.dumps(content, indent=2)
+
+
+def comparison_table(first: Path, second: Path, comparisons: Sequence[Comparison]) -> None:
+    """A line a set, and what it means, on standard output."""
+    console = RunConsole()
+    console.header("vapo-megatron compare", {"first": first, "second": second})
+    titles = ["set", "problems", "first", "second", "difference", "95 % interval", "better/worse", "p"]
+    rows = [
+        [
+            *(one.name, str(one.problems), f"{one.a:.3f}", f"{one.b:.3f}", f"{one.difference:+.3f}"),
+            *(f"[{one.low:+.3f}, {one.high:+.3f}]", f"{one.better}/{one.worse}", shown_p_value(one.p_value)),
+        ]
+        for one in comparisons
+    ]
+    console.table(titles, rows)
+    for key, values in differing_sampling(first, second).items():
+        console.note(f"not sampled alike: {key} {values[0]} against {values[1]}")
+    console.note("p: two-sided, paired by problem (sign-flip permutation test of the mean difference)")
 
 
 def shown_p_value(p_value: float) -> str:
