@@ -1,12 +1,12 @@
 """One answer of a model under evaluation, wherever it came from, and the file that keeps all of them as they come."""
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.jsonl import read_rows
 from vapo_megatron.experience.sample import Prompt, Sample
@@ -88,21 +88,16 @@ class ResponseLog:
         """origin: of the responses, a fingerprint of model, problems and sampling.
 
         Raises:
-            BadInput: the file exists and its responses are of another origin.
+            BadInput: the file exists and its responses are of another origin, or it cannot be written.
         """
         self._path = path
         self._found: list[Response] = []
         if path.exists():
             self._found = self._read(origin)
-        path.parent.mkdir(parents=True, exist_ok=True)
         # Rewritten, so that nothing is ever appended to a broken line.
-        fresh = path.with_name(path.name + ".tmp")
-        with fresh.open("w", encoding="utf-8") as file:
+        with atomic_write(path) as file:
             file.write(json.dumps({"origin": origin}) + "\n")
             file.writelines(_line(response) for response in self._found)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
         self._file: IO[str] = path.open("a", encoding="utf-8")
 
     def complete_groups(self, k: int) -> dict[str, list[Response]]:

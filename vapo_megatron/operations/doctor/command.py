@@ -119,7 +119,7 @@ def _all_reduce(examination: Examination) -> list[Line]:
         return []
     here = gpus or 1
     meeting.put(f"allreduce/devices/{meeting.index}", here)
-    counts = [meeting.get(f"allreduce/devices/{other}", examination.wait + 600) for other in range(examination.nodes)]
+    counts = meeting.get_all("allreduce/devices", examination.wait + 600)
     if None in counts:
         silent = ", ".join(node for node, count in zip(meeting.nodes, counts, strict=True) if count is None)
         return [Line("fault", f"not tried: {silent} did not come", "see their lines")]

@@ -78,6 +78,11 @@ class Meeting:
             time.sleep(_POLL_SECONDS)
         return None
 
+    def get_all(self, key: str, deadline: float) -> list[Any]:
+        """What each node has set under `key`/<its number>, in their order; `deadline` is for all of them together."""
+        end = time.monotonic() + deadline
+        return [self.get(f"{key}/{node}", max(0.0, end - time.monotonic())) for node in range(len(self.nodes))]
+
     def _gather(self, world: int, deadline: float) -> dict[str, Any]:
         """On rank 0: the first rank of each node, and the ranks that did not come."""
         end = time.monotonic() + deadline

@@ -37,10 +37,7 @@ def check_shared_files(meeting: Meeting, root: Path, deadline: float) -> list[Li
         end = time.monotonic() + deadline
         blind = {other: said for other in others if (said := _sees(meeting, other, end))}
         meeting.put(f"shared/seen/{meeting.index}", True)
-        # Files stay until everybody has looked.
-        end = time.monotonic() + deadline
-        for other in range(len(meeting.nodes)):
-            meeting.get(f"shared/seen/{other}", max(0.0, end - time.monotonic()))
+        meeting.get_all("shared/seen", deadline)  # files stay until everybody has looked
     finally:
         mine.unlink(missing_ok=True)
     if not blind:
@@ -119,9 +116,7 @@ def check_reachable(meeting: Meeting, deadline: float) -> list[Line]:
             return [Line("ok", f"a free port of {host} answers")]
         meeting.put(f"ports/{meeting.index}", [host, port])
         if meeting.index == 0:
-            end = time.monotonic() + deadline
-            for other in range(len(meeting.nodes)):
-                told = meeting.get(f"ports/{other}", max(0.0, end - time.monotonic()))
+            for other, told in enumerate(meeting.get_all("ports", deadline)):
                 meeting.put(f"ports/said/{other}", _connects(*told) if told else "gave no port")
             meeting.put("ports/done", True)
         # A missing node makes node 0 wait for as long as this one waits for node 0.
@@ -156,8 +151,7 @@ def check_alike(meeting: Meeting, facts: dict[str, str], deadline: float) -> lis
     if len(meeting.nodes) == 1:
         return [Line("not applicable", "one node")]
     meeting.put(f"alike/{meeting.index}", facts)
-    end = time.monotonic() + deadline
-    told = [meeting.get(f"alike/{other}", max(0.0, end - time.monotonic())) for other in range(len(meeting.nodes))]
+    told = meeting.get_all("alike", deadline)
     counted = Counter(json.dumps(found, sort_keys=True) for found in told if found is not None)
     usual = json.loads(counted.most_common(1)[0][0])
     different = [f"{key} {facts[key]}, most nodes have {usual[key]}" for key in facts if facts[key] != usual.get(key)]
