@@ -6,10 +6,9 @@ from typing import Literal
 
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.mcore.memory_plan import Phase
-from vapo_megatron.operations.hardware import GIB, Hardware
+from vapo_megatron.operations.hardware import GIB
 from vapo_megatron.operations.plan.engines import PlannedEngine
-from vapo_megatron.operations.plan.lengths import Lengths
-from vapo_megatron.operations.plan.models import PlannedModel, saved_models
+from vapo_megatron.operations.plan.models import PlannedModel, PlannedRun, saved_models
 from vapo_megatron.operations.plan.offload import ENGINE_ONLOADED, ENGINE_WEIGHTS, PHASES, on_device, phases_of
 
 # ExperienceBatch: token, rollout log-prob; old log-probs, entropies, values, advantages, returns, shaped rewards,
@@ -71,15 +70,14 @@ class Memory:
         return max(self.phases, key=lambda phase: phase.total)
 
 
-def plan_memory(config: TrainConfig, models: dict[str, PlannedModel], hardware: Hardware, lengths: Lengths) -> Memory:
+def plan_memory(run: PlannedRun) -> Memory:
     """What every phase takes, and what of it does not fit."""
-    phases, engine = [], _engine(config, models, hardware)
-    for phase in phases_of(config):
-        holdings = [_device(phase, stages, config, models, hardware, lengths, engine) for stages in _ranks(models)]
+    phases, engine = [], _engine(run)
+    for phase in phases_of(run.config):
+        holdings = [_device(run, phase, stages, engine) for stages in _ranks(run.models)]
         phases.append(max(holdings, key=lambda holding: holding.total))
-    host = _host(config, models, hardware, lengths)
-    problems = _problems(config, models, hardware, lengths, engine, phases, host)
-    return Memory(tuple(phases), host, engine, tuple(problems))
+    host = _host(run)
+    return Memory(tuple(phases), host, engine, tuple(_problems(run, engine, phases, host)))
 
 
 def _ranks(models: dict[str, PlannedModel]) -> list[dict[str, int]]:
@@ -99,23 +97,16 @@ def _offloaded(stages: dict[str, int], models: dict[str, PlannedModel]) -> float
     )
 
 
-def _engine(config: TrainConfig, models: dict[str, PlannedModel], hardware: Hardware) -> PlannedEngine:
+def _engine(run: PlannedRun) -> PlannedEngine:
     """The engine on the GPU that leaves it least."""
-    actor = models["actor"]
+    config, models, hardware, actor = run.config, run.models, run.hardware, run.models["actor"]
     width = {"auto": actor.width, "float32": 4, "bfloat16": 2}[config.rollout.dtype]
     taken = max(_offloaded(stages, models) for stages in _ranks(models)) + hardware.trainer_overhead
     return PlannedEngine(actor.spec, config.rollout, width, hardware, taken)
 
 
-def _device(
-    phase: Phase,
-    stages: dict[str, int],
-    config: TrainConfig,
-    models: dict[str, PlannedModel],
-    hardware: Hardware,
-    lengths: Lengths,
-    engine: PlannedEngine,
-) -> Holding:
+def _device(run: PlannedRun, phase: Phase, stages: dict[str, int], engine: PlannedEngine) -> Holding:
+    config, models, hardware = run.config, run.models, run.hardware
     parts: dict[str, float] = {}
     for name, model in models.items():
         for part in on_device(phase, name, model.config):
@@ -126,7 +117,7 @@ def _device(
         stage, tokens = stages[working], float(model.config.max_tokens_per_microbatch)
         activations = model.activations
         if training:
-            parts["activations kept"] = activations.kept(tokens, stage, _step_tokens(model, config, lengths))
+            parts["activations kept"] = activations.kept(tokens, stage, _step_tokens(run, model))
         parts["activations in passing"] = activations.passing(tokens, training)
         parts["chunk of logits"] = activations.logits(tokens, stage, training)
     # For engines in FP8 the tensors of a bucket are quantised, and packed into a third buffer.
@@ -143,19 +134,19 @@ def _device(
     return Holding(phase, {name: size for name, size in parts.items() if size})
 
 
-def microbatches(model: PlannedModel, config: TrainConfig, lengths: Lengths) -> int:
+def microbatches(run: PlannedRun, model: PlannedModel) -> int:
     """Micro-batches of one optimizer step on a rank, from the mean length."""
-    samples = minibatch_samples(config)
+    samples = minibatch_samples(run.config)
     capacity = model.config.max_tokens_per_microbatch * model.layout.cp
-    per_rank = math.ceil(samples / model.dp) * lengths.sample
+    per_rank = math.ceil(samples / model.dp) * run.lengths.sample
     count = max(1, math.ceil(per_rank / capacity))
     multiple = model.layout.pp if model.layout.vpp else 1
     return -(-count // multiple) * multiple
 
 
-def _step_tokens(model: PlannedModel, config: TrainConfig, lengths: Lengths) -> float:
+def _step_tokens(run: PlannedRun, model: PlannedModel) -> float:
     """Tokens of one optimizer step on a rank, were every sample as long as the longest."""
-    return math.ceil(minibatch_samples(config) / model.dp) * lengths.longest_sample / model.layout.cp
+    return math.ceil(minibatch_samples(run.config) / model.dp) * run.lengths.longest_sample / model.layout.cp
 
 
 def minibatch_samples(config: TrainConfig) -> int:
@@ -171,13 +162,14 @@ def _bucket(config: TrainConfig, actor: PlannedModel) -> float:
     return float(min(max(config.rollout.sync.bucket_mib << 20, largest), actor.spec.parameter_count() * actor.width))
 
 
-def _host(config: TrainConfig, models: dict[str, PlannedModel], hardware: Hardware, lengths: Lengths) -> Holding:
+def _host(run: PlannedRun) -> Holding:
     """The node of rank 0, while a scored rollout is there and all models sleep.
 
     The record of value pretraining is no part of it: its files are mapped, and their pages, once for all ranks of a
     node, are page cache that the kernel drops where memory is short. What of it is in use at a time, a mini-batch or
     the held-out part, is no more than a rollout.
     """
+    config, models, hardware, lengths = run.config, run.models, run.hardware, run.lengths
     world = models["actor"].world
     ranks = min(hardware.gpus_per_node, world)
     step_samples = config.batch.prompts_per_step * config.batch.samples_per_prompt
@@ -227,17 +219,10 @@ def _replay_bytes(config: TrainConfig, actor: PlannedModel) -> int:
     return spec.num_layers * spec.experts_per_token * (1 if spec.num_experts <= 256 else 2)
 
 
-def _problems(
-    config: TrainConfig,
-    models: dict[str, PlannedModel],
-    hardware: Hardware,
-    lengths: Lengths,
-    engine: PlannedEngine,
-    phases: list[Holding],
-    host: Holding,
-) -> list[Problem]:
-    found, longest, usable = [], lengths.longest_sample, hardware.usable_memory / GIB
-    for name, model in models.items():
+def _problems(run: PlannedRun, engine: PlannedEngine, phases: list[Holding], host: Holding) -> list[Problem]:
+    config, hardware, found = run.config, run.hardware, []
+    longest, usable = run.lengths.longest_sample, hardware.usable_memory / GIB
+    for name, model in run.models.items():
         section = model.config
         if name != "reference" and section.longest_sample < longest:
             line = (

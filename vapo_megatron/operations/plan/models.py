@@ -4,11 +4,14 @@ from dataclasses import dataclass
 
 from vapo_megatron.checkpoint.size import OPTIMIZER_BYTES
 from vapo_megatron.config.model import ActorConfig, LayoutConfig, TrainableConfig
+from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.mcore.mesh import check_layout, check_model_layout
 from vapo_megatron.mcore.offload import Part
+from vapo_megatron.operations.hardware import Hardware
 from vapo_megatron.operations.plan.activations import Activations
+from vapo_megatron.operations.plan.lengths import Lengths
 from vapo_megatron.operations.plan.model_files import model_directory
 from vapo_megatron.operations.plan.shards import Shard, shard
 from vapo_megatron.weights.spec import Head, ModelSpec, read_spec
@@ -100,6 +103,16 @@ class PlannedModel:
             return float(self.width)
         # Transformer Engine keeps each matrix in FP8 by rows and by columns, over the micro-batches of a step.
         return 2.0 + (0.0 if precision.fp8_param_gather else self.width)
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run as its memory and time are worked out from it: models by name, lengths of samples, hardware."""
+
+    config: PlanConfig
+    models: dict[str, PlannedModel]
+    hardware: Hardware
+    lengths: Lengths
 
 
 def planned_models(config: TrainConfig, world: int) -> dict[str, PlannedModel]:

@@ -6,27 +6,23 @@ from pathlib import Path
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.hardware import Hardware
-from vapo_megatron.operations.plan.lengths import Lengths, planned_lengths
+from vapo_megatron.operations.plan.lengths import planned_lengths
 from vapo_megatron.operations.plan.measured import measured_efficiency
 from vapo_megatron.operations.plan.memory import Memory, plan_memory
-from vapo_megatron.operations.plan.models import PlannedModel, planned_models, saved_models
+from vapo_megatron.operations.plan.models import PlannedRun, planned_models, saved_models
 from vapo_megatron.operations.plan.saving import Saving, plan_saving
 from vapo_megatron.operations.plan.time import StepTime, plan_time
 from vapo_megatron.rollout.node_part import check_engine_size
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(PlannedRun):
     """What a run on `world` GPUs needs and takes.
 
     evaluations counts those of the whole run, evaluation_samples the responses of one.
     """
 
-    config: PlanConfig
     world: int
-    hardware: Hardware
-    lengths: Lengths
-    models: dict[str, PlannedModel]
     memory: Memory
     time: StepTime
     saving: Saving
@@ -82,11 +78,12 @@ def make_plan(config: PlanConfig, world: int, evaluation_samples: int = 0) -> Pl
         parameters = models["actor"].spec.parameter_count()
         reached = measured_efficiency(Path(config.plan.gpu_benchmark), hardware.kind, parameters, hardware.efficiency)
         hardware = Hardware(config.hardware.model_copy(update={"efficiency": reached}))
-    memory = plan_memory(config, models, hardware, lengths)
-    time = plan_time(config, models, memory.engine, hardware, lengths, evaluation_samples)
+    run = PlannedRun(config, models, hardware, lengths)
+    memory = plan_memory(run)
+    time = plan_time(run, memory.engine, evaluation_samples)
     saving = plan_saving(saved_models(config, models), hardware)
     counted = evaluation_samples, _evaluations(config)
-    return Plan(config, world, hardware, lengths, models, memory, time, saving, *counted)
+    return Plan(config, models, hardware, lengths, world, memory, time, saving, *counted)
 
 
 def _evaluations(config: PlanConfig) -> int:

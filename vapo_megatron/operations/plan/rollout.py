@@ -3,7 +3,6 @@
 import math
 
 from vapo_megatron.config.algorithm import DynamicSamplingConfig
-from vapo_megatron.operations.hardware import Hardware
 from vapo_megatron.operations.plan.engines import PlannedEngine
 from vapo_megatron.operations.plan.flops import forward_flops, matrix_parameters
 from vapo_megatron.operations.plan.lengths import Lengths
@@ -14,12 +13,10 @@ _TAIL_POINTS = 128
 BETWEEN_PROMPTS = 0.5
 
 
-def rollout_seconds(
-    engine: PlannedEngine, engines: int, prompts: float, samples: float, lengths: Lengths, hardware: Hardware
-) -> float:
+def rollout_seconds(engine: PlannedEngine, engines: int, prompts: float, samples: float, lengths: Lengths) -> float:
     """Seconds until the last of `engines` has answered its share of prompts with `samples` responses in all."""
     own = samples / engines * imbalance(engines, prompts, samples, lengths)
-    return _engine_seconds(engine, prompts / engines, own, lengths, hardware)
+    return _engine_seconds(engine, prompts / engines, own, lengths)
 
 
 def imbalance(engines: int, prompts: float, samples: float, lengths: Lengths) -> float:
@@ -44,9 +41,7 @@ def drawn_prompts(prompts: int, settings: DynamicSamplingConfig, informative_sha
     return min(settings.max_rounds * first, max(first, prompts / informative_share))
 
 
-def _engine_seconds(
-    engine: PlannedEngine, prompts: float, samples: float, lengths: Lengths, hardware: Hardware
-) -> float:
+def _engine_seconds(engine: PlannedEngine, prompts: float, samples: float, lengths: Lengths) -> float:
     """Seconds in which one engine answers: prompts are read once, then responses run, as many as the cache holds.
 
     While responses wait the batch is full; the last ones run out as their lengths are distributed.
@@ -54,38 +49,39 @@ def _engine_seconds(
     at_once = min(samples, engine.at_once(lengths.prompt + lengths.mean / 2))
     if at_once < min(1.0, samples):
         return math.inf
-    prefill = prompts * prefill_seconds(engine, lengths.prompt, hardware)
+    prefill = prompts * prefill_seconds(engine, lengths.prompt)
     waiting = (samples - at_once) * lengths.mean
-    full = waiting / at_once * decode_seconds(engine, at_once, lengths.prompt + lengths.mean / 2, hardware)
+    full = waiting / at_once * decode_seconds(engine, at_once, lengths.prompt + lengths.mean / 2)
     width = lengths.longest / _TAIL_POINTS
     tail = 0.0
     for point in range(_TAIL_POINTS):
         produced = (point + 0.5) * width
         running = max(1.0, at_once * lengths.still_running(produced))
-        tail += width * decode_seconds(engine, running, lengths.prompt + produced, hardware)
-    return (prefill + full + tail) / reached_speed(engine, hardware)
+        tail += width * decode_seconds(engine, running, lengths.prompt + produced)
+    return (prefill + full + tail) / reached_speed(engine)
 
 
-def reached_speed(engine: PlannedEngine, hardware: Hardware) -> float:
+def reached_speed(engine: PlannedEngine) -> float:
     """Of an engine, in units of that of one without batch-invariant kernels."""
-    return hardware.efficiency.deterministic if engine.deterministic else 1.0
+    return engine.hardware.efficiency.deterministic if engine.deterministic else 1.0
 
 
-def prefill_seconds(engine: PlannedEngine, tokens: float, hardware: Hardware) -> float:
+def prefill_seconds(engine: PlannedEngine, tokens: float) -> float:
     """Seconds in which an engine reads one sequence."""
     flops = forward_flops(engine.spec, "lm", tokens, tokens**2, 1).total
-    return flops / (_rate(engine, hardware) * engine.config.tp)
+    return flops / (_rate(engine) * engine.config.tp)
 
 
-def _rate(engine: PlannedEngine, hardware: Hardware) -> float:
+def _rate(engine: PlannedEngine) -> float:
     """Operations a second of an engine's matrix products."""
-    efficiency = hardware.efficiency
-    return hardware.bf16 * efficiency.linear * (efficiency.fp8_gain if engine.quantised else 1.0)
+    efficiency = engine.hardware.efficiency
+    return engine.hardware.bf16 * efficiency.linear * (efficiency.fp8_gain if engine.quantised else 1.0)
 
 
-def decode_seconds(engine: PlannedEngine, batch: float, context: float, hardware: Hardware) -> float:
+def decode_seconds(engine: PlannedEngine, batch: float, context: float) -> float:
     """Seconds of one decoding step: weights and cache are read, and each token goes through the weights."""
-    spec, tp, efficiency = engine.spec, engine.config.tp, hardware.efficiency
+    spec, tp, hardware = engine.spec, engine.config.tp, engine.hardware
+    efficiency = hardware.efficiency
     layers, head = float(matrix_parameters(spec)), float(spec.vocab_size * spec.hidden_size)
     active = layers + head
     if spec.num_experts:
@@ -98,7 +94,7 @@ def decode_seconds(engine: PlannedEngine, batch: float, context: float, hardware
     requests = batch / engine.config.attention_parts
     moved = weights / tp + requests * context * engine.cache_bytes_per_token
     memory = moved / (hardware.memory_rate * efficiency.memory)
-    compute = 2 * active * batch / (tp * _rate(engine, hardware))
+    compute = 2 * active * batch / (tp * _rate(engine))
     # Two sums over the GPUs of a server in every layer.
     sums = 4 * spec.num_layers * batch * spec.hidden_size * engine.width * (tp - 1) / tp / hardware.link(tp)
     return max(memory, compute) + sums + efficiency.decode_overhead

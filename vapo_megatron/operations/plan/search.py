@@ -10,7 +10,7 @@ from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.mcore.offload import PARTS
 from vapo_megatron.operations.hardware import GIB
 from vapo_megatron.operations.plan.memory import plan_memory
-from vapo_megatron.operations.plan.models import PlannedModel, can_be_cut, planned_models
+from vapo_megatron.operations.plan.models import PlannedModel, PlannedRun, can_be_cut, planned_models
 from vapo_megatron.operations.plan.plan import Plan, make_plan
 from vapo_megatron.operations.plan.time import score_seconds, update_seconds
 
@@ -106,7 +106,7 @@ def largest_budget(plan: Plan, name: str, headroom: float = 0.0) -> int | None:
         section = getattr(plan.config, name).model_copy(update={"max_tokens_per_microbatch": steps * _BUDGET_STEP})
         config = plan.config.model_copy(update={name: section})
         models = planned_models(config, plan.world)
-        memory = plan_memory(config, models, plan.hardware, plan.lengths)
+        memory = plan_memory(PlannedRun(config, models, plan.hardware, plan.lengths))
         found = {problem.kind for problem in memory.problems if problem.line.startswith(name)}
         worst = max(phase.total for phase in memory.phases if phase.phase in own[name])
         return found | ({"device"} if worst + headroom > plan.hardware.usable_memory else set())
@@ -154,8 +154,7 @@ def _candidates(plan: Plan, name: str) -> list[_Candidate]:
                 peak = max(_peak(changed, stage, lengths.longest_sample) for stage in range(layout.pp))
                 if peak > room:
                     break  # a larger budget needs more
-                seconds = score_seconds(changed, samples, lengths, config, plan.hardware)
-                seconds += update_seconds(changed, samples, lengths, config, plan.hardware)
+                seconds = score_seconds(plan, changed, samples) + update_seconds(plan, changed, samples)
                 resident = max(changed.bytes_of("weights", stage) for stage in range(layout.pp))
                 found.append(_Candidate(section, seconds, peak, resident))
     found.sort(key=lambda candidate: (candidate.seconds, candidate.peak))

@@ -5,16 +5,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vapo_megatron.config.plan import PlanConfig
-from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.mcore.memory_plan import Phase
 from vapo_megatron.operations.hardware import Hardware
 from vapo_megatron.operations.plan.activations import EXPERT_IMBALANCE
 from vapo_megatron.operations.plan.engines import PlannedEngine
 from vapo_megatron.operations.plan.flops import Flops, forward_flops, mlp_share, training_flops
-from vapo_megatron.operations.plan.lengths import Lengths
 from vapo_megatron.operations.plan.memory import microbatches, minibatch_samples
-from vapo_megatron.operations.plan.models import PlannedModel
+from vapo_megatron.operations.plan.models import PlannedModel, PlannedRun
 from vapo_megatron.operations.plan.offload import on_device, phases_of
 from vapo_megatron.operations.plan.rollout import drawn_prompts, rollout_seconds
 
@@ -102,10 +99,9 @@ def _unevenness(model: PlannedModel, samples: float) -> float:
     return math.ceil(per_rank) / per_rank
 
 
-def score_seconds(
-    model: PlannedModel, samples: float, lengths: Lengths, config: TrainConfig, hardware: Hardware
-) -> float:
+def score_seconds(run: PlannedRun, model: PlannedModel, samples: float) -> float:
     """Seconds of one forward pass over some samples."""
+    lengths, hardware = run.lengths, run.hardware
     tokens = samples * lengths.sample
     flops = forward_flops(model.spec, model.head, tokens, samples * lengths.mean_square, samples * lengths.mean)
     count = max(1, math.ceil(tokens / model.dp / (model.config.max_tokens_per_microbatch * model.layout.cp)))
@@ -113,15 +109,13 @@ def score_seconds(
     return (seconds + _pass_bytes_seconds(model, tokens, False, hardware)) * _bubble(model, count)
 
 
-def update_seconds(
-    model: PlannedModel, samples: float, lengths: Lengths, config: TrainConfig, hardware: Hardware
-) -> float:
+def update_seconds(run: PlannedRun, model: PlannedModel, samples: float) -> float:
     """Seconds of training once on some samples, in optimizer steps of a mini-batch each."""
-    minibatch = minibatch_samples(config)
+    lengths, hardware, minibatch = run.lengths, run.hardware, minibatch_samples(run.config)
     tokens = samples * lengths.sample
     forward = forward_flops(model.spec, model.head, tokens, samples * lengths.mean_square, samples * lengths.mean)
     flops = training_flops(model.spec, forward, model.layout, model.config.recompute)
-    steps, count = max(1.0, samples / minibatch), microbatches(model, config, lengths)
+    steps, count = max(1.0, samples / minibatch), microbatches(run, model)
     # Backward launches about twice as much as forward.
     passes = 4.0 if model.config.recompute.granularity == "full" else 3.0
     seconds = _compute_seconds(model, flops, passes, steps * count, hardware)
@@ -153,8 +147,9 @@ def move_seconds(model: PlannedModel, phases: Sequence[Phase], hardware: Hardwar
     return seconds
 
 
-def sync_seconds(actor: PlannedModel, engine: PlannedEngine, hardware: Hardware) -> float:
+def sync_seconds(actor: PlannedModel, engine: PlannedEngine) -> float:
     """Seconds in which every rank gathers the whole model and the engines copy their part of it."""
+    hardware = engine.hardware
     size = actor.spec.parameter_count() * actor.width
     block = actor.layout.tp * actor.layout.pp * actor.layout.ep
     spans = actor.world if actor.layout.pp > 1 else block
@@ -163,22 +158,16 @@ def sync_seconds(actor: PlannedModel, engine: PlannedEngine, hardware: Hardware)
     return gather + copies / (hardware.memory_rate * hardware.efficiency.memory)
 
 
-def plan_time(
-    config: PlanConfig,
-    models: dict[str, PlannedModel],
-    engine: PlannedEngine,
-    hardware: Hardware,
-    lengths: Lengths,
-    evaluation_samples: float,
-) -> StepTime:
+def plan_time(run: PlannedRun, engine: PlannedEngine, evaluation_samples: float) -> StepTime:
     """Seconds of every phase; evaluation_samples: responses of one evaluation over all sets."""
+    config, models = run.config, run.models
     actor, critic, batch = models["actor"], models.get("critic"), config.batch
     update, n = config.algorithm.update, batch.samples_per_prompt
     samples = float(batch.prompts_per_step * n)
     engines = actor.world // config.rollout.tp
 
     def generate(prompts: float, responses: float) -> float:
-        return rollout_seconds(engine, engines, prompts, responses, lengths, hardware)
+        return rollout_seconds(engine, engines, prompts, responses, run.lengths)
 
     def grade(responses: float) -> float:
         return responses * config.plan.grade_seconds / config.reward.workers
@@ -192,13 +181,13 @@ def plan_time(
     wanted = phases_of(config)
     for phase, name in (("score_reference", "reference"), ("score_policy", "actor"), ("score_values", "critic")):
         if phase in wanted:
-            phases[phase] = score_seconds(models[name], samples, lengths, config, hardware)
+            phases[phase] = score_seconds(run, models[name], samples)
     if critic is not None:
-        once = update_seconds(critic, samples, lengths, config, hardware)
+        once = update_seconds(run, critic, samples)
         phases["update_critic"] = once * update.epochs * update.critic_updates_per_policy_update
-    phases["update_policy"] = update.epochs * update_seconds(actor, samples, lengths, config, hardware)
-    phases["offload_and_onload"] = sum(move_seconds(model, wanted, hardware) for model in models.values())
-    phases["weight_sync"] = sync_seconds(actor, engine, hardware)
+    phases["update_policy"] = update.epochs * update_seconds(run, actor, samples)
+    phases["offload_and_onload"] = sum(move_seconds(model, wanted, run.hardware) for model in models.values())
+    phases["weight_sync"] = sync_seconds(actor, engine)
     pretraining: dict[str, float] = {}
     if critic is not None and config.value_pretraining.enabled:
         settings = config.value_pretraining
@@ -208,7 +197,7 @@ def plan_time(
         collected = max(generated + grade(n), grade(samples))
         pretraining = {
             "rollouts": settings.rollouts(config.samples) * collected,
-            "critic updates": update_seconds(critic, trained, lengths, config, hardware),
+            "critic updates": update_seconds(run, critic, trained),
         }
     evaluation = 0.0
     if evaluation_samples:

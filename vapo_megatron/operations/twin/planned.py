@@ -6,7 +6,6 @@ from functools import cache
 
 from vapo_megatron.config.rollout import AsynchronousConfig, RolloutConfig
 from vapo_megatron.errors import BadInput
-from vapo_megatron.operations.hardware import Hardware
 from vapo_megatron.operations.plan.engines import PlannedEngine
 from vapo_megatron.operations.plan.lengths import Lengths
 from vapo_megatron.operations.plan.plan import Plan, make_plan
@@ -21,7 +20,7 @@ _OF_ENGINES = ("rollout", "verify", "weight_sync")
 class PlannedSpeed:
     """An engine as fast as a plan takes it to be."""
 
-    def __init__(self, engine: PlannedEngine, lengths: Lengths, hardware: Hardware) -> None:
+    def __init__(self, engine: PlannedEngine, lengths: Lengths) -> None:
         """Raises BadInput where its cache does not hold one response."""
         self.at_once = int(engine.at_once(lengths.prompt + lengths.mean / 2))
         if self.at_once < 1:
@@ -29,9 +28,9 @@ class PlannedSpeed:
                 f"an engine of {engine.config.tp} GPUs has a KV cache of {max(0, engine.cache_tokens)} tokens, too few "
                 "for one response: take a larger rollout.tp, or rollout.mem_fraction_static"
             )
-        reached = reached_speed(engine, hardware)
-        self._decode = cache(lambda running, context: decode_seconds(engine, running, context, hardware) / reached)
-        self._prefill = cache(lambda tokens: prefill_seconds(engine, tokens, hardware) / reached)
+        reached = reached_speed(engine)
+        self._decode = cache(lambda running, context: decode_seconds(engine, running, context) / reached)
+        self._prefill = cache(lambda tokens: prefill_seconds(engine, tokens) / reached)
 
     def decode_seconds(self, running: float, context: float) -> float:
         """As EngineSpeed's; linear between whole multiples of 64 tokens."""
@@ -123,7 +122,7 @@ def _scenario(
         max_new_tokens=lengths.longest,
         sync_mode=rollout.sync_mode(dtype, True),
         engines=gpus // config.rollout.tp,
-        speed=PlannedSpeed(engine, lengths, plan.hardware),
+        speed=PlannedSpeed(engine, lengths),
         prompt_tokens=max(1, round(lengths.prompt)),
         length_of=length_of,
         trainer_seconds=lambda tokens: seconds * tokens / mean_tokens,
