@@ -158,6 +158,7 @@ def test_a_32b_model_that_does_not_fit_is_refused_with_one_that_does(
         ("plan.mean_response_tokens=5000", "plan.mean_response_tokens=5000"),
         ("hardware.kind=h100", "hardware.kind"),
         ("plan.gpus=12", "12 GPUs"),
+        ("model.path=absent", "|Qwen2.5-32B|"),
     ],
 )
 def test_what_cannot_be_planned_is_named(
