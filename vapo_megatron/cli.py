@@ -28,9 +28,11 @@ app = typer.Typer(
     help="Train reasoning models by value-based reinforcement learning (VAPO, arXiv 2504.05118) on Megatron-Core.",
 )
 
-ConfigArgument = Annotated[Path, typer.Argument(help="YAML config; see docs/configuration.md", show_default=False)]
+ConfigArgument = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="YAML config; see docs/configuration.md", show_default=False)
+]
 OverridesArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="values that take precedence over the file")
+    list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="values that take precedence over the file")
 ]
 
 
@@ -86,8 +88,8 @@ def engine(
     overrides: OverridesArgument = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="to listen on; 0: a free one")] = 30000,
     host: Annotated[str, typer.Option(help="address of this machine to listen on")] = "127.0.0.1",
-    nodes: Annotated[int, typer.Option(min=1, help="that share the engine; the command runs on each")] = 1,
-    node: Annotated[int, typer.Option(min=0, help="which of them this is, from 0")] = 0,
+    nodes: Annotated[int, typer.Option(min=1, help="nodes that share the engine; the command runs on each")] = 1,
+    node: Annotated[int, typer.Option(min=0, help="which of the nodes this is, from 0")] = 0,
     meet: Annotated[str, typer.Option(help="HOST:PORT of the first of several nodes, where they meet")] = "",
 ) -> None:
     """Serve rollouts of a training config from GPUs that the trainer does not use; see rollout.external_urls."""
@@ -130,8 +132,8 @@ def critic(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
 
 @app.command()
 def compare(
-    first: Annotated[Path, typer.Argument(help="run directory of an evaluation", show_default=False)],
-    second: Annotated[Path, typer.Argument(help="run directory of another one", show_default=False)],
+    first: Annotated[Path, typer.Argument(metavar="RUN", help="run directory of an evaluation", show_default=False)],
+    second: Annotated[Path, typer.Argument(metavar="RUN", help="run directory of another one", show_default=False)],
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
 ) -> None:
     """Compare two evaluations of the same problems: difference of avg@k, its interval, a paired test."""
@@ -178,7 +180,7 @@ def doctor(
     broken_nodes: Annotated[Path | None, typer.Option(help="a file to write the names of broken nodes to")] = None,
     node_names: Annotated[str, typer.Option(help="nodes in the order of their ranks, to name who is absent: a,b")] = "",
 ) -> None:
-    """Say whether the machines are fit for a run: one process per node, by srun, torchrun, or hand for one."""
+    """Say whether the machines are fit for a run: start one process per node, or one by hand on this machine."""
     from vapo_megatron.config.load import load_config
     from vapo_megatron.config.plan import PlanConfig
 
@@ -191,7 +193,7 @@ def doctor(
 
 @app.command()
 def report(
-    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run directories", show_default=False)],
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN", help="run directories", show_default=False)],
     out: Annotated[Path | None, typer.Option(help="the page; default: report.html in the run's directory")] = None,
     serve: Annotated[
         bool, typer.Option("--serve", help="follow runs that go on, in a browser of this machine")

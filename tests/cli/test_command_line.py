@@ -26,7 +26,7 @@ def _assert_one_line(ended: subprocess.CompletedProcess[str], *named: str) -> No
     ("arguments", "named"),
     [
         (["trin"], ["No such command 'trin'"]),
-        (["train"], ["Missing argument 'config'"]),
+        (["train"], ["Missing argument 'CONFIG'"]),
         (["train", "a.yaml", "--foo"], ["No such option: --foo"]),
     ],
 )
