@@ -245,7 +245,7 @@ def test_a_file_lies_over_the_one_it_extends(tmp_path: Path, presets: Path) -> N
     ("text", "message"),
     [
         ("extends: top.yaml\n", r"top\.yaml: extends itself"),
-        ("extends: none.yaml\n", r"none\.yaml: no such file"),
+        ("extends: none.yaml\n", r"top\.yaml: extends=none\.yaml: no such file"),
         ("extends: [a, b]\n", r"top\.yaml: extends=\['a', 'b'\]; expected the path"),
     ],
 )

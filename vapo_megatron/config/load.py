@@ -75,6 +75,8 @@ def _read_extended(path: Path, before: tuple[Path, ...] = ()) -> DictConfig:
         return config
     if not isinstance(base, str):
         raise BadInput(f"{path}: extends={base!r}; expected the path of one YAML config beside it")
+    if not (path.parent / base).is_file():
+        raise BadInput(f"{path}: extends={base}: no such file beside it; give the path of a YAML config")
     merged = OmegaConf.merge(_read_extended(path.parent / base, (*before, here)), config)
     assert isinstance(merged, DictConfig)
     return merged
