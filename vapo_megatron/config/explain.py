@@ -50,8 +50,8 @@ def _sentence(key: str, errors: Sequence[ErrorDetails], model: type[BaseModel]) 
 
 
 def _expectation(details: ErrorDetails) -> str:
-    if details["type"] == "path_type":
-        return "a path (quote it)"
+    if details["type"] in ("path_type", "string_type"):
+        return f"a {'path' if details['type'] == 'path_type' else 'text'} (quote it: key='\"...\"' on a command line)"
     if details["type"] == "int_parsing_size":
         return "a smaller integer"
     if details["type"] == "model_type":
