@@ -12,19 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from attempts import End, World, config_of, live, metrics, world
-from batches import make_batch, spread
+from batches import make_batch
 from hf_models import write_model
 from ranks import run_ranks
 from trainables import make_trainable, policy_loss, weights_digest
 
-from vapo_megatron.checkpoint.checkpoints import list_checkpoints
 from vapo_megatron.config.robustness import SickUpdatesConfig
-from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.mcore import trainable as trainable_module
 from vapo_megatron.mcore.optimizer import optimizer_tensors
 from vapo_megatron.training import updates
-from vapo_megatron.training.shards import ShardedBatch
-from vapo_megatron.training.sick_updates import RECORD_FILE, UNFINISHED, SickUpdates, first_prompt
+from vapo_megatron.training.sick_updates import RECORD_FILE, SickUpdates
 
 NAN, INF = float("nan"), float("inf")
 
@@ -101,99 +98,6 @@ def test_without_a_judge_it_ruins_the_weights(model_dir: Path) -> None:
 def test_healthy_updates_are_those_of_megatrons_own_step(model_dir: Path, count: int, section: dict[str, Any]) -> None:
     guarded = run_ranks(count, train, model_dir, section, None, 0.0, True, True)
     assert guarded == run_ranks(count, train, model_dir, section, None, 0.0, False, False)
-
-
-def judged(config: SickUpdatesConfig, rows: list[tuple[float, float]], state: dict[str, Any] | None = None) -> Any:
-    judge = SickUpdates(config, state)
-    return [judge.accepts("actor", norm, {"policy_loss": loss, "ratio_max": INF}) for norm, loss in rows], judge.state()
-
-
-def spikes() -> tuple[Any, Any, Any]:
-    config = SickUpdatesConfig(grad_norm_spike=10, loss_spike=10, fewest=4, window=8)
-    rows = [
-        (1.0, 0.1),
-        (0.0, 0.0),
-        (1.2, -0.1),
-        (0.8, 0.1),
-        (1.1, 0.1),
-        (11.0, 0.1),
-        (9.0, 0.1),
-        (1.0, -2.0),
-        (1.0, 0.1),
-    ]
-    # Not one of them is a number: the loss alone, the gradient alone, and the first cause counts.
-    assert judged(SickUpdatesConfig(), [(1.0, NAN), (INF, 0.1), (NAN, INF)])[0] == [False] * 3
-    whole, _ = judged(config, rows)
-    first, state = judged(config, rows[:5])
-    rest, _ = judged(config, rows[5:], json.loads(json.dumps(state)))
-    return whole, first + rest, judged(SickUpdatesConfig(), rows)[0]
-
-
-def test_spikes_are_told_by_the_runs_own_history_which_a_resumed_run_has() -> None:
-    whole, resumed, default = run_ranks(1, spikes)[0]
-    assert whole == [True] * 5 + [False, True, False, True]
-    assert resumed == whole and default == [True] * 9
-
-
-def batch_with(field: str, value: float) -> ShardedBatch:
-    batch = make_batch()
-    for name in ("old_logprobs", "values", "advantages"):
-        setattr(batch, name, torch.zeros(batch.response_tokens))
-    batch.selected = torch.ones(batch.samples, dtype=torch.bool)
-    getattr(batch, field)[1] = value
-    return spread(batch)
-
-
-@pytest.mark.parametrize(
-    ("field", "cause"),
-    [
-        ("rewards", "nonfinite_reward"),
-        ("rollout_logprobs", "nonfinite_logprobs"),
-        ("old_logprobs", "nonfinite_logprobs"),
-        ("values", "nonfinite_values"),
-    ],
-)
-def test_a_rollout_that_is_not_finite_is_not_trained_on(field: str, cause: str) -> None:
-    judge = SickUpdates(SickUpdatesConfig(most_in_a_row=2))
-    assert judge.is_sound(batch_with(field, 0.0)) and judge.metrics() == {"sick/skipped_updates": 0.0}
-    assert not judge.is_sound(batch_with(field, NAN)) and not judge.exhausted
-    assert not judge.is_sound(batch_with(field, -INF)) and judge.exhausted
-    assert judge.metrics() == {"sick/skipped_updates": 2.0, f"sick/{cause}": 2.0}
-    assert judge.is_sound(batch_with(field, 0.0)) and not judge.exhausted
-
-
-def test_greedy_rewards_that_are_not_finite_are_told() -> None:
-    judge, batch = SickUpdates(SickUpdatesConfig()), batch_with("rewards", 0.0)
-    batch.fill(greedy_rewards=torch.full((batch.samples,), NAN))
-    assert not judge.is_sound(batch) and judge.metrics()["sick/nonfinite_reward"] == 1
-
-
-def test_no_signal_and_nothing_selected_are_skipped_and_do_no_harm() -> None:
-    judge, some, none = SickUpdates(SickUpdatesConfig(most_in_a_row=1)), torch.tensor([True, False]), torch.zeros(2)
-    assert judge.has_signal(some, some)
-    assert not judge.has_signal(some, none)
-    unsaid = SickUpdates(SickUpdatesConfig(without_signal=False))
-    assert unsaid.has_signal(some, none) and not unsaid.has_signal(some, none, UNFINISHED)
-    assert not judge.has_signal(none, none)
-    assert judge.metrics() == {"sick/skipped_updates": 2.0, "sick/empty": 1.0, "sick/no_signal": 1.0}
-    assert not judge.exhausted
-
-
-def test_it_goes_back_to_a_checkpoint_a_bounded_number_of_times(tmp_path: Path) -> None:
-    judge = SickUpdates(SickUpdatesConfig(most_in_a_row=1, restarts=2))
-    with pytest.raises(RunFailed, match="no checkpoint to go back to"):
-        judge.go_back(tmp_path, step=3, cursor=24)
-    for name in ("step_000002", "step_000004"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-        for cursor in (24, 40):
-            with pytest.raises(TryAgain, match="with other prompts") as told:
-                judge.go_back(tmp_path, step=5, cursor=cursor)
-            assert told.value.exit_code == 75
-            newest = list(list_checkpoints(tmp_path))[-1]
-            assert first_prompt(tmp_path, newest, 16) == cursor and first_prompt(tmp_path, newest, 99) == 99
-        with pytest.raises(RunFailed, match=f"as each of 3 times from .*{name}"):
-            judge.go_back(tmp_path, step=5, cursor=56)
-    assert first_prompt(tmp_path, next(iter(list_checkpoints(tmp_path))), 16) == 16
 
 
 @pytest.fixture(scope="module")
