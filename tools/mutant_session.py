@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from math import ceil
 from time import perf_counter
@@ -91,6 +91,7 @@ class CollectedOnce(PytestRunner):
     """Tests in a session of pytest that is open already."""
 
     clean = False
+    ordered: Sequence[str] = ()  # of the next mutant
 
     def collect(self) -> None:
         """Open the session. Nothing is captured: this process's output is mutmut's."""
@@ -121,19 +122,12 @@ class CollectedOnce(PytestRunner):
             return 1
 
     def run_tests(self, *, mutant_name: str | None, tests: Iterable[str]) -> int:
-        """The tests of a mutant, in its process: the quickest file and test first, a file's tests together."""
+        """The tests of a mutant, in its process."""
         if mutant_name is None:
             # Without a mutant they were just run, where that was all of them.
-            return 0 if self.clean else super().run_tests(mutant_name=None, tests=tests)
-        quickest: dict[str, float] = {}
-        seconds = state().duration_by_test
-        for test in tests:
-            file = test.partition("::")[0]
-            quickest[file] = min(quickest.get(file, seconds[test]), seconds[test])
-        ordered = sorted(tests, key=lambda t: (quickest[t.partition("::")[0]], t.partition("::")[0], seconds[t]))
-        self.session.items = [self.items[test] for test in ordered if test in self.items]
+            return 0 if self.clean or os.environ.get('FAST_CLEAN') else super().run_tests(mutant_name=None, tests=tests)
+        self.session.items = [self.items[test] for test in self.ordered if test in self.items]
         os.chdir("mutants")
-        self.session.config.pluginmanager.register(Deadline())
         try:
             self.session.config.hook.pytest_runtestloop(session=self.session)
         except pytest.Session.Failed:
@@ -154,13 +148,15 @@ class Runner(isolation.ForkRunner):
         super().startup()
 
     def submit(self, mutant_name: str, tests: list[str], cpu_time_limit: int, estimated_time: float) -> None:
-        """Called for each mutant with the tests of its function: the quickest of those that reach it."""
+        """Called for each mutant with the tests of its function."""
+        durations = state().duration_by_test
         with change_cwd("mutants"):
-            chosen = sorted(reaching(mutant_name, tests), key=lambda test: state().duration_by_test[test])
-        seconds = list(accumulate(state().duration_by_test[test] for test in chosen))
-        count = max(1, sum(total <= self.most_seconds for total in seconds))
-        estimated_time = seconds[:count][-1] if chosen else 0.0
-        super().submit(mutant_name, chosen[:count], ceil(estimated_time + 1) * 6, estimated_time)
+            chosen = reaching(mutant_name, tests, durations)
+        seconds = list(accumulate(durations[test] for test in chosen))
+        chosen = chosen[: max(1, sum(total <= self.most_seconds for total in seconds))]
+        estimated_time = sum(durations[test] for test in chosen)
+        self.test_runner.ordered = chosen
+        super().submit(mutant_name, chosen, ceil(estimated_time + 1) * 6, estimated_time)
 
 
 def main(

@@ -129,9 +129,9 @@ class Watched(Recorder):
         self.progress: dict[str, tuple[int | None, int]] = {}
 
     @contextmanager
-    def phase(self, name: str, total: int | None = None, title: str | None = None) -> Iterator[Advance]:
+    def phase(self, name: str, total: int | None = None) -> Iterator[Advance]:
         steps: list[int] = []
-        with super().phase(name, total, title):
+        with super().phase(name, total):
             yield steps.append
         self.progress[name] = total, sum(steps)
 

@@ -114,6 +114,7 @@ def test_each_rank_gets_what_it_computes_and_it_comes_home(ranks: int, layout: L
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "vapo": {"advantage": {"length_adaptive_alpha": 0.3}},
     "masked": {"shaping": {"truncated": "mask"}, "value_loss": {"residual": True}},
+    "window": {"shaping": {"truncated": "window"}, "advantage": {"length_adaptive_alpha": 0.3}},
     "kl": {"kl": {"placement": "reward", "coef": 0.1}, "advantage": {"whiten": "full", "gamma": 0.97}},
     "vtrace": {"advantage": {"off_policy": "vtrace", "whiten": "full"}},
     "reinforce_pp": {"advantage": {"estimator": "reinforce_pp", "whiten": "full"}},

@@ -11,6 +11,7 @@ import torch
 from batches import spread
 from step_formulas import Response, responses_of
 from switch_formulas import Estimates, Iteration, ValueModel, others_of, shaped
+from switch_metrics import of_scores
 from switch_rollout import Watched
 from test_estimate_switches import algorithm_of, noise, scored
 from test_shards_on_threads import Planner
@@ -241,6 +242,9 @@ def test_each_step_minimises_what_the_formula_says(name: str, ranks: int) -> Non
         if ranks == 1 and model == "critic" and not config.value_loss.self_imitation_coef:
             losses = [parts[0][1] for n, parts in enumerate(steps, 1) if n != REFUSED]
             assert row["critic/value_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+    formula.loss("actor", 0, range(12))  # of the policy that scored
+    told = {key: float(value) for key, value in of_scores(formula).items() if not key.startswith("importance/")}
+    assert {key: row.get(key) for key in told} == pytest.approx(told, rel=1e-4, abs=1e-5)
     assert ("score_policy" in progress) == (not one_pass) and ("score_reference" in progress) == config.uses_reference
     assert ("score_values" in progress) == config.uses_critic
     assert all(done == (12 if ranks == 1 else done) for phase, (_, done) in progress.items() if "score" in phase)
