@@ -125,7 +125,7 @@ class CollectedOnce(PytestRunner):
         """The tests of a mutant, in its process."""
         if mutant_name is None:
             # Without a mutant they were just run, where that was all of them.
-            return 0 if self.clean or os.environ.get('FAST_CLEAN') else super().run_tests(mutant_name=None, tests=tests)
+            return 0 if self.clean else super().run_tests(mutant_name=None, tests=tests)
         self.session.items = [self.items[test] for test in self.ordered if test in self.items]
         os.chdir("mutants")
         try:
