@@ -44,11 +44,10 @@ def drawn_prompts(prompts: int, settings: DynamicSamplingConfig, informative_sha
 def _engine_seconds(engine: PlannedEngine, prompts: float, samples: float, lengths: Lengths) -> float:
     """Seconds in which one engine answers: prompts are read once, then responses run, as many as the cache holds.
 
-    While responses wait the batch is full; the last ones run out as their lengths are distributed.
+    While responses wait the batch is full; the last ones run out as their lengths are distributed. An engine without
+    room for a single one, with which no plan fits, is counted as if it had that.
     """
-    at_once = min(samples, engine.at_once(lengths.prompt + lengths.mean / 2))
-    if at_once < min(1.0, samples):
-        return math.inf
+    at_once = min(samples, max(1.0, engine.at_once(lengths.prompt + lengths.mean / 2)))
     prefill = prompts * prefill_seconds(engine, lengths.prompt)
     waiting = (samples - at_once) * lengths.mean
     full = waiting / at_once * decode_seconds(engine, at_once, lengths.prompt + lengths.mean / 2)

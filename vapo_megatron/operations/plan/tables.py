@@ -1,6 +1,5 @@
 """A plan as a person reads it, and as JSON."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -22,7 +21,7 @@ _FORMAT = 1
 
 
 def as_json(plan: Plan, budgets: Mapping[str, int | None], proposal: Proposal | None) -> dict[str, Any]:
-    """Everything, in bytes and seconds; null stands for a time without end. Totals are sums of the parts."""
+    """Everything, in bytes and seconds. Totals are sums of the parts."""
     memory, time, engine = plan.memory, plan.time, plan.memory.engine
     return {
         "format": _FORMAT,
@@ -51,13 +50,13 @@ def as_json(plan: Plan, budgets: Mapping[str, int | None], proposal: Proposal | 
             "responses_at_once": engine.at_once(plan.lengths.prompt + plan.lengths.mean / 2),
         },
         "time": {
-            "phases": _finite(time.phases),
-            "step": _number(time.step),
-            "value_pretraining": _finite(time.value_pretraining),
-            "evaluation": _number(time.evaluation),
+            "phases": time.phases,
+            "step": time.step,
+            "value_pretraining": time.value_pretraining,
+            "evaluation": time.evaluation,
         },
         "checkpoint": asdict(plan.saving),
-        "run": {"seconds": _finite(plan.seconds), "gpu_hours": _number(plan.gpu_hours)},
+        "run": {"seconds": plan.seconds, "gpu_hours": plan.gpu_hours},
         "largest_max_tokens_per_microbatch": dict(budgets),
         "proposal": None
         if proposal is None
@@ -74,14 +73,6 @@ def as_json(plan: Plan, budgets: Mapping[str, int | None], proposal: Proposal | 
 
 def _parts_on_device(plan: Plan, phase: Phase) -> dict[str, list[str]]:
     return {name: list(on_device(phase, name, model.config)) for name, model in plan.models.items()}
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
-    return {name: _number(value) for name, value in values.items()}
 
 
 def show(plan: Plan, budgets: Mapping[str, int | None], proposal: Proposal | None, console: Console) -> None:
@@ -119,7 +110,7 @@ def show(plan: Plan, budgets: Mapping[str, int | None], proposal: Proposal | Non
     for name, budget in budgets.items():
         found = "none fits" if budget is None else f"{budget:,}"
         console.print(f"largest {name}.max_tokens_per_microbatch that fits, all else as it is: {found}")
-    console.print(f"the run: {_duration(sum(plan.seconds.values()))}, {_hours(plan.gpu_hours)} GPU-hours")
+    console.print(f"the run: {_duration(sum(plan.seconds.values()))}, {plan.gpu_hours:,.0f} GPU-hours")
     console.print("\n[bold]Assumed[/]")
     for line in assumptions(plan):
         console.print(f"  - {line}")
@@ -131,7 +122,7 @@ def show(plan: Plan, budgets: Mapping[str, int | None], proposal: Proposal | Non
         better = proposal.plan
         console.print(
             f"\n[bold]{'Faster' if plan.fits else 'Fits'}[/]: {better.time.step:.0f} s a step, at most "
-            f"{better.memory.worst.total / GIB:.1f} GiB on a GPU, {_hours(better.gpu_hours)} GPU-hours with"
+            f"{better.memory.worst.total / GIB:.1f} GiB on a GPU, {better.gpu_hours:,.0f} GPU-hours with"
         )
         console.print(f"  {proposal.overrides}", soft_wrap=True, highlight=False)
 
@@ -177,28 +168,16 @@ def _sleep_table(plan: Plan) -> Table:
 
 def _time_table(plan: Plan) -> Table:
     table = table_of("Seconds", ["", "s", "share of a step"])
-    step = plan.time.step
     for phase, seconds in plan.time.phases.items():
-        share = f"{seconds / step:.0%}" if math.isfinite(step) else ""
-        table.add_row(phase, _seconds(seconds), share)
-    table.add_row("[bold]step[/]", _seconds(step))
+        table.add_row(phase, f"{seconds:.1f}", f"{seconds / plan.time.step:.0%}")
+    table.add_row("[bold]step[/]", f"{plan.time.step:.1f}")
     for part, seconds in plan.time.value_pretraining.items():
-        table.add_row(f"value pretraining: {part}", _seconds(seconds))
+        table.add_row(f"value pretraining: {part}", f"{seconds:.1f}")
     if plan.time.evaluation:
-        table.add_row(f"evaluation ({plan.evaluations} of them)", _seconds(plan.time.evaluation))
+        table.add_row(f"evaluation ({plan.evaluations} of them)", f"{plan.time.evaluation:.1f}")
     return table
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.1f}" if math.isfinite(value) else "never ends"
-
-
-def _hours(value: float) -> str:
-    return f"{value:,.0f}" if math.isfinite(value) else "no end of"
-
-
 def _duration(seconds: float) -> str:
-    if not math.isfinite(seconds):
-        return "never ends"
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
