@@ -351,12 +351,15 @@ def test_without_a_job_a_script_says_what_it_would_meet_and_submits_nothing(
     environment = {"PATH": f"{job.folder}/bin:{os.environ['PATH']}", "VENV": "", "RUNS": str(job.folder / "runs")}
     command = ["bash", f"slurm/{script}", "actor.optimizer.lr=2e-6"]
     environment |= {"SLURM_JOB_NUM_NODES": "2", "SPARES": "1"} if script == "train.sbatch" else {}
+    if script != "array.sbatch":
+        environment["SLURM_JOB_NAME"] = "20261122"  # which YAML would read as a number
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     asked = job.asked.read_text().splitlines()
     trains = script != "evaluate.sbatch"
     assert ended.returncode == (2 if refused == "sbatch" or (refused and trains) else 0), ended.stderr
     assert ("nothing was found" in ended.stdout) == (ended.returncode == 0)
     assert "cli train" in ended.stdout if trains else "cli evaluate" in ended.stdout
+    assert ("run.name=gsm8k-seed1" if script == "array.sbatch" else "run.name='20261122'") in ended.stdout
     assert [line.split()[0] for line in asked] == ["sbatch", "-m", "-m"][: 3 if trains else 1]
     assert "--test-only" in asked[0] and asked[0].endswith(f"slurm/{script} actor.optimizer.lr=2e-6")
     assert not (job.folder / "runs").exists()
