@@ -24,6 +24,7 @@ def test_the_pods_command_is_a_torchrun_of_a_valid_config(tmp_path: Path) -> Non
     said = subprocess.run(
         [*container["command"], *container["args"]],
         env=environment | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": "3"},
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         check=True,
@@ -38,4 +39,7 @@ def test_the_pods_command_is_a_torchrun_of_a_valid_config(tmp_path: Path) -> Non
     assert said[10:13] == ["-m", "vapo_megatron.cli", "train"]
     config = load_config(TrainConfig, ROOT / said[13], said[14:], PRESETS)
     assert config.run.resume == "auto"
+    # What the config calls data/ is the folder that all pods see, evaluation sets included.
+    assert (tmp_path / "data").readlink() == Path(environment["DATA"])
+    assert {path.parts[0] for path in (config.data.train, *(entry.path for entry in config.data.eval))} == {"data"}
     assert container["resources"]["limits"]["nvidia.com/gpu"] == int(options["--nproc-per-node"])
