@@ -10,6 +10,8 @@ from batches import spread
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.monitoring import MonitoringConfig
 from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.config.value import ValueLossConfig
+from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.batch import from_samples
 from vapo_megatron.experience.microbatch import Share
 from vapo_megatron.experience.sample import Prompt, Sample
@@ -78,6 +80,17 @@ def test_the_critic_learns_the_rewards_of_finished_responses_on_all_their_tokens
     loss = value_loss_of(part, config.value_loss, teaches_critic(part.whole, config.shaping))
     assert torch.equal(loss.weights > 0, FINISHED)
     assert loss.targets[FINISHED].tolist() == pytest.approx([1.0] * 5 + [-1.0] * 7)
+
+
+def test_the_target_0_of_a_response_that_goes_on_may_lie_outside_of_what_values_can_reach() -> None:
+    config, part = step_of({})
+    bounded = ValueLossConfig(bounded=True, low=1.0, high=2.0)
+    part.batch.returns = torch.where(FINISHED, 1.5, 0.0)
+    loss = value_loss_of(part, bounded, teaches_critic(part.whole, config.shaping))
+    assert torch.equal(loss.weights > 0, FINISHED)
+    part.batch.returns[-1] = 0.5
+    with pytest.raises(BadInput, match=r"low\.\.high=1\.\.2 does not hold the value target 0\.5"):
+        value_loss_of(part, bounded, teaches_critic(part.whole, config.shaping))
 
 
 def test_a_window_has_the_value_of_its_last_state_after_it_and_a_finished_response_its_reward() -> None:

@@ -72,13 +72,15 @@ def value_loss_of(part: Part, config: ValueLossConfig, learnt: Tensor | None = N
     if batch.baselines is not None:
         known = to_tokens(batch.baselines, bounds)
         targets, old = targets - known, None if old is None else old - known
-    check_targets(targets, config)
     weights = token_weights(whole.response_lengths, "token_mean", selected=whole.selected if learnt is None else learnt)
-    return ValueLoss(config, targets, old, to_tokens(weights[part.mine], bounds))
+    own = to_tokens(weights[part.mine], bounds)
+    check_targets(targets[own > 0], config)
+    return ValueLoss(config, targets, old, own)
 
 
 def check_targets(targets: Tensor, config: ValueLossConfig) -> None:
-    """Raises BadInput for a value target [T] that no value can reach: a user's function gave a score out of range."""
+    """Raises BadInput for a value target that is learnt and that no value can reach: a user's function gave a score out
+    of range."""
     if not config.has_bounds:
         return
     low, high = config.support if config.kind == "hl_gauss" else (config.low, config.high)
