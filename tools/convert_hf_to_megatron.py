@@ -50,7 +50,7 @@ def echo_conversion(
     import torch
 
     from vapo_megatron.mcore.parity import comparison
-    from vapo_megatron.monitoring.conversion_progress import ConversionProgress
+    from vapo_megatron.monitoring.stage_bars import stage_bars
     from vapo_megatron.weights.convert import hf_to_megatron
 
     remarks: list[str] = []
@@ -58,7 +58,7 @@ def echo_conversion(
     def compare(folder: Path) -> None:
         remarks.append(comparison(folder, hf))
 
-    with ConversionProgress() as progress:
+    with stage_bars(in_bytes=True) as progress:
         made = hf_to_megatron(
             hf,
             out,

@@ -77,7 +77,7 @@ def echo_conversion(source: Path, out: Path, dtype: str | None, gib: float, veri
     import torch
 
     from vapo_megatron.mcore.parity import comparison
-    from vapo_megatron.monitoring.conversion_progress import ConversionProgress
+    from vapo_megatron.monitoring.stage_bars import stage_bars
     from vapo_megatron.weights.convert import megatron_to_hf
 
     digests = saved_digests(source)
@@ -86,7 +86,7 @@ def echo_conversion(source: Path, out: Path, dtype: str | None, gib: float, veri
     def compare(folder: Path) -> None:
         remarks.append(comparison(source, folder))
 
-    with ConversionProgress() as progress:
+    with stage_bars(in_bytes=True) as progress:
         made = megatron_to_hf(
             source,
             out,

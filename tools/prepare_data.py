@@ -7,17 +7,15 @@ Repeated problems and those of the evaluation sets are left out, every answer is
 <out>.report.json names each row that is missing and why.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from vapo_megatron.command_line import run_app
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.errors import BadInput, told_in_one_line
+from vapo_megatron.monitoring.stage_bars import stage_bars
 from vapo_megatron.operations.preparation.layouts import LAYOUTS
 from vapo_megatron.operations.preparation.prepare import OVERLAP_LIMIT, prepare
 
@@ -67,19 +65,12 @@ def main(
     ] = None,
 ) -> None:
     """Prepare, and say what came of it."""
-    console = Console(stderr=True)
     with told_in_one_line("error"):
         if prompt is not None and prompt not in PROMPTS:
             raise BadInput(f"--prompt {prompt}: no such prompt; give one of {', '.join(PROMPTS)}")
         if out.exists():
             raise BadInput(f"--out {out}: exists already; name another place, or remove it")
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True) as bars:
-
-            def progress(stage: str, total: int) -> Callable[[int], None]:
-                task = bars.add_task(stage, total=total or None)
-                return lambda count: bars.advance(task, count)
-
+        with stage_bars(in_bytes=False) as progress:
             outcome = prepare(
                 source,
                 out,

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,10 @@ LAYOUTS = [
 
 class Silent:
     """No progress bar."""
+
+    def __call__(self, name: str, total: int) -> Callable[[int], None]:
+        self.stage(name, total)
+        return self.advance
 
     def stage(self, name: str, total: int) -> None: ...
 

@@ -7,7 +7,7 @@ its name only once it is whole and verified.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -40,15 +40,9 @@ _VERSION = 1
 Check = Callable[[Path], None]
 """Looks at the finished directory before it gets its name; raises where something is wrong."""
 
-
-class ByteProgress(Protocol):
-    """Is told how far a conversion is."""
-
-    def stage(self, name: str, total: int) -> None:
-        """Something begins that goes through so many bytes."""
-
-    def advance(self, nbytes: int) -> None:
-        """So many more of them are done."""
+Advance = Callable[[int], None]
+BeginStage = Callable[[str, int], Advance]
+"""From the name of a stage and its bytes to a function that is told of the bytes that are done."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +68,7 @@ class Converted:
 def hf_to_megatron(
     hf_dir: Path,
     out: Path,
-    progress: ByteProgress,
+    progress: BeginStage,
     *,
     head: Head = "lm",
     value_outputs: int = 1,
@@ -89,7 +83,7 @@ def hf_to_megatron(
         hf_dir: a language, reward or value model, see weights.load.load_hf; of one without a head of values a value
             model is made with a new one, of zeros.
         out: the directory to make.
-        progress: called with the progress.
+        progress: for people.
         head: of the checkpoint.
         value_outputs: numbers that a value head gives, see ModelSpec.
         dtype: of the checkpoint; None keeps each tensor's.
@@ -108,39 +102,38 @@ def hf_to_megatron(
     total = _total(spec, parts, source.dtype)
     with WorkFolder(out, request) as work:
         work.check_space(total)
-        progress.stage("writing", total)
+        advance = progress("writing", total)
         layout = [[(place_of(entry, spec), source.dtype(entry)) for entry in part] for part in parts]
         writer = PartWriter(work.path, layout)
         resumed, notes = work.resumed, []
         for number, part in enumerate(parts):
-            notes.append(_written_part(work, writer, number, part, source, progress))
+            notes.append(_written_part(work, writer, number, part, source, advance))
         try:
             writer.close(notes, {"content_metadata": CONTENT_METADATA})
         except (OSError, RuntimeError) as error:
             raise work.refused(error) from None
         write_model_card(work.path, spec, head, hf_dir, _name(source.dtype(entries(spec, head)[0])))
         if verify:
-            progress.stage("verifying", total)
-            compare_with_hf(PartReader(work.path), source, progress.advance)
+            compare_with_hf(PartReader(work.path), source, progress("verifying", total))
         if check is not None:
             check(work.path)
     return Converted(spec.parameter_count(head), total, len(parts), resumed, source.left_out)
 
 
 def _written_part(
-    work: WorkFolder, writer: PartWriter, number: int, part: list[Entry], source: HFSource, progress: ByteProgress
+    work: WorkFolder, writer: PartWriter, number: int, part: list[Entry], source: HFSource, advance: Advance
 ) -> list[dict[str, Any]]:
     """Write a part unless an earlier start did. Returns where its tensors are."""
     name = writer.file_name(number)
     note = work.note_of(name)
     if note is not None:
         for entry in part:
-            progress.advance(_nbytes(entry, source.spec, source.dtype(entry)))
+            advance(_nbytes(entry, source.spec, source.dtype(entry)))
         return note
 
     def tensor(index: int) -> Tensor:
         entry = part[index]
-        progress.advance(_nbytes(entry, source.spec, source.dtype(entry)))
+        advance(_nbytes(entry, source.spec, source.dtype(entry)))
         return source.parameter(entry).reshape(place_of(entry, source.spec).sizes)
 
     try:
@@ -154,7 +147,7 @@ def _written_part(
 def megatron_to_hf(
     checkpoint: Path,
     out: Path,
-    progress: ByteProgress,
+    progress: BeginStage,
     *,
     dtype: torch.dtype | None = None,
     shard_bytes: int = 2 << 30,
@@ -170,7 +163,7 @@ def megatron_to_hf(
     Args:
         checkpoint: a saved model, with its card.
         out: the directory to make.
-        progress: called with the progress.
+        progress: for people.
         dtype: of the tensors; None keeps each one's.
         shard_bytes: bound on a file, and so on memory.
         verify: read everything back and compare it, bit by bit.
@@ -197,12 +190,12 @@ def megatron_to_hf(
     with WorkFolder(out, request) as work:
         work.check_space(total)
         resumed = work.resumed
-        progress.stage("writing", total)
+        advance = progress("writing", total)
         for name, part in zip(names, parts, strict=True):
             if work.note_of(name) is None:
                 _write_shard(work, name, part, reader, spec, dtype)
                 work.finish(name, True)
-            progress.advance(_total(spec, [part], dtype_of))
+            advance(_total(spec, [part], dtype_of))
         try:
             write_index(work.path, [[name for entry in part for name in entry.hf] for part in parts], total)
             write_json(work.path / CONFIG, exported_config(config, spec, head, dtype_of(parts[0][0])))
@@ -210,8 +203,7 @@ def megatron_to_hf(
         except OSError as error:
             raise work.refused(error) from None
         if verify:
-            progress.stage("verifying", total)
-            compare_with_checkpoint(work.path, reader, spec, head, dtype, progress.advance)
+            compare_with_checkpoint(work.path, reader, spec, head, dtype, progress("verifying", total))
         if check is not None:
             check(work.path)
     return Converted(spec.parameter_count(head), total, len(parts), resumed)
