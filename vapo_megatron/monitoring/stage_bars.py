@@ -19,7 +19,7 @@ from rich.progress import (
 
 @contextmanager
 def stage_bars(in_bytes: bool) -> Iterator[Callable[[str, int], Callable[[int], None]]]:
-    """A function that begins a stage, by its name and size (0: unknown), and gives one that is told what of it is done.
+    """A function that begins a stage, by its name and size (0: unknown), and gives one that takes what of it is done.
 
     in_bytes: that is what stages are counted in, and their bars stay; others go with the block.
     """

@@ -42,7 +42,7 @@ Check = Callable[[Path], None]
 
 Advance = Callable[[int], None]
 BeginStage = Callable[[str, int], Advance]
-"""From the name of a stage and its bytes to a function that is told of the bytes that are done."""
+"""From the name of a stage and its bytes to a function that takes the number of bytes done."""
 
 
 @dataclass(frozen=True)
