@@ -132,6 +132,11 @@ def test_a_spike_is_beyond_the_factor_of_enough_updates() -> None:
     assert judge.metrics() == {"sick/skipped_updates": 0}, "since the last call"
 
 
+def test_updates_without_a_gradient_are_nothing_to_compare_with() -> None:
+    judge = SickUpdates(SickUpdatesConfig(grad_norm_spike=10, fewest=3))
+    assert verdicts(judge, norms(1, 0, 1, 9, 99)) == [True] * 4 + [False], "three of 1, 1 and 9"
+
+
 def test_a_loss_is_compared_with_its_own_size_and_model() -> None:
     judge = SickUpdates(SickUpdatesConfig(loss_spike=2, fewest=2))
     usual = [("actor", 1.0, {"policy_loss": -0.5, "nll_loss": 8.0, "entropy": 99.0})] * 3
@@ -217,6 +222,8 @@ def test_a_rollout_of_nothing_is_empty() -> None:
     batch.own, batch.table, batch.response_tokens, batch.summed = none, none.table(), 0, lambda found: found
     judge = SickUpdates(SickUpdatesConfig())
     assert not judge.is_sound(batch) and judge.metrics() == {"sick/skipped_updates": 1, "sick/empty": 1}
+    batch.response_tokens = 1
+    assert judge.is_sound(batch)
 
 
 def test_what_a_run_that_goes_back_says_and_writes(tmp_path: Path) -> None:

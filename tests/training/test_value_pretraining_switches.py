@@ -1,155 +1,23 @@
 """Every switch of the section value_pretraining through the loop's own pretraining of a real critic, whose weights
 afterwards are compared with those of an independent one."""
 
-import random
-import tempfile
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from pretraining_attempts import PROMPT, P, Seen, Tokens, pretrain, read_seen, resumed, script
 from ranks import one_rank_in_process, run_ranks
-from step_formulas import AdamW, Critic, Response, State
+from step_formulas import AdamW, Critic, Response
 from switch_formulas import ADAM
-from switch_rollout import Watched, config_of, models_of_this_process, state_of, tokens_of, write_models
-from written_rollouts import CUT, END, RIGHT, WRONG, write_rollouts
+from switch_rollout import models_of_this_process, write_models
+from written_rollouts import CUT, RIGHT
 
-import vapo_megatron.training.loop
-from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.monitoring import names
 from vapo_megatron.training import value_pretraining
-from vapo_megatron.training.models import load_models
-from vapo_megatron.training.state import RunState
 from vapo_megatron.training.value_pretraining import largest_bias
-
-P = "value_pretraining."
-# Two rollouts of four prompts with three responses each: 24 responses, those to one prompt are held out.
-BASE: dict[str, Any] = {P + "enabled": True, P + "iterations": 2, P + "minibatch_size": 5}
-PROMPT = 2
-Tokens = tuple[int, ...]
-
-
-def script(cursor: int) -> Sequence[Sequence[int]]:
-    """Responses of all lengths, no two alike; one of a group is cut off."""
-    drawn = random.Random(cursor)
-    body = [[drawn.randrange(10, 100) for _ in range(drawn.randrange(1, 16))] for _ in range(3)]
-    ends = (END, END, CUT)
-    return [[*ids, RIGHT if (cursor + i) % 2 else WRONG, ends[i]] for i, ids in enumerate(body)]
-
-
-class Kept(Watched):
-    """Keeps the critic's metrics by updates, and the responses that these were made on."""
-
-    def __init__(self, run_dir: Path) -> None:
-        super().__init__(run_dir)
-        self.rows: dict[int, dict[str, float]] = {}
-        self.replayed: list[int] = []
-        self.notes: list[str] = []
-        self.console.note = self.notes.append  # type: ignore[method-assign]
-
-    def write_pretraining(self, updates: int, samples: int) -> None:
-        self.rows[updates] = dict(self._row)
-        self.replayed.append(samples)
-        super().write_pretraining(updates, samples)
-
-
-class Stopped(Exception):
-    """By the test, at a safe point."""
-
-
-class Checkpoints:
-    """Keeps how far each safe point is: rollouts, updates, whether it is due and the last."""
-
-    def __init__(self, stop_at: int | None) -> None:
-        self.stop_at, self.points, self.whole = stop_at, list[tuple[int, int, bool, bool]](), None
-
-    def safe_point(self, whole: Any, due: bool, last: bool, making_room: bool) -> None:
-        done = whole.progress.pretraining
-        self.points.append((done.iterations, done.updates, due, done.finished))
-        self.whole = whole
-        if len(self.points) == self.stop_at:
-            raise Stopped
-
-
-@dataclass
-class Seen:
-    """Weights before and after, the responses of each optimizer step and of each measurement, metrics by updates."""
-
-    begin: State
-    end: State = field(default_factory=dict)
-    steps: list[list[Tokens]] = field(default_factory=list)
-    measured: list[list[Tokens]] = field(default_factory=list)
-    rows: dict[int, dict[str, float]] = field(default_factory=dict)
-    asked: list[int] = field(default_factory=list)
-    finished: bool = False
-    replayed: list[int] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    points: list[tuple[int, int, bool, bool]] = field(default_factory=list)
-    progress: dict[str, tuple[int | None, int]] = field(default_factory=dict)
-    onloaded: list[str] = field(default_factory=list)
-
-
-def read_seen(path: Path) -> Any:
-    """What another process has saved: a Seen, or the stops and a Seen."""
-    with torch.serialization.safe_globals([Seen]):
-        return torch.load(path, weights_only=True)
-
-
-def pretrain(folder: Path, name: str, switches: dict[str, Any]) -> Seen:
-    """On one rank: the loop up to its first iteration."""
-    return attempt(folder, Path(tempfile.mkdtemp(prefix=name, dir=folder)), switches)[0]
-
-
-def resumed(folder: Path, stop_at: int) -> tuple[Seen, Seen]:
-    """Of a run that is stopped at a safe point, and of the one that goes on from there."""
-    run_dir = Path(tempfile.mkdtemp(prefix="resumed", dir=folder))
-    first, whole = attempt(folder, run_dir, {}, stop_at)
-    return first, attempt(folder, run_dir, {}, before=whole)[0]
-
-
-def attempt(
-    folder: Path, run_dir: Path, switches: dict[str, Any], stop_at: int | None = None, before: Any = None
-) -> tuple[Seen, Any]:
-    """before: the last safe point of the attempt that this one goes on from."""
-    config = config_of(folder, BASE | switches)
-    models, rollouts, checkpoints = load_models(config, None), write_rollouts(script), Checkpoints(stop_at)
-    assert models.critic is not None and rollouts.prompts is not None
-    critic, seen = models.critic, Seen(state_of(models.critic))
-    checkpoint: Any = None
-    if before is not None:
-        rollouts.prompts.cursor = before.progress.prompts["cursor"]
-        checkpoint = SimpleNamespace(progress=before.progress, manifest=SimpleNamespace(record=before.record))
-    state = RunState(config.run, config.checkpoint, run_dir, checkpoints, models.updates, checkpoint)  # type: ignore[arg-type]
-    state.steps = lambda: iter(())  # type: ignore[method-assign]
-    train_step, score, engines = critic.train_step, critic.score, rollouts.engines
-
-    def noted_step(batch: ExperienceBatch, samples: range, *args: Any) -> Any:
-        seen.steps.append([tokens_of(batch, s) for s in samples])
-        seen.onloaded += sorted(critic.onloaded)
-        return train_step(batch, samples, *args)
-
-    def noted_score(batch: ExperienceBatch, *args: Any, **kwargs: Any) -> Any:
-        seen.measured.append([tokens_of(batch, s) for s in range(batch.samples)])
-        return score(batch, *args, **kwargs)
-
-    critic.train_step, critic.score = noted_step, noted_score  # type: ignore[method-assign,assignment]
-    engines.offload = lambda: seen.onloaded.append("engines go")  # type: ignore[method-assign]
-    ignored = ("evaluate", "export_critic", "export_final", "sync_weights", "show_end")
-    nothing = patch.multiple("vapo_megatron.training.loop", **dict.fromkeys(ignored, lambda *args: None))
-    with Kept(run_dir) as recorder, nothing, suppress(Stopped):
-        vapo_megatron.training.loop.train(config, models, rollouts, state, recorder)
-    seen.end, seen.rows, seen.finished = state_of(critic), recorder.rows, state.pretraining.finished
-    seen.replayed, seen.notes, seen.progress = recorder.replayed, recorder.notes, recorder.progress
-    seen.asked = [request.prompt.cursor for request in engines.requests]  # type: ignore[attr-defined]
-    seen.points = checkpoints.points
-    return seen, checkpoints.whole
-
 
 CASES: dict[str, dict[str, Any]] = {
     "base": {},
@@ -163,6 +31,8 @@ CASES: dict[str, dict[str, Any]] = {
     "masked_alone": {"algorithm.shaping.truncated": "mask", P + "minibatch_size": 1},
     "discounted": {"algorithm.advantage.gamma": 0.9},
     "clipped": {"algorithm.value_loss.kind": "clipped"},
+    "many": {P + "iterations": 4},
+    "seed": {"run.seed": 7},
 }
 
 
@@ -293,13 +163,13 @@ def test_a_minibatch_without_loss_is_no_step(folder: Path) -> None:
 
 
 def test_iterations_are_rollouts_and_each_response_of_them_is_read_or_held_out(folder: Path) -> None:
-    for name, rollouts in (("base", 2), ("iterations", 3)):
+    for name, rollouts, prompts in (("base", 2, 1), ("iterations", 3, 2), ("many", 4, 2)):
         seen = load(folder, name)
         assert seen.asked == list(range(4 * rollouts))
         trained = Counter(tokens for step in seen.steps for tokens in step)
         held_out = set(seen.measured[0])
         assert set(trained.values()) == {1} and trained.keys().isdisjoint(held_out)
-        assert len(trained) + len(held_out) == 12 * rollouts
+        assert len(trained) + len(held_out) == 12 * rollouts and len(held_out) == 3 * prompts
         assert {t[:PROMPT] for t in trained}.isdisjoint({t[:PROMPT] for t in held_out}), "prompts are never cut"
 
 
@@ -397,3 +267,13 @@ def test_it_goes_on_where_it_was_stopped(folder: Path, stop_at: int) -> None:
     assert first.steps + second.steps == base.steps
     assert [*first.rows, *second.rows] == [0, 1, 2, 3, 4, 5]
     assert second.progress["value_pretraining"] == (5, 5)
+
+
+def test_the_seed_of_the_run_orders_the_replay(folder: Path) -> None:
+    recorded = [(cursor, 7, *ids) for cursor in range(8) for ids in script(cursor)]
+    orders = []
+    for name in ("base", "seed"):
+        replayed = [tokens for step in load(folder, name).steps for tokens in step]
+        train = [tokens for tokens in recorded if tokens in replayed]
+        orders.append([train.index(tokens) for tokens in replayed])
+    assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])

@@ -126,7 +126,7 @@ class SickUpdates:
         if checkpoint is None:
             raise RunFailed(f"{what}, and no checkpoint to go back to: docs/robustness.md says what to look at")
         before = _read_record(run_dir)
-        times = 1 + (before.get("times", 0) if before.get("checkpoint") == checkpoint.name else 0)
+        times = 1 + (before["times"] if before.get("checkpoint") == checkpoint.name else 0)
         if times > self._config.restarts:
             raise RunFailed(
                 f"{what}, as each of {times} times from {checkpoint}: docs/robustness.md says what to look at"
