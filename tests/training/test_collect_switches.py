@@ -234,8 +234,10 @@ def test_repetition_is_told_of_responses_spread_over_the_batch(count: int) -> No
         samples.append(Sample(prompt, number, 0, 0, ids, [-1.0] * 24, "stop", 0, 0, reward=1.0, correct=True))  # type: ignore[arg-type]
     seen = range(0, count, 1 if count <= 256 else 2 if count <= 512 else 3)
     in_circles = sum(number % 3 == 0 for number in seen) / len(seen)
-    found = rollout_metrics(from_samples(samples))["response_length/repeated"]
-    assert found == pytest.approx(in_circles * 7 / 9), "two of nine spans of 16 tokens are new"
+    found = rollout_metrics(from_samples(samples))
+    repeated = found["response_length/repeated"]
+    assert repeated == pytest.approx(in_circles * 7 / 9), "two of nine spans of 16 tokens are new"
+    assert "reward/frac_zero_std_groups" not in found, "each group has one response, so all have one reward"
 
 
 def test_a_rollout_reports_rewards_lengths_and_repetition(found: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ tokens, entropies and divergences in nats per token, times in seconds, memory in
 
 ACCURACY = "accuracy/mean"
 REWARD = "reward/mean"
-FRAC_ZERO_STD_GROUPS = "reward/frac_zero_std_groups"  # share of groups whose rewards are all equal
+FRAC_ZERO_STD_GROUPS = "reward/frac_zero_std_groups"  # share of groups with one reward; not where groups are of one
 
 FAILED_GRADES = "reward/failed"  # share of responses whose verification failed: an error, a timeout, a dead worker
 

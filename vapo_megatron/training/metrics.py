@@ -31,11 +31,13 @@ def rollout_metrics(batch: ExperienceBatch) -> dict[str, float]:
 
 def _graded_metrics(samples: SampleTable) -> dict[str, float]:
     lengths, rewards = samples.response_lengths.float(), samples.rewards
-    return {
+    groups = {}
+    if int(samples.group_ids.bincount().max()) > 1:  # where each is of one response their rewards say nothing
+        groups[names.FRAC_ZERO_STD_GROUPS] = frac_zero_std_groups(rewards, samples.group_ids)
+    return groups | {
         names.REWARD: float(rewards.mean()),
         "reward/min": float(rewards.min()),
         "reward/max": float(rewards.max()),
-        names.FRAC_ZERO_STD_GROUPS: frac_zero_std_groups(rewards, samples.group_ids),
         names.ACCURACY: float(samples.correct.float().mean()),
         names.LENGTH: float(lengths.mean()),
         names.LENGTH_MIN: float(lengths.min()),
