@@ -235,7 +235,7 @@ def _best_exchange(
         useful &= (tokens[light].sum() + change <= budget) & (tokens[heavy].sum() - change <= budget)
     distance = np.where(useful, np.abs(moved - gap / 2), np.inf)
     best = int(distance.argmin())
-    if distance.size == 0 or not useful.flat[best]:
+    if not useful.flat[best]:
         return None
     row, column = divmod(best, distance.shape[1])
     return [heavy[row]], light[columns[row, column] : columns[row, column] + 1]
@@ -247,7 +247,7 @@ def _nearest(values: _Loads, wanted: _Loads) -> NDArray[np.int64]:
     ordered = values[order]
     above = np.searchsorted(ordered, wanted).clip(max=len(values) - 1)
     below = np.searchsorted(ordered, ordered[(above - 1).clip(min=0)])
-    return np.sort(np.stack((order[below], order[above]), axis=1), axis=1)
+    return np.sort(np.stack((order[below], order[above]), axis=1))
 
 
 def _best_exchange_of_pairs(
