@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.balance import Plan, peer_plan, quality
 from benchmarks.common import heavy_tailed_lengths
+from vapo_megatron.errors import BadInput
 from vapo_megatron.experience import balance
 from vapo_megatron.experience.balance import Cost, MicrobatchPlan, plan_microbatches
 
@@ -248,3 +249,29 @@ def test_an_exchange_of_pairs_is_as_good_as_any_that_moves_half_of_the_gap_or_le
             assert 0 < ways[*found[0], *found[1]] < gap
             assert abs(ways[*found[0], *found[1]] - gap / 2) <= min(useful, default=gap)
     assert {(True, True), (False, False)} <= seen
+
+
+@pytest.mark.parametrize(
+    ("lengths", "max_tokens", "alignment", "total_alignment", "needed"),
+    [
+        ([1, 2], 1, 1, 1, None),
+        ([12], 11, 1, 1, None),
+        ([12], 10, 1, 1, 11),
+        ([9], 8, 4, 8, None),
+        ([10], 15, 4, 8, 16),
+        ([10], 16, 4, 8, None),
+        ([], 3, 1, 4, 4),
+        ([], 4, 1, 4, None),
+    ],
+)
+def test_a_budget_below_the_longest_sample_is_refused_with_what_it_needs(
+    lengths: list[int], max_tokens: int, alignment: int, total_alignment: int, needed: int | None
+) -> None:
+    settings = {"max_tokens": max_tokens, "alignment": alignment}
+    if total_alignment > 1:
+        settings["total_alignment"] = total_alignment
+    if needed is None:
+        assert plan_of(lengths, dp_size=1, **settings).samples_of(0).tolist() == list(range(len(lengths)))
+        return
+    with pytest.raises(BadInput, match=rf"max_tokens_per_microbatch={max_tokens} is below the {needed} tokens of"):
+        plan_of(lengths, dp_size=1, **settings)
