@@ -199,8 +199,11 @@ def test_the_nearest_of_many_values_are_those_next_to_what_is_wanted() -> None:
                 assert set(places) == {values.index(below), values.index(above)}
 
 
-@pytest.mark.parametrize("within_budget", [False, True])
-def test_an_exchange_of_one_is_the_best_there_is(within_budget: bool) -> None:
+@pytest.mark.parametrize(("within_budget", "all_pairs"), [(False, 1024), (False, 0), (True, 1024)])
+def test_an_exchange_of_one_is_the_best_there_is(
+    within_budget: bool, all_pairs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(balance, "_ALL_PAIRS", all_pairs)
     rng = random.Random(0)
     seen = set()
     for _ in range(400):
@@ -231,7 +234,8 @@ def test_an_exchange_of_pairs_is_as_good_as_any_that_moves_half_of_the_gap_or_le
     rng = random.Random(0)
     seen = set()
     for _ in range(300):
-        loads = np.array([rng.randint(1, 40) for _ in range(9)])
+        most = rng.choice([3, 40])
+        loads = np.array([rng.randint(1, most) for _ in range(9)])
         split = rng.randint(0, 9)
         heavy, light = list(range(split)), list(range(split, 9))
         gap = loads[heavy].sum() - loads[light].sum()
@@ -275,3 +279,13 @@ def test_a_budget_below_the_longest_sample_is_refused_with_what_it_needs(
         return
     with pytest.raises(BadInput, match=rf"max_tokens_per_microbatch={max_tokens} is below the {needed} tokens of"):
         plan_of(lengths, dp_size=1, **settings)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "budget", "count"),
+    [([3, 7, 12, 5, 9, 4], 20, 2), ([34, 1, 7, 21, 29, 24, 4, 57], 60, 3)],
+)
+def test_what_best_fit_cannot_fit_levelling_does(tokens: list[int], budget: int, count: int) -> None:
+    plan = plan_of([n + 1 for n in tokens], dp_size=1, max_tokens=budget, alignment=1)
+    assert len(plan[0]) == plan.microbatches == count
+    assert max(sum(tokens[s] for s in micro) for micro in plan[0]) == budget

@@ -139,10 +139,10 @@ def _all_fit(ranks: _Bins, work: _Loads, tokens: _Loads, count: int, budget: int
 
 def _where_best_fit_fails(ranks: _Bins, tokens: _Loads, count: int, budget: int) -> list[int]:
     """The ranks for which _best_fit() finds no place for a sample; all ranks place their n-th samples at once."""
-    sizes = np.zeros((max(map(len, ranks), default=0), len(ranks)), dtype=np.int64)
+    sizes = np.zeros((max(map(len, ranks)), len(ranks)), dtype=np.int64)
     for rank, members in enumerate(ranks):
         sizes[: len(members), rank] = -np.sort(-tokens[members])
-    rooms = np.full((len(ranks), count), budget, dtype=np.int64)
+    rooms = np.full((len(ranks), count), budget)
     failed, every = np.zeros(len(ranks), dtype=bool), np.arange(len(ranks))
     for size in sizes:
         best = np.where(rooms >= size[:, None], rooms, budget + 1).argmin(axis=1)
@@ -194,7 +194,7 @@ def _even_out(
     budget of tokens, where they are given.
     """
     bins = [list(members) for members in bins]
-    total = np.array([loads[members].sum() for members in bins], dtype=np.float64)
+    total = np.array([loads[members].sum() for members in bins])
     for _ in range(_EXCHANGES * len(bins)):
         heavy = int(total.argmax())
         if total[heavy] <= enough:
