@@ -117,12 +117,13 @@ def test_a_worker_has_its_limits_and_nothing_to_read() -> None:
 
 
 @pytest.mark.usefixtures("functions_importable")
-def test_only_a_case_whose_worker_was_killed_is_tried_again(tmp_path: Path) -> None:
+def test_only_a_case_whose_worker_was_killed_is_tried_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     seen = tmp_path / "seen"
     with VerifierPool(_function_config("noted", workers=1, response_timeout_s=0.3)) as pool:
         grades = pool.grade_batch([Case(str(seen), "a", problem="exit"), Case(str(seen), "b", problem="60")])
         assert [(grade.reason, grade.extracted) for grade in grades] == [("crashed", ""), ("timeout", "")]
         assert seen.read_text() == "ab"
+    assert "failed on a response (crashed worker ended with code 0);" in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("functions_importable")
@@ -314,12 +315,15 @@ def _alive(pid: int) -> bool:
     ("name", "named"),
     [("of_two", "TypeError"), ("text", "ValueError: could not convert"), ("raises", "KeyError: 'gold'")],
 )
-def test_a_function_that_always_fails_is_refused_when_it_is_tried(name: str, named: str) -> None:
+def test_a_function_that_always_fails_is_refused_when_it_is_tried(
+    name: str, named: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     with VerifierPool(_function_config(name)) as pool, pytest.raises(BadInput, match=named) as refusal:
         pool.try_out("1 plus 1", "2")
     assert f"reward_functions:{name}" in str(refusal.value) and "f(problem, answer, response, extra)" in str(
         refusal.value
     )
+    assert capfd.readouterr().err == "", "the refusal says it"
 
 
 @pytest.mark.usefixtures("functions_importable")
