@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vapo_megatron import __version__, logs
-from vapo_megatron.command_line import run_app
+from vapo_megatron.command_line import refuse_another_copy, run_app
 
 if TYPE_CHECKING:
     from vapo_megatron.config.sft import SftConfig
@@ -49,6 +49,7 @@ def common(
 ) -> None:
     """What all commands have in common."""
     logs.configure(log_level)
+    refuse_another_copy(Path(__file__).parent, Path.cwd())
 
 
 @app.command()

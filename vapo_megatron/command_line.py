@@ -2,10 +2,21 @@
 
 import sys
 import warnings
+from pathlib import Path
 
 import typer
 
-from vapo_megatron.errors import told_in_one_line
+from vapo_megatron.errors import BadInput, told_in_one_line
+
+
+def refuse_another_copy(running: Path, folder: Path) -> None:
+    """Raises BadInput where engines and verifiers, which Python starts in `folder`, would run other code than this."""
+    other = folder / running.name
+    if (other / "__init__.py").is_file() and not other.samefile(running):
+        raise BadInput(
+            f"{other} is another copy of {running.name} than {running}, which runs here: engines would be of "
+            "that one; go to another directory, or use the environment of that copy"
+        )
 
 
 def run_app(app: typer.Typer, name: str) -> None:

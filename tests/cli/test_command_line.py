@@ -34,6 +34,15 @@ def test_usage_errors_are_one_line(arguments: list[str], named: list[str]) -> No
     _assert_one_line(_run("-m", "vapo_megatron.cli", *arguments), "vapo-megatron: ", *named)
 
 
+def test_a_copy_of_the_program_that_its_engines_would_take_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "vapo_megatron").mkdir()
+    (tmp_path / "vapo_megatron" / "__init__.py").touch()
+    script = f"import sys; sys.path[0] = {str(ROOT)!r}; sys.argv[1:] = ['train', 'a.yaml']\n"
+    script += "from vapo_megatron.cli import main; main()"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    _assert_one_line(ended, f"{tmp_path}/vapo_megatron is another copy", str(ROOT))
+
+
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_tool_refuses_an_option_before_it_imports_torch(tool: str) -> None:
     script = f"import runpy, sys; sys.argv = ['{tool}', '--nonsense']\n"
