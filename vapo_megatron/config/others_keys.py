@@ -1,4 +1,4 @@
-"""What keys of verl's are called here (docs/glossary.md).
+"""What keys of verl's are called here, beside those of docs/glossary.md.
 
 A key is known by its last name, so that `actor_rollout_ref.rollout.n` is found whatever precedes it.
 """
@@ -56,7 +56,7 @@ def named_here(key: str) -> str | None:
     if name == "val_only":
         return "evaluation alone is a command: vapo-megatron evaluate"
     if name in OURS:
-        return f"here it is {OURS[name]} (docs/glossary.md)"
+        return f"here it is {OURS[name]}"
     if key.partition(".")[0] in ("actor_rollout_ref", "trainer"):
         return "it looks like one of verl's: docs/glossary.md has the names here"
     return None
