@@ -24,7 +24,7 @@ def _parsed_anew() -> None:
         (r"x<-1 \text{ or }", "x<-1", False),
         (r"x<-1 \text{ or } y>2", r"x<-1 \text{ or } y>2", True),
         ("x=1 or x=2", r"\{1,2\}", True),
-        ("x=1 or x>2", r"\{1\}\cup(2,\infty)", True),
+        (r"4 \text{ or } n \geq 6", r"n=4 \text{ or } n \ge 6", True),
         ("1 or 2", "1 or 3", False),
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "(1,2)", True),
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "(1,3)", False),

@@ -11,6 +11,7 @@ from itertools import accumulate
 
 from math_verify import parse, verify
 from sympy import Basic, Expr, Set, Union
+from sympy.core.relational import Equality
 
 from vapo_megatron.rewards.equivalence import quick_comparison
 from vapo_megatron.rewards.matrices import paired_entries
@@ -91,7 +92,10 @@ def _union_of_relations(text: str) -> Set | None:
     if len(pieces) < 2:
         return None
     try:
-        return Union(*(parse(f"${piece}$", parsing_timeout=None)[0].as_set() for piece in pieces))
+        relations = [parse(f"${piece}$", parsing_timeout=None)[0] for piece in pieces]
+        if any(isinstance(relation, Equality) for relation in relations):
+            return None
+        return Union(*(relation.as_set() for relation in relations))
     except (NotImplementedError, AttributeError, LookupError, ValueError, TypeError):  # no relation, or not solvable
         return None
 
