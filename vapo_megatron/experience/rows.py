@@ -104,28 +104,28 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def chosen_fields(row: Mapping[str, Any], names: Sequence[str], place: str) -> dict[str, Any]:
     """Those fields of a row. Raises BadInput for one that is not there, or that JSON cannot hold."""
-    extra = {name: _value(row, name, place) for name in names}
-    for name, value in extra.items():
+    for name in names:
+        if name not in row:
+            raise BadInput(
+                f"{place}: no field {name!r} among {', '.join(sorted(row)) or 'none'}; name one of those in "
+                "data.fields.extra (tools/prepare_data.py: --keep)"
+            )
         try:
-            json.dumps(value, allow_nan=False)
+            json.dumps(row[name], allow_nan=False)
         except (TypeError, ValueError) as error:
             raise BadInput(
                 f"{place}: field {name} cannot be written as JSON ({reason_of(error)}): leave it out, or make it a text"
             ) from None
-    return extra
+    return {name: row[name] for name in names}
 
 
-def _value(row: Mapping[str, Any], name: str, place: str) -> Any:
+def _text(row: dict[str, Any], name: str, place: str) -> str:
     if name not in row:
         raise BadInput(
             f"{place}: no field {name!r} among {', '.join(sorted(row)) or 'none'}; add it, or name the right field "
             f"in data.fields{_OF_OTHERS}"
         )
-    return row[name]
-
-
-def _text(row: dict[str, Any], name: str, place: str) -> str:
-    value = _value(row, name, place)
+    value = row[name]
     if isinstance(value, float) and not math.isfinite(value):
         raise BadInput(f"{place}: field {name} is {value}; expected a text or a number, fill it or remove the row")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
