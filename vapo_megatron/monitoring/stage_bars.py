@@ -27,7 +27,10 @@ def stage_bars(in_bytes: bool) -> Iterator[Callable[[str, int], Callable[[int], 
     if in_bytes:
         counted = (DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
     columns = (TextColumn("{task.description:>10}"), BarColumn(), *counted)
-    with Progress(*columns, console=Console(stderr=True), transient=not in_bytes) as bars:
+    console = Console(stderr=True)
+    # Of bars that go with the block an empty line would be left in a file.
+    hidden = not in_bytes and not console.is_terminal
+    with Progress(*columns, console=console, transient=not in_bytes, disable=hidden) as bars:
 
         def begin(name: str, total: int) -> Callable[[int], None]:
             task = bars.add_task(name, total=total or None)
