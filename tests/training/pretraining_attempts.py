@@ -63,6 +63,7 @@ class Checkpoints:
 
     def safe_point(self, whole: Any, due: bool, last: bool, making_room: bool) -> None:
         done = whole.progress.pretraining
+        assert not whole.progress.groups, "all is drawn again under a policy that stands still"
         self.points.append((done.iterations, done.updates, due, done.finished))
         self.whole = whole
         if len(self.points) == self.stop_at:

@@ -206,6 +206,15 @@ def test_a_checkpoint_holds_the_groups_that_wait() -> None:
     assert not [r for r in asked(again)[2:] if r.prompt.cursor < 4], "they are not written again"
 
 
+def test_a_checkpoint_of_a_synchronous_run_holds_no_groups() -> None:
+    rollouts = ahead()
+    rollouts.begin(StepRule(2, 4), 2, 0)
+    steps(rollouts)
+    state, packed = rollouts.state()
+    rollouts.end()
+    assert state["next"] == 2 and state["drawn_at"] == {} and packed == b""
+
+
 def test_greedy_responses_are_asked_for_once_a_prompt_and_graded() -> None:
     rollouts = ahead()
     assert rollouts.prompts is not None

@@ -210,6 +210,7 @@ def test_it_stops_at_the_first_measurement_that_reaches_every_stop(folder: Path,
     assert len(seen.steps) == expected and seen.finished
     assert (name == "stop_never") == (not good)
     assert seen.steps == free.steps[:expected]
+    assert seen.points[-1] == (2, expected, True, True) and seen.notes[0].startswith(f"value pretraining: {expected} ")
 
 
 def test_what_is_measured_is_the_held_out_part(folder: Path) -> None:
