@@ -176,6 +176,20 @@ def test_no_update_is_reported_as_none() -> None:
     assert update_metrics("actor", [refused], ()) == {"actor/updates": 0.0}
 
 
+def test_several_updates_are_reported_by_means_and_by_what_is_a_maximum_already() -> None:
+    rows = [(1.0, 0.3, 4.0), (9.0, 0.1, 99.0), (2.0, 0.2, 7.0)]
+    results = [StepResult(norm, lr, {"loss": norm, "ratio_max": top}) for norm, lr, top in rows]
+    results[1].updated = False
+    assert update_metrics("actor", results, ("ratio_max",)) == {
+        "actor/loss": 1.5,
+        "actor/ratio_max": 7.0,
+        "actor/grad_norm": 1.5,
+        "actor/grad_norm_max": 2.0,
+        "actor/lr": 0.2,
+        "actor/updates": 2.0,
+    }
+
+
 def test_a_metric_without_responses_to_it_is_left_out() -> None:
     batch = batch_of([2, 3], [False, False], [1.0, 1.0])
     ones = torch.ones(5)

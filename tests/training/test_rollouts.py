@@ -1,7 +1,7 @@
 """The rollout side of a run: what engines are asked for, what goes into a checkpoint and comes out of it."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from threads import on_threads
 from tiny_runs import make_model, train_config
-from written_rollouts import CUT, END, RIGHT, WRONG, WrittenEngines, write_rollouts
+from written_rollouts import CUT, END, RIGHT, WRONG, WordVerifier, WrittenEngines, write_rollouts
 
 from vapo_megatron.checkpoint.checkpoints import CheckpointName
 from vapo_megatron.checkpoint.progress import Progress
@@ -22,6 +22,8 @@ from vapo_megatron.experience.sample import Sample
 from vapo_megatron.experience.tokenizer import TextTokenizer
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.rewards.math import FAILED, Grade
+from vapo_megatron.rewards.pool import Case
 from vapo_megatron.rollout.ledger import StepRule
 from vapo_megatron.rollout.request import GroupRequest
 from vapo_megatron.training.rollouts import Rollouts, make_rollouts
@@ -204,6 +206,25 @@ def test_a_checkpoint_holds_the_groups_that_wait() -> None:
     again.end()
     assert [sample.response_ids.tolist() for sample in taken[0]] == [s.response_ids.tolist() for s in expected[0]]
     assert not [r for r in asked(again)[2:] if r.prompt.cursor < 4], "they are not written again"
+
+
+class Failing(WordVerifier):
+    """A user's function that fails on every response."""
+
+    def grade_batch(self, cases: Sequence[Case], on_done: Callable[..., None]) -> list[Grade]:
+        return [Grade(False, next(iter(FAILED)), score=-1.0) for _ in cases]
+
+    def refuse_function(self, what: str) -> None:
+        raise BadInput(what)
+
+
+def test_a_verifier_that_fails_on_all_is_refused() -> None:
+    rollouts = ahead()
+    rollouts.verifier = Failing(rollouts.reward)  # type: ignore[assignment]
+    rollouts.begin(StepRule(2, 1), 2, 0)
+    with pytest.raises(BadInput, match="failed on all of 2 responses"):
+        steps(rollouts)
+    rollouts.end()
 
 
 def test_a_checkpoint_of_a_synchronous_run_holds_no_groups() -> None:

@@ -104,9 +104,21 @@ def test_whitening_and_metrics_leave_out_what_they_do_not_know() -> None:
     _, part = step_of({"advantage": {"whiten": "full"}})
     assert part.batch.advantages[~NEW].tolist() == [0.0] * int((~NEW).sum())
     assert float(part.batch.advantages[NEW].mean()) == pytest.approx(0, abs=1e-6)
-    row = rollout_metrics(batch_of())
-    assert (row["accuracy/mean"], row["reward/mean"], row["rollout/goes_on_share"]) == (0.5, 0.0, 0.5)
-    assert row["response_length/mean"] == 6 and "response_length/truncated" not in row
+    batch = batch_of()
+    assert rollout_metrics(batch) == {
+        "rollout/goes_on_share": 0.5,
+        "response_length/repeated": 0.0,
+        "reward/mean": 0.0,
+        "reward/min": -1.0,
+        "reward/max": 1.0,
+        "reward/frac_zero_std_groups": 1.0,
+        "accuracy/mean": 0.5,
+        "response_length/mean": 6.0,
+        "response_length/min": 5.0,
+        "response_length/max": 7.0,
+    }
+    batch.truncated[:] = True
+    assert rollout_metrics(batch) == {"rollout/goes_on_share": 1.0, "response_length/repeated": 0.0}
 
 
 def test_old_windows_which_other_weights_wrote_are_no_gap_between_engine_and_trainer() -> None:

@@ -33,10 +33,10 @@ def first_update_faults(
         result: of the step; its outputs are those of the critic before it.
         config: of the algorithm.
     """
-    batch, reports = part.batch, len(part.reported[seat()[0]]) > 0
+    batch = part.batch
     assert batch.selected is not None and batch.returns is not None and batch.values is not None
     counts = loss_counts(loss.weights, teaches_critic(batch, config.shaping), batch.response_cu_seqlens)
-    found = loss_faults(sum_over_ranks(counts if reports else torch.zeros_like(counts)))
+    found = loss_faults(sum_over_ranks(counts))  # of each sample as often as of any other: shares are those of one
     again = replace(batch)
     gae(again, token_rewards(again, config), config, again.response_lengths)
     assert again.returns is not None
@@ -47,7 +47,7 @@ def first_update_faults(
     ]
     remade, largest = largest_over_ranks(*here)
     if not remade and result.outputs is not None:
-        differs = reports and target_faults(
+        differs = len(part.reported[seat()[0]]) and target_faults(
             values_of(result.outputs, config.value_loss), recorded, _tolerance(critic, largest)
         )
         (remade,) = largest_over_ranks(float(bool(differs)))
