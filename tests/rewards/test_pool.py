@@ -6,8 +6,10 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from vapo_megatron.config.reward import RewardConfig
@@ -368,3 +370,38 @@ def test_the_time_of_a_case_is_that_of_its_processor(capfd: pytest.CaptureFixtur
         assert grade == Grade(False, "timeout", r"2 \sin x \cos x", -1.0)
         pool.refuse_function("is not there")
     assert capfd.readouterr().err == "", "only a user's function is to blame"
+
+
+def test_a_case_is_due_when_its_processor_time_is_used_up_or_ten_times_that_has_passed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    greeting = {"function": None, "correct_above": None, "memory_mib": 4096, "response_timeout_s": 5.0}
+    clock = SimpleNamespace(now=100.0, used=3.0)
+
+    def process(_: int) -> SimpleNamespace:
+        if clock.used < 0:
+            raise psutil.NoSuchProcess(1)
+        return SimpleNamespace(cpu_times=lambda: SimpleNamespace(user=clock.used - 1, system=1.0))
+
+    monkeypatch.setattr("vapo_megatron.rewards.worker_process.time.monotonic", lambda: clock.now)
+    monkeypatch.setattr("vapo_megatron.rewards.worker_process.psutil.Process", process)
+    worker = WorkerProcess(greeting, startup_timeout_s=60)
+    try:
+        assert worker.due == 160 and not worker.prolong(), "of a start the time is that of the clock"
+        worker.send("job", {}, 2.0, of_cpu=False)
+        assert worker.due == 102 and not worker.prolong()
+        worker.send("job", {}, 2.0, of_cpu=True)
+        assert worker.due == 102
+        for clock.now, clock.used, due in ((102.0, 3.5, 103.5), (103.5, 4.98, 103.55)):
+            assert worker.prolong() and worker.due == pytest.approx(due)
+        clock.used = 5.0
+        assert not worker.prolong()
+        worker.send("job", {}, 2.0, of_cpu=True)
+        clock.now += 18.5  # stopped all the while
+        assert worker.prolong() and worker.due == pytest.approx(103.5 + 20)
+        assert not worker.prolong()
+        worker.send("job", {}, 2.0, of_cpu=True)
+        clock.used = -1.0  # it has ended
+        assert not worker.prolong()
+    finally:
+        worker.kill()
