@@ -167,7 +167,7 @@ def test_who_waits_for_a_pool_that_is_closed_is_told_and_nothing_is_left_open() 
 
     def wait() -> None:
         with pytest.raises(RuntimeError, match=r"^the verifier pool is closed$"):
-            pool.grade_batch([Case("", "60"), Case("", "60"), Case("", "60")])
+            pool.grade_batch([Case("", "60"), Case("", "60")])
         told.set()
 
     thread = threading.Thread(target=wait)
@@ -325,6 +325,7 @@ def test_a_function_that_always_fails_is_refused_when_it_is_tried(
     assert f"reward_functions:{name}" in str(refusal.value) and "f(problem, answer, response, extra)" in str(
         refusal.value
     )
+    assert "failed when it was tried with the first row, its answer as the response (" in str(refusal.value)
     assert capfd.readouterr().err == "", "the refusal says it"
 
 
@@ -356,7 +357,7 @@ def test_cases_that_are_alike_are_settled_once(math_pool: VerifierPool, monkeypa
     assert sent == [2] and sorted(seen) == list(range(6))
 
 
-def test_the_time_of_a_case_is_that_of_its_processor(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_time_of_a_case_is_that_of_its_processor() -> None:
     """What else the machine does, here for twice the time limit, is not the answer's fault."""
     with VerifierPool(RewardConfig(workers=1, response_timeout_s=2.0)) as pool:
         pool.grade_batch([(r"\sin x", r"\boxed{\cos x}")])
@@ -365,6 +366,9 @@ def test_the_time_of_a_case_is_that_of_its_processor(capfd: pytest.CaptureFixtur
         threading.Timer(4.0, worker.send_signal, [signal.SIGCONT]).start()
         assert pool.grade_batch([(r"\sin 2x", r"\boxed{2 \sin x \cos x}")])[0].correct
         assert pool._workers[0].process is worker
+
+
+def test_a_formula_that_takes_too_long_is_told_by_its_grade_alone(capfd: pytest.CaptureFixture[str]) -> None:
     with VerifierPool(RewardConfig(workers=1, response_timeout_s=0.01)) as pool:
         (grade,) = pool.grade_batch([(r"\sin 2x", r"\boxed{2 \sin x \cos x}")])
         assert grade == Grade(False, "timeout", r"2 \sin x \cos x", -1.0)
@@ -378,10 +382,11 @@ def test_a_case_is_due_when_its_processor_time_is_used_up_or_ten_times_that_has_
     greeting = {"function": None, "correct_above": None, "memory_mib": 4096, "response_timeout_s": 5.0}
     clock = SimpleNamespace(now=100.0, used=3.0)
 
-    def process(_: int) -> SimpleNamespace:
+    def process(pid: int) -> SimpleNamespace:
         if clock.used < 0:
-            raise psutil.NoSuchProcess(1)
-        return SimpleNamespace(cpu_times=lambda: SimpleNamespace(user=clock.used - 1, system=1.0))
+            raise psutil.NoSuchProcess(pid)
+        assert pid == worker.process.pid
+        return SimpleNamespace(cpu_times=lambda: SimpleNamespace(user=clock.used / 2, system=clock.used / 2))
 
     monkeypatch.setattr("vapo_megatron.rewards.worker_process.time.monotonic", lambda: clock.now)
     monkeypatch.setattr("vapo_megatron.rewards.worker_process.psutil.Process", process)

@@ -157,7 +157,6 @@ class VerifierPool:
                 f"vapo-megatron: reward.function={self._config.function} failed on a response "
                 f"({self._described(grade)}); it counts as incorrect, and into reward/failed as further ones do",
                 file=sys.stderr,
-                flush=True,
             )
 
     def close(self) -> None:
