@@ -195,7 +195,9 @@ def doctor(
 @app.command()
 def report(
     run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN", help="run directories", show_default=False)],
-    out: Annotated[Path | None, typer.Option(help="the page; default: report.html in the run's directory")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="the page; default: report.html in the run's directory, of several runs here")
+    ] = None,
     serve: Annotated[
         bool, typer.Option("--serve", help="follow runs that go on, in a browser of this machine")
     ] = False,
