@@ -19,7 +19,7 @@ class _World:
 
     def __init__(self, size: int) -> None:
         self.size, self.here = size, threading.local()
-        self.barrier = threading.Barrier(size, timeout=20)
+        self.barrier = threading.Barrier(size, timeout=10)
         self.given: list[Any] = [None] * size
 
     def meet(self, given: Any) -> list[Any]:

@@ -1,6 +1,7 @@
 """Samples on several ranks, as in test_shards.py, on threads: every row goes where it is wanted and no other does."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -140,6 +141,19 @@ def test_a_rank_has_the_rows_that_it_wants_in_their_order(held: list[list[int]],
     for found, samples in zip(on_threads(len(held), moved, held, wanted, rows), wanted, strict=True):
         assert found[0] == [100 * s + r for s in samples for r in range(rows[s])]
         assert found[1] == [[s, -s] for s in samples]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "expected"),
+    [([10, 10, 10, 10], 2, [0, 2, 4]), ([10, 10, 10, 100], 2, [0, 4, 4]), ([40, 10, 10, 10], 3, [0, 1, 2, 4])],
+)
+def test_a_group_is_at_home_where_its_share_of_the_tokens_ends(
+    lengths: list[int], ranks: int, expected: list[int]
+) -> None:
+    table: Any = SimpleNamespace(
+        lengths=torch.tensor(lengths), group_ids=torch.arange(len(lengths)), samples=len(lengths)
+    )
+    assert cut(table, ranks).tolist() == expected
 
 
 def homes() -> Any:

@@ -91,7 +91,8 @@ def test_no_signal_and_nothing_selected_are_skipped_and_do_no_harm() -> None:
     unsaid = SickUpdates(SickUpdatesConfig(without_signal=False))
     assert unsaid.has_signal(some, none) and not unsaid.has_signal(some, none, UNFINISHED)
     assert not judge.has_signal(none, none)
-    assert judge.metrics() == {"sick/skipped_updates": 2.0, "sick/empty": 1.0, "sick/no_signal": 1.0}
+    assert not judge.has_signal(some, none)
+    assert judge.metrics() == {"sick/skipped_updates": 3.0, "sick/empty": 1.0, "sick/no_signal": 2.0}
     assert not judge.exhausted
 
 
