@@ -4,13 +4,14 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError
 
-from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_HELP
+from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_HELP, CheckpointName, list_checkpoints
 from vapo_megatron.config.base import Section
 from vapo_megatron.errors import BadInput
 
@@ -142,6 +143,15 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise damaged(checkpoint, f"{MANIFEST_FILE}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     except (OSError, ValueError) as error:
         raise damaged(checkpoint, f"{MANIFEST_FILE} cannot be read ({' '.join(str(error).split())})") from None
+
+
+def readable_manifests(run_dir: Path) -> dict[CheckpointName, Manifest]:
+    """Those of a run's checkpoints, oldest first, without those that are damaged, which a resume will say."""
+    found = {}
+    for name, path in list_checkpoints(run_dir).items():
+        with suppress(BadInput):
+            found[name] = read_manifest(path)
+    return found
 
 
 def needed_files(checkpoint: Path, manifest: Manifest) -> dict[Path, FileFacts]:

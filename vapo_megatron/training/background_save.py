@@ -30,7 +30,7 @@ from vapo_megatron.checkpoint.manifest import (
     Manifest,
     ModelPart,
     file_facts,
-    read_manifest,
+    readable_manifests,
     write_json,
 )
 from vapo_megatron.config.checkpoint import RetentionConfig
@@ -146,7 +146,7 @@ class BackgroundSave:
             if job.nodes.count > 1:
                 problem = self._close_on_nodes(problem)
             elif rank == 0:
-                problem = problem or self._commit() or self._retain()
+                problem = problem or _problem_in(self._commit) or _problem_in(self._retain)
             box = [Outcome(time.monotonic() - self._started, problem)]
             dist.broadcast_object_list(box, src=0, group=self._group)
             self._outcome = box[0]
@@ -211,38 +211,30 @@ class BackgroundSave:
         for step in (lambda: self._put(whole), self._commit, self._retain):
             if problem is not None:
                 return problem
-            found = gather_values(step() if self._job.nodes.is_leader else None, self._group)
+            found = gather_values(_problem_in(step) if self._job.nodes.is_leader else None, self._group)
             problem = next((each for each in found if each is not None), None)
         return problem
 
-    def _put(self, files: Mapping[str, bytes]) -> Problem | None:
-        try:
-            for name, content in files.items():
-                (self._job.folder / name).parent.mkdir(parents=True, exist_ok=True)
-                (self._job.folder / name).write_bytes(content)
-        except OSError as error:
-            return Problem.of(error)
-        return None
+    def _put(self, files: Mapping[str, bytes]) -> None:
+        for name, content in files.items():
+            (self._job.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (self._job.folder / name).write_bytes(content)
 
-    def _commit(self) -> Problem | None:
-        try:
-            commit_checkpoint(self._job.folder, self._job.name)
-        except OSError as error:
-            return Problem.of(error)
-        return None
+    def _commit(self) -> None:
+        commit_checkpoint(self._job.folder, self._job.name)
 
-    def _retain(self) -> Problem | None:
-        try:
-            found = list_checkpoints(self._job.run_dir)
-        except OSError as error:
-            return Problem.of(error)
-        metrics = {}
-        for name, path in found.items():
-            try:
-                metrics[name] = read_manifest(path).metrics
-            except BadInput:
-                metrics[name] = {}  # it is damaged, which a resume from it will say
+    def _retain(self) -> None:
+        found = list_checkpoints(self._job.run_dir)
+        metrics = {name: manifest.metrics for name, manifest in readable_manifests(self._job.run_dir).items()}
         for name in to_remove(list(found), metrics, self._job.keep):
             with suppress(OSError):  # the new checkpoint is there; the next save tries again
                 remove_checkpoint(found[name])
-        return None
+
+
+def _problem_in(step: Callable[[], None]) -> Problem | None:
+    """Take a step that the file system may refuse: why it failed, if it did."""
+    try:
+        step()
+    except OSError as error:
+        return Problem.of(error)
+    return None

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_FOLDER, CheckpointName, best_checkpoint, list_checkpoints
-from vapo_megatron.checkpoint.manifest import read_manifest
+from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_FOLDER, CheckpointName, best_checkpoint
+from vapo_megatron.checkpoint.manifest import readable_manifests
 from vapo_megatron.checkpoint.time_limit import TimeLimit, earliest_deadline, process_start
 from vapo_megatron.config.checkpoint import CheckpointConfig, RetentionConfig
 from vapo_megatron.config.suggest import nearest
@@ -184,14 +184,10 @@ class Checkpointer:
             if keep.best is not None and not keep.best.startswith(EVALUATION) and snapshot.progress.step == 1:
                 self._warn_of_unknown(keep.best, snapshot.metrics)
             return False
-        metrics: dict[CheckpointName, Mapping[str, float]] = {}
-        for name, path in list_checkpoints(self._run_dir).items():
-            try:
-                metrics[name] = read_manifest(path).metrics
-            except BadInput:
-                continue
-        metrics[snapshot.name] = snapshot.metrics
-        return best_checkpoint(metrics, keep) == snapshot.name
+        metrics: dict[CheckpointName, Mapping[str, float]] = {
+            name: manifest.metrics for name, manifest in readable_manifests(self._run_dir).items()
+        }
+        return best_checkpoint(metrics | {snapshot.name: snapshot.metrics}, keep) == snapshot.name
 
     def _warn_of_unknown(self, name: str, metrics: Mapping[str, float]) -> None:
         guess = nearest(name, metrics)

@@ -4,6 +4,7 @@ of the node before it."""
 import logging
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from vapo_megatron.checkpoint.checkpoints import (
     list_checkpoints,
     remove_leftovers,
 )
-from vapo_megatron.checkpoint.manifest import Manifest, check_contents, needed_files, read_manifest
+from vapo_megatron.checkpoint.manifest import Manifest, check_contents, needed_files, read_manifest, readable_manifests
 from vapo_megatron.errors import BadInput, TryAgain
 from vapo_megatron.mcore.mesh import world_timeout
 from vapo_megatron.training.broadcast import broadcast_value, gather_values
@@ -48,10 +49,10 @@ class NodeCopy:
 
     def look(self) -> list[str]:
         """Collective: find out which node holds what, every byte compared with its digest; what none holds whole."""
-        if self.nodes.is_leader and (_manifest_of(self.path) or self.manifest).checkpoint_id != (
-            self.manifest.checkpoint_id
-        ):
-            shutil.rmtree(self.path, ignore_errors=True)
+        if self.nodes.is_leader:
+            with suppress(BadInput):  # without a manifest that can be read, its files may still be good
+                if read_manifest(self.path).checkpoint_id != self.manifest.checkpoint_id:
+                    shutil.rmtree(self.path, ignore_errors=True)
         dist.barrier(group=self.group)
         files = {name: path for name in self.manifest.files if (path := self.path / name).is_file()}
         mine = sorted(files)[self.nodes.own.index(dist.get_rank()) :: len(self.nodes.own)]
@@ -128,15 +129,7 @@ def find_copy(memory: Path, run_dir: Path) -> NodeCopy | None:
 
 
 def _manifests(memory: Path) -> dict[tuple[CheckpointName, str], Manifest]:
-    found = {name: _manifest_of(path) for name, path in list_checkpoints(memory).items()}
-    return {(name, manifest.checkpoint_id): manifest for name, manifest in found.items() if manifest is not None}
-
-
-def _manifest_of(copy: Path) -> Manifest | None:
-    try:
-        return read_manifest(copy)
-    except BadInput:
-        return None
+    return {(name, manifest.checkpoint_id): manifest for name, manifest in readable_manifests(memory).items()}
 
 
 def _record_is_whole(copy: NodeCopy) -> bool:

@@ -226,16 +226,16 @@ class GatheringAssembler(BucketAssembler):
             with self._times.part("gather", source.device):
                 if first.expert_rank is not None:
                     if mesh.ep_rank == first.expert_rank:
-                        _concatenate(mine, gathered[0])
+                        torch.cat(mine, out=gathered[0])
                     if mesh.ep_size > 1:
                         owner = dist.get_global_rank(mesh.pg.ep, first.expert_rank)
                         work = dist.broadcast(gathered, src=owner, group=mesh.pg.ep, async_op=not wait)
                 elif mesh.tp_size > 1:
                     flat = gathered.new_empty(size)
-                    _concatenate(mine, flat)
+                    torch.cat(mine, out=flat)
                     work = dist.all_gather_into_tensor(gathered.view(-1), flat, group=mesh.pg.tp, async_op=not wait)
                 else:
-                    _concatenate(mine, gathered[0])
+                    torch.cat(mine, out=gathered[0])
         return _Flight(piece, shapes, gathered, work)
 
     @torch.no_grad()
@@ -279,11 +279,3 @@ def _pieces(bucket: list[ParamShard], limit: int) -> Iterator[list[ParamShard]]:
     """Like batches, and all of one dtype and held by the same ranks: what a single collective can move."""
     for _, alike in itertools.groupby(bucket, key=lambda one: (one.stage, one.expert_rank, one.dtype)):
         yield from batches(alike, lambda one: one.nbytes, limit)
-
-
-def _concatenate(parts: list[Tensor], out: Tensor) -> None:
-    """Parts [n_i] one after another into out [n], in its dtype."""
-    start = 0
-    for part in parts:
-        out[start : start + part.numel()].copy_(part)
-        start += part.numel()
