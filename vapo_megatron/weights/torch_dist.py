@@ -35,9 +35,9 @@ HF_FOLDER = "hf"
 FORMAT = 1
 OPTIMIZER_PREFIX = "optimizer."
 
-# What Megatron-LM writes beside its own checkpoints of this kind: how the keys are to be read.
 # What a load of an unfit or damaged checkpoint ends with; torch's, told to all ranks together, is no Exception.
 LOAD_ERRORS = (CheckpointException, CheckpointingException, OSError, KeyError, ValueError)
+# What Megatron-LM writes beside its own checkpoints of this kind: how the keys are to be read.
 CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 
