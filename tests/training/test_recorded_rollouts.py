@@ -192,6 +192,12 @@ def test_files_go_when_no_unit_needs_them(tmp_path: Path, rollouts: list[list[Sa
     assert not (tmp_path / "recorded_rollouts").exists()
 
 
+def test_what_cannot_be_removed_stays(tmp_path: Path) -> None:
+    (tmp_path / "recorded_rollouts" / "a folder").mkdir(parents=True)
+    remove_unneeded(tmp_path)
+    assert (tmp_path / "recorded_rollouts" / "a folder").is_dir()
+
+
 def test_what_is_no_record_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "recorded_rollouts" / "rollouts_00000.safetensors"
     path.parent.mkdir()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from switch_rollout import Watched
 from threads import on_threads
 from tiny_runs import make_model, train_config
 from written_rollouts import CUT, END, RIGHT, WRONG, WordVerifier, WrittenEngines, write_rollouts
@@ -239,9 +240,9 @@ def test_a_checkpoint_of_a_synchronous_run_holds_no_groups() -> None:
 def test_greedy_responses_are_asked_for_once_a_prompt_and_graded() -> None:
     rollouts = ahead()
     assert rollouts.prompts is not None
-    with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
+    with Watched(Path("unused")) as recorder:
         samples = rollouts.generate_greedy(rollouts.prompts.take(3), recorder)
-        assert "time/rollout_greedy" in recorder.write(1)
+        assert "time/rollout_greedy" in recorder.write(1) and recorder.progress == {"rollout_greedy": (3, 3)}
     assert [sample.reward for sample in samples] == [1.0, 1.0, -1.0]
     for number, request in enumerate(asked(rollouts)):
         assert (request.prompt.cursor, request.samples, request.sampling.temperature) == (number, 1, 0.0)

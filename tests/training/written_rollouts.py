@@ -58,6 +58,7 @@ class WrittenEngines:
 
     def collect(self, request: GenerationRequest, on_done: Callable[[int], None]) -> list[Sample]:
         self.requests += request.groups()
+        on_done(request.num_samples)
         return [sample for group in request.groups() for sample in self.written(group)]
 
     def offload(self) -> None:
