@@ -354,6 +354,7 @@ def test_cases_that_are_alike_are_settled_once(math_pool: VerifierPool, monkeypa
     cases = [wrong, right, wrong, ("4", "#### 4"), right, wrong]
     grades = math_pool.grade_batch(cases, on_done=lambda index, _: seen.append(index))
     assert [grade.correct for grade in grades] == [False, True, False, True, True, False]
+    assert [grade.extracted for grade in grades[:4]] == [r"\sin x \cos x", r"2 \sin x \cos x", r"\sin x \cos x", "4"]
     assert sent == [2] and sorted(seen) == list(range(6))
 
 
