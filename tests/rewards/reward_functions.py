@@ -34,11 +34,12 @@ def obey(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> 
 
 
 if (_mark := Path(os.environ.get("KILLED_AT_IMPORT", "/dev/null"))) and not _mark.exists():
-    with _mark.with_suffix(".times").open("a") as _times:
-        _times.write("x")
-    if _mark.name != "always":
+    with (_times := _mark.with_suffix(".times")).open("a") as _file:
+        _file.write("x")
+    if _mark.name == "import":
         _mark.touch()
-    os.kill(os.getpid(), signal.SIGKILL)
+    if _mark.name != "twice" or len(_times.read_text()) % 3:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def killed_once(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> bool:

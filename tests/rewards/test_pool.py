@@ -86,6 +86,7 @@ def test_what_an_answer_does_to_a_worker_becomes_its_grade_and_no_others() -> No
         reasons = [grade.reason for grade in grades]
         assert reasons == ["scored", "timeout", "crashed", "scored", "memory", "error", "scored"]
         assert [grade.correct for grade in grades] == [True, False, False, True, False, False, False]
+        assert {grade.extracted for grade in grades} == {""}
         assert "KeyError" in grades[5].detail and "\n" not in grades[5].detail
         assert grades[2].detail == "worker ended with code 3" and grades[1].detail == ""
         assert pool.grade_batch([Case("ab", "b", problem="a")])[0].correct
@@ -207,6 +208,17 @@ def test_workers_that_cannot_start_are_told_with_the_reason(tmp_path: Path, monk
             with pytest.raises(BadInput, match=r"a verifier worker could not start \(did not"):
                 pool.grade_batch([(r"\sin 2x", r"\boxed{2 \sin x \cos x}")])
             assert pool._workers == []
+
+
+@pytest.mark.usefixtures("functions_importable")
+def test_killed_starts_are_counted_in_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILLED_AT_IMPORT", str(tmp_path / "twice"))
+    with VerifierPool(_function_config("obey", workers=1)) as pool:
+        for starts in (3, 6):
+            (grade,) = pool.grade_batch([Case("", "pid")])
+            assert len((tmp_path / "twice.times").read_text()) == starts
+            os.kill(int(grade.score), signal.SIGKILL)
+            pool._workers[0].process.wait(timeout=30)
 
 
 def test_a_pool_that_nobody_closes_does_not_keep_a_program_from_its_end() -> None:
