@@ -20,7 +20,7 @@ from vapo_megatron.mcore.metrics import StepResult
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import baselines_of, gae, returns_known, token_rewards, whiten
 from vapo_megatron.training.losses import values_of
-from vapo_megatron.training.metrics import importance_metrics, value_metrics
+from vapo_megatron.training.metrics import importance_metrics, rollout_metrics, value_metrics
 from vapo_megatron.training.shards import Part
 from vapo_megatron.training.updates import check_targets, correct_for_rollout, update_metrics
 from vapo_megatron.training.updates import policy_loss as loss_of
@@ -188,6 +188,11 @@ def test_several_updates_are_reported_by_means_and_by_what_is_a_maximum_already(
         "actor/lr": 0.2,
         "actor/updates": 2.0,
     }
+
+
+def test_groups_of_one_reward_are_a_share_of_all_groups() -> None:
+    batch = batch_of([2, 3, 4, 5], [False] * 4, [1.0, 1.0, -1.0, 1.0])
+    assert rollout_metrics(batch)["reward/frac_zero_std_groups"] == 0.5
 
 
 def test_a_metric_without_responses_to_it_is_left_out() -> None:
