@@ -1,5 +1,6 @@
 """The rollout side of a run: what engines are asked for, what goes into a checkpoint and comes out of it."""
 
+import asyncio
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from vapo_megatron.checkpoint.progress import Progress
 from vapo_megatron.config.monitoring import MonitoringConfig
 from vapo_megatron.config.rollout import SyncConfig
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.errors import BadInput
+from vapo_megatron.errors import BadInput, TryAgain
 from vapo_megatron.experience.batch import from_samples
 from vapo_megatron.experience.sample import Sample
 from vapo_megatron.experience.tokenizer import TextTokenizer
@@ -207,6 +208,36 @@ def test_a_checkpoint_holds_the_groups_that_wait() -> None:
     again.end()
     assert [sample.response_ids.tolist() for sample in taken[0]] == [s.response_ids.tolist() for s in expected[0]]
     assert not [r for r in asked(again)[2:] if r.prompt.cursor < 4], "they are not written again"
+
+
+class Silent(AheadEngines):
+    """Never answers."""
+
+    async def generate(self, group: GroupRequest) -> list[Sample]:
+        await asyncio.sleep(60)
+        return []
+
+    def overdue(self, came: int, wanted: int) -> TryAgain:
+        return TryAgain(f"{came} of {wanted}")
+
+
+def test_responses_that_do_not_come_in_time_are_not_waited_for() -> None:
+    rollouts = ahead()
+    rollouts.engines = Silent()  # type: ignore[assignment]
+    rollouts.engines.collect_timeout_s = 0.05  # type: ignore[misc]
+    rollouts.begin(StepRule(2, 1), 3, 0)
+    with pytest.raises(TryAgain, match="0 of 6"):
+        steps(rollouts)
+    rollouts.end()
+
+
+def test_a_step_says_how_far_it_is() -> None:
+    rollouts = ahead()
+    rollouts.begin(StepRule(2, 1), 2, 0)
+    with Watched(Path("unused")) as recorder:
+        rollouts.take(recorder)
+    rollouts.end()
+    assert recorder.progress == {"rollout": (4, 4)}
 
 
 class Failing(WordVerifier):
