@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 def obey(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> float | bool:
     print("printed by a verifier")  # must not reach the pipe that replies go through
+    print("printed by a verifier", file=sys.stderr)  # nor the trainer's log, once a response
     if response == "hang":
         time.sleep(600)
     if response == "exit":

@@ -79,7 +79,7 @@ def test_a_worker_passes_over_stop_signals_from_its_first_moment_on(number: sign
 
 
 @pytest.mark.usefixtures("functions_importable")
-def test_what_an_answer_does_to_a_worker_becomes_its_grade_and_no_others() -> None:
+def test_what_an_answer_does_to_a_worker_becomes_its_grade_and_no_others(capfd: pytest.CaptureFixture[str]) -> None:
     with VerifierPool(_function_config("obey", workers=2, response_timeout_s=1.0)) as pool:
         responses = ["b", "hang", "exit", "b", "allocate", "raise", "x"]
         grades = pool.grade_batch([Case("ab", response, problem="a") for response in responses])
@@ -87,6 +87,7 @@ def test_what_an_answer_does_to_a_worker_becomes_its_grade_and_no_others() -> No
         assert reasons == ["scored", "timeout", "crashed", "scored", "memory", "error", "scored"]
         assert [grade.correct for grade in grades] == [True, False, False, True, False, False, False]
         assert {grade.extracted for grade in grades} == {""}
+        assert "printed by" not in "".join(capfd.readouterr())
         assert "KeyError" in grades[5].detail and "\n" not in grades[5].detail
         assert grades[2].detail == "worker ended with code 3" and grades[1].detail == ""
         assert pool.grade_batch([Case("ab", "b", problem="a")])[0].correct

@@ -33,7 +33,6 @@ class WorkerProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env=environment,
-                bufsize=0,
             )
         assert self.process.stdin is not None and self.process.stdout is not None
         self.input = self.process.stdin.fileno()
