@@ -42,7 +42,7 @@ def mixed(cursor: int) -> Sequence[Sequence[int]]:
 
 
 class AheadEngines(WrittenEngines):
-    """With a clock that ticks a second a reading."""
+    """With a clock that ticks two seconds a reading."""
 
     count, version = 2, 5
 
@@ -51,7 +51,7 @@ class AheadEngines(WrittenEngines):
         self.busy, self.now, loop = 0.0, 0.0, self.loop
 
         def tick() -> float:
-            self.now += 1.0
+            self.now += 2.0
             return self.now
 
         self.loop = SimpleNamespace(start=loop.start, run=loop.run, time=tick)  # type: ignore[assignment]
@@ -156,10 +156,10 @@ def test_a_step_that_worked_ahead_reports_ages_waits_and_speed() -> None:
     assert [[sample.prompt.cursor for sample in step] for step in taken] == [[0, 0, 1, 1], [2, 2, 3, 3]]
     assert row["rollout/age_mean"] == row["rollout/age_max"] == 0 and row["rollout/age_0_share"] == 1
     tokens = sum(len(sample.response_ids) for sample in taken[1])
-    # Clock: asked at 4 (after 1, 2, 3 of the first step), 5 for the speed, 6 for the waits: 3 s since the last time.
+    # Clock: asked at 8 (after 2, 4, 6 of the first step), 10 for the speed, 12 for the waits: 6 s since the last time.
     assert row["throughput/trainer_idle"] == pytest.approx(2 / 3)
-    assert row["throughput/engines_idle"] == pytest.approx(1 - 1 / 6)
-    assert row[names.ROLLOUT_SPEED] == pytest.approx(tokens / 3)
+    assert row["throughput/engines_idle"] == pytest.approx(1 - 1 / 12)
+    assert row[names.ROLLOUT_SPEED] == pytest.approx(tokens / 6)
     assert row[names.FAILED_GRADES] == 0
     for reason in ("no_signal", "surplus", "stale"):
         assert row[f"rollout/dropped_{reason}"] == 0
@@ -170,7 +170,7 @@ def test_a_synchronous_step_reports_its_speed_alone() -> None:
     rollouts.begin(StepRule(2, 2), 2, 0)
     taken, row = steps(rollouts)
     rollouts.end()
-    assert row[names.ROLLOUT_SPEED] == sum(len(sample.response_ids) for sample in taken[0])
+    assert row[names.ROLLOUT_SPEED] == sum(len(sample.response_ids) for sample in taken[0]) / 2
     assert not [name for name in row if "age" in name or "dropped" in name or "idle" in name]
     assert "dynamic_sampling/prompts" not in row
 

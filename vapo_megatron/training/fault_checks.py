@@ -40,7 +40,8 @@ def first_update_faults(
     again = replace(batch)
     gae(again, token_rewards(again, config), config, again.response_lengths)
     assert again.returns is not None
-    recorded = batch.values if loss.old_values is None else loss.old_values
+    recorded = loss.old_values
+    assert recorded is not None, "values are sent with a mini-batch"
     here = [
         float(bool(target_faults(batch.returns, again.returns))),
         float(recorded.abs().max()) if len(recorded) else 0.0,
