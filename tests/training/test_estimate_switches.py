@@ -191,6 +191,17 @@ def test_a_rollout_that_was_cut_off_everywhere_says_nothing_of_the_critic() -> N
     assert "advantage/mean" in row
 
 
+def test_a_critic_that_nothing_has_trained_may_be_constant() -> None:
+    config, fault = algorithm_of({}), f"{names.CRITIC_FAULT}constant"
+    for told, new in ((True, ()), (True, (False,)), (False, (True,))):
+        batch = scored(config)
+        batch.values = torch.full((batch.response_tokens,), 0.25)
+        whole = spread(batch)
+        with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
+            estimate_advantages(whole, config, recorder, *new)
+            assert (fault in recorder.write(1)) == told == (fault in critic_row(whole, config, *new))
+
+
 def critic_of(values: Tensor, switches: dict[str, Any], **fields: Any) -> tuple[ShardedBatch, AlgorithmConfig]:
     """Forty finished responses of two tokens, four to a prompt, right where their number is odd, with these values."""
     config, samples = algorithm_of(switches), []
