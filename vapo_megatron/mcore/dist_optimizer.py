@@ -134,7 +134,7 @@ def _set_steps(inner: Adam) -> None:
 
 
 def _load(part: Any, state: dict[str, Any]) -> None:
-    """Megatron's load_state_dict, with the step counters that torch's Adam wants."""
+    """Megatron's load_state_dict, with the step counters that each Adam wants."""
     inner = part.optimizer
     if isinstance(part, DistributedOptimizer):
         state = {key: value for key, value in state.items() if not key.startswith(_STATES)}
@@ -144,3 +144,6 @@ def _load(part: Any, state: dict[str, Any]) -> None:
     part.load_state_dict(state)
     if isinstance(inner, Adam):
         _set_steps(inner)
+    for group in inner.param_groups:
+        if "step" in group:
+            group["step"] = int(group["step"])  # fused ones take no float, and torch's Adam saves one
