@@ -33,7 +33,7 @@ from benchmarks.common import (
 )
 from vapo_megatron.checkpoint.host_memory import ROOT
 from vapo_megatron.config.model import ActorConfig
-from vapo_megatron.mcore.dist_saver import load_training_state, plan_save
+from vapo_megatron.mcore.dist_saver import ModelSaver, load_training_state
 
 PARTS = ("plan", "write", "load", "torch", "torch load")
 
@@ -42,13 +42,14 @@ def measure(shape: str, root: str, repeats: int) -> dict[str, Any]:
     """Collective: seconds of each part, round by round, and bytes."""
     model = random_model(SHAPES[shape], ActorConfig(), "float32")
     gradient_step(model, sample_batch([64] * dist.get_world_size(), SHAPES[shape].vocab))()
+    saver = ModelSaver(model)
     found: dict[str, Any] = {"bytes": 0, **{name: [] for name in PARTS}}
     for number in range(repeats + 1):
         folder = Path(root) / f"round{number}"
         folder.mkdir(exist_ok=True)
         dist.barrier()
         start = time.perf_counter()
-        plan = plan_save(model, folder)
+        plan = saver.plan(folder)
         dist.barrier()
         planned = time.perf_counter()
         results: list[Any] = [None] * dist.get_world_size()

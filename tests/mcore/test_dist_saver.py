@@ -1,5 +1,6 @@
 """Weights, optimizer and schedule come back from a checkpoint to the bit, and at other layouts to rounding."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,17 @@ import torch.distributed as dist
 from batches import make_batch
 from damage import flip
 from hf_models import write_model
+from megatron.core.dist_checkpointing import ShardedObject
 from ranks import run_ranks
 from test_train_step import OPTIMIZER, ROLLOUT, policy_loss, token_tensors
+from torch.distributed.checkpoint import FileSystemReader
 
 from vapo_megatron.checkpoint.manifest import Damaged, FileFacts
 from vapo_megatron.config.model import ActorConfig, CriticConfig, LayoutConfig, ModelConfig
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.errors import BadInput
-from vapo_megatron.mcore import optimizer_shards
-from vapo_megatron.mcore.dist_saver import load_training_state, plan_save
+from vapo_megatron.mcore import dist_optimizer, optimizer_shards
+from vapo_megatron.mcore.dist_saver import ModelSaver, PlannedSave, load_training_state
 from vapo_megatron.mcore.mesh import make_mesh
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.mcore.verified_reader import VerifyingReader
@@ -84,8 +87,14 @@ def save(
     if dist.get_rank() == 0:
         folder.mkdir()
     dist.barrier()
-    plan = plan_save(trainable, folder)
+    plan = ModelSaver(trainable).plan(folder)
     after = train(trainable, 2)
+    write(plan, folder)
+    return after
+
+
+def write(plan: PlannedSave, folder: Path) -> None:
+    """Collective: a checkpoint of it, and what its files hold beside it."""
     results: list[Any] = [None] * dist.get_world_size()
     written, facts = plan.write()
     dist.all_gather_object(results, (written, facts))
@@ -93,7 +102,6 @@ def save(
         plan.close([one for one, _ in results])
         torch.save({name: found for _, own in results for name, found in own.items()}, facts_file(folder))
     dist.barrier()
-    return after
 
 
 def facts_file(folder: Path) -> Path:
@@ -153,10 +161,59 @@ def test_training_goes_on_as_if_nothing_had_happened(
             assert rate == expected_rate
 
 
+def save_again(model_dir: Path, layout: LayoutConfig, root: Path) -> tuple[list[int], Steps]:
+    """Five saves, the last with an object more: gathers of objects from ranks in each; steps after the fourth."""
+    trainable, whole = build(model_dir, layout, "lm", "float32", load=True), dist_optimizer.training_state
+    gathers = [0]
+    for name in ("gather_object", "all_gather_object", "scatter_object_list"):
+        setattr(dist, name, counted(getattr(dist, name), gathers))
+    saver, found, after = ModelSaver(trainable), [], ([], 0.0)
+    more = ShardedObject("added", "late", (dist.get_world_size(),), (dist.get_rank(),))
+    for number in range(5):
+        folder = root / f"save{number}"
+        if dist.get_rank() == 0:
+            folder.mkdir()
+        dist.barrier()
+        gathers[0] = 0
+        if number == 4:
+            dist_optimizer.training_state = lambda model: {**whole(model), "added": more}
+        plan = saver.plan(folder)
+        found.append(gathers[0])
+        after = train(trainable, 2) if number < 4 else after
+        write(plan, folder)
+    return found, after
+
+
+def counted(function: Callable[..., Any], into: list[int]) -> Callable[..., Any]:
+    """The function, each call counted."""
+
+    def call(*given: Any, **named: Any) -> Any:
+        into[0] += 1
+        return function(*given, **named)
+
+    return call
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {}], ids=["tp2", "dp2"])
+def test_later_saves_exchange_no_plans_until_what_is_saved_changes(
+    model_dir: Path, tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    found = run_ranks(2, save_again, model_dir, LayoutConfig(**layout), tmp_path)
+    for (first, second, *later, changed), _ in found:
+        assert first > second > 0 and later == [0, 0] and changed == first
+    # The fourth is of a plan made three saves ago: it holds the state of its own time.
+    resumed = run_ranks(2, resume, model_dir, LayoutConfig(**layout), "lm", "float32", tmp_path / "save3")
+    assert resumed[0] == found[0][1]
+    saved = [FileSystemReader(tmp_path / f"save{number}").read_metadata() for number in (3, 4)]
+    added = [sum("added" in name for name in one.state_dict_metadata) for one in saved]
+    stored = sum("added" in index.fqn for index in saved[1].storage_data)
+    assert added == [0, 2] and stored == 2
+
+
 def planned_bytes(model_dir: Path, layout: LayoutConfig, folder: Path) -> tuple[int, int]:
     """Host memory that a rank's copy keeps alive, and what the largest parameter's states take."""
     trainable = build(model_dir, layout, "lm", "float32", load=True)
-    plan = plan_save(trainable, folder)
+    plan = ModelSaver(trainable).plan(folder)
     tensors = [tensor for _, _, (_, found) in plan.writer.write_buckets or () for _, tensor in found]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     largest = max(parameter.numel() for chunk in trainable.chunks for parameter in chunk.parameters())

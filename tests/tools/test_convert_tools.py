@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from tools import convert_hf_to_megatron, convert_megatron_to_hf
 from vapo_megatron.checkpoint.manifest import MANIFEST_FILE, Manifest, file_facts, write_json
 from vapo_megatron.config.model import LayoutConfig
-from vapo_megatron.mcore.dist_saver import plan_save
+from vapo_megatron.mcore.dist_saver import ModelSaver
 from vapo_megatron.weights.torch_dist import write_model_card
 
 IDS = torch.randint(0, VOCAB, (1, 20), generator=torch.Generator().manual_seed(3))
@@ -110,7 +110,7 @@ def save_state(source: Path, state: Path) -> None:
     """The actor of a run's checkpoint."""
     trainable, folder = make_trainable(source, "lm", layout=LayoutConfig()), state / "actor"
     folder.mkdir(parents=True)
-    plan = plan_save(trainable, folder)
+    plan = ModelSaver(trainable).plan(folder)
     results, written = plan.write()
     rest = plan.close([results])
     write_model_card(folder, trainable.spec, "lm", source, "float32")

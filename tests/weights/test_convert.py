@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from trainables import make_trainable
 
 from vapo_megatron.config.model import LayoutConfig
-from vapo_megatron.mcore.dist_saver import plan_save
+from vapo_megatron.mcore.dist_saver import ModelSaver
 from vapo_megatron.weights.convert import hf_to_megatron, megatron_to_hf
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.spec import read_spec
@@ -116,7 +116,7 @@ def save_checkpoint(source: Path, folder: Path) -> None:
     if torch.distributed.get_rank() == 0:
         folder.mkdir()
     torch.distributed.barrier()
-    planned = plan_save(trainable, folder)
+    planned = ModelSaver(trainable).plan(folder)
     results = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(results, planned.write()[0])
     if torch.distributed.get_rank() == 0:

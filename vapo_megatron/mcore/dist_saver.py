@@ -2,7 +2,7 @@
 
 Megatron's asynchronous save forks processes out of a process that has threads, CUDA and open collectives, keeps a
 manager process that outlives a killed rank, and needs collectives of the training's own group to end a save. Here a
-rank's part is written by whatever thread calls write(), and nothing but plan_save() is collective.
+rank's part is written by whatever thread calls write(), and nothing but ModelSaver.plan() is collective.
 """
 
 import copy
@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing, fp8_utils
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
@@ -23,6 +26,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 
 from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_HELP
@@ -101,23 +105,52 @@ class _PlanningStrategy(TorchDistSaveShardedStrategy):
         return writer, save_checkpoint_dict_ret[1]
 
 
-def plan_save(trainable: Trainable, folder: Path) -> PlannedSave:
-    """Collective: agree on who writes what of a model's training state, and copy this rank's part to the host.
+class ModelSaver:
+    """Plans the saves of one model, one after the other.
 
-    Data-parallel copies share the writing. Training may go on when this returns.
+    While no rank's tensors change their names, shapes or places, it is agreed once who writes what. Plans are gathered
+    in the first two saves, the second to see that they are the same; from the third on none is.
     """
-    # Megatron would start a manager process for results; here they stay in this process.
-    filesystem_async._results_queue = queue.SimpleQueue()
-    sharded, common = save_preprocess(dist_optimizer.training_state(trainable))
-    planner = _PlanningStrategy(_BACKEND, _VERSION, thread_count=_FILES_PER_RANK)
-    writer, metadata = FullyParallelSaveStrategyWrapper(planner, trainable.mesh.pg.dp_cp).async_save(sharded, folder)
-    live = {memory.untyped_storage().data_ptr() for memory in map(_memory, _live_tensors(trainable))}
-    writer.write_buckets = [
-        (path, name, (data, [(item, _copied(tensor, live)) for item, tensor in tensors]))
-        for path, name, (data, tensors) in writer.write_buckets or ()
-    ]
-    # Even a count of steps may be a tensor of the optimizer's.
-    return PlannedSave(folder, writer, metadata, copy.deepcopy(common))
+
+    def __init__(self, trainable: Trainable) -> None:
+        self._trainable = trainable
+        self._parts: list[ShardedBase] = []
+        self._planner: _PlanningStrategy | None = None
+        self._strategy: Any = None
+
+    def plan(self, folder: Path) -> PlannedSave:
+        """Collective: agree on who writes what of the model's training state, and copy this rank's part to the host.
+
+        Data-parallel copies share the writing. Training may go on when this returns.
+        """
+        # Megatron would start a manager process for results; here they stay in this process.
+        filesystem_async._results_queue = queue.SimpleQueue()
+        state = dist_optimizer.training_state(self._trainable)
+        sharded, common = save_preprocess(state, validate_access_integrity=False)
+        parts = [part.without_data() for part in nested_values(sharded)]
+        if not self._is_as_before(parts):
+            validate_sharding_integrity(determine_global_metadata(sharded)[1], common_state_dict=common)
+            self._planner = _PlanningStrategy(_BACKEND, _VERSION, thread_count=_FILES_PER_RANK, cached_metadata=True)
+            self._strategy, ranks = self._planner, self._trainable.mesh.pg.dp_cp
+            if ranks.size() > 1:
+                self._strategy = FullyParallelSaveStrategyWrapper(self._planner, ranks, do_cache_distribution=True)
+        self._parts = parts
+        writer, metadata = self._strategy.async_save(sharded, folder)
+        live = {memory.untyped_storage().data_ptr() for memory in map(_memory, _live_tensors(self._trainable))}
+        writer.write_buckets = [
+            (path, name, (data, [(item, _copied(tensor, live)) for item, tensor in tensors]))
+            for path, name, (data, tensors) in writer.write_buckets or ()
+        ]
+        # Closing a checkpoint adds its files to the metadata. Even a count of steps may be a tensor of the optimizer's.
+        return PlannedSave(folder, writer, copy.copy(metadata), copy.deepcopy(common))
+
+    def _is_as_before(self, parts: list[ShardedBase]) -> bool:
+        """Collective: whether every rank saves what it saved last, and all agree whether plans are known."""
+        known = self._planner is not None and self._planner.validated_cache_reuse
+        flags = torch.tensor([parts == self._parts, known, not known], dtype=torch.int32)
+        dist.all_reduce(flags, op=dist.ReduceOp.MIN)
+        same, all_know, none_knows = flags.bool().tolist()
+        return self._planner is not None and same and (all_know or none_knows)
 
 
 def load_training_state(

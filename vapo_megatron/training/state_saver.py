@@ -22,7 +22,7 @@ from vapo_megatron.config.atomic import atomic_write, sync
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.checkpoint import RetentionConfig
 from vapo_megatron.config.load import dump_config
-from vapo_megatron.mcore.dist_saver import plan_save
+from vapo_megatron.mcore.dist_saver import ModelSaver
 from vapo_megatron.mcore.mesh import world_timeout
 from vapo_megatron.mcore.rng import rng_state
 from vapo_megatron.monitoring.names import EVALUATION
@@ -100,6 +100,7 @@ class StateSaver:
         self._running: BackgroundSave | None = None
         self._unopened: Problem | None = None
         self._nodes = Nodes.of(place)
+        self._models = {key: ModelSaver(saved.model) for key, saved in run.models.items()}
         # Threads of saves meet in here, undisturbed by what training sends.
         self._group = dist.new_group(timeout=world_timeout(), backend="gloo")
 
@@ -131,7 +132,7 @@ class StateSaver:
             plans = {}
             for key, saved in run.models.items():
                 onloaded = saved.model.onloaded
-                plans[key] = plan_save(saved.model, folder / key)
+                plans[key] = self._models[key].plan(folder / key)
                 saved.model.onload_only(*onloaded)
             writers: list[Callable[[Path], None]] = [partial(_write_generators, rank, rng_state())]
             if rank == 0:
