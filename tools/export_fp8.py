@@ -63,7 +63,8 @@ def print_report(report: "Report", out: Path) -> None:
     console.print(
         f"{out}: {report.format}, {report.bytes_after / report.bytes_before:.2f} of the bytes; log-probs of "
         f"{drift.tokens} tokens moved by {drift.mean_absolute:.4f} on average, {drift.largest:.4f} at most "
-        f"({drift.of} quantised)"
+        f"({drift.of} quantised)",
+        soft_wrap=True,
     )
     table = Table(title=f"the {_WORST_LAYERS} weights that lost most (all of them: {REPORT_FILE})")
     for heading in ("weight", "relative error", "largest error", "input scale"):

@@ -19,7 +19,8 @@ def arguments_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """A function from a config to the command line of its server."""
     told, program = tmp_path / "told.json", tmp_path / "python"
     program.write_text(
-        f"#!{sys.executable}\nimport json, sys\njson.dump(sys.argv, open({str(told)!r} + '.part', 'w'))\n"
+        f"#!{sys.executable}\nimport json, sys\n'owner_guard' not in sys.argv[2] or sys.exit()\n"
+        f"json.dump(sys.argv, open({str(told)!r} + '.part', 'w'))\n"
         f"import os; os.rename({str(told)!r} + '.part', {str(told)!r})\n"
     )
     program.chmod(0o755)

@@ -99,7 +99,7 @@ class Site:
     def exit_codes(self, run: str, step: str) -> list[int]:
         """What is recorded of the tasks of a step, such as `12.0.train`: job 12, not restarted yet."""
         folder = self.runs / f"{run}.slurm" / "exits" / step
-        return sorted(int(path.read_text().split()[0]) for path in folder.iterdir())
+        return sorted(int(path.read_text().split()[0]) for path in folder.glob("[0-9]*"))
 
     def metrics(self, run: str) -> list[dict[str, float]]:
         """The rows of metrics.jsonl."""
