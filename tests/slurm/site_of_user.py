@@ -3,9 +3,11 @@
 import json
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +30,22 @@ class Site:
         self.model = make_model(folder / "model")
         # Engines keep sockets in it, whose paths must be short.
         self.local_tmp = Path(tempfile.mkdtemp(prefix="vapo-local-"))
-        self._jobs: list[str] = []
 
     def __enter__(self) -> "Site":
         return self
 
     def __exit__(self, *_: object) -> None:
         try:
-            if left := [job for job in self._jobs if self.slurm.job(job)["JobState"] in ("PENDING", "RUNNING")]:
-                self.slurm.call("scancel", *left)
-            self.slurm.wait_until("every job has ended", lambda: not self.slurm.call("squeue", "--noheader"), 120)
+            self.slurm.wait_until("every job has ended", self._all_ended, 120)
         finally:
             shutil.rmtree(self.local_tmp)
+
+    def _all_ended(self) -> bool:
+        """After asking for it again: one that is being requeued would start once more."""
+        if left := self.slurm.call("squeue", "--noheader", "--format=%A").split():
+            with suppress(subprocess.CalledProcessError):  # it ended in the meantime
+                self.slurm.call("scancel", *left)
+        return not left
 
     def train_config(self, steps: int, engines: int, every: int = 1) -> Path:
         """A tiny run over two ranks that saves its state after every step, or every so many."""
@@ -68,9 +74,7 @@ class Site:
             f"--output={self.folder}/%x-%A_%a.out" if script == "array.sbatch" else f"--output={self.folder}/%x.out"
         )
         command = ["sbatch", "--parsable", "--cpus-per-task=1", "--gpus-per-node=1", "--ntasks-per-node=1", output]
-        job = self.slurm.call(*command, *options, f"slurm/{script}", *arguments, cwd=ROOT, extra=environment)
-        self._jobs.append(job)
-        return job
+        return self.slurm.call(*command, *options, f"slurm/{script}", *arguments, cwd=ROOT, extra=environment)
 
     def wait_until(self, what: str, is_so: Callable[[], Any]) -> Any:
         """Like the sandbox's; what the jobs wrote is told of where it stays false."""
