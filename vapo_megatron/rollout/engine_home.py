@@ -79,6 +79,17 @@ def keep_engines(socket: Path) -> None:
             keeper.stop()
 
 
+_CALLS: dict[str, Callable[..., Any]] = {
+    "address": lambda keeper: keeper.address,
+    "start": EngineKeeper.start,
+    "wait_until_ready": EngineKeeper.wait_until_ready,
+    "look": EngineKeeper.look,
+    "fail": EngineKeeper.fail,
+    "survived": EngineKeeper.survived,
+    "let_start": EngineKeeper.let_start,
+}
+
+
 def _serve(home: _Home, connection: Connection) -> None:
     """Answer one rank's calls about its engine, until it hangs up."""
     with suppress(EOFError, OSError), connection:
@@ -91,8 +102,7 @@ def _serve(home: _Home, connection: Connection) -> None:
                     keeper, was_there = home.keep(*arguments)
                     answer = keeper.look() if was_there else None
                 else:
-                    found = getattr(keeper, call)  # a method, or the address
-                    answer = found(*arguments) if callable(found) else found
+                    answer = _CALLS[call](keeper, *arguments)
                 connection.send((answer, None))
             except VapoError as error:
                 connection.send((None, error))
