@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from called import called
 from damage import flip
 from hf_models import VOCAB, read_tensors, write_model, write_tensors
 from ranks import run_ranks
 from trainables import make_trainable
-from typer.testing import CliRunner
 
 from tools import convert_hf_to_megatron, convert_megatron_to_hf
 from vapo_megatron.checkpoint.manifest import MANIFEST_FILE, Manifest, file_facts, write_json
@@ -23,16 +23,15 @@ from vapo_megatron.weights.torch_dist import write_model_card
 IDS = torch.randint(0, VOCAB, (1, 20), generator=torch.Generator().manual_seed(3))
 
 
-def _run(tool: object, arguments: list[str], answers: Any) -> None:
-    result = CliRunner().invoke(tool.app, arguments)  # type: ignore[attr-defined]
-    answers.put((result.exit_code, result.output))
+def _run(tool: object, arguments: tuple[object, ...], answers: Any) -> None:
+    answers.put(called(tool.app, *arguments))  # type: ignore[attr-defined]
 
 
 def _call(tool: object, *arguments: object) -> tuple[int, str]:
     """Exit code and output. In a process of its own: it starts a process group, after which no other test may fork."""
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
-    process = context.Process(target=_run, args=(tool, [str(argument) for argument in arguments], answers), daemon=True)
+    process = context.Process(target=_run, args=(tool, arguments, answers), daemon=True)
     process.start()
     answer: tuple[int, str] = answers.get(timeout=120)
     process.join()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from typer.testing import CliRunner
+from called import called
 
 from tools import describe_config
 from vapo_megatron.config.suggest import known_keys
@@ -52,5 +52,6 @@ def test_a_default_that_depends_on_the_place_is_given_for_each() -> None:
 def test_the_command_writes_the_page(tmp_path: Path) -> None:
     app = typer.Typer()
     app.command()(describe_config.main)
-    result = CliRunner().invoke(app, ["--out", str(tmp_path / "page.md")])
-    assert result.exit_code == 0 and (tmp_path / "page.md").read_text(encoding="utf-8") == describe_config.page()
+    code, output = called(app, "--out", tmp_path / "page.md")
+    assert code == 0, output
+    assert (tmp_path / "page.md").read_text(encoding="utf-8") == describe_config.page()

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from called import called
 from hf_models import read_tensors
 from tiny_qwen3 import largest_difference
 from transformers import Qwen3Config, Qwen3ForCausalLM
-from typer.testing import CliRunner
 
 from tools.export_fp8 import app
 from vapo_megatron.config.rollout import RolloutConfig
@@ -31,8 +31,7 @@ SEQUENCES = [list(range(10, 50)), [5, 9, 57, 31, 44, 8, 20]]
 
 
 def _export(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    return result.exit_code, result.output
+    return called(app, *arguments)
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,13 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from called import called
 
 from tools.grade import app
 
 
 def _grade(cases: Path, out: Path, *arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["--cases", str(cases), "--out", str(out), *arguments])
-    return result.exit_code, result.output
+    return called(app, "--cases", cases, "--out", out, *arguments)
 
 
 def test_rows_come_back_in_order_with_their_verdict(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from called import called
 
 from tools.make_tiny_model import app
 from vapo_megatron.errors import BadInput
@@ -15,8 +15,7 @@ QWEN = Path(__file__).parents[2].parent / "shared" / "data" / "tokenizers" / "qw
 
 
 def _make(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    return result.exit_code, result.output
+    return called(app, *arguments)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from called import called
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
 from tools.make_tiny_model import app
 from vapo_megatron.cli import PRESETS
@@ -46,8 +46,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             TOOLS / "prepare_data.py", "--source", folder / f"{source}.jsonl", "--out", folder / "data" / f"{out}.jsonl"
         )
     shape = ["--family", "qwen2", "--vocab-size", VOCABULARY, "--hidden-size", 64, "--max-positions", 2048]
-    made = CliRunner().invoke(app, [*map(str, ["--out", folder / "model", "--tokenizer-from", QWEN, *shape])])
-    assert made.exit_code == 0, made.output
+    code, output = called(app, "--out", folder / "model", "--tokenizer-from", QWEN, *shape)
+    assert code == 0, output
     return folder
 
 

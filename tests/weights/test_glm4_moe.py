@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from called import called
 from hf_models import megatron, read_tensors, write_model, write_tensors
 from ranks import run_ranks
-from typer.testing import CliRunner
 
 from tools.convert_hf_to_megatron import app as to_megatron
 from tools.convert_megatron_to_hf import app as to_hf
@@ -75,8 +75,8 @@ def test_the_bias_that_chooses_experts_is_never_rounded(tmp_path: Path) -> None:
     mcore = tmp_path / "mcore"
     steps = (to_megatron, "--hf", source, mcore), (to_hf, "--checkpoint", mcore, tmp_path / "hf")
     for app, option, given, out in steps:
-        done = CliRunner().invoke(app, [*map(str, (option, given, "--out", out)), "--dtype", "float16", "--no-verify"])
-        assert done.exit_code == 0, done.output
+        code, output = called(app, option, given, "--out", out, "--dtype", "float16", "--no-verify")
+        assert code == 0, output
     written = read_tensors(tmp_path / "hf")
     assert written.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -94,10 +94,10 @@ def test_layers_that_predict_ahead_are_left_out_in_one_line(
     told = "model.layers.4.* (2 tensors for multi-token prediction) are not read, trained, synced or exported"
     # A record comes twice where an earlier test has left pytest's handler with the package's logger as well.
     assert [record.getMessage() for record in dict.fromkeys(caplog.records)] == [f"{source}: {told}"]
-    done = CliRunner().invoke(to_megatron, ["--hf", str(source), "--out", str(tmp_path / "mcore")])
-    assert done.exit_code == 0 and told in done.output, done.output
-    done = CliRunner().invoke(to_hf, ["--checkpoint", str(tmp_path / "mcore"), "--out", str(tmp_path / "hf")])
-    assert done.exit_code == 0, done.output
+    code, output = called(to_megatron, "--hf", source, "--out", tmp_path / "mcore")
+    assert code == 0 and told in output, output
+    code, output = called(to_hf, "--checkpoint", tmp_path / "mcore", "--out", tmp_path / "hf")
+    assert code == 0, output
     assert read_tensors(tmp_path / "hf").keys() == read_tensors(source).keys() - ahead.keys()
     written = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert written["num_nextn_predict_layers"] == 0
