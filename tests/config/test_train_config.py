@@ -10,6 +10,7 @@ from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.model import LayoutConfig, OptimizerSettings
 from vapo_megatron.config.plan import PlanConfig
+from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.balance import Cost, plan_microbatches
@@ -32,6 +33,16 @@ def test_the_defaults_are_vapo() -> None:
     assert (config.actor.optimizer.lr, config.critic.optimizer.lr) == (1e-6, 2e-6)
     assert config.value_pretraining.enabled and config.value_pretraining.most_steps == 50
     assert (config.reward.correct, config.reward.incorrect) == (1.0, -1.0)
+
+
+def test_a_section_given_in_part_keeps_the_rest_of_the_default_of_its_place() -> None:
+    """A preset without critic.optimizer, an override of its warm-up: the critic learned half as fast as documented."""
+    overrides = ["model.path=m", "data.train=t", "sampling.max_new_tokens=16", "critic.optimizer.warmup_steps=3"]
+    config = load_config(TrainConfig, None, ["preset=vapo_without_positive_nll", *overrides], PRESETS)
+    assert (config.critic.optimizer.lr, config.critic.optimizer.warmup_steps) == (2e-6, 3)
+    assert config.actor.optimizer.lr == 1e-6
+    sft = SftConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}, "run": {"root": "r"}})
+    assert sft.run.directory == "r/sft"
 
 
 @pytest.mark.parametrize(
