@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from vapo_megatron.config.others_keys import OURS, named_here
 from vapo_megatron.config.suggest import known_keys
 from vapo_megatron.config.train import TrainConfig
@@ -9,9 +11,26 @@ from vapo_megatron.config.train import TrainConfig
 
 def test_every_name_given_for_another_trainers_key_is_one_of_ours() -> None:
     known = known_keys(TrainConfig)
-    named = [name for text in OURS.values() for name in re.split(", or |, | and ", text)]
+    named = [name for text in OURS.values() for name in re.split(", or |, | and ", text.partition(" (")[0])]
     assert [name for name in named if name not in known] == []
 
 
 def test_no_key_of_ours_is_taken_for_another_trainers() -> None:
     assert [key for key in known_keys(TrainConfig) if named_here(key) is not None] == []
+
+
+@pytest.mark.parametrize(
+    ("theirs", "told"),
+    [
+        ("actor_rollout_ref.rollout.n", "here it is batch.samples_per_prompt"),
+        ("actor_rollout_ref.rollout.val_kwargs.n", "here it is data.eval.samples"),
+        (
+            "actor_rollout_ref.actor.ppo_mini_batch_size",
+            "minibatch_size (responses; prompts with minibatch_unit=groups)",
+        ),
+        ("trainer.critic_warmup", "here it is value_pretraining.iterations"),
+    ],
+)
+def test_a_number_that_counts_something_else_there_is_not_taken_over_as_it_is(theirs: str, told: str) -> None:
+    """verl's 32 prompts a mini-batch, given as 32 responses, are sixteen times as many updates of a rollout."""
+    assert told in str(named_here(theirs))

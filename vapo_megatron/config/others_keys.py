@@ -1,18 +1,20 @@
 """What keys of verl's are called here, beside those of docs/glossary.md.
 
-A key is known by its last name, so that `actor_rollout_ref.rollout.n` is found whatever precedes it.
+A key is known by its last name, so `actor_rollout_ref.rollout.n` is found whatever precedes it, or by the last two.
+In brackets is what a number counts here, where that is something else there.
 """
 
 OURS = {
     "train_batch_size": "batch.prompts_per_step",
     "n": "batch.samples_per_prompt",
-    "ppo_mini_batch_size": "algorithm.update.minibatch_size",
+    "val_kwargs.n": "data.eval.samples",
+    "ppo_mini_batch_size": "algorithm.update.minibatch_size (responses; prompts with minibatch_unit=groups)",
     "ppo_epochs": "algorithm.update.epochs",
-    "ppo_max_token_len_per_gpu": "actor.max_tokens_per_microbatch",
-    "ppo_micro_batch_size_per_gpu": "actor.max_tokens_per_microbatch",
+    "ppo_max_token_len_per_gpu": "actor.max_tokens_per_microbatch, or critic.max_tokens_per_microbatch",
+    "ppo_micro_batch_size_per_gpu": "actor.max_tokens_per_microbatch, or critic.max_tokens_per_microbatch (tokens)",
     "adv_estimator": "preset, or algorithm.advantage.estimator",
-    "lam": "algorithm.advantage.lambda_policy",
-    "clip_ratio": "algorithm.policy_loss.clip_low",
+    "lam": "algorithm.advantage.lambda_policy and algorithm.advantage.lambda_critic",
+    "clip_ratio": "algorithm.policy_loss.clip_low and algorithm.policy_loss.clip_high",
     "clip_ratio_low": "algorithm.policy_loss.clip_low",
     "clip_ratio_high": "algorithm.policy_loss.clip_high",
     "clip_ratio_c": "algorithm.policy_loss.dual_clip",
@@ -24,19 +26,19 @@ OURS = {
     "filter_groups": "algorithm.dynamic_sampling.enabled",
     "overlong_buffer": "algorithm.shaping.soft_overlong",
     "rollout_is": "algorithm.importance_sampling.kind",
-    "critic_warmup": "value_pretraining.steps",
+    "critic_warmup": "value_pretraining.iterations",
     "val_files": "data.eval",
     "prompt_key": "data.fields.problem",
     "max_response_length": "sampling.max_new_tokens",
     "custom_reward_function": "reward.function",
     "gpu_memory_utilization": "rollout.mem_fraction_static",
     "max_model_len": "rollout.context_length",
-    "param_offload": "actor.offload",
-    "optimizer_offload": "actor.offload",
-    "total_epochs": "run.steps",
+    "param_offload": "actor.offload, or critic.offload",
+    "optimizer_offload": "actor.offload, or critic.offload",
+    "total_epochs": "run.steps (rollouts)",
     "total_training_steps": "run.steps",
-    "nnodes": "cluster.ranks",
-    "n_gpus_per_node": "cluster.ranks",
+    "nnodes": "cluster.ranks (GPUs of all nodes)",
+    "n_gpus_per_node": "cluster.ranks (GPUs of all nodes)",
     "experiment_name": "run.name",
     "project_name": "monitoring.wandb.project",
     "default_local_dir": "run.root",
@@ -50,13 +52,13 @@ OURS = {
 
 def named_here(key: str) -> str | None:
     """What is said of a key that another trainer has: its name here, or why there is none; None for other keys."""
-    name = key.rpartition(".")[2]
+    name, last_two = key.rpartition(".")[2], ".".join(key.split(".")[-2:])
     if "lora" in key.split(".") or name.startswith("lora_"):
         return "there is no LoRA here, docs/lora.md says why and what helps instead"
     if name == "val_only":
         return "evaluation alone is a command: vapo-megatron evaluate"
-    if name in OURS:
-        return f"here it is {OURS[name]}"
+    if (ours := OURS.get(last_two) or OURS.get(name)) is not None:
+        return f"here it is {ours}"
     if key.partition(".")[0] in ("actor_rollout_ref", "trainer"):
         return "it looks like one of verl's: docs/glossary.md has the names here"
     return None
