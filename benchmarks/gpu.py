@@ -46,7 +46,7 @@ from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.operations.plan.flops import forward_flops, training_flops
 
-RECIPES = ("none", "tensorwise", "delayed", "blockwise")
+RECIPES = ("none", "tensorwise", "blockwise")
 # Dense BF16 FLOP/s by the makers' data sheets.
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
 _STATE_BYTES = 18  # of a parameter in bfloat16 with float32 gradients, main weights and two moments

@@ -1,12 +1,9 @@
 """What a model computes in: refusals by name, Megatron's settings, alignment of packed tokens, bfloat16 against
 float32, and recomputation. What needs a GPU is in test_gpu_precision.py."""
 
-import contextlib
 import importlib
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +12,6 @@ from batches import make_batch
 from hf_models import write_model
 from megatron.core import fp8_utils
 from megatron.core.fp8_utils import is_first_last_bf16_layer
-from megatron.core.transformer import transformer_block
 from megatron.core.transformer.transformer_config import TransformerConfig
 from pydantic import ValidationError
 from ranks import run_ranks
@@ -35,11 +31,9 @@ from vapo_megatron.mcore.model import transformer_config
 from vapo_megatron.mcore.platform import Platform, current_platform
 from vapo_megatron.mcore.precision import (
     CAPABILITY,
-    check_delayed_scaling,
     check_trainable,
     drop_fp8_copies,
     fp8_settings,
-    set_amax_group,
 )
 from vapo_megatron.weights.spec import ModelSpec, read_spec
 
@@ -88,13 +82,8 @@ OLD_CUDA = Chip("cuda", "nccl", "spawn", cuda=(12, 8))
         (current_platform(), {"precision": {"fp8": "tensorwise"}}, {}, "needs a CUDA GPU"),
         (BARE, {"precision": {"fp8": "tensorwise"}}, {}, "Transformer Engine, which is not usable"),
         (H100, {"precision": {"fp8": "tensorwise"}}, {"attention": "sdpa"}, "model.attention=sdpa"),
-        (A100, {"precision": {"fp8": "delayed"}}, {}, "compute capability 8.9, this one has 8.0: choose none"),
-        (
-            H100,
-            {"precision": {"fp8": "mxfp8"}},
-            {},
-            "10.0, this one has 9.0: choose tensorwise or delayed or blockwise",
-        ),
+        (A100, {"precision": {"fp8": "tensorwise"}}, {}, "compute capability 8.9, this one has 8.0: choose none"),
+        (H100, {"precision": {"fp8": "mxfp8"}}, {}, "10.0, this one has 9.0: choose tensorwise or blockwise"),
         (H100, {"precision": {"fp8": "tensorwise"}}, {"dtype": "float32"}, "set model.dtype=bfloat16"),
         (H100, {"precision": {"fp8": "tensorwise", "first_layers_bf16": 5}}, {}, "first_layers_bf16=5"),
         (H100, {"precision": {"fp8": "tensorwise"}, "layout": {"tp": 2}}, {}, "MLP columns a rank, 24"),
@@ -109,12 +98,6 @@ OLD_CUDA = Chip("cuda", "nccl", "spawn", cuda=(12, 8))
             {"recompute": {"granularity": "full", "layers": 2}, "layout": {"pp": 2, "vpp": 2}},
             {},
             "recompute.layers=2 is above the 1 layers",
-        ),
-        (
-            H100,
-            {"recompute": {"granularity": "selective", "modules": ["layernorm"]}, "precision": {"fp8": "delayed"}},
-            {},
-            "modules=layernorm with actor.precision.fp8=delayed",
         ),
         (H100, {"layout": {"cp": 2}}, {"attention_kernel": "unfused"}, "unfused with actor.layout.cp=2"),
         (H100, {}, {"dtype": "float32"}, "set model.attention=sdpa, or bfloat16"),
@@ -156,20 +139,11 @@ def test_what_can_work_is_not_refused(spec: ModelSpec, recipe: str) -> None:
     check_trainable(wide, ModelConfig(path="m"), section, "critic", chip)
 
 
-def test_delayed_scales_of_two_layouts_are_refused() -> None:
-    delayed = {"fp8": "delayed"}
-    actor = ActorConfig.model_validate({"precision": delayed, "layout": {"tp": 2}})
-    check_delayed_scaling({"actor": actor, "critic": CriticConfig()})
-    check_delayed_scaling({"actor": actor, "critic": CriticConfig(precision=actor.precision, layout=actor.layout)})
-    with pytest.raises(BadInput, match="actor and critic with different layouts"):
-        check_delayed_scaling({"actor": actor, "critic": CriticConfig(precision=actor.precision)})
-
-
 @pytest.mark.parametrize(
     "section",
     [
         {"fp8_param_gather": True},
-        {"fp8": "delayed", "last_layers_bf16": 1},
+        {"last_layers_bf16": 1},
         {"fp8": "tensorwise", "dtype": "float32"},
         {"fp8": "mxfp8", "fp8_param_gather": True},
     ],
@@ -181,39 +155,13 @@ def test_switches_that_exclude_each_other(section: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("recipe", CAPABILITY)
 def test_megatron_takes_the_settings(recipe: str) -> None:
-    layers = {} if recipe == "delayed" else {"first_layers_bf16": 1, "last_layers_bf16": 2}
-    precision = PrecisionConfig.model_validate({"fp8": recipe, **layers})
+    precision = PrecisionConfig.model_validate({"fp8": recipe, "first_layers_bf16": 1, "last_layers_bf16": 2})
     config = TransformerConfig(
         num_layers=4, hidden_size=64, num_attention_heads=4, bf16=True, **fp8_settings(precision)
     )
     assert config.fp8_recipe == recipe
     assert config.fp8 == ("e4m3" if recipe in ("blockwise", "mxfp8") else "hybrid")
-    kept = [layer for layer in range(4) if is_first_last_bf16_layer(config, layer)]
-    assert kept == ([] if recipe == "delayed" else [0, 2, 3])
-
-
-def test_delayed_maxima_are_taken_over_the_models_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    engine, pytorch = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
-
-    def fp8_autocast(**given: Any) -> Any:
-        asked.append(given["fp8_group"])
-        return contextlib.nullcontext()
-
-    pytorch.fp8_autocast = fp8_autocast  # type: ignore[attr-defined]
-    engine.pytorch = pytorch  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "transformer_engine", engine)
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", pytorch)
-    monkeypatch.setattr(transformer_block, "get_fp8_context", transformer_block.get_fp8_context)
-    shape: dict[str, Any] = dict(num_layers=2, hidden_size=64, num_attention_heads=4)
-    one, other, none = TransformerConfig(**shape), TransformerConfig(**shape), TransformerConfig(**shape)
-    set_amax_group(one, PrecisionConfig(fp8="delayed"), "group of one")
-    set_amax_group(other, PrecisionConfig(fp8="delayed"), "group of the other")
-    set_amax_group(none, PrecisionConfig(fp8="tensorwise"), "unread")
-    for config in (one, other, none):
-        with transformer_block.get_fp8_context(config):
-            pass
-    assert asked == ["group of one", "group of the other"]
+    assert [layer for layer in range(4) if is_first_last_bf16_layer(config, layer)] == [0, 2, 3]
 
 
 class Quantized(torch.Tensor):
@@ -274,9 +222,7 @@ def test_a_checkpoint_holds_what_fp8_weights_stand_for(quantized: Any) -> None:
     assert dist_saver._copied(quantized.norm, live).untyped_storage().data_ptr() not in live
 
 
-@pytest.mark.parametrize(
-    "fp8,rows", [("none", 1), ("tensorwise", 16), ("delayed", 16), ("mxfp8", 32), ("blockwise", 128)]
-)
+@pytest.mark.parametrize("fp8,rows", [("none", 1), ("tensorwise", 16), ("mxfp8", 32), ("blockwise", 128)])
 @pytest.mark.parametrize(
     "layout",
     [

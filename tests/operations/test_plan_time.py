@@ -91,7 +91,7 @@ def measured(path: Path, **changes: Any) -> str:
             ("1.5b", 1_500_000_000, "bf16", 0.3),
             ("7b", 7_600_000_000, "bf16", 0.5),
             ("7b", 7_600_000_000, "fp8 blockwise", 0.7),
-            ("7b", 7_600_000_000, "fp8 delayed", "-"),
+            ("7b", 7_600_000_000, "fp8 tensorwise", "-"),
         )
     ]
     path.write_text(json.dumps({"machine": {"hardware": "NVIDIA H100 80GB HBM3"}, "rows": rows} | changes))

@@ -295,7 +295,7 @@ def test_a_layout_cuts_the_critic_and_changes_no_value(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "expected"),
     [
-        ({"fp8": "delayed", "amax_history": 7}, {"fp8_recipe": "delayed", "fp8_amax_history_len": 7, "fp8": "hybrid"}),
+        ({"fp8": "blockwise"}, {"fp8_recipe": "blockwise", "fp8": "e4m3"}),
         ({"fp8": "tensorwise", "fp8_format": "e4m3"}, {"fp8_recipe": "tensorwise", "fp8": "e4m3", "fp8_param": False}),
         ({"fp8": "blockwise", "fp8_format": "hybrid", "fp8_param_gather": True}, {"fp8": "hybrid", "fp8_param": True}),
         (

@@ -63,7 +63,7 @@ TABLE: dict[str, str] = {case.key: STEP for case in CASES} | {
     **{f"critic.recompute.{key}": RECOMPUTE for key in ("granularity", "modules", "method", "layers")},
     "critic.precision.dtype": PRECISION + "a_critic_has_a_precision_of_its_own",
     **{f"critic.precision.{key}": FP8 for key in ("fp8", "fp8_format", "first_layers_bf16", "last_layers_bf16")},
-    **{f"critic.precision.{key}": FP8 for key in ("amax_history", "fp8_param_gather")},
+    "critic.precision.fp8_param_gather": FP8,
 }
 
 

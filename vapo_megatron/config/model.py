@@ -136,12 +136,12 @@ class RecomputeConfig(Section):
     layers: int = Field(1, ge=1, description="full: layers of a block (uniform), or recomputed layers (block)")
 
 
-Fp8Recipe = Literal["none", "tensorwise", "delayed", "blockwise", "mxfp8"]
+Fp8Recipe = Literal["none", "tensorwise", "blockwise", "mxfp8"]
 
 # Bytes of the fp32 logits held at once where the rows are not given.
 _LOGITS_BYTES = 512 << 20
 # Rows of a matrix product that FP8 kernels take at a time: 16 for cuBLAS; as many as share a scale where they do.
-_FP8_ROWS = {"none": 1, "tensorwise": 16, "delayed": 16, "blockwise": 128, "mxfp8": 32}
+_FP8_ROWS = {"none": 1, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
 
 
 class PrecisionConfig(Section):
@@ -150,8 +150,8 @@ class PrecisionConfig(Section):
     dtype: Literal["float32", "bfloat16"] | None = Field(None, description="the critic's own; none: model.dtype")
     fp8: Fp8Recipe = Field(
         "none",
-        description="scales of FP8 matrix products: of a tensor as it is (tensorwise), of earlier steps (delayed), of "
-        "blocks (blockwise: Hopper; mxfp8: Blackwell)",
+        description="scales of FP8 matrix products: of a tensor (tensorwise), or of blocks (blockwise: Hopper; mxfp8: "
+        "Blackwell)",
     )
     fp8_format: Literal["auto", "hybrid", "e4m3"] = Field(
         "auto", description="hybrid: gradients in e5m2; auto: e4m3 for blockwise and mxfp8, else hybrid"
@@ -161,7 +161,6 @@ class PrecisionConfig(Section):
     fp8_param_gather: bool = Field(
         False, description="weights are kept and gathered in FP8; the optimizer keeps them in float32"
     )
-    amax_history: int = Field(1024, ge=1, description="delayed: steps whose largest values give the scale")
 
     @model_validator(mode="after")
     def _switches_agree(self) -> "PrecisionConfig":
@@ -169,11 +168,6 @@ class PrecisionConfig(Section):
             for key in ("first_layers_bf16", "last_layers_bf16", "fp8_param_gather"):
                 if getattr(self, key):
                     raise ValueError(f"{key}={getattr(self, key)} with fp8=none: choose a recipe, or leave {key} out")
-        if self.fp8 == "delayed" and (self.first_layers_bf16 or self.last_layers_bf16):
-            raise ValueError(
-                "first_layers_bf16 and last_layers_bf16 with fp8=delayed: it takes all layers, choose tensorwise, or "
-                "set both to 0"
-            )
         if self.fp8 == "mxfp8" and self.fp8_param_gather:
             raise ValueError("fp8_param_gather with fp8=mxfp8: its scales do not fit Megatron's buffers, leave it out")
         if self.fp8 != "none" and self.dtype == "float32":
@@ -203,7 +197,7 @@ class TrainableConfig(Section):
     max_tokens_per_microbatch: int = Field(16384, ge=1, description="padded tokens of one packed micro-batch")
     offload: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="what a phase does not need of the model goes to host memory; auto: where engines share the GPU",
+        description="what a phase does not need of the model goes to host memory; auto: on GPUs",
     )
 
     @property

@@ -1,7 +1,6 @@
 """FP8 through Transformer Engine: what this machine can do, and Megatron's settings for it."""
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from vapo_megatron.mcore.platform import Platform
 from vapo_megatron.weights.spec import ModelSpec
 
 # Least compute capability of a GPU whose matrix units take a recipe's operands.
-CAPABILITY = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+CAPABILITY = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 # CUDA from which cuBLAS multiplies matrices of blocks with scales of their own.
 BLOCKWISE_CUDA = (12, 9)
 
@@ -53,11 +52,8 @@ def _check_recompute(spec: ModelSpec, section: TrainableConfig, name: str, fused
     if recompute.granularity == "selective":
         for module in recompute.modules:
             key = f"{name}.recompute.modules={module}"
-            if module in ("layernorm", "moe_act"):
-                if not fused:
-                    raise BadInput(f"{key} needs Transformer Engine's layers, which are not used here: leave it out")
-                if section.precision.fp8 == "delayed":
-                    raise BadInput(f"{key} with {name}.precision.fp8=delayed: choose tensorwise, or leave it out")
+            if module in ("layernorm", "moe_act") and not fused:
+                raise BadInput(f"{key} needs Transformer Engine's layers, which are not used here: leave it out")
             if module in ("moe", "moe_act") and not spec.num_experts:
                 raise BadInput(f"{key}: a {spec.family} model has no experts, leave it out")
             if module == "moe" and section.precision.fp8 != "none":
@@ -118,21 +114,6 @@ def check_precision(
     _check_shapes(spec, section.layout, precision, key)
 
 
-def check_delayed_scaling(sections: dict[str, TrainableConfig]) -> None:
-    """Raises BadInput for delayed scaling of several models with different layouts.
-
-    Transformer Engine reduces the maxima of all models at the end of any forward pass, so the ranks that meet there
-    have to be the same for all.
-    """
-    delayed = {name: section for name, section in sections.items() if section.precision.fp8 == "delayed"}
-    layouts = {section.layout.model_dump_json() for section in delayed.values()}
-    if len(layouts) > 1:
-        raise BadInput(
-            f"precision.fp8=delayed in {' and '.join(delayed)} with different layouts: their scales are reduced "
-            "together, choose tensorwise for one of them, or one layout"
-        )
-
-
 def _check_layers(layers: int, precision: PrecisionConfig, name: str) -> None:
     for key in ("first_layers_bf16", "last_layers_bf16"):
         if getattr(precision, key) > layers:
@@ -170,42 +151,10 @@ def fp8_settings(precision: PrecisionConfig) -> dict[str, Any]:
         fp8=precision.format,
         fp8_recipe=precision.fp8,
         fp8_param=precision.fp8_param_gather,
-        fp8_amax_history_len=precision.amax_history,
-        fp8_amax_compute_algo="max",
         first_last_layers_bf16=bool(precision.first_layers_bf16 or precision.last_layers_bf16),
         num_layers_at_start_in_bf16=precision.first_layers_bf16,
         num_layers_at_end_in_bf16=precision.last_layers_bf16,
     )
-
-
-@functools.cache
-def _reduce_amax_over_meshes() -> None:
-    """Megatron takes the group for delayed scaling's maxima from its global state, of which there is none here, and
-    then from the whole world: from now on it takes config.amax_group."""
-    from megatron.core.transformer import transformer_block
-
-    transformer_block.get_fp8_context = _with_amax_group(transformer_block.get_fp8_context)
-
-
-def _with_amax_group(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> Any:
-        group = getattr(config, "amax_group", None)
-        if group is None or is_init:
-            return original(config, layer_no, is_init)
-        import transformer_engine.pytorch as te
-        from megatron.core.fp8_utils import get_fp8_recipe
-
-        return te.fp8_autocast(enabled=True, fp8_recipe=get_fp8_recipe(config), fp8_group=group)
-
-    return get_fp8_context
-
-
-def set_amax_group(config: Any, precision: PrecisionConfig, group: Any) -> None:
-    """Have delayed scaling's maxima taken over the ranks of `group`, those that share a tensor's shards and tokens."""
-    if precision.fp8 == "delayed":
-        _reduce_amax_over_meshes()
-        config.amax_group = group
 
 
 def keeps_fp8(parameter: torch.Tensor) -> bool:

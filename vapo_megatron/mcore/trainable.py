@@ -30,7 +30,6 @@ from vapo_megatron.mcore.precision import (
     drop_fp8_copies,
     forget_exact_values,
     keeps_fp8,
-    set_amax_group,
     stored_bytes,
 )
 from vapo_megatron.mcore.schedule import Schedule
@@ -68,7 +67,6 @@ class Trainable:
             seed, force_reset_rng=True, tp_rank=mesh.tp_rank, ep_rank=mesh.ep_rank, etp_rank=0
         )
         self.transformer = transformer_config(spec, model, config)
-        set_amax_group(self.transformer, config.precision, mesh.pg.tp_cp)
         self._chunks = build_model(
             spec,
             self.transformer,

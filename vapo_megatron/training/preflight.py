@@ -12,7 +12,7 @@ from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.experience.prompts import eval_prompts, train_prompts
 from vapo_megatron.experience.tokenizer import TextTokenizer
 from vapo_megatron.mcore.platform import current_platform
-from vapo_megatron.mcore.precision import check_delayed_scaling, check_trainable
+from vapo_megatron.mcore.precision import check_trainable
 from vapo_megatron.rewards.pool import VerifierPool
 from vapo_megatron.rollout.node_part import WHOLE, NodePart
 from vapo_megatron.rollout.server import EngineServer
@@ -38,7 +38,6 @@ def check_train(config: TrainConfig, world_size: int) -> None:
     sections: dict[str, TrainableConfig] = {name: config.trainable(name) for name in specs}
     for name, section in sections.items():
         check_trainable(specs[name], config.model, section, name, current_platform())
-    check_delayed_scaling(sections)
     fp8 = engine_fp8(config.rollout, config.actor.precision, spec)
     tokenizer = TextTokenizer(Path(config.model.path), config.data.prompt)
     tokenizer.check_vocabulary(spec.vocab_size)

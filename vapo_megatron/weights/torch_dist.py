@@ -118,8 +118,8 @@ def read_model_card(folder: Path) -> ModelCard:
 def model_state(chunks: Sequence[Module]) -> dict[str, Any]:
     """The sharded state dict of a model: for megatron.core.dist_checkpointing's save and load.
 
-    Its tensors are the parameters themselves. What Transformer Engine calls extra state (scales of delayed FP8
-    scaling) is left out: a checkpoint of a machine without it has none.
+    Its tensors are the parameters themselves. What Transformer Engine calls extra state (scales of FP8
+    recipes that keep some) is left out: a checkpoint of a machine without it has none.
 
     Args:
         chunks: this rank's, one a virtual pipeline stage, wrapped in DistributedDataParallel or not.
