@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vapo_megatron.algorithms import importance
 from vapo_megatron.algorithms.gae import decoupled_gae, length_adaptive_lambda, segmented_gae
-from vapo_megatron.algorithms.off_policy import corrected_gae, truncated_window_gae
+from vapo_megatron.algorithms.off_policy import corrected_gae
 from vapo_megatron.algorithms.varying_scan import varying_suffix_scan
 
 LENGTHS = [0, 1, 5, 16, 17, 300, 0, 2500, 33, 0]
@@ -225,27 +225,6 @@ def test_rejection_of_responses_joins_truncation() -> None:
     mean = importance.log_ratio_at("geometric", log_ratio, torch.zeros(5), cu_seqlens)
     weights = importance.tis(log_ratio, 1.15) * importance.inside(mean, 0.55, 1.5)
     assert weights.tolist() == pytest.approx([0.0, 0.0, 0.0, math.exp(0.1), 1.15])
-
-
-def test_t_ppo_trains_values_on_finished_responses_alone() -> None:
-    rewards, values = torch.tensor([0.0, 0.0, 0.0, 1.0]), torch.tensor([0.1, 0.2, 0.3, 0.4])
-    truncated, cu_seqlens = torch.tensor([True, False]), torch.tensor([0, 2, 4])
-    advantages, targets = truncated_window_gae(rewards, values, truncated, cu_seqlens, 0.5)
-    # V(s_2) = V(s_1): the last token of an unfinished response has the advantage 0 without a reward.
-    torch.testing.assert_close(advantages, torch.tensor([0.1, 0.0, 0.1 + 0.5 * 0.6, 0.6]))
-    assert targets.tolist() == [0.0, 0.0, 1.0, 1.0]
-
-
-def test_an_unfinished_response_has_the_same_advantages_to_the_bit_in_whichever_part_it_is() -> None:
-    lengths, truncated = [300, 3, 5000], torch.tensor([True, False, True])
-    rewards, values, _ = draw(lengths)
-    whole = truncated_window_gae(rewards, values, truncated, bounds(lengths), 0.99)[0][:303]
-
-    def part(of: Tensor | None) -> Tensor:
-        return truncated_window_gae(rewards[:303], values[:303], truncated[:2], bounds(lengths[:2]), 0.99, of=of)[0]
-
-    assert torch.equal(part(torch.tensor(lengths)), whole)
-    assert not torch.equal(part(None), whole), "these lengths tell both apart"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Advantages and value targets from responses that another policy has drawn, or that are not finished.
+"""Advantages and value targets from responses that another policy has drawn.
 
 rho and c are weights made from pi / mu of each token, pi the policy that is trained and mu the one that drew the token:
 `importance.tis` for V-trace and Retrace, `importance.mis` for bands.
@@ -7,7 +7,7 @@ rho and c are weights made from pi / mu of each token, pi the policy that is tra
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithms.gae import bootstrap_of_truncated, decay, decoupled_gae, temporal_differences
+from vapo_megatron.algorithms.gae import decay, temporal_differences
 from vapo_megatron.algorithms.segments import last_tokens, to_tokens
 from vapo_megatron.algorithms.varying_scan import varying_suffix_scan
 
@@ -65,32 +65,3 @@ def corrected_gae(
     discounts, following = corrections(lam_policy)
     advantages = deltas.addcmul(discounts, following.roll(-1))
     return advantages, targets
-
-
-@torch.no_grad()
-def truncated_window_gae(
-    rewards: Tensor,
-    values: Tensor,
-    truncated: Tensor,
-    cu_seqlens: Tensor,
-    lam_policy: float | Tensor,
-    gamma: float = 1.0,
-    of: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Extended GAE of T-PPO (arXiv 2506.15050): unfinished responses teach the policy, finished ones the critic too.
-
-    An unfinished response has an advantage with V(s_l) = V(s_{l-1}) after its last token; it has no return yet.
-
-    Args:
-        truncated: bool [S], responses that are not finished; what `rewards` says of their end must be 0.
-        The others as in `segmented_gae` and `decoupled_gae`.
-
-    Returns:
-        Advantages [T] and Monte-Carlo value targets [T], which are 0 in unfinished responses: nothing is learnt there.
-
-    Raises:
-        ValueError: as in `segmented_gae`.
-    """
-    bootstrap = bootstrap_of_truncated(values, truncated, cu_seqlens)
-    advantages, targets = decoupled_gae(rewards, values, cu_seqlens, lam_policy, 1.0, gamma, None, bootstrap, of)
-    return advantages, targets.masked_fill(to_tokens(truncated, cu_seqlens), 0)

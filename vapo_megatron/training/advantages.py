@@ -13,7 +13,7 @@ from vapo_megatron.algorithms.critic_faults import value_faults
 from vapo_megatron.algorithms.critic_metrics import Figures, figures_of, sign_agreement, signs_of
 from vapo_megatron.algorithms.gae import bootstrap_of_truncated, decoupled_gae, length_adaptive_lambda, segmented_gae
 from vapo_megatron.algorithms.kl import k1
-from vapo_megatron.algorithms.off_policy import corrected_gae, truncated_window_gae
+from vapo_megatron.algorithms.off_policy import corrected_gae
 from vapo_megatron.algorithms.segments import place_terminal, segment_sum, to_tokens, tokens_from
 from vapo_megatron.algorithms.selection import loss_mask
 from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig, Lambda, ShapingConfig
@@ -169,16 +169,13 @@ def gae(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig, of: Te
     """Decoupled, length-adaptive GAE over token rewards [T] (VAPO, sections 4.1 and 4.2), corrected where that is asked
     for as if the policy that is trained had drawn the responses (V-trace).
 
+    An unfinished response goes on from V of its last state where shaping.truncated says so; T-PPO's window (arXiv
+    2506.15050) learns no value from it (teaches_critic).
+
     of: int64, the lengths of all responses of which these are a part.
     """
     values, bounds = batch.values, batch.response_cu_seqlens
     assert values is not None, "no values: the batch is not scored"
-    lam_policy, gamma = policy_lambda(batch.response_lengths, config.advantage), config.advantage.gamma
-    if config.shaping.truncated == "window":
-        batch.advantages, batch.returns = truncated_window_gae(
-            rewards, values, batch.truncated, bounds, lam_policy, gamma, of=of
-        )
-        return
     estimator: Callable[..., tuple[Tensor, Tensor]] = partial(decoupled_gae, of=of)
     if config.advantage.off_policy == "vtrace":
         assert batch.old_logprobs is not None, "no log-probs: the batch is not scored"
@@ -188,9 +185,9 @@ def gae(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig, of: Te
         rewards,
         values,
         bounds,
-        lam_policy=lam_policy,
+        lam_policy=policy_lambda(batch.response_lengths, config.advantage),
         lam_critic=lambda_of(config.advantage.lambda_critic, batch.response_lengths, config.advantage),
-        gamma=gamma,
+        gamma=config.advantage.gamma,
         bootstrap_values=bootstrap_of_truncated(values, batch.truncated, bounds) if config.shaping.bootstraps else None,
     )
 
