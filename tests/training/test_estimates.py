@@ -1,6 +1,7 @@
 """Value targets, whitening and baselines of a batch, as a step makes them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -149,12 +150,23 @@ def test_bounded_values_stay_within_the_rewards() -> None:
     assert found.tolist() == pytest.approx([-1, 1, 1.01, 3], abs=1e-5)
 
 
-@pytest.mark.parametrize("settings", [{"kind": "hl_gauss"}, {"bounded": True}])
-def test_a_target_that_no_value_reaches_is_refused(settings: dict) -> None:
+@pytest.mark.parametrize(
+    ("settings", "reached", "beyond"),
+    [
+        ({"bounded": True}, (-1.0, 1.0), ("1.01", "-1.01")),
+        # Three bins of 2 / 45 beyond either end.
+        ({"kind": "hl_gauss"}, (-1.13, 1.13), ("1.14", "-1.14")),
+        ({"kind": "hl_gauss", "margin_bins": 0}, (-1.0, 1.0), ("1.01", "-1.01")),
+    ],
+)
+def test_a_target_that_no_value_reaches_is_refused(
+    settings: dict[str, Any], reached: tuple[float, float], beyond: tuple[str, str]
+) -> None:
     config = ValueLossConfig.model_validate(settings)
-    check_targets(torch.tensor([-1.0, 1.0]), config)
-    with pytest.raises(BadInput, match=r"low..high=-1..1 does not hold the value target 1.5"):
-        check_targets(torch.tensor([0.0, 1.5]), config)
+    check_targets(torch.tensor(reached), config)
+    for target in beyond:
+        with pytest.raises(BadInput, match=f"low..high=-1..1 does not hold the value target {target}:"):
+            check_targets(torch.tensor([0.0, float(target)]), config)
     check_targets(torch.tensor([1.5]), ValueLossConfig())
 
 
