@@ -72,11 +72,13 @@ def choose_prompts(config: ProbedRunConfig, tokenizer: TextTokenizer) -> tuple[s
 
 
 def _seen(config: ProbedRunConfig, found: int, wanted: int) -> str:
-    rollouts = config.run.steps
+    rollouts, sampling = config.run.steps, config.algorithm.dynamic_sampling
+    if sampling.enabled:  # draws more groups than a step trains: so many at most
+        rollouts *= round(sampling.oversampling * sampling.max_rounds)
     if config.value_pretraining.enabled:
         rollouts += config.value_pretraining.rollouts(config.samples)
     drawn = rollouts * config.batch.prompts_per_step
-    return ", not drawn by the run" if drawn + wanted <= found else ", WHICH THE RUN HAS LEARNT FROM"
+    return ", not drawn by the run" if drawn + wanted <= found else ", WHICH THE RUN MAY HAVE LEARNT FROM"
 
 
 def draw(
