@@ -1,4 +1,4 @@
-"""Draws docs/images/healthy_and_sick.png from curves that others have published: python docs/draw_pictures.py FOLDER
+"""Draws docs/images/healthy_and_unhealthy.png from published curves of others: python docs/draw_pictures.py FOLDER
 
 FOLDER holds the three files named below, as CSV with a column `step`. They are not part of this repository; their
 licence is Apache-2.0, and docs/curves.md names where they come from.
@@ -12,7 +12,7 @@ from typing import Any
 from vapo_megatron.operations.report.curves import draw_panels
 from vapo_megatron.operations.report.panels import Curve, Panel
 
-OUT = Path(__file__).parent / "images" / "healthy_and_sick.png"
+OUT = Path(__file__).parent / "images" / "healthy_and_unhealthy.png"
 # File, what it shows, and for every panel its title and columns.
 RUNS: tuple[tuple[str, tuple[tuple[str, dict[str, str]], ...]], ...] = (
     (
@@ -29,9 +29,9 @@ RUNS: tuple[tuple[str, tuple[tuple[str, dict[str, str]], ...]], ...] = (
     (
         "rasbt_7_3_plus_tracking_metrics.csv",
         (
-            ("Sick: reward collapses after 200 steps", {"reward_avg": "reward"}),
-            ("Sick: entropy explodes", {"entropy_avg": "entropy (nats)"}),
-            ("Sick: responses run to the limit", {"avg_response_len": "response length (tokens)"}),
+            ("Unhealthy: reward collapses after 200 steps", {"reward_avg": "reward"}),
+            ("Unhealthy: entropy explodes", {"entropy_avg": "entropy (nats)"}),
+            ("Unhealthy: responses run to the limit", {"avg_response_len": "response length (tokens)"}),
         ),
     ),
     (

@@ -219,6 +219,7 @@ FORBIDDEN = {
     "vocab_shard_size": r"local_words",
     "kl.placement": r"kl\.where",
     "recorded_rollouts/, checkpoints/": r"(?:record|state)/(?:step|`|$)",
+    "skipped, unhealthy": r"sick\w*",
     "is given, is logged": r"(?:is|are) told of",
     "per token": r"(?:tokens|responses|bytes|samples|values?) a (?:token|response|prompt|sample)",
 }

@@ -76,15 +76,15 @@ class Curve:
         file: of the curve, without its ending.
         run: value of the column `run`; None: the only one.
         what: the run, in words.
-        sick: what went wrong and when, in words; None for a healthy run.
+        trouble: what went wrong and when, in words; None for a healthy run.
         read: from its columns to metrics of ours.
-        told_from, told_by: steps between which the first alarm has to come where it is sick.
+        told_from, told_by: steps between which the first alarm has to come where there was trouble.
     """
 
     file: str
     run: str | None
     what: str
-    sick: str | None
+    trouble: str | None
     read: Read
     told_from: int = 1
     told_by: int = 0
@@ -269,7 +269,7 @@ def curves_part(folder: Path) -> str:
         rows = read_curve(folder, curve)
         first = first_alarms(rows)
         said = ", ".join(f"`{name}` {step}" for name, step in sorted(first.items(), key=lambda item: item[1]))
-        text += f"| {curve.what} | {len(rows)} | {curve.sick or 'none: healthy'} | {said or 'none'} |\n"
+        text += f"| {curve.what} | {len(rows)} | {curve.trouble or 'none: healthy'} | {said or 'none'} |\n"
     return text
 
 

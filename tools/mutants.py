@@ -53,7 +53,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "tests/training/test_shards_on_threads.py",
         "tests/training/test_shards.py::test_homes_hold_whole_groups_and_about_as_many_tokens_each",
         "tests/training/test_shards.py::test_what_goes_by_samples_is_in_the_table",
-        "tests/training/test_sick_judge.py",
+        "tests/training/test_skip_causes.py",
         "tests/training/test_step_switches.py::test_a_rollout_is_cut_into_the_steps_that_were_asked_for",
         "tests/training/test_step_switches.py::test_a_step_reports_what_happened",
         "tests/training/test_step_switches.py::test_metrics_of_several_steps_are_means_and_maxima",
@@ -74,7 +74,7 @@ MODULES = {
     ),
     "training": (
         *("advantages", "collect", "exchange", "fault_checks", "losses", "metrics", "recorded_rollouts", "reference"),
-        *("rollouts", "score", "shards", "sick_updates", "updates", "user_functions", "value_pretraining"),
+        *("rollouts", "score", "shards", "skipped_updates", "updates", "user_functions", "value_pretraining"),
     ),
 }
 # Functions that only processes of their own call, whose calls are not seen: the tests of their module.

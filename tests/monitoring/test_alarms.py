@@ -49,8 +49,8 @@ def healthy(step: int, noise: random.Random) -> Row:
         "actor/clip_fraction_high": noisy(0.004, 0.5),
         "actor/grad_norm": noisy(0.3, 0.4),
         "critic/grad_norm": noisy(2.0, 0.4),
-        "sick/skipped_updates": 1.0,
-        "sick/unfinished": 1.0,
+        "skipped_updates/total": 1.0,
+        "skipped_updates/unfinished": 1.0,
         "rollout/engine_failures": 0.0,
         "critic/gain": 0.1 + noise.gauss(0, 0.08),
         **{f"critic/value_bias_{p}": noise.gauss(0, 0.05) for p in (0, 25, 50, 75, 95)},
@@ -64,7 +64,7 @@ def healthy(step: int, noise: random.Random) -> Row:
 
 
 # What goes wrong from step ONSET on, by the alarm that has to say so, and within how many steps. `since` counts from 0.
-SICK: dict[str, tuple[Callable[[Row, int], Row], int]] = {
+UNHEALTHY: dict[str, tuple[Callable[[Row, int], Row], int]] = {
     "length_collapse": (lambda row, since: {"response_length/mean": 500 * 0.8**since + 20}, 15),
     "entropy_collapse": (lambda row, since: {"actor/entropy": 0.3 * 0.6**since}, 12),
     "entropy_explosion": (lambda row, since: {"actor/entropy": 0.3 * 1.3**since}, 12),
@@ -79,7 +79,7 @@ SICK: dict[str, tuple[Callable[[Row, int], Row], int]] = {
     "train_infer_gap": (lambda row, since: {"actor/train_infer_kl": 0.01}, 3),
     "clipped_share": (lambda row, since: {"actor/clip_fraction_high": 0.12}, 3),
     "gradient_spike": (lambda row, since: {"actor/grad_norm": 6.0 if since == 0 else row["actor/grad_norm"]}, 1),
-    "skipped_updates": (lambda row, since: {"sick/skipped_updates": 2.0, "sick/nonfinite_loss": 1.0}, 1),
+    "skipped_updates": (lambda row, since: {"skipped_updates/total": 2.0, "skipped_updates/nonfinite_loss": 1.0}, 1),
     "truncated_text": (lambda row, since: {"response_length/truncated": 0.6}, 3),
     "repeated_text": (lambda row, since: {"response_length/repeated": 0.5}, 3),
     "groups_without_signal": (lambda row, since: {"reward/frac_zero_std_groups": 1.0}, 8),
@@ -91,12 +91,12 @@ SICK: dict[str, tuple[Callable[[Row, int], Row], int]] = {
 
 
 def run(seed: int, name: str | None = None) -> list[Row]:
-    """The rows of a healthy run, or of one that falls ill of what the alarm is for."""
+    """The rows of a healthy run, or of one that goes wrong in the way that the alarm is for."""
     noise = random.Random(seed)
     rows = [healthy(step, noise) for step in range(1, STEPS + 1)]
     if name is not None:
         for row in rows[ONSET - 1 :]:
-            row.update(SICK[name][0](row, row["step"] - ONSET))
+            row.update(UNHEALTHY[name][0](row, row["step"] - ONSET))
     return rows
 
 
@@ -105,16 +105,16 @@ def test_a_healthy_run_raises_no_alarm(seed: int) -> None:
     assert first_alarms(run(seed)) == {}
 
 
-@pytest.mark.parametrize("name", SICK)
-def test_a_sick_run_raises_its_alarm_in_time_and_not_before(name: str) -> None:
-    within = SICK[name][1]
+@pytest.mark.parametrize("name", UNHEALTHY)
+def test_an_unhealthy_run_raises_its_alarm_in_time_and_not_before(name: str) -> None:
+    within = UNHEALTHY[name][1]
     for seed in range(5):
         first = first_alarms(run(seed, name)).get(name)
         assert first is not None and ONSET <= first < ONSET + within, (seed, first)
 
 
-def test_each_alarm_of_the_code_has_its_sick_run_and_its_action() -> None:
-    assert [alarm.name for alarm in ALARMS] == list(SICK) == list(AlarmActions.model_fields)
+def test_each_alarm_of_the_code_has_its_unhealthy_run_and_its_action() -> None:
+    assert [alarm.name for alarm in ALARMS] == list(UNHEALTHY) == list(AlarmActions.model_fields)
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
@@ -174,9 +174,9 @@ def test_the_page_says_what_the_alarms_say_of_public_curves() -> None:
 
 @needs_curves
 @pytest.mark.parametrize("curve", CURVES_TRIED, ids=lambda curve: f"{curve.file}-{curve.run}")
-def test_public_curves_sick_and_healthy(curve: Any) -> None:
+def test_public_curves_healthy_and_unhealthy(curve: Any) -> None:
     first = first_alarms(read_curve(CURVES, curve))
-    if curve.sick is None:
+    if curve.trouble is None:
         assert first == {}
     else:
         assert curve.told_from <= min(first.values()) <= curve.told_by

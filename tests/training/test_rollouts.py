@@ -29,7 +29,7 @@ from vapo_megatron.rewards.pool import Case
 from vapo_megatron.rollout.ledger import StepRule
 from vapo_megatron.rollout.request import GroupRequest
 from vapo_megatron.training.rollouts import Rollouts, make_rollouts
-from vapo_megatron.training.sick_updates import RECORD_FILE
+from vapo_megatron.training.skipped_updates import RECORD_FILE
 from vapo_megatron.weights.routed_experts import ExpertChoices
 from vapo_megatron.weights.spec import read_spec
 

@@ -27,26 +27,32 @@ from vapo_megatron.training.shards import ShardedBatch
 GAE = {"advantage": {"estimator": "gae"}}
 CASES: dict[str, tuple[str, dict[str, Any], str, int, dict[str, float]]] = {
     "nothing": ("none", {}, "actor", 3, {}),
-    "policy, masked": ("masked", {}, "actor", 2, {"sick/empty": 1}),
-    "policy, no advantage": ("level", {}, "actor", 2, {"sick/no_signal": 1}),
-    "policy, old windows": ("old", {}, "actor", 2, {"sick/no_signal": 1}),
+    "policy, masked": ("masked", {}, "actor", 2, {"skipped_updates/empty": 1}),
+    "policy, no advantage": ("level", {}, "actor", 2, {"skipped_updates/no_signal": 1}),
+    "policy, old windows": ("old", {}, "actor", 2, {"skipped_updates/no_signal": 1}),
     "policy, all rejected": (
         "far",
         {"importance_sampling": {"kind": "mis", "low": 0.5, "high": 2.0, "rejected": "dropped"}},
         "actor",
         2,
-        {"sick/empty": 1},
+        {"skipped_updates/empty": 1},
     ),
     "policy, none to imitate": (
         "level",
         {"policy_loss": {"positive_nll": {"coef": 0.1, "positives": "correct"}}},
         "actor",
         2,
-        {"sick/no_signal": 1},
+        {"skipped_updates/no_signal": 1},
     ),
     "policy, with entropy": ("level", {"policy_loss": {"entropy_coef": 0.01}}, "actor", 3, {}),
-    "critic, masked": ("masked", GAE, "critic", 2, {"sick/empty": 1}),
-    "critic, unfinished": ("cut", GAE | {"shaping": {"truncated": "window"}}, "critic", 2, {"sick/unfinished": 1}),
+    "critic, masked": ("masked", GAE, "critic", 2, {"skipped_updates/empty": 1}),
+    "critic, unfinished": (
+        "cut",
+        GAE | {"shaping": {"truncated": "window"}},
+        "critic",
+        2,
+        {"skipped_updates/unfinished": 1},
+    ),
     "critic, level": ("level", GAE, "critic", 3, {}),
 }
 MINIBATCHES = updates.minibatches
@@ -104,7 +110,7 @@ def one(model_dir: Path, layout: dict[str, Any], case: str, leave_out: bool) -> 
     for tensor in optimizer_tensors(model.optimizer):
         digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     counted = models.updates.metrics()
-    assert counted.pop("sick/skipped_updates") == sum(counted.values())
+    assert counted.pop("skipped_updates/total") == sum(counted.values())
     return f"{digest.hexdigest()} {model.updates}", row[f"{name}/updates"], counted
 
 

@@ -270,13 +270,15 @@ def unfinished(which: Sequence[int]) -> Any:
 
 def test_a_critic_learns_nothing_of_responses_that_go_on() -> None:
     ((steps, skipped, progress, row),) = on_threads(1, unfinished, range(12))
-    assert steps == [] and skipped == {"sick/skipped_updates": 1, "sick/unfinished": 1}
+    assert steps == [] and skipped == {"skipped_updates/total": 1, "skipped_updates/unfinished": 1}
     assert "update_critic" not in progress and "critic/updates" not in row
     ((straight, _, _, _),) = on_threads(1, unfinished, [])
     for number, left_out in enumerate(straight):
         ((steps, skipped, progress, row),) = on_threads(1, unfinished, left_out)
         assert steps == straight[:number] + straight[number + 1 :] and row["critic/updates"] == len(steps) - 1
-        assert skipped == {"sick/skipped_updates": 1, "sick/unfinished": 1} and progress["update_critic"] == (12, 12)
+        assert skipped == {"skipped_updates/total": 1, "skipped_updates/unfinished": 1} and progress[
+            "update_critic"
+        ] == (12, 12)
 
 
 def test_mini_batches_are_drawn_by_model_and_seed() -> None:

@@ -36,7 +36,7 @@ class Progress(Section):
     groups: dict[str, Any] = Field(default_factory=dict, description="Ledger.state(), of a run that works ahead")
     demonstrations: str | None = Field(None, description="fingerprint of sft's data; older checkpoints have none")
     weight_version: int = Field(0, description="weight syncs to the engines; samples are marked with it")
-    updates: dict[str, Any] = Field(default_factory=dict, description="SickUpdates.state()")
+    updates: dict[str, Any] = Field(default_factory=dict, description="SkippedUpdates.state()")
     probe: list[list[int]] = Field(default_factory=list, description="sequences on which engines are compared next")
 
 

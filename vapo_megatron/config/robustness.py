@@ -5,7 +5,7 @@ from pydantic import Field
 from vapo_megatron.config.base import Section
 
 
-class SickUpdatesConfig(Section):
+class SkippedUpdatesConfig(Section):
     """Which optimizer updates are skipped, and when the run goes back. NaN and infinity always are."""
 
     grad_norm_spike: float | None = Field(
@@ -24,8 +24,8 @@ class SickUpdatesConfig(Section):
     most_in_a_row: int | None = Field(
         10,
         ge=1,
-        description="so many sick updates of a model in a row: back to the last checkpoint, with other prompts (exit "
-        "75); null: never",
+        description="so many skipped updates of a model in a row: back to the last checkpoint, with other prompts "
+        "(exit 75); null: never",
     )
     restarts: int = Field(2, ge=0, description="how often to go back to one checkpoint; after that the run fails")
 
@@ -42,5 +42,5 @@ class HangsConfig(Section):
 class RobustnessConfig(Section):
     """What keeps a run from harm, and from standing still."""
 
-    updates: SickUpdatesConfig = SickUpdatesConfig()
+    updates: SkippedUpdatesConfig = SkippedUpdatesConfig()
     hangs: HangsConfig = HangsConfig()

@@ -236,8 +236,8 @@ def gradient_spike(history: History, config: AlarmsConfig) -> str | None:
 
 
 @_alarm(
-    "`sick/skipped_updates` above `sick/unfinished`",
-    "`sick/<cause>` in the row says why; robustness.md says what to look at",
+    "`skipped_updates/total` above `skipped_updates/unfinished`",
+    "`skipped_updates/<cause>` in the row says why; robustness.md says what to look at",
 )
 def skipped_updates(history: History, config: AlarmsConfig) -> str | None:
     """Updates would have harmed a model, and were not made (robustness.md)."""
@@ -246,8 +246,8 @@ def skipped_updates(history: History, config: AlarmsConfig) -> str | None:
     skipped = total - unfinished
     if not skipped:
         return None
-    named = (name for name, value in history.newest.items() if name.startswith(names.SICK) and value)
-    causes = (name.removeprefix(names.SICK) for name in named if name not in expected)
+    named = (name for name, value in history.newest.items() if name.startswith(names.SKIPPED) and value)
+    causes = (name.removeprefix(names.SKIPPED) for name in named if name not in expected)
     return f"{skipped:.0f} skipped: {', '.join(sorted(causes))}"
 
 

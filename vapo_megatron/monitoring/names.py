@@ -52,9 +52,10 @@ PROCESS_MEMORY = "memory/process_gib"  # resident memory of rank 0
 HOST_MEMORY_USED = "memory/host_used"  # share of the memory of its host
 
 ALARM = "alarm/"  # and the alarm's name: 1 in the steps that it holds in
-SICK = "sick/"  # and the cause: updates that were skipped for it
-SKIPPED_UPDATES = "sick/skipped_updates"
-UNFINISHED = "sick/unfinished"  # those of the critic for want of finished responses (windows), which is no trouble
+SKIPPED = "skipped_updates/"  # and the cause: updates that were skipped for it
+SKIPPED_UPDATES = "skipped_updates/total"
+# Those of the critic for want of finished responses (windows), which is no trouble.
+UNFINISHED = "skipped_updates/unfinished"
 EVALUATION = "evaluation/"  # evaluation/accuracy, evaluation/aime24_avg@32, ...
 PRETRAINING = "value_pretraining/"  # value_pretraining/value_loss, .../explained_variance, .../value_bias_25
 

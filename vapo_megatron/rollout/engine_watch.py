@@ -48,7 +48,7 @@ class EngineWatch:
         with self._lock:
             return Kept(self._address.url, self._state, self._failures, self._in_a_row, self._cause)
 
-    def is_sick(self) -> bool:
+    def is_unhealthy(self) -> bool:
         """Whether it says so itself now, or says nothing."""
         found = ask_health(self._address, self._health.every_s)
         return found is None or what_is_wrong(found, self._health.progress_s) is not None
@@ -83,7 +83,7 @@ class EngineWatch:
         while not self._stop.wait(self._health.every_s):
             if self._state == "serving":
                 self._see()
-            elif self._state == "waiting" and not self.is_sick():
+            elif self._state == "waiting" and not self.is_unhealthy():
                 self._take_back()
 
     def _see(self) -> None:

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vapo_megatron.config.policy import KlConfig
-from vapo_megatron.config.robustness import SickUpdatesConfig
+from vapo_megatron.config.robustness import SkippedUpdatesConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.mcore.memory_plan import MemoryPlan
 from vapo_megatron.mcore.mesh import Mesh, make_mesh
 from vapo_megatron.mcore.trainable import Trainable
 from vapo_megatron.training.resume import Resumed, SavedModel
-from vapo_megatron.training.sick_updates import SickUpdates
+from vapo_megatron.training.skipped_updates import SkippedUpdates
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.spec import Head, read_spec
 
@@ -38,7 +38,7 @@ class Models:
     saves_reference: bool = False
     shares_device: bool = True
     memory: MemoryPlan = field(init=False)
-    updates: SickUpdates = field(init=False, default_factory=lambda: SickUpdates(SickUpdatesConfig()))
+    updates: SkippedUpdates = field(init=False, default_factory=lambda: SkippedUpdates(SkippedUpdatesConfig()))
 
     def __post_init__(self) -> None:
         every = {model.name: model for model in (self.actor, self.critic, self.reference) if model is not None}
@@ -49,7 +49,7 @@ class Models:
         """Actor, and critic where there is one."""
         return [self.actor] if self.critic is None else [self.actor, self.critic]
 
-    def judge_updates(self, updates: SickUpdates) -> None:
+    def judge_updates(self, updates: SkippedUpdates) -> None:
         """Have all updates of the models judged before they are made."""
         self.updates = updates
         for model in self.trained:

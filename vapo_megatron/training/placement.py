@@ -267,8 +267,8 @@ class ExternalPlacement(Placement):
     @override
     def fail(self, cause: str) -> None:
         named = [watch for url, watch in self._watches.items() if url in cause]
-        sick = named or [watch for watch in self._watches.values() if watch.is_sick()]
-        for watch in sick or self._watches.values():
+        unhealthy = named or [watch for watch in self._watches.values() if watch.is_unhealthy()]
+        for watch in unhealthy or self._watches.values():
             watch.fail(cause)
 
     @override

@@ -22,7 +22,7 @@ from vapo_megatron.training.loop import train
 from vapo_megatron.training.models import Models, load_models
 from vapo_megatron.training.resume import Resumed, Start, open_resumed, restore_run_files
 from vapo_megatron.training.rollouts import Rollouts, make_rollouts
-from vapo_megatron.training.sick_updates import SickUpdates
+from vapo_megatron.training.skipped_updates import SkippedUpdates
 from vapo_megatron.training.state import RunState
 from vapo_megatron.training.state_saver import SavedRun, run_id_of
 from vapo_megatron.training.summary import show_header
@@ -71,7 +71,7 @@ def train_rank(config: TrainConfig, run_dir: Path, start: Start) -> None:
                 decode=tokenizer.decode,
             )
         )
-        updates = SickUpdates(config.robustness.updates, resumed.progress.updates if resumed is not None else None)
+        updates = SkippedUpdates(config.robustness.updates, resumed.progress.updates if resumed is not None else None)
         models.judge_updates(updates)
         rollouts = make_rollouts(config, spec, engines, tokenizer, verifier, resumed)
         stack.callback(rollouts.end)

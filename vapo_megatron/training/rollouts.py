@@ -30,7 +30,7 @@ from vapo_megatron.training.broadcast import broadcast_value, on_rank_zero
 from vapo_megatron.training.engines import Engines
 from vapo_megatron.training.resume import Resumed
 from vapo_megatron.training.rollout_times import Waits, age_metrics
-from vapo_megatron.training.sick_updates import first_prompt
+from vapo_megatron.training.skipped_updates import first_prompt
 from vapo_megatron.weight_sync.probe import random_sequences, sequences_of
 from vapo_megatron.weights.routed_experts import ExpertChoices
 from vapo_megatron.weights.spec import ModelSpec

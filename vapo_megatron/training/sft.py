@@ -23,7 +23,7 @@ from vapo_megatron.training.checkpoint import Checkpointer
 from vapo_megatron.training.final_model import begin_final, end_final, final_dir
 from vapo_megatron.training.losses import NegativeLogLikelihood
 from vapo_megatron.training.resume import SavedModel, Start, open_resumed, restore_run_files
-from vapo_megatron.training.sick_updates import SickUpdates
+from vapo_megatron.training.skipped_updates import SkippedUpdates
 from vapo_megatron.training.state_saver import SavedRun, Snapshot, run_id_of
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.save import save_hf
@@ -94,7 +94,7 @@ def sft_rank(config: SftConfig, run_dir: Path, start: Start) -> None:
     if resumed is None:
         load_hf(actor.chunks, spec, Path(config.model.path), mesh, "lm")
     actor.prepare()
-    updates = SickUpdates(config.robustness.updates, resumed.progress.updates if resumed is not None else None)
+    updates = SkippedUpdates(config.robustness.updates, resumed.progress.updates if resumed is not None else None)
     actor.accepts = updates.accepts
     saved = {"actor": SavedModel(actor, Path(config.model.path))}
     first = 1
@@ -138,7 +138,7 @@ def sft_rank(config: SftConfig, run_dir: Path, start: Start) -> None:
                 recorder.write(step)
                 if updates.exhausted:
                     checkpointer.wait()
-                    on_rank_zero(partial(updates.go_back, run_dir, step, 0))
+                    on_rank_zero(partial(updates.go_back, run_dir, step, None))
                 advance(1)
                 last = step == steps
                 every = config.checkpoint.every is not None and step % config.checkpoint.every == 0

@@ -15,7 +15,7 @@ from vapo_megatron.training.engines import EnginesFailed
 from vapo_megatron.training.recorded_rollouts import RecordedRollouts
 from vapo_megatron.training.resume import Resumed
 from vapo_megatron.training.rollouts import Rollouts
-from vapo_megatron.training.sick_updates import SickUpdates
+from vapo_megatron.training.skipped_updates import SkippedUpdates
 from vapo_megatron.training.state_saver import Snapshot
 
 
@@ -37,7 +37,7 @@ class RunState:
         checkpoint: CheckpointConfig,
         run_dir: Path,
         checkpointer: Checkpointer,
-        updates: SickUpdates,
+        updates: SkippedUpdates,
         resumed: Resumed | None = None,
     ) -> None:
         """resumed: the checkpoint that the run goes on from."""
@@ -89,7 +89,7 @@ class RunState:
 
         Raises:
             TryAgain: the run is saved and was asked to stop, or its time is short, or its engines fail (EnginesFailed);
-                or it has to go back to its last checkpoint, for too many sick updates.
+                or it has to go back to its last checkpoint, for too many skipped updates.
             RunFailed: an alarm stops the run, or it has gone back often enough.
             BadInput: a save failed.
         """

@@ -25,7 +25,7 @@ from vapo_megatron.training.metrics import importance_metrics, mean_of
 from vapo_megatron.training.models import Models
 from vapo_megatron.training.score import record_policy, update_gives_logprobs
 from vapo_megatron.training.shards import Part, ShardedBatch
-from vapo_megatron.training.sick_updates import UNFINISHED
+from vapo_megatron.training.skipped_updates import UNFINISHED
 
 
 def update_critic(

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from vapo_megatron.checkpoint.checkpoints import CheckpointName, latest_checkpoint
 from vapo_megatron.checkpoint.manifest import write_json
-from vapo_megatron.config.robustness import SickUpdatesConfig
+from vapo_megatron.config.robustness import SkippedUpdatesConfig
 from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.monitoring import names
 from vapo_megatron.training.shards import ShardedBatch
 
-UNFINISHED = names.UNFINISHED.removeprefix(names.SICK)
+UNFINISHED = names.UNFINISHED.removeprefix(names.SKIPPED)
 # Why an update is skipped. The first that holds counts.
 CAUSES = (
     "nonfinite_loss",
@@ -33,13 +33,13 @@ CAUSES = (
     "no_signal",
     UNFINISHED,
 )
-RECORD_FILE = "sick_updates.json"
+RECORD_FILE = "skipped_updates.json"
 
 
-class SickUpdates:
+class SkippedUpdates:
     """Judges every optimizer update of a run before it is made. The same on every rank."""
 
-    def __init__(self, config: SickUpdatesConfig, state: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: SkippedUpdatesConfig, state: Mapping[str, Any] | None = None) -> None:
         """state: what state() gave when the checkpoint was saved that the run goes on from."""
         self._config = config
         state = state or {}
@@ -102,7 +102,7 @@ class SickUpdates:
         """What was skipped since the last call, in all and by cause. A batch counts as one."""
         taken, self._skipped = self._skipped, Counter()
         row = {names.SKIPPED_UPDATES: float(taken.total())}
-        return row | {f"{names.SICK}{cause}": float(number) for cause, number in sorted(taken.items())}
+        return row | {f"{names.SKIPPED}{cause}": float(number) for cause, number in sorted(taken.items())}
 
     @property
     def exhausted(self) -> bool:
@@ -114,15 +114,16 @@ class SickUpdates:
         """For a checkpoint."""
         return {"sizes": self._sizes, "in_row": dict(self._in_row)}
 
-    def go_back(self, run_dir: Path, step: int, cursor: int) -> None:
-        """On rank 0: end the run, to go on from its last checkpoint with prompts from cursor on.
+    def go_back(self, run_dir: Path, step: int, cursor: int | None) -> None:
+        """On rank 0: end the run, to go on from its last checkpoint with prompts from cursor on; None: with the data
+        that it had, which do not follow from a cursor.
 
         Raises:
             TryAgain: it may.
             RunFailed: there is no checkpoint, or it has gone back to it often enough.
         """
         most, checkpoint = self._config.most_in_a_row, latest_checkpoint(run_dir)
-        what = f"{run_dir}: {most} sick updates in a row at step {step} (the last one: {self._last_cause})"
+        what = f"{run_dir}: {most} skipped updates in a row at step {step} (the last one: {self._last_cause})"
         if checkpoint is None:
             raise RunFailed(f"{what}, and no checkpoint to go back to: docs/robustness.md says what to look at")
         before = _read_record(run_dir)
@@ -131,11 +132,11 @@ class SickUpdates:
             raise RunFailed(
                 f"{what}, as each of {times} times from {checkpoint}: docs/robustness.md says what to look at"
             )
-        record = {"checkpoint": checkpoint.name, "times": times, "cursor": cursor, "cause": self._last_cause}
+        record = {"checkpoint": checkpoint.name, "times": times, "cursor": cursor or 0, "cause": self._last_cause}
         write_json(run_dir / RECORD_FILE, record)
         raise TryAgain(
-            f"{what}: start the same command again, with run.resume=auto; it goes on from {checkpoint} with other "
-            "prompts"
+            f"{what}: start the same command again, with run.resume=auto; it goes on from {checkpoint} with "
+            f"{'the same data' if cursor is None else 'other prompts'}"
         )
 
     def _cause(self, sizes: Mapping[str, float]) -> str | None:

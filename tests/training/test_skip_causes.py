@@ -10,22 +10,22 @@ from batches import make_batch, spread
 from threads import on_threads
 
 from vapo_megatron.checkpoint.checkpoints import list_checkpoints
-from vapo_megatron.config.robustness import SickUpdatesConfig
+from vapo_megatron.config.robustness import SkippedUpdatesConfig
 from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.training.exchange import seat
 from vapo_megatron.training.shards import ShardedBatch
-from vapo_megatron.training.sick_updates import CAUSES, RECORD_FILE, UNFINISHED, SickUpdates, first_prompt
+from vapo_megatron.training.skipped_updates import CAUSES, RECORD_FILE, UNFINISHED, SkippedUpdates, first_prompt
 
 NAN, INF = float("nan"), float("inf")
 
 
-def judged(config: SickUpdatesConfig, rows: list[tuple[float, float]], state: dict[str, Any] | None = None) -> Any:
-    judge = SickUpdates(config, state)
+def judged(config: SkippedUpdatesConfig, rows: list[tuple[float, float]], state: dict[str, Any] | None = None) -> Any:
+    judge = SkippedUpdates(config, state)
     return [judge.accepts("actor", norm, {"policy_loss": loss, "ratio_max": INF}) for norm, loss in rows], judge.state()
 
 
 def spikes() -> tuple[Any, Any, Any]:
-    config = SickUpdatesConfig(grad_norm_spike=10, loss_spike=10, fewest=4, window=8)
+    config = SkippedUpdatesConfig(grad_norm_spike=10, loss_spike=10, fewest=4, window=8)
     rows = [
         (1.0, 0.1),
         (0.0, 0.0),
@@ -38,11 +38,11 @@ def spikes() -> tuple[Any, Any, Any]:
         (1.0, 0.1),
     ]
     # Not one of them is a number: the loss alone, the gradient alone, and the first cause counts.
-    assert judged(SickUpdatesConfig(), [(1.0, NAN), (INF, 0.1), (NAN, INF)])[0] == [False] * 3
+    assert judged(SkippedUpdatesConfig(), [(1.0, NAN), (INF, 0.1), (NAN, INF)])[0] == [False] * 3
     whole, _ = judged(config, rows)
     first, state = judged(config, rows[:5])
     rest, _ = judged(config, rows[5:], json.loads(json.dumps(state)))
-    return whole, first + rest, judged(SickUpdatesConfig(), rows)[0]
+    return whole, first + rest, judged(SkippedUpdatesConfig(), rows)[0]
 
 
 def test_spikes_are_told_by_the_runs_own_history_which_a_resumed_run_has() -> None:
@@ -70,34 +70,42 @@ def batch_with(field: str, value: float) -> ShardedBatch:
     ],
 )
 def test_a_rollout_that_is_not_finite_is_not_trained_on(field: str, cause: str) -> None:
-    judge = SickUpdates(SickUpdatesConfig(most_in_a_row=2))
-    assert judge.is_sound(batch_with(field, 0.0)) and judge.metrics() == {"sick/skipped_updates": 0.0}
+    judge = SkippedUpdates(SkippedUpdatesConfig(most_in_a_row=2))
+    assert judge.is_sound(batch_with(field, 0.0)) and judge.metrics() == {"skipped_updates/total": 0.0}
     assert not judge.is_sound(batch_with(field, NAN)) and not judge.exhausted
     assert not judge.is_sound(batch_with(field, -INF)) and judge.exhausted
-    assert judge.metrics() == {"sick/skipped_updates": 2.0, f"sick/{cause}": 2.0}
+    assert judge.metrics() == {"skipped_updates/total": 2.0, f"skipped_updates/{cause}": 2.0}
     assert judge.is_sound(batch_with(field, 0.0)) and not judge.exhausted
 
 
 def test_greedy_rewards_that_are_not_finite_are_told() -> None:
-    judge, batch = SickUpdates(SickUpdatesConfig()), batch_with("rewards", 0.0)
+    judge, batch = SkippedUpdates(SkippedUpdatesConfig()), batch_with("rewards", 0.0)
     batch.fill(greedy_rewards=torch.full((batch.samples,), NAN))
-    assert not judge.is_sound(batch) and judge.metrics()["sick/nonfinite_reward"] == 1
+    assert not judge.is_sound(batch) and judge.metrics()["skipped_updates/nonfinite_reward"] == 1
 
 
 def test_no_signal_and_nothing_selected_are_skipped_and_do_no_harm() -> None:
-    judge, some, none = SickUpdates(SickUpdatesConfig(most_in_a_row=1)), torch.tensor([True, False]), torch.zeros(2)
+    judge, some, none = (
+        SkippedUpdates(SkippedUpdatesConfig(most_in_a_row=1)),
+        torch.tensor([True, False]),
+        torch.zeros(2),
+    )
     assert judge.has_signal(some, some)
     assert not judge.has_signal(some, none)
-    unsaid = SickUpdates(SickUpdatesConfig(without_signal=False))
+    unsaid = SkippedUpdates(SkippedUpdatesConfig(without_signal=False))
     assert unsaid.has_signal(some, none) and not unsaid.has_signal(some, none, UNFINISHED)
     assert not judge.has_signal(none, none)
     assert not judge.has_signal(some, none)
-    assert judge.metrics() == {"sick/skipped_updates": 3.0, "sick/empty": 1.0, "sick/no_signal": 2.0}
+    assert judge.metrics() == {
+        "skipped_updates/total": 3.0,
+        "skipped_updates/empty": 1.0,
+        "skipped_updates/no_signal": 2.0,
+    }
     assert not judge.exhausted
 
 
 def test_it_goes_back_to_a_checkpoint_a_bounded_number_of_times(tmp_path: Path) -> None:
-    judge = SickUpdates(SickUpdatesConfig(most_in_a_row=1, restarts=2))
+    judge = SkippedUpdates(SkippedUpdatesConfig(most_in_a_row=1, restarts=2))
     with pytest.raises(RunFailed, match="no checkpoint to go back to"):
         judge.go_back(tmp_path, step=3, cursor=24)
     for name in ("step_000002", "step_000004"):
@@ -113,7 +121,7 @@ def test_it_goes_back_to_a_checkpoint_a_bounded_number_of_times(tmp_path: Path) 
     assert first_prompt(tmp_path, next(iter(list_checkpoints(tmp_path))), 16) == 16
 
 
-def verdicts(judge: SickUpdates, rows: list[tuple[str, float, dict[str, float]]]) -> list[bool]:
+def verdicts(judge: SkippedUpdates, rows: list[tuple[str, float, dict[str, float]]]) -> list[bool]:
     found: list[bool] = on_threads(1, lambda: [judge.accepts(*row) for row in rows])[0]
     return found
 
@@ -123,23 +131,23 @@ def norms(*sizes: float, model: str = "actor") -> list[tuple[str, float, dict[st
 
 
 def test_a_spike_is_beyond_the_factor_of_enough_updates() -> None:
-    judge = SickUpdates(SickUpdatesConfig(grad_norm_spike=10, fewest=3, window=4))
+    judge = SkippedUpdates(SkippedUpdatesConfig(grad_norm_spike=10, fewest=3, window=4))
     assert verdicts(judge, norms(1, 1, 99)) == [True] * 3, "two are too few to compare with"
     assert verdicts(judge, norms(10, 10.5)) == [True, True], "the median of 1, 1, 10, 99 is 5.5"
     assert judge.state()["sizes"] == {"actor/grad_norm": [1, 99, 10, 10.5]}, "the last four"
     assert verdicts(judge, norms(102.6, 102.5)) == [False, True], "ten times 10.25 is not beyond it"
     assert judge.state()["sizes"] == {"actor/grad_norm": [99, 10, 10.5, 102.5]}, "a spike is not usual"
-    assert judge.metrics() == {"sick/skipped_updates": 1, "sick/grad_norm_spike": 1}
-    assert judge.metrics() == {"sick/skipped_updates": 0}, "since the last call"
+    assert judge.metrics() == {"skipped_updates/total": 1, "skipped_updates/grad_norm_spike": 1}
+    assert judge.metrics() == {"skipped_updates/total": 0}, "since the last call"
 
 
 def test_updates_without_a_gradient_are_nothing_to_compare_with() -> None:
-    judge = SickUpdates(SickUpdatesConfig(grad_norm_spike=10, fewest=3))
+    judge = SkippedUpdates(SkippedUpdatesConfig(grad_norm_spike=10, fewest=3))
     assert verdicts(judge, norms(1, 0, 1, 11, 99)) == [True] * 4 + [False], "1, 1 and 11 are three"
 
 
 def test_a_loss_is_compared_with_its_own_size_and_model() -> None:
-    judge = SickUpdates(SickUpdatesConfig(loss_spike=2, fewest=2))
+    judge = SkippedUpdates(SkippedUpdatesConfig(loss_spike=2, fewest=2))
     usual = [("actor", 1.0, {"policy_loss": -0.5, "nll_loss": 8.0, "entropy": 99.0})] * 3
     assert verdicts(judge, [*usual, ("critic", 5.0, {"value_loss": 3.0})]) == [True] * 4
     rows: list[tuple[str, float, dict[str, float]]] = [
@@ -149,7 +157,7 @@ def test_a_loss_is_compared_with_its_own_size_and_model() -> None:
         ("critic", 1.0, {"value_loss": 300.0}),
     ]
     assert verdicts(judge, rows) == [True, False, False, True]
-    assert judge.metrics() == {"sick/skipped_updates": 2, "sick/loss_spike": 2}
+    assert judge.metrics() == {"skipped_updates/total": 2, "skipped_updates/loss_spike": 2}
     assert judge.state()["sizes"].keys() == {
         *("actor/grad_norm", "actor/policy_loss", "actor/nll_loss"),
         *("critic/grad_norm", "critic/value_loss"),
@@ -168,32 +176,36 @@ def test_a_loss_is_compared_with_its_own_size_and_model() -> None:
     ],
 )
 def test_the_first_cause_counts(norm: float, loss: float, cause: str) -> None:
-    judge = SickUpdates(SickUpdatesConfig(grad_norm_spike=10, loss_spike=10, fewest=2))
+    judge = SkippedUpdates(SkippedUpdatesConfig(grad_norm_spike=10, loss_spike=10, fewest=2))
     row = ("actor", 1.0, {"policy_loss": 1.0})
     assert verdicts(judge, [row, row, ("actor", norm, {"policy_loss": loss})]) == [True, True, False]
-    assert judge.metrics() == {"sick/skipped_updates": 1, f"sick/{cause}": 1} and cause in CAUSES
+    assert judge.metrics() == {"skipped_updates/total": 1, f"skipped_updates/{cause}": 1} and cause in CAUSES
 
 
-def test_one_sick_rank_is_enough() -> None:
+def test_one_rank_that_refuses_is_enough() -> None:
     def judge() -> Any:
-        mine = SickUpdates(SickUpdatesConfig())
+        mine = SkippedUpdates(SkippedUpdatesConfig())
         return mine.accepts("actor", NAN if seat()[0] == 1 else 1.0, {}), mine.metrics(), mine.state()
 
-    refused = False, {"sick/skipped_updates": 1, "sick/nonfinite_grad_norm": 1}, {"sizes": {}, "in_row": {"actor": 1}}
+    refused = (
+        False,
+        {"skipped_updates/total": 1, "skipped_updates/nonfinite_grad_norm": 1},
+        {"sizes": {}, "in_row": {"actor": 1}},
+    )
     assert on_threads(3, judge) == [refused] * 3
 
 
 def test_updates_in_a_row_are_those_of_one_model_and_a_resumed_run_counts_on() -> None:
-    judge = SickUpdates(SickUpdatesConfig(most_in_a_row=2))
+    judge = SkippedUpdates(SkippedUpdatesConfig(most_in_a_row=2))
     assert verdicts(judge, [*norms(NAN), *norms(NAN, model="critic"), *norms(1.0)]) == [False, False, True]
     assert not judge.exhausted and judge.state()["in_row"] == {"actor": 0, "critic": 1}
-    again = SickUpdates(SickUpdatesConfig(most_in_a_row=2), json.loads(json.dumps(judge.state())))
+    again = SkippedUpdates(SkippedUpdatesConfig(most_in_a_row=2), json.loads(json.dumps(judge.state())))
     verdicts(again, norms(NAN))
     assert not again.exhausted
     verdicts(again, norms(NAN, model="critic"))
     assert again.exhausted
     for many in (3, None):
-        patient = SickUpdates(SickUpdatesConfig(most_in_a_row=many))
+        patient = SkippedUpdates(SkippedUpdatesConfig(most_in_a_row=many))
         verdicts(patient, norms(NAN, NAN))
         assert not patient.exhausted
 
@@ -206,7 +218,7 @@ def test_a_rollout_is_unsound_on_every_rank_or_on_none(ranks: int) -> None:
             setattr(batch, name, torch.zeros(batch.response_tokens))
         if field is not None:
             getattr(batch, field)[-1] = INF
-        judge = SickUpdates(SickUpdatesConfig())
+        judge = SkippedUpdates(SkippedUpdatesConfig())
         found = judge.is_sound(spread(batch))
         assert judge.state()["in_row"] == {"rollout": int(not found)}
         return found, {name for name, count in judge.metrics().items() if count}
@@ -214,28 +226,31 @@ def test_a_rollout_is_unsound_on_every_rank_or_on_none(ranks: int) -> None:
     assert on_threads(ranks, sound, None) == [(True, set())] * ranks
     causes = {"rewards": "reward", "rollout_logprobs": "logprobs", "ref_logprobs": "logprobs", "values": "values"}
     for field, cause in causes.items():
-        assert on_threads(ranks, sound, field) == [(False, {"sick/skipped_updates", f"sick/nonfinite_{cause}"})] * ranks
+        assert (
+            on_threads(ranks, sound, field)
+            == [(False, {"skipped_updates/total", f"skipped_updates/nonfinite_{cause}"})] * ranks
+        )
 
 
 def test_a_rollout_of_nothing_is_empty() -> None:
     batch: Any = type("Nothing", (), {})()
     none = make_batch()
     batch.own, batch.table, batch.response_tokens, batch.summed = none, none.table(), 0, lambda found: found
-    judge = SickUpdates(SickUpdatesConfig())
-    assert not judge.is_sound(batch) and judge.metrics() == {"sick/skipped_updates": 1, "sick/empty": 1}
+    judge = SkippedUpdates(SkippedUpdatesConfig())
+    assert not judge.is_sound(batch) and judge.metrics() == {"skipped_updates/total": 1, "skipped_updates/empty": 1}
     batch.response_tokens = 1
     assert judge.is_sound(batch)
 
 
 def test_what_a_run_that_goes_back_says_and_writes(tmp_path: Path) -> None:
-    judge = SickUpdates(SickUpdatesConfig(most_in_a_row=3, restarts=0))
+    judge = SkippedUpdates(SkippedUpdatesConfig(most_in_a_row=3, restarts=0))
     (tmp_path / "checkpoints" / "step_000002").mkdir(parents=True)
     verdicts(judge, norms(NAN, model="critic"))
     with pytest.raises(RunFailed) as told:
         judge.go_back(tmp_path, step=5, cursor=24)
-    said = f"{tmp_path}: 3 sick updates in a row at step 5 (the last one: nonfinite_grad_norm of the critic)"
+    said = f"{tmp_path}: 3 skipped updates in a row at step 5 (the last one: nonfinite_grad_norm of the critic)"
     assert str(told.value).startswith(f"{said}, as each of 1 times from ") and not (tmp_path / RECORD_FILE).exists()
-    judge = SickUpdates(SickUpdatesConfig(most_in_a_row=3, restarts=1))
+    judge = SkippedUpdates(SkippedUpdatesConfig(most_in_a_row=3, restarts=1))
     verdicts(judge, norms(NAN, model="critic"))
     with pytest.raises(TryAgain) as again:
         judge.go_back(tmp_path, step=5, cursor=24)
@@ -243,3 +258,7 @@ def test_what_a_run_that_goes_back_says_and_writes(tmp_path: Path) -> None:
     record = json.loads((tmp_path / RECORD_FILE).read_text())
     cause = "nonfinite_grad_norm of the critic"
     assert record == {"checkpoint": "step_000002", "times": 1, "cursor": 24, "cause": cause}
+    (tmp_path / RECORD_FILE).unlink()
+    with pytest.raises(TryAgain, match=r"goes on from .* with the same data"):
+        judge.go_back(tmp_path, step=5, cursor=None)  # fine-tuning: its order does not follow from a cursor
+    assert json.loads((tmp_path / RECORD_FILE).read_text())["cursor"] == 0

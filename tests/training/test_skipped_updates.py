@@ -17,11 +17,11 @@ from hf_models import write_model
 from ranks import run_ranks
 from trainables import make_trainable, policy_loss, weights_digest
 
-from vapo_megatron.config.robustness import SickUpdatesConfig
+from vapo_megatron.config.robustness import SkippedUpdatesConfig
 from vapo_megatron.mcore import trainable as trainable_module
 from vapo_megatron.mcore.optimizer import optimizer_tensors
 from vapo_megatron.training import updates
-from vapo_megatron.training.sick_updates import RECORD_FILE, SickUpdates
+from vapo_megatron.training.skipped_updates import RECORD_FILE, SkippedUpdates
 
 NAN, INF = float("nan"), float("inf")
 
@@ -44,23 +44,23 @@ class PlainStep:
 
 
 def train(
-    model_dir: Path, section: dict[str, Any], sick_at: int | None, value: float, guarded: bool, judged: bool
+    model_dir: Path, section: dict[str, Any], planted_at: int | None, value: float, guarded: bool, judged: bool
 ) -> tuple[list[bool], str]:
-    """Which of four updates were made, and a digest of weights, moments and schedule. sick_at: the update whose loss
+    """Which of four updates were made, and a digest of weights, moments and schedule. planted_at: the update whose loss
     has `value` in one token of one sample, which one data-parallel rank holds. Left out where it is negative."""
     if not guarded:
         trainable_module.GuardedStep = PlainStep  # type: ignore[assignment,misc]
     model, batch = make_trainable(model_dir, "lm", **section), make_batch()
-    judge = SickUpdates(SickUpdatesConfig())
+    judge = SkippedUpdates(SkippedUpdatesConfig())
     if judged:
         model.accepts = judge.accepts
     made = []
     for number in range(4):
-        if sick_at is not None and number == -sick_at:
+        if planted_at is not None and number == -planted_at:
             continue
         loss = policy_loss(batch, batch.rollout_logprobs)
         loss.advantages[:] = torch.randn(len(loss.advantages), generator=torch.Generator().manual_seed(number))
-        if number == sick_at:
+        if number == planted_at:
             loss.advantages[3] = value
         made.append(model.train_step(batch, range(batch.samples), loss).updated)
     digest = hashlib.sha256(weights_digest(model).encode())
@@ -80,11 +80,11 @@ SECTIONS: list[tuple[int, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize(("count", "section"), SECTIONS)
-def test_a_sick_update_leaves_no_trace(model_dir: Path, count: int, section: dict[str, Any], value: float) -> None:
-    sick = run_ranks(count, train, model_dir, section, 2, value, True, True)
+def test_a_skipped_update_leaves_no_trace(model_dir: Path, count: int, section: dict[str, Any], value: float) -> None:
+    skipped = run_ranks(count, train, model_dir, section, 2, value, True, True)
     without = run_ranks(count, train, model_dir, section, -2, value, True, True)
-    assert [made for made, _ in sick] == [[True, True, False, True]] * count
-    assert [digest for _, digest in sick] == [digest for _, digest in without]
+    assert [made for made, _ in skipped] == [[True, True, False, True]] * count
+    assert [digest for _, digest in skipped] == [digest for _, digest in without]
 
 
 def test_without_a_judge_it_ruins_the_weights(model_dir: Path) -> None:
@@ -102,7 +102,7 @@ def test_healthy_updates_are_those_of_megatrons_own_step(model_dir: Path, count:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with world(tmp_path_factory.mktemp("sick")) as found:
+    with world(tmp_path_factory.mktemp("skipped")) as found:
         yield found
 
 
@@ -125,12 +125,12 @@ OVERRIDES = ("run.resume=auto", "robustness.updates.most_in_a_row=2", "robustnes
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_run_skips_a_sick_update_and_goes_on(shared: World, count: int) -> None:
-    config = config_of(shared, f"one_sick{count}", {}, *OVERRIDES)
+def test_a_run_skips_an_update_and_goes_on(shared: World, count: int) -> None:
+    config = config_of(shared, f"one_skipped{count}", {}, *OVERRIDES)
     assert live(shared, config, count, partial(plant, (2,), count - 1)) == End(0, "")
     rows = {row["step"]: row for row in metrics(Path(config.run.directory)) if row["step"]}
-    assert [rows[step]["sick/skipped_updates"] for step in (1, 2, 3)] == [1, 0, 0]
-    assert rows[1]["sick/nonfinite_loss"] == rows[1]["alarm/skipped_updates"] == 1
+    assert [rows[step]["skipped_updates/total"] for step in (1, 2, 3)] == [1, 0, 0]
+    assert rows[1]["skipped_updates/nonfinite_loss"] == rows[1]["alarm/skipped_updates"] == 1
     assert [rows[step]["actor/updates"] for step in (1, 2, 3)] == [1, 2, 2]
     assert all(math.isfinite(row["actor/policy_loss"]) for row in rows.values())
 
@@ -139,15 +139,15 @@ def test_a_run_goes_back_to_its_checkpoint_and_past_the_prompts(shared: World) -
     config = config_of(shared, "goes_back", {}, *OVERRIDES)
     run_dir = Path(config.run.directory)
     end = live(shared, config, 2, partial(plant, (3, 4), 1))  # both of step 2
-    assert end.code == 75 and "2 sick updates in a row at step 2" in end.said and "\n" not in end.said
+    assert end.code == 75 and "2 skipped updates in a row at step 2" in end.said and "\n" not in end.said
     cursor = json.loads((run_dir / RECORD_FILE).read_text())["cursor"]
     assert cursor == 16, "two recorded rollouts and two steps, of four prompts each"
     assert live(shared, config, 2) == End(0, "")
     assert [row["step"] for row in metrics(run_dir) if row["step"]] == [1, 2, 3]
     samples = (run_dir / "samples" / "step_000002.jsonl").read_text().splitlines()
     assert len({json.loads(line)["prompt_id"] for line in samples}) == 4
-    always = config_of(shared, "always_sick", {}, *OVERRIDES)
-    sick = partial(plant, (3, 4), 0)
-    assert live(shared, always, 1, sick).code == 75
+    always = config_of(shared, "always_skips", {}, *OVERRIDES)
+    planted = partial(plant, (3, 4), 0)
+    assert live(shared, always, 1, planted).code == 75
     end = live(shared, always, 1, partial(plant, (1, 2), 0))
     assert end.code == 1 and "as each of 2 times from" in end.said
