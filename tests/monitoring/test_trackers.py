@@ -61,6 +61,21 @@ def test_a_group_with_a_counter_of_its_own_is_drawn_against_it(tmp_path: Path) -
     assert sorted(set(scalars(tmp_path, "value_pretraining/value_loss"))) == expected
 
 
+def test_what_value_pretraining_skips_raises_the_alarm_of_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It came with the row of the first step, hours later, and not at all in a run that was resumed in between."""
+    with recorder(tmp_path) as record:
+        for skipped in (0.0, 2.0):
+            record.add({"critic/value_loss": 0.5, "reward/failed": 0.0, "skipped_updates/total": skipped})
+            record.add({"skipped_updates/nonfinite_loss": skipped})
+            record.write_pretraining(1, 8)
+    healthy, skipping = read_metrics(tmp_path)
+    assert not any(name.startswith(("skipped_updates", "reward", "alarm")) for name in healthy)
+    assert skipping["skipped_updates/nonfinite_loss"] == 2 and skipping["alarm/skipped_updates"] == 1
+    assert "2 skipped: nonfinite_loss" in capsys.readouterr().out
+
+
 def test_a_tracker_that_fails_is_one_line_and_a_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pretraining_attempts
 import pytest
 import torch
 from pretraining_attempts import PROMPT, P, Seen, Tokens, pretrain, read_seen, resumed, script
@@ -15,6 +16,7 @@ from switch_formulas import ADAM
 from switch_rollout import models_of_this_process, write_models
 from written_rollouts import CUT, RIGHT
 
+from vapo_megatron.errors import RunFailed
 from vapo_megatron.monitoring import names
 from vapo_megatron.training import value_pretraining
 from vapo_megatron.training.value_pretraining import largest_bias
@@ -52,6 +54,15 @@ def pretrain_all(folder: Path) -> None:
         torch.save(pretrain(folder, "few_checks", CASES["replay_epochs"]), folder / "few_checks.pt")
     for stop_at in STOPS_AT:
         torch.save(resumed(folder, stop_at), folder / f"resumed_{stop_at}.pt")
+    (folder / "refused").write_text(refused(folder))
+
+
+def refused(folder: Path) -> str:
+    """What is said where every response was cut off, and none of those has a return."""
+    cut = patch.object(pretraining_attempts, "script", lambda cursor: [[10 + cursor, CUT]] * 3)
+    with cut, pytest.raises(RunFailed) as told:
+        pretrain(folder, "refused", CASES["masked"])
+    return str(told.value)
 
 
 def explained(row: dict[str, float]) -> float:
@@ -159,7 +170,14 @@ def test_a_minibatch_without_loss_is_no_step(folder: Path) -> None:
     """Of the 21 responses that are not held out a third are cut off."""
     seen = load(folder, "masked_alone")
     assert len(seen.steps) == 14 and not any(tokens[-1] == CUT for (tokens,) in seen.steps)
+    assert sum(row.get("skipped_updates/empty", 0) for row in seen.rows.values()) == 7, "each in the row of its time"
     check_weights(folder, seen)
+
+
+def test_a_record_without_any_return_is_refused(folder: Path) -> None:
+    """Its explained variance and its bias were 0: good enough for stop_bias, with nothing measured."""
+    said = run_ranks(1, refused, folder)[0] if one_rank_in_process() else (folder / "refused").read_text()
+    assert "none of the 3 held-out responses" in said and "algorithm.shaping.truncated=mask" in said
 
 
 def test_iterations_are_rollouts_and_each_response_of_them_is_read_or_held_out(folder: Path) -> None:

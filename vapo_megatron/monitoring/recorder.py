@@ -90,16 +90,20 @@ class Recorder:
         return self._alarms.stopping
 
     def write_pretraining(self, updates: int, samples: int) -> None:
-        """End a row of value pretraining: the critic's metrics so far, under names of their own and by updates."""
+        """End a row of value pretraining: the critic's metrics so far, under names of their own and by updates; what
+        was skipped or failed under the names that it has in training, for the alarms."""
         row = {
             f"{names.PRETRAINING}{name.partition('/')[2]}": value
             for name, value in self._row.items()
             if name.startswith("critic/")
         }
+        trouble = (names.SKIPPED, names.FAILED_GRADES)
+        row |= {name: value for name, value in self._row.items() if name.startswith(trouble) and value}
         self._row = {}
         row |= {names.own_counter(names.PRETRAINING): float(updates), f"{names.PRETRAINING}samples": float(samples)}
         row |= {f"{names.PRETRAINING}{name}": value for name, value in self.timer.take().items()}
-        self._keep(0, row, ())
+        for line in self._keep(0, row, ()):
+            self.console.alarm(line)
 
     def _keep(self, step: int, row: dict[str, float], samples: Sequence[Row]) -> list[str]:
         """Hand a row to the files and trackers; the alarms that it raises."""

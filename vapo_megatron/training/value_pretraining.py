@@ -19,6 +19,7 @@ from vapo_megatron.checkpoint.manifest import FileFacts
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.run import BatchConfig
 from vapo_megatron.config.value import HELD_OUT_SHARE, ValueLossConfig, ValuePretrainingConfig
+from vapo_megatron.errors import RunFailed
 from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.mcore.memory_plan import MemoryPlan
 from vapo_megatron.mcore.trainable import Trainable
@@ -55,6 +56,9 @@ def pretrain_value(
 
     A resumed run goes on with the rollouts that are recorded and the updates that are made. size: of a rollout; at most
     so many groups are held out.
+
+    Raises:
+        RunFailed: no held-out response has a return: the critic could not be judged, nor could it learn much.
     """
     iterations = config.rollouts(size.prompts_per_step * size.samples_per_prompt)
     record_rollouts(rollouts, iterations, algorithm, size, state, recorder)
@@ -66,6 +70,13 @@ def pretrain_value(
     )
     updates, value_loss = replay_order(train, config, rollouts.seed), for_pretraining(algorithm.value_loss)
     check_every = max(1, len(updates) // _CHECKS)
+    if not targets.known[held_out].any():
+        raise RunFailed(
+            f"{state.run_dir}: none of the {len(held_out)} held-out responses of value pretraining has a return, all "
+            f"are truncated (algorithm.shaping.truncated={algorithm.shaping.truncated}): start anew with a larger "
+            "sampling.max_new_tokens, or terminal",
+            shared=True,
+        )
     metrics = measure(critic, targets.select(held_out), algorithm.value_loss)
     done = number = state.pretraining.updates
     if done == 0:
@@ -88,6 +99,7 @@ def pretrain_value(
                 continue
             metrics = measure(critic, targets.select(held_out), algorithm.value_loss)
             recorder.add(metrics | {f"critic/{key}": value for key, value in mean_of(results).items()})
+            recorder.add(state.updates.metrics())
             recorder.write_pretraining(number, number * config.minibatch_size)
             results = []
             if good_enough(metrics, config):
@@ -136,12 +148,15 @@ def for_pretraining(config: ValueLossConfig) -> ValueLossConfig:
 
 
 class Targets:
-    """Recorded samples with what the critic is to learn of them, in memory only when they are asked for."""
+    """Recorded samples with what the critic is to learn of them, in memory only when they are asked for.
+
+    known: bool [S], the samples that have a return.
+    """
 
     def __init__(self, record: RecordedRollouts, config: AlgorithmConfig) -> None:
         # Of all at once: what shaping gives a response depends on the others of its group.
         self._record, self._rewards = record, shaped_rewards(record, config.shaping)
-        self._selected = returns_known(record.truncated, config.shaping)
+        self.known = returns_known(record.truncated, config.shaping)
         self._baselines = baselines_of(self._rewards, record.group_ids, config.value_loss)
         self._gamma = config.advantage.gamma
 
@@ -149,7 +164,7 @@ class Targets:
         """Some of the samples, with their returns and whether they carry loss; a rank reads what is at home with it."""
         chosen = torch.tensor(samples, dtype=torch.int64)
         table = self._record.table(chosen)
-        table.shaped_rewards, table.selected = self._rewards[chosen], self._selected[chosen]
+        table.shaped_rewards, table.selected = self._rewards[chosen], self.known[chosen]
         table.baselines = None if self._baselines is None else self._baselines[chosen]
 
         def read(own: Tensor) -> ExperienceBatch:
