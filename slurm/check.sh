@@ -30,11 +30,16 @@ check_nodes() {
     say "plan: does it fit $gpus GPUs"
     python3 -m vapo_megatron.cli plan "$@" ${DOCTOR_OVERRIDES[@]+"${DOCTOR_OVERRIDES[@]}"} --gpus "$gpus" || FOUND=2
     say "doctor: are model, data and disk there (GPUs are looked at in the job)"
-    python3 -m vapo_megatron.cli doctor "$@" ${DOCTOR_OVERRIDES[@]+"${DOCTOR_OVERRIDES[@]}"} --quick || FOUND=2
+    python3 -m vapo_megatron.cli doctor "$@" ${DOCTOR_OVERRIDES[@]+"${DOCTOR_OVERRIDES[@]}"} --no-gpus --quick || FOUND=2
 }
 
 run_step() {
+    local name=$1
     shift
+    if [[ $name = evaluate && -z $CONTAINER ]]; then
+        say "evaluate: can problems and model be read"
+        "$@" --check || FOUND=2
+    fi
     say "the job would run, in every task: $*"
     STEP_CODE=$FOUND
 }

@@ -106,12 +106,23 @@ def engine(
 
 
 @app.command()
-def evaluate(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
+def evaluate(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="answer nothing: say whether problems and model can be read, without GPUs")
+    ] = False,
+) -> None:
     """Answer the evaluation sets with a checkpoint: avg@k, pass@k, maj@k."""
     from vapo_megatron.config.load import load_config
     from vapo_megatron.config.train import EvaluateConfig
 
     settings = load_config(EvaluateConfig, config, overrides or [], PRESETS)
+    if check:
+        from vapo_megatron.evaluation.check import read_inputs
+
+        typer.echo(read_inputs(settings))
+        return
     _look_first(settings)
     from vapo_megatron.evaluation.command import evaluate_checkpoint
 
@@ -180,6 +191,9 @@ def doctor(
     wait: Annotated[float, typer.Option(min=1, help="seconds to wait for other nodes")] = 120,
     broken_nodes: Annotated[Path | None, typer.Option(help="a file to write the names of broken nodes to")] = None,
     node_names: Annotated[str, typer.Option(help="nodes in the order of their ranks, to name who is absent: a,b")] = "",
+    no_gpus: Annotated[
+        bool, typer.Option("--no-gpus", help="pass over GPUs: on a login node, whose are others")
+    ] = False,
 ) -> None:
     """Say whether the machines are fit for a run: start one process per node, or one by hand on this machine."""
     from vapo_megatron.config.load import load_config
@@ -189,7 +203,7 @@ def doctor(
     from vapo_megatron.operations.doctor import command
 
     names = [name for name in node_names.split(",") if name]
-    command.leave(command.doctor(settings, quick, json, wait, broken_nodes, names))
+    command.leave(command.doctor(settings, quick, json, wait, broken_nodes, names, no_gpus))
 
 
 @app.command()

@@ -61,6 +61,32 @@ class _Output:
         return False
 
 
+def test_check_says_what_can_be_read_and_answers_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = make_model(tmp_path / "model")
+    file = str(write_config(tmp_path / "e.yaml", evaluate_config(tmp_path, model)))
+
+    def check(*overrides: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["vapo-megatron", "evaluate", file, "--check", *overrides])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        said = capfd.readouterr()
+        return int(end.value.code or 0), said.out + said.err
+
+    code, said = check()
+    assert code == 0 and "sums: 4 problems\n" in said and f"model.path={model}: qwen3, " in said
+    code, said = check("model.path=later")  # a run that writes it is still to come
+    assert code == 0 and "sums: 4 problems\n" in said and "model.path=later: nothing is there yet" in said
+    (model / "model.safetensors").write_bytes(b"cut")
+    code, said = check()
+    assert code == 2 and "model.safetensors" in said
+    (tmp_path / "eval.jsonl").write_text('{"problem": "1"}\n')
+    code, said = check("model.path=later")
+    assert code == 2 and "eval.jsonl" in said
+    assert not (tmp_path / "runs").exists()
+
+
 def _responses(run_dir: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "evaluation" / f"{name}.jsonl").read_text().splitlines()]
 

@@ -161,7 +161,7 @@ def test_a_truncated_model_is_a_fault_and_the_exit_code_says_so(
     weights.write_bytes(weights.read_bytes()[:-100])
     codes: list[int] = []
     monkeypatch.setattr(command, "leave", codes.append)
-    monkeypatch.setattr("sys.argv", ["vapo-megatron", "doctor", str(file), "--quick", "--json"])
+    monkeypatch.setattr("sys.argv", ["vapo-megatron", "doctor", str(file), "--quick", "--json", "--no-gpus"])
     for name in ("RANK", "WORLD_SIZE", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(SystemExit):
@@ -170,6 +170,7 @@ def test_a_truncated_model_is_a_fault_and_the_exit_code_says_so(
     assert codes == [1] and said["status"] == "fault" and len(said["broken_nodes"]) == 1
     (model,) = [line for line in said["nodes"][0]["lines"] if line["check"] == "model"]
     assert model["status"] == "fault" and "model.safetensors" in model["found"]
+    assert [line["found"] for line in said["nodes"][0]["lines"] if line["check"] == "gpus"] == ["--no-gpus"]
 
 
 def test_a_bandwidth_process_that_hangs_is_killed() -> None:

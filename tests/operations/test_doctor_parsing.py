@@ -11,14 +11,19 @@ from typing import Any
 import pynvml
 import pytest
 
+from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.hardware import HardwareConfig
-from vapo_megatron.operations.doctor import bandwidth, nvidia
+from vapo_megatron.config.load import load_config
+from vapo_megatron.config.plan import PlanConfig
+from vapo_megatron.operations.doctor import bandwidth, checks, nvidia
 from vapo_megatron.operations.doctor.fabric import judge_ports, read_ports
+from vapo_megatron.operations.doctor.meeting import Meeting
 from vapo_megatron.operations.doctor.report import Line, NodeReport, as_json, broken_nodes, exit_code, from_json
 from vapo_megatron.operations.doctor.system import judge_limits
 from vapo_megatron.operations.doctor.together import judge_clock
 from vapo_megatron.operations.doctor.versions import MATRIX, check_versions
 
+ROOT = Path(__file__).parents[2]
 H100 = HardwareConfig()
 NAME = "NVIDIA H100 80GB HBM3"
 SXM = dict.fromkeys(range(8), NAME)
@@ -155,6 +160,21 @@ def test_a_bad_gpu_is_named(
     lines = nvidia.judge_gpus(gpus, H100) if judge == "gpus" else nvidia.judge_ecc(gpus)
     bad = [line for line in lines if line.status == status and named in line.found]
     assert bad and all(line.remedy for line in bad)
+
+
+def test_gpus_of_a_login_node_can_be_passed_over(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml.gpus.pop()  # not as many as the job's nodes have
+    monkeypatch.setattr(checks, "has_nvidia_driver", lambda: True)
+    config = load_config(PlanConfig, ROOT / "examples" / "gsm8k" / "vapo.yaml", [], PRESETS)
+    table = {check.name: check for check in checks.checks(config, 1)}
+
+    def found(name: str, passes_over_gpus: bool) -> list[str]:
+        login = checks.Examination(config, Meeting(None, "login", 1), True, 1, passes_over_gpus)
+        return statuses(checks.perform(table[name], login))
+
+    assert "fault" in found("gpus", False) and found("gpus", True) == ["not applicable"]
+    assert "fault" in found("versions", False), "without torch_memory_saver"
+    assert found("versions", True) == ["ok"]
 
 
 def test_without_nvml_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

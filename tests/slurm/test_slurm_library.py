@@ -342,7 +342,7 @@ def test_a_container_sees_the_code_the_runs_and_the_local_disk(job: Job) -> None
 
 
 @pytest.mark.parametrize("script", ["train.sbatch", "array.sbatch", "evaluate.sbatch"])
-@pytest.mark.parametrize("refused", [None, "plan", "doctor", "sbatch"])
+@pytest.mark.parametrize("refused", [None, "plan", "doctor", "evaluate", "sbatch"])
 def test_without_a_job_a_script_says_what_it_would_meet_and_submits_nothing(
     job: Job, script: str, refused: str | None
 ) -> None:
@@ -356,17 +356,17 @@ def test_without_a_job_a_script_says_what_it_would_meet_and_submits_nothing(
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     asked = job.asked.read_text().splitlines()
     trains = script != "evaluate.sbatch"
-    assert ended.returncode == (2 if refused == "sbatch" or (refused and trains) else 0), ended.stderr
+    can_refuse = ("sbatch", "plan", "doctor") if trains else ("sbatch", "evaluate")
+    assert ended.returncode == (2 if refused in can_refuse else 0), ended.stderr
     assert ("nothing was found" in ended.stdout) == (ended.returncode == 0)
     assert "cli train" in ended.stdout if trains else "cli evaluate" in ended.stdout
-    assert ("run.name=gsm8k-seed1" if script == "array.sbatch" else "run.name='20261122'") in ended.stdout
-    assert [line.split()[0] for line in asked] == ["sbatch", "-m", "-m"][: 3 if trains else 1]
+    assert f"run.name='{'gsm8k-seed1' if script == 'array.sbatch' else '20261122'}'" in ended.stdout
     assert "--test-only" in asked[0] and asked[0].endswith(f"slurm/{script} actor.optimizer.lr=2e-6")
     assert not (job.folder / "runs").exists()
-    if trains:
-        assert asked[1].startswith("-m vapo_megatron.cli plan examples/") and asked[1].endswith("--gpus 8")
-        assert asked[2].startswith("-m vapo_megatron.cli doctor examples/") and asked[2].endswith("--quick")
-        assert all("actor.optimizer.lr=2e-6" in line for line in asked)
+    looked = [("plan", "--gpus 8"), ("doctor", "--no-gpus --quick")] if trains else [("evaluate", "--check")]
+    for line, (command, options) in zip(asked[1:], looked, strict=True):
+        assert line.startswith(f"-m vapo_megatron.cli {command} examples/") and line.endswith(options)
+        assert "actor.optimizer.lr=2e-6" in line
 
 
 def test_without_a_job_a_setting_that_cannot_be_is_one_line(tmp_path: Path) -> None:

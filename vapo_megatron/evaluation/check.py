@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from vapo_megatron.config.model import ModelConfig
 from vapo_megatron.config.run_directory import check_room
 from vapo_megatron.config.train import EvaluateConfig
 from vapo_megatron.evaluation.sets import numbered
@@ -83,33 +84,60 @@ def check_evaluation(settings: EvaluateConfig, platform: Platform) -> Evaluation
     Raises:
         BadInput: for anything that cannot work.
     """
-    data = settings.data
     if settings.server is not None:
         settings.server.api_key()
-        problems = {entry.name: read_problems(entry.path, data.fields, entry.limit) for entry in data.eval}
-        prompts = {
-            name: numbered(name, [Prompt(one.id, one.problem, one.answer, (), extra=one.extra) for one in rows])
-            for name, rows in problems.items()
-        }
         check_room(Path(settings.run.directory))
-        return Evaluation(settings, prompts, None)
+        return Evaluation(settings, _prompts(settings, None), None)
     assert settings.model is not None
-    model_dir = Path(settings.model.path)
-    spec = read_spec(model_dir)
-    check_weights(model_dir, spec, "lm")
-    new_tokens = settings.sampling.max_new_tokens
-    check_context(
-        data.max_prompt_tokens, "sampling.max_new_tokens", new_tokens, settings.rollout, spec.max_position_embeddings
-    )
+    spec, tokenizer = _read_model(settings, settings.model)
     devices = engine_devices(settings.rollout, platform)
     on_gpus = devices[0] is not None
     check_kernels(settings.rollout, settings.rollout.computes_in(settings.model.dtype), on_gpus)
+    model_dir = Path(settings.model.path)
     EngineServer(model_dir, settings.rollout, settings.model.dtype, Path(os.devnull), devices[0]).check_arguments()
-    tokenizer = TextTokenizer(model_dir, data.prompt)
-    tokenizer.check_vocabulary(spec.vocab_size)
-    prompts = {entry.name: numbered(entry.name, eval_prompts(entry, data, tokenizer)) for entry in data.eval}
     check_room(Path(settings.run.directory))
-    return Evaluation(settings, prompts, EvaluatedModel(spec, tokenizer, devices))
+    return Evaluation(settings, _prompts(settings, tokenizer), EvaluatedModel(spec, tokenizer, devices))
+
+
+def read_inputs(settings: EvaluateConfig) -> str:
+    """For people: what an evaluation on another machine would read. A model that is not there yet is no mistake.
+
+    Raises:
+        BadInput: what is there cannot be used.
+    """
+    tokenizer, model = None, "a server that is not ours"
+    if settings.model is not None:
+        model = f"model.path={settings.model.path}"
+        if Path(settings.model.path).exists():
+            spec, tokenizer = _read_model(settings, settings.model)
+            model += f": {spec.family}, {spec.parameter_count():,} parameters"
+        else:
+            model += ": nothing is there yet, as is right where a run has still to write it"
+    prompts = _prompts(settings, tokenizer)
+    return "\n".join([*(f"{name}: {len(found)} problems" for name, found in prompts.items()), model])
+
+
+def _read_model(settings: EvaluateConfig, model: ModelConfig) -> tuple[ModelSpec, TextTokenizer]:
+    directory = Path(model.path)
+    spec = read_spec(directory)
+    check_weights(directory, spec, "lm")
+    prompt_tokens, new_tokens = settings.data.max_prompt_tokens, settings.sampling.max_new_tokens
+    check_context(prompt_tokens, "sampling.max_new_tokens", new_tokens, settings.rollout, spec.max_position_embeddings)
+    tokenizer = TextTokenizer(directory, settings.data.prompt)
+    tokenizer.check_vocabulary(spec.vocab_size)
+    return spec, tokenizer
+
+
+def _prompts(settings: EvaluateConfig, tokenizer: TextTokenizer | None) -> dict[str, list[Prompt]]:
+    """Of every set; without a tokenizer without their tokens."""
+    data = settings.data
+    if tokenizer is not None:
+        return {entry.name: numbered(entry.name, eval_prompts(entry, data, tokenizer)) for entry in data.eval}
+    problems = {entry.name: read_problems(entry.path, data.fields, entry.limit) for entry in data.eval}
+    return {
+        name: numbered(name, [Prompt(one.id, one.problem, one.answer, (), extra=one.extra) for one in rows])
+        for name, rows in problems.items()
+    }
 
 
 def facts(plan: Evaluation, run_dir: Path) -> dict[str, object]:

@@ -31,12 +31,21 @@ from vapo_megatron.weights.spec import read_spec
 
 @dataclass(frozen=True)
 class Examination:
-    """What every check is given: the config, this node's place among the nodes, and whether to leave slow ones out."""
+    """What every check is given.
+
+    Attributes:
+        config: of the run that is to follow.
+        meeting: this node's place among the nodes.
+        quick: whether slow checks are left out.
+        wait: seconds to wait for other nodes.
+        passes_over_gpus: whether GPUs of this machine are as if they were not there.
+    """
 
     config: PlanConfig
     meeting: Meeting
     quick: bool
     wait: float
+    passes_over_gpus: bool = False
 
     @property
     def nodes(self) -> int:
@@ -46,7 +55,12 @@ class Examination:
     @property
     def gpus(self) -> int:
         """GPUs that PyTorch can use here; 0 on a CPU machine."""
-        return current_platform().device_count()
+        return 0 if self.passes_over_gpus else current_platform().device_count()
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether there are GPUs to look at, whether or not PyTorch can use them."""
+        return not self.passes_over_gpus and bool(self.gpus or has_nvidia_driver())
 
     @property
     def hardware(self) -> Hardware:
@@ -89,8 +103,8 @@ def perform(check: Check, examination: Examination) -> list[Line]:
 
 
 def _lines(check: Check, examination: Examination) -> list[Line]:
-    if check.gpu and not examination.gpus and not has_nvidia_driver():
-        return [Line("not applicable", "no GPU here")]
+    if check.gpu and not examination.has_gpus:
+        return [Line("not applicable", "--no-gpus" if examination.passes_over_gpus else "no GPU here")]
     if check.slow and examination.quick:
         return [Line("skipped", "--quick")]
     said: queue.SimpleQueue[list[Line]] = queue.SimpleQueue()
@@ -116,12 +130,12 @@ def _guarded(check: Check, examination: Examination) -> list[Line]:
 
 def _versions(examination: Examination) -> list[Line]:
     driver = None
-    if has_nvidia_driver():
+    if examination.has_gpus:
         try:
             driver = examination.gpu_rows[0].driver if examination.gpu_rows else None
         except nvidia.Unreadable:
             driver = None  # the check of the GPUs says why
-    return check_versions(has_nvidia_driver(), driver, torch.version.cuda, usable=bool(examination.gpus))
+    return check_versions(examination.has_gpus, driver, torch.version.cuda, usable=bool(examination.gpus))
 
 
 def _gpus(examination: Examination) -> list[Line]:

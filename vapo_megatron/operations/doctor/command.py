@@ -40,6 +40,7 @@ def doctor(
     wait: float,
     broken_file: Path | None = None,
     node_names: Sequence[str] = (),
+    passes_over_gpus: bool = False,
 ) -> int:
     """Examine this node, and with the others of the job what only they show together; rank 0 prints the result.
 
@@ -51,6 +52,7 @@ def doctor(
         broken_file: gets the names of nodes with a fault, one per line; what no node can be blamed for is left out.
         node_names: of all nodes in the order of their ranks, equally many on each, so that those that do not come
             have a name; empty where it is not known.
+        passes_over_gpus: without what is about GPUs.
 
     Returns:
         The exit code: on rank 0 1 where any node has a fault; 0 elsewhere.
@@ -63,7 +65,7 @@ def doctor(
     if not meeting.leads:
         return 0
     among = min(wait, _AMONG_THOSE_PRESENT)
-    examination = Examination(config, meeting, quick, among)
+    examination = Examination(config, meeting, quick, among, passes_over_gpus)
     table = checks(config, among)
     own = NodeReport(meeting.node, meeting.rank, tuple(line for check in table for line in perform(check, examination)))
     between = [] if quick else [replace(line, check="all-reduce over nodes") for line in _all_reduce(examination)]
