@@ -48,7 +48,7 @@ def table(out: Path, attention: str) -> tuple[Check, ...]:
         _bench(out, "logprob_head", "bench", "logprob_head", (), "chunked.*yes"),
         _trained(out, "mfu_1.5b", "bench", "1.5b", sequences=4),
         _program("engine_kernels", "engine_kernels", "engine", "the kernels that engines call", "^ok$"),
-        _tests("tests_engine", "engine", 540, "engine, weight sync, its memory", "tests/weight_sync", "tests/rollout"),
+        _tests("tests_engine", "engine", 540, "engine, weight sync, its memory", "tests/weight_sync"),
         _synced(out, "sync_1.5b", "1.5b"),
         _synced(out, "sync_7b", "7b"),
         _quickstart(out, "quickstart", attention),
