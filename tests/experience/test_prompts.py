@@ -131,10 +131,15 @@ def test_a_bad_row_is_named_by_file_and_line(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "message"), [("no.jsonl", "no such file"), ("no.csv", "unknown kind of file")])
-def test_a_missing_or_strange_file_is_named(tmp_path: Path, plain: TextTokenizer, name: str, message: str) -> None:
-    with pytest.raises(BadInput, match=rf"{name}: {message}"):
-        train_prompts(DataConfig(train=tmp_path / name), plain)
+def test_a_missing_or_strange_file_is_named_with_its_key(tmp_path: Path, plain: TextTokenizer) -> None:
+    for ending in ("jsonl", "json", "parquet", "jsonl.gz"):
+        config = DataConfig(train=tmp_path / f"no.{ending}")
+        with pytest.raises(BadInput, match=rf"no\.{ending}: no such file, which data\.train names"):
+            train_prompts(config, plain)
+    with pytest.raises(BadInput, match=r"no\.jsonl\.gz: no such file, which data\.eval \(set aime\) names"):
+        eval_prompts(EvalSet(name="aime", path=config.train), config, plain)
+    with pytest.raises(BadInput, match=r"no\.csv: unknown kind of file"):
+        train_prompts(DataConfig(train=tmp_path / "no.csv"), plain)
 
 
 def test_a_truncated_gzip_is_named(tmp_path: Path, plain: TextTokenizer) -> None:

@@ -65,6 +65,58 @@ def test_without_a_step_there_is_no_report(tmp_path: Path, rows: list[dict[str, 
         write_report([folder])
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("metrics.jsonl", b"\xff\x00", r"metrics\.jsonl: no step in it"),
+        ("metrics.jsonl", b"\xff\x00\n", r"metrics\.jsonl:1: not UTF-8"),
+        ("metrics.jsonl", b'{"step": 1, "reward/mean": "good"}\n', r"metrics\.jsonl:1: reward/mean is good"),
+        ("metrics.jsonl", b'{"step": 1, "reward/mean": NaN}\n', r"metrics\.jsonl:1: reward/mean is nan"),
+        ("metrics.jsonl", b'{"reward/mean": 1}\n', r"metrics\.jsonl:1: step is None"),
+        ("evaluation.json", b'{"sets": [{"name": "aime"}]}', r"evaluation\.json: not what an evaluation"),
+        ("evaluation.json", b'{"sets": {"aime": 1}}', r"evaluation\.json: not what an evaluation"),
+        ("evaluation.json", b'{"sets": [{"na', r"evaluation\.json: cannot be read as JSON"),
+        ("environment.json", b"[1]", r"environment\.json: expected a JSON object"),
+        ("config.yaml", b"run: null\npreset: \xff\n", None),
+        ("samples/step_of_another_tool.jsonl", b"{}", None),
+    ],
+)
+def test_a_directory_with_something_else_in_it_is_told_in_one_line_or_read(
+    tmp_path: Path, file: str, content: bytes, message: str | None
+) -> None:
+    folder = run_dir(tmp_path, [row(1, accuracy__mean=0.5)])
+    (folder / "samples").mkdir()
+    (folder / file).write_bytes(content)
+    if message is None:
+        assert write_report([folder]).exists()
+        return
+    with pytest.raises(BadInput, match=message) as told:
+        write_report([folder])
+    assert "\n" not in str(told.value) and not (folder / "curves.png").exists()
+
+
+def test_runs_of_one_name_are_told_apart_and_left_alone_where_a_page_is_named(tmp_path: Path) -> None:
+    folders = []
+    for seed in ("seed1", "seed2"):
+        (tmp_path / seed).mkdir()
+        folders.append(run_dir(tmp_path / seed, [row(1, accuracy__mean=0.5)]))
+    page = write_report(folders, tmp_path / "both.html").read_text()
+    assert f"<title>{folders[0]} · {folders[1]}</title>" in page
+    assert not list(tmp_path.rglob("curves.png"))
+
+
+def test_samples_of_evaluations_are_those_of_the_last_one(tmp_path: Path) -> None:
+    folder = run_dir(tmp_path, [row(1)])
+    (folder / "evaluation").mkdir()
+    for step in (10, 20):
+        (folder / "evaluation" / f"step_{step:06d}_aime.jsonl").write_text(f'{{"response": "of {step}"}}\n')
+    result = dict.fromkeys(("problems", "samples"), 1) | dict.fromkeys(("avg_at_k", "low", "high", "pass_at_k"), 0.5)
+    result |= {"name": "aime", "maj_at_k": 0.5, "response_length": 3.0, "truncated": 0.0}
+    assert read_run(folder).samples() == []
+    (folder / "evaluation.json").write_text(json.dumps({"step": 20, "sets": [result]}))
+    assert read_run(folder).samples() == [{"set": "aime", "response": "of 20"}]
+
+
 def test_environment_names_what_is_there_and_what_is_not() -> None:
     facts = environment_facts()
     assert facts["packages"]["torch"].startswith("2.")

@@ -23,7 +23,7 @@ def read_demonstrations(
         BadInput: no such file, a row that is not JSON or lacks a field, a row that is too long, no row at all.
     """
     samples: list[Sample] = []
-    for number, row in read_rows(path):
+    for number, row in read_rows(path, "data.path"):
         for name in ("problem", "response"):
             if not isinstance(row.get(name), str) or not row[name]:
                 raise BadInput(f"{path}:{number}: field {name!r} is missing or empty: every row needs text there")

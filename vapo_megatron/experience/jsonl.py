@@ -11,8 +11,10 @@ from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.errors import BadInput
 
 
-def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_rows(path: Path, key: str = "", may_be_cut: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number from 1, row) of a .jsonl or .jsonl.gz file; blank lines are passed over.
+
+    key: of the config, that names the file. may_be_cut: a last line without its end is passed over.
 
     Raises BadInput, naming file and line, for a missing or unreadable file and for a line that is not a JSON object.
     """
@@ -20,16 +22,24 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
             for line_number, line in enumerate(lines, start=1):
+                if may_be_cut and not line.endswith(b"\n"):
+                    return
                 # Some editors put a mark of the encoding before the first line.
                 text = line.decode("utf-8-sig" if line_number == 1 else "utf-8")
                 if text.strip():
                     yield line_number, _row(path, line_number, text)
     except FileNotFoundError:
-        raise BadInput(f"{path}: no such file; give the path of an existing .jsonl or .jsonl.gz file") from None
+        raise no_such_file(path, key) from None
     except UnicodeDecodeError as error:
         raise BadInput(f"{path}:{line_number}: not UTF-8 ({error.reason}); save the file as UTF-8") from None
     except (OSError, EOFError, zlib.error) as error:
         raise BadInput(f"{path}: cannot be read ({error}); give a readable .jsonl or .jsonl.gz file") from None
+
+
+def no_such_file(path: Path, key: str = "") -> BadInput:
+    """To be raised; key: of the config, that names the file."""
+    named = f", which {key} names" if key else ""
+    return BadInput(f"{path}: no such file{named}; give the path of an existing one")
 
 
 def _row(path: Path, line_number: int, line: str) -> dict[str, Any]:

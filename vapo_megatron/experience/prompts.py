@@ -9,7 +9,7 @@ from typing import Any
 
 from vapo_megatron.config.data import DataConfig, EvalSet, ProblemsConfig
 from vapo_megatron.errors import BadInput
-from vapo_megatron.experience.rows import Problem, read_problems
+from vapo_megatron.experience.rows import Problem, eval_problems, train_problems
 from vapo_megatron.experience.sample import Prompt
 from vapo_megatron.experience.tokenizer import TextTokenizer
 
@@ -20,7 +20,7 @@ def train_prompts(config: DataConfig, tokenizer: TextTokenizer) -> list[Prompt]:
     Raises BadInput for what read_problems refuses and for a prompt longer than config.max_prompt_tokens
     (which is left out instead under config.drop_long_prompts, unless none remains).
     """
-    problems = read_problems(config.train, config.fields)
+    problems = train_problems(config)
     prompts = [_prompt(problem, tokenizer, config.train.name) for problem in problems]
     if config.drop_long_prompts:
         short = [prompt for prompt in prompts if len(prompt.token_ids) <= config.max_prompt_tokens]
@@ -39,7 +39,7 @@ def eval_prompts(evaluation: EvalSet, config: ProblemsConfig, tokenizer: TextTok
 
     Raises BadInput as train_prompts does; evaluation problems are never left out.
     """
-    problems = read_problems(evaluation.path, config.fields, evaluation.limit)
+    problems = eval_problems(evaluation, config.fields)
     prompts = [_prompt(problem, tokenizer, evaluation.name) for problem in problems]
     _refuse_long(prompts, problems, config, "remove the row")
     return prompts

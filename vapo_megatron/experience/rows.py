@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vapo_megatron.config.data import FieldNames
+from vapo_megatron.config.data import DataConfig, EvalSet, FieldNames
 from vapo_megatron.errors import BadInput, reason_of
-from vapo_megatron.experience.jsonl import check_characters, read_rows
+from vapo_megatron.experience.jsonl import check_characters, no_such_file, read_rows
 
 _OF_OTHERS = "; tools/prepare_data.py turns the rows of verl, MATH, GSM8K and others into {id, problem, answer}"
 
@@ -25,15 +25,25 @@ class Problem:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_problems(path: Path, fields: FieldNames, limit: int | None = None) -> list[Problem]:
-    """The problems of a file in its order, the first `limit` of them if given.
+def train_problems(data: DataConfig) -> list[Problem]:
+    """Those of data.train; see read_problems."""
+    return read_problems(data.train, data.fields, key="data.train")
+
+
+def eval_problems(entry: EvalSet, fields: FieldNames) -> list[Problem]:
+    """Those of a set of data.eval; see read_problems."""
+    return read_problems(entry.path, fields, entry.limit, f"data.eval (set {entry.name})")
+
+
+def read_problems(path: Path, fields: FieldNames, limit: int | None = None, key: str = "") -> list[Problem]:
+    """The problems of a file in its order, the first `limit` of them if given; key: of the config, that names the file.
 
     Raises BadInput naming file, line and field for a missing or unreadable file, a file without rows, a row without
     problem, answer or a field of fields.extra, and an id that comes twice.
     """
     problems: list[Problem] = []
     places: dict[str, str] = {}
-    for number, row in read_file(path):
+    for number, row in read_file(path, key):
         if limit is not None and len(problems) == limit:
             break
         place = f"{path}:{number}"
@@ -50,28 +60,28 @@ def read_problems(path: Path, fields: FieldNames, limit: int | None = None) -> l
     return problems
 
 
-def read_file(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_file(path: Path, key: str = "") -> Iterator[tuple[int, dict[str, Any]]]:
     """(line or row number from 1, row) of a .jsonl, .jsonl.gz or .parquet file, or a .json file with a list of rows.
 
     Raises BadInput, naming the file and where it can the line, for one that is missing, unreadable or of another kind.
     """
     if path.suffix == ".parquet":
-        yield from _parquet_rows(path)
+        yield from _parquet_rows(path, key)
     elif path.name.endswith((".jsonl", ".jsonl.gz")):
-        yield from read_rows(path)
+        yield from read_rows(path, key)
     elif path.suffix == ".json":
-        yield from _list_rows(path)
+        yield from _list_rows(path, key)
     else:
         raise BadInput(
             f"{path}: unknown kind of file {path.suffix!r}; give a .jsonl, .jsonl.gz, .json or .parquet file"
         )
 
 
-def _list_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _list_rows(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        raise BadInput(f"{path}: no such file; give the path of an existing .json file") from None
+        raise no_such_file(path, key) from None
     except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"{path}: cannot be read as JSON ({' '.join(str(error).split())})") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -81,7 +91,7 @@ def _list_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, row
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _parquet_rows(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -90,14 +100,14 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             f"{path}: reading .parquet needs pyarrow, which is not installed; "
             "run `pip install pyarrow`, or give the rows as .jsonl"
         ) from None
-    if not path.is_file():
-        raise BadInput(f"{path}: no such file; give the path of an existing .parquet file")
     try:
         number = 0
         for batch in parquet.ParquetFile(path).iter_batches():
             for row in batch.to_pylist():
                 number += 1
                 yield number, row
+    except FileNotFoundError:
+        raise no_such_file(path, key) from None
     except (OSError, pyarrow.ArrowException) as error:
         raise BadInput(f"{path}: cannot be read ({reason_of(error)}); give a valid .parquet file") from None
 

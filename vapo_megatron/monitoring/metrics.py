@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.errors import BadInput
+from vapo_megatron.experience.jsonl import read_rows
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -66,18 +67,18 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     A last line cut off by a kill is passed over. Raises BadInput for any other line that is not a step's row.
     """
     path = run_dir / METRICS_FILE
-    if not path.exists():
-        return []
     rows: list[dict[str, Any]] = []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
-        if number == len(lines) and not line.endswith("\n"):
-            break
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise BadInput(f"{path}:{number}: not JSON ({error}); mend or remove the line") from error
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            raise BadInput(f'{path}:{number}: expected a JSON object with a whole number "step"; mend or remove it')
+    for number, row in read_rows(path, may_be_cut=True) if path.exists() else ():
+        odd = [name for name, value in row.items() if value is not None and not _is_number(value)]
+        if odd or not isinstance(row.get("step"), int):
+            name = (odd or ["step"])[0]
+            raise BadInput(
+                f'{path}:{number}: {name} is {str(row.get(name))[:40]}; expected a whole number "step" and finite '
+                "numbers or null beside it: mend or remove the line"
+            )
         rows.append(row)
     return rows
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -13,6 +13,7 @@ from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.metrics import PROBLEMS, bootstrap_interval
 from vapo_megatron.experience.jsonl import read_rows
 from vapo_megatron.monitoring.console import RunConsole
+from vapo_megatron.operations.report.runs import read_evaluation
 
 _RESAMPLES = 100_000  # flips; where there are no more than these in all, every one is tried
 _FLIPPED_AT_ONCE = 1 << 20  # differences, which bounds the memory of a test
@@ -152,11 +153,10 @@ def _sets(run_dir: Path) -> dict[str, Path]:
 
 
 def _sampling(run_dir: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((run_dir / "evaluation.json").read_text(encoding="utf-8"))["sampling"]
-        return dict(found)
-    except (OSError, ValueError, KeyError, TypeError):
-        raise BadInput(f"{run_dir}: its evaluation.json cannot be read: give the directory of an evaluation") from None
+    found = read_evaluation(run_dir).get("sampling")
+    if not isinstance(found, dict):
+        raise BadInput(f"{run_dir}/evaluation.json: names no sampling: give the directory of an evaluation")
+    return found
 
 
 def _check_same_problems(a: Path, b: Path) -> None:

@@ -9,7 +9,7 @@ from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import EvaluateConfig, TrainConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.experience.jsonl import read_rows
-from vapo_megatron.experience.rows import read_problems
+from vapo_megatron.experience.rows import eval_problems, train_problems
 from vapo_megatron.weights.model_files import read_config
 
 
@@ -28,13 +28,13 @@ def look_first(settings: TrainConfig | SftConfig | EvaluateConfig) -> None:
     if settings.model is not None:
         read_config(Path(settings.model.path))
     if isinstance(settings, SftConfig):
-        for _ in read_rows(Path(settings.data.path)):
+        for _ in read_rows(Path(settings.data.path), "data.path"):
             pass
     else:
         if isinstance(settings, TrainConfig):
-            read_problems(settings.data.train, settings.data.fields)
+            train_problems(settings.data)
         for entry in settings.data.eval:
-            read_problems(entry.path, settings.data.fields, entry.limit)
+            eval_problems(entry, settings.data.fields)
 
     from vapo_megatron.training.first_checks import check_numbers
 

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.errors import BadInput
-from vapo_megatron.experience.rows import read_problems
+from vapo_megatron.experience.rows import eval_problems
 from vapo_megatron.operations.plan.plan import Plan, default_world, make_plan
 from vapo_megatron.operations.plan.search import Proposal, largest_budget, propose
 from vapo_megatron.operations.plan.tables import as_json, show
@@ -61,7 +61,7 @@ def evaluation_samples(config: PlanConfig) -> int:
     total = 0
     for entry in config.data.eval:
         try:
-            total += entry.samples * len(read_problems(entry.path, config.data.fields, entry.limit))
+            total += entry.samples * len(eval_problems(entry, config.data.fields))
         except BadInput:
             return 0
     return total

@@ -23,14 +23,14 @@ _SCRIPTS = ("charts.js", "samples.js", "page.js")
 
 
 def write_report(directories: Sequence[Path], out: Path | None = None) -> Path:
-    """Write the page of these runs and curves.png into the directory of each; the page's path.
+    """Write the page of these runs, and curves.png into the directory of each; the page's path.
 
-    Any run may be reported on, an evaluation and one that goes on still too. out: default report.html in the run's
-    directory, or, of several runs, in the current one. Raises BadInput where a run has nothing to report on, or a file
-    cannot be read.
+    Any run may be reported on, an evaluation and one that goes on still too. out: this page alone is written, as of
+    runs of other people; None: report.html in the run's directory, of several runs in the current one. Raises BadInput
+    where a run has nothing to report on, or a file cannot be read.
     """
     runs = [read_run(directory) for directory in directories]
-    for run in runs:
+    for run in runs if out is None else ():
         if run.rows:
             picture = io.BytesIO()
             draw_curves(run.rows, run.name).savefig(picture, format="png", dpi=DPI)
@@ -50,7 +50,7 @@ def page(runs: Sequence[Run], live: bool = False) -> str:
         undefined=StrictUndefined,
     )
     return templates.get_template("report.html.j2").render(
-        title=" · ".join(run.name for run in runs),
+        title=" · ".join(_names(runs)),
         style=(_TEMPLATES / "style.css").read_text(encoding="utf-8"),
         scripts=[(_TEMPLATES / name).read_text(encoding="utf-8") for name in _SCRIPTS],
         # Nothing that a run holds, a response above all, may end the element that it stands in.
@@ -69,19 +69,28 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
     metrics = {names.STEP_TIME}
     curves = [curve for panel in panels.values() for curve in panel["curves"]]
     metrics |= {curve[part] for curve in curves for part in ("metric", "low", "high") if curve[part]}
-    return {"panels": list(panels.values()), "runs": [_run_content(run, metrics) for run in runs]}
+    return {
+        "panels": list(panels.values()),
+        "runs": [_run_content(run, name, metrics) for run, name in zip(runs, _names(runs), strict=True)],
+    }
 
 
-def _run_content(run: Run, metrics: set[str]) -> dict[str, Any]:
+def _names(runs: Sequence[Run]) -> list[str]:
+    """Names that tell runs apart: those of their directories, where two are alike the whole paths."""
+    short = [run.name for run in runs]
+    return short if len(set(short)) == len(short) else [str(run.directory) for run in runs]
+
+
+def _run_content(run: Run, name: str, metrics: set[str]) -> dict[str, Any]:
     found = {name: series(run.rows, name) for name in sorted(metrics)}
     return {
-        "name": run.name,
+        "name": name,
         "directory": str(run.directory.resolve()),
         "steps": run.rows[-1]["step"] if run.rows else 0,
         "summary": sentences(run),
         "alarms": [asdict(row) for row in alarms_of(run.rows)],
         "series": {name: points for name, points in found.items() if points[0]},
-        "sets": list(run.evaluation.get("sets", ())),
+        "sets": list(run.sets.values()),
         "problems": run.problems(),
         "phases": [asdict(row) for row in phases(run.rows)],
         "table": [asdict(row) for row in summarise(run.rows)],

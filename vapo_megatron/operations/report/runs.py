@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from vapo_megatron.errors import BadInput
+from vapo_megatron.evaluation.metrics import PROBLEMS
 from vapo_megatron.experience.jsonl import read_rows
 from vapo_megatron.monitoring.metrics import METRICS_FILE, read_metrics
 from vapo_megatron.operations.report.panels import Rows
@@ -19,6 +20,9 @@ from vapo_megatron.operations.report.panels import Rows
 # What a page takes of the responses of a run.
 STEPS_OF_SAMPLES = 12
 BYTES_OF_SAMPLES = 3 << 20
+_SAMPLES_OF_STEP = re.compile(r"step_(\d+)\.jsonl")
+# Of the result of a set.
+_FIGURES = ("problems", "samples", "avg_at_k", "low", "high", "pass_at_k", "maj_at_k", "response_length", "truncated")
 
 
 @dataclass(frozen=True)
@@ -53,31 +57,31 @@ class Run:
 
         No more than STEPS_OF_SAMPLES steps and BYTES_OF_SAMPLES in all.
         """
-        files = sorted((self.directory / "samples").glob("step_*.jsonl"))
-        many = len(files) - 1
-        chosen = {round(i * many / (STEPS_OF_SAMPLES - 1)) for i in range(STEPS_OF_SAMPLES)} if many > 0 else {0}
-        files = [file for number, file in enumerate(files) if number in chosen]
-        origins: list[tuple[dict[str, Any], Path]] = [
-            ({"step": int(file.stem.removeprefix("step_"))}, file) for file in files
-        ]
-        folder = self.directory / "evaluation"
-        in_training = re.compile(r"step_\d+_")
-        sets = [one["name"] for one in self.evaluation.get("sets", ())]
-        origins += [({"set": name}, folder / f"{name}.jsonl") for name in sets]
-        last = sorted(path for path in folder.glob("step_*.jsonl") if in_training.match(path.name))[-len(sets) :]
-        origins += [({"set": in_training.sub("", path.stem)}, path) for path in last]
+        paths = (self.directory / "samples").glob("step_*.jsonl")
+        files = {int(found[1]): path for path in paths if (found := _SAMPLES_OF_STEP.fullmatch(path.name))}
+        steps, most = sorted(files), STEPS_OF_SAMPLES - 1
+        if len(steps) > STEPS_OF_SAMPLES:
+            steps = [steps[round(i * (len(steps) - 1) / most)] for i in range(STEPS_OF_SAMPLES)]
+        origins: list[tuple[dict[str, Any], Path]] = [({"step": step}, files[step]) for step in steps]
+        origins += [({"set": name}, self._outputs(name)) for name in self.sets]
         origins = [(origin, path) for origin, path in origins if path.is_file()]
         share = BYTES_OF_SAMPLES // max(1, len(origins))
         return [origin | row for origin, path in origins for row in _within(path, share)]
 
     def problems(self) -> list[dict[str, Any]]:
         """The problems of an evaluation, each with its `set`; none where it has kept no such file."""
-        found = []
-        for one in self.evaluation.get("sets", ()):
-            path = self.directory / "evaluation" / f"{one['name']}_problems.jsonl"
-            if path.is_file():
-                found += [{"set": one["name"]} | row for _, row in read_rows(path)]
-        return found
+        files = {name: self.directory / "evaluation" / f"{name}{PROBLEMS}" for name in self.sets}
+        return [{"set": name} | row for name, path in files.items() if path.is_file() for _, row in read_rows(path)]
+
+    @property
+    def sets(self) -> dict[str, Mapping[str, Any]]:
+        """The results of its last evaluation, by name."""
+        return {one["name"]: one for one in self.evaluation.get("sets", ())}
+
+    def _outputs(self, name: str) -> Path:
+        """The responses to a set; an evaluation within a training names them by its step."""
+        step = self.evaluation.get("step")
+        return self.directory / "evaluation" / f"{name if step is None else f'step_{step:06d}_{name}'}.jsonl"
 
 
 def _within(path: Path, size: int) -> Iterator[dict[str, Any]]:
@@ -94,29 +98,43 @@ def read_run(directory: Path) -> Run:
     """Raises BadInput where it is no run directory, has nothing to report on, or holds a file that cannot be read."""
     if not directory.is_dir():
         raise BadInput(f"{directory}: no such run directory; give one, such as runs/vapo")
-    rows, evaluation = read_metrics(directory), _read_json(directory / "evaluation.json")
+    rows, evaluation = read_metrics(directory), read_evaluation(directory)
     if not rows and not evaluation:
         raise BadInput(
             f"{directory / METRICS_FILE}: no step in it, and no evaluation.json beside it; report on a run that has "
             "finished a step"
         )
-    config = directory / "config.yaml"
-    return Run(
-        directory=directory,
-        rows=rows,
-        evaluation=evaluation,
-        environment=_read_json(directory / "environment.json"),
-        config=config.read_text(encoding="utf-8") if config.exists() else "",
+    config, environment = directory / "config.yaml", _read_json(directory / "environment.json")
+    text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
+    return Run(directory, rows, evaluation, environment, text)
+
+
+def read_evaluation(directory: Path) -> dict[str, Any]:
+    """evaluation.json of a run; empty where there is none. Raises BadInput where it is something else."""
+    path = directory / "evaluation.json"
+    found = _read_json(path)
+    sets, step = found.get("sets", []), found.get("step", 0)
+    if found and not (isinstance(sets, list) and all(map(_is_result, sets)) and isinstance(step, int)):
+        raise BadInput(f"{path}: not what an evaluation of this version writes; evaluate again, or remove it")
+    return found
+
+
+def _is_result(one: Any) -> bool:
+    """Whether it is what SetResult.as_dict gives, as far as a report shows it."""
+    return (
+        isinstance(one, dict)
+        and isinstance(one.get("name"), str)
+        and all(isinstance(one.get(figure), int | float) for figure in _FIGURES)
     )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise BadInput(f"{path}: not JSON ({error}); mend or remove it") from error
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path}: cannot be read as JSON ({error}); mend or remove it") from error
     if not isinstance(found, dict):
         raise BadInput(f"{path}: expected a JSON object; mend or remove it")
     return found

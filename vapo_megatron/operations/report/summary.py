@@ -94,7 +94,8 @@ def _size(run: Run) -> str:
     if not steps:
         return ""
     algorithm = str(run.settings.get("preset") or "").upper().replace("_", " ")
-    planned = run.settings.get("run", {}).get("steps")
+    section = run.settings.get("run")
+    planned = section.get("steps") if isinstance(section, dict) else None
     of = f" of {planned}" if isinstance(planned, int) and planned != steps[-1]["step"] else ""
     seconds = sum(row.get(names.STEP_TIME) or 0.0 for row in steps)
     tokens = sum(row.get("rollout/tokens") or 0.0 for row in steps)
@@ -104,8 +105,7 @@ def _size(run: Run) -> str:
 
 def _evaluations(run: Run) -> list[str]:
     said = []
-    results = {one.get("name"): one for one in run.evaluation.get("sets", ())}
-    for name, one in results.items():
+    for name, one in run.sets.items():
         first = series(run.rows, f"{names.EVALUATION}{name}_avg@{one['samples']}")[1]
         before = f" (before training {first[0]:.3f})" if len(first) > 1 else ""
         said.append(
