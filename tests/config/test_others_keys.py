@@ -1,4 +1,4 @@
-"""What verl calls differently leads to keys that exist, whatever is renamed here."""
+"""What other trainers call differently leads to keys that exist, whatever is renamed here."""
 
 import re
 
@@ -29,6 +29,9 @@ def test_no_key_of_ours_is_taken_for_another_trainers() -> None:
             "minibatch_size (responses; prompts with minibatch_unit=groups)",
         ),
         ("trainer.critic_warmup", "here it is value_pretraining.iterations"),
+        ("actor_rollout_ref.rollout.temperature", "here it is sampling.temperature"),
+        ("n_samples_per_prompt", "here it is batch.samples_per_prompt"),
+        ("policy.generation.max_new_tokens", "here it is sampling.max_new_tokens"),
     ],
 )
 def test_a_number_that_counts_something_else_there_is_not_taken_over_as_it_is(theirs: str, told: str) -> None:

@@ -17,6 +17,7 @@ class Outer(Section):
     maybe: Inner | None = None
     many: dict[str, Inner] = Field(default_factory=dict)
     pair: tuple[int, str] = (1, "")
+    tensor_parallels: int = 1
 
 
 def test_known_keys_go_through_every_kind_of_nesting() -> None:
@@ -24,7 +25,7 @@ def test_known_keys_go_through_every_kind_of_nesting() -> None:
         *("first", "first.lr", "first.tensor_parallel"),
         *("maybe", "maybe.lr", "maybe.tensor_parallel"),
         *("many", "many.lr", "many.tensor_parallel"),
-        "pair",
+        *("pair", "tensor_parallels"),
     ]
 
 
@@ -37,6 +38,7 @@ def test_known_keys_go_through_every_kind_of_nesting() -> None:
         ("lr", "first.lr"),
         ("frist.lr", "first.lr"),
         ("something.else", None),
+        ("tensor_parallel", "first.tensor_parallel"),
     ],
 )
 def test_nearest(key: str, meant: str | None) -> None:

@@ -44,7 +44,8 @@ def _likeness(key: str, candidate: str) -> float:
     """1 for equal keys, 0 for keys without a letter in common."""
     parent, _, leaf = key.rpartition(".")
     candidate_parent, _, candidate_leaf = candidate.rpartition(".")
-    parents = 1.0 if parent == candidate_parent else SequenceMatcher(None, parent, candidate_parent).ratio()
+    alike = parent == candidate_parent or (not parent and leaf == candidate_leaf)  # a section left out
+    parents = 1.0 if alike else SequenceMatcher(None, parent, candidate_parent).ratio()
     return LEAF_SHARE * _leaf_likeness(leaf, candidate_leaf) + PARENT_SHARE * parents
 
 
