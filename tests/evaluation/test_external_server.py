@@ -1,7 +1,9 @@
 """`vapo-megatron evaluate` on a server that is not ours, a small one that speaks OpenAI's protocol over real HTTP."""
 
 import asyncio
+import gc
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from vapo_megatron.config.train import EvaluateConfig
 from vapo_megatron.errors import BadInput, RunFailed, TryAgain
 from vapo_megatron.evaluation import openai_client
 from vapo_megatron.evaluation.command import evaluate_checkpoint
+from vapo_megatron.evaluation.responses import ResponseLog
 
 PROBLEMS, SAMPLES = 6, 4
 
@@ -248,3 +251,13 @@ def test_an_evaluation_is_alone_in_its_run_directory_and_goes_on_after_a_kill(tm
     assert (PROBLEMS - killed_after // SAMPLES) * SAMPLES <= again < PROBLEMS * SAMPLES
     assert len((tmp_path / "runs/e/evaluation/whole.jsonl").read_text().splitlines()) == PROBLEMS * SAMPLES
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["e"], "the lease of a finished evaluation stays"
+
+
+def test_an_evaluation_that_is_cancelled_ends_without_a_stack_trace(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ResponseLog, "append", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit) as end:
+        evaluate_checkpoint(_settings(tmp_path, server))
+    gc.collect()  # asyncio tells then of a task that nobody asked how it ended
+    assert end.value.code == 143 and "asyncio" not in {record.name for record in caplog.records}

@@ -25,6 +25,7 @@ from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.evaluation.responses import Response
 from vapo_megatron.experience.sample import Prompt
 from vapo_megatron.rollout.dispatcher import response_seed
+from vapo_megatron.rollout.loop_thread import LoopThread
 
 _WHOLE = frozenset({"stop", "length", "tool_calls", "content_filter"})
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
@@ -60,7 +61,13 @@ class OpenAIClient:
             RunFailed: the server refuses a request or answers something else than a completion.
             TryAgain: it is not there or too busy for longer than server.retry_timeout_s.
         """
-        asyncio.run(self._generate(prompts, k, on_group, on_done))
+        # Not in this thread: a signal that ends it (SIGTERM) would come up in one of a thousand tasks, and asyncio
+        # prints the stack of each that it ends with.
+        loop = LoopThread()
+        try:
+            loop.run(self._generate(prompts, k, on_group, on_done))
+        finally:
+            loop.close()
 
     async def _generate(
         self,
