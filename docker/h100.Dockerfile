@@ -12,11 +12,12 @@ ENV DEBIAN_FRONTEND=noninteractive \
 
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 
-# g++ and Python's headers compile Transformer Engine and, when an engine starts, its kernels; numactl binds ranks.
+# g++ and Python's headers compile Transformer Engine and, when an engine starts, its kernels; numactl brings
+# libnuma, which SGLang loads; procps has the pkill that asks ranks to save (docs/slurm.md, examples/kubernetes).
 # hadolint ignore=DL3008
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends \
-      build-essential git libibverbs1 librdmacm1 ninja-build numactl python3.12 python3.12-dev python3.12-venv \
+      build-essential git libibverbs1 librdmacm1 ninja-build numactl procps python3.12 python3.12-dev python3.12-venv \
  && rm -rf /var/lib/apt/lists/* \
  && python3.12 -m venv /opt/vapo
 
