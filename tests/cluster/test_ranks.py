@@ -26,6 +26,7 @@ from vapo_megatron.cluster.ranks import (
     LOST_A_PEER,
     RankPlace,
     run_as_external_rank,
+    run_as_rank,
     start_ranks,
 )
 from vapo_megatron.config.model import LayoutConfig
@@ -274,6 +275,13 @@ def config_of_rank(config: TrainConfig, folder: Path) -> None:
 
 
 @pytest.mark.timeout(60)
+def test_a_task_that_does_not_see_its_gpu_says_how_to_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_ranks, "current_platform", lambda: Platform("cuda", "nccl", "spawn"))
+    monkeypatch.setattr(Platform, "device_count", lambda _: 1)  # as with --gpus-per-task=1
+    with pytest.raises(BadInput, match=r"number 3 on \S+, counted from 0, and sees 1 GPUs: .*--gpus-per-task"):
+        run_as_rank(RankPlace(11, 16, 3, "env://"), lambda: None, 10.0)
+
+
 def test_ranks_can_be_started_afresh_as_gpus_want_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA does not survive a fork: what a rank is given has to travel."""
     monkeypatch.setattr(cluster_ranks, "current_platform", lambda: Platform("cpu", "gloo", "spawn"))

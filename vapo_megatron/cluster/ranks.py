@@ -21,7 +21,7 @@ from vapo_megatron.cluster.failures import DeviceFault, LostPeer, explain
 from vapo_megatron.cluster.memory_kills import MemoryKills
 from vapo_megatron.cluster.place import RankPlace, node_name
 from vapo_megatron.cluster.watchdog import Hang
-from vapo_megatron.errors import RunFailed, TryAgain, VapoError
+from vapo_megatron.errors import BadInput, RunFailed, TryAgain, VapoError
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.signals import STOP_SIGNALS, listen, stop_requested, stop_signals_blocked
 
@@ -41,9 +41,19 @@ class RankKilled(TryAgain):
 
 
 def run_as_rank(place: RankPlace, body: Callable[[], None], collective_timeout_s: float) -> None:
-    """Join the world, run body, leave it in order."""
+    """Join the world, run body, leave it in order.
+
+    Raises:
+        BadInput: this rank does not see its GPU.
+    """
     logs.set_rank(place.rank)
     platform = current_platform()
+    if platform.is_cuda and place.local_rank >= (seen := platform.device_count()):
+        raise BadInput(
+            f"it is number {place.local_rank} on {node_name()}, counted from 0, and sees {seen} GPUs: "
+            "let every task see all GPUs of its node (no --gpus-per-task, no --gpu-bind, no CUDA_VISIBLE_DEVICES), and "
+            "start no more tasks than there are GPUs"
+        )
     platform.bind(place.local_rank)
     timeout = timedelta(seconds=collective_timeout_s)
     meeting = min(_MEETING_TIMEOUT, timeout)
