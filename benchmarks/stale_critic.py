@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import scipy.stats
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -31,8 +32,6 @@ from vapo_megatron.config.atomic import atomic_write
 
 AGES = (0, 1, 2, 4, 8, 16)
 ALPHA = 1.5  # SAO's, of length-adaptive lambda_policy
-# Student's t at 97.5 % by degrees of freedom.
-T_975 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 11: 2.20, 15: 2.13, 19: 2.09}
 
 Weights = Callable[[Tensor, Tensor], Tensor]
 
@@ -233,7 +232,7 @@ LOGARITHMS = {"critic error by uncorrected"}
 def interval(samples: list[float], key: str) -> list[float]:
     """Mean and its 95 % bounds over seeds; of squares, roots of all three, of logarithms, exponentials."""
     x = np.array([sample for sample in samples if np.isfinite(sample)])
-    half = T_975.get(len(x) - 1, 1.96) * x.std(ddof=1) / np.sqrt(len(x)) if len(x) > 1 else 0.0
+    half = scipy.stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / np.sqrt(len(x)) if len(x) > 1 else 0.0
     bounds = np.array([x.mean(), x.mean() - half, x.mean() + half])
     if key in SQUARED:
         bounds = np.sqrt(bounds.clip(0))

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from benchmarks.stale_critic import WAYS, block_bounds, estimate, log_ratios, squared_bias_and_variance
+from benchmarks.stale_critic import WAYS, block_bounds, estimate, interval, log_ratios, squared_bias_and_variance
 from benchmarks.token_mdp import LONGEST, STATES, TokenMdp
 from vapo_megatron.algorithms import importance
 from vapo_megatron.algorithms.off_policy import corrected_gae
@@ -84,6 +84,11 @@ def test_the_measure_of_bias_is_not_fooled_by_noise() -> None:
     halves = [(0.3 + torch.randn(1000, generator=generator), cells) for _ in range(2)]
     bias, variance = squared_bias_and_variance(halves, truth)
     assert bias == pytest.approx(0.09, abs=0.06) and variance == pytest.approx(1.0, abs=0.15)
+
+
+def test_an_interval_is_students_for_any_number_of_seeds() -> None:
+    middle, low, high = interval([float(seed) for seed in range(11)], "kept")
+    assert (middle - low, high - middle) == pytest.approx([2.2281] * 2, rel=1e-4)
 
 
 def test_a_block_weighs_as_the_product_of_its_ratios_cut_at_one() -> None:
