@@ -255,6 +255,12 @@ def test_an_exchange_of_pairs_is_as_good_as_any_that_moves_half_of_the_gap_or_le
     assert {(True, True), (False, False)} <= seen
 
 
+def test_two_are_exchanged_for_two_where_one_for_one_gains_nothing() -> None:
+    lengths = [3, 11, 4, 5, 8, 11, 9, 9]  # one for one ends at 31 and 29
+    plan = plan_microbatches(range(8), lengths, dp_size=2, max_tokens=100, cost=Cost(1.0, 0.0))
+    assert [sum(lengths[s] for s in plan.samples_of(rank)) for rank in range(2)] == [30, 30]
+
+
 @pytest.mark.parametrize(
     ("lengths", "max_tokens", "alignment", "total_alignment", "needed"),
     [
@@ -265,6 +271,7 @@ def test_an_exchange_of_pairs_is_as_good_as_any_that_moves_half_of_the_gap_or_le
         ([10], 15, 4, 8, 16),
         ([10], 16, 4, 8, None),
         ([], 3, 1, 4, 4),
+        ([], 0, 1, 1, 1),
         ([], 4, 1, 4, None),
     ],
 )

@@ -60,7 +60,7 @@ def in_memory(rollouts: list[list[Sample]]) -> ExperienceBatch:
 
 def selected_of(record: RecordedRollouts, samples: list[int]) -> ExperienceBatch:
     chosen = torch.tensor(samples)
-    return record.table(chosen).batch(**record.tokens_of(chosen))
+    return record.table.select(chosen).batch(**record.tokens_of(chosen))
 
 
 def assert_same(found: ExperienceBatch, expected: ExperienceBatch) -> None:
@@ -83,7 +83,7 @@ def test_what_is_selected_is_what_memory_would_give(tmp_path: Path, rollouts: li
         assert_same(selected_of(record, selected), expected)
         assert_same(selected_of(again, selected), expected)
     for name in ("group_ids", "rewards", "correct", "truncated", "response_lengths", "prompt_lengths"):
-        assert torch.equal(getattr(again, name), getattr(whole, name)), name
+        assert torch.equal(getattr(again.table, name), getattr(whole, name)), name
     assert again.prompt_ids.dtype == torch.int64 and torch.equal(again.prompt_ids, record.prompt_ids)
     assert len(again.prompt_ids.unique()) == 10 and again.files == record.files
     assert again.next_name == record.next_name == "recorded_rollouts/rollouts_00003.safetensors"

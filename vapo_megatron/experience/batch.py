@@ -220,6 +220,11 @@ class SampleTable:
             taken[f.name] = None if tensor is None else tensor[samples]
         return SampleTable(**taken)
 
+    def followed_by(self, other: "SampleTable") -> "SampleTable":
+        """The samples of both, with the fields that every table has."""
+        names = [f.name for f in fields(self) if f.default is MISSING]
+        return SampleTable(*(torch.cat((getattr(self, name), getattr(other, name))) for name in names))
+
     def batch(self, **over_tokens: Tensor) -> ExperienceBatch:
         """All of them, with what goes by their tokens."""
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "response_lengths"}

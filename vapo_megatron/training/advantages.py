@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -114,26 +113,8 @@ def baselines_of(rewards: Tensor, group_ids: Tensor, config: ValueLossConfig) ->
     return leave_one_out(rewards, group_ids).float() if config.residual else None
 
 
-class Graded(Protocol):
-    """What shaping reads of S responses, whole groups of them.
-
-    Attributes:
-        rewards: float32 [S].
-        correct: bool [S].
-        group_ids: int64 [S].
-    """
-
-    rewards: Tensor
-    correct: Tensor
-    group_ids: Tensor
-
-    @property
-    def response_lengths(self) -> Tensor:
-        """int64 [S]."""
-
-
-def shaped_rewards(batch: Graded, config: ShapingConfig) -> Tensor:
-    """The verifier's rewards and what shaping adds to them. float32 [S]."""
+def shaped_rewards(batch: ExperienceBatch | SampleTable, config: ShapingConfig) -> Tensor:
+    """The verifier's rewards and what shaping adds to them, of whole groups. float32 [S]."""
     rewards = batch.rewards.clone()
     if config.soft_overlong is not None:
         limits = config.soft_overlong

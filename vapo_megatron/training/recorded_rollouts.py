@@ -34,10 +34,8 @@ class RecordedRollouts:
 
     Attributes:
         files: size and digest of each file, by its path from the run directory.
-        prompt_lengths, response_lengths, group_ids: int64 [S].
+        table: what goes by samples, of all of them.
         prompt_ids: int64 [S], the same for samples of one prompt in whichever rollout: a digest of its tokens.
-        rewards: float32 [S], before shaping.
-        correct, truncated: bool [S].
     """
 
     def __init__(self, run_dir: Path, files: Mapping[str, FileFacts] | None = None) -> None:
@@ -50,19 +48,12 @@ class RecordedRollouts:
         self.files: dict[str, FileFacts] = {}
         self._tokens: list[Tensor] = []
         self._logprobs: list[Tensor] = []
+        none = torch.zeros(0, dtype=torch.int64)
         # Of each sample: its file, and where it and its response begin there.
-        self._file = self._start = self._response_start = torch.zeros(0, dtype=torch.int64)
-        self.prompt_lengths = self.response_lengths = self.group_ids = torch.zeros(0, dtype=torch.int64)
-        self.prompt_ids = torch.zeros(0, dtype=torch.int64)
-        self.rewards = torch.zeros(0)
-        self.correct = self.truncated = torch.zeros(0, dtype=torch.bool)
+        self._file = self._start = self._response_start = self.prompt_ids = none
+        self.table = SampleTable(none, none, none.float(), none.bool(), none.bool(), none)
         for name, facts in sorted((files or {}).items()):
             self.add(name, facts)
-
-    @property
-    def samples(self) -> int:
-        """S."""
-        return len(self.group_ids)
 
     @property
     def next_name(self) -> str:
@@ -72,7 +63,9 @@ class RecordedRollouts:
     def add(self, name: str, facts: FileFacts) -> None:
         """Append a rollout that write_rollout() wrote. Raises BadInput where it cannot be mapped."""
         rollout = _mapped(self._run_dir / name)
-        group = int(self.group_ids.max()) + 1 if self.samples else 0
+        table = rollout.table()
+        if self.files:
+            table.group_ids += int(self.table.group_ids.max()) + 1
         file = torch.full((rollout.samples,), len(self.files), dtype=torch.int64)
         self.files[name] = facts
         self._tokens.append(rollout.tokens)
@@ -80,29 +73,16 @@ class RecordedRollouts:
         self._file = torch.cat((self._file, file))
         self._start = torch.cat((self._start, rollout.cu_seqlens[:-1]))
         self._response_start = torch.cat((self._response_start, rollout.response_cu_seqlens[:-1]))
-        self.prompt_lengths = torch.cat((self.prompt_lengths, rollout.prompt_lengths))
-        self.response_lengths = torch.cat((self.response_lengths, rollout.response_lengths))
-        self.group_ids = torch.cat((self.group_ids, rollout.group_ids + group))
         self.prompt_ids = torch.cat((self.prompt_ids, _prompt_ids(rollout)))
-        self.rewards = torch.cat((self.rewards, rollout.rewards))
-        self.correct = torch.cat((self.correct, rollout.correct))
-        self.truncated = torch.cat((self.truncated, rollout.truncated))
-
-    def table(self, samples: Tensor) -> SampleTable:
-        """What goes by samples, of some of them in the order given: int64."""
-        return SampleTable(
-            prompt_lengths=self.prompt_lengths[samples],
-            response_lengths=self.response_lengths[samples],
-            rewards=self.rewards[samples],
-            correct=self.correct[samples],
-            truncated=self.truncated[samples],
-            group_ids=self.group_ids[samples],
-        )
+        self.table = self.table.followed_by(table)
 
     def tokens_of(self, samples: Tensor) -> dict[str, Tensor]:
         """Tokens and rollout log-probs of some samples, in memory of their own."""
-        responses, files = self.response_lengths[samples], self._file[samples]
-        lengths = self.prompt_lengths[samples] + responses
+        responses, lengths, files = (
+            self.table.response_lengths[samples],
+            self.table.lengths[samples],
+            self._file[samples],
+        )
         return {
             "tokens": _joined(self._tokens, files, self._start[samples], lengths),
             "rollout_logprobs": _joined(self._logprobs, files, self._response_start[samples], responses),

@@ -66,7 +66,7 @@ def pretrain_value(
     memory.enter("update_critic")
     targets = Targets(state.recorded, algorithm)
     train, held_out = split_prompts(
-        state.recorded.prompt_ids, state.recorded.group_ids, size.prompts_per_step, rollouts.seed
+        state.recorded.prompt_ids, state.recorded.table.group_ids, size.prompts_per_step, rollouts.seed
     )
     updates, value_loss = replay_order(train, config, rollouts.seed), for_pretraining(algorithm.value_loss)
     check_every = max(1, len(updates) // _CHECKS)
@@ -155,15 +155,15 @@ class Targets:
 
     def __init__(self, record: RecordedRollouts, config: AlgorithmConfig) -> None:
         # Of all at once: what shaping gives a response depends on the others of its group.
-        self._record, self._rewards = record, shaped_rewards(record, config.shaping)
-        self.known = returns_known(record.truncated, config.shaping)
-        self._baselines = baselines_of(self._rewards, record.group_ids, config.value_loss)
+        self._record, self._rewards = record, shaped_rewards(record.table, config.shaping)
+        self.known = returns_known(record.table.truncated, config.shaping)
+        self._baselines = baselines_of(self._rewards, record.table.group_ids, config.value_loss)
         self._gamma = config.advantage.gamma
 
     def select(self, samples: Sequence[int]) -> ShardedBatch:
         """Some of the samples, with their returns and whether they carry loss; a rank reads what is at home with it."""
         chosen = torch.tensor(samples, dtype=torch.int64)
-        table = self._record.table(chosen)
+        table = self._record.table.select(chosen)
         table.shaped_rewards, table.selected = self._rewards[chosen], self.known[chosen]
         table.baselines = None if self._baselines is None else self._baselines[chosen]
 
