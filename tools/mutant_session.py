@@ -127,6 +127,7 @@ class CollectedOnce(PytestRunner):
             # Without a mutant they were just run, where that was all of them.
             return 0 if self.clean else super().run_tests(mutant_name=None, tests=tests)
         self.session.items = [self.items[test] for test in self.ordered if test in self.items]
+        self.session.config.pluginmanager.register(Deadline())
         os.chdir("mutants")
         try:
             self.session.config.hook.pytest_runtestloop(session=self.session)

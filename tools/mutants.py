@@ -36,8 +36,6 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *(f"tests/rewards/test_{name}.py" for name in ("equivalence", "extract", "framing", "grading", "math_grade")),
         *(f"tests/rewards/test_{name}.py" for name in ("matrices", "normal_form", "quantities", "symbolic", "values")),
         "tests/rewards/test_agreement.py::test_plain_comparison_is_reflexive_and_never_raises",
-        "tests/rewards/test_agreement.py::test_units_times_and_ratios_compare_both_ways",
-        "tests/rewards/test_agreement.py::test_what_only_looks_like_the_answer_is_refused",
         "tests/rewards/test_pool.py",
     ),
     "training": (

@@ -55,6 +55,12 @@ from vapo_megatron.rewards.extract import NOTHING, AnswerFormat, Extraction, Mar
         ("Answer: X\n5", "X", "answer_line"),
         ("Answer: **\n\n `x` \n7", "x", "answer_line"),
         ("Answer:", "", "none"),
+        ("Answer: ", "", "none"),
+        ("Answer:\n\\[\n34\n\\]", "34", "answer_line"),
+        ("Answer:\n\n$$\n34\n$$", "34", "answer_line"),
+        ("Answer: \\[ \n 34\n\\]", "34", "answer_line"),
+        ("Answer:\n\\[ 34 \\]", "\\[ 34 \\]", "answer_line"),
+        ("Answer:\n[3, 4]", "[3, 4]", "answer_line"),
         (r"\boxed{3}. Answer: 4", "4", "answer_line"),
         (r"Answer: 4, or \boxed{3}", "3", "boxed"),
         # tags
@@ -100,7 +106,7 @@ def test_only_what_follows_the_thought_counts() -> None:
 
 def test_the_next_turn_is_not_the_answer() -> None:
     assert extract_answer("Answer: 3\n<|im_start|>user\nAnswer: 4").text == "3"
-    assert [final_part(f"5{end}") for end in ("<|im_end|>", "<|endoftext|>\n", "</s> ")] == ["5"] * 3
+    assert [final_part(f"5{end}") for end in ("<|im_end|>", "<|endoftext|>\n", "</s> ", "<|eot_id|>")] == ["5"] * 4
     assert final_part("5</s>6") == "5</s>6"
 
 

@@ -268,6 +268,18 @@ def test_a_worker_lost_between_batches_costs_no_case() -> None:
 
 
 @pytest.mark.usefixtures("functions_importable")
+def test_a_worker_that_reads_nothing_is_given_up_in_time() -> None:
+    with VerifierPool(_function_config("obey", workers=1, response_timeout_s=0.5)) as pool:
+        worker = pool._workers[0].process
+        worker.send_signal(signal.SIGSTOP)
+        late = threading.Timer(20, worker.kill)
+        late.start()
+        (grade,) = pool.grade_batch([Case("", "x" * (1 << 20))])  # more than its pipe holds
+        assert grade.reason == "timeout" and late.is_alive()
+        late.cancel()
+
+
+@pytest.mark.usefixtures("functions_importable")
 def test_a_killed_worker_costs_no_case_but_one_that_kills_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One is killed while it starts, one over a case; a case that kills two of them counts as incorrect."""
     monkeypatch.setenv("KILLED_AT_IMPORT", str(tmp_path / "import"))

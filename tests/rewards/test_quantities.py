@@ -25,6 +25,8 @@ from vapo_megatron.rewards.quantities import quantity, time_of_day
         ("€20", "20", "euro", "1"),
         (r"\text{£}7", "7", "sterling", "1"),
         ("2 million", "2", "count^1", "1000000"),
+        (r"2\text{ hundred}", "2", "count^1", "100"),
+        ("5 trillion", "5", "count^1", "1000000000000"),
     ],
 )
 def test_a_quantity_is_its_value_and_its_unit(text: str, value: str, dimension: str, scale: str) -> None:

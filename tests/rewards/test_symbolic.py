@@ -41,6 +41,11 @@ def _parsed_anew() -> None:
         ("x^2", "x^2=4", False),
         ("x>3", r"(3,\infty)", True),
         (r"\frac{x}{0}", "1", False),
+        (r"\sqrt{R^2-r^2}", r"\sqrt{r^2-R^2}", False),
+        (r"\sqrt{R^2-r^2}", "0", False),
+        (r"\sqrt{R^2-r^2}", r"\sqrt{(R+r)(R-r)}", True),
+        (r"\sqrt{Aa+Bb+Cc}", r"\sqrt{bB+cC+aA}", True),
+        (r"\sqrt{(D+d)\Delta}", r"\sqrt{\Delta D+\Delta d}", True),
     ],
 )
 def test_formulas_are_compared_both_ways(one: str, other: str, same: bool) -> None:

@@ -3,7 +3,7 @@
 import re
 from fractions import Fraction
 
-from vapo_megatron.rewards.normal_form import PlainNumber, compact, normal_form, plain_number, words
+from vapo_megatron.rewards.normal_form import PlainNumber, both_cases, compact, normal_form, plain_number, words
 from vapo_megatron.rewards.quantities import Quantity, quantity, time_of_day
 from vapo_megatron.rewards.values import same_value
 
@@ -17,6 +17,8 @@ _LETTERS = re.compile(r"\(?[a-j]\)?(?:(?:\s*,\s*(?:and\s+)?|\s+and\s+)\(?[a-j]\)
 _RATIO = re.compile(r"\d+(?: ?:\s?\d+)+")
 _VARIABLE = re.compile(r"\d+[A-Za-z]")  # 2B is not 2b
 _RELATION = re.compile(r"[<>]|\\(?:le|leq|ge|geq|lt|gt|ne|neq|leqslant|geqslant)(?![a-zA-Z])")
+# Between two answers.
+_THEN = re.compile(r"\\(?:to|rightarrow|Rightarrow|implies|iff|lor|vee|cup|cap)(?![a-zA-Z])|[\u2192\u21d2\u2228]")
 # The problem handed back: a sum, product, limit or integral that is left to the reader.
 _UNEVALUATED = re.compile(r"\\(?:sum|prod|lim|i{1,3}nt|oint)(?![a-zA-Z])")
 _SAID_ALIKE = {
@@ -51,10 +53,12 @@ def quick_comparison(ground_truth: str, answer: str) -> bool | None:
     true_number, answer_number = plain_number(ground_truth), plain_number(answer)
     if true_number is not None and answer_number is not None:
         return _same_number(true_number, answer_number)
-    if true_number is not None and _RELATION.search(answer):
+    if true_number is not None and (_RELATION.search(answer) or _is_several(answer)):
         return False
+    if "=" not in ground_truth and any(same_value(ground_truth, side) is False for side in answer.split("=")[:-1]):
+        return False  # 33 = 34 is not 34
     true_words, answer_words = words(ground_truth), words(answer)
-    if true_words and true_words == answer_words:
+    if true_words and true_words == answer_words and not (both_cases(ground_truth) or both_cases(answer)):
         return not _VARIABLE.fullmatch(ground_truth)
     if _plain_words(true_words) and _plain_words(true_words) == _plain_words(answer_words):
         return True
@@ -69,6 +73,11 @@ def quick_comparison(ground_truth: str, answer: str) -> bool | None:
     if "=" not in ground_truth + answer and bool(_BASE.search(ground_truth)) != bool(_BASE.search(answer)):
         return False
     return same_value(ground_truth, answer)
+
+
+def _is_several(text: str) -> bool:
+    """Whether one number is said to become, or to stand for, another one."""
+    return sum(re.search(r"\d", part) is not None for part in _THEN.split(text)) > 1
 
 
 def _plain_words(text: str) -> str:

@@ -21,7 +21,9 @@ _TAG_OPENS = re.compile(r"<answer>", re.IGNORECASE)
 _TAG_CLOSES = re.compile(r"</answer>", re.IGNORECASE)
 # Up to the next marker on the line: "#### 5 #### 4" answers with 4, not with both.
 _HASH = re.compile(r"(?<!#)####(?!#)(?P<body>(?:(?!####)[^\n])*)")
-_NEXT_TURN = re.compile(r"<\|im_start\|>\s*user\b|<\|im_end\|>\s*$|<\|endoftext\|>\s*$|</s>\s*$")
+_NEXT_TURN = re.compile(r"<\|im_start\|>\s*user\b|(?:<\|(?:im_end|endoftext|eot_id)\|>|</s>)\s*$")
+# Lines with nothing but marks that open a formula or bold text.
+_OPENING_LINES = re.compile(r"(?:(?:[ \t\r*_`$]|\\[\[(])*\n)*")
 _PERCENT_AFTER = re.compile(r"\s*\$?\s*(?:\\?%|percent\b|pct\b)", re.IGNORECASE)
 # Boxes that belong to one answer: nothing but a few words with "and", "or" or a comma lies between them.
 _JOINED = re.compile(r"[^.\n]{0,40}(?:\band\b|\bor\b|,|\\quad)[^.\n]{0,40}|[\s$]{0,4}", re.IGNORECASE)
@@ -110,10 +112,9 @@ def _last_marker(text: str, answer_format: AnswerFormat) -> Extraction:
     if anything or answer_format == "answer_line":
         line = _last_answer_line(text)
         if line is not None:
-            body = line["body"]
-            if not body.strip(" *_`$"):
-                body = text[line.end() :].strip().partition("\n")[0]
-            answer = _inside(body, "answer_line")
+            opening = _OPENING_LINES.match(text, line.start("body"))
+            assert opening is not None
+            answer = _inside(text[opening.end() :].partition("\n")[0], "answer_line")
             # Prose after a box ("The answer is \boxed{5}. Check the answer: it fits.") does not take the box back.
             if not candidates or is_bare(answer.text):
                 candidates[line.start()] = answer

@@ -69,6 +69,9 @@ _DOUBLED = re.compile(
 _ENCLOSURES = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"))
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname)\s*\{([^{}]*)\}")
 
+_LETTER = re.compile(r"\\[a-zA-Z]+|[a-zA-Z]")
+_FORMULA = re.compile(r"[\d^_+*/=-]")
+
 _UNSIGNED = r"(?:\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
 _NUMBER = re.compile(
     rf"""(?P<sign>[-+]?)[$€£¥]?(?:
@@ -116,6 +119,12 @@ def compact(text: str) -> str:
 def words(text: str) -> str:
     """text in small letters with \\text{} and the like unwrapped and without its spaces at the ends."""
     return " ".join(_TEXT.sub(r" \1 ", text).casefold().split())
+
+
+def both_cases(formula: str) -> set[str]:
+    """The capital letters of a formula that are there as small ones, too: R is not r then. Words alone have none."""
+    letters = set(_LETTER.findall(_TEXT.sub(" ", formula))) if _FORMULA.search(formula) else set()
+    return {letter for letter in letters if letter.isupper() and letter.lower() in letters}
 
 
 def plain_number(text: str) -> PlainNumber | None:

@@ -29,7 +29,14 @@ _TABLE: dict[str, dict[str, str]] = {
     "dollar": {"1": "dollar dollars $", "1/100": "cent cents"},
     "euro": {"1": "euro euros €"},
     "sterling": {"1": "£"},
-    "count": {"12": "dozen", "1000": "thousand", "1000000": "million", "1000000000": "billion"},
+    "count": {
+        "12": "dozen",
+        "100": "hundred",
+        "1000": "thousand",
+        "1000000": "million",
+        "1000000000": "billion",
+        "1000000000000": "trillion",
+    },
     "speed": {"1": "m/s", "1000/3600": "km/h kph", "1609344/3600000": "mph milesperhour miles/hour"},
 }
 _UNITS = {

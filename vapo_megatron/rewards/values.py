@@ -1,18 +1,23 @@
 r"""The values of formulas, without a computer algebra system: \frac{2\sqrt{3}}{3}, 2(x+1)^2, (0, \pi/2], y = 2x + 3.
 
-Formulas are evaluated in floating point, letters at fixed points. That settles many answers in microseconds where
-parsing them for sympy takes tens of milliseconds. Whatever is not plainly arithmetic, or too close to call, is left to
-sympy: units, words, functions, inequalities, a negative number under a root, numbers beyond 1e100.
+Formulas of rational numbers are evaluated exactly, others in floating point, letters at fixed points. That settles many
+answers in microseconds where parsing them for sympy takes tens of milliseconds. Whatever is not plainly arithmetic, or
+too close to call, is left to sympy: units, words, functions, inequalities, a negative number under a root, numbers
+beyond 1e100, and roots and letters beyond _LARGEST that agree but for rounding.
 """
 
 import cmath
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 
 _LONGEST = 200  # characters
 _DEEPEST = 20
 _EQUAL, _DIFFERENT, _DIFFERENT_DECIMALS = 1e-11, 1e-6, 1e-3  # relative; in between nothing is said
-_POINTS = (0.7312890625 + 0.2j, -1.618 + 0.57721j)
+_LARGEST = 1e6  # rounding hides no difference of 1e-5 below it
+_MOST_BITS = 4096  # of a rational number
+# Close to the circle of radius 1, so that no power of a letter hides another one.
+_POINTS = (cmath.rect(0.99, 0.6180339887), cmath.rect(1.01, -0.9042137))
 _CONSTANTS = {"e": complex(cmath.e), "i": 1j}  # unless they are variables: formulas are compared as both
 _UNREAD_LETTERS = frozenset("dEIoO")  # differentials, other spellings of e and i, an o for a zero
 _TOKEN = re.compile(
@@ -26,6 +31,8 @@ _REPEATING = re.compile(r"(?<![\d.])(?P<whole>\d*)\.(?P<first>\d*)\\overline\{(?
 _ENDS = ("", "+", "-", ")", "}", "]", "*", "/")
 _BRACKETED = re.compile(r"(?P<open>[(\[]|\\\{)(?P<inside>.*)(?P<close>[)\]]|\\\})", re.DOTALL)
 _NAMED = re.compile(r"(?P<name>[a-zA-Z](?:\([a-z]\))?)=(?P<value>[^=]+)")
+
+_Number = Fraction | complex
 
 
 class _Unread(Exception):
@@ -110,10 +117,13 @@ def _same(ground_truth: str, answer: str) -> bool | None:
 
 def _agree(true_tokens: list[str], tokens: list[str], point: Mapping[str, complex]) -> bool | None:
     one, other = _Reader(true_tokens, point).value(), _Reader(tokens, point).value()
-    distance = abs(one - other) / max(abs(one), abs(other), 1e-9)
     decimals = any("." in token for token in (*true_tokens, *tokens))
+    if isinstance(one, Fraction) and isinstance(other, Fraction) and (one == other or not decimals):
+        return one == other
+    largest = max(abs(complex(one)), abs(complex(other)))
+    distance = abs(complex(one - other)) / max(largest, 1e-9)
     if distance < _EQUAL:
-        return True
+        return True if largest < _LARGEST else None
     return False if distance > (_DIFFERENT_DECIMALS if decimals else _DIFFERENT) else None
 
 
@@ -158,7 +168,7 @@ class _Reader:
     def __init__(self, tokens: list[str], letters: Mapping[str, complex]) -> None:
         self._tokens, self._letters, self._next, self._depth = tokens, letters, 0, 0
 
-    def value(self) -> complex:
+    def value(self) -> _Number:
         """Of all tokens."""
         value = self._sum()
         if self._next < len(self._tokens):
@@ -175,7 +185,7 @@ class _Reader:
         self._next += 1
         return token
 
-    def _sum(self) -> complex:
+    def _sum(self) -> _Number:
         self._depth += 1
         if self._depth > _DEEPEST:
             raise _Unread
@@ -185,7 +195,7 @@ class _Reader:
         self._depth -= 1
         return _checked(value)
 
-    def _product(self) -> complex:
+    def _product(self) -> _Number:
         if self._peek() in ("+", "-"):
             return self._product() if self._take() == "+" else -self._product()
         value = self._power()
@@ -204,24 +214,29 @@ class _Reader:
                 value *= self._power()
         return _checked(value)
 
-    def _power(self) -> complex:
+    def _power(self) -> _Number:
         base = self._atom()
         if self._peek() == "°":
             self._take()
-            return base * cmath.pi / 180
+            return complex(base) * cmath.pi / 180
         if self._peek() != "^":
             return base
         self._take()
         exponent = self._atom()
         whole = exponent.imag == 0 and exponent.real == int(exponent.real)
-        if (not whole and (base.imag or base.real < 0)) or abs(exponent) > 1000:
+        if (not whole and (base.imag or base.real < 0)) or abs(complex(exponent)) > 1000:
             raise _Unread
-        return _checked(base ** (int(exponent.real) if whole else exponent))
+        if not whole:
+            return _checked(complex(base) ** complex(exponent))
+        times = int(exponent.real)
+        if isinstance(base, Fraction) and _bits(base) * abs(times) > _MOST_BITS:
+            raise _Unread
+        return _checked(base**times)
 
-    def _atom(self) -> complex:
+    def _atom(self) -> _Number:
         token = self._take()
         if token[0].isdigit() or token[0] == ".":
-            return complex(float(token))
+            return Fraction(token)
         if token.isalpha():
             if token not in self._letters:
                 raise _Unread
@@ -243,14 +258,14 @@ class _Reader:
                 return value
         raise _Unread
 
-    def _group(self) -> complex:
+    def _group(self) -> _Number:
         self._take("{")
         value = self._sum()
         self._take("}")
         return value
 
-    def _root(self) -> complex:
-        degree = complex(2)
+    def _root(self) -> _Number:
+        degree: _Number = Fraction(2)
         if self._peek() == "[":
             self._take()
             degree = self._sum()
@@ -258,10 +273,16 @@ class _Reader:
         radicand = self._group()
         if radicand.imag or radicand.real < 0 or degree.imag or degree.real < 1:
             raise _Unread
-        return complex(radicand.real ** (1 / degree.real))
+        return complex(float(radicand.real) ** (1 / float(degree.real)))
 
 
-def _checked(value: complex) -> complex:
-    if not 1e-100 < abs(value) < 1e100 and value != 0:
+def _bits(value: Fraction) -> int:
+    return max(value.numerator.bit_length(), value.denominator.bit_length())
+
+
+def _checked(value: _Number) -> _Number:
+    if isinstance(value, Fraction) and _bits(value) > _MOST_BITS:
+        raise _Unread
+    if not 1e-100 < abs(complex(value)) < 1e100 and value != 0:
         raise _Unread
     return value
