@@ -109,15 +109,23 @@ def engine(
 def evaluate(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
+    checkpoint: Annotated[
+        str, typer.Option(help="CONFIG is that of a training run: evaluate its hf/<this>, such as final or step_000040")
+    ] = "",
     check: Annotated[
         bool, typer.Option("--check", help="answer nothing: say whether problems and model can be read, without GPUs")
     ] = False,
 ) -> None:
     """Answer the evaluation sets with a checkpoint: avg@k, pass@k, maj@k."""
     from vapo_megatron.config.load import load_config
-    from vapo_megatron.config.train import EvaluateConfig
+    from vapo_megatron.config.train import EvaluateConfig, TrainConfig
 
-    settings = load_config(EvaluateConfig, config, overrides or [], PRESETS)
+    if checkpoint:
+        from vapo_megatron.training.evaluated_run import evaluation_of
+
+        settings = evaluation_of(load_config(TrainConfig, config, overrides or [], PRESETS), checkpoint)
+    else:
+        settings = load_config(EvaluateConfig, config, overrides or [], PRESETS)
     if check:
         from vapo_megatron.evaluation.check import read_inputs
 

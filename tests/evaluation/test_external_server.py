@@ -109,7 +109,7 @@ def _settings(folder: Path, server: Server, **changes: Any) -> EvaluateConfig:
     external = {"url": server.url, "model": "m", "concurrency": 2, "retry_timeout_s": 5} | changes.pop("external", {})
     data = {"eval": [{"name": "whole", "path": str(path), "samples": SAMPLES}]} | changes.pop("data", {})
     sampling = {"max_new_tokens": 50, "top_p": 0.7} | changes.pop("sampling", {})
-    reward = {"workers": 1}
+    reward = {"workers": 1} | changes.pop("reward", {})
     return EvaluateConfig.model_validate(
         {"run": run, "server": external, "data": data, "sampling": sampling, "reward": reward}
     )
@@ -227,6 +227,22 @@ def test_a_gold_answer_that_was_mended_counts_without_asking_again(tmp_path: Pat
     evaluate_checkpoint(settings)
     assert len(server.requests) == asked
     assert before > 0 and _report(tmp_path)["sets"][0]["avg_at_k"] == 0
+
+
+def test_a_function_grades_by_other_fields_of_a_row_and_again_where_they_change(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "rewards"))
+    function = {"verifier": "function", "function": "reward_functions:obey"}
+    settings = _settings(tmp_path, server, data={"fields": {"extra": ["score"]}}, reward=function)
+    path = settings.data.eval[0].path
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for right in (1, 3):
+        scored = [row | {"score": number < right} for number, row in enumerate(rows)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in scored))
+        evaluate_checkpoint(settings)
+        assert _report(tmp_path)["sets"][0]["avg_at_k"] == pytest.approx(right / PROBLEMS)
+    assert len(server.requests) == PROBLEMS * SAMPLES
 
 
 def test_an_evaluation_is_alone_in_its_run_directory_and_goes_on_after_a_kill(tmp_path: Path, server: Server) -> None:

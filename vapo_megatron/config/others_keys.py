@@ -96,7 +96,7 @@ def named_here(key: str) -> str | None:
     if "lora" in key.split(".") or name.startswith("lora_"):
         return "there is no LoRA here, docs/lora.md says why and what helps instead"
     if name == "val_only":
-        return "evaluation alone is a command: vapo-megatron evaluate"
+        return "evaluation alone is a command: vapo-megatron evaluate CONFIG --checkpoint final"
     if (ours := OURS.get(last_two) or OURS.get(name)) is not None:
         return f"here it is {ours}"
     if key.partition(".")[0] in ("actor_rollout_ref", "trainer"):

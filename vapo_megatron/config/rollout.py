@@ -271,6 +271,11 @@ class RolloutConfig(Section):
         given = self.server_args.get("attn_dp_size", 1)
         return given if isinstance(given, int) and given > 0 and self.tp % given == 0 else 1
 
+    def reading_checkpoints(self) -> "RolloutConfig":
+        """The same for engines that read a checkpoint and are sent no weights: those of an evaluation, or of probes."""
+        fed = {"load_format": "auto", "external_urls": (), "router_replay": False}
+        return self.model_copy(update=fed | {"quantization": "none", "fp8_scales": "auto"})
+
     def computes_in(self, model_dtype: Dtype) -> Dtype:
         """The dtype of the engines, given model.dtype."""
         return model_dtype if self.dtype == "auto" else self.dtype

@@ -6,6 +6,11 @@ from pydantic import Field, model_validator
 
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.data import PromptTemplate
+from vapo_megatron.config.rollout import SamplingConfig
+
+# Seeds of evaluations are apart from those of training, and the same at every step, so that evaluations differ by the
+# weights alone.
+EVALUATION_SEED = 1_000_003
 
 
 class RunPlace(Section):
@@ -78,6 +83,11 @@ class EvaluationConfig(Section):
     temperature: float = Field(1.0, ge=0, description="0 is greedy")
     top_p: float = Field(0.7, gt=0, le=1, description="nucleus sampling: least probability kept")
     max_new_tokens: int | None = Field(None, ge=1, description="none: as in training")
+
+    def sampling_beside(self, training: SamplingConfig) -> SamplingConfig:
+        """How responses are drawn, given how those of training are."""
+        most = self.max_new_tokens or training.max_new_tokens
+        return SamplingConfig(temperature=self.temperature, top_p=self.top_p, max_new_tokens=most)
 
 
 class SftDataConfig(Section):

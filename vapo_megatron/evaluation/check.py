@@ -11,7 +11,6 @@ from vapo_megatron.config.run_directory import check_room
 from vapo_megatron.config.train import EvaluateConfig
 from vapo_megatron.evaluation.sets import numbered
 from vapo_megatron.experience.prompts import eval_prompts
-from vapo_megatron.experience.rows import eval_problems
 from vapo_megatron.experience.sample import Prompt
 from vapo_megatron.experience.tokenizer import TextTokenizer
 from vapo_megatron.mcore.platform import Platform
@@ -131,13 +130,7 @@ def _read_model(settings: EvaluateConfig, model: ModelConfig) -> tuple[ModelSpec
 def _prompts(settings: EvaluateConfig, tokenizer: TextTokenizer | None) -> dict[str, list[Prompt]]:
     """Of every set; without a tokenizer without their tokens."""
     data = settings.data
-    if tokenizer is not None:
-        return {entry.name: numbered(entry.name, eval_prompts(entry, data, tokenizer)) for entry in data.eval}
-    problems = {entry.name: eval_problems(entry, data.fields) for entry in data.eval}
-    return {
-        name: numbered(name, [Prompt(one.id, one.problem, one.answer, (), extra=one.extra) for one in rows])
-        for name, rows in problems.items()
-    }
+    return {entry.name: numbered(entry.name, eval_prompts(entry, data, tokenizer)) for entry in data.eval}
 
 
 def facts(plan: Evaluation, run_dir: Path) -> dict[str, object]:

@@ -34,8 +34,8 @@ def train_prompts(config: DataConfig, tokenizer: TextTokenizer) -> list[Prompt]:
     return prompts
 
 
-def eval_prompts(evaluation: EvalSet, config: ProblemsConfig, tokenizer: TextTokenizer) -> list[Prompt]:
-    """The prompts of one evaluation set in the order of its file, their cursors 0.
+def eval_prompts(evaluation: EvalSet, config: ProblemsConfig, tokenizer: TextTokenizer | None) -> list[Prompt]:
+    """The prompts of one evaluation set in the order of its file, their cursors 0; without tokenizer, without tokens.
 
     Raises BadInput as train_prompts does; evaluation problems are never left out.
     """
@@ -45,8 +45,8 @@ def eval_prompts(evaluation: EvalSet, config: ProblemsConfig, tokenizer: TextTok
     return prompts
 
 
-def _prompt(problem: Problem, tokenizer: TextTokenizer, source: str) -> Prompt:
-    ids = tuple(tokenizer.encode_prompt(problem.problem))
+def _prompt(problem: Problem, tokenizer: TextTokenizer | None, source: str) -> Prompt:
+    ids = tuple(tokenizer.encode_prompt(problem.problem)) if tokenizer else ()
     return Prompt(problem.id, problem.problem, problem.answer, ids, source=source, extra=problem.extra)
 
 

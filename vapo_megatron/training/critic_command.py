@@ -118,9 +118,7 @@ def with_checkpoint(settings: ProbedRunConfig) -> ProbedRunConfig:
             "critic_probes.checkpoint=null with critic.init=policy: a new head has learnt nothing, give "
             "critic.init=value_checkpoint and critic.init_path"
         )
-    rollout = settings.rollout.model_copy(
-        update={"load_format": "auto", "external_urls": (), "quantization": "none", "router_replay": False}
-    )
+    rollout = settings.rollout.reading_checkpoints()
     return settings.model_copy(update={"model": model, "critic": critic, "rollout": rollout})
 
 

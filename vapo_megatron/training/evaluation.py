@@ -9,17 +9,13 @@ import torch.distributed as dist
 
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.data import EvalSet
-from vapo_megatron.config.rollout import SamplingConfig
-from vapo_megatron.config.run import EvaluationConfig
+from vapo_megatron.config.run import EVALUATION_SEED, EvaluationConfig
 from vapo_megatron.evaluation.evaluator import EngineGenerator, Evaluator
 from vapo_megatron.evaluation.sets import SetResult, numbered
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.engines import EnginesFailed
 from vapo_megatron.training.rollouts import Rollouts
 from vapo_megatron.training.state import RunState
-
-# Apart from the seeds of training, and the same at every step, so that evaluations differ by the weights alone.
-_SEED_OFFSET = 1_000_003
 
 
 def evaluate(
@@ -45,12 +41,8 @@ def evaluate_sets(
     """On rank 0: the result of every set; raw outputs and evaluation.json go into the run directory."""
     verifier, engines = rollouts.verifier, rollouts.engines
     assert verifier is not None, "responses are graded on rank 0"
-    sampling = SamplingConfig(
-        temperature=config.temperature,
-        top_p=config.top_p,
-        max_new_tokens=config.max_new_tokens or rollouts.sampling.max_new_tokens,
-    )
-    seed, decode = rollouts.seed + _SEED_OFFSET, rollouts.tokenizer.decode
+    sampling = config.sampling_beside(rollouts.sampling)
+    seed, decode = rollouts.seed + EVALUATION_SEED, rollouts.tokenizer.decode
     generator = EngineGenerator(engines.dispatcher.collect, decode, sampling, seed, engines.version)
     evaluator, results = Evaluator(verifier, rollouts.reward), []
     for entry, prompts in zip(sets, rollouts.evaluation_prompts, strict=True):
