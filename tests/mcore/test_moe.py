@@ -11,7 +11,6 @@ import torch.nn.functional as F
 import transformers
 from batches import LENGTHS, make_batch, spread
 from hf_models import EXPERTS, SIZES, read_tensors, write_model
-from pydantic import ValidationError
 from ranks import run_ranks
 from test_family_gradients import megatron as megatron_gradients
 from test_family_gradients import sequences
@@ -210,8 +209,3 @@ def test_layouts_that_do_not_fit_are_refused(
     with pytest.raises(BadInput, match=told):
         check_layout(layout, world_size, "actor")
         check_model_layout(spec, layout, "actor")
-
-
-def test_ep_and_tp_divide_one_another() -> None:
-    with pytest.raises(ValidationError, match="ep=3 and tp=2: one must divide the other"):
-        LayoutConfig(tp=2, ep=3, sequence_parallel=True)

@@ -13,7 +13,6 @@ from hf_models import write_model
 from megatron.core import fp8_utils
 from megatron.core.fp8_utils import is_first_last_bf16_layer
 from megatron.core.transformer.transformer_config import TransformerConfig
-from pydantic import ValidationError
 from ranks import run_ranks
 from trainables import loss_of, make_trainable
 
@@ -137,20 +136,6 @@ def test_what_can_work_is_not_refused(spec: ModelSpec, recipe: str) -> None:
     wide = spec if recipe != "mxfp8" else spec.__class__(**{**spec.__dict__, "ffn_size": 64})
     section = CriticConfig.model_validate({"precision": {"fp8": recipe}})
     check_trainable(wide, ModelConfig(path="m"), section, "critic", chip)
-
-
-@pytest.mark.parametrize(
-    "section",
-    [
-        {"fp8_param_gather": True},
-        {"last_layers_bf16": 1},
-        {"fp8": "tensorwise", "dtype": "float32"},
-        {"fp8": "mxfp8", "fp8_param_gather": True},
-    ],
-)
-def test_switches_that_exclude_each_other(section: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        PrecisionConfig.model_validate(section)
 
 
 @pytest.mark.parametrize("recipe", CAPABILITY)

@@ -1,0 +1,97 @@
+"""What a section refuses by itself, in words that name key, value and remedy."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from vapo_megatron.config.algorithm import AlgorithmConfig
+from vapo_megatron.config.base import Section
+from vapo_megatron.config.data import EvalSet, EvaluationDataConfig, PromptTemplate
+from vapo_megatron.config.model import CriticConfig, LayoutConfig, OptimizerSettings, PrecisionConfig, TrainableConfig
+from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
+from vapo_megatron.config.run import SftDataConfig
+from vapo_megatron.config.server import ServerConfig
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.config.tiny_model import TinyModel
+from vapo_megatron.config.train import EvaluateConfig, TrainConfig
+
+TRAIN: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "t"}, "sampling": {"max_new_tokens": 16}}
+EVALUATE: dict[str, Any] = {"data": {"eval": [{"name": "a", "path": "p"}]}, "sampling": {"max_new_tokens": 16}}
+SERVER: dict[str, Any] = {"url": "http://host", "model": "m"}
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "told"),
+    [
+        (AlgorithmConfig, {"advantage": {"estimator": "rloo", "off_policy": "vtrace"}}, "off_policy=vtrace with estim"),
+        (
+            AlgorithmConfig,
+            {"value_loss": {"residual": True}, "shaping": {"truncated": "bootstrap"}},
+            "residual=true with shaping.truncated=bootstrap",
+        ),
+        (CriticConfig, {"init": "reward_model"}, "init=reward_model needs init_path"),
+        (CriticConfig, {"init_path": "p"}, "leave init_path out, or set init"),
+        (LayoutConfig, {"tp": 2, "ep": 3, "sequence_parallel": True}, "ep=3 and tp=2: one must divide the other"),
+        (OptimizerSettings, {"decay": "cosine"}, "decay=cosine needs decay_steps"),
+        (
+            OptimizerSettings,
+            {"warmup_steps": 10, "decay": "linear", "decay_steps": 10},
+            "warmup_steps=10 is not below decay_steps=10",
+        ),
+        (
+            OptimizerSettings,
+            {"warmup_unit": "rollouts", "decay": "linear", "decay_steps": 50},
+            "decay_steps=50 with warmup_unit=rollouts",
+        ),
+        (OptimizerSettings, {"lr": 1e-6, "min_lr": 1e-5}, "min_lr=1e-05 is above lr"),
+        (OptimizerSettings, {"overlap_param_gather": True, "distributed": False}, "needs distributed=true"),
+        (OptimizerSettings, {"overlap_param_gather": True, "overlap_grad_reduce": False}, "overlap_grad_reduce not"),
+        (PrecisionConfig, {"fp8_param_gather": True}, "fp8_param_gather=True with fp8=none"),
+        (PrecisionConfig, {"last_layers_bf16": 1}, "last_layers_bf16=1 with fp8=none: choose a recipe"),
+        (PrecisionConfig, {"fp8": "mxfp8", "fp8_param_gather": True}, "fp8_param_gather with fp8=mxfp8"),
+        (PrecisionConfig, {"fp8": "tensorwise", "dtype": "float32"}, "fp8=tensorwise with dtype=float32"),
+        (
+            TrainableConfig,
+            {"precision": {"fp8": "tensorwise", "fp8_param_gather": True}, "optimizer": {"distributed": False}},
+            "fp8_param_gather needs optimizer.distributed=true",
+        ),
+        (SamplingConfig, {"max_new_tokens": 1, "top_k": 0}, "top_k=0 leaves nothing to sample from"),
+        (RolloutConfig, {"quantization": "fp8"}, "quantization=fp8 with load_format=auto"),
+        (RolloutConfig, {"fp8_scales": "float32"}, "fp8_scales=float32 with quantization=none"),
+        (RolloutConfig, {"server_args": {"--tp": 2}}, "server_args.--tp: write it as in"),
+        (PromptTemplate, {"user_template": "{problem} {problem}"}, "has 2 times {problem}"),
+        (PromptTemplate, {"chat_template": False, "system_prompt": "s"}, "system_prompt needs chat_template=true"),
+        (EvalSet, {"name": "a_problems", "path": "p"}, "name=a_problems: files of evaluations end like that"),
+        (EvaluationDataConfig, {"eval": [{"name": "a", "path": "p"}] * 2}, "names a, a are not all different"),
+        (SftDataConfig, {"path": "p", "steps": 3, "epochs": 2}, "steps=3 and epochs=2 both say how long"),
+        (
+            SftConfig,
+            {"model": {"path": "m"}, "data": {"path": "p"}, "actor": {"optimizer": {"warmup_unit": "rollouts"}}},
+            "demonstrations have none, set updates",
+        ),
+        (ServerConfig, SERVER | {"url": "https://me:word@host"}, "holds a user or password"),
+        (EvaluateConfig, EVALUATE, "neither is given of model"),
+        (EvaluateConfig, EVALUATE | {"model": {"path": "m"}, "server": SERVER}, "both are given of model"),
+        (EvaluateConfig, EVALUATE | {"server": SERVER | {"api": "completions"}}, "server.api=completions with data"),
+        (
+            EvaluateConfig,
+            EVALUATE | {"model": {"path": "m"}, "rollout": {"load_format": "dummy"}},
+            "leaves the engines",
+        ),
+        (
+            EvaluateConfig,
+            EVALUATE | {"model": {"path": "m"}, "rollout": {"external_urls": ["http://h:1"]}},
+            "those engines have a trainer's weights",
+        ),
+        (TrainConfig, TRAIN | {"checkpoint": {"keep": {"best": "evaluation/a_avg@8"}}}, "is no metric of data.eval"),
+        (TrainConfig, TRAIN | {"checkpoint": {"keep": {"best": "time/step"}}}, "is no metric of a step"),
+        (TinyModel, {"heads": 3, "kv_heads": 2}, "heads 3 is not a multiple of kv_heads 2"),
+        (TinyModel, {"family": "qwen2", "head_dim": 16}, "a qwen2 model has head_dim = hidden_size / heads"),
+        (TinyModel, {"experts_per_token": 9}, "experts_per_token 9 is above the 8 experts"),
+    ],
+)
+def test_a_section_refuses_what_cannot_be(section: type[Section], values: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        section.model_validate(values)
+    assert told in str(refused.value)
