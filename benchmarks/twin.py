@@ -170,10 +170,10 @@ class Stub:
             one["call"]["done"].set()
 
     async def abort(self, request: web.Request) -> web.Response:
-        """End a response, with what there is of it."""
-        name = (await request.json())["rid"]
+        """End responses, with what there is of them."""
+        names = set(await request.json())
         for batch in (self.running, self.waiting):
-            for one in [one for one in batch if one["name"] == name]:
+            for one in [one for one in batch if one["name"] in names]:
                 batch.remove(one)
                 self.finish(one, "abort")
         return web.json_response({})
@@ -244,7 +244,7 @@ def serve(cases: Sequence[Case], ports: Any) -> None:
     async def start(case: Case) -> tuple[int, "asyncio.Task[None]"]:
         stub, application = Stub(case.lengths.draw), web.Application(client_max_size=1 << 30)
         application.router.add_post(f"/{columns.PATH}", stub.generate)
-        application.router.add_post("/abort_request", stub.abort)
+        application.router.add_post(f"/{columns.ABORT_PATH}", stub.abort)
         application.router.add_post("/pause_generation", stub.pause)
         application.router.add_post("/continue_generation", stub.resume)
         application.router.add_post("/update_weights_from_tensor", stub.load)

@@ -58,6 +58,12 @@ def test_logits_of_bfloat16_engines_are_made_in_float32_unless_the_user_takes_it
     assert flag not in arguments_of(back, "bfloat16", range(1))
 
 
+def test_sglangs_own_watchdog_waits_for_kernels_and_weights(arguments_of) -> None:
+    for seconds, expected in ((1800, "1800.0"), (60, "600.0")):  # rollout.sync.request_timeout_s is 600
+        told = arguments_of(RolloutConfig(start_timeout_s=seconds), "bfloat16", range(1))
+        assert told[told.index("--watchdog-timeout") + 1] == expected
+
+
 def test_float32_without_the_kernels_for_it_is_refused_before_anything_starts(tmp_path: Path) -> None:
     config = RolloutConfig(deterministic=False)
     with pytest.raises(BadInput, match=r"rollout\.deterministic=false .* float32 on GPUs: sgl_kernel\.rmsnorm"):

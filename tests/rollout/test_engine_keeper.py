@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ from vapo_megatron.config.rollout import HealthConfig, RolloutConfig
 from vapo_megatron.engine import heartbeat
 from vapo_megatron.engine.heartbeat import Heartbeat, beats_with, register
 from vapo_megatron.rollout.keeper import EngineKeeper, ask_health, end_server, what_is_wrong
-from vapo_megatron.rollout.server import EngineServer
+from vapo_megatron.rollout.server import EngineAddress, EngineServer
 
 HEALTH = HealthConfig(every_s=0.1, answer_s=2, max_failures=2)
 DEADLINE = 30
@@ -118,7 +120,7 @@ def test_open_requests_without_a_batch_are_a_hang(tmp_path: Path, monkeypatch: p
     told = Heartbeat(lambda: requests)
 
     def wrong() -> str | None:
-        return what_is_wrong(health(told), progress_s=120)
+        return what_is_wrong(health(told), RolloutConfig(start_timeout_s=1))
 
     for now, open_requests, works, is_wrong in [
         (500.0, 0, False, False),  # idle
@@ -136,6 +138,63 @@ def test_open_requests_without_a_batch_are_a_hang(tmp_path: Path, monkeypatch: p
     assert "2 requests wait and no batch has ended for 159 s" in str(wrong())
 
 
+def test_first_batches_may_compile_and_a_pause_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, paused = 0.0, False
+    monkeypatch.setattr(heartbeat.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now)
+    told = Heartbeat(lambda: ["a request"], lambda: paused)
+
+    def after(seconds: float) -> str | None:
+        nonlocal now
+        now += seconds
+        return what_is_wrong(health(told), RolloutConfig())
+
+    class Scheduler:
+        def run_batch(self, seconds: float) -> str | None:
+            return after(seconds)
+
+    beats_with(Scheduler, register("scheduler"))
+    batch = Scheduler().run_batch
+    assert batch(890) is None and "in its first 100 batches rollout.start_timeout_s=900" in str(batch(910))
+    assert all(batch(1) is None for _ in range(98))
+    assert batch(110) is None and "progress_s=120" in str(batch(130))
+    paused = True
+    assert after(600) is None
+    paused = False
+    assert after(110) is None and after(20) is not None
+
+
+def test_what_its_keeper_stumbles_over_is_told(
+    keeper: EngineKeeper, stub: StubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread must not end without a word: who waits for the server would wait for ever."""
+    causes: list[Exception] = [OSError(28, "No space left on device"), RuntimeError("a surprise")]
+
+    def start_again() -> None:
+        if stub.starts < 3:
+            stub.starts += 1
+            raise causes[stub.starts - 2]
+        stub.start()
+
+    monkeypatch.setattr(stub, "start_again", start_again)
+    keeper.fail("a test")  # the disk is full for a moment
+    wait_until(keeper, "given up")
+    assert "its keeper failed (RuntimeError: a surprise)" in keeper.look().cause
+
+
+def test_an_answer_that_breaks_off_is_none() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        asked = EngineAddress(f"http://127.0.0.1:{listener.getsockname()[1]}", "no log")
+
+        def answer() -> None:
+            with listener.accept()[0] as connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.0 200 OK\r\nContent-Length: 100\r\n\r\n{")
+
+        threading.Thread(target=answer).start()
+        assert ask_health(asked, 5) is None
+
+
 def health(told: Heartbeat) -> dict[str, Any]:
     """What a coroutine that waits for nothing returns."""
     try:
@@ -148,7 +207,7 @@ def health(told: Heartbeat) -> dict[str, Any]:
 @pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
 def test_a_real_server_tells_of_its_processes(server: EngineServer, role: str) -> None:
     found = ask_health(server.address, 5)
-    assert found is not None and what_is_wrong(found, 60) is None and found["requests"] == 0
+    assert found is not None and what_is_wrong(found, RolloutConfig()) is None and found["requests"] == 0
     scratch = Path(psutil.Process(server.pid).environ()["TMPDIR"])
     pid = next(int(path.name.split("-")[2]) for path in scratch.glob(f"process-{role}-*"))
     os.kill(pid, signal.SIGSTOP)

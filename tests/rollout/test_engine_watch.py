@@ -83,3 +83,18 @@ def test_one_that_comes_back_as_another_is_not_taken(stub: StubServer, caplog: p
         assert watch.look().state == "waiting" and "was started with rollout.tp=None and this run has 2" in caplog.text
     finally:
         watch.stop()
+
+
+def test_what_its_watch_stumbles_over_is_told(stub: StubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost: list[str] = []
+
+    def stumble(*_: Any) -> None:
+        raise KeyError("lost")
+
+    monkeypatch.setattr("vapo_megatron.rollout.engine_watch.what_is_wrong", stumble)
+    watch = watched(stub, {}, lost)
+    try:
+        wait_until(watch, "given up")
+        assert "its watch failed (KeyError: 'lost')" in watch.look().cause and lost == [stub.address.url]
+    finally:
+        watch.stop()

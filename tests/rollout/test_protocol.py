@@ -17,12 +17,12 @@ from vapo_megatron.weights.bucket import Place
 from vapo_megatron.weights.routed_experts import ExpertChoices
 
 SAID: dict[int, dict[str, Any]] = {
-    5: {
+    6: {
         "bucket": ["first", "last", "places", "purpose", "size"],
         "place": ["name", "dtype", "shape", "start"],
         "loaded": ["problems", "seconds", "checksums"],
-        "ways": ["vapo_strict", "vapo_weights", "vapo_generate", "vapo_health", "vapo_end"],
-        "health": ["lost", "requests", "silent_s"],
+        "ways": ["vapo_strict", "vapo_weights", "vapo_generate", "vapo_abort", "vapo_health", "vapo_end"],
+        "health": ["lost", "requests", "silent_s", "batches"],
         "asked": ["expert_choices", "input_ids", "return_logprob", "return_routed_experts", "rid", "sampling_params"],
         "choices": ["layers", "experts", "per_token", "dense_layers"],
         "answer": "[{'experts': [2, '|u1'], 'logprobs': 1, 'meta': {'a': 1}, 'tokens': 1}] 070000000000003f0203",
@@ -48,7 +48,10 @@ def said() -> dict[str, Any]:
         "bucket": sorted(announce(None, "load", first=True, last=True)),
         "place": list(Place._fields),
         "loaded": [f.name for f in fields(LoadAnswer)],
-        "ways": [LOAD_FORMAT, BROADCAST_GROUP, columns.PATH, heartbeat.HEALTH_PATH, heartbeat.END_PATH],
+        "ways": [
+            *(LOAD_FORMAT, BROADCAST_GROUP, columns.PATH, columns.ABORT_PATH),
+            *(heartbeat.HEALTH_PATH, heartbeat.END_PATH),
+        ],
         "health": list(asyncio.run(heartbeat.Heartbeat(tuple).health())),
         "asked": sorted(asked),
         "choices": [f.name for f in fields(ExpertChoices)],

@@ -1,6 +1,7 @@
 """Training at one layout, engines at another, by every transport of a machine without GPUs: after each update the
 engine computes what the trainer does, and nothing that goes wrong on the way goes unnoticed."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,16 @@ def test_a_name_or_shape_that_the_engine_does_not_take_is_named(
     cut = [(name, t[:-2] if name.endswith("1.self_attn.k_proj.weight") else t) for name, t in others]
     with pytest.raises(RunFailed, match=r"1\.self_attn\.k_proj\.weight (of shape )?\[30, 64\]"):
         sync.load(in_slots(cut), version=1)
+
+
+def test_a_session_that_was_broken_off_ends_with_the_next_one(restored: EngineServer, others: Tensors) -> None:
+    """The server is one of several, and another one failed in the middle of a weight sync."""
+    client = EngineClient(restored.address, DEADLINE)
+    with asyncio.Runner() as runner:
+        runner.run(client.begin_weight_update())
+        runner.run(client.close())
+    with make_sync("shared_memory", restored.address, 1, Path("unused")) as sync:
+        sync.load(in_slots(others), version=1)
 
 
 def test_layers_in_each_others_place_are_noticed_and_named(sync: WeightSync, others: Tensors) -> None:

@@ -108,7 +108,10 @@ class HealthConfig(Section):
     every_s: float = Field(2.0, gt=0, description="seconds between two looks at an engine and its processes")
     answer_s: float = Field(20.0, gt=0, description="an engine that says nothing for so long is taken for dead")
     progress_s: float = Field(
-        120.0, gt=0, description="likewise one with open requests and no batch; compiling a kernel may take a minute"
+        120.0,
+        gt=0,
+        description="likewise one with open requests and no batch; in its first 100 batches, for which kernels are "
+        "compiled, start_timeout_s counts",
     )
     max_failures: int = Field(
         3,
@@ -164,7 +167,8 @@ class RolloutConfig(Section):
     start_timeout_s: float = Field(
         900.0,
         gt=0,
-        description="seconds until a server must answer; a first start on GPUs compiles kernels for minutes",
+        description="seconds until a server must answer, and end one of its first batches; on GPUs both may compile "
+        "kernels for minutes",
     )
     collect_timeout_s: float = Field(7200.0, gt=0, description="seconds for all responses of one collection")
     server_args: dict[str, bool | int | float | str] = Field(

@@ -19,6 +19,8 @@ from vapo_megatron.weights.routed_experts import ExpertChoices
 
 PATH = "vapo_generate"
 """Where a server takes what SGLang takes under /generate, for a list of prompts, and answers with columns."""
+ABORT_PATH = "vapo_abort"
+"""Where it takes a list of the names of responses that are to end."""
 MEDIA_TYPE = "application/octet-stream"
 
 _LENGTH = struct.Struct("<I")

@@ -1,4 +1,4 @@
-"""The server's own way to generate, for trainers: columns instead of JSON (columns.py)."""
+"""The server's own ways to generate and abort, for trainers: columns instead of JSON (columns.py), many at once."""
 
 import asyncio
 
@@ -28,3 +28,9 @@ async def generate(request: Request) -> Response:
     experts = None if choices is None else ExpertChoices(**choices)
     message = await asyncio.to_thread(pack, answers, experts, body["input_ids"])
     return Response(message, media_type=MEDIA_TYPE)
+
+
+async def abort(request: Request) -> None:
+    """Take a JSON list of names of responses, and end those of them that run: SGLang's own way takes one a request."""
+    for name in orjson.loads(await request.body()):
+        get_global_state().tokenizer_manager.abort_request(name)

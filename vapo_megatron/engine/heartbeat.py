@@ -1,7 +1,8 @@
 """What a server tells of its own processes: whether all of them are there, and get on with what they were asked.
 
 Each process of a server has a file in the server's folder of temporary files; a scheduler writes the time of its last
-batch into it. The HTTP process reads them when it is asked (HEALTH_PATH), and ends the server when it is told to.
+batch into it, and how many there were. The HTTP process reads them when it is asked (HEALTH_PATH), and ends the server
+when it is told to.
 """
 
 import functools
@@ -19,19 +20,20 @@ HEALTH_PATH = "vapo_health"
 END_PATH = "vapo_end"
 
 _PREFIX = "process-"
-_TIME = struct.Struct("d")
+_BEAT = struct.Struct("dq")  # time, batches that have ended
 _STATES = {"T": "stopped", "t": "stopped by a debugger", "Z": "dead", "X": "dead"}
 
 
-def register(role: str) -> Callable[[], None]:
-    """This process is one of the server's, from now on. Returns what is to be called when it gets on with its work."""
+def register(role: str) -> Callable[[int], None]:
+    """This process is one of the server's, from now on. Returns what is to be called when it gets on with its work,
+    with the number of batches that it has ended."""
     path = Path(tempfile.gettempdir()) / f"{_PREFIX}{role}-{os.getpid()}"
-    path.write_bytes(_TIME.pack(time.monotonic()))
+    path.write_bytes(_BEAT.pack(time.monotonic(), 0))
     with path.open("r+b") as file:
-        memory = mmap.mmap(file.fileno(), _TIME.size)
+        memory = mmap.mmap(file.fileno(), _BEAT.size)
 
-    def beat() -> None:
-        _TIME.pack_into(memory, 0, time.monotonic())
+    def beat(batches: int) -> None:
+        _BEAT.pack_into(memory, 0, time.monotonic(), batches)
 
     return beat
 
@@ -43,17 +45,19 @@ def processes_in(scratch: str) -> Iterator[tuple[str, int, Path]]:
         yield role, int(pid), path
 
 
-def beats_with(scheduler: Any, beat: Callable[[], None]) -> None:
+def beats_with(scheduler: Any, beat: Callable[[int], None]) -> None:
     """Have SGLang's scheduler class call beat before and after each batch."""
-    run_batch = scheduler.run_batch
+    run_batch, ended = scheduler.run_batch, 0
 
     @functools.wraps(run_batch)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        beat()
+        nonlocal ended
+        beat(ended)
         try:
             return run_batch(*args, **kwargs)
         finally:
-            beat()
+            ended += 1
+            beat(ended)
 
     scheduler.run_batch = watched
 
@@ -63,24 +67,29 @@ class Heartbeat:
 
     Args:
         requests: returns what the server has been asked and has not answered yet.
+        is_paused: whether it is to run nothing, as weights come.
     """
 
-    def __init__(self, requests: Callable[[], Sized]) -> None:
-        self._requests, self._idle_at = requests, time.monotonic()
+    def __init__(self, requests: Callable[[], Sized], is_paused: Callable[[], bool] = lambda: False) -> None:
+        self._requests, self._is_paused, self._idle_at = requests, is_paused, time.monotonic()
 
     async def health(self) -> dict[str, Any]:
         """lost: a line for each process that is dead or stopped. requests: that are open. silent_s: for how many
-        seconds no batch has begun or ended while there were any; 0 without."""
-        now, lost, beats = time.monotonic(), [], [self._idle_at]
+        seconds no batch has begun or ended while there were any and it was not paused; else 0. batches: that have
+        ended so far."""
+        now, lost, beats, batches = time.monotonic(), [], [self._idle_at], 0
         for role, pid, path in processes_in(tempfile.gettempdir()):
             state = _STATES.get(_state(pid))
             if state is not None:
                 lost.append(f"its {role} (process {pid}) is {state}")
-            beats.append(_TIME.unpack(path.read_bytes())[0])
+            beat, ended = _BEAT.unpack(path.read_bytes())
+            beats.append(beat)
+            batches = max(batches, ended)
         requests = len(self._requests())
-        if requests == 0:
+        if requests == 0 or self._is_paused():
             self._idle_at = now
-        return {"lost": sorted(lost), "requests": requests, "silent_s": now - max(beats) if requests else 0.0}
+            beats.append(now)
+        return {"lost": sorted(lost), "requests": requests, "silent_s": now - max(beats), "batches": batches}
 
     async def end(self, cause: str) -> None:
         """End the server, all its processes and this one: its owner starts it again, and finds the cause in the log."""

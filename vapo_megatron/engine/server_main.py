@@ -22,7 +22,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from multiprocessing import set_start_method
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vapo_megatron.engine.heartbeat import END_PATH, HEALTH_PATH, Heartbeat
 from vapo_megatron.engine.owner_guard import is_guarded
@@ -60,7 +60,12 @@ def main(argv: list[str]) -> None:
     told = json.loads(identity)
     app.add_api_route(f"/{IDENTITY_PATH}", lambda: told)
     app.add_api_route(f"/{columns.PATH}", generate_route.generate, methods=["POST"])
-    heartbeat = Heartbeat(lambda: get_global_state().tokenizer_manager.rid_to_state)
+    app.add_api_route(f"/{columns.ABORT_PATH}", generate_route.abort, methods=["POST"])
+
+    def manager() -> Any:
+        return get_global_state().tokenizer_manager
+
+    heartbeat = Heartbeat(lambda: manager().rid_to_state, lambda: manager().is_pause)
     app.add_api_route(f"/{HEALTH_PATH}", heartbeat.health)
     app.add_api_route(f"/{END_PATH}", heartbeat.end, methods=["POST"])
     engine.launch_dummy_health_check_server = functools.partial(_tell_of_followers, key)

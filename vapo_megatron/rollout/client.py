@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import errno
 import json
 import math
 import time
@@ -83,9 +84,9 @@ class EngineClient:
 
     async def close(self) -> None:
         """Close its connections; the next call opens new ones."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        session, self._session = self._session, None  # at once: it is of no use to a call that comes meanwhile
+        if session is not None:
+            await session.close()
 
     async def generate(
         self,
@@ -133,7 +134,7 @@ class EngineClient:
 
     async def abort(self, ids: Sequence[str]) -> None:
         """Stop responses that generate() was given names of; those that are done stay as they are."""
-        await asyncio.gather(*(self._call("abort_request", {"rid": name}) for name in ids))
+        await self._call(columns.ABORT_PATH, list(ids))
 
     async def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-prob of each token given those before it, at temperature 1: one value less than tokens, per sequence."""
@@ -178,7 +179,9 @@ class EngineClient:
         await self._call("continue_generation", {})
 
     async def begin_weight_update(self) -> None:
-        """Open the session in which send_bucket() is allowed."""
+        """Open the session in which send_bucket() is allowed; one that was broken off, as another server failed in it,
+        ends."""
+        await self._request("end_weight_update", {})  # refused where no session is open
         await self._call("begin_weight_update", {})
 
     async def end_weight_update(self) -> None:
@@ -303,13 +306,13 @@ class EngineClient:
             raise self._refused(path, status, answer)
         return loaded
 
-    async def _call(self, path: str, body: dict[str, Any] | None) -> Any:
+    async def _call(self, path: str, body: dict[str, Any] | list[str]) -> Any:
         status, answer = await self._request(path, body)
         if status != 200:
             raise self._refused(path, status, answer)
         return answer
 
-    async def _request(self, path: str, body: dict[str, Any] | None) -> tuple[int, Any]:
+    async def _request(self, path: str, body: dict[str, Any] | list[str] | None) -> tuple[int, Any]:
         """Status and answer of a POST, or of a GET where there is no body: bytes of columns, else decoded JSON."""
         if self._session is None:
             # A new connection each time: a kept one may be closed by the server while a request is on its way.
@@ -330,7 +333,17 @@ class EngineClient:
             raise TryAgain(
                 f"{self.address}: no answer to {path} within {self._deadline:g} s: {self.address.cause()}"
             ) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise TryAgain(f"{self.address}: its connections were closed before {path} was asked for") from None
         except aiohttp.ClientError as error:
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                raise RunFailed(
+                    f"{self.address}: no connection for {path}: {error.strerror}; each group on its way takes one, "
+                    "raise the limit (ulimit -Hn; LimitNOFILE of slurmd)"
+                ) from None
             raise TryAgain(
                 f"{self.address}: the server is gone ({type(error).__name__} on {path}): {self.address.cause()}"
             ) from None

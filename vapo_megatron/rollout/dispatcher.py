@@ -6,8 +6,10 @@ import heapq
 import itertools
 import logging
 import queue
+import resource
 import struct
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -111,6 +113,8 @@ class Dispatcher:
         self._numbers = itertools.count()
         self.when_stranded: Callable[[], None] | None = None
         self.loop = loop or LoopThread()
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each group on its way takes a connection
 
     def collect(
         self,
@@ -200,7 +204,10 @@ class Dispatcher:
                 engine = heapq.heappop(self._waiting).engine
                 if not engine.done():
                     engine.set_result(None)
-            await asyncio.gather(*(_abort(client, ids) for client, ids in self._running.values()))
+            running: defaultdict[EngineClient, list[str]] = defaultdict(list)
+            for client, ids in self._running.values():
+                running[client] += ids
+            await asyncio.gather(*(_abort(client, ids) for client, ids in running.items()))
             await asyncio.sleep(_STOP_POLL_SECONDS)  # a request may have been on its way to the server
 
     def lose(self, url: str) -> None:

@@ -51,7 +51,7 @@ class EngineWatch:
     def is_unhealthy(self) -> bool:
         """Whether it says so itself now, or says nothing."""
         found = ask_health(self._address, self._health.every_s)
-        return found is None or what_is_wrong(found, self._health.progress_s) is not None
+        return found is None or what_is_wrong(found, self._config) is not None
 
     def fail(self, cause: str) -> None:
         """The engine was found to be wrong: it is ended, if it can be, and left out until it is back."""
@@ -80,17 +80,23 @@ class EngineWatch:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._stop.wait(self._health.every_s):
-            if self._state == "serving":
-                self._see()
-            elif self._state == "waiting" and not self.is_unhealthy():
-                self._take_back()
+        try:
+            while not self._stop.wait(self._health.every_s):
+                if self._state == "serving":
+                    self._see()
+                elif self._state == "waiting" and not self.is_unhealthy():
+                    self._take_back()
+        except Exception as error:  # else nobody would hear of it
+            _logger.exception("engine %s is not watched any more", self._address.url)
+            with self._lock:
+                self._state, self._in_a_row = "serving", self._health.max_failures
+            self.fail(f"{self._address.url}: its watch failed ({type(error).__name__}: {error})")
 
     def _see(self) -> None:
         now, found = time.monotonic(), ask_health(self._address, self._health.every_s)
         if found is not None:
             self._answered = now
-            if (cause := what_is_wrong(found, self._health.progress_s)) is not None:
+            if (cause := what_is_wrong(found, self._config)) is not None:
                 self.fail(cause)
         elif now - self._answered > self._health.answer_s:
             self.fail(f"no answer for {now - self._answered:.0f} s")

@@ -5,6 +5,7 @@ a server that was started again has no weights of ours (NO_WEIGHTS) until the ne
 """
 
 import contextlib
+import http.client
 import json
 import logging
 import threading
@@ -24,6 +25,10 @@ _logger = logging.getLogger(__name__)
 State = Literal["starting", "serving", "waiting", "given up"]
 
 _POLL_SECONDS = 0.1
+# Kernels are compiled when they are met, which takes minutes where no cache has them; SGLang tells of that nowhere.
+_FIRST_BATCHES = 100
+NO_ANSWER = (OSError, ValueError, http.client.HTTPException)
+"""What is raised where a server does not answer, or not to the end."""
 
 
 @dataclass(frozen=True)
@@ -119,14 +124,26 @@ class EngineKeeper:
         self._server.stop()
 
     def _keep(self) -> None:
-        while not self._stop.wait(self._health.every_s):
+        try:
+            while not self._stop.wait(self._health.every_s):
+                self._look()
+        except Exception as error:  # else whoever waits for the server would wait for ever
+            _logger.exception("engine %s is not kept any more", self.address.url)
             with self._lock:
-                if self._state == "waiting" and self._may_start:
-                    self._start_again()
-                elif self._state == "starting":
-                    self._look_at_start()
-            if self._state == "serving" and (cause := self._wrong()) is not None:
-                self.fail(cause)
+                self._failures += 1
+                self._in_a_row += 1
+                self._cause = f"{self.address.url}: its keeper failed ({type(error).__name__}: {error})"
+                self._state = "given up"
+
+    def _look(self) -> None:
+        is_ready = self._state == "starting" and self._server.is_ready()  # may take seconds: not under the lock
+        with self._lock:
+            if self._state == "waiting" and self._may_start:
+                self._start_again()
+            elif self._state == "starting":
+                self._look_at_start(is_ready)
+        if self._state == "serving" and (cause := self._wrong()) is not None:
+            self.fail(cause)
 
     def _wrong(self) -> str | None:
         """What is wrong with a server that serves. Not under the lock: it may take seconds."""
@@ -138,7 +155,7 @@ class EngineKeeper:
             silent = now - self._answered
             return f"no answer for {silent:.0f} s" if silent > self._health.answer_s else None
         self._answered = now
-        return what_is_wrong(found, self._health.progress_s)
+        return what_is_wrong(found, self._config)
 
     def _replace(self, cause: str) -> None:
         if self._state == "serving" and time.monotonic() - self._served > self._config.start_timeout_s:
@@ -160,17 +177,17 @@ class EngineKeeper:
         self._state, self._started = "starting", time.monotonic()
         try:
             self._server.start_again()
-        except BadInput as error:  # its port: processes of the old server may have it for a moment
+        except (BadInput, OSError) as error:  # its port, which the old server may have for a moment; a full disk
             _logger.info("engine %s: %s", self.address.url, error)
             self._state = "waiting"
             if time.monotonic() > self._ended + self._config.start_timeout_s:
                 self._replace(str(error))
 
-    def _look_at_start(self) -> None:
+    def _look_at_start(self, is_ready: bool) -> None:
         seconds, limit = time.monotonic() - self._started, self._config.start_timeout_s
         if (ended := self._server.ended()) is not None:
             self._replace(f"it ended while starting ({ended})")
-        elif self._server.is_ready():
+        elif is_ready:
             self._state = "serving"
             self._served = self._answered = time.monotonic()
             _logger.info("engine %s serves again after %.1f s", self.address.url, seconds)
@@ -178,15 +195,16 @@ class EngineKeeper:
             self._replace(f"it did not answer within rollout.start_timeout_s={limit:g} s")
 
 
-def what_is_wrong(health: dict[str, Any], progress_s: float) -> str | None:
+def what_is_wrong(health: dict[str, Any], config: RolloutConfig) -> str | None:
     """What a server tells of itself (engine.heartbeat), in words; None where all is well."""
     if health["lost"]:
         return str(health["lost"][0])
-    if health["silent_s"] > progress_s:
-        return (
-            f"{health['requests']} requests wait and no batch has ended for {health['silent_s']:.0f} s "
-            f"(rollout.health.progress_s={progress_s:g})"
-        )
+    limit, key = config.health.progress_s, "rollout.health.progress_s"
+    if health["batches"] < _FIRST_BATCHES and config.start_timeout_s > limit:
+        limit, key = config.start_timeout_s, f"in its first {_FIRST_BATCHES} batches rollout.start_timeout_s"
+    requests, silent = health["requests"], health["silent_s"]
+    if silent > limit:
+        return f"{requests} requests wait and no batch has ended for {silent:.0f} s ({key}={limit:g})"
     return None
 
 
@@ -196,7 +214,7 @@ def ask_health(address: EngineAddress, timeout: float) -> dict[str, Any] | None:
         with DIRECT.open(_request(address, HEALTH_PATH), timeout=max(timeout, 1.0)) as answer:
             found: dict[str, Any] = json.load(answer)
             return found
-    except (OSError, ValueError):
+    except NO_ANSWER:
         return None
 
 
@@ -204,7 +222,7 @@ def end_server(address: EngineAddress, cause: str) -> None:
     """End a server that was found to be wrong, if it can still be told to; its owner starts it again."""
     request = _request(address, f"{END_PATH}?{urllib.parse.urlencode({'cause': cause})}")
     request.method = "POST"
-    with contextlib.suppress(OSError, ValueError):  # it ended before it could answer
+    with contextlib.suppress(*NO_ANSWER):  # it ended before it could answer
         DIRECT.open(request, timeout=5).close()
 
 

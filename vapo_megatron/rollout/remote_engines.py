@@ -21,10 +21,10 @@ from vapo_megatron.rollout.server import EngineAddress
 from vapo_megatron.weights.fp8 import BlockFp8
 from vapo_megatron.weights.spec import ModelSpec
 
-PROTOCOL = 5
+PROTOCOL = 6
 """To be raised with every change of what engines and trainers say to each other: bucket_message.announce, the answers
-of strict_loading, broadcast_group, engine.heartbeat, engine.generate_route and engine.columns. 5: engines decode the
-experts of responses, of the model that a request describes."""
+of strict_loading, broadcast_group, engine.heartbeat, engine.generate_route and engine.columns. 6: an engine
+says how many batches it has ended, and ends several responses in one request."""
 
 _ANSWER_SECONDS = 30.0
 _POLL_SECONDS = 1.0

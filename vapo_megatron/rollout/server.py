@@ -1,6 +1,7 @@
 """An SGLang server as a subprocess of the rank that owns it."""
 
 import contextlib
+import http.client
 import json
 import logging
 import os
@@ -13,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +37,8 @@ _CPU_TOTAL_TOKENS = 65536
 _PREFIX = "vapo-engine-"
 _LONGEST_SOCKET = 107  # bytes in a path that is the name of a socket
 _POLL_SECONDS = 0.1
+# Of a log: it grows for days, and is read for each request that an engine fails to answer.
+_LOG_END = 1 << 17
 # Lines of a log that do not say why a server ended.
 _REQUEST = ' HTTP/1.1" '
 # Processes of a server that was killed hold its port until the kernel has ended them.
@@ -71,7 +73,9 @@ class EngineAddress:
 def cause_in_log(log_file: Path) -> str:
     """The last exception that a log tells of, else its last line."""
     try:
-        lines = log_file.read_text(errors="replace").splitlines()[-400:]
+        with log_file.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_END))
+            lines = log.read().decode(errors="replace").splitlines()[-400:]
     except OSError as error:
         return f"its log cannot be read: {error.strerror}"
     lines = [line.strip() for line in lines if line.strip() and _REQUEST not in line]
@@ -159,22 +163,22 @@ class EngineServer:
         self._scratch = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_short_temporary()))
         self._started_at = time.monotonic()
         scratch, environment = str(self._scratch), self._environment(self._scratch)
-        with self._bound() as listener, self._log_file.open("wb") as log:
-            self._port = listener.getsockname()[1]
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "vapo_megatron.engine.server_main"),
-                    *(str(listener.fileno()), str(os.getpid()), scratch, json.dumps(self._identity)),
-                    *self._engine_args(),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment | {KEY_VARIABLE: self._key},  # not an argument: those are for every user to see
-                pass_fds=[listener.fileno()],
-                start_new_session=True,
-            )
         try:
+            with self._bound() as listener, self._log_file.open("wb") as log:
+                self._port = listener.getsockname()[1]
+                self._process = subprocess.Popen(
+                    [
+                        *(sys.executable, "-m", "vapo_megatron.engine.server_main"),
+                        *(str(listener.fileno()), str(os.getpid()), scratch, json.dumps(self._identity)),
+                        *self._engine_args(),
+                    ],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment | {KEY_VARIABLE: self._key},  # not an argument: those are for every user to see
+                    pass_fds=[listener.fileno()],
+                    start_new_session=True,
+                )
             self._guard = start_guard(self._process.pid, scratch, environment)
         except BaseException:
             self.stop()
@@ -212,7 +216,7 @@ class EngineServer:
         try:
             with DIRECT.open(f"{self.address.url}/health", timeout=10) as answer:
                 return bool(answer.status == 200)
-        except (urllib.error.URLError, TimeoutError, ConnectionError):
+        except (OSError, http.client.HTTPException):
             return False
 
     def start_again(self) -> None:
@@ -307,7 +311,6 @@ class EngineServer:
         except OSError as error:
             if listener is not None:
                 listener.close()
-            self.stop()
             raise BadInput(
                 f"an engine cannot listen on {self._host}, port {self._port} ({error.strerror}): give an address of "
                 "this machine and a free port"
@@ -342,6 +345,9 @@ class EngineServer:
             "grammar_backend": "none",
             "skip_server_warmup": True,
             "log_level_http": "warning",
+            # SGLang ends a server with requests that begins no batch for so long (else 300 s): because it compiles the
+            # kernels of its first one, or is paused in place while weights come.
+            "watchdog_timeout": max(config.start_timeout_s, config.sync.request_timeout_s),
             # An idle server otherwise spins on a core that the trainer needs. Where parts of one attend to requests of
             # their own, those that have none must not sleep: the others wait for them at every layer.
             "sleep_on_idle": config.attention_parts == 1,
