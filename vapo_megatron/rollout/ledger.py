@@ -89,6 +89,7 @@ class Ledger:
         self.rule, self.next, self.trained, self.taken = rule, first, step, step
         self.counts: Counter[str] = Counter()
         self._records: dict[int, GroupRecord] = {}  # in the order of their numbers
+        self._known: list[_Part] | None = None  # _parts(), until something changes: it goes through all records
 
     def __contains__(self, number: int) -> bool:
         """Whether a group is drawn and neither trained nor dropped."""
@@ -124,7 +125,7 @@ class Ledger:
 
     def draw(self) -> int:
         """Count one more group in; its number."""
-        number = self.next
+        number, self._known = self.next, None
         self._records[number] = GroupRecord(number, self.trained)
         self.counts["drawn"] += 1
         self.next += 1
@@ -132,6 +133,7 @@ class Ledger:
 
     def grade(self, number: int, useful: bool) -> None:
         """A group has come back."""
+        self._known = None
         self._records[number].graded, self._records[number].useful = True, useful
 
     def surplus(self) -> list[int]:
@@ -169,7 +171,7 @@ class Ledger:
 
         Call it when is_ready(). go_on: groups that are not finished; those that are taken are in flight again.
         """
-        part = self._parts()[0]
+        part, self._known = self._parts()[0], None
         fill = part.spare[: self.rule.groups - len(part.useful)]
         taken = [record.number for record in (*part.useful, *fill)]
         finished = [number for number in taken if number not in go_on]
@@ -187,6 +189,7 @@ class Ledger:
     def advance(self) -> None:
         """A step is trained, and the engines have its weights."""
         self.trained += 1
+        self._known = None
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
@@ -198,7 +201,7 @@ class Ledger:
 
         Returns the numbers of those that are not, which are to be generated (again).
         """
-        first = self.next
+        first, self._known = self.next, None
         kept = {int(number): drawn_at for number, drawn_at in state["drawn_at"].items() if int(number) >= first}
         self._records = {
             number: GroupRecord(number, drawn_at, number in useful, useful.get(number, False))
@@ -209,6 +212,7 @@ class Ledger:
         return [number for number in kept if number not in useful]
 
     def _drop(self, numbers: list[int], reason: str) -> None:
+        self._known = None
         for number in numbers:
             del self._records[number]
         self.counts[reason] += len(numbers)
@@ -220,6 +224,8 @@ class Ledger:
 
     def _parts(self) -> list[_Part]:
         """What the open steps look through as far as it is known: what is not graded counts as not useful."""
+        if self._known is not None:
+            return self._known
         parts: list[_Part] = []
         for record in self._records.values():
             if not parts or parts[-1].full:
@@ -235,4 +241,5 @@ class Ledger:
                 (part.useful if record.useful else part.spare).append(record)
             drawn = self.rule.most_draws is not None and part.length - len(part.stale) == self.rule.most_draws
             part.full = drawn or len(part.useful) == self.rule.groups
+        self._known = parts
         return parts
