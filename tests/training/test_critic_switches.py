@@ -1,5 +1,7 @@
-"""Every switch of the section critic that a CPU can show, through load_models() and the critic's own updates, and the
-reference that is replaced; the others' tests are named in test_every_switch.py."""
+"""Every switch of the section critic that a CPU can show, through load_models() and the critic's own updates.
+
+The others' tests are named in test_every_switch.py.
+"""
 
 import math
 import traceback
@@ -22,7 +24,7 @@ from vapo_megatron.mcore.offload import PARTS
 from vapo_megatron.mcore.precision import fp8_settings
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import estimate_advantages
-from vapo_megatron.training.models import load_models, replace_reference
+from vapo_megatron.training.models import load_models
 from vapo_megatron.training.score import score
 from vapo_megatron.training.updates import update_critic
 
@@ -92,24 +94,6 @@ def onloaded(folder: Path, offload: str) -> list[bool]:
     return found
 
 
-def references(folder: Path, every: int | None) -> list[str]:
-    """Whose weights the reference has after each of four steps, the policy's then, or those that it began with."""
-    kl = {"placement": "loss", "estimator": "k3", "coef": 0.1, "replace_reference_every": every}
-    config = config_of(folder, {f"algorithm.kl.{key}": value for key, value in kl.items()})
-    models = load_models(config, None)
-    assert models.reference is not None
-    known, found = [("start", state_of(models.actor))], []
-    for step in range(1, 5):
-        with torch.no_grad():
-            for parameter in models.actor.chunks[0].parameters():
-                parameter.add_(0.01)
-        known.append((f"step {step}", state_of(models.actor)))
-        replace_reference(models, config.algorithm.kl, step)
-        now = state_of(models.reference)
-        found += [name for name, state in known if all(torch.equal(state[key], now[key]) for key in now)]
-    return found
-
-
 def one_rank(folder: Path) -> dict[str, Any]:
     write_sources(folder)
     seen: dict[str, Any] = {}
@@ -131,7 +115,6 @@ def one_rank(folder: Path) -> dict[str, Any]:
     torch.save(states, folder / "states.pt")
     seen["microbatches"] = {limit: microbatches(folder, limit) for limit in (30, 64, 1000)}
     seen["onloaded"] = {offload: onloaded(folder, offload) for offload in ("auto", "always", "never")}
-    seen["references"] = {every: references(folder, every) for every in (None, 1, 2)}
     return seen
 
 
@@ -264,14 +247,6 @@ def test_microbatches_hold_no_more_tokens_than_they_may(found: dict[str, Any]) -
 
 def test_offload_says_whether_the_critic_makes_room(found: dict[str, Any]) -> None:
     assert found["onloaded"] == {"always": [True, False, False], "never": [True] * 3, "auto": [True] * 3}
-
-
-def test_the_reference_is_replaced_by_the_policy_of_every_nth_step(found: dict[str, Any]) -> None:
-    assert found["references"] == {
-        None: ["start"] * 4,
-        1: ["step 1", "step 2", "step 3", "step 4"],
-        2: ["start", "step 2", "step 2", "step 4"],
-    }
 
 
 def test_a_layout_cuts_the_critic_and_changes_no_value(folder: Path) -> None:

@@ -29,7 +29,8 @@ TABLE: dict[str, str] = {case.key: STEP for case in CASES} | {
     "algorithm.update.critic_updates_per_policy_update": CUT,
     "algorithm.update.old_logprobs": "training/test_step_switches.py::"
     "test_old_logprobs_of_the_only_update_are_not_scored_unless_asked_for",
-    "algorithm.kl.replace_reference_every": CRITIC + "the_reference_is_replaced_by_the_policy_of_every_nth_step",
+    "algorithm.kl.replace_reference_every": "training/test_reference_and_values.py::"
+    "test_the_policy_of_every_nth_step_is_the_reference",
     "algorithm.dynamic_sampling.enabled": COLLECT + "dynamic_sampling_keeps_informative_groups_alone",
     "algorithm.dynamic_sampling.oversampling": COLLECT
     + "groups_are_refilled_one_by_one_and_what_is_too_much_goes_back",

@@ -72,7 +72,12 @@ K3 = {"placement": "loss", "estimator": "k3", "coef": 0.1}
 
 @pytest.mark.parametrize(
     ("kl", "steps"),
-    [(K3 | {"replace_reference_every": 2}, [False, True, False, True]), (K3, [False] * 4), ({}, [])],
+    [
+        (K3 | {"replace_reference_every": 1}, [True] * 4),
+        (K3 | {"replace_reference_every": 2}, [False, True, False, True]),
+        (K3, [False] * 4),
+        ({}, []),
+    ],
 )
 def test_the_policy_of_every_nth_step_is_the_reference(folder: Path, kl: dict[str, Any], steps: list[bool]) -> None:
     assert run_ranks(1, replaced, folder, kl)[0] == steps
