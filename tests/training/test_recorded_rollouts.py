@@ -127,7 +127,7 @@ def test_memory_holds_a_mini_batch_and_not_the_record(tmp_path: Path) -> None:
     assert max(grown) < size // 4, "and not into memory of this process"
 
 
-def make_unit(run_dir: Path, step: str, record: dict[str, FileFacts]) -> Path:
+def make_checkpoint(run_dir: Path, step: str, record: dict[str, FileFacts]) -> Path:
     """A checkpoint without models."""
     checkpoint = run_dir / "checkpoints" / step
     checkpoint.mkdir(parents=True)
@@ -162,21 +162,23 @@ def test_harm_to_a_file_is_told_by_its_name(
     tmp_path: Path, rollouts: list[list[Sample]], harm: Callable[[Path], None], said: str
 ) -> None:
     record = recorded(tmp_path, rollouts)
-    checkpoint = make_unit(tmp_path, "step_000000_pretraining_000003", record.files)
+    checkpoint = make_checkpoint(tmp_path, "step_000000_pretraining_000003", record.files)
     assert refusal(checkpoint) is None
     path = tmp_path / "recorded_rollouts" / "rollouts_00001.safetensors"
     harm(path)
     found = refusal(checkpoint)
     assert found is not None and said in found and str(path) in found and "\n" not in found
     first = {name: facts for name, facts in record.files.items() if name.endswith("00000.safetensors")}
-    assert refusal(make_unit(tmp_path, "step_000000_pretraining_000001", first)) is None
+    assert refusal(make_checkpoint(tmp_path, "step_000000_pretraining_000001", first)) is None
 
 
-def test_files_go_when_no_unit_needs_them(tmp_path: Path, rollouts: list[list[Sample]]) -> None:
+def test_files_go_when_no_checkpoint_needs_them(tmp_path: Path, rollouts: list[list[Sample]]) -> None:
     record = recorded(tmp_path, rollouts)
     names = sorted(record.files)
-    older = make_unit(tmp_path, "step_000000_pretraining_000002", {name: record.files[name] for name in names[:2]})
-    make_unit(tmp_path, "step_000000", {})
+    older = make_checkpoint(
+        tmp_path, "step_000000_pretraining_000002", {name: record.files[name] for name in names[:2]}
+    )
+    make_checkpoint(tmp_path, "step_000000", {})
     (tmp_path / "recorded_rollouts" / ".rollouts_00003.safetensors.half").write_bytes(b"left by a kill")
     manifest = (older / "manifest.json").read_text()
     (older / "manifest.json").write_text("{")

@@ -21,7 +21,7 @@ from attempts import (
     left_behind,
     live,
     metrics,
-    refuse_units,
+    refuse_checkpoints,
     world,
 )
 from damage import flip
@@ -114,7 +114,7 @@ def test_asked_to_stop_and_killed(shared: World, straight: Callable[[int], Path]
     assert_equal(Path(config.run.directory), straight(1))
 
 
-def test_it_stops_before_its_time_limit_and_makes_progress_in_every_life(
+def test_it_stops_before_its_time_limit_and_makes_progress_in_every_attempt(
     shared: World, straight: Callable[[int], Path]
 ) -> None:
     config = config_of(shared, "limited", LAYOUTS[1], RESUME, "checkpoint.job_timeout_s=1e-7")
@@ -258,7 +258,7 @@ def of_the_future(checkpoint: Path) -> None:
         (lambda checkpoint: (checkpoint / "manifest.json").unlink(), r"step_000003: manifest.json is missing"),
     ],
 )
-def test_a_damaged_unit_is_refused_by_name_and_can_be_deleted(
+def test_a_damaged_checkpoint_is_refused_by_name_and_can_be_deleted(
     copy: tuple[TrainConfig, Path], harm: Callable[[Path], Any], message: str
 ) -> None:
     config, checkpoint = copy
@@ -359,7 +359,7 @@ def test_a_save_that_fails_is_tried_once_more(
     config = config_of(shared, f"refused{times}", LAYOUTS[1], RESUME, *more)
     shutil.copytree(straight(1), Path(config.run.directory))
     before = checkpoint_names(config)
-    end = live(shared, config, 1, partial(refuse_units, errno.EIO, times))
+    end = live(shared, config, 1, partial(refuse_checkpoints, errno.EIO, times))
     assert end.code == code, end
     assert checkpoint_names(config) == ([before[-1], "step_000004"] if code == 0 else before) and not leftovers(config)
     if code:

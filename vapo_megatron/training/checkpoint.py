@@ -139,7 +139,7 @@ class Checkpointer:
         """Collective: what any rank was told, and what rank 0's clock and metrics say."""
         short = by_time = better = False
         if dist.get_rank() == 0:
-            # A attempt that has got nowhere yet goes on: stopped here, the next one would stop here again.
+            # An attempt that has got nowhere yet goes on: stopped here, the next one would stop here again.
             short = self._limit.is_short and snapshot.name != self._began_at
             minutes = (time.monotonic() - self._saved_at) / 60
             by_time = self._config.every_minutes is not None and minutes >= self._config.every_minutes

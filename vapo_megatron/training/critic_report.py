@@ -38,7 +38,7 @@ class ProbeReport:
         best_lambda, best_alpha: the smallest that the critic supports; None: not one of those tried.
         bins: true values in bins of the critic's values.
         conclusion: what it comes to.
-        accuracy: mean reward of the responses; truncated: share of the continuations that were cut.
+        reward: mean of the responses; truncated: share of the continuations that were cut.
         length: mean tokens of a response.
     """
 

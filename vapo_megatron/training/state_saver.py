@@ -70,7 +70,7 @@ class SavedRun:
         kind: the command.
         run_dir: of the run.
         models: by the name of their folder.
-        run_id: of the run, over all its lives.
+        run_id: of the run, over all its attempts.
     """
 
     settings: Section

@@ -1,9 +1,9 @@
 """Value pretraining (VAPO, section 4.1; VC-PPO): the critic learns the returns of a policy that stands still.
 
 Rollouts are recorded once, in files (training/recorded_rollouts.py), and replayed. Targets are Monte-Carlo returns
-(lambda = 1),
-so they do not depend on the critic. Part of the record is held out; on it explained variance and the bias along the
-response are measured, since a critic can explain no variance and still be free of bias, or the other way round.
+(lambda = 1), so they do not depend on the critic. Part of the record is held out; on it explained variance and the bias
+along the response are measured, since a critic can explain no variance and still be free of bias, or the other way
+round.
 """
 
 import random
