@@ -39,6 +39,16 @@ def _nan(path: Path) -> None:
     write_tensors(path, lambda tensors: tensors.update({UP: torch.full((48, 32), torch.nan)}))
 
 
+def _untie(path: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["lm_head.weight"][-1, -1] += 1e-3
+
+    write_tensors(path, change)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+
+
 def _truncate(path: Path) -> None:
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -78,6 +88,7 @@ CASES: list[tuple[Callable[[Path], None], str, list[str]]] = [
     (_reshape, "1GB", [UP, "[48, 31], expected [48, 32]"]),
     (_quantise, "1GB", [UP, "dtype I8, expected one of"]),
     (_nan, "1GB", [UP, "holds NaN or infinity"]),
+    (_untie, "1GB", ["lm_head.weight is not model.embed_tokens.weight", "tie_word_embeddings to false"]),
     (_truncate, "1GB", ["model.safetensors: truncated"]),
     (_no_weights, "1GB", ["neither model.safetensors nor model.safetensors.index.json"]),
     (_drop_shard, "20KB", ["model-00002-of-", "no such file"]),

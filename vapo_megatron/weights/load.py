@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from vapo_megatron.errors import BadInput
-from vapo_megatron.weights.families.family import IGNORED, LM_HEAD, VALUE_HEAD_BIAS, VALUE_HEAD_WEIGHT
+from vapo_megatron.weights.families.family import EMBEDDING, IGNORED, LM_HEAD, VALUE_HEAD_BIAS, VALUE_HEAD_WEIGHT
 from vapo_megatron.weights.hf_files import HFTensors
 from vapo_megatron.weights.mapping import Entry, MeshView, entries, local_parameters
 from vapo_megatron.weights.model_files import read_config
@@ -20,6 +20,7 @@ from vapo_megatron.weights.spec import Head, ModelSpec
 _logger = logging.getLogger(__name__)
 
 SCORE_WEIGHT, SCORE_BIAS = VALUE_HEAD_WEIGHT.hf[0], VALUE_HEAD_BIAS.hf[0]
+_ROWS_AT_ONCE = 8192
 
 
 @torch.no_grad()
@@ -52,9 +53,8 @@ def load_hf(
 
     Raises:
         BadInput: a tensor is missing, unknown, of another shape or not of floating point; a file is missing or
-            truncated; a saved head has other labels than spec.value_outputs; a weight of this rank is
-            not finite. Every rank checks every tensor's header,
-            so all of them raise the same.
+            truncated; a saved head has other labels than spec.value_outputs; a tied head has weights of its own; a
+            weight of this rank is not finite. Every rank checks every tensor's header, so all of them raise the same.
     """
     tensors = HFTensors(hf_dir)
     names = checked_names(tensors, spec, head, value_head)
@@ -139,7 +139,24 @@ def checked_names(
         )
     for name, actual in names.items():
         tensors.check(actual, shapes[name])
+    if head == "lm" and spec.tied and LM_HEAD.hf[0] in present:
+        _check_tied(tensors)
     return names
+
+
+def _check_tied(tensors: HFTensors) -> None:
+    """Raises BadInput where a head that config.json ties to the word embeddings has weights of its own."""
+    (embedding,), (head,) = EMBEDDING.hf, LM_HEAD.hf
+    words, outputs = tensors[embedding], tensors[head]
+    tables = (
+        (words[start : start + _ROWS_AT_ONCE], outputs[start : start + _ROWS_AT_ONCE])
+        for start in range(0, words.shape[0], _ROWS_AT_ONCE)
+    )
+    if words.shape != outputs.shape or not all(bool((one == other).all()) for one, other in tables):
+        raise BadInput(
+            f"{tensors.directory}: {head} is not {embedding}, but config.json has tie_word_embeddings: it would not be "
+            f"used; set tie_word_embeddings to false to train it, or remove {head} from the files"
+        )
 
 
 def score_names(tensors: HFTensors) -> list[str]:
