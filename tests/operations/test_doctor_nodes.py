@@ -124,18 +124,19 @@ def test_the_node_that_hangs_or_sees_other_files_is_named(tmp_path: Path, config
 
 
 def test_a_node_that_does_not_come_is_named(tmp_path: Path, config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "WAIT", 15.0)
+    monkeypatch.setattr(sys.modules[__name__], "WAIT", 8.0)
     said = run_nodes(tmp_path, config_file, [[], [], []], absent=1)
     assert said["broken_nodes"] == ["n1"] and (tmp_path / "0.broken").read_text() == "n1\n"
     (line,) = lines_of(said, "n1", "ranks")
     assert line["status"] == "fault" and "rank 1" in line["found"]
 
 
-def test_alone_with_an_engine_and_bandwidth(config: PlanConfig) -> None:
+def test_alone_with_an_engine_and_bandwidth(config: PlanConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = Examination(config, Meeting(None, "here", 1), quick=False, wait=1)
     by_name = {check.name: check for check in checks.checks(config, 1)}
     (engine,) = perform(by_name["engine"], alone)
     assert engine.status == "ok", engine.found
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # as torchrun sets it
     (reduced,) = perform(by_name["all-reduce"], alone)
     assert reduced.status == "ok", reduced.found
     (memory,) = perform(by_name["memory bandwidth"], alone)
@@ -151,6 +152,18 @@ def test_what_a_check_raises_is_its_line(config: PlanConfig) -> None:
     assert line.status == "fault" and "ValueError: no such thing" in line.found
     (line,) = perform(Check("slow", broken, 30, slow=True), alone)
     assert line.status == "skipped"
+    (line,) = perform(Check("between", broken, 30, between=True), alone)
+    assert line.status == "not applicable"
+
+
+def test_a_model_that_is_not_there_hides_neither_data_nor_disk(config: PlanConfig) -> None:
+    model, data = config.model.model_copy(update={"path": "Qwen2.5-32B"}), Path("none.jsonl")
+    changed = {"model": model, "data": config.data.model_copy(update={"train": data})}
+    alone = Examination(config.model_copy(update=changed), Meeting(None, "here", 1), quick=True, wait=1)
+    by_name = {check.name: perform(check, alone)[0].found for check in checks.checks(alone.config, 1)[:11]}
+    assert "Qwen2.5-32B: no such directory" in by_name["model"]
+    assert by_name["data"].startswith("none.jsonl: no such file, which data.train names")
+    assert "a checkpoint takes" in by_name["disk"], "the package knows the sizes of such models"
 
 
 def test_a_truncated_model_is_a_fault_and_the_exit_code_says_so(

@@ -144,7 +144,7 @@ def test_an_evaluation_is_tables_and_responses(tmp_path: Path, browse: Browse) -
         "maj_at_k": 0.7,
         **interval,
     }
-    result |= {"pass_at_k_interval": interval, "response_length": 12.5, "truncated": 0.25}
+    result |= {"pass_at_k_interval": [0.8, 0.95], "response_length": 12.5, "truncated": 0.25}
     (folder.parent / "evaluation.json").write_text(json.dumps({"model": "m", "sets": [result]}))
     problem = {
         "id": "p7",
@@ -159,7 +159,12 @@ def test_an_evaluation_is_tables_and_responses(tmp_path: Path, browse: Browse) -
     response = {"id": "p7", "problem": "p1", "answer": "33", "response": "so 33", "correct": True, "tokens": 3}
     (folder / "aime.jsonl").write_text(json.dumps(response) + "\n")
     page = shown(browse(write_report([folder.parent]).as_uri()))
-    assert "0.500 [0.400, 0.600]" in page and "2 / 4" in page and order_of_samples(page) == ["1"]
+    assert (
+        "0.500 [0.400, 0.600]" in page
+        and "0.900 [0.800, 0.950]" in page
+        and "2 / 4" in page
+        and order_of_samples(page) == ["1"]
+    )
     assert not (folder.parent / "curves.png").exists()
 
 

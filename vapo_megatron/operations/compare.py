@@ -1,7 +1,7 @@
 """Two evaluations of the same problems against each other: a paired test."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,7 @@ def compare_runs(a: Path, b: Path) -> list[Comparison]:
             f"{a} and {b}: have no set in common ({', '.join(sorted(sets_a))} and {', '.join(sorted(sets_b))}): "
             "evaluate both on the same sets"
         )
-    for name in common:
-        _check_same_problems(sets_a[name], sets_b[name])
-    return [compare_set(name, _shares(sets_a[name]), _shares(sets_b[name])) for name in common]
+    return [_compare_set(name, sets_a[name], sets_b[name]) for name in common]
 
 
 def differing_sampling(a: Path, b: Path) -> dict[str, tuple[Any, Any]]:
@@ -63,24 +61,27 @@ def differing_sampling(a: Path, b: Path) -> dict[str, tuple[Any, Any]]:
     return {key: (one.get(key), other.get(key)) for key in sorted(one | other) if one.get(key) != other.get(key)}
 
 
-def compare_set(name: str, a: Mapping[str, float], b: Mapping[str, float]) -> Comparison:
-    """b against a, each the share of correct samples by problem.
-
-    Raises:
-        BadInput: they are not of the same problems.
-    """
-    if set(a) != set(b):
-        odd = sorted(set(a) ^ set(b))[0]
+def _compare_set(name: str, a: Path, b: Path) -> Comparison:
+    first, second = _problems(a), _problems(b)
+    for key in sorted(first.keys() ^ second.keys()):
         raise BadInput(
-            f"set {name}: problem {odd} was answered in one evaluation alone: evaluate both on the same file"
+            f"set {name}: problem {key} was answered in one evaluation alone: evaluate both on the same file"
         )
-    differences = np.array([b[key] - a[key] for key in sorted(a)])
+    for key in sorted(first):
+        if first[key][0] != second[key][0]:
+            raise BadInput(
+                f"{a} and {b}: problem {key} has another text or another answer in the two: evaluate both on the same "
+                "file"
+            )
+    shares = np.array([(first[key][1], second[key][1]) for key in sorted(first)])
+    differences = shares[:, 1] - shares[:, 0]
     interval = bootstrap_interval(differences.tolist())
+    mean_a, mean_b = shares.mean(axis=0).tolist()
     return Comparison(
         name=name,
         problems=len(differences),
-        a=sum(a.values()) / len(a),
-        b=sum(b.values()) / len(b),
+        a=mean_a,
+        b=mean_b,
         difference=float(differences.mean()),
         low=interval.low,
         high=interval.high,
@@ -159,23 +160,14 @@ def _sampling(run_dir: Path) -> dict[str, Any]:
     return found
 
 
-def _check_same_problems(a: Path, b: Path) -> None:
-    digests_a, digests_b = ({str(row.get("id")): row.get("digest") for _, row in read_rows(path)} for path in (a, b))
-    for key in sorted(digests_a.keys() & digests_b.keys()):
-        if digests_a[key] != digests_b[key]:
-            raise BadInput(
-                f"{a} and {b}: problem {key} has another text or another answer in the two: evaluate both on the same "
-                "file"
-            )
-
-
-def _shares(path: Path) -> dict[str, float]:
-    shares: dict[str, float] = {}
+def _problems(path: Path) -> dict[str, tuple[Any, float]]:
+    """By id a digest of text and answer, and the share of samples that are correct."""
+    found: dict[str, tuple[Any, float]] = {}
     for number, row in read_rows(path):
         try:
-            shares[str(row["id"])] = int(row["correct"]) / int(row["samples"])
+            found[str(row["id"])] = row.get("digest"), int(row["correct"]) / int(row["samples"])
         except (KeyError, TypeError, ValueError, ZeroDivisionError):
             raise BadInput(f"{path}:{number}: expected id, samples and correct; evaluate again") from None
-    if not shares:
+    if not found:
         raise BadInput(f"{path}: holds no rows; evaluate again")
-    return shares
+    return found

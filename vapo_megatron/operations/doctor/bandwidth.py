@@ -14,12 +14,10 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-import vapo_megatron
 from vapo_megatron.operations.doctor.report import Line
 
 _ROUNDS = 10
@@ -33,10 +31,9 @@ _OUTLIER = 0.85
 
 def start(arguments: Sequence[object]) -> "subprocess.Popen[str]":
     """A process of this module."""
-    paths = [str(Path(vapo_megatron.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    own = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in own}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    # The store that torchrun serves is for its ranks: with this variable nobody would serve one here.
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_USE_AGENT_STORE"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     return subprocess.Popen(
         [sys.executable, "-m", "vapo_megatron.operations.doctor.bandwidth", *map(str, arguments)],
         stdout=subprocess.PIPE,
@@ -66,10 +63,10 @@ def answers(processes: Sequence["subprocess.Popen[str]"], deadline: float) -> li
     return found
 
 
-def free_port(host: str) -> int:
-    """One that was free just now."""
+def free_port() -> int:
+    """One that was free just now, on all addresses of this machine."""
     with socket.socket() as probe:
-        probe.bind((host, 0))
+        probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 

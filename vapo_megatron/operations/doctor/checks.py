@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -15,6 +14,7 @@ from vapo_megatron.checkpoint.size import checkpoint_bytes
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.errors import VapoError
 from vapo_megatron.mcore.platform import current_platform
+from vapo_megatron.monitoring.facts import installed_version
 from vapo_megatron.operations.doctor import bandwidth, nvidia
 from vapo_megatron.operations.doctor.engine import check_engine
 from vapo_megatron.operations.doctor.fabric import judge_ports, read_ports
@@ -26,6 +26,7 @@ from vapo_megatron.operations.doctor.together import check_alike, check_clock, c
 from vapo_megatron.operations.doctor.toolkit import check_toolkit
 from vapo_megatron.operations.doctor.versions import check_versions
 from vapo_megatron.operations.hardware import Hardware
+from vapo_megatron.operations.plan.model_files import model_directory
 from vapo_megatron.weights.spec import read_spec
 
 
@@ -82,6 +83,7 @@ class Check:
         run: the check; may raise VapoError (a fault, in its own words) or nvidia.Unreadable (a warning).
         deadline: seconds after which it hangs, which is a fault.
         gpu: whether it says something about GPUs alone.
+        between: whether it says something about several nodes alone.
         slow: whether --quick leaves it out.
     """
 
@@ -89,6 +91,7 @@ class Check:
     run: Callable[[Examination], list[Line]]
     deadline: float
     gpu: bool = False
+    between: bool = False
     slow: bool = False
 
 
@@ -105,6 +108,8 @@ def perform(check: Check, examination: Examination) -> list[Line]:
 def _lines(check: Check, examination: Examination) -> list[Line]:
     if check.gpu and not examination.has_gpus:
         return [Line("not applicable", "--no-gpus" if examination.passes_over_gpus else "no GPU here")]
+    if check.between and examination.nodes == 1:
+        return [Line("not applicable", "one node")]
     if check.slow and examination.quick:
         return [Line("skipped", "--quick")]
     said: queue.SimpleQueue[list[Line]] = queue.SimpleQueue()
@@ -167,7 +172,7 @@ def _allreduce_in_node(examination: Examination) -> list[Line]:
     count = gpus or 2
     if count == 1:
         return [Line("not applicable", "one GPU")]
-    port = bandwidth.free_port("127.0.0.1")
+    port = bandwidth.free_port()
     processes = [
         bandwidth.start(("allreduce", f"cuda:{rank}" if gpus else "cpu", rank, count, "127.0.0.1", port))
         for rank in range(count)
@@ -179,15 +184,16 @@ def _allreduce_in_node(examination: Examination) -> list[Line]:
 
 def _disk(examination: Examination) -> list[Line]:
     config = examination.config
-    sources = {"actor": Path(config.model.path)}
+    sources = {"actor": config.model.path}
     if config.algorithm.uses_critic:
-        sources["critic"] = config.critic_source
-    needed = checkpoint_bytes(config, {name: read_spec(path).parameter_count() for name, path in sources.items()})
+        sources["critic"] = str(config.critic_source)
+    specs = {name: read_spec(model_directory(path)) for name, path in sources.items()}
+    needed = checkpoint_bytes(config, {name: spec.parameter_count() for name, spec in specs.items()})
     return check_disk(Path(config.run.directory), needed, write=not examination.quick)
 
 
 def _alike(examination: Examination) -> list[Line]:
-    facts = {name: version(name) for name in ("torch", "megatron-core", "sglang")}
+    facts = {name: str(installed_version(name)) for name in ("torch", "megatron-core", "sglang")}
     facts["files"] = fingerprint(examination.config)
     if examination.gpus:
         facts["gpu"] = torch.cuda.get_device_name()
@@ -217,8 +223,8 @@ def checks(config: PlanConfig, wait: float) -> tuple[Check, ...]:
         Check("memory bandwidth", _memory, 180, slow=True),
         Check("all-reduce", _allreduce_in_node, 200, slow=True),
         Check("ports", lambda node: check_reachable(node.meeting, wait), 2 * wait + 30),
-        Check("clock", lambda node: check_clock(node.meeting, wait), 2 * wait + 30),
+        Check("clock", lambda node: check_clock(node.meeting, wait), 2 * wait + 30, between=True),
         Check("shared files", lambda node: check_shared_files(node.meeting, root, wait), 4 * wait + 60),
-        Check("alike", _alike, wait + 60),
+        Check("alike", _alike, wait + 60, between=True),
         Check("engine", lambda node: check_engine(config, node.gpus), engine_seconds + 60, slow=True),
     )

@@ -6,7 +6,6 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -68,7 +67,8 @@ def doctor(
     examination = Examination(config, meeting, quick, among, passes_over_gpus)
     table = checks(config, among)
     own = NodeReport(meeting.node, meeting.rank, tuple(line for check in table for line in perform(check, examination)))
-    between = [] if quick else [replace(line, check="all-reduce over nodes") for line in _all_reduce(examination)]
+    over_nodes = Check("all-reduce over nodes", _all_reduce, among + 900, between=True)
+    between = [] if quick or examination.nodes == 1 else perform(over_nodes, examination)
     if meeting.index:
         meeting.put(f"report/{meeting.index}", as_json([own])["nodes"][0])
         return 0
@@ -117,8 +117,6 @@ def _others(meeting: Meeting, table: Sequence[Check], wait: float) -> list[NodeR
 def _all_reduce(examination: Examination) -> list[Line]:
     """All-reduce over the devices of all nodes, reported on node 0 alone."""
     meeting, hardware, gpus = examination.meeting, examination.hardware, examination.gpus
-    if examination.nodes == 1:
-        return []
     here = gpus or 1
     meeting.put(f"allreduce/devices/{meeting.index}", here)
     counts = meeting.get_all("allreduce/devices", examination.wait + 600)
@@ -126,8 +124,8 @@ def _all_reduce(examination: Examination) -> list[Line]:
         silent = ", ".join(node for node, count in zip(meeting.nodes, counts, strict=True) if count is None)
         return [Line("fault", f"not tried: {silent} did not come", "see their lines")]
     if meeting.index == 0:
-        host = os.environ.get("MASTER_ADDR") or socket.gethostname()
-        meeting.put("allreduce/at", (host, bandwidth.free_port(host)))
+        # MASTER_ADDR may be an address that leads here, and that nothing here can be bound to.
+        meeting.put("allreduce/at", (os.environ.get("MASTER_ADDR") or socket.gethostname(), bandwidth.free_port()))
     at = meeting.get("allreduce/at", examination.wait)
     if at is None:
         return [Line("fault", "node 0 named no port", "see its lines")]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.experience.prompts import eval_prompts, train_prompts
+from vapo_megatron.experience.rows import eval_problems, train_problems
 from vapo_megatron.experience.tokenizer import TextTokenizer
 from vapo_megatron.operations.doctor.report import Line
 from vapo_megatron.weights.load import check_weights
@@ -30,9 +31,13 @@ def check_model(config: TrainConfig) -> list[Line]:
 
 def check_data(config: TrainConfig) -> list[Line]:
     """Every problem of every file; raises BadInput for the first that cannot be used."""
-    tokenizer = TextTokenizer(Path(config.model.path), config.data.prompt)
-    counts = [f"{config.data.train}: {len(train_prompts(config.data, tokenizer))} prompts"]
-    counts += [f"{entry.path}: {len(eval_prompts(entry, config.data, tokenizer))}" for entry in config.data.eval]
+    data = config.data
+    for entry in data.eval:  # before what needs a model, which may be missing too
+        eval_problems(entry, data.fields)
+    train_problems(data)
+    tokenizer = TextTokenizer(Path(config.model.path), data.prompt)
+    counts = [f"{data.train}: {len(train_prompts(data, tokenizer))} prompts"]
+    counts += [f"{entry.path}: {len(eval_prompts(entry, data, tokenizer))}" for entry in data.eval]
     return [Line("ok", ", ".join(counts))]
 
 

@@ -68,11 +68,8 @@ def _sees(meeting: Meeting, other: int, end: float) -> str | None:
 
 def check_clock(meeting: Meeting, deadline: float) -> list[Line]:
     """Difference of this node's clock from node 0's, taken half way between question and answer (Cristian 1989)."""
-    nodes = len(meeting.nodes)
-    if nodes == 1:
-        return [Line("not applicable", "one node")]
     if meeting.index == 0:
-        end, waiting = time.monotonic() + deadline, set(range(1, nodes))
+        end, waiting = time.monotonic() + deadline, set(range(1, len(meeting.nodes)))
         while waiting and time.monotonic() < end:
             # Each node that asks is answered at once, whichever others are still to come.
             for other in [other for other in waiting if meeting.get(f"clock/ask/{other}", 0)]:
@@ -148,8 +145,6 @@ def _connects(host: str, port: int) -> str:
 
 def check_alike(meeting: Meeting, facts: dict[str, str], deadline: float) -> list[Line]:
     """Whether this node's facts are those of most nodes."""
-    if len(meeting.nodes) == 1:
-        return [Line("not applicable", "one node")]
     meeting.put(f"alike/{meeting.index}", facts)
     told = meeting.get_all("alike", deadline)
     counted = Counter(json.dumps(found, sort_keys=True) for found in told if found is not None)

@@ -172,8 +172,7 @@ def _host(run: PlannedRun) -> Holding:
     config, models, hardware, lengths = run.config, run.models, run.hardware, run.lengths
     world = models["actor"].world
     ranks = min(hardware.gpus_per_node, world)
-    step_samples = config.batch.prompts_per_step * config.batch.samples_per_prompt
-    tokens = step_samples * lengths.sample
+    tokens = config.samples * lengths.sample
     minibatch = minibatch_samples(config) * lengths.sample
     replay_bytes = _replay_bytes(config, models["actor"])
     computed = max(

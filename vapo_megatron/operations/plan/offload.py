@@ -33,8 +33,6 @@ def phases_of(config: TrainConfig) -> list[Phase]:
     models = {"actor"} | ({"critic"} if config.algorithm.uses_critic else set())
     models |= {"reference"} if config.algorithm.uses_reference else set()
     found = [phase for phase, worker in PHASES.items() if worker is None or worker in models]
-    batch = config.batch
-    samples = batch.prompts_per_step * batch.samples_per_prompt
-    if config.algorithm.update_gives_logprobs(samples, batch.prompts_per_step):
+    if config.algorithm.update_gives_logprobs(config.samples, config.batch.prompts_per_step):
         found.remove("score_policy")
     return found

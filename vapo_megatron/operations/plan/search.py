@@ -138,8 +138,7 @@ def _powers(limit: int) -> list[int]:
 
 def _candidates(plan: Plan, name: str) -> list[_Candidate]:
     """Sections of a model that fit by themselves; those remain that are not both slower and larger than another."""
-    model, config, lengths = plan.models[name], plan.config, plan.lengths
-    samples = float(config.batch.prompts_per_step * config.batch.samples_per_prompt)
+    model, lengths, samples = plan.models[name], plan.lengths, float(plan.config.samples)
     room = plan.hardware.usable_memory - plan.hardware.trainer_overhead - plan.hardware.engine_overhead - _HEADROOM
     found: list[_Candidate] = []
     for layout in _layouts(model, plan.hardware.gpus_per_node):

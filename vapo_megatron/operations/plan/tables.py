@@ -113,7 +113,7 @@ def show(plan: Plan, budgets: Mapping[str, int | None], proposal: Proposal | Non
     console.print(f"the run: {_duration(sum(plan.seconds.values()))}, {plan.gpu_hours:,.0f} GPU-hours")
     console.print("\n[bold]Assumed[/]")
     for line in assumptions(plan):
-        console.print(f"  - {line}")
+        console.print(f"  - {line}", soft_wrap=True)
     for line in proportions_left(plan.config, plan.lengths.mean):
         console.print(f"[bold yellow]out of proportion[/]: {line}", soft_wrap=True, highlight=False)
     for problem in plan.memory.problems:

@@ -163,7 +163,7 @@ def plan_time(run: PlannedRun, engine: PlannedEngine, evaluation_samples: float)
     config, models = run.config, run.models
     actor, critic, batch = models["actor"], models.get("critic"), config.batch
     update, n = config.algorithm.update, batch.samples_per_prompt
-    samples = float(batch.prompts_per_step * n)
+    samples = float(config.samples)
     engines = actor.world // config.rollout.tp
 
     def generate(prompts: float, responses: float) -> float:

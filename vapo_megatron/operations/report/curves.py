@@ -8,8 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator
 
 from vapo_megatron.operations.report.panels import Curve, Panel, Rows, panels_of, series
 
@@ -48,8 +47,7 @@ def draw_panels(drawn: Sequence[tuple[Panel, Rows]], title: str = "") -> Figure:
     """Panels, each with the rows it draws, three beside each other."""
     with matplotlib.rc_context(STYLE):
         lines = max(1, -(-len(drawn) // COLUMNS))
-        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.10, hspace=0.03, wspace=0.02)
-        figure = Figure(figsize=(5.0 * COLUMNS, 3.1 * lines + 0.5), layout=layout, facecolor=PAPER)
+        figure = Figure(figsize=(5.0 * COLUMNS, 3.1 * lines + 0.5), layout="constrained", facecolor=PAPER)
         FigureCanvasAgg(figure)
         if title:
             figure.suptitle(title, x=0.008, ha="left", fontsize=14, fontweight="bold")
@@ -105,12 +103,8 @@ def _range(axes: Axes, panel: Panel) -> None:
         axes.set_ylim(top=min(panel.top, high) if high > 0 else panel.top)
     if panel.log and any(np.any(np.asarray(line.get_ydata(), dtype=float) > 0) for line in axes.get_lines()):
         axes.set_yscale("log", nonpositive="mask")
-        low, high = axes.get_ylim()
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 50 * low else (1.0, 2.0, 5.0)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
     elif high >= 1000:
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axes.yaxis.set_major_formatter("{x:,.0f}")
 
 
 def _stack(axes: Axes, panel: Panel, rows: Rows) -> None:

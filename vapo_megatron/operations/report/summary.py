@@ -53,7 +53,8 @@ def alarms_of(rows: Sequence[Mapping[str, Any]]) -> list[AlarmRow]:
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> list[TableRow]:
     """First, best and last of every evaluation, of accuracy and reward; those that never occur are left out."""
-    evaluations = {name for row in rows for name in row if name.startswith(names.EVALUATION) and "@" in name}
+    present = set[str]().union(*rows)
+    evaluations = {name for name in present if name.startswith(names.EVALUATION) and "@" in name}
     table = []
     for name in (*sorted(evaluations), names.ACCURACY, names.REWARD):
         points = [(row["step"], float(row[name])) for row in rows if row.get(name) is not None]
@@ -67,13 +68,14 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[TableRow]:
 def phases(rows: Sequence[Mapping[str, Any]]) -> list[PhaseRow]:
     """Every phase, the longest first."""
     timed = [row for row in rows if row["step"] > 0]
-    metrics = {name for row in timed for name in row if name.startswith(names.TIME)} - {names.STEP_TIME}
+    present = set[str]().union(*timed)
+    metrics = {name for name in present if name.startswith(names.TIME)} - {names.STEP_TIME}
     seconds = {metric: sum(row.get(metric) or 0.0 for row in timed) for metric in metrics}
     total = sum(seconds.values())
     found = []
     for metric in sorted(metrics, key=lambda metric: -seconds[metric]):
         phase = metric.removeprefix(names.TIME)
-        gauges = sorted({name for row in timed for name in row if name.endswith(f"/{phase}_gib")})
+        gauges = sorted(name for name in present if name.endswith(f"/{phase}_gib"))
         peaks = {name.partition("/")[0]: max(row.get(name) or 0.0 for row in timed) for name in gauges}
         share = seconds[metric] / total if total else 0.0
         found.append(PhaseRow(phase.replace("_", " "), seconds[metric], share, peaks))

@@ -113,7 +113,7 @@ def show(plan: Plan, found: list[Mode], console: Console) -> None:
     if all(mode.engine_gpus is None for mode in found):
         console.print(f"no split of {plan.world} GPUs between trainer and engines fits with the layouts of the config")
     for line in assumptions(plan):
-        console.print(f"  - {line}")
+        console.print(f"  - {line}", soft_wrap=True)
 
 
 def assumptions(plan: Plan) -> list[str]:

@@ -19,7 +19,7 @@ function evaluationSection(runs) {
   if (!found.length) return null;
   const rows = found.map(([run, set]) => [...(several ? [run.name] : []), set.name, set.problems, set.samples,
     interval(set.avg_at_k, set.low, set.high),
-    set.pass_at_k_interval ? interval(set.pass_at_k, set.pass_at_k_interval.low ?? set.pass_at_k_interval[0], set.pass_at_k_interval.high ?? set.pass_at_k_interval[1]) : set.pass_at_k.toFixed(3),
+    set.pass_at_k_interval ? interval(set.pass_at_k, ...set.pass_at_k_interval) : set.pass_at_k.toFixed(3),
     set.maj_at_k.toFixed(3), set.response_length.toFixed(1), share(set.truncated)]);
   const titles = [...(several ? ["run"] : []), "set", "problems", "k", "avg@k [95 %]", "pass@k [95 %]", "maj@k", "tokens", "truncated"];
   const problems = runs.flatMap((run) => run.problems.map((one) => [...(several ? [run.name] : []), one.set, one.id,
