@@ -67,11 +67,7 @@ class WorkerProcess:
 
     def prolong(self) -> bool:
         """Once it is due: whether it has not had its processor time yet; then it is due later."""
-        left = (
-            self._cpu_before + self._cpu_limit - self._cpu_seconds()
-            if self._cpu_limit and self.job is not None
-            else 0.0
-        )
+        left = self._cpu_before + self._cpu_limit - self._cpu_seconds()  # below 0 where it is not of CPU
         last = self._sent_at + _PATIENCE * self._cpu_limit
         if left <= 0 or self.due >= last:
             return False
