@@ -91,6 +91,8 @@ CASES: list[tuple[str, str, bool | None, bool | None]] = [
     ("42", "n=41=42", False, None),
     ("42", r"6 \cdot 7=42", None, None),
     ("x+1", "x+2=x+1", False, None),
+    ("0.67", r"\frac{2}{3}=0.67", None, None),
+    ("x=42", "41=42", None, None),
     (r"10\%", r"x=10\%", None, None),
     ("x<42", r"x \lt 42", None, None),
     # words

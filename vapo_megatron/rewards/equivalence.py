@@ -55,8 +55,10 @@ def quick_comparison(ground_truth: str, answer: str) -> bool | None:
         return _same_number(true_number, answer_number)
     if true_number is not None and (_RELATION.search(answer) or _is_several(answer)):
         return False
-    if "=" not in ground_truth and any(same_value(ground_truth, side) is False for side in answer.split("=")[:-1]):
-        return False  # 33 = 34 is not 34
+    if not set("=.") & set(ground_truth) and False in [
+        same_value(ground_truth, side) for side in answer.split("=")[:-1]
+    ]:
+        return False  # 33 = 34 is not 34, but 1/3 = 0.33 may be what 0.33 asks for
     true_words, answer_words = words(ground_truth), words(answer)
     if true_words and true_words == answer_words and not (both_cases(ground_truth) or both_cases(answer)):
         return not _VARIABLE.fullmatch(ground_truth)
