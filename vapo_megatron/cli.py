@@ -218,7 +218,10 @@ def doctor(
 def report(
     run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN", help="run directories", show_default=False)],
     out: Annotated[
-        Path | None, typer.Option(help="the page; default: report.html in the run's directory, of several runs here")
+        Path | None,
+        typer.Option(
+            help="the page, and nothing else; default: report.html in the run's directory, of several runs here"
+        ),
     ] = None,
     serve: Annotated[
         bool, typer.Option("--serve", help="follow runs that go on, in a browser of this machine")

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,13 @@ from tiny_runs import make_model, train_config, write_config
 from vapo_megatron import cli
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.plan import PlanConfig
-from vapo_megatron.operations.doctor import bandwidth, checks, command
+from vapo_megatron.operations.doctor import bandwidth, checks, command, together
 from vapo_megatron.operations.doctor.checks import Check, Examination, perform
+from vapo_megatron.operations.doctor.engine import check_engine
 from vapo_megatron.operations.doctor.meeting import Meeting
 from vapo_megatron.operations.doctor.report import Line
 from vapo_megatron.operations.doctor.system import write_rate
+from vapo_megatron.operations.plan.model_files import SHIPPED
 
 WAIT = 60.0
 
@@ -164,6 +167,48 @@ def test_a_model_that_is_not_there_hides_neither_data_nor_disk(config: PlanConfi
     assert "Qwen2.5-32B: no such directory" in by_name["model"]
     assert by_name["data"].startswith("none.jsonl: no such file, which data.train names")
     assert "a checkpoint takes" in by_name["disk"], "the package knows the sizes of such models"
+
+
+class Words(Meeting):
+    """A meeting whose other nodes have said all that they will."""
+
+    def __init__(self, nodes: list[str]) -> None:
+        self.node, self.rank, self.nodes, self.ranks = nodes[0], 0, nodes, list(range(len(nodes)))
+        self.words: dict[str, Any] = {}
+
+    def put(self, key: str, value: Any) -> None:
+        self.words[key] = value
+
+    def get(self, key: str, deadline: float) -> Any:
+        return self.words.get(key)
+
+
+def test_many_nodes_that_share_nothing_and_cannot_be_reached_are_no_node_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(together, "_APPEARS_WITHIN", 0.1)
+    monkeypatch.setattr(together, "_connects", lambda host, port: time.sleep(0.1) or "no answer")
+    meeting = Words(["localhost", *names_of(60)])
+    for other in range(1, 61):
+        meeting.put(f"shared/{other}", [str(tmp_path / "elsewhere"), "digest"])
+        meeting.put(f"ports/{other}", ["10.0.0.1", 1])
+    started = time.monotonic()
+    (line,) = together.check_shared_files(meeting, tmp_path, 1.0)
+    assert line.status == "warning" and "n0: " in line.found and line.found.endswith("; and 56 more")
+    together.check_reachable(meeting, 1.0)
+    assert time.monotonic() - started < 3, (
+        "one after the other they take six seconds, and with real limits half an hour"
+    )
+    assert all(meeting.get(f"ports/said/{other}", 0) == "no answer" for other in range(61))
+
+
+def test_no_engine_of_a_large_model_is_started_in_the_memory_of_a_login_node(
+    config: PlanConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=64 << 30))
+    large = config.model.model_copy(update={"path": str(SHIPPED / "Qwen2.5-32B")})
+    (line,) = check_engine(config.model_copy(update={"model": large}), gpus=0)
+    assert line.status == "skipped" and "61 of 64 GiB" in line.found and line.remedy
 
 
 def test_a_truncated_model_is_a_fault_and_the_exit_code_says_so(

@@ -173,7 +173,10 @@ def test_what_cannot_be_prepared_is_named_and_nothing_is_written(
     source = _write(tmp_path / "in.jsonl", rows)
     with pytest.raises(BadInput, match=message):
         prepare([str(source)], tmp_path / "out.jsonl", verifier=VERIFIER, **options)
-    assert os.listdir(tmp_path) == ["in.jsonl"]
+    for read in ([str(source)], []), ([], [source]):
+        with pytest.raises(BadInput, match=r"--out .*in\.jsonl: is one of the files that are read"):
+            prepare(read[0], source, read[1], verifier=VERIFIER)
+    assert os.listdir(tmp_path) == ["in.jsonl"] and _rows(source) == rows
 
 
 @pytest.mark.parametrize(

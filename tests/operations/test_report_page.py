@@ -194,3 +194,6 @@ def test_only_names_of_this_machine_are_answered(served: tuple[Path, str]) -> No
     request = urllib.request.Request(f"{served[1]}/data.json", headers={"Host": "elsewhere.example:80"})
     with pytest.raises(urllib.error.HTTPError, match="403"):
         urllib.request.urlopen(request)
+    request.add_header("Host", "localhost")  # as browsers name port 80
+    with urllib.request.urlopen(request) as reply:
+        assert reply.status == 200

@@ -5,8 +5,11 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
+
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.operations.doctor.report import Line
+from vapo_megatron.operations.hardware import GIB
 from vapo_megatron.rollout.client import EngineClient
 from vapo_megatron.rollout.server import EngineAddress, EngineServer
 from vapo_megatron.weight_sync.quantization import engine_fp8
@@ -25,11 +28,18 @@ def check_engine(config: TrainConfig, gpus: int) -> list[Line]:
     """
     if config.rollout.external_urls:
         return [Line("not applicable", "the run's engines are elsewhere (rollout.external_urls)")]
+    spec = read_spec(Path(config.model.path))
+    needed, free = 2 * spec.parameter_count(), psutil.virtual_memory().available
+    if not gpus and needed > free / 2:
+        found = (
+            f"no GPU here, where an engine takes more than {needed / GIB:.0f} of {free / GIB:.0f} GiB of free memory"
+        )
+        return [Line("skipped", found, "have doctor look at a node of the job")]
     devices = range(config.rollout.tp) if gpus else None
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="vapo-doctor-") as folder:
         log = Path(folder) / "engine.log"
-        fp8 = engine_fp8(config.rollout, config.actor.precision, read_spec(Path(config.model.path)))
+        fp8 = engine_fp8(config.rollout, config.actor.precision, spec)
         server = EngineServer(config.model.path, config.rollout, config.model.dtype, log, devices, fp8=fp8)
         server.check_arguments()
         with server:

@@ -86,6 +86,8 @@ def prepare(
     """
     if out.suffix != ".jsonl":
         raise BadInput(f"--out {out}: expected a name that ends in .jsonl")
+    if out.resolve() in {path.resolve() for path in (*map(Path, sources), *against)}:
+        raise BadInput(f"--out {out}: is one of the files that are read, and would be lost: name another one")
     left_out: list[LeftOut] = []
     rows, problems = _read(sources, layout, left_out, progress, keep)
     index = OverlapIndex((one.id, one.problem) for path in against for one in _prepared(path))

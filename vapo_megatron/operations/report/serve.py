@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def make_server(directories: Sequence[Path], port: int) -> ThreadingHTTPServer:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             # A page elsewhere may point a name of its own at this machine: only this machine's names are answered.
-            if self.headers.get("Host", "").rpartition(":")[0] not in (HOST, "localhost"):
+            if self.headers.get("Host", "").partition(":")[0] not in (HOST, "localhost"):
                 self.send_error(403)
                 return
             try:
@@ -46,7 +47,8 @@ def make_server(directories: Sequence[Path], port: int) -> ThreadingHTTPServer:
             self.send_header("Content-Length", str(len(body)))
             self.send_header("Cache-Control", "no-store")
             self.end_headers()
-            self.wfile.write(body)
+            with suppress(ConnectionError):  # the browser has left
+                self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
             """Nothing: a page that follows a run asks every few seconds."""
