@@ -1,6 +1,8 @@
-"""A command called as a shell would, in this process."""
+"""A command called as a shell would, in this process or in a fork of it."""
 
+import multiprocessing
 import traceback
+from typing import Any
 
 from typer import Typer
 from typer.testing import CliRunner
@@ -17,3 +19,18 @@ def called(app: Typer, *arguments: object) -> tuple[int, str]:
     if ended is None or expected:
         return result.exit_code, result.output
     return result.exit_code, result.output + "".join(traceback.format_exception(ended))
+
+
+def called_apart(app: Typer, *arguments: object) -> tuple[int, str]:
+    """The same in a process of its own, for what starts a process group: after that no test may fork."""
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    process = context.Process(target=_answer, args=(app, arguments, answers), daemon=True)
+    process.start()
+    answer: tuple[int, str] = answers.get(timeout=120)
+    process.join()
+    return answer
+
+
+def _answer(app: Typer, arguments: tuple[object, ...], answers: Any) -> None:
+    answers.put(called(app, *arguments))

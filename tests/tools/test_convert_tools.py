@@ -1,20 +1,20 @@
 """The converters as one calls them: critic and policy, from a run's state, and what a bad call says."""
 
-import multiprocessing
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
-from called import called
+from called import called_apart
 from damage import flip
 from hf_models import VOCAB, read_tensors, write_model, write_tensors
 from ranks import run_ranks
 from trainables import make_trainable
+from typer import Typer
 
-from tools import convert_hf_to_megatron, convert_megatron_to_hf
+from tools.convert_hf_to_megatron import app as to_megatron
+from tools.convert_megatron_to_hf import app as to_hf
 from vapo_megatron.checkpoint.manifest import MANIFEST_FILE, Manifest, file_facts, write_json
 from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.mcore.dist_saver import ModelSaver
@@ -23,25 +23,10 @@ from vapo_megatron.weights.torch_dist import write_model_card
 IDS = torch.randint(0, VOCAB, (1, 20), generator=torch.Generator().manual_seed(3))
 
 
-def _run(tool: object, arguments: tuple[object, ...], answers: Any) -> None:
-    answers.put(called(tool.app, *arguments))  # type: ignore[attr-defined]
-
-
-def _call(tool: object, *arguments: object) -> tuple[int, str]:
-    """Exit code and output. In a process of its own: it starts a process group, after which no other test may fork."""
-    context = multiprocessing.get_context("fork")
-    answers = context.Queue()
-    process = context.Process(target=_run, args=(tool, arguments, answers), daemon=True)
-    process.start()
-    answer: tuple[int, str] = answers.get(timeout=120)
-    process.join()
-    return answer
-
-
 def _there_and_back(source: Path, root: Path, *options: object) -> Path:
-    code, output = _call(convert_hf_to_megatron, "--hf", source, "--out", root / "there", *options)
+    code, output = called_apart(to_megatron, "--hf", source, "--out", root / "there", *options)
     assert code == 0, output
-    code, output = _call(convert_megatron_to_hf, "--checkpoint", root / "there", "--out", root / "back")
+    code, output = called_apart(to_hf, "--checkpoint", root / "there", "--out", root / "back")
     assert code == 0, output
     return root / "back"
 
@@ -56,10 +41,10 @@ def _values(out: Path) -> torch.Tensor:
 
 def test_a_policy_comes_back_and_computes_what_transformers_does(tmp_path: Path) -> None:
     source = write_model(tmp_path / "policy", "qwen3_moe", dtype=torch.bfloat16)
-    code, output = _call(convert_hf_to_megatron, "--hf", source, "--out", tmp_path / "there", "--shard-size", "1e-4")
+    code, output = called_apart(to_megatron, "--hf", source, "--out", tmp_path / "there", "--shard-size", "1e-4")
     assert code == 0, output
     assert "log-probs of 64 tokens equal transformers'" in output
-    code, output = _call(convert_megatron_to_hf, "--checkpoint", tmp_path / "there", "--out", tmp_path / "back")
+    code, output = called_apart(to_hf, "--checkpoint", tmp_path / "there", "--out", tmp_path / "back")
     assert code == 0, output
     assert "log-probs of 64 tokens equal transformers'" in output
     before, after = read_tensors(source), read_tensors(tmp_path / "back")
@@ -92,15 +77,13 @@ def test_actor_or_critic_of_a_runs_state(tmp_path: Path) -> None:
     state = tmp_path / "checkpoints" / "step_000010"
     source = write_model(tmp_path / "policy", "qwen2")
     for model, head in (("actor", "lm"), ("critic", "value")):
-        assert _call(convert_hf_to_megatron, "--hf", source, "--out", state / model, "--head", head)[0] == 0
-    assert _call(convert_megatron_to_hf, "--checkpoint", state, "--out", tmp_path / "actor")[0] == 0
+        assert called_apart(to_megatron, "--hf", source, "--out", state / model, "--head", head)[0] == 0
+    assert called_apart(to_hf, "--checkpoint", state, "--out", tmp_path / "actor")[0] == 0
     arguments = ("--checkpoint", state, "--out", tmp_path / "critic", "--model", "critic")
-    assert _call(convert_megatron_to_hf, *arguments)[0] == 0
+    assert called_apart(to_hf, *arguments)[0] == 0
     assert "lm_head.weight" in read_tensors(tmp_path / "actor")
     assert (tmp_path / "actor" / "model.safetensors").stat().st_mode & 0o044, "others cannot serve it"
-    code, output = _call(
-        convert_megatron_to_hf, "--checkpoint", state / "actor", "--out", tmp_path / "no", "--model", "critic"
-    )
+    code, output = called_apart(to_hf, "--checkpoint", state / "actor", "--out", tmp_path / "no", "--model", "critic")
     assert code == 2 and "is a policy" in output and not (tmp_path / "no").exists()
     assert "score.weight" in read_tensors(tmp_path / "critic")
 
@@ -132,13 +115,13 @@ def flip_weight(folder: Path) -> None:
 def test_a_bit_of_a_runs_state_that_changed_is_not_converted(tmp_path: Path) -> None:
     state, source = tmp_path / "checkpoints" / "step_000010", write_model(tmp_path / "policy", "qwen2")
     run_ranks(1, save_state, source, state)
-    call = (convert_megatron_to_hf, "--checkpoint", state, "--no-verify", "--out")
-    assert _call(*call, tmp_path / "out")[0] == 0
+    call = (to_hf, "--checkpoint", state, "--no-verify", "--out")
+    assert called_apart(*call, tmp_path / "out")[0] == 0
     before, after = read_tensors(source), read_tensors(tmp_path / "out")
     assert all(torch.equal(after[name], before[name]) for name in before)
     for damage, what in ((flip_weight, "distcp: the content has changed"), (flip_config, "actor/hf/config.json has")):
         damage(state / "actor")
-        code, output = _call(*call, tmp_path / "other")
+        code, output = called_apart(*call, tmp_path / "other")
         assert code == 2 and what in output.splitlines()[-1] and not (tmp_path / "other").exists()
 
 
@@ -149,15 +132,15 @@ def flip_config(folder: Path) -> None:
 def test_options_that_would_be_ignored_or_overflow_are_refused(tmp_path: Path) -> None:
     places = ("--hf", tmp_path, "--out", tmp_path / "out")
     for option, value in (("--value-outputs", 51), ("--shard-size", "inf"), ("--shard-size", "nan")):
-        code, output = _call(convert_hf_to_megatron, *places, option, value)
+        code, output = called_apart(to_megatron, *places, option, value)
         assert code == 2 and option in output and "Traceback" not in output
 
 
-@pytest.mark.parametrize("tool", [convert_hf_to_megatron, convert_megatron_to_hf])
-def test_a_bad_call_is_one_line_and_exit_2(tmp_path: Path, tool: object) -> None:
+@pytest.mark.parametrize("tool", [to_megatron, to_hf])
+def test_a_bad_call_is_one_line_and_exit_2(tmp_path: Path, tool: Typer) -> None:
     (tmp_path / "empty").mkdir()
-    option = "--hf" if tool is convert_hf_to_megatron else "--checkpoint"
-    code, output = _call(tool, option, tmp_path / "empty", "--out", tmp_path / "out")
+    option = "--hf" if tool is to_megatron else "--checkpoint"
+    code, output = called_apart(tool, option, tmp_path / "empty", "--out", tmp_path / "out")
     assert code == 2
     lines = [line for line in output.splitlines() if line.strip()]
     assert len(lines) == 1 and lines[0].startswith(f"error: {tmp_path / 'empty'}")

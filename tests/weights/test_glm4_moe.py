@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from called import called
+from called import called, called_apart
 from hf_models import megatron, read_tensors, write_model, write_tensors
 from ranks import run_ranks
 
@@ -94,9 +94,9 @@ def test_layers_that_predict_ahead_are_left_out_in_one_line(
     told = "model.layers.4.* (2 tensors for multi-token prediction) are not read, trained, synced or exported"
     # A record comes twice where an earlier test has left pytest's handler with the package's logger as well.
     assert [record.getMessage() for record in dict.fromkeys(caplog.records)] == [f"{source}: {told}"]
-    code, output = called(to_megatron, "--hf", source, "--out", tmp_path / "mcore")
+    code, output = called_apart(to_megatron, "--hf", source, "--out", tmp_path / "mcore")
     assert code == 0 and told in output, output
-    code, output = called(to_hf, "--checkpoint", tmp_path / "mcore", "--out", tmp_path / "hf")
+    code, output = called_apart(to_hf, "--checkpoint", tmp_path / "mcore", "--out", tmp_path / "hf")
     assert code == 0, output
     assert read_tensors(tmp_path / "hf").keys() == read_tensors(source).keys() - ahead.keys()
     written = json.loads((tmp_path / "hf" / "config.json").read_text())
