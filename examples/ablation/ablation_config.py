@@ -27,7 +27,7 @@ class Task(Section):
     slip_share: float = Field(0.015, ge=0, le=1, description="chance of a wrong operation in any other state")
     direct_share: float = Field(0.1, ge=0, le=1, description="bare guesses among the cold start's solutions")
     break_share: float = Field(0.05, ge=0, le=1, description="solutions that break off at some token")
-    cold_start_rows: int = Field(16_000, ge=1)
+    cold_start_rows: int = Field(64_000, ge=1)
     evaluation_share: float = Field(0.3, gt=0, lt=1, description="of pairs of state and steps")
 
     @model_validator(mode="after")
