@@ -92,6 +92,8 @@ def test_groups_come_in_the_order_asked_for_and_go_where_there_is_room() -> None
     assert sum(done) == 24 and len(clients[0].asked) > len(clients[1].asked) > 0
     assert all(asked == sorted(asked) for asked in (c.asked for c in clients))
     assert len({s.seed for s in samples}) == 24
+    wrote = [[client.asked.count(g) for client in clients] for g in range(12)]
+    assert [s.engine for s in samples[::2]] == [f"http://engine{one.index(1)}" for one in wrote]
 
 
 def test_what_a_lost_server_had_goes_to_the_others_first_of_all() -> None:

@@ -42,6 +42,7 @@ class Sample:
     extracted is the answer that it read out of the text. routed_experts, where they were asked for, are the experts
     that the engine chose for each token but the last: uint8 or int16 [prompt + response - 1, layers * experts per
     token]. window_start, with rollout.windows, is the first token that the policy has not been trained on yet.
+    engine is the URL of the server that wrote it; empty where several did.
     A sample equals itself alone.
     """
 
@@ -63,6 +64,7 @@ class Sample:
     routed_experts: Tensor | None = None
     versions: tuple[tuple[int, int], ...] = ()
     window_start: int | None = None
+    engine: str = ""
 
     def __post_init__(self) -> None:
         self.response_ids = np.asarray(self.response_ids, dtype=np.int32)

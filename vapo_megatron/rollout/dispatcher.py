@@ -194,7 +194,7 @@ class Dispatcher:
                 engine.take_back(group, self.loop.time())
                 self._give_out()
         for sample, completion in zip(left, completions, strict=True):
-            samples[sample.index] = _continued(sample, completion, group)
+            samples[sample.index] = _continued(sample, completion, group, engine.client.address.url)
         return samples
 
     async def stop(self) -> None:
@@ -368,14 +368,13 @@ async def _abort(client: EngineClient, ids: Sequence[str]) -> None:
 def _empty(group: GroupRequest, index: int) -> Sample:
     """A response of which there is nothing yet."""
     seed = response_seed(group.seed, group.prompt.cursor, index)
-    version = group.weight_version
-    start = None if group.window is None else 0
+    version, start = group.weight_version, None if group.window is None else 0
     empty = Sample(group.prompt, group.group, index, seed, _NO_TOKENS, _NO_LOGPROBS, "abort", version, version)
     return replace(empty, window_start=start)
 
 
-def _continued(sample: Sample, completion: Completion, group: GroupRequest) -> Sample:
-    """A response with what was added to it."""
+def _continued(sample: Sample, completion: Completion, group: GroupRequest, url: str) -> Sample:
+    """A response with what was added to it by the server there."""
     window_ends = completion.finish_reason == "length" and len(completion.token_ids) == group.window
     goes_on = window_ends and group.room(len(sample.response_ids) + len(completion.token_ids)) > 0
     begun = len(sample.response_ids) > 0
@@ -389,6 +388,7 @@ def _continued(sample: Sample, completion: Completion, group: GroupRequest) -> S
         weight_version_oldest=sample.weight_version_oldest if begun else completion.weight_version_oldest,
         versions=(*sample.versions, *completion.versions) if len(ids) else sample.versions,
         routed_experts=completion.routed_experts,
+        engine=url if not begun or sample.engine == url else "",
     )
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -168,7 +168,7 @@ class Engines:
             RunFailed: it is above a tolerance on all of them; the tensors that differ are named.
         """
         assert self._sync is not None
-        limits, batch = self._limits, probe_batch(sequences)
+        limits, batch = self.limits, probe_batch(sequences)
         ours = split_logprobs(batch, actor.score(batch, temperature=1.0)[:, 0])
         before_asking()
         own: dict[str, LogprobDifference] = {}
@@ -189,8 +189,15 @@ class Engines:
         self._agree(own.keys() - excess.keys())
         return LogprobDifference.worst([one for url, one in found.items() if url not in excess])
 
+    def end(self, causes: Mapping[str, str]) -> None:
+        """Collective: end the engines at the URLs that rank 0 names, each with its cause; they are started again."""
+        assert self._sync is not None
+        for url, cause in broadcast_value(dict(causes)).items():
+            if url in self._sync.served:
+                self._placement.fail(cause)
+
     @property
-    def _limits(self) -> Limits:
+    def limits(self) -> Limits:
         """How far log-probs may differ, at the precision of the coarser of both sides."""
         if self._fp8 is not None:
             return limits_of(self._config.sync, "fp8")

@@ -6,6 +6,7 @@ from vapo_megatron.training.advantages import estimate_advantages
 from vapo_megatron.training.collect import collect, spread, step_rule
 from vapo_megatron.training.evaluation import evaluate
 from vapo_megatron.training.export import export, export_critic, export_final
+from vapo_megatron.training.lying_engines import end_lying_engines
 from vapo_megatron.training.models import Models, replace_reference
 from vapo_megatron.training.rollouts import Rollouts
 from vapo_megatron.training.score import score
@@ -46,6 +47,7 @@ def train(config: TrainConfig, models: Models, rollouts: Rollouts, state: RunSta
             update_critic(models, batch, algorithm, state.seed, recorder)
             update_policy(models, batch, algorithm, state.seed, recorder)
         replace_reference(models, algorithm.kl, step)
+        end_lying_engines(engines, batch, rollouts.written_by)
         sync_weights(models, rollouts, recorder)
         rollouts.advance()  # asynchronous: engines go on while the trainer works
         evaluate(rollouts, config.data.eval, config.evaluation, state, recorder)

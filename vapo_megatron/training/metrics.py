@@ -106,8 +106,9 @@ def advantage_metrics(batch: ShardedBatch) -> dict[str, float]:
 
 
 class OverTokens(NamedTuple):
-    """Of numbers, over response tokens; the variance is not unbiased."""
+    """Of numbers, over response tokens; the variance is not unbiased. means: of each sample, [S]."""
 
+    means: Tensor
     mean: float
     variance: float
     least: float
@@ -126,7 +127,7 @@ def over_tokens(batch: ShardedBatch, *numbers: Tensor) -> list[OverTokens]:
     for columns in whole.split(4, dim=1):
         means, spreads, least, largest = columns.unbind(1)
         mean, variance = critic_metrics.pooled(lengths, means, spreads)
-        found.append(OverTokens(float(mean), float(variance), float(least.min()), float(largest.max())))
+        found.append(OverTokens(means, float(mean), float(variance), float(least.min()), float(largest.max())))
     return found
 
 
