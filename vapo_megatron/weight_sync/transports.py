@@ -327,6 +327,7 @@ def _in_daemon(function: Callable[[], T]) -> "asyncio.Future[T]":
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # else a stack trace, if nobody waits
 
     def run() -> None:
         try:
