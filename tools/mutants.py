@@ -45,6 +45,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "tests/training/test_fault_checks.py",
         "tests/training/test_loss_metrics.py",
         "tests/training/test_old_logprobs.py::test_it_fires_only_where_it_is_exact",
+        "tests/training/test_pretraining_without_models.py",
         "tests/training/test_recorded_rollouts.py",
         "tests/training/test_reference_and_values.py",
         "tests/training/test_rollouts.py",

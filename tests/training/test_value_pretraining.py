@@ -77,6 +77,7 @@ def test_every_epoch_replays_every_sample_once_in_an_order_of_its_own() -> None:
         ({"stop_explained_variance": 0.3, "stop_bias": 0.1}, 0.31, 0.5, False),
         ({"stop_explained_variance": 0.3, "stop_bias": 0.1}, 0.31, -0.09, True),
         ({"stop_bias": 0.1}, -1.0, -0.2, False),
+        ({"stop_explained_variance": 0.3, "stop_bias": 0.1}, 0.3, 0.1, True),
     ],
 )
 def test_it_stops_where_every_stop_that_is_set_is_reached(
