@@ -241,10 +241,10 @@ def report(
 
 def _look_first(settings: "TrainConfig | SftConfig | EvaluateConfig") -> None:
     """Refuse in a second what takes ten to refuse with every library imported; ranks of a job leave it to one."""
-    from vapo_megatron.cluster.place import environment_place
+    from vapo_megatron.cluster.place import place_from_environment
     from vapo_megatron.training.first_look import look_first
 
-    if environment_place() is None:
+    if place_from_environment() is None:
         look_first(settings)
 
 

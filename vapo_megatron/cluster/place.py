@@ -18,8 +18,8 @@ class RankPlace:
     init_method: str
 
 
-def place_from_environment(environment: Mapping[str, str]) -> RankPlace | None:
-    """The place that torchrun or srun gave this process; None where it was started by hand.
+def place_from_environment(environment: Mapping[str, str] = os.environ) -> RankPlace | None:
+    """The place that torchrun or srun gave a process, by default this one; None where it was started by hand.
 
     Raises:
         BadInput: Slurm started several tasks and nothing says where rank 0 listens, or a variable is no number.
@@ -60,8 +60,3 @@ def _count(name: str, environment: Mapping[str, str]) -> int:
 def node_name() -> str:
     """The name that Slurm knows this node by, else its host's."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
-def environment_place() -> RankPlace | None:
-    """place_from_environment of this process."""
-    return place_from_environment(os.environ)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from vapo_megatron.checkpoint.checkpoints import latest_checkpoint
 from vapo_megatron.checkpoint.host_memory import job_memory
 from vapo_megatron.checkpoint.lease import Lease
-from vapo_megatron.cluster.place import environment_place
+from vapo_megatron.cluster.place import place_from_environment
 from vapo_megatron.cluster.ranks import machine_default_ranks, run_as_external_rank
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.errors import Interrupted
@@ -41,7 +41,7 @@ def launch(settings: Settings, body: Body, check: Callable[[Any, int], None]) ->
         VapoError: what the first failing rank said.
     """
     listen()
-    place = environment_place()
+    place = place_from_environment()
     sizes = [settings.actor.layout.model_size] if isinstance(settings, SftConfig) else settings.model_sizes.values()
     count = place.world_size if place else settings.cluster.ranks or machine_default_ranks(list(sizes))
     run_dir, timeout = Path(settings.run.directory), settings.cluster.collective_timeout_s

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from vapo_megatron.cluster.place import environment_place, node_name
+from vapo_megatron.cluster.place import node_name, place_from_environment
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.operations.doctor import bandwidth
@@ -59,7 +59,7 @@ def doctor(
     Raises:
         RunFailed: this process does not reach the others.
     """
-    place = environment_place()
+    place = place_from_environment()
     meeting = Meeting(place, node_name(), wait)
     if not meeting.leads:
         return 0
