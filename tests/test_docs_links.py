@@ -18,6 +18,8 @@ from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.suggest import known_keys
 from vapo_megatron.config.train import EvaluateConfig, TrainConfig
 from vapo_megatron.errors import BadInput
+from vapo_megatron.operations.plan.model_files import SHIPPED
+from vapo_megatron.operations.plan.plan import default_world, make_plan
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("README.md"))]
@@ -45,6 +47,7 @@ WITH_ARGUMENTS = re.compile(
     r"((?:vapo-megatron|(?<!from )vapo_megatron\.cli) [a-z]+|"
     r"(?:tools|benchmarks|examples)/[\w/]+\.py|benchmarks\.\w+)([^|;&#]*)"
 )
+TRAINING = re.compile(r"(?:vapo-megatron|vapo_megatron\.cli) train (examples/\S+\.yaml)([^|;&#\n]*)")
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
@@ -115,6 +118,22 @@ def test_settings_load(page: Path) -> None:
                     settings[key] = value
             if settings:
                 assert_loads(settings)
+
+
+def test_runs_of_the_pages_fit_the_gpus_that_they_take() -> None:
+    """Eight of 80 GB where they name no number; those of models whose sizes the package has."""
+    fitting = set()
+    for page in PAGES:
+        commands = "\n".join(code_in(page.read_text(encoding="utf-8"))).replace("\\\n", " ")
+        for config, given in TRAINING.findall(commands):
+            settings = [found[0] for found in SETTING.finditer(given) if not PLACEHOLDER.search(found["value"])]
+            run = load_config(PlanConfig, ROOT / config, settings, PRESETS)
+            sizes = SHIPPED / Path(run.model.path).name.removesuffix("-Instruct")
+            if sizes.is_dir():
+                run = run.model_copy(update={"model": run.model.model_copy(update={"path": str(sizes)})})
+                assert make_plan(run, default_world(run)).fits, f"{page.name}: train {config} {given}"
+                fitting.add(page.name)
+    assert {"README.md", "aime.md", "configuration.md", "gpu.md"} <= fitting
 
 
 @every_page

@@ -48,7 +48,7 @@ file. Values come in layers, each over the one before:
 or in a file that extends the training config (`examples/aime_qwen2.5_32b/plan.yaml`). Below, `plan` stands for both.
 
 ```
-vapo-megatron train examples/gsm8k/vapo.yaml model.path=models/Qwen3-8B actor.layout.tp=4 run.name=qwen3 \\
+vapo-megatron train examples/gsm8k/vapo.yaml model.path=models/Qwen3-8B actor.layout.tp=4 critic.layout.tp=4 \\
     'actor.optimizer={lr: 1e-6, warmup_steps: 20}' data.eval.0.limit=64
 ```
 
