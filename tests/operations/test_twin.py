@@ -13,6 +13,7 @@ from vapo_megatron import cli
 from vapo_megatron.config.algorithm import DynamicSamplingConfig
 from vapo_megatron.config.rollout import AsynchronousConfig, PartialResponsesConfig, RolloutConfig
 from vapo_megatron.config.run import BatchConfig
+from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.plan.lengths import Lengths
 from vapo_megatron.operations.twin.response_lengths import ResponseLengths
 from vapo_megatron.operations.twin.run import simulate
@@ -76,6 +77,12 @@ def test_a_step_takes_what_its_parts_take() -> None:
     assert longer.step == pytest.approx(17 + 10 * 0.1 * 9)
     waits = simulate(scenario(speed=Speed(at_once=2)))
     assert waits.step == pytest.approx(10 + 17), "two of the four begin when the first two are done"
+
+
+def test_a_step_that_a_run_would_give_up_is_told_as_a_limit_to_raise() -> None:
+    rollout = RolloutConfig(max_running_requests=8, collect_timeout_s=9)
+    with pytest.raises(BadInput, match=r"rollout\.collect_timeout_s=9: the responses of a simulated step take longer"):
+        simulate(scenario(rollout=rollout))
 
 
 def test_staleness_hides_the_update_behind_generation() -> None:

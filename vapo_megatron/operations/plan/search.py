@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from vapo_megatron.checkpoint.config_change import differences
@@ -178,16 +179,9 @@ def _peak(model: PlannedModel, stage: int, longest: int) -> float:
 
 def _pairs(candidates: dict[str, list[_Candidate]]) -> Iterator[dict[str, TrainableConfig]]:
     """Sections of all models together, the fastest first."""
-    combined: list[tuple[float, dict[str, TrainableConfig]]] = [(0.0, {})]
-    for name, found in candidates.items():
-        combined = [
-            (seconds + candidate.seconds, sections | {name: candidate.section})
-            for seconds, sections in combined
-            for candidate in found
-        ]
-    combined.sort(key=lambda pair: pair[0])
-    for _, sections in combined[:_PAIRS]:
-        yield sections
+    together = sorted(product(*candidates.values()), key=lambda pair: sum(candidate.seconds for candidate in pair))
+    for pair in together[:_PAIRS]:
+        yield {name: candidate.section for name, candidate in zip(candidates, pair, strict=True)}
 
 
 def _with_engines(start: Plan, config: PlanConfig) -> Plan | None:

@@ -58,8 +58,8 @@ def modes(plan: Plan) -> list[Mode]:
     with engines of their own.
 
     Raises:
-        BadInput: plan.simulation.engine_gpus leaves the trainer no layout, or none that fits.
-        TryAgain: a step takes longer than rollout.collect_timeout_s.
+        BadInput: plan.simulation.engine_gpus leaves the trainer no layout, or none that fits, or a step takes longer
+            than rollout.collect_timeout_s.
     """
     length_of, given = lengths_of(plan).draw, plan.config.plan.simulation.engine_gpus
     if given is not None and on_own_gpus(plan, given, _STALENESS[0], length_of) is None:

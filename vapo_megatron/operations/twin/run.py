@@ -11,6 +11,7 @@ from typing import Any, Self, cast
 
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.rollout import SamplingConfig
+from vapo_megatron.errors import BadInput, TryAgain
 from vapo_megatron.experience.prompts import PromptSource
 from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.operations.twin.engines import SimulatedEngines
@@ -135,11 +136,16 @@ def simulate(scenario: Scenario) -> Outcome:
     """Run it.
 
     Raises:
-        TryAgain: a step takes longer than rollout.collect_timeout_s.
+        BadInput: a step takes longer than rollout.collect_timeout_s.
     """
     engines = SimulatedEngines(scenario)
     try:
         return steps(scenario, engines, engines.clock.sleep, SimulatedRollouts.of(scenario, engines))
+    except TryAgain:  # what a run may do, and would do in vain
+        raise BadInput(
+            f"rollout.collect_timeout_s={scenario.rollout.collect_timeout_s:g}: the responses of a simulated step take "
+            "longer, and so may a run's: raise it, or take more GPUs"
+        ) from None
     finally:
         engines.close()
 
