@@ -36,6 +36,8 @@ AuthInfo=socket={folder}/munge.sock,cred_expire=5
 CredType=cred/munge
 MailProg=/bin/true
 SlurmctldPort={port}
+# By their ids the processes and folders of jobs are told apart, also from those of another sandbox on this host.
+FirstJobId={first_job}
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmdSpoolDir={folder}/spool/%n
@@ -156,7 +158,10 @@ class SlurmSandbox:
     def _configure(self) -> None:
         host = socket.gethostname().split(".")[0]
         first, *ports = free_ports(1 + len(NODES))
-        lines = [_CONFIG.format(host=host, folder=self.folder, port=first, kill_wait=self._kill_wait)]
+        first_job = os.getpid() % 300_000 * 100 + 1
+        lines = [
+            _CONFIG.format(host=host, folder=self.folder, port=first, first_job=first_job, kill_wait=self._kill_wait)
+        ]
         lines += [
             f"NodeName={node} NodeAddr=127.0.0.1 NodeHostname={host} Port={port} CPUs=8 RealMemory=2000 Gres=gpu:1\n"
             for node, port in zip(NODES, ports, strict=True)
