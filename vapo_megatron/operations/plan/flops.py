@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 from vapo_megatron.config.model import LayoutConfig, RecomputeConfig
 from vapo_megatron.weights.rules import Rule
@@ -35,6 +36,7 @@ def matrix_parameters(spec: ModelSpec) -> int:
     return _matrices(spec, "")
 
 
+@cache
 def _matrices(spec: ModelSpec, part: str) -> int:
     """Those of a part of the layers, by how its Megatron names begin; experts begin with "mlp."."""
     layers = sum(

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.weights.families.family import EMBEDDING, FINAL_NORM
@@ -29,6 +30,7 @@ class Shard:
         return self.dense + self.expert
 
 
+@cache
 def shard(spec: ModelSpec, head: Head, layout: LayoutConfig, stage: int) -> Shard:
     """What a rank of pipeline stage `stage` holds under a layout that divides the model."""
     chunks = layout.pp * (layout.vpp or 1)
