@@ -9,11 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from vapo_megatron.config.proportions import proportions_left
-from vapo_megatron.mcore.memory_plan import Phase
-from vapo_megatron.mcore.offload import PARTS
 from vapo_megatron.operations.hardware import GIB
 from vapo_megatron.operations.plan.assumptions import assumptions
-from vapo_megatron.operations.plan.offload import on_device, phases_of
 from vapo_megatron.operations.plan.plan import Plan
 from vapo_megatron.operations.plan.search import Proposal
 
@@ -42,7 +39,6 @@ def as_json(plan: Plan, budgets: Mapping[str, int | None], proposal: Proposal | 
             "usable": plan.hardware.usable_memory,
             "phases": [{"phase": h.phase, "parts": h.parts, "total": h.total} for h in memory.phases],
             "node": {"usable": plan.hardware.node_memory, "parts": memory.host.parts, "total": memory.host.total},
-            "on_device": {phase: _parts_on_device(plan, phase) for phase in phases_of(plan.config)},
         },
         "engine": {
             "count": plan.world // engine.config.tp,
@@ -71,10 +67,6 @@ def as_json(plan: Plan, budgets: Mapping[str, int | None], proposal: Proposal | 
     }
 
 
-def _parts_on_device(plan: Plan, phase: Phase) -> dict[str, list[str]]:
-    return {name: list(on_device(phase, name, model.config)) for name, model in plan.models.items()}
-
-
 def show(plan: Plan, budgets: Mapping[str, int | None], proposal: Proposal | None, console: Console) -> None:
     """Print the tables."""
     actor = plan.models["actor"]
@@ -92,7 +84,6 @@ def show(plan: Plan, budgets: Mapping[str, int | None], proposal: Proposal | Non
         )
     console.print(_memory_table(plan))
     console.print(_node_table(plan))
-    console.print(_sleep_table(plan))
     console.print(_time_table(plan))
     engine = plan.memory.engine
     at_once = engine.at_once(plan.lengths.prompt + plan.lengths.mean / 2)
@@ -138,7 +129,8 @@ def table_of(title: str, columns: Sequence[str]) -> Table:
 def _memory_table(plan: Plan) -> Table:
     phases = plan.memory.phases
     usable = plan.hardware.usable_memory
-    table = table_of(f"GiB on the worst GPU ({usable / GIB:.1f} usable)", ["", *(h.phase for h in phases)])
+    title = f"GiB on the worst GPU ({usable / GIB:.1f} usable); parts not listed are offloaded, gradients dropped"
+    table = table_of(title, ["", *(h.phase for h in phases)])
     for part in dict.fromkeys(part for holding in phases for part in holding.parts):
         table.add_row(part, *(f"{h.parts[part] / GIB:.2f}" if part in h.parts else "" for h in phases))
     totals = [f"{h.total / GIB:.2f}" if h.total <= usable else f"[red]{h.total / GIB:.2f}[/]" for h in phases]
@@ -151,18 +143,6 @@ def _node_table(plan: Plan) -> Table:
     for part, size in plan.memory.host.parts.items():
         table.add_row(part, f"{size / GIB:.1f}")
     table.add_row("[bold]total[/]", f"{plan.memory.host.total / GIB:.1f}")
-    return table
-
-
-def _sleep_table(plan: Plan) -> Table:
-    phases = phases_of(plan.config)
-    table = table_of("On the GPU (all else is offloaded to the node's memory; gradients are dropped)", ["", *phases])
-    for name, model in plan.models.items():
-        cells = []
-        for phase in phases:
-            onloaded = on_device(phase, name, model.config)
-            cells.append("all" if onloaded == PARTS else ", ".join(onloaded))
-        table.add_row(name, *cells)
     return table
 
 
