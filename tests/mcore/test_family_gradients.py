@@ -80,8 +80,18 @@ def megatron(model_dir: Path, layout: LayoutConfig) -> tuple[Any, dict[str, Any]
     return logprobs.numpy(), gradients
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_log_probs_and_every_gradient_equal_transformers(tmp_path: Path, family: str) -> None:
+SPLIT = LayoutConfig(tp=2, sequence_parallel=True)
+# One stage of layers without experts, the other of layers that share theirs out.
+EXPERTS_SPLIT = LayoutConfig(pp=2, ep=2)
+
+
+@pytest.mark.parametrize(
+    ("family", "world_size", "layout"),
+    [*((family, 2, SPLIT) for family in FAMILIES), ("glm4_moe", 4, EXPERTS_SPLIT)],
+)
+def test_log_probs_and_every_gradient_equal_transformers(
+    tmp_path: Path, family: str, world_size: int, layout: LayoutConfig
+) -> None:
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family], dtype=torch.float32)
     with torch.no_grad():
@@ -105,7 +115,7 @@ def test_log_probs_and_every_gradient_equal_transformers(tmp_path: Path, family:
             bias.zero_()
     model.save_pretrained(tmp_path / "gradients")
     wanted = read_tensors(tmp_path / "gradients")
-    for logprobs, gradients in run_ranks(2, megatron, tmp_path / "model", LayoutConfig(tp=2, sequence_parallel=True)):
+    for logprobs, gradients in run_ranks(world_size, megatron, tmp_path / "model", layout):
         assert (torch.from_numpy(logprobs) - expected.detach()).abs().max() < 1e-5
         assert gradients.keys() == wanted.keys()
         for name, gradient in wanted.items():
