@@ -155,13 +155,13 @@ def test_first_batches_may_compile_and_a_pause_is_no_hang(tmp_path: Path, monkey
 
     beats_with(Scheduler, register("scheduler"))
     batch = Scheduler().run_batch
-    assert batch(890) is None and "in its first 100 batches rollout.start_timeout_s=900" in str(batch(910))
+    assert batch(890) is None and "in its first 100 batches: rollout.start_timeout_s=900" in str(batch(910))
     assert all(batch(1) is None for _ in range(98))
     assert batch(110) is None and "progress_s=120" in str(batch(130))
     paused = True
-    assert after(600) is None
+    assert after(600) is None and "paused, or" in str(after(310))
     paused = False
-    assert after(110) is None and after(20) is not None
+    assert after(2) is None and after(110) is None and after(20) is not None
 
 
 def test_what_its_keeper_stumbles_over_is_told(

@@ -22,7 +22,7 @@ SAID: dict[int, dict[str, Any]] = {
         "place": ["name", "dtype", "shape", "start"],
         "loaded": ["problems", "seconds", "checksums"],
         "ways": ["vapo_strict", "vapo_weights", "vapo_generate", "vapo_abort", "vapo_health", "vapo_end"],
-        "health": ["lost", "requests", "silent_s", "batches"],
+        "health": ["lost", "requests", "silent_s", "paused", "batches"],
         "asked": ["expert_choices", "input_ids", "return_logprob", "return_routed_experts", "rid", "sampling_params"],
         "choices": ["layers", "experts", "per_token", "dense_layers"],
         "answer": "[{'experts': [2, '|u1'], 'logprobs': 1, 'meta': {'a': 1}, 'tokens': 1}] 070000000000003f0203",

@@ -194,7 +194,7 @@ def test_responses_that_wait_for_weights_are_no_hang(dispatcher: Dispatcher, ser
     told = ask_health(server.address, 5)
     dispatcher.loop.run(client.resume())
     dispatcher.loop.run(client.close())
-    assert told is not None and told["requests"] == len(PROMPTS) and told["silent_s"] < 0.5 and told["batches"] > 0
+    assert told is not None and told["requests"] == len(PROMPTS) and told["paused"] and told["batches"] > 0
     assert len(work.result(timeout=60)) == len(PROMPTS)
 
 

@@ -71,12 +71,13 @@ class Heartbeat:
     """
 
     def __init__(self, requests: Callable[[], Sized], is_paused: Callable[[], bool] = lambda: False) -> None:
-        self._requests, self._is_paused, self._idle_at = requests, is_paused, time.monotonic()
+        self._requests, self._is_paused, self._was_paused = requests, is_paused, False
+        self._idle_at = time.monotonic()
 
     async def health(self) -> dict[str, Any]:
         """lost: a line for each process that is dead or stopped. requests: that are open. silent_s: for how many
-        seconds no batch has begun or ended while there were any and it was not paused; else 0. batches: that have
-        ended so far."""
+        seconds no batch has begun or ended while there were any, since it was paused last; 0 without. paused: whether
+        it is. batches: that have ended so far."""
         now, lost, beats, batches = time.monotonic(), [], [self._idle_at], 0
         for role, pid, path in processes_in(tempfile.gettempdir()):
             state = _STATES.get(_state(pid))
@@ -85,11 +86,12 @@ class Heartbeat:
             beat, ended = _BEAT.unpack(path.read_bytes())
             beats.append(beat)
             batches = max(batches, ended)
-        requests = len(self._requests())
-        if requests == 0 or self._is_paused():
+        requests, paused = len(self._requests()), self._is_paused()
+        if requests == 0 or (self._was_paused and not paused):
             self._idle_at = now
             beats.append(now)
-        return {"lost": sorted(lost), "requests": requests, "silent_s": now - max(beats), "batches": batches}
+        self._was_paused, silent = paused, now - max(beats)
+        return {"lost": sorted(lost), "requests": requests, "silent_s": silent, "paused": paused, "batches": batches}
 
     async def end(self, cause: str) -> None:
         """End the server, all its processes and this one: its owner starts it again, and finds the cause in the log."""

@@ -200,8 +200,12 @@ def what_is_wrong(health: dict[str, Any], config: RolloutConfig) -> str | None:
     if health["lost"]:
         return str(health["lost"][0])
     limit, key = config.health.progress_s, "rollout.health.progress_s"
-    if health["batches"] < _FIRST_BATCHES and config.start_timeout_s > limit:
-        limit, key = config.start_timeout_s, f"in its first {_FIRST_BATCHES} batches rollout.start_timeout_s"
+    takes_long = health["paused"] or health["batches"] < _FIRST_BATCHES
+    if takes_long and config.start_timeout_s > limit:
+        limit, key = (
+            config.start_timeout_s,
+            f"paused, or in its first {_FIRST_BATCHES} batches: rollout.start_timeout_s",
+        )
     requests, silent = health["requests"], health["silent_s"]
     if silent > limit:
         return f"{requests} requests wait and no batch has ended for {silent:.0f} s ({key}={limit:g})"
