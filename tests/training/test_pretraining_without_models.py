@@ -74,13 +74,16 @@ def pretrain(
     state = RunState(RunConfig(name="run"), CheckpointConfig(), run_dir, checkpoints, judge)  # type: ignore[arg-type]
     phases: list[str] = []
     memory: Any = SimpleNamespace(enter=phases.append)
+    sampled: list[int] = []
     with Kept(run_dir) as recorder, suppress(Stopped):
+        recorder.samples = lambda step, samples: sampled.append(step)  # type: ignore[method-assign]
         size = BatchConfig(prompts_per_step=4, samples_per_prompt=3)
         pretrain_value(critic, memory, rollouts, config, whole, size, state, recorder)  # type: ignore[arg-type]
     asked = [request.prompt.cursor for request in rollouts.engines.requests]  # type: ignore[attr-defined]
     return SimpleNamespace(
         critic=critic, record=state.recorded, recorder=recorder, state=state, points=checkpoints.points, asked=asked,
-        phases=phases, config=config,
+        phases=phases,
+        sampled=sampled, config=config,
     )  # fmt: skip
 
 
@@ -112,6 +115,7 @@ def test_what_is_replayed_and_measured(
     seen = run(tmp_path, settings)
     written = recorded(rollouts)
     assert seen.asked == list(range(4 * rollouts)) and seen.phases == ["update_critic"]
+    assert seen.sampled == [0] * rollouts, "the responses of no step"
     train, held_out = split_prompts(seen.record.prompt_ids, seen.record.table.group_ids, 4, SEED)
     expected = [[written[s] for s in step] for step in replay_order(train, seen.config, SEED)]
     assert seen.critic.steps == expected and [len(step) for step in expected] == sizes

@@ -60,6 +60,18 @@ def test_no_prompt_is_both_trained_and_measured_on_whichever_rollout_it_was_draw
     assert split_prompts(prompt_ids, group_ids, 100, seed=2) != (train, held_out)
 
 
+def test_as_many_groups_are_held_out_as_are_asked_for_at_most() -> None:
+    prompts = torch.arange(24).repeat(2)  # an eighth of them are three, of two groups each
+    groups = torch.arange(48)
+    held = [len(split_prompts(prompts, groups, most, seed=1)[1]) for most in (1, 2, 3, 4, 5, 6, 7)]
+    assert held == [2, 2, 2, 4, 4, 6, 6], "one prompt at least"
+
+
+def test_the_only_prompt_is_trained_and_measured_on() -> None:
+    everything = list(range(6))
+    assert split_prompts(torch.zeros(6, dtype=torch.int64), torch.arange(6), 4, seed=1) == (everything, everything)
+
+
 def test_every_epoch_replays_every_sample_once_in_an_order_of_its_own() -> None:
     config = ValuePretrainingConfig(replay_epochs=3, minibatch_size=10)
     steps = replay_order(list(range(25)), config, seed=1)
@@ -93,4 +105,5 @@ def test_values_are_not_held_near_old_ones_that_do_not_exist_yet() -> None:
     clipped = ValueLossConfig(kind="clipped")
     assert for_pretraining(clipped).kind == "mse"
     assert clipped.kind == "clipped", "training itself clips"
-    assert for_pretraining(ValueLossConfig()) == ValueLossConfig()
+    for other in (ValueLossConfig(), ValueLossConfig(kind="hl_gauss")):
+        assert for_pretraining(other) == other
