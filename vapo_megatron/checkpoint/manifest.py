@@ -52,7 +52,7 @@ class Manifest(ModelPart):
     world_size: int = Field(ge=1, description="ranks that saved it")
     layouts: dict[str, str] = Field(description="how each model was cut over them")
     seconds: float = Field(0.0, ge=0, description="what saving took")
-    metrics: dict[str, float] = Field(description="evaluation metrics of the step, for retention")
+    metrics: dict[str, float] = Field(description="of the step: those of evaluations, and that of checkpoint.keep.best")
     files: dict[str, FileFacts] = Field(description="every file but the manifest, by its path in the checkpoint")
     record: dict[str, FileFacts] = Field(
         default_factory=dict,

@@ -1,6 +1,7 @@
 """Writing the state of a run as a checkpoint, to one place: the run directory, or host memory."""
 
 import errno
+import math
 import os
 import secrets
 import shutil
@@ -19,9 +20,10 @@ from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_FOLDER, CheckpointNa
 from vapo_megatron.checkpoint.manifest import FileFacts, Manifest, write_json
 from vapo_megatron.checkpoint.progress import GROUPS_FILE, PROGRESS_FILE, Progress
 from vapo_megatron.config.atomic import atomic_write, sync
-from vapo_megatron.config.base import Section
 from vapo_megatron.config.checkpoint import RetentionConfig
 from vapo_megatron.config.load import dump_config
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.mcore.dist_saver import ModelSaver
 from vapo_megatron.mcore.mesh import world_timeout
 from vapo_megatron.mcore.rng import rng_state
@@ -73,7 +75,7 @@ class SavedRun:
         run_id: of the run, over all its attempts.
     """
 
-    settings: Section
+    settings: TrainConfig | SftConfig
     kind: Literal["train", "sft"]
     run_dir: Path
     models: Mapping[str, SavedModel]
@@ -149,7 +151,7 @@ class StateSaver:
             models=tuple(run.models),
             world_size=dist.get_world_size(),
             layouts=layouts(run.models),
-            metrics={key: value for key, value in snapshot.metrics.items() if key.startswith(EVALUATION)},
+            metrics=_metrics_to_keep(snapshot.metrics, run.settings.checkpoint.keep.best),
             files={},
             record=dict(snapshot.record),
         )
@@ -199,6 +201,15 @@ class StateSaver:
                 write_model_card(folder / key, model.spec, model.head, saved.source_dir, dtype)
 
         return [write_small, write_cards]
+
+
+def _metrics_to_keep(metrics: Mapping[str, float], best: str | None) -> dict[str, float]:
+    """Those of evaluations, and the one that says which checkpoint is the best; numbers alone can be compared."""
+    return {
+        name: value
+        for name, value in metrics.items()
+        if (name.startswith(EVALUATION) or name == best) and math.isfinite(value)
+    }
 
 
 def _check_room(needed: int, folder: Path) -> None:
