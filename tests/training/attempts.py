@@ -239,7 +239,7 @@ def fill_the_disk(limit: int) -> None:
     background_save.BackgroundSave._write = refused  # type: ignore[method-assign]
 
 
-def refuse_units(number: int, times: int) -> None:
+def refuse_checkpoints(number: int, times: int) -> None:
     """Have the file system refuse, with an error number, to give the first checkpoints that are written their names."""
     commit, left = background_save.commit_checkpoint, times
 
