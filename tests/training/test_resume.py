@@ -388,11 +388,14 @@ def test_fine_tuning_goes_on_as_well(tmp_path: Path) -> None:
     for name, limits in (("straight", [None]), ("limited", [1e-9] * 6)):
         for limit in limits:
             user["run"] = {"name": name, "root": str(tmp_path / "runs"), "resume": "auto"}
-            user["checkpoint"] = {"job_timeout_s": limit, "every": None, "every_minutes": None}
+            keep = {"last": 1, "best": "sft/nll_loss" if name == "straight" else None}
+            user["checkpoint"] = {"job_timeout_s": limit, "every": None, "every_minutes": None, "keep": keep}
             ends.append(fine_tune(SftConfig.model_validate(user)))
     assert [end.code for end in ends] == [0, 75, 75, 75, 75, 0, 0]
     straight, limited = tmp_path / "runs" / "straight", tmp_path / "runs" / "limited"
     assert metrics(limited) == metrics(straight) and len(metrics(straight)) == 5
+    highest = max(metrics(straight), key=lambda row: row["sft/nll_loss"])["step"]
+    assert {name.step for name in list_checkpoints(straight)} == {highest, 5}, "the best, and the last"
     shutil.rmtree(limited / "hf")
     files = {path: path.stat().st_mtime_ns for path in limited.rglob("*")}
     rows = Path(user["data"]["path"])

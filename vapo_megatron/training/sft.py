@@ -135,7 +135,7 @@ def sft_rank(config: SftConfig, run_dir: Path, start: Start) -> None:
                     losses.append(result.metrics["nll_loss"])
                     entropy, norm = result.metrics["entropy"], result.grad_norm
                     recorder.add({"sft/nll_loss": losses[-1], "sft/entropy": entropy, "actor/grad_norm": norm})
-                recorder.write(step)
+                metrics = recorder.write(step)
                 if updates.exhausted:
                     checkpointer.wait()
                     on_rank_zero(partial(updates.go_back, run_dir, step, None))
@@ -143,7 +143,7 @@ def sft_rank(config: SftConfig, run_dir: Path, start: Start) -> None:
                 last = step == steps
                 every = config.checkpoint.every is not None and step % config.checkpoint.every == 0
                 checkpointer.safe_point(
-                    Snapshot(Progress(step=step, demonstrations=data, updates=updates.state()), {}),
+                    Snapshot(Progress(step=step, demonstrations=data, updates=updates.state()), metrics),
                     due=every or (last and config.checkpoint.at_end),
                     last=last,
                 )
