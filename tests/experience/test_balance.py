@@ -255,6 +255,21 @@ def test_an_exchange_of_pairs_is_as_good_as_any_that_moves_half_of_the_gap_or_le
     assert {(True, True), (False, False)} <= seen
 
 
+@pytest.mark.parametrize(
+    ("heavy", "light", "moved"),
+    [
+        ([11, 9, 11], [6, 3, 7], 7),  # of a gap of 15: 20 for the largest pair there is
+        ([10, 1, 4, 1], [7, 6, 2], None),  # what moves all of the gap of 1 gains nothing
+    ],
+)
+def test_pairs_of_a_few_are_exchanged_as_by_hand(heavy: list[int], light: list[int], moved: int | None) -> None:
+    loads, first = np.array(heavy + light), len(heavy)
+    found = balance._best_exchange_of_pairs(
+        list(range(first)), list(range(first, len(loads))), loads, sum(heavy) - sum(light)
+    )
+    assert (None if found is None else loads[found[0]].sum() - loads[found[1]].sum()) == moved
+
+
 def test_two_are_exchanged_for_two_where_one_for_one_gains_nothing() -> None:
     lengths = [3, 11, 4, 5, 8, 11, 9, 9]  # one for one ends at 31 and 29
     plan = plan_microbatches(range(8), lengths, dp_size=2, max_tokens=100, cost=Cost(1.0, 0.0))
