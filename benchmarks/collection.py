@@ -16,7 +16,8 @@ import argparse
 import asyncio
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,21 @@ class Bench:
         return sum(len(sample.response_ids) for group in groups for sample in group)
 
 
+@contextmanager
+def engines(folder: Path, count: int, config: RolloutConfig) -> Iterator[list[EngineServer]]:
+    """So many servers of the model of make_inputs."""
+    servers = [EngineServer(folder / "model", config, "float32", folder / f"engine{n}.log") for n in range(count)]
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.wait_until_ready()
+        yield servers
+    finally:
+        for server in servers:
+            server.stop()
+
+
 def main() -> None:
     """A row for each way."""
     arguments = parser(__doc__)
@@ -141,15 +157,7 @@ def main() -> None:
         folder = Path(name)
         make_inputs(folder, given.prompts, given.prompt)
         config = RolloutConfig(num_engines=given.engines, context_length=512)
-        servers = [
-            EngineServer(folder / "model", config, "float32", folder / f"engine{number}.log")
-            for number in range(given.engines)
-        ]
-        try:
-            for server in servers:
-                server.start()
-            for server in servers:
-                server.wait_until_ready()
+        with engines(folder, given.engines, config) as servers:
             bench = Bench(servers, given, folder)
             for what, delay in (("", 0.0), (", a straggler", given.delay), (", a failing engine", FAILS)):
                 ways: dict[str, Callable[[], int]] = {
@@ -171,9 +179,6 @@ def main() -> None:
                 if not delay:
                     graded = seconds["not graded"], seconds["collected"]
                     figures.append(ratio_figure("seconds a token, not graded over graded", *graded))
-        finally:
-            for server in servers:
-                server.stop()
     title = f"{given.prompts} x {given.group} responses of at most {given.longest} tokens, {given.engines} engines"
     publish(title, rows, given.json, figures)
 

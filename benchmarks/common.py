@@ -29,6 +29,7 @@ from vapo_megatron.experience.torchvision_ops import make_torchvision_importable
 from vapo_megatron.mcore.mesh import make_mesh
 from vapo_megatron.mcore.platform import current_platform
 from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.monitoring.timers import MemoryGauge, host_gauge
 from vapo_megatron.training.losses import NegativeLogLikelihood
 from vapo_megatron.weight_sync.probe import probe_batch
 from vapo_megatron.weights.spec import ModelSpec, read_spec
@@ -172,6 +173,12 @@ def in_turns(steps: Sequence[Callable[[], object]], repeats: int) -> list[list[f
             if repeat:
                 seconds.append(time.perf_counter() - start)
     return found
+
+
+def memory_gauge() -> MemoryGauge:
+    """Of the accelerator's memory; without one, of what this process holds resident."""
+    marks = list(current_platform().memory_gauges().values())
+    return MemoryGauge(*marks[0]) if marks else host_gauge()
 
 
 def anonymous_bytes(process: int | str = "self") -> int:

@@ -11,7 +11,6 @@ take in proportion. On a GPU it is what the allocator gave at most.
 import argparse
 import multiprocessing
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.common import in_turns, one_rank, parser, publish, ratio_figure
+from benchmarks.common import in_turns, memory_gauge, one_rank, parser, publish, ratio_figure
 from vapo_megatron.config.model import ActorConfig
 from vapo_megatron.mcore.heads import logprobs_and_entropy
 from vapo_megatron.mcore.platform import current_platform
@@ -51,28 +50,12 @@ def measure(name: str, given: argparse.Namespace, entropy: bool) -> tuple[list[f
         logprob, spread = head(hidden, weight, labels)
         (-logprob.mean() - (0.01 * spread.mean() if entropy else 0)).backward()
 
-    watch = _Peak()
+    gauge = memory_gauge()
+    gauge.reset()
+    before = current_platform().memory_bytes()
     step()
-    peak = watch.mebibytes()
-    return in_turns([step], given.repeats)[0], peak
-
-
-class _Peak:
-    """The most memory since it was made."""
-
-    def __init__(self) -> None:
-        if current_platform().is_cuda:
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            Path("/proc/self/clear_refs").write_text("5")  # proc(5): sets VmHWM to what is resident now
-        self.before = current_platform().memory_bytes()
-
-    def mebibytes(self) -> float:
-        if current_platform().is_cuda:
-            return (torch.cuda.max_memory_allocated() - self.before) / 2**20
-        lines = Path("/proc/self/status").read_text().splitlines()
-        peak = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-        return peak / 2**10 - self.before / 2**20
+    beyond = (gauge.peak() - before) / 2**20
+    return in_turns([step], given.repeats)[0], beyond
 
 
 def _measure_alone(answers: Any, *args: Any) -> None:

@@ -21,13 +21,14 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.collection import engines
 from benchmarks.common import parser, publish
 from benchmarks.step_beside_trl import make_inputs
 from benchmarks.twin import PROMPT, RATE, Case, MeasuredEngines, Rate, row, run_of
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.operations.twin.run import Outcome, simulate
 from vapo_megatron.rollout.client import Completion, EngineClient
-from vapo_megatron.rollout.server import EngineAddress, EngineServer
+from vapo_megatron.rollout.server import EngineAddress
 
 LENGTH, AT_ONCE = 50, (1, 8, 24)
 
@@ -145,13 +146,7 @@ def main() -> None:
         folder = Path(name)
         make_inputs(folder, 4, PROMPT)
         config = RolloutConfig(num_engines=2, context_length=512, max_running_requests=RATE.at_once)
-        model = folder / "model"
-        servers = [EngineServer(model, config, "float32", folder / f"engine{n}.log") for n in range(2)]
-        try:
-            for server in servers:
-                server.start()
-            for server in servers:
-                server.wait_until_ready()
+        with engines(folder, 2, config) as servers:
             addresses = [server.address for server in servers]
             calibrate(addresses, 1)  # what is slow the first time
             begin = {count: seconds_to_begin(count, given.mean, addresses) for count in (1, 2)}
@@ -164,9 +159,6 @@ def main() -> None:
                     decode = f"{run.rate.a * 1e3:.1f} + {run.rate.b * 1e3:.2f} n"
                     rows.append(said | {"decoding step, ms": decode, "drift": f"{run.drift:.2f}"})
                     print(f"run {number}: {said['error']}, drift {run.drift:.2f}", flush=True)
-        finally:
-            for server in servers:
-                server.stop()
     for count, seconds in begin.items():
         print(f"{count} engine(s): a prompt takes {seconds * 1e3:.1f} ms beside its tokens")
     worst = max(rows, key=lambda found: abs(float(found["error"].rstrip("%"))))["error"]

@@ -26,18 +26,26 @@ GPUs: TP=8 for trainer and engine. It needs a run with tp 8 for its gather; of a
 
 import json
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import SHAPES, Shape, in_turns, over_ranks, parser, publish, random_model, ratio_figure
+from benchmarks.common import (
+    SHAPES,
+    Shape,
+    in_turns,
+    memory_gauge,
+    over_ranks,
+    parser,
+    publish,
+    random_model,
+    ratio_figure,
+)
 from vapo_megatron.config.model import ActorConfig, LayoutConfig
 from vapo_megatron.config.rollout import RolloutConfig, SyncConfig
 from vapo_megatron.mcore.platform import current_platform
@@ -51,33 +59,6 @@ PARTS = ("gather", "convert", "send", "load")
 _BYTES_32B = 65.5e9
 
 
-class MemoryPeak:
-    """The most memory that this rank holds inside the context, beyond what it held before."""
-
-    def __enter__(self) -> "MemoryPeak":
-        self._process, self._done = psutil.Process(), threading.Event()
-        if current_platform().is_cuda:
-            torch.cuda.reset_peak_memory_stats()
-            self._before = torch.cuda.memory_allocated()
-            return self
-        self._before = self._most = self._process.memory_info().rss
-        self._watcher = threading.Thread(target=self._watch, daemon=True)
-        self._watcher.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if current_platform().is_cuda:
-            self._most = torch.cuda.max_memory_allocated()
-        else:
-            self._done.set()
-            self._watcher.join()
-        self.mib = (self._most - self._before) / 2**20
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.005):
-            self._most = max(self._most, self._process.memory_info().rss)
-
-
 def copy_seconds(total: int, bucket: int, device: torch.device) -> list[float]:
     """Of copying `total` bytes, bucket by bucket, between two buffers that were touched before."""
     source, target = (torch.ones(min(total, bucket), dtype=torch.uint8, device=device) for _ in range(2))
@@ -88,19 +69,21 @@ def copy_seconds(total: int, bucket: int, device: torch.device) -> list[float]:
 def measure(work: Callable[[], dict[str, float]]) -> dict[str, Any]:
     """Collective: the middle one of several runs after a first, its parts, and the memory of all ranks together."""
     found: list[tuple[float, dict[str, float]]] = []
-    with MemoryPeak() as memory:
-        for _ in range(REPEATS + 1):
-            dist.barrier()
-            start = time.perf_counter()
-            parts = work()
-            current_platform().synchronize()
-            dist.barrier()
-            found.append((time.perf_counter() - start, parts))
-    peak = torch.tensor([memory.mib], device=current_platform().device)
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    gauge = memory_gauge()
+    gauge.reset()
+    before = current_platform().memory_bytes()
+    for _ in range(REPEATS + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        parts = work()
+        current_platform().synchronize()
+        dist.barrier()
+        found.append((time.perf_counter() - start, parts))
+    beyond = torch.tensor([(gauge.peak() - before) / 2**20], device=current_platform().device)
+    dist.all_reduce(beyond, op=dist.ReduceOp.MAX)
     rounds = sorted(found[1:], key=lambda one: one[0])
     seconds, parts = rounds[len(rounds) // 2]
-    return {"seconds": seconds, "rounds": [one for one, _ in found[1:]], "parts": parts, "mib": float(peak)}
+    return {"seconds": seconds, "rounds": [one for one, _ in found[1:]], "parts": parts, "mib": float(beyond)}
 
 
 def stream(actor: Trainable, bucket: int) -> dict[str, Any]:
