@@ -152,6 +152,8 @@ def main() -> None:
     arguments.add_argument("--delay", type=float, default=0.5)
     arguments.add_argument("--repeats", type=int, default=7)
     given = arguments.parse_args()
+    if given.engines < 2:
+        arguments.error("--engines: at least 2, for one of them fails")
     rows, figures = [], []
     with tempfile.TemporaryDirectory() as name, VerifierPool(RewardConfig(workers=1)) as pool:
         folder = Path(name)
