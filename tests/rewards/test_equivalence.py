@@ -114,7 +114,7 @@ CASES: list[tuple[str, str, bool | None, bool | None]] = [
     (r"\sqrt{R^2-r^2}", r"\sqrt{r^2-R^2}", None, None),
     ("X=5", "x=5", True, True),
     (r"5+x\text{ Ex}", r"5+x\text{ ex}", True, True),
-    ("Anna", "anna", True, True),
+    ("Anna (a)", "anna (A)", True, True),
     (r"A\text{ or }B", r"a \text{ OR } b", True, True),
     (r"\overline{AB}", r"\overline{ab}", True, True),
     # choices

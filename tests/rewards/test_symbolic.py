@@ -45,6 +45,9 @@ def _parsed_anew() -> None:
         (r"\sqrt{R^2-r^2}", "0", False),
         (r"\sqrt{R^2-r^2}", r"\sqrt{(R+r)(R-r)}", True),
         (r"\sqrt{Aa+Bb+Cc}", r"\sqrt{bB+cC+aA}", True),
+        (r"\sqrt{Aa+Bb+Cc}", r"\sqrt{Aa+Bc+Cb}", False),
+        (r"\sqrt{Aa+Bb}", r"\sqrt{Ab+Ba}", False),
+        (r"\sqrt{Aa+q}", r"\sqrt{qa+A}", False),
         (r"\sqrt{(D+d)\Delta}", r"\sqrt{\Delta D+\Delta d}", True),
     ],
 )
