@@ -35,7 +35,7 @@ FAMILIES = {
     "llama": transformers.LlamaConfig(**SHAPE),
     "mistral": transformers.MistralConfig(**SHAPE, sliding_window=None),
     "glm4_moe": transformers.Glm4MoeConfig(
-        **SHAPE,
+        **SHAPE | {"num_hidden_layers": 4},
         head_dim=16,
         n_routed_experts=4,
         num_experts_per_tok=2,
@@ -81,7 +81,7 @@ def megatron(model_dir: Path, layout: LayoutConfig) -> tuple[Any, dict[str, Any]
 
 
 SPLIT = LayoutConfig(tp=2, sequence_parallel=True)
-# One stage of layers without experts, the other of layers that share theirs out.
+# The first stage has a layer without experts, too.
 EXPERTS_SPLIT = LayoutConfig(pp=2, ep=2)
 
 

@@ -94,6 +94,14 @@ def check_model_layout(spec: ModelSpec, layout: LayoutConfig, name: str) -> None
             f"{name}.layout: pp {layout.pp} x vpp {layout.vpp or 1} = {stages} stages do not divide the model's "
             f"{spec.num_layers} layers: choose a divisor"
         )
+    # Megatron's distributed optimizer cannot save a rank without experts of a model that has some. Of all ranks' last
+    # layers the first rank's comes first.
+    last_of_first = spec.num_layers // stages * (stages - layout.pp + 1)
+    if spec.num_experts and last_of_first <= spec.dense_layers:
+        raise BadInput(
+            f"{name}.layout: pp {layout.pp} x vpp {layout.vpp or 1} gives the first stage none but the model's "
+            f"{spec.dense_layers} layers without experts, and Megatron cannot save that: choose a smaller pp, or vpp"
+        )
     if layout.ep > 1 and not spec.num_experts:
         raise BadInput(f"{name}.layout.ep={layout.ep}: a {spec.family} model has no experts, leave ep out")
     if spec.num_experts % layout.ep:
