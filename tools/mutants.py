@@ -115,6 +115,8 @@ def prepare(room: str) -> Path:
         content = (ROOT / name).read_bytes()
         if name.startswith(f"vapo_megatron/{room}/") and name.endswith(".py"):
             content = cst.parse_module(content.decode()).visit(WithoutDecorator()).code.encode()
+            module = name.removesuffix(".py").replace("/", ".").encode()  # as __main__ no mutant of it would be found
+            content = content.replace(b"    main()\n", b"    import %b\n\n    %b.main()\n" % (module, module))
         if name == "pyproject.toml":
             content += settings(room, names).encode()
         if not target.is_file() or target.read_bytes() != content:
