@@ -228,7 +228,7 @@ def report(
     ] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="of --serve; 0: a free one")] = 8765,
 ) -> None:
-    """Write curves.png and report.html of a run or an evaluation; of several runs, one page that overlays them."""
+    """Write report.html and curves.png of a run or an evaluation; of several runs, one page that overlays them."""
     if serve:
         from vapo_megatron.operations.report.serve import serve as serve_report
 

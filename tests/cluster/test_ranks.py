@@ -274,7 +274,6 @@ def config_of_rank(config: TrainConfig, folder: Path) -> None:
     (folder / "config").write_text(f"{config.run.name} {multiprocessing.get_start_method(allow_none=True)}")
 
 
-@pytest.mark.timeout(60)
 def test_a_task_that_does_not_see_its_gpu_says_how_to_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_ranks, "current_platform", lambda: Platform("cuda", "nccl", "spawn"))
     monkeypatch.setattr(Platform, "device_count", lambda _: 1)  # as with --gpus-per-task=1
@@ -282,6 +281,7 @@ def test_a_task_that_does_not_see_its_gpu_says_how_to_ask_for_it(monkeypatch: py
         run_as_rank(RankPlace(11, 16, 3, "env://"), lambda: None, 10.0)
 
 
+@pytest.mark.timeout(60)
 def test_ranks_can_be_started_afresh_as_gpus_want_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA does not survive a fork: what a rank is given has to travel."""
     monkeypatch.setattr(cluster_ranks, "current_platform", lambda: Platform("cpu", "gloo", "spawn"))

@@ -78,6 +78,9 @@ def test_check_says_what_can_be_read_and_answers_nothing(
     assert code == 0 and "sums: 4 problems\n" in said and f"model.path={model}: qwen3, " in said
     code, said = check("model.path=later")  # a run that writes it is still to come
     assert code == 0 and "sums: 4 problems\n" in said and "model.path=later: nothing is there yet" in said
+    external = ("model=null", "server.url=http://127.0.0.1:9", "server.model=m", "server.api_key_variable=NOT_SET")
+    code, said = check(*external)
+    assert code == 2 and "NOT_SET" in said
     (model / "model.safetensors").write_bytes(b"cut")
     code, said = check()
     assert code == 2 and "model.safetensors" in said

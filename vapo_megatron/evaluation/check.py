@@ -105,6 +105,8 @@ def read_inputs(settings: EvaluateConfig) -> str:
         BadInput: what is there cannot be used.
     """
     tokenizer, model = None, "a server that is not ours"
+    if settings.server is not None:
+        settings.server.api_key()
     if settings.model is not None:
         model = f"model.path={settings.model.path}"
         if Path(settings.model.path).exists():

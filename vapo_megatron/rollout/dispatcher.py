@@ -6,7 +6,6 @@ import heapq
 import itertools
 import logging
 import queue
-import resource
 import struct
 import uuid
 from collections import defaultdict
@@ -23,7 +22,7 @@ from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.experience.sample import Sample
 from vapo_megatron.rollout.client import Completion, EngineClient, EngineWrong
 from vapo_megatron.rollout.keeper import end_server
-from vapo_megatron.rollout.loop_thread import LoopThread
+from vapo_megatron.rollout.loop_thread import LoopThread, allow_connections
 from vapo_megatron.rollout.request import GenerationRequest, GroupRequest
 from vapo_megatron.rollout.server import EngineAddress
 
@@ -113,8 +112,7 @@ class Dispatcher:
         self._numbers = itertools.count()
         self.when_stranded: Callable[[], None] | None = None
         self.loop = loop or LoopThread()
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each group on its way takes a connection
+        allow_connections()
 
     def collect(
         self,

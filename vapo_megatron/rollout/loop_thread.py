@@ -1,12 +1,25 @@
 """An event loop in a thread of its own: what talks to engines there goes on while the main thread trains."""
 
 import asyncio
+import resource
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+_MOST_FILES = 1 << 20  # above what any rollout takes, below what a process that closes each of them would stall at
+
+
+def allow_connections() -> None:
+    """Raise this process's soft limit of open files: each group on its way takes one, many shells allow 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):  # the system allows fewer: the client names them where they run out
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class LoopThread:

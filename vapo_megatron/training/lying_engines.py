@@ -4,8 +4,6 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 
-import torch
-
 from vapo_megatron.training.engines import Engines
 from vapo_megatron.training.metrics import over_tokens
 from vapo_megatron.training.shards import ShardedBatch
@@ -27,8 +25,11 @@ def end_lying_engines(engines: Engines, batch: ShardedBatch, written_by: Sequenc
     if own.old_logprobs is None:  # the rollout was not fit to be trained on
         return
     (apart,) = over_tokens(batch, (own.old_logprobs - own.rollout_logprobs).abs())
-    sums = apart.means.nan_to_num(nan=torch.inf) * batch.table.new_lengths
-    found = lying_engines(written_by, sums.tolist(), batch.table.new_lengths.tolist(), engines.limits.mean)
+    if not apart.means.isfinite().all():  # no client takes such log-probs from an engine: they are the trainer's
+        return
+    tokens = batch.table.new_lengths
+    sums = (apart.means * tokens).tolist()
+    found = lying_engines(written_by, sums, tokens.tolist(), engines.limits.mean) if written_by else {}
     engines.end(
         {
             url: f"{url}: its log-probs of the step's responses are {mean:.3g} from the trainer's on average, those of "
@@ -47,7 +48,7 @@ def lying_engines(
     """
     sums_of: Counter[str] = Counter()
     tokens_of: Counter[str] = Counter()
-    for url, one, count in zip(written_by, sums, tokens, strict=False):
+    for url, one, count in zip(written_by, sums, tokens, strict=True):
         sums_of[url] += one  # type: ignore[assignment]
         tokens_of[url] += count
     means = {url: sums_of[url] / count for url, count in tokens_of.items() if url and count >= _LEAST_TOKENS}

@@ -22,6 +22,7 @@ from vapo_megatron.rewards.pool import VerifierPool
 from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.request import GenerationRequest
 from vapo_megatron.training.advantages import baselines_of, shaped_rewards
+from vapo_megatron.training.collect import step_rule
 
 Phase = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
@@ -72,12 +73,10 @@ def choose_prompts(config: ProbedRunConfig, tokenizer: TextTokenizer) -> tuple[s
 
 
 def _seen(config: ProbedRunConfig, found: int, wanted: int) -> str:
-    rollouts, sampling = config.run.steps, config.algorithm.dynamic_sampling
-    if sampling.enabled:  # draws more groups than a step trains: so many at most
-        rollouts *= round(sampling.oversampling * sampling.max_rounds)
+    rule = step_rule(config.batch, config.algorithm.dynamic_sampling, config.run.steps, config.rollout)
+    drawn = config.run.steps * (rule.most_draws or config.batch.prompts_per_step)
     if config.value_pretraining.enabled:
-        rollouts += config.value_pretraining.rollouts(config.samples)
-    drawn = rollouts * config.batch.prompts_per_step
+        drawn += config.value_pretraining.rollouts(config.samples) * config.batch.prompts_per_step
     return ", not drawn by the run" if drawn + wanted <= found else ", WHICH THE RUN MAY HAVE LEARNT FROM"
 
 

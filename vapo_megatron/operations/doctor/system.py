@@ -22,13 +22,13 @@ _LEAST_WRITE = 200e6
 
 
 def judge_limits(files: int, locked: int, shared: int, gpus: bool, nodes: int, rdma: bool) -> list[Line]:
-    """ulimit -n, ulimit -l and the size of /dev/shm, in files and bytes; resource.RLIM_INFINITY where unlimited.
+    """ulimit -Hn, ulimit -l and the size of /dev/shm, in files and bytes; resource.RLIM_INFINITY where unlimited.
 
     rdma: whether a network adapter is active that needs locked memory.
     """
     lines = []
     if files != resource.RLIM_INFINITY and files < _FILES:
-        remedy = f"raise it to {_FILES} (ulimit -n; LimitNOFILE of slurmd)"
+        remedy = f"raise it to {_FILES} (ulimit -Hn; LimitNOFILE of slurmd)"
         lines.append(Line("fault" if files < 1024 else "warning", f"open files: {files}", remedy))
     if gpus and nodes > 1 and locked != resource.RLIM_INFINITY:
         remedy = "set it to unlimited (LimitMEMLOCK=infinity of slurmd): RDMA needs locked memory"
@@ -47,7 +47,7 @@ def _limit(value: int) -> str:
 
 def check_limits(gpus: bool, nodes: int) -> list[Line]:
     """judge_limits of this process."""
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # to which a run raises its own
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     shared = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0
     rdma = any(port.state == "ACTIVE" for port in read_ports())

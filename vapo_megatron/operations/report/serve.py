@@ -46,8 +46,8 @@ def make_server(directories: Sequence[Path], port: int) -> ThreadingHTTPServer:
             self.send_header("Content-Type", f"{kind}; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
             self.send_header("Cache-Control", "no-store")
-            self.end_headers()
             with suppress(ConnectionError):  # the browser has left
+                self.end_headers()
                 self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
