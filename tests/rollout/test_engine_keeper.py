@@ -14,10 +14,10 @@ import psutil
 import pytest
 from stub_engine import StubServer
 
-from vapo_megatron.config.rollout import HealthConfig, RolloutConfig
+from vapo_megatron.config.rollout import HealthConfig, RolloutConfig, SyncConfig
 from vapo_megatron.engine import heartbeat
 from vapo_megatron.engine.heartbeat import Heartbeat, beats_with, register
-from vapo_megatron.rollout.keeper import EngineKeeper, ask_health, end_server, what_is_wrong
+from vapo_megatron.rollout.keeper import EngineKeeper, ask_health, end_server, is_named, what_is_wrong
 from vapo_megatron.rollout.server import EngineAddress, EngineServer
 
 HEALTH = HealthConfig(every_s=0.1, answer_s=2, max_failures=2)
@@ -160,6 +160,10 @@ def test_first_batches_may_compile_and_a_pause_is_no_hang(tmp_path: Path, monkey
     assert batch(110) is None and "progress_s=120" in str(batch(130))
     paused = True
     assert after(600) is None and "paused, or" in str(after(310))
+    waits = RolloutConfig(sync=SyncConfig(request_timeout_s=1800))
+    assert what_is_wrong(health(told), waits) is None  # as long as a bucket may take
+    now += 900
+    assert "paused: rollout.sync.request_timeout_s=1800" in str(what_is_wrong(health(told), waits))
     paused = False
     assert after(2) is None and after(110) is None and after(20) is not None
 
@@ -180,6 +184,32 @@ def test_what_its_keeper_stumbles_over_is_told(
     keeper.fail("a test")  # the disk is full for a moment
     wait_until(keeper, "given up")
     assert "its keeper failed (RuntimeError: a surprise)" in keeper.look().cause
+
+
+def test_a_server_whose_keeper_failed_is_ended(
+    keeper: EngineKeeper, stub: StubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stumble(*_: Any) -> None:
+        raise RuntimeError("a surprise")
+
+    before = stub.processes
+    monkeypatch.setattr("vapo_megatron.rollout.keeper.what_is_wrong", stumble)
+    wait_until(keeper, "given up")
+    assert not any(is_alive(pid) for pid in before.values())
+
+
+def test_a_long_service_does_not_excuse_a_lie(keeper: EngineKeeper) -> None:
+    for served, in_a_row in ((False, 1), (False, 2), (True, 1)):
+        keeper._served -= 2 * 20  # start_timeout_s
+        keeper.fail("a lie", served)
+        assert keeper.look().in_a_row == in_a_row
+        wait_until(keeper, "serving")
+
+
+def test_a_cause_names_the_server_of_its_whole_url() -> None:
+    url = "http://h:3000"
+    assert all(is_named(url, cause) for cause in (f"{url}: gone", f"{url} (log a.log): gone", f"the one at {url}"))
+    assert not any(is_named(url, cause) for cause in (f"{url}1: gone", "http://i:3000: gone"))
 
 
 def test_an_answer_that_breaks_off_is_none() -> None:

@@ -98,3 +98,28 @@ def test_what_its_watch_stumbles_over_is_told(stub: StubServer, monkeypatch: pyt
         assert "its watch failed (KeyError: 'lost')" in watch.look().cause and lost == [stub.address.url]
     finally:
         watch.stop()
+
+
+def test_a_watch_that_stumbles_while_its_engine_is_gone_never_says_it_serves(
+    stub: StubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states: list[Any] = []
+
+    class Told(EngineWatch):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "_state":
+                states.append(value)
+            super().__setattr__(name, value)
+
+        def _take_back(self) -> None:
+            raise KeyError("lost")
+
+    watch = Told(stub.address, CONFIG, {})
+    try:
+        watch.fail("a test")
+        stub.stop()
+        stub.start_again()
+        wait_until(watch, "given up")
+        assert states == ["serving", "waiting", "given up"] and watch.look().failures == 2
+    finally:
+        watch.stop()

@@ -149,8 +149,8 @@ def alone(engines: Engines, actor: Trainable) -> list[Any]:
     found: list[Any] = []
     for _ in range(2):
         engines.update_weights(actor)
-        in_a_row = [report.in_a_row for report in engines._placement.engines()]
         largest = engines.check(actor, SEQUENCES).largest
+        in_a_row = [report.in_a_row for report in engines._placement.engines()]  # its check is of the same sync
         found.append((engines.serving, largest, len(engines.take_failures()), in_a_row))
     return found
 

@@ -111,7 +111,7 @@ class HealthConfig(Section):
         120.0,
         gt=0,
         description="likewise one with open requests and no batch; in its first 100 batches, for which kernels are "
-        "compiled, and paused for a weight sync start_timeout_s counts",
+        "compiled, and paused for a weight sync start_timeout_s counts, paused sync.request_timeout_s too; the longest",
     )
     max_failures: int = Field(
         3,

@@ -159,9 +159,9 @@ class HomedKeeper:
         kept: Kept = self._ask("look")
         return replace(kept, failures=kept.failures - self._told)
 
-    def fail(self, cause: str) -> None:
+    def fail(self, cause: str, served: bool = True) -> None:
         """See EngineKeeper."""
-        self._ask("fail", cause)
+        self._ask("fail", cause, served)
 
     def survived(self) -> None:
         """See EngineKeeper."""

@@ -10,7 +10,7 @@ from pydantic import JsonValue
 
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.errors import VapoError
-from vapo_megatron.rollout.keeper import Kept, State, ask_health, end_server, what_is_wrong
+from vapo_megatron.rollout.keeper import Kept, State, ask_health, end_server, is_named, what_is_wrong
 from vapo_megatron.rollout.remote_engines import check_identity, meet, take_over
 from vapo_megatron.rollout.server import EngineAddress
 
@@ -55,19 +55,7 @@ class EngineWatch:
 
     def fail(self, cause: str) -> None:
         """The engine was found to be wrong: it is ended, if it can be, and left out until it is back."""
-        with self._lock:
-            if self._state != "serving":
-                return
-            self._failures += 1
-            self._in_a_row += 1
-            self._cause = cause if self._address.url in cause else f"{self._address.url}: {cause}"
-            given_up = self._in_a_row > self._health.max_failures
-            self._state = "given up" if given_up else "waiting"
-        if self.when_lost is not None:
-            self.when_lost(self._address.url)
-        end_server(self._address, cause)
-        then = "it is not taken again" if given_up else "it is left out until it is back"
-        _logger.warning("engine %s: %s, failure %d", self._cause, then, self._in_a_row)
+        self._lose(cause)
 
     def survived(self) -> None:
         """The engine has served from one weight sync to the next: earlier failures count no more."""
@@ -88,9 +76,22 @@ class EngineWatch:
                     self._take_back()
         except Exception as error:  # else nobody would hear of it
             _logger.exception("engine %s is not watched any more", self._address.url)
-            with self._lock:
-                self._state, self._in_a_row = "serving", self._health.max_failures
-            self.fail(f"{self._address.url}: its watch failed ({type(error).__name__}: {error})")
+            self._lose(f"its watch failed ({type(error).__name__}: {error})", for_good=True)
+
+    def _lose(self, cause: str, for_good: bool = False) -> None:
+        with self._lock:
+            if self._state != "serving" and not for_good:
+                return
+            self._failures += 1
+            self._in_a_row += 1
+            self._cause = cause if is_named(self._address.url, cause) else f"{self._address.url}: {cause}"
+            given_up = for_good or self._in_a_row > self._health.max_failures
+            self._state = "given up" if given_up else "waiting"
+        if self.when_lost is not None:
+            self.when_lost(self._address.url)
+        end_server(self._address, cause)
+        then = "it is not taken again" if given_up else "it is left out until it is back"
+        _logger.warning("engine %s: %s, failure %d", self._cause, then, self._in_a_row)
 
     def _see(self) -> None:
         now, found = time.monotonic(), ask_health(self._address, self._health.every_s)

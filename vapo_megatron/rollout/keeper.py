@@ -8,6 +8,7 @@ import contextlib
 import http.client
 import json
 import logging
+import re
 import threading
 import time
 import urllib.parse
@@ -36,7 +37,7 @@ class Kept:
     """How a server is, small enough to be sent to other ranks.
 
     url: of the server; failures: so far; in_a_row: the last of them, between which it neither outlived two weight syncs
-    nor served for rollout.start_timeout_s; cause: of the last one.
+    nor served for rollout.start_timeout_s without a lie; cause: of the last one.
     """
 
     url: str
@@ -97,11 +98,14 @@ class EngineKeeper:
         with self._lock:
             return Kept(self.address.url, self._state, self._failures, self._in_a_row, self._cause)
 
-    def fail(self, cause: str) -> None:
-        """The server was found to be wrong: it is ended, and started again."""
+    def fail(self, cause: str, served: bool = True) -> None:
+        """The server was found to be wrong: it is ended, and started again.
+
+        served: whether it did what it should until now; one that lies did not, however long it ran.
+        """
         with self._lock:
             if self._state == "serving":
-                self._replace(cause)
+                self._replace(cause, served)
 
     def survived(self) -> None:
         """The server has served from one weight sync to the next: earlier failures count no more."""
@@ -134,6 +138,10 @@ class EngineKeeper:
                 self._in_a_row += 1
                 self._cause = f"{self.address.url}: its keeper failed ({type(error).__name__}: {error})"
                 self._state = "given up"
+                try:
+                    self._server.stop()
+                except Exception:
+                    _logger.exception("engine %s could not be ended", self.address.url)
 
     def _look(self) -> None:
         is_ready = self._state == "starting" and self._server.is_ready()  # may take seconds: not under the lock
@@ -157,12 +165,12 @@ class EngineKeeper:
         self._answered = now
         return what_is_wrong(found, self._config)
 
-    def _replace(self, cause: str) -> None:
-        if self._state == "serving" and time.monotonic() - self._served > self._config.start_timeout_s:
+    def _replace(self, cause: str, served: bool = True) -> None:
+        if served and self._state == "serving" and time.monotonic() - self._served > self._config.start_timeout_s:
             self._in_a_row = 0
         self._failures += 1
         self._in_a_row += 1
-        self._cause = cause if self.address.url in cause else f"{self.address.url}: {cause}"
+        self._cause = cause if is_named(self.address.url, cause) else f"{self.address.url}: {cause}"
         self._server.stop()
         self._ended = time.monotonic()
         log = self._server.set_log_aside()
@@ -199,17 +207,22 @@ def what_is_wrong(health: dict[str, Any], config: RolloutConfig) -> str | None:
     """What a server tells of itself (engine.heartbeat), in words; None where all is well."""
     if health["lost"]:
         return str(health["lost"][0])
-    limit, key = config.health.progress_s, "rollout.health.progress_s"
-    takes_long = health["paused"] or health["batches"] < _FIRST_BATCHES
-    if takes_long and config.start_timeout_s > limit:
-        limit, key = (
-            config.start_timeout_s,
-            f"paused, or in its first {_FIRST_BATCHES} batches: rollout.start_timeout_s",
-        )
+    limits = [(config.health.progress_s, "rollout.health.progress_s")]
+    if health["paused"] or health["batches"] < _FIRST_BATCHES:
+        key = f"paused, or in its first {_FIRST_BATCHES} batches: rollout.start_timeout_s"
+        limits.append((config.start_timeout_s, key))
+    if health["paused"]:
+        limits.append((config.sync.request_timeout_s, "paused: rollout.sync.request_timeout_s"))
+    limit, key = max(limits)
     requests, silent = health["requests"], health["silent_s"]
     if silent > limit:
         return f"{requests} requests wait and no batch has ended for {silent:.0f} s ({key}={limit:g})"
     return None
+
+
+def is_named(url: str, cause: str) -> bool:
+    """Whether a cause names the server at this URL, and not one whose port begins with the same digits."""
+    return re.search(rf"{re.escape(url)}(?!\d)", cause) is not None
 
 
 def ask_health(address: EngineAddress, timeout: float) -> dict[str, Any] | None:

@@ -347,7 +347,7 @@ class EngineServer:
             "log_level_http": "warning",
             # SGLang ends a server with requests that begins no batch for so long (else 300 s): because it compiles the
             # kernels of its first one, or is paused in place while weights come.
-            "watchdog_timeout": max(config.start_timeout_s, config.sync.request_timeout_s),
+            "watchdog_timeout": max(config.start_timeout_s, config.sync.request_timeout_s, config.health.progress_s),
             # An idle server otherwise spins on a core that the trainer needs. Where parts of one attend to requests of
             # their own, those that have none must not sleep: the others wait for them at every layer.
             "sleep_on_idle": config.attention_parts == 1,

@@ -151,7 +151,7 @@ class Engines:
             if isinstance(self._slots, DeviceSlots):  # a device's memory gives way to caches and optimizers
                 self._slots.close()
                 current_platform().release_ipc_memory()
-            if self._agree(self._sync.served):
+            if self._agree(self._sync.served, survives=not again):
                 return
         self._fed = {}
 
@@ -185,8 +185,9 @@ class Engines:
         if lost is not None:
             self._placement.fail(str(lost))
         for url in own.keys() & excess.keys():
-            self._placement.fail(f"{url}: its log-probs differ from the trainer's and other engines' {excess[url]}")
-        self._agree(own.keys() - excess.keys())
+            cause = f"{url}: its log-probs differ from the trainer's and other engines' {excess[url]}"
+            self._placement.fail(cause, served=False)
+        self._agree(own.keys() - excess.keys(), survives=False)
         return LogprobDifference.worst([one for url, one in found.items() if url not in excess])
 
     def end(self, causes: Mapping[str, str]) -> None:
@@ -194,7 +195,7 @@ class Engines:
         assert self._sync is not None
         for url, cause in broadcast_value(dict(causes)).items():
             if url in self._sync.served:
-                self._placement.fail(cause)
+                self._placement.fail(cause, served=False)
 
     @property
     def limits(self) -> Limits:
@@ -328,13 +329,16 @@ class Engines:
         """URLs of the engines that this rank feeds and that answer, and how often each was started again."""
         return {one.url: one.failures for one in self._placement.engines() if one.state == "serving"}
 
-    def _agree(self, fed: Collection[str]) -> set[str]:
-        """Collective: which engines have the weights of `version`; fed: of this rank's. Failures are noted."""
+    def _agree(self, fed: Collection[str], survives: bool) -> set[str]:
+        """Collective: which engines have the weights of `version`; fed: of this rank's. Failures are noted.
+
+        survives: whether those that have had the weights before served from one weight sync to the next.
+        """
         own = self._placement.engines()
         told = gather_values([(one, one.url in fed) for one in own])
         found = [pair for rank in told for pair in rank]
         for one in own:
-            if one.url in fed and one.failures == self._fed.get(one.url):
+            if survives and one.url in fed and one.failures == self._fed.get(one.url):
                 self._placement.survived(one.url)
         self._fed = {one.url: one.failures for one, is_fed in found if is_fed and one.state == "serving"}
         self._note([one for one, _ in found])

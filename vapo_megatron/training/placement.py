@@ -25,7 +25,7 @@ from vapo_megatron.mcore.platform import Platform
 from vapo_megatron.rollout.client import EngineClient
 from vapo_megatron.rollout.engine_home import HomedEngine, HomedKeeper
 from vapo_megatron.rollout.engine_watch import EngineWatch
-from vapo_megatron.rollout.keeper import EngineKeeper, Kept
+from vapo_megatron.rollout.keeper import EngineKeeper, Kept, is_named
 from vapo_megatron.rollout.node_part import WHOLE, NodePart, not_replaced, part_of_ranks
 from vapo_megatron.rollout.ports import BESIDE_MEETING, free_port
 from vapo_megatron.rollout.remote_engines import RemoteEngines, take_over_engines, what_must_agree
@@ -88,8 +88,11 @@ class Placement(ABC):
         """How the engines are that this rank feeds."""
 
     @abstractmethod
-    def fail(self, cause: str) -> None:
-        """An engine that this rank feeds was found to be wrong: the one that the cause names."""
+    def fail(self, cause: str, served: bool = True) -> None:
+        """An engine that this rank feeds was found to be wrong: the one that the cause names.
+
+        served: see EngineKeeper.fail.
+        """
 
     @abstractmethod
     def survived(self, url: str) -> None:
@@ -148,9 +151,9 @@ class _OwnEngines(Placement):
         return found if self.leads else [one for one in found if one.state != "serving"]
 
     @override
-    def fail(self, cause: str) -> None:
+    def fail(self, cause: str, served: bool = True) -> None:
         assert self.keeper is not None
-        self.keeper.fail(cause)
+        self.keeper.fail(cause, served)
 
     @override
     def tell(self, when_lost: Callable[[str], None]) -> None:
@@ -265,8 +268,8 @@ class ExternalPlacement(Placement):
         return [watch.look() for watch in self._watches.values()]
 
     @override
-    def fail(self, cause: str) -> None:
-        named = [watch for url, watch in self._watches.items() if url in cause]
+    def fail(self, cause: str, served: bool = True) -> None:
+        named = [watch for url, watch in self._watches.items() if is_named(url, cause)]
         unhealthy = named or [watch for watch in self._watches.values() if watch.is_unhealthy()]
         for watch in unhealthy or self._watches.values():
             watch.fail(cause)
