@@ -29,6 +29,7 @@ def _grades(rows: list[dict[str, Any]]) -> list[Grade]:
 )
 def test_agreement_with_labels_does_not_fall(name: str, least_agreement: float, most_accepted_wrongly: int) -> None:
     rows = _rows(name)
+    assert sum(row["kind"] == "hostile" for row in rows) >= 5
     grades = _grades(rows)
     accepted_wrongly = [row for row, grade in zip(rows, grades, strict=True) if grade.correct and not row["expected"]]
     agreed = sum(grade.correct == row["expected"] for row, grade in zip(rows, grades, strict=True))

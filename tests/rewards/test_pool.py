@@ -274,9 +274,11 @@ def test_a_worker_that_reads_nothing_is_given_up_in_time() -> None:
         worker.send_signal(signal.SIGSTOP)
         late = threading.Timer(20, worker.kill)
         late.start()
-        (grade,) = pool.grade_batch([Case("", "x" * (1 << 20))])  # more than its pipe holds
-        assert grade.reason == "timeout" and late.is_alive()
-        late.cancel()
+        try:
+            (grade,) = pool.grade_batch([Case("", "x" * (1 << 20))])  # more than its pipe holds
+            assert grade.reason == "timeout" and late.is_alive()
+        finally:
+            late.cancel()
 
 
 @pytest.mark.usefixtures("functions_importable")

@@ -18,7 +18,14 @@ _RATIO = re.compile(r"\d+(?: ?:\s?\d+)+")
 _VARIABLE = re.compile(r"\d+[A-Za-z]")  # 2B is not 2b
 _RELATION = re.compile(r"[<>]|\\(?:le|leq|ge|geq|lt|gt|ne|neq|leqslant|geqslant)(?![a-zA-Z])")
 # Between two answers.
-_THEN = re.compile(r"\\(?:to|rightarrow|Rightarrow|implies|iff|lor|vee|cup|cap)(?![a-zA-Z])|[\u2192\u21d2\u2228]")
+_THEN = re.compile(
+    r"\\(?:to|(?:[lL]ong)?rightarrow|(?:Long)?Rightarrow|mapsto|implies|iff|lor|vee|cup|cap)(?![a-zA-Z])|"
+    r"[\u2192\u21d2\u2228\u27f6\u27f9]"
+)
+_OTHER_MEASURE = re.compile(r"\\circ|mod|\\equiv|\u2261")  # the sides of \pi/3 = 60^\circ are not both 60
+_NAME = re.compile(r"^[a-zA-Z]=")
+_MOST_SIDES = 8  # that are evaluated
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 # The problem handed back: a sum, product, limit or integral that is left to the reader.
 _UNEVALUATED = re.compile(r"\\(?:sum|prod|lim|i{1,3}nt|oint)(?![a-zA-Z])")
 _SAID_ALIKE = {
@@ -53,12 +60,10 @@ def quick_comparison(ground_truth: str, answer: str) -> bool | None:
     true_number, answer_number = plain_number(ground_truth), plain_number(answer)
     if true_number is not None and answer_number is not None:
         return _same_number(true_number, answer_number)
-    if true_number is not None and (_RELATION.search(answer) or _is_several(answer)):
+    if true_number is not None and _RELATION.search(answer):
         return False
-    if not set("=.") & set(ground_truth) and False in [
-        same_value(ground_truth, side) for side in answer.split("=")[:-1]
-    ]:
-        return False  # 33 = 34 is not 34, but 1/3 = 0.33 may be what 0.33 asks for
+    if _says_another(ground_truth, true_number, answer):
+        return False
     true_words, answer_words = words(ground_truth), words(answer)
     if true_words and true_words == answer_words and not (both_cases(ground_truth) or both_cases(answer)):
         return not _VARIABLE.fullmatch(ground_truth)
@@ -74,12 +79,40 @@ def quick_comparison(ground_truth: str, answer: str) -> bool | None:
         return False
     if "=" not in ground_truth + answer and bool(_BASE.search(ground_truth)) != bool(_BASE.search(answer)):
         return False
+    if true_number is not None and not true_number.decimal_comma and "=" in answer and _THOUSANDS.search(answer):
+        true_value, *sides = (_THOUSANDS.sub("", text) for text in (ground_truth, *_NAME.sub("", answer).split("=")))
+        if len(sides) <= _MOST_SIDES and all(same_value(true_value, side) for side in sides):
+            return True  # sympy takes 2,000 - 766 = 1,234 for a list
     return same_value(ground_truth, answer)
 
 
-def _is_several(text: str) -> bool:
-    """Whether one number is said to become, or to stand for, another one."""
-    return sum(re.search(r"\d", part) is not None for part in _THEN.split(text)) > 1
+def _says_another(ground_truth: str, true_number: PlainNumber | None, answer: str) -> bool:
+    r"""Whether an answer says another value, too: 33 = 34 or 33 \to 34 for 34, but not 2x = 68 \implies x = 34."""
+    if "=" in ground_truth or (_OTHER_MEASURE.search(answer) and not _OTHER_MEASURE.search(ground_truth)):
+        return False
+    parts = [part.strip() for part in _THEN.split(answer)] if true_number is not None else [answer]
+    sides = parts[-1].split("=")[:-1]
+    if len(parts) > 1:
+        name, named, _ = parts[-1].partition("=")
+        for part in parts:
+            of_another_name = named and "=" in part and part.partition("=")[0] != name
+            sides += part.split("=") if not re.search("[a-zA-Z]", part) else [] if of_another_name else [part]
+    return any(_is_another(ground_truth, true_number, side) for side in sides[:_MOST_SIDES])
+
+
+def _is_another(ground_truth: str, true_number: PlainNumber | None, side: str) -> bool:
+    """Whether a side has plainly another value; of a decimal ground truth (0.33 of 1/3) plain numbers alone may."""
+    if true_number is None:
+        return "." not in ground_truth and same_value(ground_truth, side) is False
+    if true_number.decimal_comma or true_number.base is not None:
+        return False
+    if "." not in ground_truth:
+        return same_value(*(_THOUSANDS.sub("", text) for text in (ground_truth, side))) is False
+    number = plain_number(_NAME.sub("", side))
+    if number is None or number.base is not None or true_number.exact:
+        return False
+    last_place = Fraction(1, 10 ** len(true_number.digits.partition(".")[2]))
+    return abs(number.value - true_number.value) > (last_place / 100 if _PERCENT.search(ground_truth) else last_place)
 
 
 def _plain_words(text: str) -> str:

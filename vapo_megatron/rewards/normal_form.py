@@ -70,7 +70,7 @@ _ENCLOSURES = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", 
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname)\s*\{([^{}]*)\}")
 
 _LETTER = re.compile(r"\\[a-zA-Z]+|[a-zA-Z]")
-_FORMULA = re.compile(r"[\d^_+*/=-]")
+_FORMULA = re.compile(r"[\d^_+*/=\\-]")
 
 _UNSIGNED = r"(?:\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
 _NUMBER = re.compile(
@@ -123,7 +123,8 @@ def words(text: str) -> str:
 
 def both_cases(formula: str) -> set[str]:
     """The capital letters of a formula that are there as small ones, too: R is not r then. Words alone have none."""
-    letters = set(_LETTER.findall(_TEXT.sub(" ", formula))) if _FORMULA.search(formula) else set()
+    formula = _TEXT.sub(" ", formula)
+    letters = set(_LETTER.findall(formula)) if _FORMULA.search(formula) else set()
     return {letter for letter in letters if letter.isupper() and letter.lower() in letters}
 
 
