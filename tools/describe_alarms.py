@@ -45,9 +45,10 @@ is saved stays as it is, so that the last checkpoints are from before the troubl
 ABLATION = """\
 ## On the runs of the ablation
 
-The default limits on runs of `examples/ablation`, five seeds of each method: what the accuracy of the last two steps came
-to, how many seeds had no alarm, and the steps that each alarm first went off at, one a seed. The runs without decoupled
-GAE, without the NLL of positives and (but for two seeds) without length-adaptive GAE fall from what they had reached.
+The default limits on runs of `examples/ablation`, five seeds of each method, with the shorter cold start that it had then (250
+steps; its runs fall more often than those of [ablation.md](ablation.md)): what the accuracy of the last two steps came to,
+how many seeds had no alarm, and the steps that each alarm first went off at, one a seed. The runs without decoupled GAE,
+without the NLL of positives and (but for two seeds) without length-adaptive GAE fall from what they had reached.
 `slow_engine` is of the machine, and no fault of the method.
 
 | run | steps | accuracy at the end | silent | alarms |
