@@ -54,7 +54,8 @@ def load_hf(
     Raises:
         BadInput: a tensor is missing, unknown, of another shape or not of floating point; a file is missing or
             truncated; a saved head has other labels than spec.value_outputs; a tied head has weights of its own; a
-            weight of this rank is not finite. Every rank checks every tensor's header, so all of them raise the same.
+            weight of this rank is not finite. Every rank checks every tensor's header, and reads the whole of a tied
+            head that the files have, so all of them raise the same.
     """
     tensors = HFTensors(hf_dir)
     names = checked_names(tensors, spec, head, value_head)
