@@ -48,7 +48,7 @@ test: lint
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 40
 
 test-full: $(STAMP)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m full tests/mcore tests/weight_sync
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m full tests/megatron tests/engines/weight_sync
 
 # FAULTS: how many; SEED: which ones, and when.
 test-faults: $(STAMP)
@@ -57,7 +57,7 @@ test-faults: $(STAMP)
 # Megatron-Core 0.17 and later asks for Python 3.12, for its compiled data loader alone, which nothing here imports. Its
 # wheel is unpacked in front of the packages of .venv.
 test-mcore019: .venv-mcore019/.installed
-	@OMP_NUM_THREADS=1 .venv-mcore019/bin/python -m pytest -q tests/mcore tests/weights
+	@OMP_NUM_THREADS=1 .venv-mcore019/bin/python -m pytest -q tests/megatron tests/weights
 
 .venv-mcore019/.installed: $(STAMP)
 	@$(BIN)/python -m venv --clear --without-pip .venv-mcore019
@@ -68,7 +68,7 @@ test-mcore019: .venv-mcore019/.installed
 	touch $@
 
 test-py312: .venv-py312/.installed
-	@OMP_NUM_THREADS=1 .venv-py312/bin/python -m pytest -q tests/mcore tests/weights
+	@OMP_NUM_THREADS=1 .venv-py312/bin/python -m pytest -q tests/megatron tests/weights
 
 .venv-py312/.installed: requirements/cpu.lock setup.py
 	@python3.12 -m venv --clear .venv-py312

@@ -25,7 +25,7 @@ from functools import partial
 import numpy as np
 
 from benchmarks.common import SHAPES, growth, heavy_tailed_lengths, in_turns, parser, publish, ratio_figure
-from vapo_megatron.experience.balance import Cost, plan_microbatches
+from vapo_megatron.data.balance import Cost, plan_microbatches
 
 Plan = list[list[list[int]]]
 

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import Planner, heavy_tailed_lengths, over_ranks, parser, publish, sample_batch
-from vapo_megatron.experience.batch import ExperienceBatch
-from vapo_megatron.training.broadcast import broadcast_value
+from vapo_megatron.collectives import broadcast_value
+from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.training.shards import scatter
 
 FILLED_IN = ("old_logprobs", "entropies", "values", "advantages", "returns", "importance_weights")

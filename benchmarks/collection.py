@@ -28,18 +28,18 @@ from benchmarks.step_beside_trl import make_inputs
 from vapo_megatron.config.data import DataConfig
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
+from vapo_megatron.data.prompts import PromptSource, train_prompts
+from vapo_megatron.data.sample import Prompt, Sample
+from vapo_megatron.data.tokenizer import TextTokenizer
+from vapo_megatron.engines.client import Completion, EngineClient
+from vapo_megatron.engines.dispatcher import Dispatcher, response_seed
+from vapo_megatron.engines.ledger import Ledger, StepRule
+from vapo_megatron.engines.request import GroupRequest
+from vapo_megatron.engines.server import EngineServer
+from vapo_megatron.engines.stream import GroupStream, Work
 from vapo_megatron.errors import TryAgain
-from vapo_megatron.experience.prompts import PromptSource, train_prompts
-from vapo_megatron.experience.sample import Prompt, Sample
-from vapo_megatron.experience.tokenizer import TextTokenizer
 from vapo_megatron.rewards.grading import grade_samples
 from vapo_megatron.rewards.pool import VerifierPool
-from vapo_megatron.rollout.client import Completion, EngineClient
-from vapo_megatron.rollout.dispatcher import Dispatcher, response_seed
-from vapo_megatron.rollout.ledger import Ledger, StepRule
-from vapo_megatron.rollout.request import GroupRequest
-from vapo_megatron.rollout.server import EngineServer
-from vapo_megatron.rollout.stream import GroupStream, Work
 
 EOS, SEED = 2, 1
 FAILS = float("inf")

@@ -23,15 +23,15 @@ from rich.table import Table
 
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.model import ActorConfig, ModelConfig
-from vapo_megatron.experience.balance import Cost, MicrobatchPlan, plan_microbatches
-from vapo_megatron.experience.batch import ExperienceBatch
-from vapo_megatron.experience.torchvision_ops import make_torchvision_importable
-from vapo_megatron.mcore.mesh import make_mesh
-from vapo_megatron.mcore.platform import current_platform
-from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.data.balance import Cost, MicrobatchPlan, plan_microbatches
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.torchvision_ops import make_torchvision_importable
+from vapo_megatron.engines.weight_sync.probe import probe_batch
+from vapo_megatron.megatron.mesh import make_mesh
+from vapo_megatron.megatron.platform import current_platform
+from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.monitoring.timers import MemoryGauge, host_gauge
 from vapo_megatron.training.losses import NegativeLogLikelihood
-from vapo_megatron.weight_sync.probe import probe_batch
 from vapo_megatron.weights.spec import ModelSpec, read_spec
 
 make_torchvision_importable()

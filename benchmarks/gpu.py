@@ -40,10 +40,10 @@ from vapo_megatron.config.model import (
     PrecisionConfig,
     RecomputeConfig,
 )
+from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.errors import BadInput, RunFailed
-from vapo_megatron.experience.batch import ExperienceBatch
-from vapo_megatron.mcore.platform import current_platform
-from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.megatron.platform import current_platform
+from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.operations.plan.flops import forward_flops, training_flops
 
 RECIPES = ("none", "tensorwise", "blockwise")

@@ -6,7 +6,7 @@ Lengths are log-normal and cut at 20,000. Each part is measured at the size that
 samples where it works through all, with its part of them elsewhere. Two ranks of this machine take part, and speak over
 loopback; what goes over a network is worked out beside it, at --gbps a node of eight ranks.
 
-    parse       rank 0: columns of numbers become arrays (rollout/client.py); requests are in benchmarks.rollout_host
+    parse       rank 0: columns of numbers become arrays (engines/client.py); requests are in benchmarks.rollout_host
     batch       rank 0: samples become the batch
     scatter     rank 0: the batch is sent to where samples are at home; the other rank stands for all others
     plan        every rank: all samples are shared out, for actor and critic, and each mini-batch of --minibatches for
@@ -33,14 +33,14 @@ import torch.distributed as dist
 from benchmarks.common import Planner, growth, heavy_tailed_lengths, over_ranks, parser, publish
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.monitoring import MonitoringConfig
-from vapo_megatron.engine import columns
-from vapo_megatron.experience.batch import ExperienceBatch, SampleTable, from_samples
-from vapo_megatron.experience.microbatch import pack
-from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.data.batch import ExperienceBatch, SampleTable, from_samples
+from vapo_megatron.data.microbatch import pack
+from vapo_megatron.data.sample import Prompt, Sample
+from vapo_megatron.engines.client import EngineClient
+from vapo_megatron.engines.inside import columns
+from vapo_megatron.engines.server import EngineAddress
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.monitoring.timers import MemoryGauge, host_gauge
-from vapo_megatron.rollout.client import EngineClient
-from vapo_megatron.rollout.server import EngineAddress
 from vapo_megatron.training.advantages import estimate_advantages
 from vapo_megatron.training.shards import ShardedBatch, cut, scatter
 

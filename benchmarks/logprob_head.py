@@ -20,8 +20,8 @@ from torch import Tensor
 
 from benchmarks.common import in_turns, memory_gauge, one_rank, parser, publish, ratio_figure
 from vapo_megatron.config.model import ActorConfig
-from vapo_megatron.mcore.heads import logprobs_and_entropy
-from vapo_megatron.mcore.platform import current_platform
+from vapo_megatron.megatron.heads import logprobs_and_entropy
+from vapo_megatron.megatron.platform import current_platform
 
 Head = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 

@@ -2,10 +2,11 @@
 
     python -m benchmarks.rollout_host [--tokens 3000000] [--length 6000] [--group 16] [--engines 2] [--json FILE]
 
-Stub engines, processes of their own on loopback, answer each request at once with made-up responses. "columns" is what
-the trainer does: rollout/client.py asks for columns of numbers (engine/columns.py), and samples and the batch are made
-of them. "JSON" is what it did before: SGLang's own answers become Python's numbers, with the collector of cycles off,
-and these become arrays. Columns of the table, each for a million tokens:
+Stub engines, processes of their own on loopback, answer each request at once with made-up responses. "columns" is
+what the trainer does: engines/client.py asks for columns of numbers (engines/inside/columns.py), and samples and the
+batch are made of them. "JSON" is what it did before: SGLang's own answers become Python's numbers, with the collector
+of cycles off, and these become arrays.
+Columns of the table, each for a million tokens:
 
     s to fetch    CPU seconds of rank 0 for requests, answers and parsing; s to batch: until they are a batch
     ms held       the longest time for which the event loop was held (not for a million tokens)
@@ -28,11 +29,11 @@ import numpy as np
 from aiohttp import web
 
 from benchmarks.common import anonymous_bytes, growth, in_turns, parser, publish, ratio_figure
-from vapo_megatron.engine import columns
-from vapo_megatron.experience.batch import from_samples
-from vapo_megatron.experience.sample import Prompt, Sample
-from vapo_megatron.rollout.client import EngineClient
-from vapo_megatron.rollout.server import EngineAddress
+from vapo_megatron.data.batch import from_samples
+from vapo_megatron.data.sample import Prompt, Sample
+from vapo_megatron.engines.client import EngineClient
+from vapo_megatron.engines.inside import columns
+from vapo_megatron.engines.server import EngineAddress
 
 PROMPT = Prompt("", "", "", tuple(range(200)))
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 20_000, "stop_token_ids": [151_643]}

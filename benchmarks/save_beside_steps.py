@@ -3,7 +3,7 @@
     python -m benchmarks.save_beside_steps [--shape 50m] [--ranks 1] [--tokens 4096] [--json FILE]
 
     step s     forward, backward and update of so many tokens a rank
-    saved s    the same step, a whole save begun before it, as training does it (training/state_saver.py): what stands
+    saved s    the same step, a whole save begun before it, as training does it (checkpoint/state_saver.py): what stands
                still for it, and what is written while the step goes on
     left s     what of the save is not written when the step is over; training would wait for it only at its next save
 
@@ -22,12 +22,12 @@ import numpy as np
 import torch.distributed as dist
 
 from benchmarks.common import SHAPES, over_ranks, parser, publish, random_model, ratio_figure, sample_batch, sft_loss
+from vapo_megatron.checkpoint.background_save import Outcome
 from vapo_megatron.checkpoint.progress import Progress
+from vapo_megatron.checkpoint.resume import SavedModel
+from vapo_megatron.checkpoint.state_saver import SavedRun, Snapshot, StateSaver
 from vapo_megatron.config.checkpoint import RetentionConfig
 from vapo_megatron.config.model import ActorConfig
-from vapo_megatron.training.background_save import Outcome
-from vapo_megatron.training.resume import SavedModel
-from vapo_megatron.training.state_saver import SavedRun, Snapshot, StateSaver
 
 SAMPLE_TOKENS = 64
 PARTS = ("step", "saved", "left")

@@ -31,9 +31,9 @@ from benchmarks.common import (
     ratio_figure,
     sample_batch,
 )
+from vapo_megatron.checkpoint.dist_saver import ModelSaver, load_training_state
 from vapo_megatron.checkpoint.host_memory import ROOT
 from vapo_megatron.config.model import ActorConfig
-from vapo_megatron.mcore.dist_saver import ModelSaver, load_training_state
 
 PARTS = ("plan", "write", "load", "torch", "torch load")
 

@@ -33,8 +33,8 @@ from benchmarks.common import (
     transformers,
 )
 from vapo_megatron.config.model import ActorConfig
-from vapo_megatron.experience.batch import ExperienceBatch
-from vapo_megatron.mcore.platform import current_platform
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.megatron.platform import current_platform
 
 Step = Callable[[], object]
 

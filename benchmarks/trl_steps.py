@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vapo_megatron.experience.torchvision_ops import make_torchvision_importable
+from vapo_megatron.data.torchvision_ops import make_torchvision_importable
 
 make_torchvision_importable()
 from datasets import Dataset  # noqa: E402

@@ -26,15 +26,15 @@ from benchmarks.common import parser, publish
 from vapo_megatron.config.algorithm import DynamicSamplingConfig
 from vapo_megatron.config.rollout import AsynchronousConfig, PartialResponsesConfig, RolloutConfig
 from vapo_megatron.config.run import BatchConfig
-from vapo_megatron.engine import columns
-from vapo_megatron.experience.sample import Sample
+from vapo_megatron.data.sample import Sample
+from vapo_megatron.engines.client import EngineClient, PauseMode
+from vapo_megatron.engines.dispatcher import Dispatcher
+from vapo_megatron.engines.inside import columns
+from vapo_megatron.engines.server import EngineAddress
 from vapo_megatron.operations.plan.lengths import Lengths
 from vapo_megatron.operations.twin.response_lengths import ResponseLengths
 from vapo_megatron.operations.twin.run import Outcome, SimulatedRollouts, simulate, steps
 from vapo_megatron.operations.twin.scenario import Scenario
-from vapo_megatron.rollout.client import EngineClient, PauseMode
-from vapo_megatron.rollout.dispatcher import Dispatcher
-from vapo_megatron.rollout.server import EngineAddress
 
 PROMPT, LONGEST, STEPS = 20, 300, 4
 

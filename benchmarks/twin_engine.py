@@ -26,9 +26,9 @@ from benchmarks.common import parser, publish
 from benchmarks.step_beside_trl import make_inputs
 from benchmarks.twin import PROMPT, RATE, Case, MeasuredEngines, Rate, row, run_of
 from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.engines.client import Completion, EngineClient
+from vapo_megatron.engines.server import EngineAddress
 from vapo_megatron.operations.twin.run import Outcome, simulate
-from vapo_megatron.rollout.client import Completion, EngineClient
-from vapo_megatron.rollout.server import EngineAddress
 
 LENGTH, AT_ONCE = 50, (1, 8, 24)
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.common import in_turns, parser, publish, ratio_figure
 from vapo_megatron.config.reward import RewardConfig
-from vapo_megatron.experience.jsonl import read_rows
+from vapo_megatron.data.jsonl import read_rows
 from vapo_megatron.rewards.math import Grade
 from vapo_megatron.rewards.pool import VerifierPool
 

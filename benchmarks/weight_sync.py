@@ -48,9 +48,9 @@ from benchmarks.common import (
 )
 from vapo_megatron.config.model import ActorConfig, LayoutConfig
 from vapo_megatron.config.rollout import RolloutConfig, SyncConfig
-from vapo_megatron.mcore.platform import current_platform
-from vapo_megatron.mcore.trainable import Trainable
-from vapo_megatron.training.engines import Engines
+from vapo_megatron.engines.engines import Engines
+from vapo_megatron.megatron.platform import current_platform
+from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.weights.export import make_slots, stream_hf
 from vapo_megatron.weights.part_times import PartTimes
 

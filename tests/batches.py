@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from hf_models import VOCAB
 
-from vapo_megatron.experience.batch import ExperienceBatch, from_samples
-from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.training.shards import ShardedBatch, scatter
 
 LENGTHS = [(3, 1), (5, 9), (1, 30), (7, 2), (2, 17), (4, 4)]  # prompt and response tokens

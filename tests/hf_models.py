@@ -9,9 +9,9 @@ import transformers
 from safetensors.torch import load_file
 
 from vapo_megatron.config.model import ActorConfig, LayoutConfig, ModelConfig
-from vapo_megatron.experience.torchvision_ops import make_torchvision_importable
-from vapo_megatron.mcore.mesh import Mesh, make_mesh
-from vapo_megatron.mcore.model import build_model, transformer_config
+from vapo_megatron.data.torchvision_ops import make_torchvision_importable
+from vapo_megatron.megatron.mesh import Mesh, make_mesh
+from vapo_megatron.megatron.model import build_model, transformer_config
 from vapo_megatron.weights.spec import Head, ModelSpec
 
 make_torchvision_importable()

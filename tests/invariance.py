@@ -26,9 +26,9 @@ from vapo_megatron.config.model import (
 )
 from vapo_megatron.config.policy import KlConfig, PolicyLossConfig
 from vapo_megatron.config.value import ValueLossConfig
-from vapo_megatron.experience.batch import ExperienceBatch
-from vapo_megatron.mcore.mesh import Mesh, make_mesh
-from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.megatron.mesh import Mesh, make_mesh
+from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.training.losses import NegativeLogLikelihood, PolicyLoss, ValueLoss
 from vapo_megatron.weights.export import stream_hf
 from vapo_megatron.weights.load import load_hf

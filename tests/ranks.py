@@ -16,8 +16,8 @@ import torch.distributed as dist
 import transformers  # noqa: F401
 from torch.distributed import distributed_c10d
 
-from vapo_megatron.mcore import cpu_torch, mesh, model  # noqa: F401
-from vapo_megatron.mcore.platform import current_platform
+from vapo_megatron.megatron import cpu_torch, mesh, model  # noqa: F401
+from vapo_megatron.megatron.platform import current_platform
 
 cpu_torch.install()
 

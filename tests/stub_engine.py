@@ -12,9 +12,9 @@ import urllib.request
 from pathlib import Path
 
 import vapo_megatron
-from vapo_megatron.engine.heartbeat import HEALTH_PATH
-from vapo_megatron.rollout.remote_engines import PROTOCOL
-from vapo_megatron.rollout.server import EngineAddress
+from vapo_megatron.engines.inside.heartbeat import HEALTH_PATH
+from vapo_megatron.engines.remote_engines import PROTOCOL
+from vapo_megatron.engines.server import EngineAddress
 
 
 class StubServer:

@@ -8,7 +8,7 @@ import sys
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
-from vapo_megatron.engine.heartbeat import END_PATH, Heartbeat, register
+from vapo_megatron.engines.inside.heartbeat import END_PATH, Heartbeat, register
 
 PROTOCOL = int(os.environ.get("STUB_PROTOCOL", "0"))
 

@@ -24,52 +24,49 @@ PROGRAMS = [path for folder in ("tools", "benchmarks", "examples") for path in s
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 # Every package of the project may import these modules at the top of it.
-BASE = {"errors", "logs", "signals", "command_line", "__version__"}
+BASE = {"errors", "logs", "signals", "command_line", "collectives", "__version__"}
 _LOWEST = {"config"}
-_DATA = {"config", "experience", "weights", "checkpoint"}
+_DATA = {"config", "data", "weights"}
+_TOOLS = _DATA | {"checkpoint", "engines", "megatron", "monitoring", "rewards"}
 # What the modules of a package may import of the others. `operations` is imported by the command line and tools alone.
 MAY_IMPORT: dict[str, set[str]] = {
     "algorithms": set(),
     "config": set(),
-    "experience": _LOWEST,
-    "weights": _LOWEST | {"experience"},
-    "checkpoint": _LOWEST,
-    "mcore": _DATA | {"algorithms"},
-    "rewards": {"config", "experience"},
-    "monitoring": {"config", "experience"},
-    "cluster": {"config", "mcore", "monitoring"},
-    "engine": {"experience", "weights", "weight_sync"},
-    "rollout": _DATA | {"engine", "weight_sync", "mcore"},
-    "weight_sync": _DATA | {"rollout", "mcore"},
-    "evaluation": _DATA | {"algorithms", "mcore", "monitoring", "rewards", "rollout", "weight_sync"},
-    "training": _DATA
-    | {"algorithms", "cluster", "evaluation", "mcore", "monitoring", "rewards", "rollout", "weight_sync"},
-    "operations": _DATA
-    | {"algorithms", "cluster", "evaluation", "mcore", "monitoring", "rewards", "rollout", "training", "weight_sync"},
+    "data": _LOWEST,
+    "weights": _LOWEST | {"data"},
+    "rewards": _LOWEST | {"data"},
+    "monitoring": _LOWEST | {"data"},
+    "megatron": _LOWEST | {"algorithms", "data", "weights"},
+    "checkpoint": _DATA | {"megatron", "monitoring"},
+    "engines": _DATA | {"megatron"},
+    "evaluation": _TOOLS,
+    "training": _TOOLS | {"algorithms", "evaluation"},
+    "run": _TOOLS | {"evaluation", "training"},
+    "operations": _TOOLS | {"algorithms", "evaluation", "training", "run"},
 }
 # Methods that a library calls on objects of ours.
 CALLED_BY_LIBRARIES = {"get_replay_topk"}
 # Their owners are about to remove them.
 UNUSED_YET: set[str] = set()
 LIBRARIES = {
-    "megatron": ("mcore/", "weights/"),
-    "sglang": ("engine/", "weight_sync/strict_loading.py"),
+    "megatron": ("megatron/", "weights/", "checkpoint/dist_saver.py", "checkpoint/verified_reader.py"),
+    "sglang": ("engines/inside/",),
 }
 
-# mcore/platform.py answers what a device is. These use CUDA streams, events and generators themselves, are given a
+# megatron/platform.py answers what a device is. These use CUDA streams, events and generators themselves, are given a
 # tensor whose device is what counts, or run in an engine, where there is no platform.
 ASK_FOR_THE_DEVICE = {
-    "engine/cpu_shim.py",
-    "mcore/cpu_torch.py",
-    "mcore/heads.py",
-    "mcore/offload.py",
-    "mcore/rng.py",
+    "engines/inside/cpu_shim.py",
+    "megatron/cpu_torch.py",
+    "megatron/heads.py",
+    "megatron/offload.py",
+    "megatron/rng.py",
     "operations/doctor/bandwidth.py",
     "operations/doctor/checks.py",
     "operations/quantized_export.py",
-    "weight_sync/broadcast_group.py",
-    "weight_sync/ipc_handle.py",
-    "weight_sync/strict_loading.py",
+    "engines/inside/broadcast_group.py",
+    "engines/weight_sync/ipc_handle.py",
+    "engines/inside/strict_loading.py",
     "weights/export.py",
     "weights/gather.py",
     "weights/part_times.py",
@@ -133,10 +130,10 @@ def asks_for_the_device(tree: ast.Module) -> bool:
 
 
 def test_only_the_platform_asks_what_the_device_is() -> None:
-    assert asks_for_the_device(parsed(PACKAGE / "mcore/platform.py"))
+    assert asks_for_the_device(parsed(PACKAGE / "megatron/platform.py"))
     assert asks_for_the_device(ast.parse("tensor.is_cuda")) and not asks_for_the_device(ast.parse("platform.is_cuda"))
-    found = {named(path) for path in SOURCES if asks_for_the_device(parsed(path))} - {"mcore/platform.py"}
-    assert found == ASK_FOR_THE_DEVICE, "ask mcore/platform.py instead; take off the list what no longer asks"
+    found = {named(path) for path in SOURCES if asks_for_the_device(parsed(path))} - {"megatron/platform.py"}
+    assert found == ASK_FOR_THE_DEVICE, "ask megatron/platform.py instead; take off the list what no longer asks"
 
 
 def is_hook(function: ast.AST) -> bool:
@@ -313,6 +310,6 @@ def test_the_walks_name_each_function_that_hands_the_thing_on(title: str) -> Non
 
 
 def test_a_walk_that_leaves_a_layer_out_is_noticed() -> None:
-    client, engines = PACKAGE / "rollout/client.py", PACKAGE / "training/engines.py"
+    client, engines = PACKAGE / "engines/client.py", PACKAGE / "engines/engines.py"
     assert not hands_on(engines, "Engines.update_weights", client, "EngineClient.send_bucket")
     assert not hands_on(PACKAGE / "weights/export.py", "stream_hf", client, "EngineClient.send_bucket")

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from vapo_megatron.weight_sync.session import WeightSync
+from vapo_megatron.engines.weight_sync.session import WeightSync
 
 EOS = 1
 SIZES: dict[str, Any] = dict(

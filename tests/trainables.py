@@ -9,9 +9,9 @@ import torch
 from vapo_megatron.config.model import ActorConfig, CriticConfig, ModelConfig, OptimizerSettings
 from vapo_megatron.config.policy import KlConfig, PolicyLossConfig
 from vapo_megatron.config.value import ValueLossConfig
-from vapo_megatron.experience.batch import ExperienceBatch
-from vapo_megatron.mcore.mesh import make_mesh
-from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.megatron.mesh import make_mesh
+from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.training.losses import PolicyLoss, ValueLoss
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.spec import Head, read_spec

@@ -49,7 +49,7 @@ def echo_conversion(
     """Convert, and say what came of it."""
     import torch
 
-    from vapo_megatron.mcore.parity import comparison
+    from vapo_megatron.megatron.parity import comparison
     from vapo_megatron.monitoring.stage_bars import stage_bars
     from vapo_megatron.weights.convert import hf_to_megatron
 

@@ -76,7 +76,7 @@ def echo_conversion(source: Path, out: Path, dtype: str | None, gib: float, veri
     """Convert, and say what came of it."""
     import torch
 
-    from vapo_megatron.mcore.parity import comparison
+    from vapo_megatron.megatron.parity import comparison
     from vapo_megatron.monitoring.stage_bars import stage_bars
     from vapo_megatron.weights.convert import megatron_to_hf
 

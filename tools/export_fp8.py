@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vapo_megatron.command_line import run_app
+from vapo_megatron.data.jsonl import read_rows
 from vapo_megatron.errors import BadInput, told_in_one_line
-from vapo_megatron.experience.jsonl import read_rows
 
 if TYPE_CHECKING:
     from vapo_megatron.operations.quantized_export import Report
@@ -32,7 +32,7 @@ def read_sequences(path: Path, field: str, hf_dir: Path, rows: int, tokens: int)
 
     Raises BadInput, naming file and line, where a row has no text, and where no text has two tokens.
     """
-    from vapo_megatron.experience.tokenizer import load_tokenizer
+    from vapo_megatron.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(hf_dir)
     sequences: list[list[int]] = []
@@ -98,7 +98,7 @@ def main(
             raise BadInput(f"--hf {hf}: no such directory; give a Hugging Face model directory")
         import torch
 
-        from vapo_megatron.experience.torchvision_ops import make_torchvision_importable
+        from vapo_megatron.data.torchvision_ops import make_torchvision_importable
         from vapo_megatron.operations.quantized_export import check_source, export_quantized
 
         spec = check_source(hf, format.value)

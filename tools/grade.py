@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from vapo_megatron.command_line import run_app
 from vapo_megatron.config.explain import explain
 from vapo_megatron.config.reward import RewardConfig
+from vapo_megatron.data.jsonl import read_rows, write_rows
 from vapo_megatron.errors import BadInput, told_in_one_line
-from vapo_megatron.experience.jsonl import read_rows, write_rows
 from vapo_megatron.rewards.pool import VerifierPool
 
 

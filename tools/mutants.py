@@ -31,7 +31,7 @@ LEAST_KILLED = 0.95
 # which function is not seen from a forked one.
 ROOMS: dict[str, tuple[str, ...]] = {
     "algorithms": ("tests/algorithms",),
-    "experience": ("tests/experience",),
+    "data": ("tests/data",),
     "rewards": (
         *(f"tests/rewards/test_{name}.py" for name in ("equivalence", "extract", "framing", "grading", "math_grade")),
         *(f"tests/rewards/test_{name}.py" for name in ("matrices", "normal_form", "quantities", "symbolic", "values")),
@@ -46,7 +46,6 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "tests/training/test_loss_metrics.py",
         "tests/training/test_old_logprobs.py::test_it_fires_only_where_it_is_exact",
         "tests/training/test_pretraining_without_models.py",
-        "tests/training/test_recorded_rollouts.py",
         "tests/training/test_reference_and_values.py",
         "tests/training/test_rollouts.py",
         "tests/training/test_shards_on_threads.py",
@@ -65,14 +64,14 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
 }
 # Of training, what computes. The others start processes, and end or write something: a test of theirs takes minutes.
-# experience/torchvision_ops.py is called by conftest.py, before there is a test.
+# data/torchvision_ops.py is called by conftest.py, before there is a test.
 MODULES = {
-    "experience": (
+    "data": (
         *("balance", "batch", "demonstrations", "jsonl", "microbatch", "prompts", "rows", "sample", "tokenizer"),
         "zigzag",
     ),
     "training": (
-        *("advantages", "collect", "exchange", "fault_checks", "losses", "metrics", "recorded_rollouts", "reference"),
+        *("advantages", "collect", "exchange", "fault_checks", "losses", "metrics", "reference"),
         *("rollouts", "score", "shards", "skipped_updates", "updates", "user_functions", "value_pretraining"),
     ),
 }

@@ -60,8 +60,8 @@ def train(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
 
     settings = load_config(TrainConfig, config, overrides or [], PRESETS)
     _look_first(settings)
-    from vapo_megatron.training import launch, preflight
-    from vapo_megatron.training.rank import train_rank
+    from vapo_megatron.run import launch, preflight
+    from vapo_megatron.run.rank import train_rank
 
     if launch.launch(settings, partial(train_rank, settings), preflight.check_train):
         from vapo_megatron.operations.report.report import write_report
@@ -77,7 +77,7 @@ def sft(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
 
     settings = load_config(SftConfig, config, overrides or [], PRESETS)
     _look_first(settings)
-    from vapo_megatron.training import launch, preflight
+    from vapo_megatron.run import launch, preflight
     from vapo_megatron.training.sft import sft_rank
 
     launch.launch(settings, partial(sft_rank, settings), preflight.check_sft)
@@ -99,8 +99,8 @@ def engine(
 
     settings = load_config(TrainConfig, config, overrides or [], PRESETS)
     _read_model(settings.model.path)
-    from vapo_megatron.rollout.node_part import NodePart
-    from vapo_megatron.training.serve_engine import serve_engine
+    from vapo_megatron.engines.node_part import NodePart
+    from vapo_megatron.engines.serve import serve_engine
 
     serve_engine(settings, host, port, NodePart(node, nodes, meet))
 
@@ -121,7 +121,7 @@ def evaluate(
     from vapo_megatron.config.train import EvaluateConfig, TrainConfig
 
     if checkpoint:
-        from vapo_megatron.training.evaluated_run import evaluation_of
+        from vapo_megatron.evaluation.evaluated_run import evaluation_of
 
         settings = evaluation_of(load_config(TrainConfig, config, overrides or [], PRESETS), checkpoint)
     else:
@@ -145,7 +145,7 @@ def critic(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
 
     settings = load_config(ProbedRunConfig, config, overrides or [], PRESETS)
     _read_model(settings.model.path)
-    from vapo_megatron.training.critic_command import probe_critic
+    from vapo_megatron.operations.critic_lab.command import probe_critic
 
     probe_critic(settings)
 
@@ -241,8 +241,8 @@ def report(
 
 def _look_first(settings: "TrainConfig | SftConfig | EvaluateConfig") -> None:
     """Refuse in a second what takes ten to refuse with every library imported; ranks of a job leave it to one."""
-    from vapo_megatron.cluster.place import place_from_environment
-    from vapo_megatron.training.first_look import look_first
+    from vapo_megatron.run.first_look import look_first
+    from vapo_megatron.run.place import place_from_environment
 
     if place_from_environment() is None:
         look_first(settings)

@@ -72,8 +72,8 @@ def import_program() -> None:
     """Import what jobs need, for all forks to come."""
     warnings.simplefilter("ignore")  # libraries' advice to their developers, as in every command
     import vapo_megatron.operations.report.report
-    import vapo_megatron.training.preflight
-    import vapo_megatron.training.rank
+    import vapo_megatron.run.preflight
+    import vapo_megatron.run.rank
     import vapo_megatron.training.sft  # noqa: F401
 
 

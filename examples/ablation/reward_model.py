@@ -19,22 +19,22 @@ import torch.distributed as dist
 import typer
 
 from examples.ablation.ablation_config import RewardModelConfig
-from vapo_megatron.cluster.ranks import start_ranks
 from vapo_megatron.config.data import PromptTemplate
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.model import CriticConfig
 from vapo_megatron.config.monitoring import MonitoringConfig
 from vapo_megatron.config.run_directory import make_run_dir
 from vapo_megatron.config.value import ValueLossConfig
+from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.demonstrations import read_demonstrations
+from vapo_megatron.data.jsonl import read_rows
+from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import told_in_one_line
-from vapo_megatron.experience.batch import ExperienceBatch, from_samples
-from vapo_megatron.experience.demonstrations import read_demonstrations
-from vapo_megatron.experience.jsonl import read_rows
-from vapo_megatron.experience.tokenizer import TextTokenizer
-from vapo_megatron.mcore.mesh import make_mesh
-from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.megatron.mesh import make_mesh
+from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rewards.math import grade_response
+from vapo_megatron.run.ranks import start_ranks
 from vapo_megatron.training.losses import ValueLoss
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.save import save_hf

@@ -23,8 +23,8 @@ import typer
 from examples.ablation.ablation_config import SETTINGS_FILE, Task, task_settings
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.tiny_model import TinyModel
+from vapo_megatron.data.jsonl import write_rows
 from vapo_megatron.errors import told_in_one_line
-from vapo_megatron.experience.jsonl import write_rows
 from vapo_megatron.weights.tiny import save_tiny_model, word_tokenizer
 
 # The prompt is <bos>, state, count and m; the solution follows at once, without roles.

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from vapo_megatron.config.tiny_model import TinyModel
+from vapo_megatron.data.jsonl import write_rows
 from vapo_megatron.errors import told_in_one_line
-from vapo_megatron.experience.jsonl import write_rows
 from vapo_megatron.weights.tiny import save_tiny_model, word_tokenizer
 
 STATES = 64

@@ -4,7 +4,7 @@ import pytest
 from commands import Command
 from tiny_runs import make_model
 
-from vapo_megatron.training import restarts
+from vapo_megatron.run import restarts
 
 
 @pytest.fixture(scope="module")

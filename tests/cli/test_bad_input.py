@@ -28,7 +28,7 @@ from tiny_runs import (
 
 from vapo_megatron.checkpoint.lease import Lease
 from vapo_megatron.operations.report import report
-from vapo_megatron.training import restarts
+from vapo_megatron.run import restarts
 from vapo_megatron.weights.tiny import CHATML_TEMPLATE, word_tokenizer
 
 USAGE = namedtuple("USAGE", "total used free")

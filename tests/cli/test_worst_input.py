@@ -11,9 +11,9 @@ from tiny_runs import problems, train_config, write_config, write_rows
 from vapo_megatron.checkpoint.config_change import check_config_change
 from vapo_megatron.config.load import dump_config, load_config
 from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.engines.server import EngineServer
 from vapo_megatron.errors import BadInput, RunFailed
-from vapo_megatron.rollout.server import EngineServer
-from vapo_megatron.training import restarts
+from vapo_megatron.run import restarts
 
 ROWS: dict[str, tuple[bytes, list[str]]] = {
     "surrogate": (b'{"problem": "1 plus 1", "answer": 2}\n{"problem": "\\ud800", "answer": 2}\n', [":2:", "\\ud800"]),
@@ -35,7 +35,7 @@ def test_rows(command: Command, capfd: pytest.CaptureFixture[str], case: str) ->
 
 
 def test_a_mark_of_the_encoding_before_the_first_row_is_no_mistake(command: Command, tmp_path: Path) -> None:
-    from vapo_megatron.experience.jsonl import read_rows
+    from vapo_megatron.data.jsonl import read_rows
 
     path = write_rows(tmp_path / "rows.jsonl", problems(2))
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
@@ -207,6 +207,6 @@ def test_an_engine_started_by_hand_is_asked_the_same(
 def test_a_tracker_that_is_not_installed_is_refused_before_the_run(
     command: Command, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr("vapo_megatron.training.first_look.find_spec", lambda _: None)
+    monkeypatch.setattr("vapo_megatron.run.first_look.find_spec", lambda _: None)
     code = command.exit_code(name, "monitoring.wandb.enabled=true")
     assert_refused(command, code, capfd.readouterr().err, "monitoring.wandb.enabled", "pip install")

@@ -12,8 +12,8 @@ from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.data.balance import Cost, plan_microbatches
 from vapo_megatron.errors import BadInput
-from vapo_megatron.experience.balance import Cost, plan_microbatches
 
 MINIMAL: dict[str, Any] = {
     "model": {"path": "somewhere"},

@@ -10,15 +10,15 @@ import pytest
 
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.rollout import SamplingConfig
+from vapo_megatron.data.sample import FinishReason, Prompt, Sample
+from vapo_megatron.engines.request import GenerationRequest
 from vapo_megatron.errors import TryAgain
 from vapo_megatron.evaluation.evaluator import EngineGenerator, Evaluator
 from vapo_megatron.evaluation.metrics import bootstrap_interval
 from vapo_megatron.evaluation.responses import ResponseLog
 from vapo_megatron.evaluation.sets import SetResult, numbered
-from vapo_megatron.experience.sample import FinishReason, Prompt, Sample
 from vapo_megatron.rewards.math import Grade
 from vapo_megatron.rewards.pool import Case, VerifierPool
-from vapo_megatron.rollout.request import GenerationRequest
 
 PROMPTS = [Prompt(id=f"p{n}", problem=f"problem {n}", answer=str(n), token_ids=(n,), source="file") for n in range(3)]
 # What each of four responses to each problem says; None was cut off before it said anything.

@@ -18,8 +18,8 @@ from examples.ablation.task import LOST, PROMPT_TOKENS, Problems, longest_sequen
 from vapo_megatron.config.data import PromptTemplate
 from vapo_megatron.config.load import dump_config, load_config
 from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import BadInput, RunFailed
-from vapo_megatron.experience.tokenizer import TextTokenizer
 from vapo_megatron.rewards.math import grade_response
 
 FOLDER = Path(__file__).parents[2] / "examples" / "ablation"

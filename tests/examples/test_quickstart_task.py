@@ -10,7 +10,7 @@ import pytest
 from safetensors import safe_open
 
 from vapo_megatron.config.data import PromptTemplate
-from vapo_megatron.experience.tokenizer import TextTokenizer
+from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.rewards.math import grade_response
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "quickstart" / "make_task.py"

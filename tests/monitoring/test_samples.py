@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.monitoring.samples import SampleWriter
 
 

@@ -9,8 +9,8 @@ from hf_models import write_model
 from ranks import run_ranks
 
 from vapo_megatron.config.model import ActorConfig, CriticConfig, LayoutConfig, ModelConfig, RecomputeConfig
-from vapo_megatron.mcore.mesh import make_mesh
-from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.megatron.mesh import make_mesh
+from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.operations.plan.activations import Activations
 from vapo_megatron.operations.plan.models import PlannedModel
 from vapo_megatron.weights.spec import read_spec

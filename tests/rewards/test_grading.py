@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from vapo_megatron.config.reward import RewardConfig
+from vapo_megatron.data.sample import FinishReason, Prompt, Sample
 from vapo_megatron.errors import BadInput
-from vapo_megatron.experience.sample import FinishReason, Prompt, Sample
 from vapo_megatron.rewards.grading import TRUNCATED, failed_share, grade_samples, grades_of
 from vapo_megatron.rewards.math import Grade
 from vapo_megatron.rewards.pool import Case, VerifierPool

@@ -15,10 +15,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tools.export_fp8 import app
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.rollout.client import EngineClient
-from vapo_megatron.rollout.server import EngineServer
-from vapo_megatron.weight_sync.session import WeightSync
-from vapo_megatron.weight_sync.transports import SharedMemoryTransport
+from vapo_megatron.engines.client import EngineClient
+from vapo_megatron.engines.server import EngineServer
+from vapo_megatron.engines.weight_sync.session import WeightSync
+from vapo_megatron.engines.weight_sync.transports import SharedMemoryTransport
 from vapo_megatron.weights.fp8 import quantize
 from vapo_megatron.weights.tiny import CHATML_TEMPLATE, word_tokenizer
 

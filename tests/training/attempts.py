@@ -20,9 +20,9 @@ import ranks  # noqa: F401  (imports what ranks need before they are forked)
 import torch.distributed as dist
 from tiny_runs import make_model, problems, write_config, write_rows
 
-import vapo_megatron.rollout.stream as stream
-import vapo_megatron.training.background_save as background_save
-import vapo_megatron.training.placement as placement
+import vapo_megatron.checkpoint.background_save as background_save
+import vapo_megatron.engines.placement as placement
+import vapo_megatron.engines.stream as stream
 import vapo_megatron.training.updates as updates
 import vapo_megatron.training.value_pretraining as value_pretraining
 from vapo_megatron import logs
@@ -31,9 +31,9 @@ from vapo_megatron.config.load import load_config
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.engines.server import EngineAddress, EngineServer
 from vapo_megatron.errors import VapoError
-from vapo_megatron.rollout.server import EngineAddress, EngineServer
-from vapo_megatron.training import launch, rank, sft
+from vapo_megatron.run import launch, rank, sft
 
 PRESETS = Path(algorithm.__file__).parent / "presets"
 # One response at a time and no cache: how requests happen to meet in a batch shows in the last bit of log-probs.

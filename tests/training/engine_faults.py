@@ -9,7 +9,7 @@ from typing import Any
 import attempts
 import psutil
 
-from vapo_megatron.rollout.client import EngineClient
+from vapo_megatron.engines.client import EngineClient
 
 _RESET_SECONDS = 0.05
 _SLOW_SECONDS = 0.5
@@ -20,7 +20,7 @@ def processes_of(url: str) -> dict[str, int]:
     for process in psutil.process_iter():
         try:
             if (
-                "vapo_megatron.engine.server_main" not in process.cmdline()
+                "vapo_megatron.engines.inside.server_main" not in process.cmdline()
                 or url.rpartition(":")[2] not in process.cmdline()
             ):
                 continue

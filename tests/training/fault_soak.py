@@ -25,7 +25,7 @@ from engine_faults import reset_connections, set_the_clock, slow_down_the_disk
 
 from vapo_megatron.checkpoint.host_memory import host_memory_of
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.training import rank
+from vapo_megatron.run import rank
 
 _DISK_LIMIT = 64 << 10
 _STOPPED_SECONDS = 2.0
@@ -94,7 +94,7 @@ class Attempt:
 
 def _role(process: psutil.Process, starter: int) -> str:
     command = process.cmdline()
-    if "vapo_megatron.engine.server_main" in command:
+    if "vapo_megatron.engines.inside.server_main" in command:
         return "engine"
     if "sglang::scheduler" in " ".join(command):
         return "scheduler"

@@ -16,7 +16,7 @@ from switch_rollout import Watched, config_of, state_of, tokens_of
 from written_rollouts import CUT, END, RIGHT, WRONG, write_rollouts
 
 import vapo_megatron.training.loop
-from vapo_megatron.experience.batch import ExperienceBatch
+from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.training.models import load_models
 from vapo_megatron.training.state import RunState
 

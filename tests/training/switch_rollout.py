@@ -17,9 +17,9 @@ from switch_formulas import ADAM
 
 from vapo_megatron.config.monitoring import MonitoringConfig
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.experience.batch import ExperienceBatch, from_samples
-from vapo_megatron.experience.sample import Prompt, Sample
-from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.sample import Prompt, Sample
+from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.monitoring.recorder import Advance, Recorder
 from vapo_megatron.training.advantages import estimate_advantages
 from vapo_megatron.training.models import Models, load_models

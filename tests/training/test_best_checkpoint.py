@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 
+from vapo_megatron.checkpoint.checkpointer import Checkpointer
 from vapo_megatron.checkpoint.checkpoints import list_checkpoints
 from vapo_megatron.checkpoint.progress import Progress
+from vapo_megatron.checkpoint.state_saver import SavedRun, Snapshot
 from vapo_megatron.config.monitoring import MonitoringConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.training.checkpoint import Checkpointer
-from vapo_megatron.training.state_saver import SavedRun, Snapshot
 
 
 def kept(run_dir: Path, best: str, values: list[float]) -> list[list[int]]:

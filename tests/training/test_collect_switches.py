@@ -15,10 +15,10 @@ from vapo_megatron.config.algorithm import AlgorithmConfig, DynamicSamplingConfi
 from vapo_megatron.config.monitoring import MonitoringConfig
 from vapo_megatron.config.rollout import AsynchronousConfig, PartialResponsesConfig, RolloutConfig, SyncConfig
 from vapo_megatron.config.run import BatchConfig
-from vapo_megatron.experience.batch import from_samples
-from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.data.batch import from_samples
+from vapo_megatron.data.sample import Prompt, Sample
+from vapo_megatron.engines.ledger import StepRule
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.rollout.ledger import StepRule
 from vapo_megatron.training.collect import collect, spread, step_rule
 from vapo_megatron.training.exchange import seat
 from vapo_megatron.training.metrics import rollout_metrics

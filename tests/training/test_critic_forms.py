@@ -15,7 +15,7 @@ from vapo_megatron.config.critic_probes import ProbedRunConfig
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.training.critic_command import probe_critic
+from vapo_megatron.operations.critic_lab.command import probe_critic
 from vapo_megatron.weights.spec import read_spec
 from vapo_megatron.weights.tiny import CHATML_TEMPLATE, save_tiny_model, word_tokenizer
 

@@ -20,8 +20,8 @@ from switch_rollout import Seen, config_of, iterate, load_seen, read_rollout, re
 
 from vapo_megatron.config.model import OptimizerSettings, PrecisionConfig
 from vapo_megatron.config.monitoring import MonitoringConfig
-from vapo_megatron.mcore.offload import PARTS
-from vapo_megatron.mcore.precision import fp8_settings
+from vapo_megatron.megatron.offload import PARTS
+from vapo_megatron.megatron.precision import fp8_settings
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import estimate_advantages
 from vapo_megatron.training.models import load_models

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.monitoring import MonitoringConfig
-from vapo_megatron.experience.batch import ExperienceBatch, from_samples
-from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import baselines_of, critic_row, estimate_advantages, shaped_rewards

@@ -13,11 +13,11 @@ from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig
 from vapo_megatron.config.monitoring import MonitoringConfig
 from vapo_megatron.config.policy import ImportanceSamplingConfig
 from vapo_megatron.config.value import ValueLossConfig
+from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.microbatch import Share
+from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.errors import BadInput
-from vapo_megatron.experience.batch import ExperienceBatch, from_samples
-from vapo_megatron.experience.microbatch import Share
-from vapo_megatron.experience.sample import Prompt, Sample
-from vapo_megatron.mcore.metrics import StepResult
+from vapo_megatron.megatron.metrics import StepResult
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import baselines_of, gae, returns_known, token_rewards, whiten
 from vapo_megatron.training.losses import values_of

@@ -18,7 +18,7 @@ COLLECT, PRETRAINING = "training/test_collect_switches.py::test_", "training/tes
 CRITIC = "training/test_critic_switches.py::test_"
 ADAMW = CRITIC + "the_critics_optimizer_is_the_one_that_was_asked_for"
 LAYOUT = CRITIC + "a_layout_cuts_the_critic_and_changes_no_value"
-OVERLAP, PRECISION = "mcore/test_overlap.py::test_overlap_changes_no_bit", "mcore/test_precision.py::test_"
+OVERLAP, PRECISION = "megatron/test_overlap.py::test_overlap_changes_no_bit", "megatron/test_precision.py::test_"
 RECOMPUTE, FP8 = PRECISION + "recomputation_reaches_megatron", CRITIC + "fp8_switches_reach_megatron"
 
 TABLE: dict[str, str] = {case.key: STEP for case in CASES} | {
@@ -52,7 +52,7 @@ TABLE: dict[str, str] = {case.key: STEP for case in CASES} | {
     "critic.max_tokens_per_microbatch": CRITIC + "microbatches_hold_no_more_tokens_than_they_may",
     "critic.offload": CRITIC + "offload_says_whether_the_critic_makes_room",
     **{f"critic.layout.{key}": LAYOUT for key in ("tp", "pp", "vpp", "cp", "sequence_parallel")},
-    "critic.layout.ep": "mcore/test_moe.py::test_experts_train_as_in_transformers",
+    "critic.layout.ep": "megatron/test_moe.py::test_experts_train_as_in_transformers",
     **{
         f"critic.optimizer.{key}": ADAMW
         for key in ("lr", "warmup_steps", "warmup_unit", "decay", "decay_steps", "min_lr", "weight_decay", "beta1")

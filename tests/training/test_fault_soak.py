@@ -14,8 +14,8 @@ import pytest
 from engine_faults import same_run
 from fault_soak import Fuzzer, Soak, temporary_files_of_its_own
 
+from vapo_megatron.checkpoint import checkpointer as checkpoint
 from vapo_megatron.checkpoint.host_memory import host_memory_of
-from vapo_megatron.training import checkpoint
 
 STEPS = 12
 SETTINGS = (

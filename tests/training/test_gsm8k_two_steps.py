@@ -16,7 +16,7 @@ from tools.make_tiny_model import app
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.train import EvaluateConfig, TrainConfig
-from vapo_megatron.experience.tokenizer import TextTokenizer
+from vapo_megatron.data.tokenizer import TextTokenizer
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "gsm8k"

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vapo_megatron.experience.batch import from_samples
-from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.data.batch import from_samples
+from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.training.lying_engines import end_lying_engines
 from vapo_megatron.training.shards import ShardedBatch, cut
 

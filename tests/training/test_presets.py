@@ -16,18 +16,18 @@ from step_formulas import CACHE, FORMULAS, LONGEST, Iteration, Policy, State, re
 from tiny_runs import make_model, problems, write_config, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import vapo_megatron.engines.placement
+import vapo_megatron.run.rank
 import vapo_megatron.training.loop
-import vapo_megatron.training.placement
-import vapo_megatron.training.rank
+from vapo_megatron.checkpoint.resume import Start
 from vapo_megatron.config import algorithm
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.config.run import BatchConfig
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.mcore.trainable import Trainable
-from vapo_megatron.rollout.server import EngineAddress, EngineServer
+from vapo_megatron.engines.server import EngineAddress, EngineServer
+from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.training.models import Models
-from vapo_megatron.training.resume import Start
 from vapo_megatron.weights.export import stream_hf
 
 PRESETS = Path(algorithm.__file__).parent / "presets"
@@ -110,7 +110,7 @@ def move_away(reference: Trainable) -> None:
 def watched_run(config: TrainConfig, run_dir: Path, address: EngineAddress, other_reference: bool) -> None:
     """A whole run in a forked rank; what went into and came out of its first step lies in run_dir/first_step.pt."""
     SharedServer.address = address
-    vapo_megatron.training.placement.EngineServer = SharedServer  # type: ignore[assignment,misc]
+    vapo_megatron.engines.placement.EngineServer = SharedServer  # type: ignore[assignment,misc]
     loop: Any = vapo_megatron.training.loop
     score, critic_update, policy_update = loop.score, loop.update_critic, loop.update_policy
     seen: dict[str, Any] = {}
@@ -140,7 +140,7 @@ def watched_run(config: TrainConfig, run_dir: Path, address: EngineAddress, othe
 
     loop.score, loop.update_critic, loop.update_policy = score_first, update_critic, update_policy
     loop.export = loop.export_final = loop.show_end = lambda *args: None
-    vapo_megatron.training.rank.train_rank(config, run_dir, Start())
+    vapo_megatron.run.rank.train_rank(config, run_dir, Start())
 
 
 def run_preset(

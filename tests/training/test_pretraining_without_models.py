@@ -21,9 +21,9 @@ from vapo_megatron.config.checkpoint import CheckpointConfig
 from vapo_megatron.config.robustness import SkippedUpdatesConfig
 from vapo_megatron.config.run import BatchConfig, RunConfig
 from vapo_megatron.config.value import ValuePretrainingConfig
+from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.errors import RunFailed
-from vapo_megatron.experience.batch import ExperienceBatch
-from vapo_megatron.mcore.metrics import StepResult
+from vapo_megatron.megatron.metrics import StepResult
 from vapo_megatron.monitoring import names
 from vapo_megatron.training import value_pretraining
 from vapo_megatron.training.skipped_updates import SkippedUpdates

@@ -18,16 +18,16 @@ from vapo_megatron.checkpoint.progress import Progress
 from vapo_megatron.config.monitoring import MonitoringConfig
 from vapo_megatron.config.rollout import SyncConfig
 from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.data.batch import from_samples
+from vapo_megatron.data.sample import Sample
+from vapo_megatron.data.tokenizer import TextTokenizer
+from vapo_megatron.engines.ledger import StepRule
+from vapo_megatron.engines.request import GroupRequest
 from vapo_megatron.errors import BadInput, TryAgain
-from vapo_megatron.experience.batch import from_samples
-from vapo_megatron.experience.sample import Sample
-from vapo_megatron.experience.tokenizer import TextTokenizer
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rewards.math import FAILED, Grade
 from vapo_megatron.rewards.pool import Case
-from vapo_megatron.rollout.ledger import StepRule
-from vapo_megatron.rollout.request import GroupRequest
 from vapo_megatron.training.rollouts import Rollouts, make_rollouts
 from vapo_megatron.training.skipped_updates import RECORD_FILE
 from vapo_megatron.weights.routed_experts import ExpertChoices

@@ -17,10 +17,10 @@ from ranks import run_ranks
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.config.monitoring import MonitoringConfig
-from vapo_megatron.experience.balance import Cost, plan_microbatches
-from vapo_megatron.experience.batch import ExperienceBatch, from_samples
-from vapo_megatron.experience.sample import Prompt, Sample
-from vapo_megatron.mcore.mesh import make_mesh
+from vapo_megatron.data.balance import Cost, plan_microbatches
+from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.sample import Prompt, Sample
+from vapo_megatron.megatron.mesh import make_mesh
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import estimate_advantages
 from vapo_megatron.training.shards import ShardedBatch, cut

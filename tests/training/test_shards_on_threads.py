@@ -11,9 +11,9 @@ from batches import spread
 from test_shards import GROUPS, SIZE, check_estimates, rollout
 from threads import on_threads
 
+from vapo_megatron.data.balance import Cost, plan_microbatches
+from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.errors import BadInput
-from vapo_megatron.experience.balance import Cost, plan_microbatches
-from vapo_megatron.experience.batch import ExperienceBatch
 from vapo_megatron.training.exchange import exchange, seat
 from vapo_megatron.training.shards import at_home, cut, scatter
 

@@ -18,8 +18,8 @@ from ranks import run_ranks
 from trainables import make_trainable, policy_loss, weights_digest
 
 from vapo_megatron.config.robustness import SkippedUpdatesConfig
-from vapo_megatron.mcore import trainable as trainable_module
-from vapo_megatron.mcore.optimizer import optimizer_tensors
+from vapo_megatron.megatron import trainable as trainable_module
+from vapo_megatron.megatron.optimizer import optimizer_tensors
 from vapo_megatron.training import updates
 from vapo_megatron.training.skipped_updates import RECORD_FILE, SkippedUpdates
 

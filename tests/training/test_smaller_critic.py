@@ -19,9 +19,9 @@ from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.operations.plan.models import planned_models
+from vapo_megatron.run.preflight import check_train
 from vapo_megatron.training.advantages import estimate_advantages
 from vapo_megatron.training.models import load_frozen, load_models
-from vapo_megatron.training.preflight import check_train
 from vapo_megatron.training.score import score, values
 from vapo_megatron.training.updates import update_critic, update_policy
 from vapo_megatron.weights.save import save_hf

@@ -8,9 +8,9 @@ import torch
 
 from vapo_megatron.algorithms.selection import loss_mask
 from vapo_megatron.config.algorithm import AlgorithmConfig
+from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.errors import BadInput
-from vapo_megatron.experience.batch import ExperienceBatch, from_samples
-from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.training.user_functions import (
     ScoredResponses,
     check_functions,

@@ -11,10 +11,10 @@ from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.monitoring import MonitoringConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.config.value import ValueLossConfig
+from vapo_megatron.data.batch import from_samples
+from vapo_megatron.data.microbatch import Share
+from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.errors import BadInput
-from vapo_megatron.experience.batch import from_samples
-from vapo_megatron.experience.microbatch import Share
-from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import estimate_advantages, returns_known, teaches_critic

@@ -8,12 +8,12 @@ from typing import Any
 
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.rollout import SamplingConfig, SyncConfig
-from vapo_megatron.experience.prompts import PromptSource
-from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.data.prompts import PromptSource
+from vapo_megatron.data.sample import Prompt, Sample
+from vapo_megatron.engines.loop_thread import LoopThread
+from vapo_megatron.engines.request import GenerationRequest, GroupRequest
 from vapo_megatron.rewards.math import Grade
 from vapo_megatron.rewards.pool import Case
-from vapo_megatron.rollout.loop_thread import LoopThread
-from vapo_megatron.rollout.request import GenerationRequest, GroupRequest
 from vapo_megatron.training.rollouts import Rollouts
 
 RIGHT, WRONG, CUT, END = 1, 2, 3, 4

@@ -15,8 +15,8 @@ from ranks import run_ranks
 from safetensors.torch import save_file
 from trainables import make_trainable
 
+from vapo_megatron.checkpoint.dist_saver import ModelSaver
 from vapo_megatron.config.model import LayoutConfig
-from vapo_megatron.mcore.dist_saver import ModelSaver
 from vapo_megatron.weights.convert import hf_to_megatron, megatron_to_hf
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.spec import read_spec

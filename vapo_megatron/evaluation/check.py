@@ -9,15 +9,15 @@ from pathlib import Path
 from vapo_megatron.config.model import ModelConfig
 from vapo_megatron.config.run_directory import check_room
 from vapo_megatron.config.train import EvaluateConfig
+from vapo_megatron.data.prompts import eval_prompts
+from vapo_megatron.data.sample import Prompt
+from vapo_megatron.data.tokenizer import TextTokenizer
+from vapo_megatron.engines.context import check_context
+from vapo_megatron.engines.devices import engine_devices
+from vapo_megatron.engines.gpu_kernels import check_kernels
+from vapo_megatron.engines.server import EngineServer
 from vapo_megatron.evaluation.sets import numbered
-from vapo_megatron.experience.prompts import eval_prompts
-from vapo_megatron.experience.sample import Prompt
-from vapo_megatron.experience.tokenizer import TextTokenizer
-from vapo_megatron.mcore.platform import Platform
-from vapo_megatron.rollout.context import check_context
-from vapo_megatron.rollout.devices import engine_devices
-from vapo_megatron.rollout.gpu_kernels import check_kernels
-from vapo_megatron.rollout.server import EngineServer
+from vapo_megatron.megatron.platform import Platform
 from vapo_megatron.weights.load import check_weights
 from vapo_megatron.weights.spec import ModelSpec, read_spec
 

@@ -14,6 +14,7 @@ from vapo_megatron.config.data import EvalSet
 from vapo_megatron.config.load import dump_config
 from vapo_megatron.config.run_directory import make_run_dir
 from vapo_megatron.config.train import EvaluateConfig
+from vapo_megatron.data.jsonl import write_rows
 from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.check import Evaluation, check_evaluation, facts
 from vapo_megatron.evaluation.evaluator import EngineGenerator, Evaluator, Generator
@@ -22,8 +23,7 @@ from vapo_megatron.evaluation.openai_client import OpenAIClient
 from vapo_megatron.evaluation.own_engines import WEIGHT_VERSION, engines_of
 from vapo_megatron.evaluation.responses import Response, ResponseLog, read_outputs
 from vapo_megatron.evaluation.sets import SetResult, problem_results, summarise
-from vapo_megatron.experience.jsonl import write_rows
-from vapo_megatron.mcore.platform import current_platform
+from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.monitoring.console import RunConsole
 from vapo_megatron.rewards.pool import VerifierPool
 

@@ -12,13 +12,13 @@ from typing import Protocol
 
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.rollout import SamplingConfig
+from vapo_megatron.data.jsonl import write_rows
+from vapo_megatron.data.sample import Prompt, Sample
+from vapo_megatron.engines.request import GenerationRequest
 from vapo_megatron.evaluation.responses import Response, ResponseLog, response_of
 from vapo_megatron.evaluation.sets import ProblemResult, SetResult, problem_results, summarise
-from vapo_megatron.experience.jsonl import write_rows
-from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.rewards.grading import TRUNCATED, case_of, grades_of
 from vapo_megatron.rewards.pool import VerifierPool
-from vapo_megatron.rollout.request import GenerationRequest
 
 OnDone = Callable[[int], None]
 """Is told how many more are done."""

@@ -21,11 +21,11 @@ from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from vapo_megatron.config.data import PromptTemplate
 from vapo_megatron.config.rollout import SamplingConfig
 from vapo_megatron.config.server import ServerConfig
+from vapo_megatron.data.sample import Prompt
+from vapo_megatron.engines.dispatcher import response_seed
+from vapo_megatron.engines.loop_thread import LoopThread
 from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.evaluation.responses import Response
-from vapo_megatron.experience.sample import Prompt
-from vapo_megatron.rollout.dispatcher import response_seed
-from vapo_megatron.rollout.loop_thread import LoopThread
 
 _WHOLE = frozenset({"stop", "length", "tool_calls", "content_filter"})
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from vapo_megatron.config.model import ModelConfig
 from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.engines.dispatcher import Dispatcher
+from vapo_megatron.engines.server import EngineServer
 from vapo_megatron.monitoring.console import RunConsole
-from vapo_megatron.rollout.dispatcher import Dispatcher
-from vapo_megatron.rollout.server import EngineServer
 
 # Engines that read a checkpoint and are never handed weights stay at the version they start with.
 WEIGHT_VERSION = 0

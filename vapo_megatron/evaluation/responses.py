@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.data.jsonl import read_rows
+from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.errors import BadInput
-from vapo_megatron.experience.jsonl import read_rows
-from vapo_megatron.experience.sample import Prompt, Sample
 
 
 @dataclass(slots=True)

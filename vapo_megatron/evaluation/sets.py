@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from vapo_megatron.data.sample import Prompt
 from vapo_megatron.evaluation.metrics import Interval, bootstrap_interval, maj_at_k, pass_at_k
 from vapo_megatron.evaluation.responses import Response
-from vapo_megatron.experience.sample import Prompt
 from vapo_megatron.monitoring import names
 from vapo_megatron.rewards.normal_form import compact, normal_form, plain_number
 

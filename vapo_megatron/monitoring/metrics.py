@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.data.jsonl import read_rows
 from vapo_megatron.errors import BadInput
-from vapo_megatron.experience.jsonl import read_rows
 
 METRICS_FILE = "metrics.jsonl"
 

@@ -8,7 +8,7 @@ from typing import Self
 from torch import Tensor
 
 from vapo_megatron.config.monitoring import MonitoringConfig
-from vapo_megatron.experience.sample import Sample
+from vapo_megatron.data.sample import Sample
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.alarms import Alarms
 from vapo_megatron.monitoring.console import Advance, RunConsole

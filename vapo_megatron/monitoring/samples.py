@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vapo_megatron.experience.jsonl import write_rows
-from vapo_megatron.experience.sample import Sample
+from vapo_megatron.data.jsonl import write_rows
+from vapo_megatron.data.sample import Sample
 
 Decode = Callable[[Sequence[int]], str]
 

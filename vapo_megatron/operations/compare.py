@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import scipy.stats
 
+from vapo_megatron.data.jsonl import read_rows
 from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.metrics import PROBLEMS, bootstrap_interval
-from vapo_megatron.experience.jsonl import read_rows
 from vapo_megatron.monitoring.console import RunConsole
 from vapo_megatron.operations.report.runs import read_evaluation
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from vapo_megatron.config.reward import RewardConfig
-from vapo_megatron.experience.sample import Prompt, Sample
+from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.rewards.math import FAILED, Grade
 from vapo_megatron.rewards.pool import Case, VerifierPool
 

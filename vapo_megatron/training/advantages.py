@@ -18,7 +18,7 @@ from vapo_megatron.algorithms.selection import loss_mask
 from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig, Lambda, ShapingConfig
 from vapo_megatron.config.policy import KlConfig
 from vapo_megatron.config.value import ValueLossConfig
-from vapo_megatron.experience.batch import ExperienceBatch, SampleTable
+from vapo_megatron.data.batch import ExperienceBatch, SampleTable
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.metrics import advantage_metrics, value_metrics

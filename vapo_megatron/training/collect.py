@@ -10,10 +10,10 @@ from torch import Tensor
 from vapo_megatron.config.algorithm import AlgorithmConfig, DynamicSamplingConfig, ShapingConfig
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.config.run import BatchConfig
-from vapo_megatron.experience.batch import ExperienceBatch, from_samples
-from vapo_megatron.experience.sample import Sample
+from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.sample import Sample
+from vapo_megatron.engines.ledger import StepRule
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.rollout.ledger import StepRule
 from vapo_megatron.training.advantages import shaped_rewards
 from vapo_megatron.training.metrics import rollout_metrics
 from vapo_megatron.training.rollouts import Rollouts

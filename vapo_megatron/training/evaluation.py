@@ -10,10 +10,10 @@ import torch.distributed as dist
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.data import EvalSet
 from vapo_megatron.config.run import EVALUATION_SEED, EvaluationConfig
+from vapo_megatron.engines.engines import EnginesFailed
 from vapo_megatron.evaluation.evaluator import EngineGenerator, Evaluator
 from vapo_megatron.evaluation.sets import SetResult, numbered
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.training.engines import EnginesFailed
 from vapo_megatron.training.rollouts import Rollouts
 from vapo_megatron.training.state import RunState
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vapo_megatron.experience.batch import offsets, stretches
+from vapo_megatron.data.batch import offsets, stretches
 
 Samples = NDArray[np.int64]
 

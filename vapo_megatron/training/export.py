@@ -2,12 +2,12 @@
 
 from functools import partial
 
+from vapo_megatron.checkpoint.final_model import FINAL, HF_FOLDER, begin_final, end_final, final_step
+from vapo_megatron.collectives import on_rank_zero
 from vapo_megatron.config.run import ExportConfig
-from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.engines.engines import Engines
+from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.training.broadcast import on_rank_zero
-from vapo_megatron.training.engines import Engines
-from vapo_megatron.training.final_model import FINAL, HF_FOLDER, begin_final, end_final, final_step
 from vapo_megatron.training.models import Models
 from vapo_megatron.training.state import RunState
 from vapo_megatron.weights.save import save_hf

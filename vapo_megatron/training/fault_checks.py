@@ -6,8 +6,8 @@ import torch
 
 from vapo_megatron.algorithms.critic_faults import loss_counts, loss_faults, target_faults
 from vapo_megatron.config.algorithm import AlgorithmConfig
-from vapo_megatron.mcore.metrics import StepResult, largest_over_ranks, sum_over_ranks
-from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.megatron.metrics import StepResult, largest_over_ranks, sum_over_ranks
+from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.training.advantages import gae, teaches_critic, token_rewards
 from vapo_megatron.training.exchange import seat
 from vapo_megatron.training.losses import ValueLoss, values_of

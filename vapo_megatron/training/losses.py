@@ -14,7 +14,7 @@ from torch import Tensor
 from vapo_megatron.algorithms import kl, policy_loss, value_loss
 from vapo_megatron.config.policy import KlConfig, PolicyLossConfig
 from vapo_megatron.config.value import ValueLossConfig
-from vapo_megatron.mcore.token_loss import LocalTokens
+from vapo_megatron.megatron.token_loss import LocalTokens
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 
-from vapo_megatron.training.engines import Engines
+from vapo_megatron.engines.engines import Engines
 from vapo_megatron.training.metrics import over_tokens
 from vapo_megatron.training.shards import ShardedBatch
 

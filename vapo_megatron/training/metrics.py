@@ -12,7 +12,7 @@ from vapo_megatron.algorithms.policy_loss import bounded_ratio
 from vapo_megatron.algorithms.repetition import repeated_share
 from vapo_megatron.algorithms.segments import extent, tokens_from
 from vapo_megatron.algorithms.selection import frac_zero_std_groups
-from vapo_megatron.experience.batch import ExperienceBatch, SampleTable, offsets
+from vapo_megatron.data.batch import ExperienceBatch, SampleTable, offsets
 from vapo_megatron.monitoring import names
 from vapo_megatron.training.shards import ShardedBatch
 

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vapo_megatron.checkpoint.resume import Resumed, SavedModel
 from vapo_megatron.config.policy import KlConfig
 from vapo_megatron.config.robustness import SkippedUpdatesConfig
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.mcore.memory_plan import MemoryPlan
-from vapo_megatron.mcore.mesh import Mesh, make_mesh
-from vapo_megatron.mcore.trainable import Trainable
-from vapo_megatron.training.resume import Resumed, SavedModel
+from vapo_megatron.megatron.memory_plan import MemoryPlan
+from vapo_megatron.megatron.mesh import Mesh, make_mesh
+from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.training.skipped_updates import SkippedUpdates
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.spec import Head, read_spec

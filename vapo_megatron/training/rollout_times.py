@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from vapo_megatron.experience.sample import Sample
+from vapo_megatron.data.sample import Sample
+from vapo_megatron.engines.engines import Engines
+from vapo_megatron.engines.ledger import Ledger
 from vapo_megatron.monitoring import names
-from vapo_megatron.rollout.ledger import Ledger
-from vapo_megatron.training.engines import Engines
 
 
 def age_metrics(samples: Sequence[Sample], version: int) -> dict[str, float]:

@@ -11,27 +11,27 @@ import torch
 import torch.distributed as dist
 
 from vapo_megatron.algorithms.selection import informative_groups
+from vapo_megatron.checkpoint.resume import Resumed
+from vapo_megatron.collectives import broadcast_value, on_rank_zero
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.rollout import SamplingConfig, SyncConfig
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.experience.batch import ExperienceBatch
-from vapo_megatron.experience.prompts import PromptSource, eval_prompts, train_prompts
-from vapo_megatron.experience.sample import Prompt, Sample
-from vapo_megatron.experience.tokenizer import TextTokenizer
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.prompts import PromptSource, eval_prompts, train_prompts
+from vapo_megatron.data.sample import Prompt, Sample
+from vapo_megatron.data.tokenizer import TextTokenizer
+from vapo_megatron.engines.engines import Engines
+from vapo_megatron.engines.ledger import DROPPED, FILLED, NO_SIGNAL, Ledger, StepRule
+from vapo_megatron.engines.request import GenerationRequest, GroupRequest
+from vapo_megatron.engines.saved_groups import pack_groups, unpack_groups
+from vapo_megatron.engines.stream import GroupStream, Work
+from vapo_megatron.engines.weight_sync.probe import random_sequences, sequences_of
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rewards.grading import failed_share, grade_samples
 from vapo_megatron.rewards.pool import VerifierPool
-from vapo_megatron.rollout.ledger import DROPPED, FILLED, NO_SIGNAL, Ledger, StepRule
-from vapo_megatron.rollout.request import GenerationRequest, GroupRequest
-from vapo_megatron.rollout.saved_groups import pack_groups, unpack_groups
-from vapo_megatron.rollout.stream import GroupStream, Work
-from vapo_megatron.training.broadcast import broadcast_value, on_rank_zero
-from vapo_megatron.training.engines import Engines
-from vapo_megatron.training.resume import Resumed
 from vapo_megatron.training.rollout_times import Waits, age_metrics
 from vapo_megatron.training.skipped_updates import first_prompt
-from vapo_megatron.weight_sync.probe import random_sequences, sequences_of
 from vapo_megatron.weights.routed_experts import ExpertChoices
 from vapo_megatron.weights.spec import ModelSpec
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from vapo_megatron.algorithms.segments import to_tokens
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.value import ValueLossConfig
-from vapo_megatron.experience.batch import ExperienceBatch
-from vapo_megatron.mcore.memory_plan import Phase
-from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.megatron.memory_plan import Phase
+from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import baselines_of, shaped_rewards
 from vapo_megatron.training.losses import values_of

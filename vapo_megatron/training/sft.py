@@ -9,22 +9,22 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from vapo_megatron.checkpoint.checkpointer import Checkpointer
+from vapo_megatron.checkpoint.final_model import begin_final, end_final, final_dir
 from vapo_megatron.checkpoint.progress import Progress
+from vapo_megatron.checkpoint.resume import SavedModel, Start, open_resumed, restore_run_files
+from vapo_megatron.checkpoint.state_saver import SavedRun, Snapshot, run_id_of
+from vapo_megatron.collectives import on_rank_zero
 from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.demonstrations import read_demonstrations
+from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import BadInput
-from vapo_megatron.experience.batch import ExperienceBatch, from_samples
-from vapo_megatron.experience.demonstrations import read_demonstrations
-from vapo_megatron.experience.tokenizer import TextTokenizer
-from vapo_megatron.mcore.mesh import make_mesh
-from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.megatron.mesh import make_mesh
+from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.training.broadcast import on_rank_zero
-from vapo_megatron.training.checkpoint import Checkpointer
-from vapo_megatron.training.final_model import begin_final, end_final, final_dir
 from vapo_megatron.training.losses import NegativeLogLikelihood
-from vapo_megatron.training.resume import SavedModel, Start, open_resumed, restore_run_files
 from vapo_megatron.training.skipped_updates import SkippedUpdates
-from vapo_megatron.training.state_saver import SavedRun, Snapshot, run_id_of
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.save import save_hf
 from vapo_megatron.weights.spec import read_spec

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vapo_megatron.experience.batch import ExperienceBatch, SampleTable
-from vapo_megatron.experience.microbatch import Share
-from vapo_megatron.mcore.trainable import Trainable
-from vapo_megatron.training.broadcast import broadcast_value, on_rank_zero
+from vapo_megatron.collectives import broadcast_value, on_rank_zero
+from vapo_megatron.data.batch import ExperienceBatch, SampleTable
+from vapo_megatron.data.microbatch import Share
+from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.training.exchange import Samples, exchange, seat
 
 _OVER = {f.name: f.metadata["over"] for f in fields(ExperienceBatch)}

@@ -6,17 +6,17 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from vapo_megatron.checkpoint.checkpointer import Checkpointer
 from vapo_megatron.checkpoint.progress import PretrainingProgress, Progress
+from vapo_megatron.checkpoint.recorded_rollouts import RecordedRollouts
+from vapo_megatron.checkpoint.resume import Resumed
+from vapo_megatron.checkpoint.state_saver import Snapshot
+from vapo_megatron.collectives import on_rank_zero
 from vapo_megatron.config.checkpoint import CheckpointConfig
 from vapo_megatron.config.run import RunConfig
-from vapo_megatron.training.broadcast import on_rank_zero
-from vapo_megatron.training.checkpoint import Checkpointer
-from vapo_megatron.training.engines import EnginesFailed
-from vapo_megatron.training.recorded_rollouts import RecordedRollouts
-from vapo_megatron.training.resume import Resumed
+from vapo_megatron.engines.engines import EnginesFailed
 from vapo_megatron.training.rollouts import Rollouts
 from vapo_megatron.training.skipped_updates import SkippedUpdates
-from vapo_megatron.training.state_saver import Snapshot
 
 
 class RunState:

@@ -5,15 +5,15 @@ import time
 import psutil
 import torch.distributed as dist
 
+from vapo_megatron.checkpoint.final_model import final_dir
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.experience.batch import offsets
-from vapo_megatron.mcore.memory_plan import MemoryPlan
-from vapo_megatron.mcore.platform import current_platform
+from vapo_megatron.data.batch import offsets
+from vapo_megatron.engines.gpu_kernels import rope_note
+from vapo_megatron.megatron.memory_plan import MemoryPlan
+from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.metrics import read_metrics
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.rollout.gpu_kernels import rope_note
-from vapo_megatron.training.final_model import final_dir
 from vapo_megatron.training.models import Models
 from vapo_megatron.training.shards import ShardedBatch
 from vapo_megatron.training.state import RunState

@@ -2,9 +2,9 @@
 
 from contextlib import suppress
 
+from vapo_megatron.engines.engines import EnginesFailed
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.training.engines import EnginesFailed
 from vapo_megatron.training.models import Models
 from vapo_megatron.training.rollouts import Rollouts
 

@@ -12,10 +12,10 @@ from vapo_megatron.algorithms.selection import minibatch_seed, positive_response
 from vapo_megatron.config.algorithm import AlgorithmConfig, UpdateConfig
 from vapo_megatron.config.policy import ImportanceSamplingConfig, PositiveNllConfig
 from vapo_megatron.config.value import ValueLossConfig
+from vapo_megatron.data.batch import SampleTable
 from vapo_megatron.errors import BadInput
-from vapo_megatron.experience.batch import SampleTable
-from vapo_megatron.mcore.metrics import StepResult
-from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.megatron.metrics import StepResult
+from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import new_tokens, teaches_critic

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.config.algorithm import AlgorithmConfig
+from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.errors import BadInput, reason_of
-from vapo_megatron.experience.batch import ExperienceBatch
 
 ADVANTAGE_KEY, FILTER_KEY = "algorithm.advantage.function", "algorithm.filter_function"
 

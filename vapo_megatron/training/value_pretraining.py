@@ -1,6 +1,6 @@
 """Value pretraining (VAPO, section 4.1; VC-PPO): the critic learns the returns of a policy that stands still.
 
-Rollouts are recorded once, in files (training/recorded_rollouts.py), and replayed. Targets are Monte-Carlo returns
+Rollouts are recorded once, in files (checkpoint/recorded_rollouts.py), and replayed. Targets are Monte-Carlo returns
 (lambda = 1), so they do not depend on the critic. Part of the record is held out; on it explained variance and the bias
 along the response are measured, since a critic can explain no variance and still be free of bias, or the other way
 round.
@@ -16,23 +16,23 @@ from torch import Tensor
 
 from vapo_megatron.algorithms.gae import monte_carlo_returns
 from vapo_megatron.checkpoint.manifest import FileFacts
+from vapo_megatron.checkpoint.recorded_rollouts import RecordedRollouts, write_rollout
+from vapo_megatron.collectives import on_rank_zero
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.run import BatchConfig
 from vapo_megatron.config.value import HELD_OUT_SHARE, ValueLossConfig, ValuePretrainingConfig
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.engines.ledger import StepRule
 from vapo_megatron.errors import RunFailed
-from vapo_megatron.experience.batch import ExperienceBatch
-from vapo_megatron.mcore.memory_plan import MemoryPlan
-from vapo_megatron.mcore.trainable import Trainable
+from vapo_megatron.megatron.memory_plan import MemoryPlan
+from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.rollout.ledger import StepRule
 from vapo_megatron.training.advantages import baselines_of, returns_known, shaped_rewards
-from vapo_megatron.training.broadcast import on_rank_zero
 from vapo_megatron.training.collect import collect
 from vapo_megatron.training.exchange import seat
 from vapo_megatron.training.losses import values_of
 from vapo_megatron.training.metrics import mean_of, value_metrics
-from vapo_megatron.training.recorded_rollouts import RecordedRollouts, write_rollout
 from vapo_megatron.training.rollouts import Rollouts
 from vapo_megatron.training.score import score_all, with_baselines
 from vapo_megatron.training.shards import ShardedBatch, at_home, cut

@@ -9,8 +9,8 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from vapo_megatron.config.atomic import follow_umask
 from vapo_megatron.config.tiny_model import TinyModel
+from vapo_megatron.data.torchvision_ops import make_torchvision_importable
 from vapo_megatron.errors import BadInput
-from vapo_megatron.experience.torchvision_ops import make_torchvision_importable
 from vapo_megatron.weights.hf_writer import check_replaceable
 
 make_torchvision_importable()

@@ -13,7 +13,7 @@ import torch
 from vapo_megatron.checkpoint.size import checkpoint_bytes
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.errors import VapoError
-from vapo_megatron.mcore.platform import current_platform
+from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.monitoring.facts import installed_version
 from vapo_megatron.operations.doctor import bandwidth, nvidia
 from vapo_megatron.operations.doctor.engine import check_engine

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from vapo_megatron.cluster.place import node_name, place_from_environment
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.operations.doctor import bandwidth
@@ -25,6 +24,7 @@ from vapo_megatron.operations.doctor.report import (
     from_json,
     show,
 )
+from vapo_megatron.run.place import node_name, place_from_environment
 
 # The name under which stands what no single node can be blamed for.
 BETWEEN = "(between nodes)"

@@ -8,11 +8,11 @@ from pathlib import Path
 import psutil
 
 from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.engines.client import EngineClient
+from vapo_megatron.engines.server import EngineAddress, EngineServer
+from vapo_megatron.engines.weight_sync.quantization import engine_fp8
 from vapo_megatron.operations.doctor.report import Line
 from vapo_megatron.operations.hardware import GIB
-from vapo_megatron.rollout.client import EngineClient
-from vapo_megatron.rollout.server import EngineAddress, EngineServer
-from vapo_megatron.weight_sync.quantization import engine_fp8
 from vapo_megatron.weights.spec import read_spec
 
 _PROMPT = [1, 2, 3, 4]

@@ -4,9 +4,9 @@ import hashlib
 from pathlib import Path
 
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.experience.prompts import eval_prompts, train_prompts
-from vapo_megatron.experience.rows import eval_problems, train_problems
-from vapo_megatron.experience.tokenizer import TextTokenizer
+from vapo_megatron.data.prompts import eval_prompts, train_prompts
+from vapo_megatron.data.rows import eval_problems, train_problems
+from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.operations.doctor.report import Line
 from vapo_megatron.weights.load import check_weights
 from vapo_megatron.weights.spec import read_spec

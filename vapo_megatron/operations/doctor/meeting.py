@@ -11,8 +11,8 @@ from typing import Any
 
 from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore
 
-from vapo_megatron.cluster.place import RankPlace
 from vapo_megatron.errors import BadInput, RunFailed
+from vapo_megatron.run.place import RankPlace
 
 _POLL_SECONDS = 0.05
 

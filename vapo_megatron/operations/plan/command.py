@@ -5,8 +5,8 @@ import json
 from rich.console import Console
 
 from vapo_megatron.config.plan import PlanConfig
+from vapo_megatron.data.rows import eval_problems
 from vapo_megatron.errors import BadInput
-from vapo_megatron.experience.rows import eval_problems
 from vapo_megatron.operations.plan.plan import Plan, default_world, make_plan
 from vapo_megatron.operations.plan.search import Proposal, largest_budget, propose
 from vapo_megatron.operations.plan.tables import as_json, show

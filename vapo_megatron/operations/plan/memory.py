@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.mcore.memory_plan import Phase
+from vapo_megatron.megatron.memory_plan import Phase
 from vapo_megatron.operations.hardware import GIB
 from vapo_megatron.operations.plan.engines import PlannedEngine
 from vapo_megatron.operations.plan.models import PlannedModel, PlannedRun, saved_models

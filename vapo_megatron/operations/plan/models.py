@@ -7,8 +7,8 @@ from vapo_megatron.config.model import ActorConfig, LayoutConfig, TrainableConfi
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
-from vapo_megatron.mcore.mesh import check_layout, check_model_layout
-from vapo_megatron.mcore.offload import Part
+from vapo_megatron.megatron.mesh import check_layout, check_model_layout
+from vapo_megatron.megatron.offload import Part
 from vapo_megatron.operations.hardware import Hardware
 from vapo_megatron.operations.plan.activations import Activations
 from vapo_megatron.operations.plan.lengths import Lengths
@@ -56,7 +56,7 @@ class PlannedModel:
         return Activations(self.spec, self.layout, self.config.recompute, self.width, self.fused, self.head, chunk)
 
     def stage(self, rank: int) -> int:
-        """The pipeline stage of a rank: stages are runs of consecutive ranks (mcore/mesh.py)."""
+        """The pipeline stage of a rank: stages are runs of consecutive ranks (megatron/mesh.py)."""
         return rank // (self.world // self.layout.pp)
 
     def shard(self, stage: int) -> Shard:

@@ -2,8 +2,8 @@
 
 from vapo_megatron.config.model import TrainableConfig
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.mcore.memory_plan import ONLOADED, Phase
-from vapo_megatron.mcore.offload import PARTS, Part
+from vapo_megatron.megatron.memory_plan import ONLOADED, Phase
+from vapo_megatron.megatron.offload import PARTS, Part
 
 # The phases of a step in the order of training/loop.py, and the model that computes in each.
 PHASES: dict[Phase, str | None] = {

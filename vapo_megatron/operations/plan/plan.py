@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vapo_megatron.config.plan import PlanConfig
+from vapo_megatron.engines.node_part import check_engine_size
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.hardware import Hardware
 from vapo_megatron.operations.plan.lengths import planned_lengths
@@ -12,7 +13,6 @@ from vapo_megatron.operations.plan.memory import Memory, plan_memory
 from vapo_megatron.operations.plan.models import PlannedRun, planned_models, saved_models
 from vapo_megatron.operations.plan.saving import Saving, plan_saving
 from vapo_megatron.operations.plan.time import StepTime, plan_time
-from vapo_megatron.rollout.node_part import check_engine_size
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def imbalance(engines: int, prompts: float, samples: float, lengths: Lengths) ->
 
 
 def drawn_prompts(prompts: int, settings: DynamicSamplingConfig, informative_share: float) -> float:
-    """Prompts that engines answer for a step of so many informative groups (rollout/ledger.py).
+    """Prompts that engines answer for a step of so many informative groups (engines/ledger.py).
 
     At first oversampling times as many are in flight; what is too much is aborted, and counted here as if it were not.
     """

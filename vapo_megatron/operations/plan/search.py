@@ -8,7 +8,7 @@ from typing import Any
 from vapo_megatron.checkpoint.config_change import differences
 from vapo_megatron.config.model import LayoutConfig, RecomputeConfig, TrainableConfig
 from vapo_megatron.config.plan import PlanConfig
-from vapo_megatron.mcore.offload import PARTS
+from vapo_megatron.megatron.offload import PARTS
 from vapo_megatron.operations.hardware import GIB
 from vapo_megatron.operations.plan.memory import plan_memory
 from vapo_megatron.operations.plan.models import PlannedModel, PlannedRun, can_be_cut, planned_models

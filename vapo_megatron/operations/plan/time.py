@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vapo_megatron.mcore.memory_plan import Phase
+from vapo_megatron.megatron.memory_plan import Phase
 from vapo_megatron.operations.hardware import Hardware
 from vapo_megatron.operations.plan.activations import EXPERT_IMBALANCE
 from vapo_megatron.operations.plan.engines import PlannedEngine

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.reward import RewardConfig
+from vapo_megatron.data.jsonl import write_rows
+from vapo_megatron.data.rows import chosen_fields
 from vapo_megatron.errors import BadInput
-from vapo_megatron.experience.jsonl import write_rows
-from vapo_megatron.experience.rows import chosen_fields
 from vapo_megatron.operations.preparation.layouts import RawProblem, find_layout, read_row
 from vapo_megatron.operations.preparation.overlap import OverlapIndex, identity
 from vapo_megatron.operations.preparation.sources import source_rows

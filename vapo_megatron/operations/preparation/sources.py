@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from vapo_megatron.data.rows import read_file
 from vapo_megatron.errors import BadInput
-from vapo_megatron.experience.rows import read_file
 
 HUB = "hub:"
 _READABLE = ("*.parquet", "*.jsonl", "*.jsonl.gz", "*.json")

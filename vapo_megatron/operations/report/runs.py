@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
+from vapo_megatron.data.jsonl import read_rows
 from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.metrics import PROBLEMS
-from vapo_megatron.experience.jsonl import read_rows
 from vapo_megatron.monitoring.metrics import METRICS_FILE, read_metrics
 from vapo_megatron.operations.report.panels import Rows
 

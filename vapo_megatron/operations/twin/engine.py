@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from vapo_megatron.data.sample import FinishReason
+from vapo_megatron.engines.client import Completion, EngineClient, PauseMode
+from vapo_megatron.engines.server import EngineAddress
 from vapo_megatron.errors import TryAgain
-from vapo_megatron.experience.sample import FinishReason
 from vapo_megatron.operations.twin.scenario import Scenario
 from vapo_megatron.operations.twin.virtual_loop import VirtualLoop
-from vapo_megatron.rollout.client import Completion, EngineClient, PauseMode
-from vapo_megatron.rollout.server import EngineAddress
 
 # Of a decoding step: times are floating point numbers.
 _ROUNDING = 1e-6

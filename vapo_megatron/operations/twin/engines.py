@@ -2,12 +2,12 @@
 
 import random
 
+from vapo_megatron.engines.client import PauseMode
+from vapo_megatron.engines.dispatcher import Dispatcher
+from vapo_megatron.engines.server import EngineAddress
 from vapo_megatron.operations.twin.engine import SimulatedEngine
 from vapo_megatron.operations.twin.scenario import Failures, Scenario
 from vapo_megatron.operations.twin.virtual_loop import VirtualLoop
-from vapo_megatron.rollout.client import PauseMode
-from vapo_megatron.rollout.dispatcher import Dispatcher
-from vapo_megatron.rollout.server import EngineAddress
 
 
 class SimulatedEngines:

@@ -11,14 +11,14 @@ from typing import Any, Self, cast
 
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.rollout import SamplingConfig
+from vapo_megatron.data.prompts import PromptSource
+from vapo_megatron.data.sample import Prompt, Sample
+from vapo_megatron.engines.ledger import DROPPED
+from vapo_megatron.engines.stream import GRADED_AT_ONCE
 from vapo_megatron.errors import BadInput, TryAgain
-from vapo_megatron.experience.prompts import PromptSource
-from vapo_megatron.experience.sample import Prompt, Sample
 from vapo_megatron.operations.twin.engines import SimulatedEngines
 from vapo_megatron.operations.twin.scenario import Scenario
 from vapo_megatron.operations.twin.virtual_loop import VirtualLoop
-from vapo_megatron.rollout.ledger import DROPPED
-from vapo_megatron.rollout.stream import GRADED_AT_ONCE
 from vapo_megatron.training.collect import step_rule
 from vapo_megatron.training.rollout_times import Waits, age_metrics
 from vapo_megatron.training.rollouts import Rollouts

@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from vapo_megatron.rollout.loop_thread import LoopThread
+from vapo_megatron.engines.loop_thread import LoopThread
 
 T = TypeVar("T")
 

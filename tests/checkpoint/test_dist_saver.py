@@ -1,0 +1,311 @@
+"""Weights, optimizer and schedule come back from a checkpoint to the bit, and at other layouts to rounding."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from batches import make_batch
+from damage import flip
+from hf_models import write_model
+from megatron.core.dist_checkpointing import ShardedObject
+from ranks import run_ranks
+from test_train_step import OPTIMIZER, ROLLOUT, policy_loss, token_tensors
+from torch.distributed.checkpoint import FileSystemReader
+
+from vapo_megatron.checkpoint.dist_saver import ModelSaver, PlannedSave, load_training_state
+from vapo_megatron.checkpoint.manifest import Damaged, FileFacts
+from vapo_megatron.checkpoint.verified_reader import VerifyingReader
+from vapo_megatron.config.model import ActorConfig, CriticConfig, LayoutConfig, ModelConfig
+from vapo_megatron.config.value import ValueLossConfig
+from vapo_megatron.errors import BadInput
+from vapo_megatron.megatron import dist_optimizer, optimizer_shards
+from vapo_megatron.megatron.mesh import make_mesh
+from vapo_megatron.megatron.trainable import Trainable
+from vapo_megatron.training.losses import ValueLoss
+from vapo_megatron.weights.load import load_hf
+from vapo_megatron.weights.spec import read_spec
+
+Steps = tuple[list[tuple[float, float]], float]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "qwen3": write_model(folder / "qwen3", "qwen3", tie_word_embeddings=True),
+        "qwen3_moe": write_model(folder / "qwen3_moe", "qwen3_moe"),
+    }
+
+
+@pytest.fixture
+def model_dir(models: dict[str, Path]) -> Path:
+    return models["qwen3"]
+
+
+def build(
+    model_dir: Path, layout: LayoutConfig, head: str, dtype: str, load: bool, freezes: bool = False, **optimizer: Any
+) -> Trainable:
+    spec, mesh = read_spec(model_dir), make_mesh(layout)
+    shared: dict[str, Any] = {
+        "layout": layout,
+        "optimizer": OPTIMIZER.model_copy(update={"warmup_steps": 6, **optimizer}),
+        "max_tokens_per_microbatch": 1000,
+    }
+    section = ActorConfig(**shared) if head == "lm" else CriticConfig(**shared)
+    model = ModelConfig(path=str(model_dir), dtype=dtype)  # type: ignore[arg-type]
+    trainable = Trainable(spec, model, section, mesh, head, name="actor", seed=1)  # type: ignore[arg-type]
+    if load:
+        load_hf(trainable.chunks, spec, model_dir, mesh, head)  # type: ignore[arg-type]
+    if freezes:
+        trainable.freeze()
+    else:
+        trainable.prepare()
+    return trainable
+
+
+def train(trainable: Trainable, steps: int) -> Steps:
+    """(gradient norm, learning rate) of each step, and the sum of squares of the outputs after the last."""
+    batch, found = make_batch(**ROLLOUT), []
+    tensors = token_tensors(batch)
+    value = ValueLoss(ValueLossConfig(), tensors["targets"], tensors["targets"], tensors["weights"])
+    for _ in range(steps):
+        loss = policy_loss(batch) if trainable.head == "lm" else value
+        result = trainable.train_step(batch, range(batch.samples), loss)
+        found.append((result.grad_norm, result.lr))
+    return found, float(trainable.score(batch).double().square().sum())
+
+
+def save(
+    model_dir: Path, layout: LayoutConfig, head: str, dtype: str, folder: Path, before: int, **optimizer: Any
+) -> Steps:
+    """Train, copy the state, train on, and only then write the copy: what training went on with."""
+    trainable = build(model_dir, layout, head, dtype, load=True, **optimizer)
+    train(trainable, before)
+    if dist.get_rank() == 0:
+        folder.mkdir()
+    dist.barrier()
+    plan = ModelSaver(trainable).plan(folder)
+    after = train(trainable, 2)
+    write(plan, folder)
+    return after
+
+
+def write(plan: PlannedSave, folder: Path) -> None:
+    """Collective: a checkpoint of it, and what its files hold beside it."""
+    results: list[Any] = [None] * dist.get_world_size()
+    written, facts = plan.write()
+    dist.all_gather_object(results, (written, facts))
+    if dist.get_rank() == 0:
+        plan.close([one for one, _ in results])
+        torch.save({name: found for _, own in results for name, found in own.items()}, facts_file(folder))
+    dist.barrier()
+
+
+def facts_file(folder: Path) -> Path:
+    """Has what a manifest would say of the files."""
+    return folder.with_name(f"{folder.name}.facts")
+
+
+def facts_of(folder: Path) -> dict[str, FileFacts]:
+    with torch.serialization.safe_globals([FileFacts]):
+        found: dict[str, FileFacts] = torch.load(facts_file(folder), weights_only=True)
+    return found
+
+
+def resume(model_dir: Path, layout: LayoutConfig, head: str, dtype: str, folder: Path, **optimizer: Any) -> Steps:
+    trainable = build(model_dir, layout, head, dtype, load=False, **optimizer)
+    load_training_state(trainable, folder, facts_of(folder))
+    return train(trainable, 2)
+
+
+CASES = [
+    # Family, head, dtype, updates before the save, the layout that saves, layouts that go on.
+    ("qwen3", "lm", "float32", 2, (2, {"tp": 2}), [(2, {"tp": 2}), (2, {}), (1, {})]),
+    # Tied embeddings on a pipeline have gradient buckets of their own, with padding before and after.
+    ("qwen3", "lm", "float32", 2, (4, {"pp": 2, "vpp": 2}), [(4, {"pp": 2, "vpp": 2}), (2, {"tp": 2})]),
+    ("qwen3", "value", "float32", 0, (2, {"pp": 2}), [(2, {"pp": 2}), (2, {"tp": 2, "sequence_parallel": True})]),
+    ("qwen3", "value", "bfloat16", 1, (2, {"cp": 2}), [(2, {"cp": 2})]),
+    ("qwen3_moe", "lm", "float32", 2, (2, {"ep": 2}), [(2, {"ep": 2}), (2, {"tp": 2, "sequence_parallel": True})]),
+    # Experts are shared by other ranks than the rest: their optimizer is cut over a group of its own.
+    ("qwen3_moe", "lm", "float32", 2, (4, {"tp": 2, "ep": 2, "sequence_parallel": True}), [(2, {"pp": 2})]),
+]
+
+
+@pytest.mark.parametrize("family,head,dtype,before,saving,going_on", CASES)
+def test_training_goes_on_as_if_nothing_had_happened(
+    models: dict[str, Path],
+    tmp_path: Path,
+    family: str,
+    head: str,
+    dtype: str,
+    before: int,
+    saving: tuple[int, dict[str, Any]],
+    going_on: list[tuple[int, dict[str, Any]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(optimizer_shards, "_GATHERED_BYTES", 150_000)  # several parameters each time, and several times
+    model_dir, folder = models[family], tmp_path / "saved"
+    world, layout = saving
+    expected = run_ranks(world, save, model_dir, LayoutConfig(**layout), head, dtype, folder, before)[0]
+    for count, other in going_on:
+        found = run_ranks(count, resume, model_dir, LayoutConfig(**other), head, dtype, folder)[0]
+        if (count, other) == saving:
+            assert found == expected, "to the bit"
+            continue
+        assert found[1] == pytest.approx(expected[1], rel=1e-4)
+        for (norm, rate), (expected_norm, expected_rate) in zip(found[0], expected[0], strict=True):
+            assert norm == pytest.approx(expected_norm, rel=1e-4)
+            assert rate == expected_rate
+
+
+def save_again(model_dir: Path, layout: LayoutConfig, root: Path) -> tuple[list[int], Steps]:
+    """Five saves, the last with an object more: gathers of objects from ranks in each; steps after the fourth."""
+    trainable, whole = build(model_dir, layout, "lm", "float32", load=True), dist_optimizer.training_state
+    gathers = [0]
+    for name in ("gather_object", "all_gather_object", "scatter_object_list"):
+        setattr(dist, name, counted(getattr(dist, name), gathers))
+    saver, found, after = ModelSaver(trainable), [], ([], 0.0)
+    more = ShardedObject("added", "late", (dist.get_world_size(),), (dist.get_rank(),))
+    for number in range(5):
+        folder = root / f"save{number}"
+        if dist.get_rank() == 0:
+            folder.mkdir()
+        dist.barrier()
+        gathers[0] = 0
+        if number == 4:
+            dist_optimizer.training_state = lambda model: {**whole(model), "added": more}
+        plan = saver.plan(folder)
+        found.append(gathers[0])
+        after = train(trainable, 2) if number < 4 else after
+        write(plan, folder)
+    return found, after
+
+
+def counted(function: Callable[..., Any], into: list[int]) -> Callable[..., Any]:
+    """The function, each call counted."""
+
+    def call(*given: Any, **named: Any) -> Any:
+        into[0] += 1
+        return function(*given, **named)
+
+    return call
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {}], ids=["tp2", "dp2"])
+def test_later_saves_exchange_no_plans_until_what_is_saved_changes(
+    model_dir: Path, tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    found = run_ranks(2, save_again, model_dir, LayoutConfig(**layout), tmp_path)
+    for (first, second, *later, changed), _ in found:
+        assert first > second > 0 and later == [0, 0] and changed == first
+    # The fourth is of a plan made three saves ago: it holds the state of its own time.
+    resumed = run_ranks(2, resume, model_dir, LayoutConfig(**layout), "lm", "float32", tmp_path / "save3")
+    assert resumed[0] == found[0][1]
+    saved = [FileSystemReader(tmp_path / f"save{number}").read_metadata() for number in (3, 4)]
+    added = [sum("added" in name for name in one.state_dict_metadata) for one in saved]
+    stored = sum("added" in index.fqn for index in saved[1].storage_data)
+    assert added == [0, 2] and stored == 2
+
+
+def planned_bytes(model_dir: Path, layout: LayoutConfig, folder: Path) -> tuple[int, int]:
+    """Host memory that a rank's copy keeps alive, and what the largest parameter's states take."""
+    trainable = build(model_dir, layout, "lm", "float32", load=True)
+    plan = ModelSaver(trainable).plan(folder)
+    tensors = [tensor for _, _, (_, found) in plan.writer.write_buckets or () for _, tensor in found]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    largest = max(parameter.numel() for chunk in trainable.chunks for parameter in chunk.parameters())
+    return sum(storages.values()), 16 * largest
+
+
+def test_no_rank_holds_more_of_the_copy_than_its_share(model_dir: Path, tmp_path: Path) -> None:
+    ((whole, largest),) = run_ranks(1, planned_bytes, model_dir, LayoutConfig(), tmp_path)
+    parts = [held for held, _ in run_ranks(4, planned_bytes, model_dir, LayoutConfig(), tmp_path)]
+    assert sum(parts) == pytest.approx(whole, rel=0.05)
+    assert max(parts) <= whole / 4 + largest
+
+
+def load_refused(model_dir: Path, layout: LayoutConfig, folder: Path) -> str:
+    trainable = build(model_dir, layout, "lm", "float32", load=False)
+    with pytest.raises(BadInput) as refused:
+        load_training_state(trainable, folder, {})
+    return str(refused.value)
+
+
+def test_a_checkpoint_that_cannot_be_read_is_refused_in_one_line(model_dir: Path, tmp_path: Path) -> None:
+    """torch tells all ranks of what one of them met, by an error that is no Exception."""
+    folder, layout = tmp_path / "saved", LayoutConfig()
+    run_ranks(1, save, model_dir, layout, "lm", "float32", folder, 0)
+    first = sorted(folder.glob("*.distcp"))[0]
+    first.write_bytes(first.read_bytes()[:1000])
+    (told,) = run_ranks(1, load_refused, model_dir, layout, folder)
+    assert told.startswith(f"{folder}: does not fit this model, or is damaged (") and "\n" not in told
+    other = write_model(tmp_path / "narrow", "qwen3", hidden_size=16)
+    (told,) = run_ranks(1, load_refused, other, layout, folder)
+    assert "shape" in told and "\n" not in told
+
+
+def bytes_read(model_dir: Path, layout: LayoutConfig, folder: Path, freezes: bool) -> int:
+    """By this rank, for a resume."""
+    trainable, files = build(model_dir, layout, "lm", "float32", load=False, freezes=freezes), facts_of(folder)
+    load_training_state(trainable, folder, {})  # whatever is read for the first time in a process
+    before = _read_so_far()
+    load_training_state(trainable, folder, files)
+    return _read_so_far() - before
+
+
+def _read_so_far() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("rchar"))
+
+
+def test_a_resume_reads_every_byte_once(tmp_path: Path) -> None:
+    model_dir = write_model(tmp_path / "model", "qwen3", vocab_size=20_000)
+    folder, layout = tmp_path / "saved", LayoutConfig(pp=2)
+    run_ranks(4, save, model_dir, layout, "lm", "float32", folder, 0)
+    saved = sum(path.stat().st_size for path in folder.glob("*.distcp"))
+    for ranks, other, freezes in ((4, layout, False), (2, LayoutConfig(), False), (2, LayoutConfig(), True)):
+        assert saved <= sum(run_ranks(ranks, bytes_read, model_dir, other, folder, freezes)) < 1.15 * saved
+
+
+def refused_damage(model_dir: Path, layout: LayoutConfig, folder: Path, loads: bool) -> str:
+    trainable = build(model_dir, layout, "lm", "float32", load=False)
+    with pytest.raises(Damaged) as refused:
+        if loads:
+            load_training_state(trainable, folder, facts_of(folder))
+        else:
+            VerifyingReader(folder, facts_of(folder)).check_rest()
+    assert refused.value.shared
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_bit_that_changed_is_found_by_whoever_reads_it(model_dir: Path, tmp_path: Path, loads: bool) -> None:
+    """loads=False: of what no rank needs."""
+    folder = tmp_path / "saved"
+    run_ranks(2, save, model_dir, LayoutConfig(), "lm", "float32", folder, 0)
+    victim = sorted(folder.glob("*.distcp"))[-1]
+    flip(victim)
+    for layout in (LayoutConfig(), LayoutConfig(tp=2)):
+        for told in run_ranks(2, refused_damage, model_dir, layout, folder, loads):
+            assert told.startswith(f"{tmp_path}: the content of saved/{victim.name} has changed since it was saved")
+            assert "\n" not in told
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_without_the_distributed_optimizer(model_dir: Path, tmp_path: Path, dtype: str) -> None:
+    one, folder = LayoutConfig(), tmp_path / "saved"
+    for before in (0, 2):
+        place = folder.with_name(f"saved{before}")
+        expected = run_ranks(2, _plain_save, model_dir, one, dtype, place, before)
+        assert run_ranks(2, _plain_resume, model_dir, one, dtype, place) == expected
+
+
+def _plain_save(model_dir: Path, layout: LayoutConfig, dtype: str, folder: Path, before: int) -> Steps:
+    return save(model_dir, layout, "lm", dtype, folder, before, distributed=False)
+
+
+def _plain_resume(model_dir: Path, layout: LayoutConfig, dtype: str, folder: Path) -> Steps:
+    return resume(model_dir, layout, "lm", dtype, folder, distributed=False)

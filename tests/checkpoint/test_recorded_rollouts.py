@@ -1,0 +1,212 @@
+"""Recorded rollouts are files: what is selected from them is what memory would give, and memory holds none of it."""
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from damage import flip
+
+from vapo_megatron.checkpoint.manifest import (
+    FileFacts,
+    Manifest,
+    check_contents,
+    check_structure,
+    needed_files,
+    write_json,
+)
+from vapo_megatron.checkpoint.recorded_rollouts import BYTES_PER_TOKEN, RecordedRollouts, remove_unneeded, write_rollout
+from vapo_megatron.config.algorithm import AlgorithmConfig
+from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.sample import Prompt, Sample
+from vapo_megatron.errors import BadInput
+from vapo_megatron.training.value_pretraining import Targets
+
+
+def some_samples(seed: int, groups: int, size: int = 3, longest: int = 30) -> list[Sample]:
+    """Graded samples of random lengths, tokens, log-probs and grades."""
+    rng = random.Random(seed)
+    samples = []
+    for group in range(groups):
+        prompt = Prompt(str(group), "", "", tuple(rng.randrange(99) for _ in range(rng.randint(1, 9))))
+        for index in range(size):
+            n, correct = rng.randint(1, longest), rng.random() < 0.5
+            ids, logprobs = [rng.randrange(99) for _ in range(n)], [-rng.random() for _ in range(n)]
+            reason = "length" if rng.random() < 0.3 else "stop"
+            made = Sample(prompt, group, index, 0, ids, logprobs, reason, 0, 0, reward=float(correct), correct=correct)  # type: ignore[arg-type]
+            samples.append(made)
+    return samples
+
+
+def recorded(run_dir: Path, rollouts: list[list[Sample]]) -> RecordedRollouts:
+    record = RecordedRollouts(run_dir)
+    for samples in rollouts:
+        record.add(record.next_name, write_rollout(from_samples(samples), run_dir / record.next_name))
+    return record
+
+
+def in_memory(rollouts: list[list[Sample]]) -> ExperienceBatch:
+    """The same samples as one batch, whose groups are numbered on."""
+    samples: list[Sample] = []
+    for rollout in rollouts:
+        first = samples[-1].group + 1 if samples else 0
+        for sample in rollout:
+            sample.group += first
+        samples += rollout
+    return from_samples(samples)
+
+
+def selected_of(record: RecordedRollouts, samples: list[int]) -> ExperienceBatch:
+    chosen = torch.tensor(samples)
+    return record.table.select(chosen).batch(**record.tokens_of(chosen))
+
+
+def assert_same(found: ExperienceBatch, expected: ExperienceBatch) -> None:
+    assert found.tensors().keys() == expected.tensors().keys()
+    for name, tensor in expected.tensors().items():
+        assert torch.equal(found.tensors()[name], tensor) and found.tensors()[name].dtype == tensor.dtype, name
+
+
+@pytest.fixture
+def rollouts() -> list[list[Sample]]:
+    return [some_samples(seed, groups) for seed, groups in ((1, 4), (2, 1), (3, 5))]
+
+
+def test_what_is_selected_is_what_memory_would_give(tmp_path: Path, rollouts: list[list[Sample]]) -> None:
+    record = recorded(tmp_path, rollouts)
+    again = RecordedRollouts(tmp_path, record.files)
+    whole = in_memory(rollouts)
+    for selected in ([0], [29, 0, 13, 12, 14, 3], list(range(30)), list(reversed(range(30)))):
+        expected = whole.select(selected)
+        assert_same(selected_of(record, selected), expected)
+        assert_same(selected_of(again, selected), expected)
+    for name in ("group_ids", "rewards", "correct", "truncated", "response_lengths", "prompt_lengths"):
+        assert torch.equal(getattr(again.table, name), getattr(whole, name)), name
+    assert again.prompt_ids.dtype == torch.int64 and torch.equal(again.prompt_ids, record.prompt_ids)
+    assert len(again.prompt_ids.unique()) == 10 and again.files == record.files
+    assert again.next_name == record.next_name == "recorded_rollouts/rollouts_00003.safetensors"
+
+
+def test_targets_of_a_part_know_the_whole_group(tmp_path: Path, rollouts: list[list[Sample]]) -> None:
+    """Kimi's length reward compares a response with the others of its prompt, which need not be selected."""
+    shaping = {"length_reward_coef": 0.5, "soft_overlong": {"max_length": 30, "cache_length": 20}}
+    config = AlgorithmConfig.model_validate({"shaping": shaping})
+    targets = Targets(recorded(tmp_path, rollouts), config)
+    whole = targets.select(range(30)).own
+    part = targets.select([7, 21]).own
+    expected = whole.select([7, 21]).returns
+    assert part.returns is not None and expected is not None and torch.equal(part.returns, expected)
+    assert len(part.returns.unique()) > 1
+
+
+def resident(kind: str) -> int:
+    """Bytes of this process that are resident: RssAnon, its own; RssFile, mapped files."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{kind}:"))
+
+
+def test_memory_holds_a_mini_batch_and_not_the_record(tmp_path: Path) -> None:
+    groups, length = 64, 40_000
+    ids, logprobs = torch.arange(length).numpy(), torch.zeros(length).numpy()
+    samples = [
+        Sample(Prompt("", "", "", (1,)), g, 0, 0, ids, logprobs, "stop", 0, 0, reward=1.0) for g in range(groups)
+    ]
+    written = recorded(tmp_path, [samples]).files
+    size = next(iter(written.values())).bytes
+    assert size == pytest.approx(groups * length * BYTES_PER_TOKEN, rel=0.01)
+    del samples
+    own, mapped = resident("RssAnon"), resident("RssFile")
+    record = RecordedRollouts(tmp_path, written)
+    grown = []
+    for sample in range(groups):
+        assert int(selected_of(record, [sample]).tokens.sum()) == 1 + length * (length - 1) // 2
+        grown.append(resident("RssAnon") - own)
+    assert resident("RssFile") - mapped > size // 2, "the file was read through a mapping"
+    assert max(grown) < size // 4, "and not into memory of this process"
+
+
+def make_checkpoint(run_dir: Path, step: str, record: dict[str, FileFacts]) -> Path:
+    """A checkpoint without models."""
+    checkpoint = run_dir / "checkpoints" / step
+    checkpoint.mkdir(parents=True)
+    settings = {"checkpoint_id": "u", "run_id": "r", "step": 0, "kind": "train", "models": (), "world_size": 1}
+    manifest = Manifest.model_validate(settings | {"layouts": {}, "metrics": {}, "files": {}, "record": record})
+    write_json(checkpoint / "manifest.json", manifest.model_dump(mode="json"))
+    return checkpoint
+
+
+def refusal(checkpoint: Path) -> str | None:
+    """What is said of a checkpoint before it is gone on from."""
+    manifest = Manifest.model_validate_json((checkpoint / "manifest.json").read_text())
+    try:
+        check_structure(checkpoint, manifest)
+    except BadInput as error:
+        return str(error)
+    return check_contents(checkpoint, needed_files(checkpoint, manifest))
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (
+            Path.unlink,
+            "rollouts_00001.safetensors is missing: the checkpoint is damaged; restore it from a copy",
+        ),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "rollouts_00001.safetensors has"),
+        (flip, "rollouts_00001.safetensors has changed since it was saved (sha256"),
+    ],
+)
+def test_harm_to_a_file_is_told_by_its_name(
+    tmp_path: Path, rollouts: list[list[Sample]], harm: Callable[[Path], None], said: str
+) -> None:
+    record = recorded(tmp_path, rollouts)
+    checkpoint = make_checkpoint(tmp_path, "step_000000_pretraining_000003", record.files)
+    assert refusal(checkpoint) is None
+    path = tmp_path / "recorded_rollouts" / "rollouts_00001.safetensors"
+    harm(path)
+    found = refusal(checkpoint)
+    assert found is not None and said in found and str(path) in found and "\n" not in found
+    first = {name: facts for name, facts in record.files.items() if name.endswith("00000.safetensors")}
+    assert refusal(make_checkpoint(tmp_path, "step_000000_pretraining_000001", first)) is None
+
+
+def test_files_go_when_no_checkpoint_needs_them(tmp_path: Path, rollouts: list[list[Sample]]) -> None:
+    record = recorded(tmp_path, rollouts)
+    names = sorted(record.files)
+    older = make_checkpoint(
+        tmp_path, "step_000000_pretraining_000002", {name: record.files[name] for name in names[:2]}
+    )
+    make_checkpoint(tmp_path, "step_000000", {})
+    (tmp_path / "recorded_rollouts" / ".rollouts_00003.safetensors.half").write_bytes(b"left by a kill")
+    manifest = (older / "manifest.json").read_text()
+    (older / "manifest.json").write_text("{")
+    remove_unneeded(tmp_path)
+    assert len(list((tmp_path / "recorded_rollouts").iterdir())) == 4, (
+        "a checkpoint that cannot be read may need any of them"
+    )
+    (older / "manifest.json").write_text(manifest)
+    remove_unneeded(tmp_path)
+    assert sorted(path.name for path in (tmp_path / "recorded_rollouts").iterdir()) == [
+        Path(name).name for name in names[:2]
+    ]
+    shutil.rmtree(older)
+    remove_unneeded(tmp_path)
+    assert not (tmp_path / "recorded_rollouts").exists()
+
+
+def test_what_cannot_be_removed_stays(tmp_path: Path) -> None:
+    (tmp_path / "recorded_rollouts" / "a folder").mkdir(parents=True)
+    remove_unneeded(tmp_path)
+    assert (tmp_path / "recorded_rollouts" / "a folder").is_dir()
+
+
+def test_what_is_no_record_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "recorded_rollouts" / "rollouts_00000.safetensors"
+    path.parent.mkdir()
+    path.write_bytes(b"x" * 40)
+    with pytest.raises(
+        BadInput, match=r"rollouts_00000.safetensors: cannot be read \(.*every rank has to see the same"
+    ):
+        RecordedRollouts(tmp_path, {"recorded_rollouts/rollouts_00000.safetensors": FileFacts(bytes=40, sha256="")})

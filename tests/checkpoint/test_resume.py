@@ -1,0 +1,413 @@
+"""A run that is stopped or killed, in whatever phase, and started again equals one that never was, to the bit."""
+
+import errno
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from attempts import (
+    End,
+    World,
+    config_of,
+    fill_the_disk,
+    fine_tune,
+    kill_at,
+    left_behind,
+    live,
+    metrics,
+    refuse_checkpoints,
+    world,
+)
+from damage import flip
+from ranks import run_ranks
+from tiny_runs import make_model, sft_config
+
+from vapo_megatron.checkpoint.checkpoints import list_checkpoints
+from vapo_megatron.checkpoint.resume import open_resumed
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.errors import BadInput
+from vapo_megatron.run.start import is_finished, prepare_start
+from vapo_megatron.training.models import load_models
+
+RESUME = "run.resume=auto"
+LAYOUTS: dict[int, dict[str, int]] = {1: {}, 2: {"tp": 2}}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with world(tmp_path_factory.mktemp("resume")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def straight(shared: World) -> Callable[[int], Path]:
+    """The run directory of an uninterrupted run on so many ranks."""
+    done: dict[int, Path] = {}
+
+    def run(count: int) -> Path:
+        if count not in done:
+            config = config_of(shared, f"straight{count}", LAYOUTS[count], "checkpoint.every_minutes=null")
+            assert live(shared, config, count) == End(0, "")
+            done[count] = Path(config.run.directory)
+        return done[count]
+
+    return run
+
+
+def checkpoint_names(config: TrainConfig) -> list[str]:
+    """Oldest first."""
+    return [path.name for path in list_checkpoints(Path(config.run.directory)).values()]
+
+
+def recorded(config: TrainConfig) -> list[str]:
+    return sorted(path.name for path in (Path(config.run.directory) / "recorded_rollouts").glob("*"))
+
+
+def leftovers(config: TrainConfig) -> list[Path]:
+    return list((Path(config.run.directory) / "checkpoints").glob(".*"))
+
+
+def assert_equal(found: Path, expected: Path) -> None:
+    assert metrics(found) == metrics(expected)
+    files, expected_files = left_behind(found), left_behind(expected)
+    assert files.keys() == expected_files.keys()
+    assert [name for name in files if files[name] != expected_files[name]] == []
+
+
+def test_killed_in_every_phase_on_two_ranks(shared: World, straight: Callable[[int], Path]) -> None:
+    # What is written in the background may or may not be there when a kill comes; here every save is waited for.
+    config = config_of(shared, "killed", LAYOUTS[2], RESUME, "checkpoint.asynchronous=false")
+    traps = [
+        # Phase, call and rank of the kill; the newest checkpoint after it.
+        ("rollout", 2, 0, "step_000000_pretraining_000001"),
+        ("value pretraining", 2, 1, "step_000000_pretraining_000003"),
+        ("save", 4, 0, "step_000000"),
+        ("policy update", 3, 1, "step_000001"),
+    ]
+    for phase, call, victim, newest in traps:
+        end = live(shared, config, 2, partial(kill_at, phase, call, victim))
+        assert end.code == 75 and f"rank{victim} was killed by SIGKILL" in end.said, end
+        assert checkpoint_names(config)[-1] == newest, phase
+        assert bool(leftovers(config)) is (phase == "save"), "what a save that was killed has written"
+        if phase == "value pretraining":
+            assert recorded(config) == ["rollouts_00000.safetensors", "rollouts_00001.safetensors"]
+    assert live(shared, config, 2) == End(0, "")
+    assert_equal(Path(config.run.directory), straight(2))
+    assert not leftovers(config) and not recorded(config)
+
+
+def test_asked_to_stop_and_killed(shared: World, straight: Callable[[int], Path]) -> None:
+    """On one rank; test_fault_soak.py does it on four."""
+    config = config_of(shared, "stopped", LAYOUTS[1], RESUME, "checkpoint.every_minutes=null")
+    end = live(shared, config, 1, stop="samples/step_000001.jsonl")
+    assert end.code == 75 and "because of SIGUSR1" in end.said and "\n" not in end.said
+    assert checkpoint_names(config)[-1] in end.said
+    assert live(shared, config, 1, partial(kill_at, "policy update", 2)).code == 75
+    assert live(shared, config, 1) == End(0, "")
+    assert_equal(Path(config.run.directory), straight(1))
+
+
+def test_it_stops_before_its_time_limit_and_makes_progress_in_every_attempt(
+    shared: World, straight: Callable[[int], Path]
+) -> None:
+    config = config_of(shared, "limited", LAYOUTS[1], RESUME, "checkpoint.job_timeout_s=1e-7")
+    seen: list[str] = []
+    for _ in range(20):
+        end = live(shared, config, 1)
+        if end.code == 0:
+            break
+        assert end.code == 75 and "its time limit" in end.said
+        assert checkpoint_names(config)[-1] not in seen
+        seen.append(checkpoint_names(config)[-1])
+    assert end.code == 0 and len(seen) >= 5
+    assert_equal(Path(config.run.directory), straight(1))
+
+
+def test_another_layout_goes_on_to_rounding(shared: World, straight: Callable[[int], Path]) -> None:
+    """Saved by two tensor-parallel ranks, continued by two pipeline stages that share the critic's data."""
+    source = straight(2)
+    config = config_of(shared, "relaid", {"pp": 2}, RESUME, "critic.layout={}", "evaluation.every=null")
+    run_dir = Path(config.run.directory)
+    shutil.copytree(source, run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / "step_000003")
+    shutil.rmtree(run_dir / "hf")
+    assert live(shared, config, 2) == End(0, "")
+    found, expected = metrics(run_dir)[-1], metrics(source)[-1]
+    assert found["step"] == expected["step"] == 3
+    for name in ("actor/grad_norm", "critic/grad_norm", "critic/value_loss", "actor/entropy", "actor/ref_kl"):
+        assert found[name] == pytest.approx(expected[name], rel=2e-3, abs=1e-5), name
+    for name in ("reward/mean", "response_length/mean", "actor/lr", "rollout/weight_version"):
+        assert found[name] == expected[name], name
+
+
+def test_a_finished_run_has_nothing_to_do(
+    shared: World, straight: Callable[[int], Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in straight(1).rglob("*")}
+    config = config_of(shared, "straight1", LAYOUTS[1], RESUME)
+    assert live(shared, config, 1) == End(0, "")
+    assert "straight1: finished already" in capfd.readouterr().err
+    assert before == {path: path.stat().st_mtime_ns for path in straight(1).rglob("*")}
+
+
+def test_a_full_disk_loses_nothing(shared: World, straight: Callable[[int], Path]) -> None:
+    config = config_of(shared, "full", LAYOUTS[1], RESUME, "checkpoint.every_minutes=null", "run.steps=4")
+    run_dir = Path(config.run.directory)
+    shutil.copytree(straight(1), run_dir)
+    before = checkpoint_names(config)
+    end = live(shared, config, 1, partial(fill_the_disk, 200_000))
+    assert end.code == 2 and "\n" not in end.said
+    assert "checkpoints/step_000004: cannot be saved (File too large)" in end.said
+    assert checkpoint_names(config) == before and not leftovers(config), (
+        "nothing half-written is left, nothing whole is gone"
+    )
+
+
+@pytest.fixture
+def copy(shared: World, straight: Callable[[int], Path], request: pytest.FixtureRequest) -> tuple[TrainConfig, Path]:
+    """A run of one rank with two more steps to make, and its newest checkpoint."""
+    name = f"copy_{abs(hash(request.node.name))}"
+    config = config_of(shared, name, LAYOUTS[1], RESUME, "run.steps=5")
+    shutil.copytree(straight(1), Path(config.run.directory))
+    return config, Path(config.run.directory) / "checkpoints" / "step_000003"
+
+
+def refusal(config: TrainConfig) -> str:
+    """What a start says, before any rank is started or else on one rank."""
+    try:
+        start = prepare_start(config, lambda: None, lambda: None)
+        assert start.checkpoint is not None
+        return str(run_ranks(1, opened, config, start.checkpoint)[0])
+    except BadInput as error:
+        return str(error)
+
+
+def opened(config: TrainConfig, checkpoint: Path) -> str:
+    try:
+        load_models(config, open_resumed(checkpoint))
+    except BadInput as error:
+        return str(error)
+    return f"rank {dist.get_rank()} would go on"
+
+
+@pytest.fixture(scope="module")
+def recording(shared: World) -> TrainConfig:
+    """A run of one rank that stopped when it had recorded two rollouts."""
+    config = config_of(shared, "recording", LAYOUTS[1], RESUME, "checkpoint.job_timeout_s=1e-7")
+    assert [live(shared, config, 1).code for _ in range(2)] == [75, 75]
+    assert checkpoint_names(config)[-1] == "step_000000_pretraining_000002"
+    return config
+
+
+@pytest.mark.parametrize(
+    "harm,message",
+    [
+        (flip, r"rollouts_00001.safetensors has changed since it was saved"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"rollouts_00001.safetensors has \d+ bytes"),
+        (Path.unlink, r"rollouts_00001.safetensors is missing: the checkpoint is damaged"),
+    ],
+)
+def test_a_damaged_record_is_refused_by_name(recording: TrainConfig, harm: Callable[[Path], Any], message: str) -> None:
+    path = Path(recording.run.directory) / "recorded_rollouts" / "rollouts_00001.safetensors"
+    whole = path.read_bytes()
+    harm(path)
+    said = refusal(recording)
+    path.write_bytes(whole)
+    assert str(path) in said and "\n" not in said
+    with pytest.raises(BadInput, match=message):
+        raise BadInput(said)
+    assert refusal(recording) == "rank 0 would go on"
+
+
+def flip_a_bit(checkpoint: Path) -> None:
+    flip(max((checkpoint / "critic").glob("*.distcp"), key=lambda path: path.stat().st_size))
+
+
+def cut_short(checkpoint: Path) -> None:
+    path = next((checkpoint / "actor").glob("*.distcp"))
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def mix(checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint / "critic")
+    shutil.copytree(checkpoint.with_name("step_000002") / "critic", checkpoint / "critic")
+
+
+def of_the_future(checkpoint: Path) -> None:
+    content = json.loads((checkpoint / "manifest.json").read_text())
+    (checkpoint / "manifest.json").write_text(json.dumps(content | {"format": 99}))
+
+
+@pytest.mark.parametrize(
+    "harm,message",
+    [
+        (flip_a_bit, r"step_000003: the content of critic/__0_\d.distcp has changed since it was saved"),
+        (
+            cut_short,
+            r"step_000003: actor/__0_\d.distcp has \d+ bytes, its manifest says \d+: the checkpoint is damaged",
+        ),
+        (mix, r"step_000003: critic/ is of this run's step 2 .* model parts of two checkpoints cannot be mixed"),
+        (of_the_future, r"format 99, this version reads up to 2"),
+        (lambda checkpoint: (checkpoint / "manifest.json").unlink(), r"step_000003: manifest.json is missing"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_by_name_and_can_be_deleted(
+    copy: tuple[TrainConfig, Path], harm: Callable[[Path], Any], message: str
+) -> None:
+    config, checkpoint = copy
+    harm(checkpoint)
+    (checkpoint.parent / ".step_000004.half").mkdir()
+    before = stamps(config)
+    said = refusal(config)
+    assert stamps(config) == before, "nothing is written before all of it is proven"
+    assert "\n" not in said
+    with pytest.raises(BadInput, match=message):
+        raise BadInput(said)
+    shutil.rmtree(checkpoint)
+    assert refusal(config) == "rank 0 would go on"
+
+
+def test_a_run_whose_checkpoint_has_changed_ends_before_its_directory_does(
+    shared: World, copy: tuple[TrainConfig, Path]
+) -> None:
+    """It is found while models load, and engines of the run are not started then."""
+    config, checkpoint = copy
+    flip_a_bit(checkpoint)
+    before = stamps(config)
+    end = live(shared, config, 1)
+    assert end.code == 2 and "\n" not in end.said
+    assert re.search(r"step_000003: the content of critic/__0_\d\.distcp has changed since it was saved", end.said)
+    logs = Path(config.run.directory) / "logs"
+    changed = {path for path, stamp in stamps(config).items() if before.get(path) != stamp}
+    assert all(path.is_relative_to(logs) for path in changed), changed
+
+
+def test_a_config_that_does_not_fit_is_refused_before_anything_is_touched(copy: tuple[TrainConfig, Path]) -> None:
+    config, _ = copy
+    other = config.model_copy(update={"batch": config.batch.model_copy(update={"samples_per_prompt": 2})})
+    before = (Path(config.run.directory) / "config.yaml").read_bytes()
+    assert refusal(other).startswith("batch.samples_per_prompt=2: the run was saved with 4")
+    assert (Path(config.run.directory) / "config.yaml").read_bytes() == before
+    meant = other.run.model_copy(update={"allow_config_change": ("batch.samples_per_prompt",)})
+    assert refusal(other.model_copy(update={"run": meant})) == "rank 0 would go on"
+
+
+@pytest.mark.parametrize("harm", [lambda lines: lines[1:], lambda lines: [*lines[:-1], lines[-1].replace("plus", "+")]])
+def test_other_problems_under_the_same_path_are_refused_before_anything_is_touched(
+    copy: tuple[TrainConfig, Path], harm: Callable[[list[str]], list[str]]
+) -> None:
+    config, checkpoint = copy
+    (checkpoint.parent / ".step_000004.half").mkdir()
+    path, before = Path(config.data.train), stamps(config)
+    lines = path.read_text().splitlines(keepends=True)
+    try:
+        path.write_text("".join(harm(lines)))
+        said = refusal(config)
+    finally:
+        path.write_text("".join(lines))
+    assert re.match(r"data: (prompts|fingerprint) is \w+ and was \w+ in the checkpoint", said), said
+    assert stamps(config) == before
+
+
+def stamps(config: TrainConfig) -> dict[Path, int]:
+    """When each file and folder of a run was written."""
+    return {path: path.stat().st_mtime_ns for path in Path(config.run.directory).rglob("*")}
+
+
+def test_exported_models_without_saved_state_are_set_aside(copy: tuple[TrainConfig, Path]) -> None:
+    """What an attempt leaves that ended after an export and before a checkpoint; nobody has to come for it."""
+    config, checkpoint = copy
+    run_dir = Path(config.run.directory)
+    shutil.rmtree(checkpoint.parent)
+    exported = {path.relative_to(run_dir): path.read_bytes() for path in run_dir.rglob("*.safetensors")}
+    assert exported and prepare_start(config, lambda: None, lambda: None).checkpoint is None
+    assert [path.name for path in run_dir.iterdir()] == ["config.yaml"]
+    aside = run_dir.with_name(f"{run_dir.name}.earlier_1")
+    assert {name: (aside / name).read_bytes() for name in exported} == exported
+
+
+def test_another_model_under_the_same_path_is_refused_before_anything_is_touched(
+    copy: tuple[TrainConfig, Path],
+) -> None:
+    config, checkpoint = copy
+    (checkpoint.parent / ".step_000004.half").mkdir()
+    before, path = stamps(config), Path(config.model.path) / "config.json"
+    content = path.read_text()
+    try:
+        path.write_text(json.dumps(json.loads(content) | {"num_hidden_layers": 1}))
+        said = refusal(config)
+    finally:
+        path.write_text(content)
+    assert said.startswith(
+        f"model.path={config.model.path}: config.json is not that of the model in {checkpoint}/actor"
+    )
+    assert stamps(config) == before
+
+
+@pytest.mark.parametrize("times,code", [(1, 0), (2, 75)])
+def test_a_save_that_fails_is_tried_once_more(
+    shared: World, straight: Callable[[int], Path], times: int, code: int
+) -> None:
+    more = ("checkpoint.every_minutes=null", "run.steps=4", "evaluation.every=4")
+    config = config_of(shared, f"refused{times}", LAYOUTS[1], RESUME, *more)
+    shutil.copytree(straight(1), Path(config.run.directory))
+    before = checkpoint_names(config)
+    end = live(shared, config, 1, partial(refuse_checkpoints, errno.EIO, times))
+    assert end.code == code, end
+    assert checkpoint_names(config) == ([before[-1], "step_000004"] if code == 0 else before) and not leftovers(config)
+    if code:
+        assert "checkpoints/step_000004: cannot be saved (Input/output error), tried twice: start again" in end.said
+
+
+@pytest.mark.parametrize("steps", [3, 2])
+def test_the_final_model_is_made_up_for(shared: World, straight: Callable[[int], Path], steps: int) -> None:
+    """Of a run that was ended between its last checkpoint and its export, or that did more than it is to do now."""
+    config = config_of(shared, f"unexported{steps}", LAYOUTS[1], RESUME, f"run.steps={steps}")
+    run_dir = Path(config.run.directory)
+    shutil.copytree(straight(1), run_dir)
+    shutil.rmtree(run_dir / "hf" / "final")
+    assert live(shared, config, 1) == End(0, "")
+    assert left_behind(run_dir) == left_behind(straight(1))
+    longer = config.model_copy(update={"run": config.run.model_copy(update={"steps": 4})})
+    assert is_finished(config) and not is_finished(longer)
+
+
+def test_fine_tuning_goes_on_as_well(tmp_path: Path) -> None:
+    """A step per attempt, as its time limit is always near; the last start finds nothing to do."""
+    model = make_model(tmp_path / "model")
+    user = sft_config(tmp_path, model)
+    user["data"]["steps"] = 5
+    ends = []
+    for name, limits in (("straight", [None]), ("limited", [1e-9] * 6)):
+        for limit in limits:
+            user["run"] = {"name": name, "root": str(tmp_path / "runs"), "resume": "auto"}
+            keep = {"last": 1, "best": "sft/nll_loss" if name == "straight" else None}
+            user["checkpoint"] = {"job_timeout_s": limit, "every": None, "every_minutes": None, "keep": keep}
+            ends.append(fine_tune(SftConfig.model_validate(user)))
+    assert [end.code for end in ends] == [0, 75, 75, 75, 75, 0, 0]
+    straight, limited = tmp_path / "runs" / "straight", tmp_path / "runs" / "limited"
+    assert metrics(limited) == metrics(straight) and len(metrics(straight)) == 5
+    highest = max(metrics(straight), key=lambda row: row["sft/nll_loss"])["step"]
+    assert {name.step for name in list_checkpoints(straight)} == {highest, 5}, "the best, and the last"
+    shutil.rmtree(limited / "hf")
+    files = {path: path.stat().st_mtime_ns for path in limited.rglob("*")}
+    rows = Path(user["data"]["path"])
+    content = rows.read_text()
+    rows.write_text(content.replace("1 plus 1", "2 plus 1"))
+    end = fine_tune(SftConfig.model_validate(user))
+    assert end.code == 2 and f"data.path={rows}: its fingerprint is" in end.said
+    assert files == {path: path.stat().st_mtime_ns for path in limited.rglob("*")}, "refused before anything is changed"
+    rows.write_text(content)
+    assert fine_tune(SftConfig.model_validate(user)).code == 0
+    weights = "hf/final/actor/model.safetensors"
+    assert (limited / weights).read_bytes() == (straight / weights).read_bytes()
+    for epochs, finished in ((2, True), (3, False)):  # two steps an epoch
+        user["data"] |= {"steps": None, "epochs": epochs}
+        assert is_finished(SftConfig.model_validate(user)) is finished

@@ -1,0 +1,127 @@
+"""A batch's fields are cut together, and what does not fit is refused."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from batches import LENGTHS, make_batch
+
+from vapo_megatron.data.batch import ExperienceBatch, from_samples, stretches
+from vapo_megatron.data.sample import Prompt, Sample
+
+
+def full_batch() -> ExperienceBatch:
+    """Every field is there; each element of a field is a number of its own."""
+    batch = make_batch()
+    sizes = {"response_tokens": batch.response_tokens, "samples": batch.samples}
+    for f in fields(batch):
+        if f.name == "routed_experts":
+            rows = int(batch.cu_seqlens[-1]) - batch.samples
+            batch.routed_experts = torch.arange(rows * 2, dtype=torch.int16).view(rows, 2)
+        elif getattr(batch, f.name) is None:
+            count = torch.arange(sizes[f.metadata["over"]])
+            of_dtype = {torch.bool: count % 2 == 0, torch.int64: count}
+            setattr(batch, f.name, of_dtype.get(f.metadata["dtype"], count + 0.5))
+    return batch
+
+
+def parts(batch: ExperienceBatch, name: str) -> list[list[float]]:
+    """A field sample by sample, cut by hand."""
+    tensor = batch.tensors()[name]
+    prompts, responses = zip(*LENGTHS, strict=True)
+    sizes = {
+        "tokens": [p + r for p, r in LENGTHS],
+        "routed_experts": [p + r - 1 for p, r in LENGTHS],
+        "cu_seqlens": [p + r for p, r in LENGTHS],
+        "response_cu_seqlens": list(responses),
+        "prompt_lengths": list(prompts),
+    }
+    if name.endswith("cu_seqlens"):
+        return [[n] for n in sizes[name]]
+    per_sample = len(tensor) == batch.samples
+    return [part.tolist() for part in tensor.split([1] * batch.samples if per_sample else sizes.get(name, responses))]
+
+
+@pytest.mark.parametrize("chosen", [[4, 0, 2], [5], [], [1, 1]])
+@pytest.mark.parametrize("name", [f.name for f in fields(ExperienceBatch)])
+def test_select_takes_every_field_along(name: str, chosen: list[int]) -> None:
+    batch = full_batch()
+    found, whole = batch.select(chosen).tensors()[name], parts(batch, name)
+    if name.endswith("cu_seqlens"):
+        assert found.diff().tolist() == [whole[s][0] for s in chosen] and int(found[0]) == 0
+    else:
+        assert found.tolist() == [value for s in chosen for value in whole[s]]
+    assert found.dtype == batch.tensors()[name].dtype
+
+
+@pytest.mark.parametrize("chosen", [[4, 0, 2], [5], []])
+def test_what_goes_by_samples_and_what_goes_by_tokens_make_the_batch_again(chosen: list[int]) -> None:
+    batch = full_batch()
+    expected = batch.select(chosen).tensors()
+    by_tokens = {f.name for f in fields(batch) if f.metadata["over"] not in ("samples", "offsets")}
+    assert make_batch().table().select(torch.tensor([1])).shaped_rewards is None
+    table = batch.table().select(torch.tensor(chosen, dtype=torch.int64))
+    assert table.samples == len(chosen)
+    found = table.batch(**{name: expected[name] for name in by_tokens}).tensors()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_samples_become_a_batch_field_by_field() -> None:
+    samples = []
+    for s, (prompt, response, reward, correct, reason) in enumerate(
+        [([1, 2], [3], 1, True, "stop"), ([4], [5, 6, 7], -0.5, None, "length"), ([8], [9], 0, False, "stop")]
+    ):
+        logprobs = [-0.5 * token for token in response]
+        found = Sample(Prompt(str(s), "", "", tuple(prompt)), s // 2, s, 0, response, logprobs, reason, 0, 0)  # type: ignore[arg-type]
+        found.reward, found.correct = reward, correct
+        samples.append(found)
+    batch = from_samples(samples)
+    expected = {
+        "tokens": [1, 2, 3, 4, 5, 6, 7, 8, 9],
+        "cu_seqlens": [0, 3, 7, 9],
+        "prompt_lengths": [2, 1, 1],
+        "response_cu_seqlens": [0, 1, 4, 5],
+        "rollout_logprobs": [-1.5, -2.5, -3.0, -3.5, -4.5],
+        "rewards": [1.0, -0.5, 0.0],
+        "correct": [True, False, False],
+        "truncated": [False, True, False],
+        "group_ids": [0, 0, 1],
+    }
+    assert {name: tensor.tolist() for name, tensor in batch.tensors().items()} == expected
+    windows = [replace(sample, window_start=start) for sample, start in zip(samples, (0, 3, 1), strict=True)]
+    cut = from_samples(windows)
+    assert cut.window_starts is not None and cut.window_starts.tolist() == [0, 3, 1]
+    assert cut.truncated.tolist() == [sample.goes_on for sample in windows]
+    whole = [replace(sample, reward=1) for sample in samples]
+    assert from_samples(whole).rewards.dtype == torch.float32, "whole numbers, too"
+
+
+def test_neighbours_are_taken_without_a_copy() -> None:
+    values, bounds = torch.arange(10), torch.tensor([0, 2, 5, 9, 10])
+    found = stretches(values, bounds, torch.tensor([1, 2]))
+    assert found.tolist() == [2, 3, 4, 5, 6, 7, 8] and found.data_ptr() == values[2:].data_ptr()
+    assert stretches(values, bounds, torch.tensor([0, 2])).tolist() == [0, 1, 5, 6, 7, 8]
+
+
+def test_what_no_phase_has_filled_in_stays_away() -> None:
+    part = make_batch().select([1, 2])
+    assert part.values is None and part.selected is None and "returns" not in part.tensors()
+    assert set(full_batch().rollout_tensors()) == set(part.tensors())
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("values", torch.zeros(5)),
+        ("shaped_rewards", torch.zeros(63)),  # per token where a response has one
+        ("selected", torch.ones(6)),
+        ("advantages", torch.zeros(63, dtype=torch.float64)),
+    ],
+)
+def test_a_field_of_another_shape_or_dtype_is_refused_by_name(name: str, wrong: torch.Tensor) -> None:
+    batch = full_batch()
+    assert batch.response_tokens == 63 and batch.samples == 6
+    setattr(batch, name, wrong)
+    with pytest.raises(ValueError, match=f"batch: {name} is torch"):
+        batch.select([0])

@@ -1,0 +1,255 @@
+import gzip
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vapo_megatron.config.data import DataConfig, EvalSet, FieldNames, PromptTemplate
+from vapo_megatron.data.jsonl import read_rows, write_rows
+from vapo_megatron.data.prompts import PromptSource, eval_prompts, train_prompts
+from vapo_megatron.data.sample import Prompt
+from vapo_megatron.data.tokenizer import TextTokenizer
+from vapo_megatron.errors import BadInput
+from vapo_megatron.weights.tiny import CHATML_TEMPLATE, word_tokenizer
+
+ROWS = [{"id": f"p{n}", "problem": f"{n} plus {n}", "answer": 2 * n} for n in range(5)]
+
+
+@pytest.fixture
+def tokenizer_dir(tmp_path: Path) -> Path:
+    words = [*(str(n) for n in range(10)), "plus", "<|im_start|>user", "<|im_start|>assistant", "solve", "now"]
+    word_tokenizer(words, 64, CHATML_TEMPLATE).save_pretrained(tmp_path / "tokenizer")
+    return tmp_path / "tokenizer"
+
+
+@pytest.fixture
+def plain(tokenizer_dir: Path) -> TextTokenizer:
+    return TextTokenizer(tokenizer_dir, PromptTemplate(chat_template=False))
+
+
+def _write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def _prompts(count: int) -> list[Prompt]:
+    return [Prompt(id=str(n), problem=str(n), answer=str(n), token_ids=(n,)) for n in range(count)]
+
+
+def test_rows_become_prompts_in_order(tmp_path: Path, plain: TextTokenizer) -> None:
+    prompts = train_prompts(DataConfig(train=_write(tmp_path / "t.jsonl", ROWS)), plain)
+    assert [(p.id, p.answer, p.source) for p in prompts] == [(f"p{n}", str(2 * n), "t.jsonl") for n in range(5)]
+    assert plain.decode(prompts[3].token_ids) == "3 plus 3"
+
+
+def test_gzip_and_other_field_names_read_the_same(tmp_path: Path, plain: TextTokenizer) -> None:
+    path = tmp_path / "t.jsonl.gz"
+    with gzip.open(path, "wt") as out:
+        out.writelines(json.dumps({"key": r["id"], "q": r["problem"], "a": r["answer"]}) + "\n" for r in ROWS)
+    config = DataConfig.model_validate({"train": path, "fields": {"id": "key", "problem": "q", "answer": "a"}})
+    reference = train_prompts(DataConfig(train=_write(tmp_path / "t.jsonl", ROWS)), plain)
+    assert [p.token_ids for p in train_prompts(config, plain)] == [p.token_ids for p in reference]
+
+
+def test_a_mark_of_the_encoding_is_read_over_before_the_first_line_alone(tmp_path: Path, plain: TextTokenizer) -> None:
+    path = tmp_path / "t.jsonl"
+    rows = [json.dumps(row | {"problem": "é"}, ensure_ascii=False) for row in ROWS]
+    path.write_text("\ufeff" + "\n".join(rows), encoding="utf-8")
+    assert [p.problem for p in train_prompts(DataConfig(train=path), plain)] == ["é"] * len(ROWS)
+    path.write_text(rows[0] + "\n\ufeff" + rows[1], encoding="utf-8")
+    with pytest.raises(BadInput, match=r"t\.jsonl:2: not JSON"):
+        train_prompts(DataConfig(train=path), plain)
+    path.write_bytes(rows[0].encode() + b"\n\xff")
+    with pytest.raises(BadInput, match=r"t\.jsonl:2: not UTF-8"):
+        train_prompts(DataConfig(train=path), plain)
+
+
+def test_rows_are_written_as_people_read_them(tmp_path: Path) -> None:
+    rows = [{"a": "é"}, {"b": [1, None]}, {}]
+    assert write_rows(tmp_path / "deep" / "r.jsonl", rows) == 3
+    assert (tmp_path / "deep" / "r.jsonl").read_text(encoding="utf-8") == '{"a": "é"}\n{"b": [1, null]}\n{}\n'
+    assert list(read_rows(tmp_path / "deep" / "r.jsonl")) == [(1, rows[0]), (2, rows[1]), (3, rows[2])]
+
+
+def test_parquet_rows_read_the_same(tmp_path: Path, plain: TextTokenizer) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional dependency")
+    from pyarrow import parquet
+
+    path = tmp_path / "t.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    assert [p.id for p in train_prompts(DataConfig(train=path), plain)] == [row["id"] for row in ROWS]
+    parquet.write_table(pyarrow.Table.from_pylist([*ROWS, ROWS[0] | {"id": "x", "problem": ""}]), path)
+    with pytest.raises(BadInput, match=rf"t\.parquet:{len(ROWS) + 1}: field problem is empty"):
+        train_prompts(DataConfig(train=path), plain)
+    path.write_bytes(b"PAR1 nonsense")
+    with pytest.raises(BadInput, match=r"t\.parquet: cannot be read \(\w.* .*\); give a valid"):
+        train_prompts(DataConfig(train=path), plain)
+
+
+def test_fields_for_a_function_of_ones_own_come_along(tmp_path: Path, plain: TextTokenizer) -> None:
+    extra = {"data_source": "dapo", "extra_info": {"index": 3}}
+    path = _write(tmp_path / "t.jsonl", [ROWS[0] | extra, ROWS[1] | extra | {"extra_info": {"index": 4}}])
+    fields = FieldNames(extra=("extra_info", "data_source"))
+    first, second = prompts = train_prompts(DataConfig(train=path, fields=fields), plain)
+    assert first.extra == extra and second.extra == extra | {"extra_info": {"index": 4}}
+    assert train_prompts(DataConfig(train=path), plain)[0].extra == {}
+    changed = [replace(first, extra=extra | {"data_source": "other"}), second]
+    with pytest.raises(BadInput, match="fingerprint"):
+        PromptSource(changed, 1).restore(PromptSource(prompts, 1).state())
+    with pytest.raises(BadInput, match=r"t\.jsonl:1: no field 'level'"):
+        train_prompts(DataConfig(train=path, fields=FieldNames(extra=("level",))), plain)
+    path = _write(tmp_path / "u.jsonl", ['{"problem": "1", "answer": "1", "level": NaN}'])
+    with pytest.raises(BadInput, match=r"u\.jsonl:1: field level cannot be written as JSON"):
+        train_prompts(DataConfig(train=path, fields=FieldNames(extra=("level",))), plain)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([ROWS[0], {"id": "x", "problem": "1"}], r"t\.jsonl:2: no field 'answer'"),
+        ([ROWS[0] | {"problem": [{"role": "user"}]}], r"t\.jsonl:1: field problem is list.*tools/prepare_data\.py"),
+        ([{"problem": " ", "answer": "1"}], r"t\.jsonl:1: field problem is empty"),
+        ([{"problem": "1", "answer": None}], r"t\.jsonl:1: field answer is NoneType"),
+        ([ROWS[0], "{nonsense"], r"t\.jsonl:2: not JSON \(Expecting property name"),
+        (["[" * 100_000], r"t\.jsonl:1: not JSON \(RecursionError\)"),
+        (["[1]"], r"t\.jsonl:1: a JSON list"),
+        ([{"id": [1], "problem": "1", "answer": "1"}], r"t\.jsonl:1: field id is list"),
+        (['{"problem": "1", "answer": NaN}'], r"t\.jsonl:1: field answer is nan"),
+        ([ROWS[0], ROWS[1], ROWS[0]], r"t\.jsonl:3: field id=p0 is also that of .*t\.jsonl:1"),
+        ([], r"t\.jsonl: holds no rows"),
+        (["", "  "], r"t\.jsonl: holds no rows"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(
+    tmp_path: Path, plain: TextTokenizer, rows: list[Any], message: str
+) -> None:
+    with pytest.raises(BadInput, match=message) as caught:
+        train_prompts(DataConfig(train=_write(tmp_path / "t.jsonl", rows)), plain)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_or_strange_file_is_named_with_its_key(tmp_path: Path, plain: TextTokenizer) -> None:
+    for ending in ("jsonl", "json", "parquet", "jsonl.gz"):
+        config = DataConfig(train=tmp_path / f"no.{ending}")
+        with pytest.raises(BadInput, match=rf"no\.{ending}: no such file, which data\.train names"):
+            train_prompts(config, plain)
+    with pytest.raises(BadInput, match=r"no\.jsonl\.gz: no such file, which data\.eval \(set aime\) names"):
+        eval_prompts(EvalSet(name="aime", path=config.train), config, plain)
+    with pytest.raises(BadInput, match=r"no\.csv: unknown kind of file"):
+        train_prompts(DataConfig(train=tmp_path / "no.csv"), plain)
+
+
+def test_a_truncated_gzip_is_named(tmp_path: Path, plain: TextTokenizer) -> None:
+    path = tmp_path / "t.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps(ROWS[0]).encode() * 100)[:-20])
+    with pytest.raises(BadInput, match=r"t\.jsonl\.gz: cannot be read"):
+        train_prompts(DataConfig(train=path), plain)
+
+
+def test_a_long_prompt_is_named_or_left_out_as_configured(tmp_path: Path, plain: TextTokenizer) -> None:
+    path = _write(tmp_path / "t.jsonl", [*ROWS, {"id": "long", "problem": "1 plus 1 plus 1", "answer": 3}])
+    with pytest.raises(
+        BadInput, match=r"t\.jsonl:6: the prompt of row long has 5 tokens.*=3; raise it, or set data.drop_long"
+    ):
+        train_prompts(DataConfig(train=path, max_prompt_tokens=3), plain)
+    kept = train_prompts(DataConfig(train=path, max_prompt_tokens=3, drop_long_prompts=True), plain)
+    assert [p.id for p in kept] == [row["id"] for row in ROWS]
+    with pytest.raises(BadInput, match="every prompt is longer"):
+        train_prompts(DataConfig(train=path, max_prompt_tokens=2, drop_long_prompts=True), plain)
+
+
+def test_an_evaluation_set_is_cut_to_its_limit_and_never_loses_long_prompts(
+    tmp_path: Path, plain: TextTokenizer
+) -> None:
+    path = _write(tmp_path / "e.jsonl", ROWS)
+    config = DataConfig(train=path, max_prompt_tokens=2, drop_long_prompts=True)
+    with pytest.raises(BadInput, match=r"row p0 has 3 tokens.*or remove the row$"):
+        eval_prompts(EvalSet(name="e", path=path), config, plain)
+    roomy = DataConfig(train=path)
+    cut = eval_prompts(EvalSet(name="e", path=path, limit=2), roomy, plain)
+    assert [(p.id, p.source) for p in cut] == [("p0", "e"), ("p1", "e")]
+
+
+def test_a_list_of_rows_reads_the_same_and_bad_ones_are_named(tmp_path: Path, plain: TextTokenizer) -> None:
+    path = tmp_path / "t.json"
+    for mark in ("", "\ufeff"):
+        path.write_text(mark + json.dumps(ROWS), encoding="utf-8")
+        assert [p.id for p in train_prompts(DataConfig(train=path), plain)] == [row["id"] for row in ROWS]
+    for content, message in (
+        ("[1]", "expected a list of objects"),
+        ("{}", "expected a list of objects"),
+        ("[", "cannot be read as JSON"),
+        (json.dumps([ROWS[0], ROWS[1] | {"answer": "\ud800"}]), r"t\.json:2: holds .ud800, half of a character"),
+        (json.dumps([ROWS[0], {"id": "x", "problem": "1"}]), r"t\.json:2: no field 'answer' among id, problem"),
+    ):
+        path.write_text(content, encoding="utf-8")
+        with pytest.raises(BadInput, match=message):
+            train_prompts(DataConfig(train=path), plain)
+    lines = _write(tmp_path / "t.jsonl", [ROWS[0], ROWS[1] | {"answer": "\ud800"}])
+    with pytest.raises(BadInput, match=r"t\.jsonl:2: holds .ud800, half of a character"):
+        train_prompts(DataConfig(train=lines), plain)
+
+
+def test_an_answer_may_be_a_number(tmp_path: Path, plain: TextTokenizer) -> None:
+    rows = [{"problem": "1 plus 1", "answer": answer} for answer in (2, 2.5)]
+    path = _write(tmp_path / "t.jsonl", rows)
+    assert [p.answer for p in train_prompts(DataConfig(train=path), plain)] == ["2", "2.5"]
+
+
+def test_every_epoch_is_another_permutation() -> None:
+    source = PromptSource(_prompts(20), seed=1)
+    epochs = [[prompt.id for prompt in source.take(20)] for _ in range(3)]
+    assert all(Counter(epoch) == Counter(epochs[0]) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_the_sequence_depends_on_seed_and_cursor_alone() -> None:
+    in_one = PromptSource(_prompts(7), seed=1).take(30)
+    source = PromptSource(_prompts(7), seed=1)
+    assert [*source.take(1), *source.take(12), *source.take(0), *source.take(17)] == in_one
+    assert [prompt.cursor for prompt in in_one] == list(range(30))
+    assert PromptSource(_prompts(7), seed=2).take(30) != in_one
+
+
+def test_without_shuffle_the_order_is_that_of_the_file() -> None:
+    assert [p.id for p in PromptSource(_prompts(3), seed=1, shuffle=False).take(5)] == ["0", "1", "2", "0", "1"]
+
+
+def test_a_restored_source_goes_on_where_the_other_stopped() -> None:
+    source = PromptSource(_prompts(7), seed=1)
+    source.take(11)
+    state = json.loads(json.dumps(source.state()))
+    rest = source.take(9)
+    resumed = PromptSource(_prompts(7), seed=1)
+    resumed.restore(state)
+    assert resumed.take(9) == rest
+
+
+@pytest.mark.parametrize(
+    ("other", "field"),
+    [
+        (PromptSource(_prompts(7), seed=2), "seed"),
+        (PromptSource(_prompts(8), seed=1), "prompts"),
+        (PromptSource(_prompts(7), seed=1, shuffle=False), "shuffle"),
+    ],
+)
+def test_a_state_of_another_sequence_is_refused(other: PromptSource, field: str) -> None:
+    with pytest.raises(BadInput, match=f"data: {field} is"):
+        other.restore(PromptSource(_prompts(7), seed=1).state())
+
+
+def test_changed_data_of_the_same_size_is_refused() -> None:
+    changed = [*_prompts(6), Prompt(id="6", problem="6", answer="other", token_ids=(6,))]
+    with pytest.raises(BadInput, match="fingerprint"):
+        PromptSource(changed, seed=1).restore(PromptSource(_prompts(7), seed=1).state())
+
+
+def test_a_state_does_not_read_all_prompts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = PromptSource([Prompt(str(n), "", "", (n,)) for n in range(3)], 1)
+    before = source.state()
+    source.take(2)
+    monkeypatch.setattr(source, "_prompts", [None] * 3)
+    assert source.state() == before | {"cursor": 2}

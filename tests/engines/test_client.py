@@ -1,0 +1,130 @@
+"""Requests to a server whose connections are closed, or for which there is no more room."""
+
+import asyncio
+import os
+import resource
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
+from vapo_megatron.data.sample import Prompt
+from vapo_megatron.engines.client import EngineClient
+from vapo_megatron.engines.dispatcher import Dispatcher
+from vapo_megatron.engines.inside import columns
+from vapo_megatron.engines.loop_thread import LoopThread
+from vapo_megatron.engines.request import GenerationRequest
+from vapo_megatron.engines.server import EngineAddress
+from vapo_megatron.errors import RunFailed, TryAgain
+
+GROUPS = 100
+
+
+@asynccontextmanager
+async def served(handler: Callable[[web.Request], Coroutine[Any, Any, web.Response]]) -> AsyncIterator[str]:
+    """A server of one answer to everything; its URL."""
+    application = web.Application()
+    application.router.add_post("/{path}", handler)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=0.1)
+    await site.start()
+    try:
+        assert site._server is not None and isinstance(site._server, asyncio.Server)
+        yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+    finally:
+        await runner.cleanup()
+
+
+def test_a_call_while_connections_are_being_closed_opens_its_own() -> None:
+    """A group goes to a server at the moment in which another one has found it to be gone."""
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/begin_weight_update":
+            await asyncio.sleep(60)
+        return web.json_response({})
+
+    async def calls() -> None:
+        async with served(answer) as url:
+            client = EngineClient(EngineAddress(url, "no log"), 5.0)
+            slow = asyncio.create_task(client._call("begin_weight_update", {}))
+            await asyncio.sleep(0.1)
+            closing = asyncio.create_task(client.close())
+            await asyncio.sleep(0)
+            await client.resume()
+            await closing
+            with pytest.raises(TryAgain, match="the server is gone"):
+                await slow
+            await client.close()
+
+    asyncio.run(calls())
+
+
+def test_connections_that_are_closed_while_they_open_are_a_server_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name is being looked up; a group whose task seemed to be cancelled would be waited for until a timeout."""
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(0.3) or [])
+
+    async def calls() -> None:
+        client = EngineClient(EngineAddress("http://node:1", "no log"), 5.0)
+        work = asyncio.create_task(client.resume())
+        await asyncio.sleep(0.1)
+        await client.close()
+        with pytest.raises(TryAgain, match="its connections were closed"):
+            await work
+
+    asyncio.run(calls())
+
+
+@pytest.fixture
+def few_files() -> Iterator[Callable[[int], None]]:
+    """Lets this process open so many more files."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    open_now = len(os.listdir("/proc/self/fd"))
+    held = [os.dup(0)]
+    while held[-1] < open_now + 50:  # the numbers of files that were closed are free
+        held.append(os.dup(0))
+    yield lambda more: resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1] + 1 + more, before[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    for file in held:
+        os.close(file)
+
+
+def test_want_of_sockets_is_not_the_servers_fault(few_files: Callable[[int], None]) -> None:
+    async def call() -> None:
+        client = EngineClient(EngineAddress("http://127.0.0.1:9", "no log"), 5.0)
+        few_files(0)
+        with pytest.raises(RunFailed, match="Too many open files; each group on its way takes one, raise the limit"):
+            await client.resume()
+        few_files(100)
+        await client.close()
+
+    asyncio.run(call())
+
+
+def test_more_groups_are_on_their_way_than_a_shell_allows_files(few_files: Callable[[int], None]) -> None:
+    """1,024 in most shells, which 1,024 GPUs exceed; the system allows far more."""
+    there: set[int] = set()
+
+    async def answer(request: web.Request) -> web.Response:
+        body = await request.json()
+        there.add(body["input_ids"][0][0])
+        while len(there) < GROUPS:
+            await asyncio.sleep(0.01)
+        meta = {"finish_reason": {"type": "stop"}, "weight_versions": [{"version": "0", "start": 0, "end": 1}]}
+        response = {"output_ids": [1], "meta_info": meta | {"output_token_logprobs": [[0.0, 1, None]]}}
+        return web.Response(body=columns.pack([response]), content_type=columns.MEDIA_TYPE)
+
+    loop, servers = LoopThread(), served(answer)
+    url = loop.run(servers.__aenter__())
+    few_files(GROUPS)
+    prompts = [Prompt(str(n), "", "", (n,), cursor=n) for n in range(GROUPS)]
+    config = RolloutConfig(collect_timeout_s=20)
+    with Dispatcher([EngineAddress(url, "no log")], config, [1]) as dispatcher:
+        assert len(dispatcher.collect(GenerationRequest(prompts, 1, SamplingConfig(max_new_tokens=1), 0, 0))) == GROUPS
+    loop.run(servers.__aexit__(None, None, None))
+    loop.close()

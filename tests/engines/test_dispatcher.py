@@ -1,0 +1,282 @@
+"""Groups over several servers, without servers: who gets which, what is aborted, what goes to others."""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
+from vapo_megatron.data.prompts import PromptSource
+from vapo_megatron.data.sample import FinishReason, Prompt, Sample
+from vapo_megatron.engines.client import Completion
+from vapo_megatron.engines.dispatcher import Dispatcher
+from vapo_megatron.engines.ledger import Ledger, StepRule
+from vapo_megatron.engines.request import GenerationRequest, GroupRequest
+from vapo_megatron.engines.saved_groups import pack_groups, unpack_groups
+from vapo_megatron.engines.server import EngineAddress
+from vapo_megatron.engines.stream import GroupStream, Work
+from vapo_megatron.errors import RunFailed, TryAgain
+
+SAMPLING = SamplingConfig(max_new_tokens=8)
+PROMPTS = [Prompt(str(n), "", "", (n,), cursor=n) for n in range(12)]
+
+
+class Client:
+    """A server that answers after a time of its own; the first token of a response is that of the prompt."""
+
+    def __init__(self, address: EngineAddress, seconds: float, version: int = 0) -> None:
+        self.address, self.seconds, self.version = address, seconds, version
+        self.asked: list[int] = []
+        self.running: set[str] = set()
+        self.aborted: set[str] = set()
+        self.gone = asyncio.Event()
+        self.stopped = asyncio.Event()
+        self.read: list[tuple[list[int], int]] = []
+
+    async def generate(
+        self, prompts: Sequence[Any], params: Any, experts: Any, ids: Sequence[str], unfinished: bool
+    ) -> list[Completion]:
+        self.asked.append(prompts[0][0])
+        self.read += [(list(prompt), given["max_new_tokens"]) for prompt, given in zip(prompts, params, strict=True)]
+        self.running |= set(ids)
+        waits = [asyncio.ensure_future(event.wait()) for event in (self.gone, self.stopped)]
+        try:
+            await asyncio.wait(waits, timeout=self.seconds, return_when=asyncio.FIRST_COMPLETED)
+            if self.gone.is_set():
+                raise TryAgain("the server is gone")
+            if self.stopped.is_set() and unfinished:
+                self.stopped.clear()
+                return [self.completion(prompts[0][0], 3, "abort"), self.completion(prompts[0][0], 2, "stop")]
+            return [self.completion(prompts[0][0], 2, "stop") for _ in ids]
+        finally:
+            for wait in waits:
+                wait.cancel()
+            self.running -= set(ids)
+
+    def completion(self, first: int, length: int, reason: FinishReason) -> Completion:
+        ids, version = np.array([first, *range(1, length)], dtype=np.int32), self.version
+        return Completion(ids, -np.ones(length, np.float32), reason, version, version, versions=((version, length),))
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        self.aborted |= set(ids)
+        self.stopped.set()
+
+    async def close(self) -> None:
+        self.gone.set()
+
+
+def dispatcher(*seconds: float, version: int = 0, **settings: Any) -> tuple[Dispatcher, list[Client]]:
+    addresses = [EngineAddress(f"http://engine{n}", "no log") for n in range(len(seconds))]
+    made = Dispatcher(addresses, RolloutConfig(**settings), [1])
+    clients = [Client(address, time, version) for address, time in zip(addresses, seconds, strict=True)]
+    for engine, client in zip(made._engines, clients, strict=True):
+        engine.client = client  # type: ignore[assignment]
+    return made, clients
+
+
+def request(version: int = 0) -> GenerationRequest:
+    return GenerationRequest(PROMPTS, 2, SAMPLING, 1, version)
+
+
+def test_groups_come_in_the_order_asked_for_and_go_where_there_is_room() -> None:
+    made, clients = dispatcher(0.01, 0.05, max_running_requests=2)
+    with made:
+        done: list[int] = []
+        samples = made.collect(request(), done.append)
+    assert [(s.group, s.index) for s in samples] == [(g, i) for g in range(12) for i in range(2)]
+    assert [s.response_ids[0] for s in samples] == [g for g in range(12) for _ in range(2)]
+    assert sum(done) == 24 and len(clients[0].asked) > len(clients[1].asked) > 0
+    assert all(asked == sorted(asked) for asked in (c.asked for c in clients))
+    assert len({s.seed for s in samples}) == 24
+    wrote = [[client.asked.count(g) for client in clients] for g in range(12)]
+    assert [s.engine for s in samples[::2]] == [f"http://engine{one.index(1)}" for one in wrote]
+
+
+def test_what_a_lost_server_had_goes_to_the_others_first_of_all() -> None:
+    made, clients = dispatcher(30.0, 0.02, max_running_requests=2)
+    with made:
+        work = made.loop.start(made._collect(request(), lambda _: None))
+        while len(clients[1].asked) < 4 and not work.done():
+            time.sleep(0.001)
+        made.lose("http://engine0")
+        samples = work.result(timeout=10)
+    assert [s.group for s in samples] == [g for g in range(12) for _ in range(2)]
+    had = clients[0].asked
+    assert had and clients[1].asked[4:][: len(had) + 2].index(had[0]) <= 2, "not behind those that wait"
+
+
+def test_a_server_that_dies_or_lies_gets_nothing_more_until_it_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        "vapo_megatron.engines.dispatcher.end_server", lambda where, why: ended.append((where.url, why))
+    )
+    made, clients = dispatcher(0.03, 30.0, 0.01, max_running_requests=2)
+    made._are_replaced = True
+    clients[2].version = 3  # of weights that nobody wants
+    with made:
+        work = made.loop.start(made._collect(request(), lambda _: None))
+        while not clients[1].asked:
+            time.sleep(0.001)
+        made.loop.run(clients[1].close())
+        samples = work.result(timeout=10)
+        assert [s.group for s in samples] == [g for g in range(12) for _ in range(2)]
+        assert {s.weight_version for s in samples} == {0} and len(clients[1].asked) <= 2 and len(clients[2].asked) <= 2
+        (url, why), *_ = ended  # the dead one cannot be told to end
+        assert url == "http://engine2" and "of version 3 to 3, expected 0" in why and len(ended) == 1
+        clients[2].version = 0
+        asked = len(clients[2].asked)
+        made.use(["http://engine0", "http://engine2"])
+        assert len(made.collect(request())) == 24 and len(clients[2].asked) > asked
+
+
+def test_without_any_server_somebody_is_called_or_the_cause_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vapo_megatron.engines.dispatcher._LOOK_SECONDS", 0.02)
+    made, clients = dispatcher(0.05, 0.05)
+    calls: list[int] = []
+
+    def bring_back() -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            clients[0].gone.clear()
+            made.use(["http://engine0"])
+
+    ended: list[str] = []
+    monkeypatch.setattr("vapo_megatron.engines.dispatcher.end_server", lambda where, why: ended.append(where.url))
+    for client in clients:
+        client.gone.set()
+    with made:
+        made.when_stranded, made._are_replaced = bring_back, True
+        samples = made.collect(request())
+        assert len(calls) == 3 and [s.group for s in samples] == [g for g in range(12) for _ in range(2)]
+        clients[0].gone.set()
+        made.when_stranded, made._are_replaced = None, False
+        made.use(["http://engine0"])
+        with pytest.raises(TryAgain, match="gone"):
+            made.collect(request())
+        clients[1].gone.clear()
+        clients[1].version = 3
+        made.use(["http://engine1"])
+        with pytest.raises(RunFailed, match="of version 3 to 3, expected 0"):
+            made.collect(request())
+        clients[1].version = 0
+        assert len(made.collect(request())) == 24, "it may be asked again"
+    assert not ended, "nobody would start it again"
+
+
+def test_a_refusal_ends_all_and_what_runs_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, clients = dispatcher(0.01, 30.0)
+
+    async def refuse(*_: Any) -> None:
+        await asyncio.sleep(0.1)
+        raise RunFailed("generate was refused")
+
+    monkeypatch.setattr(clients[0], "generate", refuse)
+    with made, pytest.raises(RunFailed, match="refused"):
+        made.collect(request())
+    assert len(clients[1].aborted) == 2 * len(clients[1].asked) > 0 and not clients[1].running
+
+
+def test_a_collection_has_a_deadline() -> None:
+    made, _ = dispatcher(0.01, 30.0, collect_timeout_s=0.5, max_running_requests=1)
+    with made, pytest.raises(TryAgain, match=r"2\d? of 24 responses came within rollout.collect_timeout_s=0.5"):
+        made.collect(request())
+
+
+def stream_of(made: Dispatcher, rule: StepRule, grade: Any, useful: Any = lambda group: True) -> GroupStream:
+    def ask(prompt: Prompt) -> GroupRequest:
+        return GroupRequest(prompt, 2, SAMPLING, 8, 1, 0)
+
+    prompts = PromptSource(PROMPTS, seed=1, shuffle=False)
+    return GroupStream(made, prompts, Ledger(rule), Work(ask, grade, useful, 2 * rule.groups, 20.0))
+
+
+def test_groups_are_graded_while_others_are_generated() -> None:
+    made, clients = dispatcher(0.2, max_running_requests=1)  # one after another
+    running_when_graded: list[int] = []
+
+    def grade(group: list[Sample]) -> None:
+        time.sleep(0.02)
+        running_when_graded.append(len(clients[0].running))
+
+    with made:
+        stream = stream_of(made, StepRule(4, 1), grade)
+        groups = stream.take(lambda _: None)
+        stream.close()
+    assert [group[0].prompt.cursor for group in groups] == [0, 1, 2, 3]
+    assert [sample.group for group in groups for sample in group] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert running_when_graded[:2] == [2, 2] and running_when_graded[3] == 0, "the next one is under way"
+
+
+def test_what_a_step_does_not_need_is_aborted() -> None:
+    made, clients = dispatcher(0.01, 30.0)
+    with made:
+        # Prompts alternate between a fast server and one that never answers.
+        stream = stream_of(made, StepRule(1, 1, 4.0, 12), lambda group: None)
+        groups = stream.take(lambda _: None)
+        assert [group[0].prompt.cursor for group in groups] == [0]
+        assert clients[1].aborted and not clients[1].running and stream.ledger.first == 1
+        stream.close()
+
+
+def test_what_is_not_finished_goes_on_under_the_next_weights() -> None:
+    made, (fast, slow) = dispatcher(0.02, 30.0)
+    version = 5
+
+    def ask(prompt: Prompt) -> GroupRequest:
+        return GroupRequest(prompt, 2, SAMPLING, 8, 1, version, goes_on=True)
+
+    fast.version = slow.version = version
+    prompts = PromptSource(PROMPTS, seed=1, shuffle=False)
+    rule = StepRule(1, 9, oversampling=2.0, any_order=True, max_age=3)
+    with made:
+        work = Work(ask, lambda group: None, lambda group: True, 2, 20.0)
+        stream = GroupStream(made, prompts, Ledger(rule), work)
+        (first,) = stream.take(lambda _: None)
+        assert first[0].prompt.cursor == 0 and slow.asked == [1] and not slow.running
+        packed = pack_groups(stream.state()[1])
+        state = json.loads(json.dumps(stream.state()[0]))
+        stream.close()
+
+        slow.seconds = 0.02
+        fast.version = slow.version = version = 6
+        again = GroupStream(made, prompts, Ledger(rule, 0, 1), work)  # as from a checkpoint
+        groups = unpack_groups(packed, prompts.at, lambda ids: "text")
+        assert list(groups) == [1]
+        again.restore(state, groups)
+        (group,) = again.take(lambda _: None)
+        again.close()
+    assert group[0].prompt.cursor == 1 and [s.finish_reason for s in group] == ["stop", "stop"]
+    assert ([1, 1, 1, 2], 5) in fast.read + slow.read, "prompt and what there is of the response; five tokens are left"
+    assert group[0].response_ids.tolist() == [1, 1, 2, 1, 1] and len(group[0].rollout_logprobs) == 5
+    assert group[0].versions == ((5, 3), (6, 2)) and group[1].versions == ((5, 2),)
+    assert (group[0].weight_version_oldest, group[0].weight_version) == (5, 6)
+    assert group[0].seed != group[1].seed and group[1].response_ids.tolist() == [1, 1], "what was finished stays"
+
+
+def test_what_a_server_ends_by_itself_goes_on_at_once() -> None:
+    made, (client,) = dispatcher(0.3)
+
+    def ask(prompt: Prompt) -> GroupRequest:
+        return GroupRequest(prompt, 2, SAMPLING, 8, 1, 0, goes_on=True)
+
+    with made:
+        work = Work(ask, lambda group: None, lambda group: True, 2, 10.0)
+        stream = GroupStream(made, PromptSource(PROMPTS, seed=1, shuffle=False), Ledger(StepRule(1, 1)), work)
+        client.stopped.set()
+        (group,) = stream.take(lambda _: None)
+        stream.close()
+    assert group[0].response_ids.tolist() == [0, 1, 2, 0, 1] and client.asked == [0, 0]
+
+
+def test_what_grading_raises_ends_the_step() -> None:
+    made, _ = dispatcher(0.01)
+
+    def grade(group: list[Sample]) -> None:
+        raise RunFailed("the verifier is gone")
+
+    with made, pytest.raises(RunFailed, match="the verifier is gone"):
+        stream_of(made, StepRule(4, 1), grade).take(lambda _: None)

@@ -1,0 +1,81 @@
+"""What an engine is started with on GPUs, as a stand-in for its program sees it; what cannot work there is refused."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from vapo_megatron.config.rollout import HealthConfig, RolloutConfig
+from vapo_megatron.engines.gpu_kernels import rope_note
+from vapo_megatron.engines.server import EngineServer
+from vapo_megatron.errors import BadInput
+from vapo_megatron.weights.spec import read_spec
+
+
+@pytest.fixture
+def arguments_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A function from a config to the command line of its server."""
+    told, program = tmp_path / "told.json", tmp_path / "python"
+    program.write_text(
+        f"#!{sys.executable}\nimport json, sys\n'owner_guard' not in sys.argv[2] or sys.exit()\n"
+        f"json.dump(sys.argv, open({str(told)!r} + '.part', 'w'))\n"
+        f"import os; os.rename({str(told)!r} + '.part', {str(told)!r})\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+
+    def start(config: RolloutConfig, dtype: str, devices: range | None) -> list[str]:
+        told.unlink(missing_ok=True)
+        server = EngineServer("model", config, dtype, tmp_path / "engine.log", devices)
+        server.start()
+        end = time.monotonic() + 30
+        while not told.exists():
+            assert time.monotonic() < end, (tmp_path / "engine.log").read_text()
+            time.sleep(0.02)
+        server.stop()
+        return list(json.loads(told.read_text()))
+
+    return start
+
+
+def test_batch_invariant_kernels_are_a_choice_on_gpus_and_the_rule_elsewhere(arguments_of) -> None:
+    flag, gpu = "--enable-deterministic-inference", range(1)
+    assert flag not in arguments_of(RolloutConfig(), "bfloat16", gpu)
+    assert flag in arguments_of(RolloutConfig(deterministic=True), "bfloat16", gpu)
+    assert flag in arguments_of(RolloutConfig(), "float32", gpu)
+    assert flag in arguments_of(RolloutConfig(), "bfloat16", None)
+    assert flag not in arguments_of(RolloutConfig(deterministic=False), "bfloat16", None)
+
+
+def test_logits_of_bfloat16_engines_are_made_in_float32_unless_the_user_takes_it_back(arguments_of) -> None:
+    flag = "--enable-fp32-lm-head"
+    assert flag in arguments_of(RolloutConfig(), "bfloat16", range(1))
+    assert flag in arguments_of(RolloutConfig(dtype="bfloat16"), "float32", None)
+    assert flag not in arguments_of(RolloutConfig(), "float32", None)
+    back = RolloutConfig(server_args={"enable_fp32_lm_head": False})
+    assert flag not in arguments_of(back, "bfloat16", range(1))
+
+
+def test_sglangs_own_watchdog_waits_for_kernels_and_weights(arguments_of) -> None:
+    for seconds, progress, expected in ((1800, 120, "1800.0"), (60, 120, "600.0"), (60, 3600, "3600.0")):
+        # rollout.sync.request_timeout_s is 600
+        config = RolloutConfig(start_timeout_s=seconds, health=HealthConfig(progress_s=progress))
+        told = arguments_of(config, "bfloat16", range(1))
+        assert told[told.index("--watchdog-timeout") + 1] == expected
+
+
+def test_float32_without_the_kernels_for_it_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    config = RolloutConfig(deterministic=False)
+    with pytest.raises(BadInput, match=r"rollout\.deterministic=false .* float32 on GPUs: sgl_kernel\.rmsnorm"):
+        EngineServer("model", config, "float32", tmp_path / "engine.log", range(1))
+    EngineServer("model", config, "float32", tmp_path / "engine.log", None)
+    EngineServer("model", config, "bfloat16", tmp_path / "engine.log", range(1))
+
+
+def test_heads_that_sglang_rotates_in_bfloat16_are_told_of(model_path: Path) -> None:
+    spec = read_spec(model_path)
+    assert spec.head_dim not in (64, 128, 256, 512)
+    assert f"heads of {spec.head_dim}" in (rope_note(spec, "bfloat16", on_gpus=True) or "")
+    assert rope_note(spec, "float32", on_gpus=True) is None and rope_note(spec, "bfloat16", on_gpus=False) is None

@@ -1,0 +1,41 @@
+"""Engines over nodes: what is found out about them before anything is started, on nodes of two GPUs."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tiny_runs import make_model, train_config
+
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.errors import BadInput
+from vapo_megatron.run import first_checks, preflight
+
+
+@pytest.fixture(autouse=True)
+def node_of_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Slurm shows them."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    platform: Any = SimpleNamespace(is_cuda=True, device_count=lambda: 2)
+    for module in (first_checks, preflight):
+        monkeypatch.setattr(module, "current_platform", lambda: platform)
+
+
+def config_of(folder: Path, **rollout: Any) -> TrainConfig:
+    return TrainConfig.model_validate(train_config(folder, make_model(folder / "model")) | {"rollout": rollout})
+
+
+@pytest.mark.parametrize(("tp", "gpus", "nodes"), [(1, "4", None), (2, "4,5", None), (8, "4,5", "4")])
+def test_arguments_are_those_of_the_first_nodes_part(tmp_path: Path, tp: int, gpus: str, nodes: str | None) -> None:
+    server = preflight.first_engine(config_of(tmp_path, tp=tp, server_args={"ep_size": tp}), None)
+    assert server._environment(tmp_path)["CUDA_VISIBLE_DEVICES"] == gpus
+    given = server._engine_args()
+    assert (given[given.index("--nnodes") + 1] if "--nnodes" in given else None) == nodes
+
+
+def test_nodes_share_no_memory(tmp_path: Path) -> None:
+    config = config_of(tmp_path, tp=4, sync={"transport": "shared_memory"})
+    with pytest.raises(BadInput, match=r"rollout\.tp=4 is on several nodes of 2 GPUs, which share no memory"):
+        first_checks.check_rollout_groups(config, 8)
+    for fits in (config_of(tmp_path, tp=2, sync={"transport": "shared_memory"}), config_of(tmp_path, tp=4)):
+        first_checks.check_rollout_groups(fits, 8)

@@ -1,0 +1,162 @@
+"""Engines that die, stand still or compute something else: the others serve on, the same comes back with weights."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+from hf_models import write_model
+from ranks import run_ranks
+
+from vapo_megatron.config.model import ActorConfig, LayoutConfig, ModelConfig
+from vapo_megatron.config.rollout import HealthConfig, RolloutConfig
+from vapo_megatron.engines.engines import Engines
+from vapo_megatron.engines.weight_sync.logprob_difference import LogprobDifference
+from vapo_megatron.engines.weight_sync.probe import random_sequences
+from vapo_megatron.megatron.mesh import make_mesh
+from vapo_megatron.megatron.trainable import Trainable
+from vapo_megatron.weights.load import load_hf
+from vapo_megatron.weights.spec import read_spec
+
+VOCAB = 96
+HEALTH = HealthConfig(every_s=0.3, answer_s=4, max_failures=2)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen2")
+    return write_model(path, "qwen2", vocab_size=VOCAB, max_position_embeddings=256, eos_token_id=VOCAB - 1)
+
+
+def with_engines(model_dir: Path, log_dir: Path, count: int, body: Callable[[Engines, Trainable], Any]) -> Any:
+    """On each rank: what body returns, given the engines of a run and its actor."""
+    spec, layout = read_spec(model_dir), LayoutConfig(tp=2)
+    mesh = make_mesh(layout)
+    model = ModelConfig(path=str(model_dir), dtype="float32")
+    actor = Trainable(spec, model, ActorConfig(layout=layout), mesh, "lm", name="actor", seed=1)
+    load_hf(actor.chunks, spec, model_dir, mesh, "lm")
+    actor.prepare()
+    config = RolloutConfig(context_length=128, num_engines=count, max_total_tokens=2048, health=HEALTH)
+    with Engines(config, model_dir, "float32", log_dir, [VOCAB - 1]) as engines:
+        engines.start()
+        engines.wait_until_ready()
+        return body(engines, actor)
+
+
+def own_server(engines: Engines) -> int:
+    keeper = engines._placement.keeper
+    assert keeper is not None
+    return keeper._server.pid
+
+
+def child_of(pid: int) -> int:
+    scratch = Path(psutil.Process(pid).environ()["TMPDIR"])
+    return next(int(path.name.split("-")[2]) for path in scratch.glob("process-scheduler-*"))
+
+
+def wait_until_serving(engines: Engines) -> None:
+    keeper, end = engines._placement.keeper, time.monotonic() + 60
+    while keeper is not None and keeper.look().state != "serving":
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    dist.barrier()
+
+
+SEQUENCES = random_sequences(2, 12, VOCAB, seed=1)
+
+
+def stop_lie_and_die(engines: Engines, actor: Trainable) -> list[Any]:
+    """With two engines: that of rank 1 is stopped in a weight sync, lies after another, is killed before a third."""
+    found: list[Any] = []
+    engines.check(actor, SEQUENCES)
+    assert engines.serving == 2
+    if dist.get_rank() == 1:
+        os.kill(own_server(engines), signal.SIGSTOP)
+    start = time.monotonic()
+    engines.update_weights(actor)
+    found.append((engines.serving, time.monotonic() - start, engines.take_failures()))
+    engines.check(actor, SEQUENCES)
+    wait_until_serving(engines)
+    engines.update_weights(actor)
+    assert engines.serving == 2 and engines.take_failures() == []
+    session, honest = engines._sync, None
+    assert session is not None
+    if dist.get_rank() == 1:
+        honest = session.logprob_differences
+        lie = dict.fromkeys(session.served, LogprobDifference(0.5, 0.5, 0.5))
+        session.logprob_differences = lambda *_: lie  # type: ignore[method-assign]
+    worst = engines.check(actor, SEQUENCES)
+    found.append((engines.serving, worst.largest, engines.take_failures()))
+    if honest is not None:
+        session.logprob_differences = honest  # type: ignore[method-assign]
+    wait_until_serving(engines)
+    engines.update_weights(actor)
+    found.append((engines.serving, engines.check(actor, SEQUENCES).largest, engines.take_failures()))
+    engines.update_weights(actor)  # twice survived: what was before counts no more
+    if dist.get_rank() == 1:
+        os.kill(child_of(own_server(engines)), signal.SIGKILL)
+        found.append(engines._placement.engines()[0].in_a_row)
+    dist.barrier()
+    wait_until_lost(engines)
+    engines.update_weights(actor)
+    engines.check(actor, SEQUENCES)
+    found.append((engines.version, engines.failure))
+    liar = engines._sync.served if engines._sync is not None else []
+    engines.end({url: f"{url}: a lie" for url in liar})  # rank 0's word
+    kept = engines._placement.engines()[0]
+    found.append((kept.state, kept.failures, kept.cause))
+    return found
+
+
+def wait_until_lost(engines: Engines) -> None:
+    keeper, end = engines._placement.keeper, time.monotonic() + 30
+    assert keeper is not None
+    if dist.get_rank() == 1:
+        while keeper.look().state == "serving":
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    dist.barrier()
+
+
+def test_other_engines_serve_on(model_dir: Path, tmp_path: Path) -> None:
+    answers = run_ranks(2, with_engines, model_dir, tmp_path, 2, stop_lie_and_die, deadline=240)
+    for stopped, lied, back, *_ in answers:
+        serving, seconds, failures = stopped
+        assert serving == 1 and seconds < 30 and len(failures) == 1 and "no answer for" in failures[0], stopped
+        serving, worst, failures = lied
+        assert serving == 1 and worst < 1e-4, "the liar's log-probs are not the run's"
+        assert len(failures) == 1 and "its log-probs differ from the trainer's" in failures[0]
+        serving, worst, failures = back
+        assert serving == 2 and worst < 1e-4 and failures == []
+    assert answers[1][3] == 0
+    assert all(answer[-2] == (5, None) for answer in answers)
+    (state, failures, cause), (_, others, _) = (answer[-1] for answer in answers)
+    assert state != "serving" and failures == 1 and cause.endswith(": a lie") and others == 3
+
+
+def alone(engines: Engines, actor: Trainable) -> list[Any]:
+    """With one engine, which is killed: it comes back with the weights, and has to serve before its failure is past."""
+    engines.check(actor, SEQUENCES)
+    if dist.get_rank() == 0:
+        os.killpg(own_server(engines), signal.SIGKILL)
+        time.sleep(3 * HEALTH.every_s)
+    dist.barrier()
+    found: list[Any] = []
+    for _ in range(2):
+        engines.update_weights(actor)
+        largest = engines.check(actor, SEQUENCES).largest
+        in_a_row = [report.in_a_row for report in engines._placement.engines()]  # its check is of the same sync
+        found.append((engines.serving, largest, len(engines.take_failures()), in_a_row))
+    return found
+
+
+def test_an_engine_alone_is_waited_for(model_dir: Path, tmp_path: Path) -> None:
+    for rank, answer in enumerate(run_ranks(2, with_engines, model_dir, tmp_path, 1, alone, deadline=240)):
+        assert [serving for serving, *_ in answer] == [1, 1] and max(largest for _, largest, *_ in answer) < 1e-4
+        assert [failures for _, _, failures, _ in answer] == [1, 0]
+        assert rank or [in_a_row for *_, in_a_row in answer] == [[1], [0]]

@@ -1,0 +1,249 @@
+"""An engine whose process is killed, stopped or called wrong is ended whole, and serves again at the same address."""
+
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from stub_engine import StubServer
+
+from vapo_megatron.config.rollout import HealthConfig, RolloutConfig, SyncConfig
+from vapo_megatron.engines.inside import heartbeat
+from vapo_megatron.engines.inside.heartbeat import Heartbeat, beats_with, register
+from vapo_megatron.engines.keeper import EngineKeeper, ask_health, end_server, is_named, what_is_wrong
+from vapo_megatron.engines.server import EngineAddress, EngineServer
+
+HEALTH = HealthConfig(every_s=0.1, answer_s=2, max_failures=2)
+DEADLINE = 30
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> StubServer:
+    return StubServer(tmp_path)
+
+
+@pytest.fixture
+def keeper(stub: StubServer) -> Iterator[EngineKeeper]:
+    keeper = EngineKeeper(stub, RolloutConfig(start_timeout_s=20, health=HEALTH))  # type: ignore[arg-type]
+    keeper.start()
+    keeper.wait_until_ready()
+    yield keeper
+    keeper.stop()
+
+
+def wait_until(keeper: EngineKeeper, state: str) -> None:
+    end = time.monotonic() + DEADLINE
+    while keeper.look().state != state:
+        assert time.monotonic() < end, f"not {state}: {keeper.look()}"
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    ("role", "number", "cause"),
+    [
+        ("scheduler", signal.SIGKILL, r"its scheduler \(process \d+\) is dead"),
+        ("scheduler", signal.SIGSTOP, r"its scheduler \(process \d+\) is stopped"),
+        ("server", signal.SIGKILL, r"it ended \(exit code -9\)"),
+        ("server", signal.SIGSTOP, r"no answer for [23] s"),
+    ],
+)
+def test_a_server_with_a_dead_or_stopped_process_is_replaced(
+    keeper: EngineKeeper, stub: StubServer, role: str, number: int, cause: str
+) -> None:
+    before, address = stub.processes, keeper.address
+    assert before.keys() == {"scheduler", "server"}
+    os.kill(before[role], number)
+    wait_until(keeper, "starting")
+    end = time.monotonic() + 5
+    while any(is_alive(pid) for pid in before.values()):
+        assert time.monotonic() < end, "processes of the old one live on"
+    wait_until(keeper, "serving")
+    assert keeper.address == address and stub.processes.keys() == before.keys()
+    assert re.search(cause, keeper.look().cause), keeper.look().cause
+    time.sleep(5 * HEALTH.every_s)
+    assert keeper.look().state == "serving" and keeper.look().failures == 1
+
+
+def test_a_server_that_is_told_to_end_starts_again_when_it_may(keeper: EngineKeeper, stub: StubServer) -> None:
+    keeper.let_start(False)
+    end_server(keeper.address, "a test")
+    wait_until(keeper, "waiting")
+    time.sleep(3 * HEALTH.every_s)
+    assert keeper.look().state == "waiting" and ask_health(keeper.address, 1) is None and stub.starts == 1
+    keeper.let_start(True)
+    wait_until(keeper, "starting")
+    keeper.let_start(False)  # in the middle of its start
+    assert keeper.look().state == "waiting" and ask_health(keeper.address, 1) is None
+    keeper.let_start(True)
+    wait_until(keeper, "serving")
+
+
+def test_failures_in_a_row_end_it(keeper: EngineKeeper, stub: StubServer) -> None:
+    keeper.fail("log-probs differ")
+    wait_until(keeper, "serving")
+    keeper.survived()
+    for number in (1, 2):
+        keeper.fail("log-probs differ")
+        wait_until(keeper, "serving")
+        assert keeper.look().in_a_row == number
+    keeper.fail("log-probs differ again")
+    told = keeper.look()
+    assert (told.state, told.failures) == ("given up", 4)
+    assert told.cause == f"{keeper.address.url}: log-probs differ again"
+    time.sleep(5 * HEALTH.every_s)
+    assert keeper.look().state == "given up" and stub.starts == 4
+
+
+def test_open_requests_without_a_batch_are_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time stands still for a scheduler that has requests and begins no batch; idle time does not count."""
+    now = 0.0
+    monkeypatch.setattr(heartbeat.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now)
+
+    class Scheduler:
+        def run_batch(self, batch: str) -> str:
+            return batch
+
+    beats_with(Scheduler, register("scheduler"))
+    requests: list[Any] = []
+    told = Heartbeat(lambda: requests)
+
+    def wrong() -> str | None:
+        return what_is_wrong(health(told), RolloutConfig(start_timeout_s=1))
+
+    for now, open_requests, works, is_wrong in [
+        (500.0, 0, False, False),  # idle
+        (610.0, 2, False, False),  # since 110 s
+        (615.0, 2, True, False),
+        (730.0, 2, False, False),
+        (740.0, 2, False, True),  # 125 s after the last batch
+        (741.0, 2, True, False),
+    ]:
+        requests[:] = range(open_requests)
+        if works:
+            assert Scheduler().run_batch("batch") == "batch"
+        assert (wrong() is not None) == is_wrong, now
+    now = 900.0
+    assert "2 requests wait and no batch has ended for 159 s" in str(wrong())
+
+
+def test_first_batches_may_compile_and_a_pause_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, paused = 0.0, False
+    monkeypatch.setattr(heartbeat.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now)
+    told = Heartbeat(lambda: ["a request"], lambda: paused)
+
+    def after(seconds: float) -> str | None:
+        nonlocal now
+        now += seconds
+        return what_is_wrong(health(told), RolloutConfig())
+
+    class Scheduler:
+        def run_batch(self, seconds: float) -> str | None:
+            return after(seconds)
+
+    beats_with(Scheduler, register("scheduler"))
+    batch = Scheduler().run_batch
+    assert batch(890) is None and "in its first 100 batches: rollout.start_timeout_s=900" in str(batch(910))
+    assert all(batch(1) is None for _ in range(98))
+    assert batch(110) is None and "progress_s=120" in str(batch(130))
+    paused = True
+    assert after(600) is None and "paused, or" in str(after(310))
+    waits = RolloutConfig(sync=SyncConfig(request_timeout_s=1800))
+    assert what_is_wrong(health(told), waits) is None  # as long as a bucket may take
+    now += 900
+    assert "paused: rollout.sync.request_timeout_s=1800" in str(what_is_wrong(health(told), waits))
+    paused = False
+    assert after(2) is None and after(110) is None and after(20) is not None
+
+
+def test_what_its_keeper_stumbles_over_is_told(
+    keeper: EngineKeeper, stub: StubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread must not end without a word: who waits for the server would wait for ever."""
+    causes: list[Exception] = [OSError(28, "No space left on device"), RuntimeError("a surprise")]
+
+    def start_again() -> None:
+        if stub.starts < 3:
+            stub.starts += 1
+            raise causes[stub.starts - 2]
+        stub.start()
+
+    monkeypatch.setattr(stub, "start_again", start_again)
+    keeper.fail("a test")  # the disk is full for a moment
+    wait_until(keeper, "given up")
+    assert "its keeper failed (RuntimeError: a surprise)" in keeper.look().cause
+
+
+def test_a_server_whose_keeper_failed_is_ended(
+    keeper: EngineKeeper, stub: StubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stumble(*_: Any) -> None:
+        raise RuntimeError("a surprise")
+
+    before = stub.processes
+    monkeypatch.setattr("vapo_megatron.engines.keeper.what_is_wrong", stumble)
+    wait_until(keeper, "given up")
+    assert not any(is_alive(pid) for pid in before.values())
+
+
+def test_a_long_service_does_not_excuse_a_lie(keeper: EngineKeeper) -> None:
+    for served, in_a_row in ((False, 1), (False, 2), (True, 1)):
+        keeper._served -= 2 * 20  # start_timeout_s
+        keeper.fail("a lie", served)
+        assert keeper.look().in_a_row == in_a_row
+        wait_until(keeper, "serving")
+
+
+def test_a_cause_names_the_server_of_its_whole_url() -> None:
+    url = "http://h:3000"
+    assert all(is_named(url, cause) for cause in (f"{url}: gone", f"{url} (log a.log): gone", f"the one at {url}"))
+    assert not any(is_named(url, cause) for cause in (f"{url}1: gone", "http://i:3000: gone"))
+
+
+def test_an_answer_that_breaks_off_is_none() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        asked = EngineAddress(f"http://127.0.0.1:{listener.getsockname()[1]}", "no log")
+
+        def answer() -> None:
+            with listener.accept()[0] as connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.0 200 OK\r\nContent-Length: 100\r\n\r\n{")
+
+        threading.Thread(target=answer).start()
+        assert ask_health(asked, 5) is None
+
+
+def health(told: Heartbeat) -> dict[str, Any]:
+    """What a coroutine that waits for nothing returns."""
+    try:
+        told.health().send(None)
+    except StopIteration as end:
+        return dict(end.value)
+    raise AssertionError("it waits")
+
+
+@pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
+def test_a_real_server_tells_of_its_processes(server: EngineServer, role: str) -> None:
+    found = ask_health(server.address, 5)
+    assert found is not None and what_is_wrong(found, RolloutConfig()) is None and found["requests"] == 0
+    scratch = Path(psutil.Process(server.pid).environ()["TMPDIR"])
+    pid = next(int(path.name.split("-")[2]) for path in scratch.glob(f"process-{role}-*"))
+    os.kill(pid, signal.SIGSTOP)
+    end = time.monotonic() + 30
+    while psutil.Process(pid).status() != psutil.STATUS_STOPPED and time.monotonic() < end:
+        time.sleep(0.01)  # it stops when it is next on a core
+    found = ask_health(server.address, 5)
+    os.kill(pid, signal.SIGCONT)
+    assert found is not None and found["lost"] == [f"its {role} (process {pid}) is stopped"]

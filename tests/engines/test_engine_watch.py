@@ -1,0 +1,125 @@
+"""An engine that somebody else started is left out while it is gone, and taken back when it is ours to take."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stub_engine import StubServer
+
+from vapo_megatron.config.rollout import HealthConfig, RolloutConfig
+from vapo_megatron.engines.engine_watch import EngineWatch
+from vapo_megatron.engines.keeper import ask_health
+
+CONFIG = RolloutConfig(health=HealthConfig(every_s=0.1, answer_s=1.0, max_failures=1))
+DEADLINE = 20
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> Iterator[StubServer]:
+    server = StubServer(tmp_path)
+    server.start()
+    server.wait_until_ready()
+    yield server
+    server.stop()
+
+
+def watched(stub: StubServer, agreed: dict[str, Any], lost: list[str]) -> EngineWatch:
+    watch = EngineWatch(stub.address, CONFIG, agreed)
+    watch.when_lost = lost.append
+    return watch
+
+
+def wait_until(watch: EngineWatch, state: str) -> None:
+    end = time.monotonic() + DEADLINE
+    while watch.look().state != state:
+        assert time.monotonic() < end, f"not {state}: {watch.look()}"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("role", "cause"), [("server", "no answer for 1 s"), ("scheduler", "its scheduler")])
+def test_one_that_stands_still_is_left_out_and_comes_back(stub: StubServer, role: str, cause: str) -> None:
+    lost: list[str] = []
+    watch = watched(stub, {}, lost)
+    try:
+        os.kill(stub.processes[role], signal.SIGSTOP)
+        wait_until(watch, "waiting")
+        assert cause in watch.look().cause and lost == [stub.address.url]
+        stub.stop()  # as its owner does
+        stub.start_again()
+        wait_until(watch, "serving")
+        assert watch.look().failures == watch.look().in_a_row == 1
+        watch.survived()
+        assert watch.look().in_a_row == 0
+    finally:
+        watch.stop()
+
+
+def test_one_that_lies_is_told_to_end_and_given_up_in_the_end(stub: StubServer) -> None:
+    watch = watched(stub, {}, [])
+    try:
+        watch.fail("a test")
+        assert watch.look().state == "waiting" and ask_health(stub.address, 1) is None
+        stub.stop()
+        stub.start_again()
+        wait_until(watch, "serving")
+        watch.fail("a test")
+        assert watch.look().state == "given up"
+    finally:
+        watch.stop()
+
+
+def test_one_that_comes_back_as_another_is_not_taken(stub: StubServer, caplog: pytest.LogCaptureFixture) -> None:
+    watch = watched(stub, {"rollout.tp": 2}, [])
+    try:
+        watch.fail("a test")
+        stub.stop()
+        stub.start_again()
+        stub.wait_until_ready()
+        time.sleep(5 * CONFIG.health.every_s)
+        assert watch.look().state == "waiting" and "was started with rollout.tp=None and this run has 2" in caplog.text
+    finally:
+        watch.stop()
+
+
+def test_what_its_watch_stumbles_over_is_told(stub: StubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost: list[str] = []
+
+    def stumble(*_: Any) -> None:
+        raise KeyError("lost")
+
+    monkeypatch.setattr("vapo_megatron.engines.engine_watch.what_is_wrong", stumble)
+    watch = watched(stub, {}, lost)
+    try:
+        wait_until(watch, "given up")
+        assert "its watch failed (KeyError: 'lost')" in watch.look().cause and lost == [stub.address.url]
+    finally:
+        watch.stop()
+
+
+def test_a_watch_that_stumbles_while_its_engine_is_gone_never_says_it_serves(
+    stub: StubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states: list[Any] = []
+
+    class Told(EngineWatch):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "_state":
+                states.append(value)
+            super().__setattr__(name, value)
+
+        def _take_back(self) -> None:
+            raise KeyError("lost")
+
+    watch = Told(stub.address, CONFIG, {})
+    try:
+        watch.fail("a test")
+        stub.stop()
+        stub.start_again()
+        wait_until(watch, "given up")
+        assert states == ["serving", "waiting", "given up"] and watch.look().failures == 2
+    finally:
+        watch.stop()

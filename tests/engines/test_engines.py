@@ -1,0 +1,138 @@
+"""The engine runs the weights that the trainer has: re-sharded, checked after every weight sync, and named if not."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hf_models import write_model
+from ranks import run_ranks
+
+from vapo_megatron.config.model import ActorConfig, LayoutConfig, ModelConfig
+from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
+from vapo_megatron.data.sample import Prompt
+from vapo_megatron.engines import placement
+from vapo_megatron.engines.engines import Engines
+from vapo_megatron.engines.node_part import NodePart
+from vapo_megatron.engines.placement import ColocatedPlacement, EngineSettings
+from vapo_megatron.engines.ports import BESIDE_MEETING
+from vapo_megatron.engines.request import GenerationRequest
+from vapo_megatron.engines.weight_sync.logprob_difference import LogprobDifference
+from vapo_megatron.engines.weight_sync.probe import probe_batch, random_sequences
+from vapo_megatron.errors import RunFailed
+from vapo_megatron.megatron.mesh import make_mesh
+from vapo_megatron.megatron.trainable import Trainable
+from vapo_megatron.weights.load import load_hf
+from vapo_megatron.weights.spec import read_spec
+
+VOCAB = 96
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen2")
+    return write_model(path, "qwen2", vocab_size=VOCAB, max_position_embeddings=256, eos_token_id=VOCAB - 1)
+
+
+def weight_sync_three_times_and_break(model_dir: Path, log_dir: Path) -> tuple[list[LogprobDifference], float, str]:
+    spec, layout = read_spec(model_dir), LayoutConfig(tp=2, pp=2, sequence_parallel=True)
+    mesh = make_mesh(layout)
+    model = ModelConfig(path=str(model_dir), dtype="float32")
+    actor = Trainable(spec, model, ActorConfig(layout=layout), mesh, "lm", name="actor", seed=1)
+    load_hf(actor.chunks, spec, model_dir, mesh, "lm")
+    actor.prepare()
+    sequences = random_sequences(3, 20, VOCAB, seed=1)
+    with Engines(RolloutConfig(context_length=128), model_dir, "float32", log_dir, [VOCAB - 1]) as engines:
+        engines.start()
+        engines.wait_until_ready()
+        differences = [engines.check(actor, sequences)]
+        for _ in range(3):
+            with torch.no_grad():
+                for name, parameter in actor.chunks[0].named_parameters():
+                    noise = torch.Generator().manual_seed(dist.get_rank() + len(name))
+                    if parameter.ndim == 2:  # norms are the same on every tensor-parallel rank
+                        parameter.add_(torch.randn(parameter.shape, generator=noise) * 0.05)
+            engines.update_weights(actor)
+            differences.append(engines.check(actor, sequences))
+        responses = []
+        if dist.get_rank() == 0:
+            prompts = [Prompt(str(i), "", "", tuple(ids[:5]), cursor=i) for i, ids in enumerate(sequences)]
+            responses = engines.dispatcher.collect(
+                GenerationRequest(prompts, 2, SamplingConfig(max_new_tokens=12), 7, engines.version)
+            )
+            assert {s.weight_version for s in responses} == {3}
+        box = [[([*s.prompt.token_ids, *map(int, s.response_ids)], s.rollout_logprobs) for s in responses]]
+        dist.broadcast_object_list(box, src=0)
+        batch = probe_batch([ids for ids, _ in box[0]])
+        ours = actor.score(batch)[:, 0].split(batch.response_lengths.tolist())
+        theirs = [torch.tensor(logprobs) for _, logprobs in box[0]]
+        sampled = max(float((row[4:] - logprobs).abs().max()) for row, logprobs in zip(ours, theirs, strict=True))
+        # A trainer that goes on without a weight sync: the check must say so, and which tensor it is.
+        with torch.no_grad():
+            for name, parameter in actor.chunks[0].named_parameters():
+                if name == "decoder.layers.1.mlp.linear_fc2.weight" and mesh.pp_rank == 0:
+                    parameter.mul_(1.5)
+        try:
+            engines.check(actor, sequences)
+            message = "nothing was noticed"
+        except RunFailed as error:
+            message = str(error)
+    return differences, sampled, message
+
+
+def test_resharded_weights_arrive_and_a_stale_engine_is_named(model_dir: Path, tmp_path: Path) -> None:
+    """Training TP2 PP2 with sequence parallel, engine TP1."""
+    answers = run_ranks(4, weight_sync_three_times_and_break, model_dir, tmp_path, deadline=150)
+    for differences, sampled, message in answers:
+        assert len(differences) == 4 and max(found.largest for found in differences) < 1e-4
+        assert sampled < 1e-4, "log-probs of sampled tokens differ from the trainer's"
+        assert "after the weight sync of version 3" in message
+        assert "model.layers.1.mlp.down_proj.weight differs" in message
+        assert message.count("differs") == 1
+
+
+def placed(model_dir: Path, tp: int, **server_args: Any) -> tuple[NodePart, list[int], bool] | None:
+    """Of this rank's server on nodes of two GPUs: its part, its GPUs, whether requests come to it."""
+    device = torch.device("cuda", dist.get_rank() % 2)
+    platform: Any = SimpleNamespace(device=device, device_count=lambda: 2)
+    config = RolloutConfig(tp=tp, server_args=server_args)
+    found = ColocatedPlacement(EngineSettings(config, model_dir, "bfloat16", Path("logs")), platform)
+    if found.keeper is None:
+        return None
+    keeper: Any = found.keeper
+    server = keeper._server
+    assert keeper._health.max_failures == (0 if server._part.of > 1 else 3), "one on several nodes is not started again"
+    return server._part, list(server._devices), found.leads
+
+
+@pytest.mark.parametrize(
+    ("tp", "parts"),
+    [
+        (1, {0: (0, 1), 1: (0, 1), 2: (0, 1), 3: (0, 1)}),
+        (2, {0: (0, 1), 2: (0, 1)}),
+        (4, {0: (0, 2), 2: (1, 2)}),
+    ],
+)
+def test_an_engine_is_started_on_every_node_that_it_is_on(
+    model_dir: Path, tp: int, parts: dict[int, tuple[int, int]]
+) -> None:
+    found = run_ranks(4, placed, model_dir, tp)
+    assert {rank: (one[0].index, one[0].of) for rank, one in enumerate(found) if one is not None} == parts
+    for rank, one in enumerate(found):
+        if one is not None:
+            part, devices, leads = one
+            assert devices == [rank % 2 + i for i in range(min(tp, 2))] and leads is (part.index == 0)
+            assert bool(part.meeting) is (part.of > 1) and part.meeting == found[0][0].meeting  # type: ignore[index]
+
+
+def placed_with_attention_apart(model_dir: Path) -> Any:
+    return placed(model_dir, 4, attn_dp_size=2)
+
+
+def test_where_parts_meet_the_ports_beside_are_free_too(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "free_port", lambda beside: 20000 + sum(beside))
+    for function, *rest, port in ((placed, 4, 20000), (placed_with_attention_apart, 20000 + sum(BESIDE_MEETING))):
+        first = run_ranks(4, function, model_dir, *rest)[0]  # type: ignore[arg-type]
+        assert first[0].meeting == f"127.0.0.1:{port}"

@@ -1,0 +1,115 @@
+"""What is drawn, trained and dropped, whatever the order in which groups come back."""
+
+import json
+import random
+from collections.abc import Callable
+
+import pytest
+
+from vapo_megatron.engines.ledger import DROPPED, FILLED, NO_SIGNAL, STALE, Ledger, StepRule
+
+
+def every(n: int) -> Callable[[int], bool]:
+    return lambda number: number % n == 0
+
+
+def play(rule: StepRule, useful: Callable[[int], bool], seed: int) -> tuple[list[list[int]], Ledger, list[int]]:
+    """Draw, grade in a random order, take and train at random times; what each step trained, and ages when drawn."""
+    chance, ledger = random.Random(seed), Ledger(rule)
+    flying: dict[int, int] = {}
+    steps: list[list[int]] = []
+    ages: list[int] = []
+    drawn_at: dict[int, int] = {}
+    while len(steps) < rule.steps:
+        for _ in range(ledger.room()):
+            number = ledger.draw()
+            assert number not in flying, "in flight twice"
+            flying[number] = drawn_at[number] = ledger.trained
+        if flying and chance.random() < 0.8:
+            number = chance.choice(sorted(flying))
+            del flying[number]
+            ledger.grade(number, useful(number))
+            for gone in ledger.surplus():
+                flying.pop(gone, None)
+        elif ledger.is_ready() and (ledger.taken == ledger.trained or not rule.staleness):
+            steps.append(ledger.take())
+            ages += [ledger.taken - 1 - drawn_at[number] for number in steps[-1]]
+            for gone in ledger.surplus():
+                flying.pop(gone, None)
+            if not rule.staleness:
+                assert not flying and not ledger.room(), "nothing is in flight at the end of a synchronous step"
+                ledger.advance()
+        elif ledger.taken > ledger.trained:
+            ledger.advance()
+        in_all = ledger.counts["trained"] + sum(ledger.counts[why] for why in DROPPED)
+        assert ledger.counts["drawn"] == in_all + ledger.in_flight + ledger.graded, "a group is lost or counted twice"
+        assert ledger.in_flight == len(flying)
+    return steps, ledger, ages
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_step_trains_the_first_useful_groups_in_the_order_drawn(seed: int) -> None:
+    steps, ledger, _ = play(StepRule(4, 5, oversampling=2.0, most_draws=40), every(3), seed)
+    assert steps == [[12 * step + 3 * place for place in range(4)] for step in range(5)]
+    assert ledger.counts[NO_SIGNAL] == 2 * 19 and ledger.first == 58, "the next one would begin behind the last trained"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_after_the_most_draws_others_fill_the_step(seed: int) -> None:
+    steps, ledger, _ = play(StepRule(3, 2, oversampling=3.0, most_draws=5), every(4), seed)
+    assert steps == [[0, 4, 1], [8, 5, 6]] and ledger.first == 10
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(10))
+def test_no_group_is_older_than_the_bound(staleness: int, seed: int) -> None:
+    steps, _, ages = play(StepRule(4, 12, staleness=staleness), lambda _: True, seed)
+    assert [number for step in steps for number in step] == list(range(48)), "each once, in the order drawn"
+    assert 0 < max(ages) <= staleness
+    ages = play(StepRule(4, 12, 3.0, 40, staleness), every(3), seed)[2]
+    assert max(ages) <= staleness, "also where more are drawn than are wanted"
+
+
+def test_unfinished_groups_stay_until_they_are_too_old() -> None:
+    ledger = Ledger(StepRule(2, 9, oversampling=2.0, any_order=True, max_age=2))
+    assert [ledger.draw() for _ in range(ledger.room())] == [0, 1, 2, 3]
+    ledger.grade(3, True)
+    assert not ledger.is_ready()
+    ledger.grade(1, True)
+    assert ledger.is_ready() and ledger.take() == [1, 3] and not ledger.surplus(), "the oldest of those that are there"
+    ledger.advance()
+    assert (ledger.first, ledger.next, ledger.in_flight, ledger.room()) == (0, 4, 2, 2) and not ledger.expired()
+    for step in (2, 3):
+        for number in [ledger.draw() for _ in range(ledger.room())]:
+            ledger.grade(number, True)
+        assert ledger.take() == [2 * step, 2 * step + 1]
+        ledger.advance()
+    assert ledger.expired() == [0, 2], "drawn three steps ago"
+    assert ledger.counts == {"drawn": 8, "trained": 6, FILLED: 0, NO_SIGNAL: 0, STALE: 2} and ledger.first == 8
+
+
+def test_a_ledger_goes_on_where_it_was_saved() -> None:
+    ledger = Ledger(StepRule(2, 9, staleness=2))
+    for number in [ledger.draw() for _ in range(ledger.room())]:
+        if number not in (3, 5):
+            ledger.grade(number, True)
+    assert ledger.take() == [0, 1]
+    again = Ledger(ledger.rule, first=2, step=0)
+    again.taken = 1
+    state = json.loads(json.dumps(ledger.state()))
+    assert again.restore(state, {2: True, 4: True}) == [3, 5] and again.state() == ledger.state()
+    assert again.counts["drawn"] == 6 == again.counts["trained"] + again.in_flight + again.graded
+    later = Ledger(ledger.rule, first=7, step=0)
+    assert later.restore(state, {}) == [] and later.next == 7, "a run that leaves prompts out"
+
+
+def test_groups_of_a_later_step_than_allowed_are_not_drawn() -> None:
+    ledger = Ledger(StepRule(4, 10, staleness=1))
+    assert ledger.room() == 8, "steps 1 and 2"
+    for _ in range(8):
+        ledger.grade(ledger.draw(), True)
+    assert ledger.room() == 0 and ledger.take() == [0, 1, 2, 3] and ledger.room() == 0
+    ledger.advance()
+    assert ledger.room() == 4
+    last = Ledger(StepRule(4, 1, staleness=5))
+    assert last.room() == 4, "there is no step 2"

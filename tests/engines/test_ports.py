@@ -1,0 +1,51 @@
+"""Ports that a server takes beside those it is told, found free before it starts."""
+
+import re
+import socket
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.engines.ports import BESIDE_MEETING, BESIDE_SERVER, free_port
+from vapo_megatron.engines.server import EngineServer
+from vapo_megatron.errors import TryAgain
+
+
+@pytest.mark.parametrize("beside", [BESIDE_SERVER, BESIDE_MEETING])
+def test_a_port_whose_neighbour_is_taken_is_not_chosen(beside: tuple[int, ...]) -> None:
+    first = free_port(beside)
+    for distance in (0, *beside):
+        with socket.create_server(("127.0.0.1", first + distance)):
+            assert free_port(beside, [first, first + 256]) == first + 256
+            with pytest.raises(TryAgain, match="no port of this machine is free together with"):
+                free_port(beside, [first])
+
+
+def test_servers_that_start_at_once_share_no_port() -> None:
+    ports = {free_port(BESIDE_SERVER) for _ in range(50)}
+    taken = [port + distance for port in ports for distance in (0, *BESIDE_SERVER)]
+    assert len(ports) > 4 and len(taken) == len(set(taken))
+
+
+@pytest.mark.parametrize(("server_args", "apart"), [({}, False), ({"attn_dp_size": 2}, True)])
+def test_a_server_whose_gpus_attend_apart_has_one_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server_args: dict[str, int], apart: bool
+) -> None:
+    given = free_port(BESIDE_SERVER)
+    monkeypatch.setattr("vapo_megatron.engines.server.free_port", lambda beside: given)
+    config = RolloutConfig.model_validate({"tp": 2, "server_args": server_args})
+    with EngineServer("model", config, "float32", tmp_path / "log")._bound() as listener:
+        assert (listener.getsockname()[1] == given) is apart
+
+
+def test_they_are_those_of_the_installed_sglang() -> None:
+    srt = Path(sysconfig.get_path("purelib"), "sglang", "srt")
+    text = (srt / "server_args.py").read_text()
+    derived = {int(n) for n in re.findall(r"_port = port_base \+ (\d)$", text, re.MULTILINE)}
+    assert {0, *derived} == set(range(6)) and "port_base = dist_init_port + 1\n" in text
+    assert (*(1 + port for port in range(6)), 13) == BESIDE_MEETING
+    assert (13, *range(233, 240)) == BESIDE_SERVER
+    for name, value in (("ZMQ_TCP_PORT_DELTA", 233), ("DP_ATTENTION_HANDSHAKE_PORT_DELTA", 13)):
+        assert f"\n{name} = {value}\n" in text

@@ -1,0 +1,63 @@
+"""What engines and trainers say to each other, as the version of it that an engine is asked for stands for."""
+
+import asyncio
+import json
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from vapo_megatron.engines.client import EngineClient, LoadAnswer
+from vapo_megatron.engines.inside import columns, heartbeat
+from vapo_megatron.engines.inside.bucket_message import announce
+from vapo_megatron.engines.inside.strict_loading import BROADCAST_GROUP, LOAD_FORMAT
+from vapo_megatron.engines.remote_engines import PROTOCOL
+from vapo_megatron.engines.server import EngineAddress
+from vapo_megatron.weights.bucket import Place
+from vapo_megatron.weights.routed_experts import ExpertChoices
+
+SAID: dict[int, dict[str, Any]] = {
+    6: {
+        "bucket": ["first", "last", "places", "purpose", "size"],
+        "place": ["name", "dtype", "shape", "start"],
+        "loaded": ["problems", "seconds", "checksums"],
+        "ways": ["vapo_strict", "vapo_weights", "vapo_generate", "vapo_abort", "vapo_health", "vapo_end"],
+        "health": ["lost", "requests", "silent_s", "paused", "batches"],
+        "asked": ["expert_choices", "input_ids", "return_logprob", "return_routed_experts", "rid", "sampling_params"],
+        "choices": ["layers", "experts", "per_token", "dense_layers"],
+        "answer": "[{'experts': [2, '|u1'], 'logprobs': 1, 'meta': {'a': 1}, 'tokens': 1}] 070000000000003f0203",
+    }
+}
+
+
+def said() -> dict[str, Any]:
+    asked: dict[str, Any] = {}
+
+    class Client(EngineClient):
+        async def _call(self, path: str, body: dict[str, Any] | None) -> Any:
+            asked.update(body or {})
+            return columns.join([])
+
+    choices = ExpertChoices(*(1 for _ in fields(ExpertChoices)))
+    asyncio.run(Client(EngineAddress("", ""), 1.0).generate([], [], choices, ids=[]))
+    one = columns.Columns({"a": 1}, np.array([7], "<i4"), np.array([0.5], "<f4"), np.array([2, 3], np.uint8))
+    message = columns.join([one])
+    end = 4 + int.from_bytes(message[:4], "little")
+    entries = [dict(sorted(entry.items())) for entry in json.loads(message[4:end])]
+    return {
+        "bucket": sorted(announce(None, "load", first=True, last=True)),
+        "place": list(Place._fields),
+        "loaded": [f.name for f in fields(LoadAnswer)],
+        "ways": [
+            *(LOAD_FORMAT, BROADCAST_GROUP, columns.PATH, columns.ABORT_PATH),
+            *(heartbeat.HEALTH_PATH, heartbeat.END_PATH),
+        ],
+        "health": list(asyncio.run(heartbeat.Heartbeat(tuple).health())),
+        "asked": sorted(asked),
+        "choices": [f.name for f in fields(ExpertChoices)],
+        "answer": f"{entries} {message[end:].hex()}",
+    }
+
+
+def test_what_is_said_is_that_of_the_version() -> None:
+    assert said() == SAID[PROTOCOL], "raise remote_engines.PROTOCOL, and write here what is said now"

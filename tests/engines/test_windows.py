@@ -1,0 +1,190 @@
+"""Responses that are trained window by window: every token once, under the weights that wrote it, kills included."""
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vapo_megatron.config.reward import RewardConfig
+from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
+from vapo_megatron.data.batch import from_samples
+from vapo_megatron.data.prompts import PromptSource
+from vapo_megatron.data.sample import FinishReason, Prompt, Sample
+from vapo_megatron.engines.client import Completion
+from vapo_megatron.engines.dispatcher import Dispatcher
+from vapo_megatron.engines.ledger import Ledger, StepRule
+from vapo_megatron.engines.request import GroupRequest
+from vapo_megatron.engines.saved_groups import pack_groups, unpack_groups
+from vapo_megatron.engines.server import EngineAddress
+from vapo_megatron.engines.stream import GroupStream, Work
+from vapo_megatron.rewards.grading import TRUNCATED, grade_samples
+from vapo_megatron.rewards.pool import VerifierPool
+from vapo_megatron.training.rollout_times import age_metrics
+
+WINDOW, GROUPS, SIZE, STEPS = 4, 3, 2, 8
+LONGEST = [10, 12]  # three windows; in the first case the last of them has two tokens
+PROMPTS = [Prompt(str(n), "", "1", (n, 7), cursor=n) for n in range(100)]
+RULE = StepRule(GROUPS, STEPS, windows=3)
+
+
+def length_of(cursor: int, seed: int) -> int:
+    """Up to three tokens more than there is room for; some end where a window ends."""
+    return 1 + (5 * cursor + seed) % 15
+
+
+class Client:
+    """A server whose tokens count up from 1, as far as what it is sent says that they have come."""
+
+    def __init__(self, address: EngineAddress) -> None:
+        self.address, self.version, self.most = address, 0, WINDOW
+
+    async def generate(self, prompts: Any, params: Any, experts: Any, ids: Any, unfinished: bool) -> list[Completion]:
+        assert not unfinished
+        found = []
+        for prompt, given in zip(prompts, params, strict=True):
+            written, most = len(prompt) - 2, given["max_new_tokens"]
+            assert prompt[2:] == list(range(1, written + 1)) and 0 < most <= self.most
+            left = length_of(prompt[0], given["sampling_seed"]) - written
+            tokens = np.arange(written + 1, written + 1 + min(left, most), dtype=np.int32)
+            reason: FinishReason = "stop" if left <= most else "length"
+            logprobs, count = -np.ones(len(tokens), np.float32), len(tokens)
+            versions = ((self.version, count),)
+            found.append(Completion(tokens, logprobs, reason, self.version, self.version, versions=versions))
+        return found
+
+    async def close(self) -> None: ...
+
+
+def begin(
+    saved: tuple[int, Any, bytes] | None, step: int, longest: int, window: int | None = WINDOW
+) -> tuple[GroupStream, Dispatcher, Client, VerifierPool]:
+    dispatcher = Dispatcher([EngineAddress("http://engine", "no log")], RolloutConfig(), [1])
+    client = Client(dispatcher._engines[0].client.address)
+    client.version, client.most = step, window or longest
+    dispatcher._engines[0].client = client  # type: ignore[assignment]
+    prompts = PromptSource(PROMPTS, seed=1, shuffle=False)
+    sampling, pool = SamplingConfig(max_new_tokens=longest), VerifierPool(RewardConfig(workers=1))
+
+    def request(prompt: Prompt) -> GroupRequest:
+        return GroupRequest(prompt, SIZE, sampling, longest, 1, client.version, window=window)
+
+    def grade(group: list[Sample]) -> None:
+        grade_samples(group, pool, lambda ids: "Answer: 1", RewardConfig())
+
+    work = Work(request, grade, lambda group: True, GROUPS * SIZE, 20.0)
+    rule = RULE if window is not None else StepRule(GROUPS, STEPS, any_order=True, max_age=9)
+    stream = GroupStream(dispatcher, prompts, Ledger(rule, 0 if saved is None else saved[0], step), work)
+    if saved is not None:
+        stream.restore(saved[1], unpack_groups(saved[2], prompts.at, lambda ids: "text"))
+    return stream, dispatcher, client, pool
+
+
+def train(kills: Sequence[int], longest: int = LONGEST[0]) -> tuple[list[list[Sample]], dict[str, Any]]:
+    """The samples of each step, and the ledger's counts. kills: steps in which the run dies once, with its groups."""
+    steps: list[list[Sample]] = []
+    saved, left = None, list(kills)
+    while len(steps) < STEPS:
+        stream, dispatcher, client, pool = begin(saved, len(steps), longest)
+        while len(steps) < STEPS:
+            groups = stream.take(lambda _: None)
+            assert len(groups) == GROUPS
+            if left and left[0] == len(steps) + 1:
+                del left[0]
+                break
+            steps.append([sample for group in groups for sample in group])
+            client.version += 1
+            stream.advance()
+            state, waiting = stream.state()
+            saved = stream.ledger.first, json.loads(json.dumps(state)), pack_groups(waiting)
+            assert state["counts"]["drawn"] == state["counts"]["trained"] + len(state["drawn_at"])
+        stream.close()
+        dispatcher.close()
+        pool.close()
+    assert saved is not None
+    return steps, saved[1]["counts"]
+
+
+def facts(steps: list[list[Sample]]) -> list[list[Any]]:
+    return [
+        [(s.prompt.cursor, s.index, s.group, s.window_start, s.response_ids.tolist(), s.versions) for s in step]
+        for step in steps
+    ]
+
+
+@pytest.mark.parametrize("longest", LONGEST)
+def test_every_token_is_trained_once_under_the_weights_that_wrote_it(longest: int) -> None:
+    steps, counts = train([], longest)
+    trained: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for step, samples in enumerate(steps):
+        for sample in samples:
+            assert sample.window_start is not None and 0 < sample.new_tokens <= WINDOW
+            assert sample.versions[-1] == (step, sample.new_tokens), "what is new is of the weights of this step"
+            trained[sample.prompt.cursor, sample.index] += sample.response_ids[sample.window_start :].tolist()
+        assert age_metrics(samples, step) == {"rollout/age_0_share": 1, "rollout/age_mean": 0, "rollout/age_max": 0}
+    seeds = {(s.prompt.cursor, s.index): s.seed for step in steps for s in step}
+    last = {(s.prompt.cursor, s.index): s for step in steps for s in step}
+    for key, tokens in trained.items():
+        whole = min(longest, length_of(key[0], seeds[key]))
+        assert tokens == list(range(1, len(tokens) + 1)), "in order, none of them twice"
+        assert len(tokens) == whole or (last[key].goes_on and last[key] in steps[-1])
+    assert any(len(tokens) > 2 * WINDOW for tokens in trained.values())
+    assert counts["trained"] > GROUPS and counts.get("stale", 0) == 0
+
+
+@pytest.mark.parametrize("longest", LONGEST)
+def test_what_is_cut_for_good_is_wrong_and_what_goes_on_has_no_reward_yet(longest: int) -> None:
+    steps, _ = train([], longest)
+    samples = [sample for step in steps for sample in step]
+    reasons = {sample.finish_reason for sample in samples}
+    assert reasons == {"stop", "length", "abort"}
+    batch = from_samples(samples)
+    for sample, cut in zip(samples, batch.truncated.tolist(), strict=True):
+        assert cut == (sample.finish_reason == "abort")
+        assert sample.correct == (sample.finish_reason == "stop")
+        assert (sample.grade_reason == TRUNCATED) == (sample.finish_reason != "stop")
+        assert (len(sample.response_ids) == longest) >= (sample.finish_reason == "length")
+    assert batch.table().new_lengths.tolist() == [sample.new_tokens for sample in samples]
+
+
+@pytest.mark.parametrize("kills", [[1], [2, 3], [4, 6, 8]])
+def test_a_killed_run_goes_on_to_the_same_samples(kills: list[int]) -> None:
+    straight, counts = train([])
+    killed, after = train(kills)
+    assert facts(killed) == facts(straight) and after == counts
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, WINDOW), (WINDOW, None)])
+def test_what_was_written_in_the_other_way_before_a_resume_is_written_again(
+    before: int | None, after: int | None
+) -> None:
+    """Of two groups that wait, one is finished, and of one there is a beginning that a step has trained, or not."""
+    stream, *others = begin(None, 0, LONGEST[1], before)
+    stream.take(lambda _: None)
+    stream.advance()
+    state, _ = stream.state()
+    close(stream, *others)
+    waiting, starts = {}, (None, None) if before is None else (0, WINDOW)
+    state |= {"next": GROUPS + 2, "drawn_at": {str(GROUPS): 0, str(GROUPS + 1): 0}}
+    for number, start, reason in zip((GROUPS, GROUPS + 1), starts, ("stop", "abort"), strict=True):
+        ids, logprobs = list(range(1, WINDOW + 1)), [-1.0] * WINDOW
+        waiting[number] = [
+            Sample(PROMPTS[number], 0, i, i, ids, logprobs, reason, 0, 0, reward=1.0, correct=True, window_start=start)  # type: ignore[arg-type]
+            for i in range(SIZE)
+        ]
+    stream, *others = begin((GROUPS, state, pack_groups(waiting)), 1, LONGEST[1], after)
+    groups = {group[0].prompt.cursor: group for group in stream.take(lambda _: None)}
+    close(stream, *others)
+    assert {GROUPS, GROUPS + 1} <= groups.keys() and all(len(group) == SIZE for group in groups.values())
+    samples = [sample for group in groups.values() for sample in group]
+    assert {sample.window_start for sample in samples} == {None if after is None else 0}
+    assert {version for sample in samples for version, _ in sample.versions} == {1}, "of the weights of now alone"
+    assert from_samples(samples).samples == len(samples)
+
+
+def close(stream: GroupStream, dispatcher: Dispatcher, client: Client, pool: VerifierPool) -> None:
+    stream.close()
+    dispatcher.close()
+    pool.close()

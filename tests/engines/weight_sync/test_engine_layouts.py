@@ -1,0 +1,132 @@
+"""Engines whose GPUs share out more than columns: copies of key-value heads, experts, attention, nodes. Each computes
+what the trainer does after a weight sync by every transport."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_qwen3 import chosen_experts, largest_difference, make_moe, token_logprobs
+from transformers import Qwen3MoeForCausalLM
+
+from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.engines.client import Completion, EngineClient
+from vapo_megatron.engines.keeper import ask_health
+from vapo_megatron.engines.node_part import NodePart
+from vapo_megatron.engines.ports import BESIDE_MEETING, free_port
+from vapo_megatron.engines.server import EngineServer
+from vapo_megatron.engines.weight_sync.session import WeightSync
+from vapo_megatron.engines.weight_sync.transports import DiskTransport, DistributedTransport, SharedMemoryTransport
+from vapo_megatron.errors import RunFailed
+from vapo_megatron.weights.hf_files import HFTensors
+from vapo_megatron.weights.routed_experts import ExpertChoices
+
+SEQUENCES = [list(range(3, 40)), list(range(50, 80)), list(range(20, 90))]
+EXPERT = "model.layers.1.mlp.experts.{}.up_proj.weight"
+DEADLINE = 120.0
+
+
+@contextmanager
+def engine(model_path: Path, folder: Path, nodes: int, **server_args: Any) -> Iterator[Sequence[EngineServer]]:
+    """The parts of an engine of two ranks, on as many nodes of this machine."""
+    config = RolloutConfig(
+        tp=2,
+        max_running_requests=8,
+        max_total_tokens=4096,
+        start_timeout_s=DEADLINE,
+        router_replay=True,
+        server_args=server_args,
+    )
+    meeting = f"127.0.0.1:{free_port(BESIDE_MEETING)}"
+    parts = [NodePart(index, nodes, meeting if nodes > 1 else "") for index in range(nodes)]
+    servers = [
+        EngineServer(model_path, config, "float32", folder / f"engine_{part.index}.log", part=part) for part in parts
+    ]
+    with ExitStack() as stack:
+        for server in servers:
+            stack.callback(server.stop)
+            server.start()
+        for server in servers:
+            server.wait_until_ready()
+        yield servers
+
+
+@pytest.mark.parametrize(
+    ("nodes", "server_args"),
+    [
+        (2, {"ep_size": 2}),
+        pytest.param(1, {"attn_dp_size": 2}, marks=pytest.mark.full),
+        pytest.param(2, {"attn_dp_size": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_an_engine_computes_what_the_trainer_does(tmp_path: Path, nodes: int, server_args: dict[str, Any]) -> None:
+    """One key-value head, which both ranks hold."""
+    before, after = (make_moe(seed, num_key_value_heads=1) for seed in (1, 2))
+    paths = {model: tmp_path / name for model, name in ((before, "before"), (after, "after"))}
+    for model, path in paths.items():
+        model.save_pretrained(path)
+    tensors = {model: weights(path) for model, path in paths.items()}
+    with engine(paths[before], tmp_path, nodes, **server_args) as servers:
+        client = EngineClient(servers[0].address, DEADLINE)
+        transports = (
+            SharedMemoryTransport(client, 2),
+            DistributedTransport([client], 2, DEADLINE),
+            DiskTransport([client], tmp_path / "weights"),
+        )
+        for version, transport in enumerate(transports, start=1):
+            model = after if version % 2 else before
+            with WeightSync(transport) as sync:
+                sync.load([list(tensors[model].items())], version)
+                expected = [token_logprobs(model, sequence) for sequence in SEQUENCES]
+                assert largest_difference(sync, SEQUENCES, expected) < 1e-4
+                assert sync.differing_tensors([list(tensors[model].items())]) == []
+        check_experts(client, after)
+        with WeightSync(SharedMemoryTransport(client, 2)) as sync:
+            check_refusals(sync, tensors[after])
+        for server in servers:
+            health = ask_health(server.address, 10)
+            assert health is not None and not health["lost"]
+
+
+def check_experts(client: EngineClient, model: Qwen3MoeForCausalLM) -> None:
+    """Whichever GPUs a request is on, the experts that come with its response are those of its tokens."""
+    choices, sampling = ExpertChoices(layers=2, experts=6, per_token=2), {"max_new_tokens": 8, "temperature": 1.0}
+    for completion, prompt in zip(
+        asyncio.run(_generate(client, SEQUENCES * 2, sampling, choices)), SEQUENCES * 2, strict=True
+    ):
+        tokens = [*prompt, *completion.token_ids.tolist()]
+        assert completion.routed_experts is not None
+        told = completion.routed_experts.unflatten(1, (2, 2)).sort(-1).values.long()
+        assert torch.equal(told, chosen_experts(model, tokens[:-1]).sort(-1).values)
+
+
+async def _generate(
+    client: EngineClient, prompts: list[list[int]], sampling: dict[str, Any], choices: ExpertChoices
+) -> list[Completion]:
+    try:
+        return await client.generate(prompts, [sampling] * len(prompts), choices)
+    finally:
+        await client.close()
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    found = HFTensors(path)
+    return {name: found[name][:] for name in sorted(found.names)}
+
+
+def check_refusals(sync: WeightSync, tensors: dict[str, torch.Tensor]) -> None:
+    """What one rank alone holds is missed as well."""
+    for missing in (0, 5):
+        part = {name: tensor for name, tensor in tensors.items() if name != EXPERT.format(missing)}
+        with pytest.raises(RunFailed, match=r"layers\.1\.mlp\.experts\.w13_weight .* was not sent in full"):
+            sync.load([list(part.items())], 7)
+    with pytest.raises(RunFailed, match=r"experts\.6\.up_proj\.weight of shape \[48, 64\]"):
+        sync.load([list((tensors | {EXPERT.format(6): tensors[EXPERT.format(5)]}).items())], 8)
+    with pytest.raises(RunFailed, match=r"model\.nrom\.weight of shape \[64\] is not known"):
+        sync.load([list((tensors | {"model.nrom.weight": tensors["model.norm.weight"]}).items())], 9)
+    sync.load([list(tensors.items())], 10)
+    swapped = tensors | {EXPERT.format(0): tensors[EXPERT.format(5)], EXPERT.format(5): tensors[EXPERT.format(0)]}
+    assert sync.differing_tensors([list(swapped.items())]) == [f"{EXPERT.format(n)} differs" for n in (0, 5)]

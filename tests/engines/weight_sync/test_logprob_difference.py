@@ -1,0 +1,71 @@
+"""What is judged after a weight sync, and how far it may be off."""
+
+import pytest
+import torch
+
+from vapo_megatron.config.rollout import SyncConfig
+from vapo_megatron.engines.weight_sync.logprob_difference import LogprobDifference, compare_logprobs, limits_of
+
+
+def rows(values: list[float]) -> list[list[float]]:
+    return [values[:30], values[30:]]
+
+
+def with_differences(*changes: float) -> LogprobDifference:
+    """Of 124 tokens, as a probe has them, the last ones of which are off by `changes` and the others by 0.01."""
+    ours = [-float(i) for i in range(124)]
+    theirs = [value + 0.01 for value in ours]
+    for index, change in enumerate(changes, start=1):
+        theirs[-index] = ours[-index] - change
+    return compare_logprobs(rows(ours), rows(theirs), quantile=0.95)
+
+
+def test_largest_quantile_and_mean_are_those_of_all_tokens() -> None:
+    found = with_differences(3.0, 2.0)
+    apart = torch.tensor([0.01] * 122 + [3.0, 2.0], dtype=torch.float64)
+    assert found.largest == pytest.approx(3.0) and found.mean == pytest.approx(float(apart.mean()))
+    assert found.quantile == pytest.approx(0.01)
+    assert with_differences(*[1.0] * 7).quantile == pytest.approx(1.0), (
+        "seven of 124 tokens are more than one in twenty"
+    )
+
+
+def test_bfloat16_forgives_rare_tokens_and_float32_forgives_none() -> None:
+    rare, coarse, exact = with_differences(2.0, 1.5), limits_of(SyncConfig(), "bfloat16"), SyncConfig(tolerance=0.02)
+    assert coarse.excess(rare) is None
+    strict = limits_of(exact, "float32")
+    assert strict.share == 1.0
+    found = compare_logprobs([[0.0, 0.0, 0.0]], [[0.01, 0.01, -0.03]], strict.share)
+    assert "by 0.03 at most, rollout.sync.tolerance allows 0.02" in (strict.excess(found) or "")
+
+
+def test_many_tokens_off_by_little_exceed_the_mean_alone() -> None:
+    found = compare_logprobs([[-1.0] * 124], [[-1.2] * 124], 0.95)
+    assert "by 0.2 on average, rollout.sync.mean_tolerance allows 0.1" in (
+        limits_of(SyncConfig(), "bfloat16").excess(found) or ""
+    )
+    assert limits_of(SyncConfig(mean_tolerance=0.3), "bfloat16").excess(found) is None
+
+
+def test_many_tokens_off_by_much_are_told_with_quantile_and_largest() -> None:
+    found = with_differences(*[0.7] * 9, 4.0)
+    said = limits_of(SyncConfig(), "bfloat16").excess(found)
+    assert said == "by 0.7 at the 0.95 quantile (at most 4), rollout.sync.tolerance allows 0.5"
+    assert limits_of(SyncConfig(), "fp8").excess(found) is None, "FP8 has limits of its own"
+    assert "rollout.sync.fp8_tolerance allows 0.6" in (
+        limits_of(SyncConfig(fp8_tolerance=0.6), "fp8").excess(found) or ""
+    )
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "fp8"])
+def test_one_log_prob_that_is_no_number_exceeds_every_limit(broken: float, precision: str) -> None:
+    limits = limits_of(SyncConfig(), precision)  # type: ignore[arg-type]
+    found = compare_logprobs([[-1.0] * 60, [-1.0] * 60], [[-1.0] * 59 + [broken], [-1.0] * 60], limits.share)
+    assert found.largest == float("inf") and limits.excess(found) is not None
+
+
+def test_of_several_engines_the_worst_counts_figure_by_figure() -> None:
+    worst = LogprobDifference.worst([LogprobDifference(1.0, 0.2, 0.05), LogprobDifference(0.5, 0.4, 0.01)])
+    assert worst == LogprobDifference(1.0, 0.4, 0.05)
+    assert LogprobDifference.worst([]).largest == 0.0

@@ -1,0 +1,244 @@
+"""Training at one layout, engines at another, by every transport of a machine without GPUs: after each update the
+engine computes what the trainer does, and nothing that goes wrong on the way goes unnoticed."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from tiny_qwen3 import largest_difference, make_model, token_logprobs
+from transformers import Qwen3ForCausalLM
+
+from vapo_megatron.config.model import ActorConfig, LayoutConfig, ModelConfig, OptimizerSettings
+from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
+from vapo_megatron.data.sample import Prompt
+from vapo_megatron.engines.client import EngineClient
+from vapo_megatron.engines.dispatcher import Dispatcher
+from vapo_megatron.engines.request import GenerationRequest
+from vapo_megatron.engines.server import EngineAddress, EngineServer
+from vapo_megatron.engines.weight_sync.probe import probe_batch, random_sequences, split_logprobs
+from vapo_megatron.engines.weight_sync.session import WeightSync
+from vapo_megatron.engines.weight_sync.transports import (
+    DiskTransport,
+    DistributedTransport,
+    SharedMemoryTransport,
+    Transport,
+)
+from vapo_megatron.errors import RunFailed
+from vapo_megatron.megatron.mesh import make_mesh
+from vapo_megatron.megatron.trainable import Trainable
+from vapo_megatron.weights.bucket import Bucket, SharedSlots, pack, packed_size
+from vapo_megatron.weights.export import make_slots, stream_hf
+from vapo_megatron.weights.load import load_hf
+from vapo_megatron.weights.spec import read_spec
+
+KINDS = ["shared_memory", "distributed", "disk"]
+DEADLINE = 120.0
+VOCAB = 128
+SEQUENCES = random_sequences(3, 24, VOCAB, seed=1)
+UP = "model.layers.{}.mlp.up_proj.weight"
+
+Tensors = list[tuple[str, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def wide_server(
+    model_path: Path, config: RolloutConfig, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineServer]:
+    """Two tensor-parallel ranks."""
+    log_file = tmp_path_factory.mktemp("logs") / "wide.log"
+    with EngineServer(model_path, config.model_copy(update={"tp": 2}), "float32", log_file) as running:
+        yield running
+
+
+@pytest.fixture
+def restored(server: EngineServer, model: Qwen3ForCausalLM) -> Iterator[EngineServer]:
+    """The shared server of one rank, which gets back the weights that other tests expect."""
+    yield server
+    with make_sync("shared_memory", server.address, 1, Path("unused")) as sync:
+        sync.load([list(model.state_dict().items())], version=0)
+
+
+def make_sync(kind: str, address: EngineAddress, engine_tp: int, folder: Path) -> WeightSync:
+    client = EngineClient(address, DEADLINE)
+    transport: Transport
+    if kind == "shared_memory":
+        transport = SharedMemoryTransport(client, engine_tp)
+    elif kind == "distributed":
+        transport = DistributedTransport([client], engine_tp, DEADLINE)
+    else:
+        transport = DiskTransport([client], folder)
+    return WeightSync(transport)
+
+
+class LikelihoodLoss:
+    """Minus the mean log-prob of response tokens."""
+
+    sums, maxima = ("loss",), ()
+
+    def __init__(self, tokens: int) -> None:
+        self._weights = torch.full((tokens,), 1.0 / tokens)
+
+    def __call__(self, outputs: torch.Tensor, local: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = -(outputs[:, 0] * local.gather(self._weights)).sum()
+        return loss, {"loss": loss.detach()}
+
+
+def train_and_send(
+    model_path: Path, layout: LayoutConfig, engines: list[tuple[EngineAddress, int]], folder: Path
+) -> dict[str, Any]:
+    """Three updates, after each a weight sync by every transport to every engine; rank 0 speaks to all of them."""
+    spec, mesh = read_spec(model_path), make_mesh(layout)
+    model = ModelConfig(path=str(model_path), dtype="float32")
+    section = ActorConfig(layout=layout, optimizer=OptimizerSettings(lr=1e-2, warmup_steps=0))
+    actor = Trainable(spec, model, section, mesh, "lm", name="actor", seed=1)
+    load_hf(actor.chunks, spec, model_path, mesh, "lm")
+    actor.prepare()
+    slots = make_slots(mesh, torch.device("cpu"))
+    batch = probe_batch(SEQUENCES)
+    leads = dist.get_rank() == 0
+    syncs = [
+        (kind, address, make_sync(kind, address, tp, folder)) for address, tp in engines for kind in KINDS if leads
+    ]
+    differences: list[float] = []
+    losses, versions, version = [], [], 0
+    for _ in range(3):
+        losses.append(
+            actor.train_step(batch, range(batch.samples), LikelihoodLoss(batch.response_tokens)).metrics["loss"]
+        )
+        ours = split_logprobs(batch, actor.score(batch, temperature=1.0)[:, 0])
+        for i in range(len(engines) * len(KINDS)):
+            version += 1
+            # Small buckets: several of them go each way.
+            stream = stream_hf(actor.chunks, spec, mesh, "lm", bucket_bytes=60_000, slots=slots)
+            if not leads:
+                for _ in stream:
+                    pass
+                continue
+            _, address, sync = syncs[i]
+            sync.load(stream, version)
+            differences.append(largest_difference(sync, SEQUENCES, ours))
+            versions.append(sampled_version(address, version))
+    for _, _, sync in syncs:
+        sync.close()
+    dist.barrier()
+    slots.close()
+    return {"differences": differences, "losses": losses, "versions": versions, "left": list(folder.iterdir())}
+
+
+def sampled_version(address: EngineAddress, version: int) -> bool:
+    """Whether samples carry a version; the dispatcher itself raises where they do not."""
+    config = RolloutConfig(collect_timeout_s=DEADLINE)
+    prompts = [Prompt("p", "", "", tuple(SEQUENCES[0][:5]))]
+    with Dispatcher([address], config, stop_token_ids=[1]) as dispatcher:
+        samples = dispatcher.collect(
+            GenerationRequest(prompts, 2, SamplingConfig(max_new_tokens=4), 0, weight_version=version)
+        )
+    return all(sample.weight_version == sample.weight_version_oldest == version for sample in samples)
+
+
+def test_after_every_update_engines_of_other_layouts_compute_what_the_trainer_does(
+    model_path: Path, restored: EngineServer, wide_server: EngineServer, tmp_path: Path
+) -> None:
+    """TP2 PP2 to engines of one rank and of two."""
+    layout = LayoutConfig(tp=2, pp=2, sequence_parallel=True)
+    engines = [(restored.address, 1), (wide_server.address, 2)]
+    check(run_ranks(4, train_and_send, model_path, layout, engines, tmp_path, deadline=240)[0], weight_syncs=18)
+
+
+def test_a_trainer_of_one_rank_feeds_an_engine_of_two(
+    model_path: Path, wide_server: EngineServer, tmp_path: Path
+) -> None:
+    engines = [(wide_server.address, 2)]
+    answers = run_ranks(1, train_and_send, model_path, LayoutConfig(), engines, tmp_path, deadline=240)
+    check(answers[0], weight_syncs=9)
+
+
+def check(answer: dict[str, Any], weight_syncs: int) -> None:
+    assert len(answer["differences"]) == weight_syncs and max(answer["differences"]) < 1e-4
+    assert answer["losses"][0] > answer["losses"][1] > answer["losses"][2], "the updates changed nothing"
+    assert answer["versions"] == [True] * weight_syncs
+    assert answer["left"] == [], "files stayed behind"
+
+
+@pytest.fixture(scope="module")
+def others() -> Tensors:
+    """Other weights than the server started with."""
+    return list(make_model(7).state_dict().items())
+
+
+@pytest.fixture(params=KINDS)
+def sync(request: pytest.FixtureRequest, wide_server: EngineServer, tmp_path: Path) -> Iterator[WeightSync]:
+    with make_sync(request.param, wide_server.address, 2, tmp_path) as running:
+        yield running
+
+
+def in_slots(tensors: Tensors, size: int = 5) -> Iterator[Bucket]:
+    """Buckets as a stream makes them: in two places of shared memory."""
+    slots = SharedSlots()
+    for index, start in enumerate(range(0, len(tensors), size)):
+        part = tensors[start : start + size]
+        yield pack(part, slots.take(index, packed_size(part)))
+    slots.close()
+
+
+def test_a_bucket_damaged_on_its_way_is_named(sync: WeightSync, others: Tensors) -> None:
+    """One bit of one weight, too little for log-probs to tell."""
+
+    def damage(tensors: Iterator[Bucket]) -> Iterator[Bucket]:
+        for bucket in tensors:
+            bucket.checksums()
+            for name, tensor in bucket:
+                if name == UP.format(1):
+                    tensor.view(torch.int32)[3, 5] ^= 1
+            yield bucket
+
+    with pytest.raises(RunFailed, match=rf"weights were not accepted: {UP.format(1)} arrived damaged[^;]*$"):
+        sync.load(damage(in_slots(others)), version=1)
+
+
+def test_a_tensor_dropped_on_its_way_is_named(sync: WeightSync, others: Tensors) -> None:
+    dropped = [(name, tensor) for name, tensor in others if name != UP.format(0)]
+    with pytest.raises(RunFailed, match=r"layers\.0\.mlp\.gate_up_proj\.weight .* was not sent in full"):
+        sync.load(in_slots(dropped), version=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_name_or_shape_that_the_engine_does_not_take_is_named(
+    kind: str, restored: EngineServer, others: Tensors, tmp_path: Path
+) -> None:
+    """Of an engine that pads no dimensions: one that does fills up what is short (strict_loading)."""
+    sync = make_sync(kind, restored.address, 1, tmp_path)
+    wrong = [(name.replace("1.mlp.up", "1.mlp.upp"), t) for name, t in others]
+    with pytest.raises(RunFailed, match=r"model\.layers\.1\.mlp\.upp_proj\.weight of shape \[96, 64\] is not known"):
+        sync.load(in_slots(wrong), version=1)
+    cut = [(name, t[:-2] if name.endswith("1.self_attn.k_proj.weight") else t) for name, t in others]
+    with pytest.raises(RunFailed, match=r"1\.self_attn\.k_proj\.weight (of shape )?\[30, 64\]"):
+        sync.load(in_slots(cut), version=1)
+
+
+def test_a_session_that_was_broken_off_ends_with_the_next_one(restored: EngineServer, others: Tensors) -> None:
+    """The server is one of several, and another one failed in the middle of a weight sync."""
+    client = EngineClient(restored.address, DEADLINE)
+    with asyncio.Runner() as runner:
+        runner.run(client.begin_weight_update())
+        runner.run(client.close())
+    with make_sync("shared_memory", restored.address, 1, Path("unused")) as sync:
+        sync.load(in_slots(others), version=1)
+
+
+def test_layers_in_each_others_place_are_noticed_and_named(sync: WeightSync, others: Tensors) -> None:
+    model = make_model(7)
+    weights = dict(others)
+    swapped = weights | {UP.format(0): weights[UP.format(1)], UP.format(1): weights[UP.format(0)]}
+    expected = [token_logprobs(model, sequence) for sequence in SEQUENCES]
+    sync.load(in_slots(list(swapped.items())), version=2)
+    assert largest_difference(sync, SEQUENCES, expected) > 1e-4
+    assert sync.differing_tensors(in_slots(others)) == [f"{UP.format(0)} differs", f"{UP.format(1)} differs"]
+    sync.load(in_slots(others), version=3)
+    assert largest_difference(sync, SEQUENCES, expected) < 1e-4
+    assert sync.differing_tensors(in_slots(others)) == []

@@ -1,0 +1,114 @@
+"""`vapo-megatron evaluate --checkpoint`: the engines are asked what the run's own evaluation asks of its engines."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from commands import Command, assert_refused
+from tiny_runs import make_model, train_config
+
+from vapo_megatron.config.load import load_config
+from vapo_megatron.config.model import ModelConfig
+from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.config.train import EvaluateConfig, TrainConfig
+from vapo_megatron.data.prompts import eval_prompts
+from vapo_megatron.data.tokenizer import TextTokenizer
+from vapo_megatron.engines.request import GenerationRequest
+from vapo_megatron.evaluation import command as evaluation_command
+from vapo_megatron.training.evaluation import evaluate_sets
+from vapo_megatron.training.rollouts import Rollouts
+
+
+class Enough(BaseException):
+    """Ends a command once it has asked the engines."""
+
+
+class Engines:
+    """Answer nothing."""
+
+    def __init__(self) -> None:
+        self.requests: list[GenerationRequest] = []
+
+    def collect(self, request: GenerationRequest, *_: Callable[..., None] | None) -> list[Any]:
+        self.requests.append(request)
+        raise Enough
+
+
+def test_an_export_is_evaluated_as_the_run_does_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = make_model(tmp_path / "runs/tiny/hf/step_000002/actor")
+    config = train_config(tmp_path, tmp_path / "absent")
+    config["run"]["seed"] = 5
+    config["data"]["prompt"] = {"user_template": "1 {problem}"}
+    config["evaluation"] = {"temperature": 0.5, "top_p": 0.9, "max_new_tokens": 7}
+    config["rollout"] = {"load_format": "dummy", "max_total_tokens": 4096}
+    engines, started = Engines(), []
+
+    @contextmanager
+    def engines_of(model: ModelConfig, rollout: RolloutConfig, *_: object) -> Iterator[Engines]:
+        started.append((model.path, rollout.load_format, rollout.max_total_tokens))
+        yield engines
+
+    monkeypatch.setattr(evaluation_command, "engines_of", engines_of)
+    with pytest.raises(Enough):
+        Command(tmp_path, actor, monkeypatch).exit_code(
+            "evaluate", "--checkpoint", "step_000002", "evaluation.max_new_tokens=6", config=config
+        )
+    assert started == [(str(actor), "auto", 4096)]
+    kept = tmp_path / "runs/tiny_step_000002/config.yaml"
+    assert load_config(EvaluateConfig, kept, [], tmp_path).data.eval[0].name == "sums"
+
+    config["evaluation"]["max_new_tokens"] = 6
+    settings = TrainConfig.model_validate(config)
+    _evaluate_in_the_run(settings, TextTokenizer(actor, settings.data.prompt), engines, tmp_path)
+    alone, in_run = engines.requests
+    assert alone == in_run
+    assert (alone.sampling.temperature, alone.sampling.top_p, alone.sampling.max_new_tokens) == (0.5, 0.9, 6)
+
+
+def _evaluate_in_the_run(settings: TrainConfig, tokenizer: TextTokenizer, engines: Engines, folder: Path) -> None:
+    data = settings.data
+    rollouts = SimpleNamespace(
+        verifier="there is one",
+        engines=SimpleNamespace(dispatcher=engines, version=0),
+        sampling=settings.sampling,
+        seed=settings.run.seed,
+        tokenizer=tokenizer,
+        evaluation_prompts=[eval_prompts(entry, data, tokenizer) for entry in data.eval],
+        reward=settings.reward,
+    )
+    with pytest.raises(Enough):
+        evaluate_sets(cast(Rollouts, rollouts), data.eval, settings.evaluation, folder, 2)
+
+
+@pytest.mark.parametrize(
+    ("made", "override", "named"),
+    [
+        ([], "run.steps=1", ["hf/final/actor holds no model", "give run.root and run.name of a run with exports"]),
+        (["hf/step_000002/actor", "hf/best/actor"], "run.steps=1", ["expected one of best, step_000002"]),
+        (
+            ["checkpoints/final/actor", "hf/best/actor"],
+            "run.steps=1",
+            ["tools/convert_megatron_to_hf.py --checkpoint ", "/tiny/checkpoints/final --out ", "/hf/final/actor"],
+        ),
+        ([], "data.eval=[]", ["data.eval is empty"]),
+        (["hf/final/actor"], f"run.seed={2**62 - 1}", ["--checkpoint final: run.seed of its evaluation", "less than"]),
+    ],
+)
+def test_what_a_run_has_not_exported_is_refused_with_what_to_do(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    made: Sequence[str],
+    override: str,
+    named: Sequence[str],
+) -> None:
+    for folder in made:
+        (tmp_path / "elsewhere/tiny" / folder).mkdir(parents=True)
+        (tmp_path / "elsewhere/tiny" / folder / "config.json").touch()
+    command = Command(tmp_path, tmp_path / "absent", monkeypatch)
+    overrides = ("--checkpoint", "final", f"run.root={tmp_path / 'elsewhere'}", override)
+    code = command.exit_code("evaluate", *overrides, config=train_config(tmp_path, tmp_path / "absent"))
+    assert_refused(command, code, capfd.readouterr().err, *named)

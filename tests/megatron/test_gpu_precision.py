@@ -1,0 +1,197 @@
+"""Transformer Engine's layers, FP8 and sleep on a real GPU: `pytest -m gpu tests/megatron`."""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from batches import make_batch
+from hf_models import write_model
+from trainables import loss_of, make_trainable
+
+from vapo_megatron.config.model import LayoutConfig
+from vapo_megatron.megatron.offload import PARTS
+from vapo_megatron.megatron.platform import current_platform
+from vapo_megatron.megatron.precision import CAPABILITY, keeps_fp8
+from vapo_megatron.megatron.trainable import Trainable
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
+]
+needs_te = pytest.mark.skipif(
+    not current_platform().has_transformer_engine, reason="Transformer Engine cannot be imported"
+)
+LAYERS = 4
+# log-probs of a model of four layers: bfloat16 keeps 8 bits, e4m3 keeps 4
+BF16_TOLERANCE, FP8_TOLERANCE = 0.1, 0.6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    torch.cuda.set_device(0)
+    store = tmp_path_factory.mktemp("world") / "store"
+    dist.init_process_group(current_platform().world_backend, init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(
+        tmp_path_factory.mktemp("qwen3"),
+        "qwen3",
+        dtype=torch.bfloat16,
+        hidden_size=256,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        intermediate_size=512,
+    )
+
+
+def make(model_dir: Path, attention: str = "transformer_engine", **fields: Any) -> Trainable:
+    return make_trainable(model_dir, "lm", dtype="bfloat16", attention=attention, optimizer={"lr": 1e-4}, **fields)
+
+
+def score_and_norms(trainable: Trainable, steps: int = 2) -> tuple[torch.Tensor, list[float]]:
+    batch = make_batch()
+    loss = loss_of(trainable, batch)
+    return trainable.score(batch), [
+        trainable.train_step(batch, range(batch.samples), loss).grad_norm for _ in range(steps)
+    ]
+
+
+def skip_unless(recipe: str) -> None:
+    found = current_platform().compute_capability
+    if found < CAPABILITY[recipe]:
+        pytest.skip(f"{recipe} needs compute capability {CAPABILITY[recipe]}, this GPU has {found}")
+
+
+@needs_te
+def test_transformer_engine_computes_what_the_local_layers_do(model_dir: Path) -> None:
+    local, local_norms = score_and_norms(make(model_dir, attention="sdpa"))
+    fused, fused_norms = score_and_norms(make(model_dir))
+    assert (fused - local).abs().max() < BF16_TOLERANCE
+    assert fused_norms == pytest.approx(local_norms, rel=0.05)
+
+
+@needs_te
+@pytest.mark.parametrize("recipe", CAPABILITY)
+def test_a_recipe_is_near_bfloat16(model_dir: Path, recipe: str) -> None:
+    skip_unless(recipe)
+    exact, exact_norms = score_and_norms(make(model_dir))
+    trainable = make(model_dir, precision={"fp8": recipe})
+    found, norms = score_and_norms(trainable)
+    batch = make_batch()
+    rows = trainable.config.precision.rows
+    assert all(len(m.ids) % rows == 0 for m in trainable.microbatches(batch, range(batch.samples)))
+    assert 0 < (found - exact).abs().max() < FP8_TOLERANCE  # above 0: FP8 was really used
+    assert norms == pytest.approx(exact_norms, rel=0.25)
+
+
+@needs_te
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_layers_left_in_bfloat16_are(model_dir: Path, recipe: str) -> None:
+    skip_unless(recipe)
+    half = {"fp8": recipe, "first_layers_bf16": LAYERS // 2, "last_layers_bf16": LAYERS // 2}
+    # A multiple of every recipe's rows: padding may change which kernel is chosen, hence its last bits.
+    batch = make_batch([(3, 30), (5, 28), (1, 32), (9, 24)])
+    exact, found = make(model_dir), make(model_dir, precision=half)
+    sizes = [[len(m.ids) for m in t.microbatches(batch, range(batch.samples))] for t in (exact, found)]
+    assert sizes == [[128], [128]]
+    assert (found.score(batch) - exact.score(batch)).abs().max() < BF16_TOLERANCE / 4
+
+
+@needs_te
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_weights_kept_in_fp8_start_from_the_files_own(model_dir: Path, recipe: str) -> None:
+    """The optimizer's float32 weights come from the checkpoint and not from its rounding to FP8."""
+    skip_unless(recipe)
+    exact = make(model_dir)
+    kept = make(model_dir, precision={"fp8": recipe, "fp8_param_gather": True})
+    parameters = list(zip(kept.chunks[0].named_parameters(), exact.chunks[0].parameters(), strict=True))
+    assert any(keeps_fp8(parameter) for (_, parameter), _ in parameters)
+    for (name, parameter), expected in parameters:
+        assert torch.equal(parameter.main_param, expected.main_param), name
+    (scored, norms), (expected_scores, expected_norms) = score_and_norms(kept), score_and_norms(exact)
+    assert (scored - expected_scores).abs().max() < FP8_TOLERANCE
+    assert norms == pytest.approx(expected_norms, rel=0.25)
+
+
+def phases(trainable: Trainable, sleeps: bool) -> list[Any]:
+    batch, found = make_batch(), []
+    loss = loss_of(trainable, batch)
+    for _ in range(3):
+        if sleeps:
+            trainable.onload_only()
+            trainable.onload_only("weights")
+        found.append(trainable.score(batch).tolist())
+        if sleeps:
+            trainable.onload_only(*PARTS)
+        found.append(trainable.train_step(batch, range(batch.samples), loss).grad_norm)
+    return found
+
+
+@pytest.mark.parametrize(
+    "attention,precision",
+    [
+        ("sdpa", {}),
+        pytest.param("transformer_engine", {}, marks=needs_te),
+        pytest.param("transformer_engine", {"fp8": "tensorwise"}, marks=needs_te),
+        pytest.param("transformer_engine", {"fp8": "tensorwise", "fp8_param_gather": True}, marks=needs_te),
+        pytest.param("transformer_engine", {"fp8": "blockwise", "fp8_param_gather": True}, marks=needs_te),
+    ],
+)
+def test_training_goes_on_to_the_bit_after_sleep(model_dir: Path, attention: str, precision: dict[str, Any]) -> None:
+    """Sleep ends what is under way: gathers of updated weights, whose transposes in FP8 have to follow."""
+    if "fp8" in precision:
+        skip_unless(precision["fp8"])
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        onloaded = phases(make(model_dir, attention, offload="never", precision=precision), False)
+        slept = phases(make(model_dir, attention, offload="always", precision=precision), True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert slept == onloaded
+
+
+@needs_te
+@pytest.mark.parametrize("gather", [False, True])
+def test_sleep_gives_the_memory_back(tmp_path: Path, gather: bool) -> None:
+    """All but workspaces, whatever weights are kept in."""
+    if gather:
+        skip_unless("tensorwise")
+    wide = write_model(
+        tmp_path / "wide",
+        "qwen3",
+        dtype=torch.bfloat16,
+        hidden_size=2048,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=8192,
+    )
+    fp8: dict[str, Any] = {}
+    if current_platform().compute_capability >= CAPABILITY["tensorwise"]:
+        fp8 = {"fp8": "tensorwise", "fp8_param_gather": gather}
+    gc.collect()  # models of other tests, whose memory would come back in between
+    torch.cuda.empty_cache()
+    before, free_before = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    trainable = make(wide, offload="always", precision=fp8, layout=LayoutConfig())
+    batch = make_batch()
+    trainable.train_step(batch, range(batch.samples), loss_of(trainable, batch))
+    held = sum(part.device for part in trainable.footprint().values())
+    trainable.onload_only()
+    assert all(part.device == 0 for part in trainable.footprint().values())
+    left, taken = torch.cuda.memory_allocated() - before, free_before - torch.cuda.mem_get_info()[0]
+    assert left < 0.02 * held, f"{left} of {held} bytes are still allocated"
+    assert taken < 0.2 * held, "the driver did not get the memory back"
+    trainable.onload_only("weights")
+    weights = trainable.footprint()["weights"].device
+    assert weights < torch.cuda.memory_allocated() - before < 1.1 * weights + left

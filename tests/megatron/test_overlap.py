@@ -1,0 +1,87 @@
+"""Gradients summed beside the backward pass and weights gathered beside the forward pass change no bit of a run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from batches import make_batch
+from hf_models import write_model
+from ranks import run_ranks
+from trainables import loss_of, make_trainable, weights_digest
+
+from vapo_megatron.config.model import LayoutConfig
+from vapo_megatron.megatron import precision
+
+STEPS = 3
+# A bucket for every few parameters, so that many are on their way at once.
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_elements": 2000}
+MODES: dict[str, dict[str, Any]] = {
+    "off": {"overlap_grad_reduce": False, "overlap_param_gather": False},
+    "both": OVERLAP,
+    "gradients": OVERLAP | {"overlap_param_gather": False},
+    "all_reduce": OVERLAP | {"overlap_param_gather": False, "distributed": False},
+}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("qwen3"), "qwen3", tie_word_embeddings=True)
+
+
+def train(model_dir: Path, layout: LayoutConfig, head: Any, mode: str) -> Any:
+    """Gradient norms, scores between the steps, this rank's weights at the end, and the buckets that it reduced."""
+    # Without clipping: the norm's last bit depends on the order of its sum, and with it every weight.
+    settings = MODES[mode] | {"clip_grad": 0.0}
+    trainable = make_trainable(model_dir, head, layout=layout, max_tokens_per_microbatch=32, optimizer=settings)
+    batch, norms, scores = make_batch(), [], []
+    loss = loss_of(trainable, batch)
+    for step in range(STEPS):
+        # The second step sees two samples alone, in fewer micro-batches than the others; some ranks have but padding.
+        samples = range(2) if step == 1 else range(batch.samples)
+        norms.append(trainable.train_step(batch, samples, loss).grad_norm)
+        if step == 1:  # other steps follow each other without a forward pass in between
+            scores.append(float(trainable.score(batch).double().square().sum()))
+    buckets = sum(len(buffer.buckets) for chunk in trainable.wrapped for buffer in chunk.buffers)
+    return norms, scores, weights_digest(trainable), buckets
+
+
+@pytest.mark.parametrize(
+    "world_size,layout,head,modes",
+    [
+        (2, LayoutConfig(), "lm", ("both", "gradients", "all_reduce")),
+        (4, LayoutConfig(pp=2, vpp=2), "lm", ("both",)),
+        (4, LayoutConfig(tp=2, cp=2, sequence_parallel=True), "value", ("both",)),
+    ],
+)
+def test_overlap_changes_no_bit(
+    model_dir: Path, world_size: int, layout: LayoutConfig, head: str, modes: tuple[str, ...]
+) -> None:
+    plain = run_ranks(world_size, train, model_dir, layout, head, "off")
+    for mode in modes:
+        overlapped = run_ranks(world_size, train, model_dir, layout, head, mode)
+        assert max(buckets for *_, buckets in overlapped) > 2
+        for found, expected in zip(overlapped, plain, strict=True):
+            assert found[0] == pytest.approx(expected[0], rel=1e-6)  # norms are summed in another order
+            assert found[1:3] == expected[1:3]
+
+
+def drop_after_gather(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether all that is kept of a weight in FP8 is dropped once a gather that was asked for has brought it up to
+    date, and not before. The weights are those of the CPU, said to be in FP8."""
+    trainable = make_trainable(model_dir, "lm", optimizer=OVERLAP)
+    weights = [p for chunk in trainable.chunks for p in chunk.parameters() if p.dim() > 1]
+    seen: dict[int, torch.Tensor] = {}
+    for index, weight in enumerate(weights):
+        weight._rowwise_data = weight.data
+        weight.update_usage = lambda index=index, weight=weight, **_: seen.update({index: weight.detach().clone()})
+    monkeypatch.setattr(precision, "is_float8tensor", lambda tensor: hasattr(tensor, "_rowwise_data"))
+    batch = make_batch()
+    trainable.train_step(batch, range(batch.samples), loss_of(trainable, batch))
+    waited = not seen
+    trainable.chunks  # noqa: B018
+    return waited and all(torch.equal(seen[index], weight) for index, weight in enumerate(weights))
+
+
+def test_nothing_is_left_of_fp8_weights_before_a_gather(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_ranks(2, drop_after_gather, model_dir, monkeypatch) == [True, True]

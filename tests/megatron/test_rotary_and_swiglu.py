@@ -1,0 +1,71 @@
+"""The layers' own rotation and activation equal the formulas written out, gradients too."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vapo_megatron.data.zigzag import local_positions
+from vapo_megatron.megatron.packed import longest_position, packed_sequences
+from vapo_megatron.megatron.rotary import RotaryTables, rotate
+from vapo_megatron.megatron.swiglu import swiglu
+
+INV_FREQ = 10000.0 ** -(torch.arange(4) / 4)
+
+
+def gradients(output: Tensor, x: Tensor) -> Tensor:
+    weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+    return torch.autograd.grad((output * weight).sum(), x)[0]
+
+
+@pytest.mark.parametrize("cp,rank", [(1, 0), (2, 0), (2, 1)])
+def test_each_token_is_turned_by_its_position_in_its_own_sequence(cp: int, rank: int) -> None:
+    lengths = [8, 4, 12]
+    positions = torch.cat([torch.arange(n) for n in lengths])[local_positions(lengths, cp, rank)]
+    x = torch.randn(len(positions), 3, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones(1), positions[:, None, None] * INV_FREQ)
+    expected = torch.cat((turned.real, turned.imag), -1)
+    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    found = rotate(x, *RotaryTables(INV_FREQ, cp, rank).of(cu_seqlens, torch.float32))
+    assert torch.allclose(found, expected, atol=1e-6)
+    assert torch.allclose(gradients(found, x), gradients(expected, x), atol=1e-6)
+
+
+def test_fewer_angles_than_channels_turn_the_first_channels_alone() -> None:
+    x = torch.randn(12, 3, 12, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)
+    tables = RotaryTables(INV_FREQ, 1, 0).of(cu_seqlens, torch.float32)
+    expected = torch.cat((rotate(x[..., :8], *tables), x[..., 8:]), -1)
+    found = rotate(x, *tables)
+    assert torch.equal(found, expected)
+    assert torch.equal(gradients(found, x), gradients(expected, x))
+
+
+def test_tables_are_made_once_for_a_micro_batch_and_anew_for_the_next() -> None:
+    tables = RotaryTables(INV_FREQ, 1, 0)
+    first, second = (torch.tensor([0, n, 10], dtype=torch.int32) for n in (4, 6))
+    cos, _ = tables.of(first, torch.float32)
+    assert tables.of(first, torch.float32)[0] is cos
+    assert tables.of(first, torch.bfloat16)[0].dtype == torch.bfloat16
+    assert torch.equal(tables.of(second, torch.float32)[0][6:], cos[:4])
+
+
+def test_swiglu_is_the_gated_activation() -> None:
+    x = torch.randn(5, 1, 12, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    gate, up = x.chunk(2, -1)
+    expected, found = F.silu(gate) * up, swiglu(x)
+    assert torch.allclose(found, expected, atol=1e-6)
+    assert torch.allclose(gradients(found, x), gradients(expected, x), atol=1e-6)
+
+
+def test_few_bounds_are_above_all_lengths() -> None:
+    """A table of Megatron's is made for every bound."""
+    bounds = [longest_position(n) for n in range(1, 40_001)]
+    assert all(n <= bound <= max(1.5 * n, 1024) for n, bound in enumerate(bounds, start=1))
+    assert bounds == sorted(bounds) and len(set(bounds)) <= 12
+
+
+def test_attention_reads_where_sequences_begin() -> None:
+    packed = packed_sequences((5, 3, 2000), torch.device("cpu"))
+    assert packed.cu_seqlens_q.dtype == torch.int32 and packed.cu_seqlens_q.tolist() == [0, 5, 8, 2008]
+    assert packed.max_seqlen_q == packed.max_seqlen_kv == 2048

@@ -1,0 +1,163 @@
+"""`vapo-megatron critic` on a tiny policy and a tiny value checkpoint."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import make_model, train_config, write_config
+from transformers import AutoConfig, AutoModelForTokenClassification
+
+from vapo_megatron.cli import PRESETS
+from vapo_megatron.config.critic_probes import ProbedRunConfig
+from vapo_megatron.config.load import load_config
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.data.sample import Sample
+from vapo_megatron.data.tokenizer import TextTokenizer
+from vapo_megatron.engines.request import GenerationRequest
+from vapo_megatron.errors import BadInput
+from vapo_megatron.operations.critic_lab import command as critic_command
+from vapo_megatron.operations.critic_lab import probe_rollouts
+from vapo_megatron.operations.critic_lab.command import probe_critic
+from vapo_megatron.operations.critic_lab.probe_rollouts import choose_prompts
+from vapo_megatron.rewards.grading import grade_samples
+
+
+def make_critic(directory: Path, policy: Path) -> Path:
+    """A value checkpoint of random weights."""
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(policy, num_labels=1)
+    AutoModelForTokenClassification.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training config whose run has exported both models."""
+    folder = tmp_path_factory.mktemp("critic")
+    saved = folder / "runs" / "tiny" / "hf" / "final"
+    policy = make_model(saved / "actor")
+    make_critic(saved / "critic", policy)
+    settings = train_config(folder, policy)
+    settings["reward"] = {"verifier": "function", "function": "parity_grade:verify", "workers": 1}
+    settings["cluster"]["ranks"] = 1
+    settings["actor"] = settings["critic"] = {}
+    return write_config(folder / "train.yaml", settings)
+
+
+def load(config: Path, *overrides: str) -> ProbedRunConfig:
+    small = ("prompts=4", "responses_per_prompt=2", "continuations=3", "quantiles=[0,0.5]", "bootstrap=100")
+    return load_config(ProbedRunConfig, config, [*(f"critic_probes.{key}" for key in small), *overrides], PRESETS)
+
+
+class RandomEngines:
+    """Stands where engines would be: responses of random words, and what was asked for."""
+
+    def __init__(self) -> None:
+        self.requests: list[GenerationRequest] = []
+        self.answers: list[list[Sample]] = []
+
+    def collect(self, request: GenerationRequest, on_done: Callable[[int], None]) -> list[Sample]:
+        self.requests.append(request)
+        generator, samples = torch.Generator().manual_seed(len(self.requests)), []
+        for group, prompt in enumerate(request.prompts):
+            for index in range(request.samples_per_prompt):
+                length = int(torch.randint(1, request.limit(group) + 1, (), generator=generator))
+                ids = torch.randint(3, 12, (length,), generator=generator).tolist()
+                reason: Any = "length" if length == request.limit(group) else "stop"
+                samples.append(Sample(prompt, group, index, 0, ids, [-1.0] * length, reason, 0, 0))  # type: ignore[arg-type]
+            on_done(request.samples_per_prompt)
+        self.answers.append(samples)
+        return samples
+
+
+def test_states_are_continued_and_judged(config: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    engines = RandomEngines()
+
+    @contextmanager
+    def stand_in(model: Any, rollout: Any, devices: Sequence[Any], *_: Any) -> Iterator[RandomEngines]:
+        assert model.path.endswith("hf/final/actor") and devices == [None]
+        yield engines
+
+    graded: list[list[Sample]] = []
+
+    def watched(samples: Sequence[Sample], *args: Any) -> None:
+        graded.append(list(samples))
+        grade_samples(samples, *args)
+
+    monkeypatch.setattr(critic_command, "engines_of", stand_in)
+    monkeypatch.setattr(probe_rollouts, "grade_samples", watched)
+    settings = load(config)
+    probe_critic(settings)
+    drawn, continued = engines.requests
+    (responses, _), (_, wholes) = engines.answers, graded
+    assert (len(drawn.prompts), drawn.samples_per_prompt) == (4, 2)
+    assert (len(continued.prompts), continued.samples_per_prompt) == (4 * 2 * 2, 3)
+    assert continued.max_new_tokens is not None
+    longest = settings.sampling.max_new_tokens
+    for number, (start, limit) in enumerate(zip(continued.prompts, continued.max_new_tokens, strict=True)):
+        prompt = drawn.prompts[number // 4]
+        assert start.token_ids[: len(prompt.token_ids)] == prompt.token_ids
+        assert len(start.token_ids) - len(prompt.token_ids) == longest - limit
+        assert number % 2 or limit == longest, "the first quantile is the prompt itself"
+        before = responses[number // 2].response_ids[: longest - limit].tolist()
+        assert list(start.token_ids[len(prompt.token_ids) :]) == before, "what the response began with"
+        for whole in wholes[3 * number : 3 * number + 3]:
+            assert whole.prompt is prompt and whole.response_ids[: longest - limit].tolist() == before
+            assert len(whole.response_ids) > longest - limit, "graded is the whole response, continuation and all"
+    assert len({prompt.cursor for request in engines.requests for prompt in request.prompts}) == 4 + 16
+    folder = Path(settings.run.directory) / "critic_probes"
+    report = json.loads((folder / "report.json").read_text())
+    assert report["conclusion"]["choice"] in ("critic", "group", "residual", "nothing", "undecided")
+    last = report["by_lambda"][-1]
+    assert last["lambda"] == 1 and last["bias_rms"]["estimate"] == pytest.approx(0, abs=1e-6)
+    page = (folder / "report.md").read_text()
+    assert report["conclusion"]["text"] in page and "## Bias along the response" in page
+    assert str(folder / "report.md") in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["critic_probes.checkpoint=step_000003"], "hf/step_000003/critic holds no critic"),
+        (["critic_probes.checkpoint=null"], "critic.init=policy: a new head has learnt nothing"),
+        (["critic_probes.set=none_such"], "critic_probes.set=none_such: data.eval has sums"),
+        (["preset=grpo"], "has no critic to probe"),
+        (["algorithm.shaping.length_reward_coef=0.5"], "algorithm.shaping.length_reward_coef"),
+    ],
+)
+def test_what_cannot_be_probed_is_refused_in_one_line(config: Path, overrides: list[str], said: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        probe_critic(load(config, *overrides))
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+DYNAMIC = ("algorithm.dynamic_sampling.enabled=true", "algorithm.dynamic_sampling.oversampling=1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ((), "not drawn by the run"),
+        (("run.steps=3",), "MAY HAVE LEARNT FROM"),
+        (("value_pretraining.enabled=true", "value_pretraining.iterations=1"), "MAY HAVE LEARNT FROM"),
+        ((*DYNAMIC, "algorithm.dynamic_sampling.max_rounds=1"), "not drawn by the run"),
+        ((*DYNAMIC, "algorithm.dynamic_sampling.max_rounds=2"), "MAY HAVE LEARNT FROM"),
+    ],
+)
+def test_it_says_whether_the_run_may_have_learnt_from_its_prompts(
+    config: Path, overrides: Sequence[str], said: str
+) -> None:
+    """Of eight prompts the last four are probed; a step trains two."""
+    run = ("run.steps=2", "value_pretraining.enabled=false", "data.eval=[]")
+    settings = load(config, *run, *overrides)
+    what, prompts = choose_prompts(settings, TextTokenizer(Path(settings.model.path), settings.data.prompt))
+    assert what.endswith(said) and len(prompts) == 4
+
+
+def test_training_refuses_the_section(config: Path) -> None:
+    with pytest.raises(BadInput, match="critic_probes is a section of `vapo-megatron critic` alone"):
+        load_config(TrainConfig, config, ["critic_probes.prompts=4"], PRESETS)

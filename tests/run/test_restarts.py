@@ -1,0 +1,114 @@
+"""Ranks that are killed are started again in the same process, from a copy in host memory or the last checkpoint."""
+
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import attempts
+import pytest
+import torch.distributed as dist
+from tiny_runs import make_model, problems, write_rows
+
+from vapo_megatron.checkpoint.manifest import MANIFEST_FILE, Damaged, Manifest, write_json
+from vapo_megatron.checkpoint.resume import Start
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.engines.server import EngineAddress
+from vapo_megatron.errors import TryAgain
+from vapo_megatron.run import launch, restarts
+from vapo_megatron.run.ranks import RankKilled
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    folder = tmp_path_factory.mktemp("restarts")
+    train, evaluation = (write_rows(folder / f"{name}.jsonl", problems(64)) for name in ("train", "eval"))
+    world = attempts.World(folder, make_model(folder / "model"), train, evaluation, EngineAddress("", ""))
+    return attempts.config_of(world, "run", {"tp": 1}, "cluster.ranks=2", "cluster.restarts=2")
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "kills", "ends_well"),
+    [
+        # The checkpoint that each start finds; how many of them are killed.
+        (["", "", "", ""], 2, True),
+        (["", "", "", ""], 3, False),
+        (["", "a", "a", "b", "b"], 4, True),
+        (["", "a", "a", "a"], 3, False),
+    ],
+)
+def test_killed_ranks_start_again(
+    config: TrainConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    checkpoints: list[str],
+    kills: int,
+    ends_well: bool,
+) -> None:
+    found = iter(checkpoints)
+    resumes: list[str] = []
+
+    def prepare(settings: TrainConfig, check: Callable[[], None], take: Callable[[], None]) -> Start:
+        resumes.append(settings.run.resume)
+        name = next(found)
+        return Start(Path(name) if name else None)
+
+    for module in (launch, restarts):
+        monkeypatch.setattr(module, "prepare_start", prepare)
+
+    def body(run_dir: Path, start: Start) -> None:
+        if dist.get_rank() == 1:
+            number = len(list(tmp_path.iterdir()))
+            (tmp_path / f"{number}_{start.checkpoint}").touch()
+            if number < kills:
+                os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    if ends_well:
+        assert launch.launch(config, body, lambda *_: None)
+    else:
+        with pytest.raises(TryAgain, match="rank1 was killed by SIGKILL"):
+            launch.launch(config, body, lambda *_: None)
+    starts = sorted(path.name.partition("_")[2] for path in tmp_path.iterdir())
+    expected = [name or "None" for name in checkpoints[: kills + ends_well]]
+    assert starts == sorted(expected)
+    assert resumes[0] == "never" and set(resumes[1:]) == {"auto"}
+
+
+def saved(folder: Path, checkpoint_id: str) -> Path:
+    """A checkpoint without models."""
+    ids = {"checkpoint_id": checkpoint_id, "run_id": "r", "step": 8, "kind": "train", "models": (), "world_size": 1}
+    manifest = Manifest.model_validate(ids | {"layouts": {}, "metrics": {}, "files": {}})
+    folder.mkdir(parents=True)
+    write_json(folder / MANIFEST_FILE, manifest.model_dump(mode="json"))
+    return folder
+
+
+def test_a_damaged_copy_takes_the_checkpoint_along_that_was_made_of_it(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next start would else find it, and go on from nothing."""
+    run = config.run.model_copy(update={"root": str(tmp_path), "name": "damaged"})
+    config = config.model_copy(update={"run": run, "checkpoint": config.checkpoint.model_copy(update={"every": 4})})
+    memory, checkpoints = tmp_path / "memory", Path(config.run.directory) / "checkpoints"
+    copy = saved(memory / "checkpoints" / "step_000008", "copied")
+    saved(checkpoints / "step_000004", "saved")
+    made: list[str] = []
+
+    def prepare(settings: TrainConfig, *_: object) -> Start:
+        made.extend(sorted(path.name for path in checkpoints.iterdir()))
+        return Start(finished=True)
+
+    monkeypatch.setattr(restarts, "prepare_start", prepare)
+    after: Any = partial(restarts._start_after, settings=config, lease=SimpleNamespace(take=lambda: None))
+    again = after(RankKilled("killed"), start=Start(memory=memory))
+    assert again.checkpoint == copy and sorted(path.name for path in checkpoints.iterdir())[-1] == "step_000008"
+    assert after(Damaged("damaged", shared=True), start=again).finished
+    assert made == ["step_000004"] and not copy.exists()
+    saved(copy, "copied")
+    saved(checkpoints / "step_000008", "saved by ranks")
+    assert after(Damaged("damaged", shared=True), start=again).finished
+    assert made[1:] == ["step_000004", "step_000008"], "what ranks have saved is whole"

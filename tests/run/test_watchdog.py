@@ -1,0 +1,136 @@
+"""A rank that stands still is named by the others, and the job ends."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks  # noqa: F401  (imports what ranks need before they are forked)
+import torch.distributed as dist
+
+from vapo_megatron import logs
+from vapo_megatron.config.robustness import HangsConfig
+from vapo_megatron.errors import TryAgain, VapoError
+from vapo_megatron.monitoring.timers import PhaseTimer
+from vapo_megatron.run.ranks import end_from_thread, start_ranks
+from vapo_megatron.run.watchdog import Heartbeat, Watchdog, describe
+
+LIMITS = HangsConfig(floor_s=6.0, every_s=0.2)  # beside other tests a rank may get no core for two seconds
+
+
+def test_a_stopped_rank_is_named_and_the_job_ends(tmp_path: Path) -> None:
+    def body() -> None:
+        Watchdog(LIMITS, tmp_path, dist.get_rank(), dist.get_world_size(), 60, end_from_thread)
+        timer = PhaseTimer()
+        for step in range(8):
+            with timer("update"):
+                time.sleep(0.15)
+                if step == 6 and dist.get_rank() == 1:
+                    time.sleep(1.0)  # for a heartbeat in this phase
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                dist.barrier()
+            with timer("sync"):
+                time.sleep(0.15)
+
+    begin = time.monotonic()
+    with pytest.raises(TryAgain, match=r"rank 1 \(silent since its phase update\) did not arrive; ranks 0, 2 wait"):
+        start_ranks(3, body, 300)
+    assert time.monotonic() - begin < 60
+    stacks = {path.name: path.read_text() for path in tmp_path.glob("hang_*.txt")}
+    assert stacks and all("test_watchdog.py" in text for text in stacks.values())
+    for text in stacks.values():
+        said = [line.partition(" of group")[0] for line in text.splitlines() if line.endswith(("over", "OVER"))]
+        assert said == [f"gloo:barrier number {number}" for number in range(1, 8)], text
+        assert [line for line in text.splitlines() if line.endswith("NOT OVER")] == text.splitlines()[-1:]
+
+
+def test_a_rank_that_is_started_late_has_all_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is forked from a process that has been in no phase for hours."""
+    monkeypatch.setattr(logs, "_phase", logs.PhaseNow(logs.NO_PHASE, 0, time.monotonic() - 10_000))
+    told: list[VapoError] = []
+    begin = time.monotonic()
+    watchdog = Watchdog(LIMITS, tmp_path, 0, 1, 1.0, told.append)
+    while not told and time.monotonic() < begin + 30:
+        time.sleep(0.02)
+    watchdog.close()
+    assert told and time.monotonic() - begin >= 1.0, "its own second"
+
+
+def test_a_rank_in_another_phase_than_the_others_is_named() -> None:
+    beats = [Heartbeat(0, "rollout", 4, 1.0, 9.9), *(Heartbeat(r, "broadcast", 3, 1.0, 10.0) for r in (1, 2))]
+    said = describe(beats, 3, patience=1.0)
+    assert said == "rank 0 (in the phase rollout) did not arrive; ranks 1, 2 wait in the phase broadcast"
+    assert describe(beats[1:], 3, 1.0).startswith("rank 0 (silent) did not arrive")
+
+
+def test_a_rank_that_says_nothing_hangs_in_whatever_phase(tmp_path: Path) -> None:
+    """The others may wait between phases, or in one without history, for hours. One that is done need say no more."""
+    limits, told = HangsConfig(floor_s=1.5, every_s=0.1), list[VapoError]()
+    watchers = [Watchdog(limits, tmp_path, rank, 2, 60, told.append) for rank in range(2)]
+    time.sleep(2.5)
+    assert not told, "both say something"
+    watchers[1].close()
+    time.sleep(2.5)
+    assert not told
+    (tmp_path / "heartbeat_00001.json").write_text(json.dumps(asdict(Heartbeat(1, "sync", 4, 1.0, time.time()))))
+    begin = time.monotonic()
+    while not told and time.monotonic() < begin + 30:
+        time.sleep(0.02)
+    watchers[0].close()
+    assert 1.0 < time.monotonic() - begin < 30
+    assert re.search(r"rank 1 \(silent since its phase sync\).* rank 1 has said nothing for \d s", str(told[0]))
+
+
+def test_a_slow_disk_does_not_slow_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beat, told = Watchdog._beat, list[VapoError]()
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.5)
+        beat(*args)
+
+    monkeypatch.setattr(Watchdog, "_beat", slow)
+    watcher = Watchdog(HangsConfig(floor_s=60, every_s=0.05), tmp_path, 0, 1, 1.0, told.append)
+    begin = time.monotonic()
+    while not told and time.monotonic() < begin + 8:  # of a phase that may take 1 s; it took 11
+        time.sleep(0.02)
+    watcher.close()
+    assert told, "the seconds of its own writes count"
+
+
+SUSPENDED = """
+import sys, time
+from pathlib import Path
+from vapo_megatron.run.watchdog import Watchdog
+from vapo_megatron.config.robustness import HangsConfig
+
+told = []
+Watchdog(HangsConfig(floor_s=9.0, every_s=0.2), Path(sys.argv[1]), 0, 1, 3.0, told.append)
+print("watching", flush=True)
+input()
+time.sleep(1.0)
+sys.exit(str(told[0]) if told else 0)
+"""
+
+
+def test_a_job_that_was_suspended_has_not_hung_meanwhile(tmp_path: Path) -> None:
+    """As `scontrol suspend` and `resume` stop and continue it."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", SUSPENDED, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert child.stdout is not None and child.stdout.readline() == "watching\n"
+        os.kill(child.pid, signal.SIGSTOP)
+        time.sleep(4.0)
+        os.kill(child.pid, signal.SIGCONT)
+        child.communicate("\n", timeout=30)
+        assert child.returncode == 0
+    finally:
+        child.kill()
+        child.wait()

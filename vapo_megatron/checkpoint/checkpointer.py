@@ -1,0 +1,241 @@
+"""When the state of a run is saved, and when the run stops for it."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from vapo_megatron.checkpoint.background_save import Outcome, Problem
+from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_FOLDER, CheckpointName, best_checkpoint
+from vapo_megatron.checkpoint.manifest import readable_manifests
+from vapo_megatron.checkpoint.recorded_rollouts import remove_unneeded
+from vapo_megatron.checkpoint.resume import Resumed
+from vapo_megatron.checkpoint.state_saver import SavedRun, Snapshot, StateSaver
+from vapo_megatron.checkpoint.time_limit import TimeLimit, earliest_deadline, process_start
+from vapo_megatron.collectives import on_rank_zero
+from vapo_megatron.config.checkpoint import CheckpointConfig, RetentionConfig
+from vapo_megatron.config.suggest import nearest
+from vapo_megatron.errors import BadInput, RunFailed, TryAgain, VapoError
+from vapo_megatron.monitoring.names import EVALUATION
+from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.signals import job_end_time, stop_requested
+
+_logger = logging.getLogger(__name__)
+
+# Of the run's time, at most, that it waits for copies in host memory: where steps are short, not each has one.
+_COPYING_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """What all ranks do at a safe point."""
+
+    stop: bool
+    save: bool
+    failed: bool
+    alarmed: bool
+    too_soon: bool
+
+
+class Checkpointer:
+    """Saves checkpoints of state at safe points, and ends the run there when it is asked to or its time is short."""
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        run: SavedRun,
+        recorder: Recorder,
+        resumed: Resumed | None,
+        memory: Path | None = None,
+    ) -> None:
+        """Collective.
+
+        Args:
+            config: the checkpoint section.
+            run: what is saved.
+            recorder: times saves and tells of them.
+            resumed: the checkpoint that this attempt of the run goes on from; None for a new run.
+            memory: where copies in host memory are kept; None for none.
+        """
+        self._config, self._run_dir, self._recorder = config, run.run_dir, recorder
+        self._began_at = resumed.name if resumed is not None else None
+        is_on_disk = resumed is not None and resumed.checkpoint.is_relative_to(run.run_dir)
+        self._last = self._began_at if is_on_disk else None
+        deadline = earliest_deadline(process_start(), config.job_timeout_s, job_end_time())
+        self._limit = TimeLimit(deadline, config.margin_s)
+        if resumed is not None:
+            self._limit.saved(resumed.manifest.seconds)
+        self._limit.left_point()
+        self._saved_at = time.monotonic()
+        self._disk = StateSaver(run, run.run_dir, config.keep)
+        self._memory, self._copied_at, self._copy_seconds = None, 0.0, 0.0
+        if memory is not None and config.in_memory_every is not None:
+            self._memory = StateSaver(run, memory, RetentionConfig(last=1), in_memory=True)
+
+    def safe_point(
+        self,
+        snapshot: Snapshot,
+        *,
+        due: bool,
+        last: bool,
+        making_room: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Collective, where the state of the run is whole: save if it is time to, stop if that is asked for.
+
+        Args:
+            snapshot: of now.
+            due: this is a point to save at.
+            last: the run is done and need not stop any more; what is being saved is waited for.
+            making_room: entered while tensors are gathered, which takes memory of the device.
+
+        Raises:
+            RunFailed: an alarm is set to stop the run, and holds.
+            TryAgain: the run is saved and stops here: a signal asked for it, or a time limit is near.
+            BadInput, TryAgain: a save failed, and so did a second one; by whether trying again could help. The
+            checkpoints before it are untouched.
+        """
+        self._limit.reached_point()
+        decision = self._agree(snapshot, due)
+        if decision.alarmed:
+            self.wait()  # for the state before the trouble; that of now is not saved
+            on_rank_zero(self._stop_for_alarm)
+        wanted = (decision.save or decision.stop) and snapshot.name != self._last
+        failed = (wanted or decision.failed) and self._finish() is not None
+        if self._copies(snapshot, decision) and not (decision.stop or last):
+            self._copy(snapshot, making_room)
+        if wanted or failed:
+            self._begin(snapshot, making_room)
+        if failed or decision.stop or last or not self._config.asynchronous:
+            problem = self._finish()
+            if problem is not None and not failed:
+                self._begin(snapshot, making_room)
+                problem = self._finish()
+            if problem is not None:
+                raise self._refused(snapshot.name, problem)
+        if decision.stop or last:
+            self.wait()
+        if dist.get_rank() == 0 and not snapshot.record and not self._disk.is_busy:
+            remove_unneeded(self._run_dir)
+        if decision.stop and not last:
+            raise TryAgain(
+                f"{self._run_dir}: saved at {self._last} because of {stop_requested() or 'its time limit'}: start the "
+                "same command again, with run.resume=auto",
+                shared=True,
+            )
+        self._limit.left_point()
+
+    def wait(self) -> None:
+        """Collective: end what is being saved, if anything is."""
+        self._finish()
+        if self._memory is not None:
+            self._memory.finish()
+
+    def _agree(self, snapshot: Snapshot, due: bool) -> _Decision:
+        """Collective: what any rank was told, and what rank 0's clock and metrics say."""
+        short = by_time = better = False
+        if dist.get_rank() == 0:
+            # An attempt that has got nowhere yet goes on: stopped here, the next one would stop here again.
+            short = self._limit.is_short and snapshot.name != self._began_at
+            minutes = (time.monotonic() - self._saved_at) / 60
+            by_time = self._config.every_minutes is not None and minutes >= self._config.every_minutes
+            better = self._is_best(snapshot)
+        said = [
+            stop_requested() is not None or short,
+            due or by_time or better,
+            self._disk.has_failed,
+            self._recorder.stopping is not None,
+            self._is_too_soon(),
+        ]
+        flags = torch.tensor(said, dtype=torch.int32)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return _Decision(*flags.bool().tolist())
+
+    def _copies(self, snapshot: Snapshot, decision: _Decision) -> bool:
+        """Whether a copy in host memory is to be made now."""
+        every = self._config.in_memory_every
+        return (
+            self._memory is not None
+            and every is not None
+            and snapshot.progress.step % every == 0
+            and not decision.too_soon
+        )
+
+    def _is_too_soon(self) -> bool:
+        """Whether the last copy in host memory is still being written on this rank, or copying takes up the run."""
+        if self._memory is None:
+            return False
+        rests = time.monotonic() - self._copied_at < self._copy_seconds / _COPYING_SHARE
+        return self._memory.is_busy or (dist.get_rank() == 0 and rests)
+
+    def _stop_for_alarm(self) -> None:
+        raise RunFailed(
+            f"{self._run_dir}: stopped by the alarm {self._recorder.stopping}: docs/alarms.md says what to do; "
+            "run.resume=auto goes on from the last checkpoint"
+        )
+
+    def _is_best(self, snapshot: Snapshot) -> bool:
+        keep = self._config.keep
+        if keep.best is None or keep.best not in snapshot.metrics:
+            if keep.best is not None and not keep.best.startswith(EVALUATION) and snapshot.progress.step == 1:
+                self._warn_of_unknown(keep.best, snapshot.metrics)
+            return False
+        metrics: dict[CheckpointName, Mapping[str, float]] = {
+            name: manifest.metrics for name, manifest in readable_manifests(self._run_dir).items()
+        }
+        return best_checkpoint(metrics | {snapshot.name: snapshot.metrics}, keep) == snapshot.name
+
+    def _warn_of_unknown(self, name: str, metrics: Mapping[str, float]) -> None:
+        guess = nearest(name, metrics)
+        _logger.warning(
+            "checkpoint.keep.best=%s is no metric of a step, and no checkpoint is kept for it%s",
+            name,
+            f": did you mean {guess}?" if guess else "; metrics.jsonl has the names",
+        )
+
+    def _begin(self, snapshot: Snapshot, making_room: Callable[[], AbstractContextManager[None]]) -> None:
+        self._saved_at = time.monotonic()
+        with self._recorder.timer("save_checkpoint"):
+            self._disk.begin(snapshot, making_room)
+        self._last = snapshot.name
+
+    def _copy(self, snapshot: Snapshot, making_room: Callable[[], AbstractContextManager[None]]) -> None:
+        """Collective: have a copy in host memory as well."""
+        assert self._memory is not None
+        problem = self._memory.finish()
+        if isinstance(problem, Problem):
+            self._recorder.console.alarm(
+                f"no more copies in host memory ({problem.reason}): a lost rank costs what follows the last checkpoint"
+            )
+            self._memory = None
+            return
+        start = time.monotonic()
+        with self._recorder.timer("copy_state"):
+            self._memory.begin(snapshot, making_room)
+        self._copied_at = time.monotonic()
+        self._copy_seconds = self._copied_at - start
+
+    def _finish(self) -> Problem | None:
+        """Collective: wait for the save that is under way, if there is one; why it failed, if it did."""
+        outcome = self._disk.finish()
+        if isinstance(outcome, Outcome):
+            self._limit.saved(outcome.seconds)
+        if not isinstance(outcome, Problem):
+            return None
+        self._last = None
+        self._recorder.console.alarm(f"saving failed ({outcome.reason})")
+        return outcome
+
+    def _refused(self, name: CheckpointName, problem: Problem) -> VapoError:
+        checkpoint = self._run_dir / CHECKPOINT_FOLDER / str(name)
+        kind: type[VapoError] = BadInput if problem.lasting else TryAgain
+        first = "make room or mend it, then " if problem.lasting else ""
+        return kind(
+            f"{checkpoint}: cannot be saved ({problem.reason}), tried twice: {first}start again with run.resume=auto; "
+            "checkpoints saved before are untouched",
+            shared=True,
+        )

@@ -1,0 +1,216 @@
+"""Writing and reading torch_dist checkpoints in parts: planned together, written by each rank alone, closed by rank 0.
+
+Megatron's asynchronous save forks processes out of a process that has threads, CUDA and open collectives, keeps a
+manager process that outlives a killed rank, and needs collectives of the training's own group to end a save. Here a
+rank's part is written by whatever thread calls write(), and nothing but ModelSaver.plan() is collective.
+"""
+
+import copy
+import inspect
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, fp8_utils
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
+
+from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_HELP
+from vapo_megatron.checkpoint.manifest import DigestedFile, FileFacts
+from vapo_megatron.checkpoint.verified_reader import VerifyingReader, VerifyingStrategy, refuse_damage
+from vapo_megatron.config.atomic import sync
+from vapo_megatron.errors import BadInput
+from vapo_megatron.megatron import dist_optimizer
+from vapo_megatron.megatron.precision import keeps_fp8, stored_bytes
+from vapo_megatron.megatron.trainable import Trainable
+from vapo_megatron.weights.torch_dist import LOAD_ERRORS, load_reason
+
+_BACKEND, _VERSION, _FILES_PER_RANK = "torch_dist", 1, 2
+_COMMON_FILE = "common.pt"
+
+
+@dataclass
+class PlannedSave:
+    """This rank's part of a model's checkpoint, its tensors copied to host memory."""
+
+    folder: Path
+    writer: Any
+    metadata: Any
+    common: dict[str, Any]
+
+    @property
+    def bytes(self) -> int:
+        """Of this rank's tensors, until they are written."""
+        buckets = self.writer.write_buckets or ()
+        return sum(tensor.nbytes for _, _, (_, tensors) in buckets for _, tensor in tensors)
+
+    def write(self) -> tuple[list[Any], dict[str, FileFacts]]:
+        """Write this rank's tensors; no communication. What rank 0 needs to close the checkpoint, and what is now in
+        which file of the folder.
+
+        Raises:
+            OSError: the file system refuses.
+        """
+        results: list[Any] = []
+        facts: dict[str, FileFacts] = {}
+        for path, key, (data, tensors) in self.writer.write_buckets or ():
+            with DigestedFile(Path(path)) as file:
+                into: Any = file
+                for item, content in (*data, *tensors):
+                    written = _write_item(
+                        self.writer.transforms, into, content, item, key, SerializationFormat.TORCH_SAVE
+                    )
+                    results.append(written)
+                    file.end_piece()
+                facts[Path(path).name] = file.finish()
+        self.writer.write_buckets = None  # the copies may go
+        return results, facts
+
+    def close(self, results: Sequence[list[Any]]) -> list[Path]:
+        """On rank 0, once every rank has written: the files that make a checkpoint of it. Raises OSError."""
+        common = self.folder / _COMMON_FILE
+        torch.save(self.common, common)
+        sync(common)
+        self.writer.finish(self.metadata, list(results))
+        save_config(CheckpointingConfig(_BACKEND, _VERSION), str(self.folder))
+        return [common, *(path for path in self.folder.iterdir() if path.name in (".metadata", "metadata.json"))]
+
+
+_KNOWS_SAVERS = "async_strategy" in inspect.signature(TorchDistSaveShardedStrategy.async_save).parameters
+
+
+class _PlanningStrategy(TorchDistSaveShardedStrategy):
+    """Megatron's strategy up to the point where bytes would go to the disk."""
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, *_: Any, **__: Any) -> Any:
+        """As Megatron's; from 0.19 on that would else ask for a package of another saver."""
+        ours = {"async_strategy": "mcore"} if _KNOWS_SAVERS else {}
+        return super().async_save(sharded_state_dict, checkpoint_dir, **ours)
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_checkpoint_dict_ret: Any, *_: Any) -> Any:
+        return writer, save_checkpoint_dict_ret[1]
+
+
+class ModelSaver:
+    """Plans the saves of one model, one after the other.
+
+    While no rank's tensors change their names, shapes or places, it is agreed once who writes what. Plans are gathered
+    in the first two saves, the second to see that they are the same; from the third on none is.
+    """
+
+    def __init__(self, trainable: Trainable) -> None:
+        self._trainable = trainable
+        self._parts: list[ShardedBase] = []
+        self._planner: _PlanningStrategy | None = None
+        self._strategy: Any = None
+
+    def plan(self, folder: Path) -> PlannedSave:
+        """Collective: agree on who writes what of the model's training state, and copy this rank's part to the host.
+
+        Data-parallel copies share the writing. Training may go on when this returns.
+        """
+        # Megatron would start a manager process for results; here they stay in this process.
+        filesystem_async._results_queue = queue.SimpleQueue()
+        state = dist_optimizer.training_state(self._trainable)
+        sharded, common = save_preprocess(state, validate_access_integrity=False)
+        parts = [part.without_data() for part in nested_values(sharded)]
+        if not self._is_as_before(parts):
+            validate_sharding_integrity(determine_global_metadata(sharded)[1], common_state_dict=common)
+            self._planner = _PlanningStrategy(_BACKEND, _VERSION, thread_count=_FILES_PER_RANK, cached_metadata=True)
+            self._strategy, ranks = self._planner, self._trainable.mesh.pg.dp_cp
+            if ranks.size() > 1:
+                self._strategy = FullyParallelSaveStrategyWrapper(self._planner, ranks, do_cache_distribution=True)
+        self._parts = parts
+        writer, metadata = self._strategy.async_save(sharded, folder)
+        live = {memory.untyped_storage().data_ptr() for memory in map(_memory, _live_tensors(self._trainable))}
+        writer.write_buckets = [
+            (path, name, (data, [(item, _copied(tensor, live)) for item, tensor in tensors]))
+            for path, name, (data, tensors) in writer.write_buckets or ()
+        ]
+        # Closing a checkpoint adds its files to the metadata. Even a count of steps may be a tensor of the optimizer's.
+        return PlannedSave(folder, writer, copy.copy(metadata), copy.deepcopy(common))
+
+    def _is_as_before(self, parts: list[ShardedBase]) -> bool:
+        """Collective: whether every rank saves what it saved last, and all agree whether plans are known."""
+        known = self._planner is not None and self._planner.validated_cache_reuse
+        flags = torch.tensor([parts == self._parts, known, not known], dtype=torch.int32)
+        dist.all_reduce(flags, op=dist.ReduceOp.MIN)
+        same, all_know, none_knows = flags.bool().tolist()
+        return self._planner is not None and same and (all_know or none_knows)
+
+
+def load_training_state(
+    trainable: Trainable,
+    folder: Path,
+    files: Mapping[str, FileFacts],
+    before_reading: Callable[[set[str]], None] | None = None,
+) -> None:
+    """Collective: fill a prepared model, its optimizer and its schedule from a checkpoint, saved at whatever layout.
+
+    Args:
+        trainable: to be filled.
+        folder: of the model in the checkpoint.
+        files: of the folder, those in pieces; what is read is compared with their digests, and so is what nobody needs.
+        before_reading: called on all ranks together, each time with the files of the folder that this one reads next.
+
+    Raises:
+        Damaged: on every rank, a file is not what was saved.
+        BadInput: the checkpoint does not fit the model, or cannot be read.
+    """
+    reader = VerifyingReader(folder, files, before_reading)
+    with torch.no_grad():
+        for chunk in trainable.chunks:
+            for parameter in chunk.parameters():
+                parameter.zero_()  # rows of a vocabulary's padding are in no checkpoint of another layout
+
+    def load(state: dict[str, Any]) -> dict[str, Any]:
+        strategy: Any = VerifyingStrategy(reader)
+        if trainable.mesh.pg.dp_cp.size() > 1:
+            strategy = FullyParallelLoadStrategyWrapper(strategy, trainable.mesh.pg.dp_cp)
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder), strategy)
+        return loaded
+
+    try:
+        dist_optimizer.load_training_state(trainable, load)
+    except LOAD_ERRORS as error:
+        refuse_damage(error)
+        raise BadInput(
+            f"{folder}: does not fit this model, or is damaged ({load_reason(error)}): resume with the config it was "
+            f"saved with; if that is so, {CHECKPOINT_HELP}"
+        ) from None
+    reader.check_rest()
+
+
+def _live_tensors(trainable: Trainable) -> list[torch.Tensor]:
+    """Tensors that training changes in place."""
+    found = [parameter for chunk in trainable.chunks for parameter in (*chunk.parameters(), *chunk.buffers())]
+    if trainable.optimizer is not None:
+        for part in getattr(trainable.optimizer, "chained_optimizers", None) or [trainable.optimizer]:
+            for parameter, values in part.optimizer.state.items():
+                found += [parameter, *(value for value in values.values() if isinstance(value, torch.Tensor))]
+    return found
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    return stored_bytes(tensor) if keeps_fp8(tensor) else tensor
+
+
+def _copied(tensor: torch.Tensor, live: set[int]) -> torch.Tensor:
+    """The tensor in host memory, where training does not change it; of one kept in FP8 what it stands for."""
+    whole = fp8_utils.dequantize_fp8_tensor(tensor) if keeps_fp8(tensor) else tensor
+    on_host = whole.detach().to("cpu")
+    return on_host.clone() if on_host.untyped_storage().data_ptr() in live else on_host

@@ -1,0 +1,284 @@
+"""Samples as flat tensors, and what goes by samples alone.
+
+Everything that algorithms see of a rollout is a table over response tokens with `cu_seqlens`. A rank holds some of the
+samples of a rollout as an ExperienceBatch, and of all of them what goes by samples (SampleTable): denominators and
+mini-batches are computed on every rank from the same numbers, and no parallel layout can change them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vapo_megatron.data.sample import Sample
+
+# What the first dimension of a field goes over; select() and the shapes that are checked follow from it.
+#   tokens           N, prompt and response of each sample, cut at cu_seqlens
+#   positions        N - S, every token but a sample's last
+#   response_tokens  T, cut at response_cu_seqlens
+#   samples          S
+#   offsets          S + 1, where each sample's part begins and the last one ends
+Over = Literal["tokens", "positions", "response_tokens", "samples", "offsets"]
+
+
+def _over(over: Over, dtype: torch.dtype | None) -> dict[str, Any]:
+    """What a field is. dtype None: several are possible."""
+    return {"over": over, "dtype": dtype}
+
+
+@dataclass
+class ExperienceBatch:
+    """S samples with N tokens in all, T of them response tokens. CPU tensors.
+
+    Attributes:
+        tokens: int32 [N], prompt and response of each sample.
+        cu_seqlens: int64 [S+1], where each sample begins in `tokens`.
+        prompt_lengths: int64 [S].
+        response_cu_seqlens: int64 [S+1], where each response begins in tensors over response tokens.
+        rollout_logprobs: float32 [T], under the sampling temperature, from the engine.
+        rewards: float32 [S], before shaping.
+        correct: bool [S], the verifier's grade.
+        truncated: bool [S], ended for want of room.
+        group_ids: int64 [S], samples of one prompt share one.
+        window_starts: int64 [S], the first response token that the policy was not trained on in an earlier step; None
+            where responses come whole. Those that go on are truncated then, and no others.
+        routed_experts: the experts that the engine chose, uint8 or int16 [N - S, layers * experts per token], a row for
+            each token but a sample's last; None where they were not asked for.
+
+    Phases fill in the others; None until then, or where the algorithm has no use for them:
+        greedy_rewards: float32 [S], the shaped reward of the greedy response to the sample's prompt (ReMax).
+        old_logprobs: float32 [T], of the policy that the updates start from, at the sampling temperature.
+        entropies: float32 [T], of that policy, in nats.
+        ref_logprobs: float32 [T], of the reference policy.
+        baselines: float32 [S], the mean reward of the other responses of the group, where the critic's head learns the
+            rest alone.
+        values: float32 [T], the critic's, of the state before each token; baselines included.
+        shaped_rewards: float32 [S].
+        advantages: float32 [T].
+        returns: float32 [T], value targets.
+        selected: bool [S], whether the sample carries loss.
+        accepted_lengths: int64 [S], response tokens that importance sampling accepts, where the others do not count.
+        importance_weights: float32 [T], on the policy loss, for the engine's policy not being the trainer's.
+
+    Raises:
+        ValueError: a field's shape or dtype is not the one above.
+    """
+
+    tokens: Tensor = field(metadata=_over("tokens", torch.int32))
+    cu_seqlens: Tensor = field(metadata=_over("offsets", torch.int64))
+    prompt_lengths: Tensor = field(metadata=_over("samples", torch.int64))
+    response_cu_seqlens: Tensor = field(metadata=_over("offsets", torch.int64))
+    rollout_logprobs: Tensor = field(metadata=_over("response_tokens", torch.float32))
+    rewards: Tensor = field(metadata=_over("samples", torch.float32))
+    correct: Tensor = field(metadata=_over("samples", torch.bool))
+    truncated: Tensor = field(metadata=_over("samples", torch.bool))
+    group_ids: Tensor = field(metadata=_over("samples", torch.int64))
+    window_starts: Tensor | None = field(default=None, metadata=_over("samples", torch.int64))
+    routed_experts: Tensor | None = field(default=None, metadata=_over("positions", None))
+    greedy_rewards: Tensor | None = field(default=None, metadata=_over("samples", torch.float32))
+    old_logprobs: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
+    entropies: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
+    ref_logprobs: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
+    baselines: Tensor | None = field(default=None, metadata=_over("samples", torch.float32))
+    values: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
+    shaped_rewards: Tensor | None = field(default=None, metadata=_over("samples", torch.float32))
+    advantages: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
+    returns: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
+    selected: Tensor | None = field(default=None, metadata=_over("samples", torch.bool))
+    accepted_lengths: Tensor | None = field(default=None, metadata=_over("samples", torch.int64))
+    importance_weights: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
+
+    def __post_init__(self) -> None:
+        self._check()
+
+    def _check(self) -> None:
+        for f in fields(self):
+            tensor, size, dtype = getattr(self, f.name), self._size(f.metadata["over"]), f.metadata["dtype"]
+            if tensor is not None and (len(tensor) != size or dtype not in (None, tensor.dtype)):
+                raise ValueError(
+                    f"batch: {f.name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype or 'any dtype'} [{size}]"
+                )
+
+    @property
+    def samples(self) -> int:
+        """S."""
+        return len(self.prompt_lengths)
+
+    @property
+    def response_tokens(self) -> int:
+        """T."""
+        return int(self.response_cu_seqlens[-1])
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """int64 [S], EOS included."""
+        return self.response_cu_seqlens.diff()
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 [S], prompt and response."""
+        return self.cu_seqlens.diff()
+
+    def table(self) -> "SampleTable":
+        """What goes by samples."""
+        taken: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(SampleTable)}
+        return SampleTable(**taken)
+
+    def select(self, samples: Sequence[int]) -> "ExperienceBatch":
+        """Some of the samples, in the order given, with every field that is there.
+
+        Raises:
+            ValueError: a field that was filled in has another shape or dtype than it should.
+        """
+        self._check()
+        chosen = torch.tensor(samples, dtype=torch.int64)
+        taken = {}
+        for f in fields(self):
+            tensor, over = getattr(self, f.name), f.metadata["over"]
+            if tensor is None:
+                continue
+            if over == "offsets":
+                taken[f.name] = offsets(tensor.diff()[chosen])
+            elif over == "samples":
+                taken[f.name] = tensor[chosen]
+            else:
+                taken[f.name] = stretches(tensor, self._bounds(over), chosen)
+        return ExperienceBatch(**taken)
+
+    def sample_experts(self, sample: int) -> Tensor | None:
+        """The rows of a sample in routed_experts."""
+        if self.routed_experts is None:
+            return None
+        return self.routed_experts[
+            int(self.cu_seqlens[sample]) - sample : int(self.cu_seqlens[sample + 1]) - sample - 1
+        ]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All fields that are there, by name."""
+        return {f.name: tensor for f in fields(self) if (tensor := getattr(self, f.name)) is not None}
+
+    def rollout_tensors(self) -> dict[str, Tensor]:
+        """The fields that every batch has: what was sampled and graded, without routed_experts."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.default is MISSING}
+
+    def _bounds(self, over: Over) -> Tensor:
+        """Where each sample begins in a tensor over tokens, positions or response tokens, int64 [S + 1]."""
+        if over == "response_tokens":
+            return self.response_cu_seqlens
+        return self.cu_seqlens if over == "tokens" else self.cu_seqlens - torch.arange(self.samples + 1)
+
+    def _size(self, over: Over) -> int:
+        if over in ("samples", "offsets"):
+            return self.samples + (over == "offsets")
+        return int(self._bounds(over)[-1])
+
+
+@dataclass
+class SampleTable:
+    """What goes by samples, of S of them: the fields that an ExperienceBatch has under the same names.
+
+    Attributes:
+        response_lengths: int64 [S], EOS included.
+    """
+
+    prompt_lengths: Tensor
+    response_lengths: Tensor
+    rewards: Tensor
+    correct: Tensor
+    truncated: Tensor
+    group_ids: Tensor
+    window_starts: Tensor | None = None
+    greedy_rewards: Tensor | None = None
+    baselines: Tensor | None = None
+    shaped_rewards: Tensor | None = None
+    selected: Tensor | None = None
+    accepted_lengths: Tensor | None = None
+
+    @property
+    def samples(self) -> int:
+        """S."""
+        return len(self.prompt_lengths)
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 [S], prompt and response."""
+        return self.prompt_lengths + self.response_lengths
+
+    @property
+    def new_lengths(self) -> Tensor:
+        """int64 [S], response tokens that the policy has not been trained on."""
+        return self.response_lengths if self.window_starts is None else self.response_lengths - self.window_starts
+
+    def select(self, samples: Tensor) -> "SampleTable":
+        """Some of the samples, in the order given: int64."""
+        taken: dict[str, Any] = {}
+        for f in fields(self):
+            tensor = getattr(self, f.name)
+            taken[f.name] = None if tensor is None else tensor[samples]
+        return SampleTable(**taken)
+
+    def followed_by(self, other: "SampleTable") -> "SampleTable":
+        """The samples of both, with the fields that every table has."""
+        names = [f.name for f in fields(self) if f.default is MISSING]
+        return SampleTable(*(torch.cat((getattr(self, name), getattr(other, name))) for name in names))
+
+    def batch(self, **over_tokens: Tensor) -> ExperienceBatch:
+        """All of them, with what goes by their tokens."""
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "response_lengths"}
+        bounds = {"cu_seqlens": offsets(self.lengths), "response_cu_seqlens": offsets(self.response_lengths)}
+        return ExperienceBatch(**over_tokens, **bounds, **found)
+
+
+def offsets(lengths: Tensor) -> Tensor:
+    """Where each of S stretches begins that lie end to end, and where the last one ends: int64 [S] -> [S + 1]."""
+    return torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
+
+
+def stretches(values: Tensor, bounds: Tensor, chosen: Tensor) -> Tensor:
+    """The stretches of the chosen samples, one after another; a view where they lie so already."""
+    if len(chosen) and bool((chosen.diff() == 1).all()):
+        return values[int(bounds[chosen[0]]) : int(bounds[chosen[-1] + 1])]
+    starts, ends = bounds[chosen].tolist(), bounds[chosen + 1].tolist()
+    return torch.cat([values[:0], *(values[start:end] for start, end in zip(starts, ends, strict=True))])
+
+
+def from_samples(samples: Sequence[Sample]) -> ExperienceBatch:
+    """Pack graded samples. Every response has at least one token (the engine's EOS counts).
+
+    Their routed_experts move into the batch: samples have none any more.
+    """
+    starts = [s.window_start for s in samples if s.window_start is not None]
+    prompts = torch.tensor([len(s.prompt.token_ids) for s in samples])
+    responses = torch.tensor([len(s.response_ids) for s in samples])
+    tokens = [part for s in samples for part in (np.array(s.prompt.token_ids, dtype=np.int32), s.response_ids)]
+    return ExperienceBatch(
+        tokens=torch.from_numpy(np.concatenate(tokens)),
+        cu_seqlens=offsets(prompts + responses),
+        prompt_lengths=prompts,
+        response_cu_seqlens=offsets(responses),
+        rollout_logprobs=torch.from_numpy(np.concatenate([s.rollout_logprobs for s in samples])),
+        rewards=torch.tensor([s.reward for s in samples], dtype=torch.float32),
+        correct=torch.tensor([bool(s.correct) for s in samples]),
+        truncated=torch.tensor([s.goes_on if starts else s.truncated for s in samples]),
+        group_ids=torch.tensor([s.group for s in samples]),
+        window_starts=torch.tensor(starts) if starts else None,
+        routed_experts=_take_experts(samples),
+    )
+
+
+def _take_experts(samples: Sequence[Sample]) -> Tensor | None:
+    """Move the rows of all samples into one tensor, so that they are never held twice; None unless all have some."""
+    found = [s.routed_experts for s in samples if s.routed_experts is not None]
+    if not found or len(found) != len(samples):
+        return None
+    joined, start = found[0].new_empty(sum(map(len, found)), found[0].shape[1]), 0
+    del found
+    for sample in samples:
+        rows, sample.routed_experts = sample.routed_experts, None
+        assert rows is not None
+        joined[start : start + len(rows)] = rows
+        start += len(rows)
+    return joined

@@ -1,0 +1,141 @@
+"""Packed micro-batches: which samples go together, and the tensors a model reads of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.zigzag import local_positions
+
+
+class Share(Sequence[int]):
+    """The samples that a rank computes of a batch, their places in it: what the rank's part of a plan comes to.
+
+    Attributes:
+        microbatches: places in the batch of the samples of each micro-batch.
+        of: how many samples there are on all data-parallel ranks together.
+    """
+
+    def __init__(self, microbatches: Sequence[Sequence[int]], of: int) -> None:
+        self.microbatches, self.of = microbatches, of
+        self._places = sorted(place for members in microbatches for place in members)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._places[index]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Packed sequences of one forward pass, the part that a context-parallel rank holds (t tokens).
+
+    Position j of a sequence reads token j and predicts token j + 1: its log-prob, or the value of the state in
+    which it is chosen. A sequence of n tokens has n - 1 positions.
+
+    Attributes:
+        ids, labels: int64 [t].
+        response_index: int64 [t], index of the position's label among the batch's response tokens; -1 elsewhere.
+        lengths: positions of each packed sequence over all CP ranks, padding included.
+        experts: uint8 or int16 [t, layers * experts per token], the experts that each position is to go through; None
+            lets the model choose.
+    """
+
+    ids: Tensor
+    labels: Tensor
+    response_index: Tensor
+    lengths: tuple[int, ...]
+    experts: Tensor | None = None
+
+    @property
+    def response_rows(self) -> Tensor:
+        """The positions that speak about response tokens, int64; the first one where there is none, so that a loss over
+        them still has a gradient to pass on."""
+        rows = (self.response_index >= 0).nonzero()[:, 0]
+        return rows if len(rows) else torch.zeros(1, dtype=torch.int64)
+
+    def gather(self, values: Tensor) -> Tensor:
+        """A tensor over response tokens [T] at this micro-batch's positions [t]; 0 where no response token is."""
+        found = self.response_index >= 0
+        gathered = values.new_zeros(len(found))
+        gathered[found] = values[self.response_index[found]]
+        return gathered
+
+    def scatter(self, into: Tensor, values: Tensor) -> None:
+        """The other way: write values [t] of response positions into a tensor over response tokens [T]."""
+        found = self.response_index >= 0
+        into[self.response_index[found]] = values[found]
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def padded_lengths(lengths: Sequence[int], alignment: int, total_alignment: int) -> list[int]:
+    """Positions of each sequence once padded: to `alignment`, the last one so that the sum fits `total_alignment`."""
+    padded = [_round_up(max(n, 1), alignment) for n in lengths] or [alignment]
+    padded[-1] += -sum(padded) % total_alignment
+    return padded
+
+
+def pack(
+    batch: ExperienceBatch,
+    samples: Sequence[int],
+    alignment: int,
+    total_alignment: int,
+    cp_size: int,
+    cp_rank: int,
+    experts_per_token: int = 0,
+) -> MicroBatch:
+    """Pack some samples of a batch. No sample at all gives one sequence of padding, which weighs nothing.
+
+    experts_per_token: of a model that is to go through the batch's routed_experts; 0: of one that is not.
+    """
+    positions_of = [int(batch.lengths[s]) - 1 for s in samples]
+    lengths = padded_lengths(positions_of, alignment, total_alignment)
+    total = sum(lengths)
+    ids, labels = torch.zeros(total, dtype=torch.int64), torch.zeros(total, dtype=torch.int64)
+    response_index = torch.full((total,), -1)
+    experts = None
+    if experts_per_token and batch.routed_experts is not None:
+        # Padding has to go somewhere, through as many experts as any token; a rank without samples has nothing else.
+        width = batch.routed_experts.shape[1]
+        experts = (torch.arange(width) % experts_per_token).to(batch.routed_experts.dtype).repeat(total, 1)
+    start = 0
+    for sample, n, padded in zip(samples, positions_of, lengths, strict=False):
+        tokens = batch.tokens[int(batch.cu_seqlens[sample]) : int(batch.cu_seqlens[sample + 1])].long()
+        ids[start : start + n] = tokens[:-1]
+        labels[start : start + n] = tokens[1:]
+        first = start + int(batch.prompt_lengths[sample]) - 1
+        response = torch.arange(int(batch.response_cu_seqlens[sample]), int(batch.response_cu_seqlens[sample + 1]))
+        response_index[first : first + len(response)] = response
+        chosen = batch.sample_experts(sample)
+        if experts is not None and chosen is not None:
+            experts[start : start + n] = chosen
+        start += padded
+    local = local_positions(lengths, cp_size, cp_rank)
+    return MicroBatch(
+        ids[local],
+        labels[local],
+        response_index[local],
+        tuple(lengths),
+        None if experts is None else experts[local],
+    )
+
+
+class Packed(Sequence[MicroBatch]):
+    """The micro-batches of a share of a batch, each packed when it is asked for: none takes memory before its turn."""
+
+    def __init__(self, batch: ExperienceBatch, share: Share, *how: Any) -> None:
+        """how: what pack() is given beside batch and samples."""
+        self._batch, self._share, self._how = batch, share, how
+
+    def __len__(self) -> int:
+        return len(self._share.microbatches)
+
+    def __getitem__(self, index: Any) -> Any:
+        return pack(self._batch, self._share.microbatches[index], *self._how)

@@ -1,0 +1,132 @@
+"""The prompts of a run: a data set, tokenized, and the order in which it is drawn."""
+
+import hashlib
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from vapo_megatron.config.data import DataConfig, EvalSet, ProblemsConfig
+from vapo_megatron.data.rows import Problem, eval_problems, train_problems
+from vapo_megatron.data.sample import Prompt
+from vapo_megatron.data.tokenizer import TextTokenizer
+from vapo_megatron.errors import BadInput
+
+
+def train_prompts(config: DataConfig, tokenizer: TextTokenizer) -> list[Prompt]:
+    """The training prompts in the order of the file, their cursors 0.
+
+    Raises BadInput for what read_problems refuses and for a prompt longer than config.max_prompt_tokens
+    (which is left out instead under config.drop_long_prompts, unless none remains).
+    """
+    problems = train_problems(config)
+    prompts = [_prompt(problem, tokenizer, config.train.name) for problem in problems]
+    if config.drop_long_prompts:
+        short = [prompt for prompt in prompts if len(prompt.token_ids) <= config.max_prompt_tokens]
+        if not short:
+            raise BadInput(
+                f"{config.train}: every prompt is longer than data.max_prompt_tokens={config.max_prompt_tokens}; "
+                "raise it"
+            )
+        return short
+    _refuse_long(prompts, problems, config, "set data.drop_long_prompts=true")
+    return prompts
+
+
+def eval_prompts(evaluation: EvalSet, config: ProblemsConfig, tokenizer: TextTokenizer | None) -> list[Prompt]:
+    """The prompts of one evaluation set in the order of its file, their cursors 0; without tokenizer, without tokens.
+
+    Raises BadInput as train_prompts does; evaluation problems are never left out.
+    """
+    problems = eval_problems(evaluation, config.fields)
+    prompts = [_prompt(problem, tokenizer, evaluation.name) for problem in problems]
+    _refuse_long(prompts, problems, config, "remove the row")
+    return prompts
+
+
+def _prompt(problem: Problem, tokenizer: TextTokenizer | None, source: str) -> Prompt:
+    ids = tuple(tokenizer.encode_prompt(problem.problem)) if tokenizer else ()
+    return Prompt(problem.id, problem.problem, problem.answer, ids, source=source, extra=problem.extra)
+
+
+def _refuse_long(prompts: Sequence[Prompt], problems: Sequence[Problem], config: ProblemsConfig, instead: str) -> None:
+    for prompt, problem in zip(prompts, problems, strict=True):
+        if len(prompt.token_ids) > config.max_prompt_tokens:
+            raise BadInput(
+                f"{problem.place}: the prompt of row {prompt.id} has {len(prompt.token_ids)} tokens, more than "
+                f"data.max_prompt_tokens={config.max_prompt_tokens}; raise it, or {instead}"
+            )
+
+
+class PromptSource:
+    """Prompts without end: every epoch is a permutation of all of them, drawn from seed and epoch.
+
+    The prompt at a cursor depends on the prompts, the seed and the cursor alone, not on how they were taken.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool = True) -> None:
+        if not prompts:
+            raise ValueError("no prompts")
+        self._prompts = list(prompts)
+        self._seed = seed
+        self._shuffle = shuffle
+        self._order_epoch = -1
+        self._order: list[int] = []
+        self.cursor = 0
+
+    def __len__(self) -> int:
+        """Prompts an epoch."""
+        return len(self._prompts)
+
+    def at(self, cursor: int) -> Prompt:
+        """The prompt with this number in the run, from 0, whether or not it was drawn before."""
+        return replace(self._at(cursor), cursor=cursor)
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next count prompts."""
+        taken = [self.at(self.cursor + offset) for offset in range(count)]
+        self.cursor += count
+        return taken
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: plain values that go into JSON."""
+        return {
+            "cursor": self.cursor,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "prompts": len(self._prompts),
+            "fingerprint": self._fingerprint,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a state.
+
+        Raises BadInput if seed, order or prompts are not those of the state: the run would see another sequence.
+        """
+        for key, value in self.state().items():
+            if key != "cursor" and state[key] != value:
+                raise BadInput(
+                    f"data: {key} is {value} and was {state[key]} in the checkpoint; "
+                    "resume with the data, template and seed that the run was started with"
+                )
+        self.cursor = int(state["cursor"])
+
+    def _at(self, cursor: int) -> Prompt:
+        epoch, position = divmod(cursor, len(self._prompts))
+        if epoch != self._order_epoch:
+            self._order = list(range(len(self._prompts)))
+            if self._shuffle:
+                random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
+            self._order_epoch = epoch
+        return self._prompts[self._order[position]]
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        # Asked for at every safe point: a million prompts take seconds.
+        digest = hashlib.sha256()
+        for prompt in self._prompts:
+            digest.update(repr((prompt.id, prompt.answer, prompt.token_ids)).encode())
+            if prompt.extra:
+                digest.update(repr(prompt.extra).encode())
+        return digest.hexdigest()[:16]

@@ -1,0 +1,147 @@
+"""Problems from files: rows of .jsonl, .jsonl.gz or .parquet, checked one by one."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vapo_megatron.config.data import DataConfig, EvalSet, FieldNames
+from vapo_megatron.data.jsonl import check_characters, no_such_file, read_rows
+from vapo_megatron.errors import BadInput, reason_of
+
+_OF_OTHERS = "; tools/prepare_data.py turns the rows of verl, MATH, GSM8K and others into {id, problem, answer}"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A problem with its reference answer; place is "file:line" for messages, extra is for a user's function."""
+
+    id: str
+    problem: str
+    answer: str
+    place: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def train_problems(data: DataConfig) -> list[Problem]:
+    """Those of data.train; see read_problems."""
+    return read_problems(data.train, data.fields, key="data.train")
+
+
+def eval_problems(entry: EvalSet, fields: FieldNames) -> list[Problem]:
+    """Those of a set of data.eval; see read_problems."""
+    return read_problems(entry.path, fields, entry.limit, f"data.eval (set {entry.name})")
+
+
+def read_problems(path: Path, fields: FieldNames, limit: int | None = None, key: str = "") -> list[Problem]:
+    """The problems of a file in its order, the first `limit` of them if given; key: of the config, that names the file.
+
+    Raises BadInput naming file, line and field for a missing or unreadable file, a file without rows, a row without
+    problem, answer or a field of fields.extra, and an id that comes twice.
+    """
+    problems: list[Problem] = []
+    places: dict[str, str] = {}
+    for number, row in read_file(path, key):
+        if limit is not None and len(problems) == limit:
+            break
+        place = f"{path}:{number}"
+        name = _text(row, fields.id, place) if row.get(fields.id) is not None else f"{path.name}:{number}"
+        if name in places:
+            raise BadInput(f"{place}: field {fields.id}={name} is also that of {places[name]}; make the ids differ")
+        places[name] = place
+        if isinstance(row.get(fields.problem), int | float):
+            raise BadInput(f"{place}: field {fields.problem} is the number {row[fields.problem]}; expected a text")
+        problem, answer = _text(row, fields.problem, place), _text(row, fields.answer, place)
+        problems.append(Problem(name, problem, answer, place, chosen_fields(row, fields.extra, place)))
+    if not problems:
+        raise BadInput(f"{path}: holds no rows; give at least one with the fields {fields.problem} and {fields.answer}")
+    return problems
+
+
+def read_file(path: Path, key: str = "") -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line or row number from 1, row) of a .jsonl, .jsonl.gz or .parquet file, or a .json file with a list of rows.
+
+    Raises BadInput, naming the file and where it can the line, for one that is missing, unreadable or of another kind.
+    """
+    if path.suffix == ".parquet":
+        yield from _parquet_rows(path, key)
+    elif path.name.endswith((".jsonl", ".jsonl.gz")):
+        yield from read_rows(path, key)
+    elif path.suffix == ".json":
+        yield from _list_rows(path, key)
+    else:
+        raise BadInput(
+            f"{path}: unknown kind of file {path.suffix!r}; give a .jsonl, .jsonl.gz, .json or .parquet file"
+        )
+
+
+def _list_rows(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        raise no_such_file(path, key) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadInput(f"{path}: cannot be read as JSON ({' '.join(str(error).split())})") from None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise BadInput(f"{path}: expected a list of objects such as [{{...}}, {{...}}]")
+    for number, row in enumerate(rows, start=1):
+        check_characters(row, f"{path}:{number}")
+        yield number, row
+
+
+def _parquet_rows(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ModuleNotFoundError:
+        raise BadInput(
+            f"{path}: reading .parquet needs pyarrow, which is not installed; "
+            "run `pip install pyarrow`, or give the rows as .jsonl"
+        ) from None
+    try:
+        number = 0
+        for batch in parquet.ParquetFile(path).iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+    except FileNotFoundError:
+        raise no_such_file(path, key) from None
+    except (OSError, pyarrow.ArrowException) as error:
+        raise BadInput(f"{path}: cannot be read ({reason_of(error)}); give a valid .parquet file") from None
+
+
+def chosen_fields(row: Mapping[str, Any], names: Sequence[str], place: str) -> dict[str, Any]:
+    """Those fields of a row. Raises BadInput for one that is not there, or that JSON cannot hold."""
+    for name in names:
+        if name not in row:
+            raise BadInput(
+                f"{place}: no field {name!r} among {', '.join(sorted(row)) or 'none'}; name one of those in "
+                "data.fields.extra (tools/prepare_data.py: --keep)"
+            )
+        try:
+            json.dumps(row[name], allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise BadInput(
+                f"{place}: field {name} cannot be written as JSON ({reason_of(error)}): leave it out, or make it a text"
+            ) from None
+    return {name: row[name] for name in names}
+
+
+def _text(row: dict[str, Any], name: str, place: str) -> str:
+    if name not in row:
+        raise BadInput(
+            f"{place}: no field {name!r} among {', '.join(sorted(row)) or 'none'}; add it, or name the right field "
+            f"in data.fields{_OF_OTHERS}"
+        )
+    value = row[name]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise BadInput(f"{place}: field {name} is {value}; expected a text or a number, fill it or remove the row")
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        raise BadInput(f"{place}: field {name} is {type(value).__name__}; expected a text or a number{_OF_OTHERS}")
+    if not value.strip():
+        raise BadInput(f"{place}: field {name} is empty; fill it or remove the row")
+    return value

@@ -1,0 +1,137 @@
+"""Text to tokens and back, by the tokenizer of a Hugging Face directory."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from vapo_megatron.config.data import PromptTemplate
+from vapo_megatron.data.torchvision_ops import make_torchvision_importable
+from vapo_megatron.errors import BadInput, reason_of
+
+make_torchvision_importable()
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase  # noqa: E402
+
+# One of them holds the vocabulary. Where none does, transformers makes an empty tokenizer of the model's kind.
+_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+class TextTokenizer:
+    """Encodes problems as prompts and responses as targets, and decodes responses.
+
+    Raises BadInput for a directory that is missing or holds no usable tokenizer, a tokenizer without an end token,
+    and one without a chat template where the prompt template asks for it. No code from the directory is run.
+    """
+
+    def __init__(self, directory: Path, template: PromptTemplate) -> None:
+        self._tokenizer = load_tokenizer(directory)
+        self._directory, self._template = directory, template
+        if template.chat_template and not self._tokenizer.chat_template:
+            raise BadInput(
+                f"{directory}: its tokenizer has no chat template and data.prompt.chat_template=true; "
+                "set data.prompt.chat_template=false, or use a tokenizer that has one"
+            )
+        self.eos_id: int = self._tokenizer.eos_token_id
+        self.eos_token_ids = eos_token_ids(directory, self._tokenizer)
+        pad = self._tokenizer.pad_token_id
+        self.pad_id: int = pad if pad is not None else self.eos_id
+        self.size = len(self._tokenizer)
+
+    def check_vocabulary(self, rows: int) -> None:
+        """Raises BadInput where a token has no place among the rows of a model's embedding."""
+        if self.size > rows:
+            raise BadInput(
+                f"{self._directory}: its tokenizer has {self.size} tokens and the model of config.json a vocabulary of "
+                f"{rows}: the two do not belong together, fetch the model's own tokenizer"
+            )
+
+    def check_same(self, other: Path, key: str) -> None:
+        """Raises BadInput, with the config's key, where the tokenizer of another model's directory gives tokens other
+        ids; one without a tokenizer is taken to be made for this one."""
+        if not any((other / name).is_file() for name in _VOCABULARY_FILES):
+            return
+        mine, theirs = self._tokenizer.get_vocab(), load_tokenizer(other).get_vocab()
+        if mine != theirs:
+            differ = sum(theirs.get(token) != number for token, number in mine.items())
+            raise BadInput(
+                f"{key}={other}: its tokenizer has {len(theirs)} tokens and gives {differ} of the {len(mine)} of "
+                f"{self._directory} another id, or none: give a model with the policy's tokenizer"
+            )
+
+    def prompt_text(self, problem: str) -> str:
+        """The prompt that the model reads, as text; with a chat template it ends where the assistant begins."""
+        user = self._template.user_template.replace("{problem}", problem)
+        if not self._template.chat_template:
+            return user
+        messages = [{"role": "user", "content": user}]
+        if self._template.system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": self._template.system_prompt})
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template is a program: it may be wrong, or raise what it likes
+            raise BadInput(
+                f"{self._directory}: its chat template cannot be applied ({reason_of(error)}); mend "
+                "chat_template.jinja (or that of tokenizer_config.json), or set data.prompt.chat_template=false"
+            ) from None
+        assert isinstance(text, str)
+        return text
+
+    def encode_prompt(self, problem: str) -> list[int]:
+        """Token ids of the prompt. A plain prompt gets what the tokenizer puts before texts (a BOS, for Llama)."""
+        text = self.prompt_text(problem)
+        return self._tokenizer.encode(text, add_special_tokens=not self._template.chat_template)
+
+    def encode_response(self, response: str) -> list[int]:
+        """Token ids of a response, without the end token (eos_id)."""
+        return self._tokenizer.encode(response, add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens left out. With a fast tokenizer other threads go on meanwhile: decode()
+        keeps the interpreter to itself, that of batches does not."""
+        fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        if fast is None or self._tokenizer.clean_up_tokenization_spaces:
+            text = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        else:
+            (text,) = fast.decode_batch([list(token_ids)], skip_special_tokens=True)
+        assert isinstance(text, str)
+        return text
+
+
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in directory, from local files alone and without running code from them.
+
+    Raises BadInput if there is none, or one without an end token.
+    """
+    if not directory.is_dir():
+        raise BadInput(f"{directory}: no such directory; give a Hugging Face model directory with its tokenizer")
+    if not any((directory / name).is_file() for name in _VOCABULARY_FILES):
+        raise BadInput(f"{directory}: holds no tokenizer ({', '.join(_VOCABULARY_FILES)}); put the model's there")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds on malformed files, none of them documented
+        raise BadInput(
+            f"{directory}: its tokenizer cannot be loaded ({reason_of(error)}); "
+            "put a tokenizer.json and a tokenizer_config.json there"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise BadInput(f"{directory}: its tokenizer has no end token; set eos_token in its tokenizer_config.json")
+    return tokenizer
+
+
+def eos_token_ids(directory: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> tuple[int, ...]:
+    """Every token that ends a response, ascending: the tokenizer's and those of generation_config.json.
+
+    Raises BadInput for a generation_config.json that is not of the expected form.
+    """
+    ids = {(tokenizer or load_tokenizer(directory)).eos_token_id}
+    path = directory / "generation_config.json"
+    if path.is_file():
+        try:
+            entry = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError):
+            raise BadInput(f"{path}: not a JSON object; mend or remove it") from None
+        entries = entry if isinstance(entry, list) else [] if entry is None else [entry]
+        if not all(isinstance(item, int) for item in entries):
+            raise BadInput(f"{path}: eos_token_id {entry!r}; expected a token id or a list of them")
+        ids.update(entries)
+    return tuple(sorted(ids))

@@ -1,0 +1,398 @@
+"""Spreads groups over all servers and brings the responses back."""
+
+import asyncio
+import hashlib
+import heapq
+import itertools
+import logging
+import queue
+import struct
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.data.sample import Sample
+from vapo_megatron.engines.client import Completion, EngineClient, EngineWrong
+from vapo_megatron.engines.keeper import end_server
+from vapo_megatron.engines.loop_thread import LoopThread, allow_connections
+from vapo_megatron.engines.request import GenerationRequest, GroupRequest
+from vapo_megatron.engines.server import EngineAddress
+from vapo_megatron.errors import RunFailed, TryAgain
+
+# Groups waiting in a server keep its batch full while finished ones are on their way back.
+_QUEUED_PER_RUNNING = 2
+_ABORT_SECONDS = 30.0
+_STOP_POLL_SECONDS = 0.2
+_NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
+_LOOK_SECONDS = 0.5
+
+T = TypeVar("T")
+
+_logger = logging.getLogger(__name__)
+
+
+def response_seed(seed: int, cursor: int, index: int) -> int:
+    """Seed of response `index` to prompt `cursor` of a run, in [0, 2^63): the same on every machine and version."""
+    message = struct.pack("<qqq", seed, cursor, index)
+    return int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little") >> 1
+
+
+@dataclass
+class _Engine:
+    """A server and what it has been given that is not back yet."""
+
+    client: EngineClient
+    requests: int = 0
+    tokens: int = 0
+    lost: bool = False
+    busy_since: float = 0.0
+    busy_seconds: float = 0.0
+
+    def give(self, group: GroupRequest, now: float) -> None:
+        if self.requests == 0:
+            self.busy_since = now
+        self.requests += group.samples
+        self.tokens += group.max_tokens
+
+    def take_back(self, group: GroupRequest, now: float) -> None:
+        self.requests -= group.samples
+        self.tokens -= group.max_tokens
+        if self.requests == 0:
+            self.busy_seconds += now - self.busy_since
+
+
+@dataclass(order=True)
+class _Waiting:
+    """A group that no server has room for. Those that were asked for first go first."""
+
+    number: int
+    group: GroupRequest = field(compare=False)
+    engine: "asyncio.Future[_Engine | None]" = field(compare=False)
+
+
+class Dispatcher:
+    """Rank 0's way to all servers. One event loop, in a thread of its own, talks to every server at once.
+
+    collect() and wait() block their caller; generate() is for coroutines on `loop`. A server that fails gets nothing
+    more until use(), and what it has not finished goes to the others: their samples are the same, as seeds say.
+
+    Attributes:
+        when_stranded: called by the thread that waits, where no server is left, again and again.
+
+    Args:
+        engines: all servers of the job.
+        config: the rollout section.
+        stop_token_ids: tokens that end a response; they belong to it.
+        are_replaced: whether somebody starts a server again that ends: one that answers what cannot be is ended then,
+            and groups wait for it where it is the last; else what the last one failed of is raised.
+        loop, client: what time is, and who asks a server; others in a simulation (operations/twin).
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[EngineAddress],
+        config: RolloutConfig,
+        stop_token_ids: Sequence[int],
+        are_replaced: bool = False,
+        loop: LoopThread | None = None,
+        client: Callable[[EngineAddress, float], EngineClient] = EngineClient,
+    ) -> None:
+        self._config = config
+        self._stop_token_ids, self._are_replaced = list(stop_token_ids), are_replaced
+        self._engines = [_Engine(client(address, config.collect_timeout_s)) for address in engines]
+        self._waiting: list[_Waiting] = []
+        self._running: dict[int, tuple[EngineClient, list[str]]] = {}
+        self._numbers = itertools.count()
+        self.when_stranded: Callable[[], None] | None = None
+        self.loop = loop or LoopThread()
+        allow_connections()
+
+    def collect(
+        self,
+        request: GenerationRequest,
+        on_done: Callable[[int], None] | None = None,
+        on_group: Callable[[list[Sample]], None] | None = None,
+    ) -> list[Sample]:
+        """The responses to a request, ordered by (group, index); group is the prompt's place in request.prompts.
+
+        Args:
+            request: what to generate.
+            on_done: called with the number of responses that have just finished.
+            on_group: called with the responses to a prompt as soon as they are there.
+
+        Raises:
+            RunFailed: a server refused a request, or has weights of another run; or the last one answers with weights
+                of another version or with experts that cannot be (EngineWrong).
+            TryAgain: the last server is gone, or rollout.collect_timeout_s passed.
+        """
+        finished: queue.SimpleQueue[list[Sample] | None] = queue.SimpleQueue()
+        work = self.loop.start(self._collect(request, finished.put))
+        work.add_done_callback(lambda _: finished.put(None))
+        try:
+            while (samples := self._next(finished)) is not None:
+                if on_done is not None:
+                    on_done(len(samples))
+                if on_group is not None:
+                    on_group(samples)
+        except BaseException:
+            work.cancel()
+            raise
+        return work.result()
+
+    def wait(self, work: "Future[T]") -> T:
+        """What a future on `loop` comes to; it is cancelled where this thread is interrupted."""
+        try:
+            while not self.loop.wait(work, _LOOK_SECONDS):
+                self._call_for_help()
+            return work.result()
+        except BaseException:
+            work.cancel()
+            raise
+
+    def _next(self, finished: "queue.SimpleQueue[T]") -> T:
+        while True:
+            with suppress(queue.Empty):
+                return finished.get(timeout=_LOOK_SECONDS)
+            self._call_for_help()
+
+    def _call_for_help(self) -> None:
+        if self.when_stranded is not None and all(engine.lost for engine in self._engines):
+            self.when_stranded()
+
+    async def generate(self, group: GroupRequest) -> list[Sample]:
+        """The responses to one prompt, from the server with the fewest tokens outstanding. Cancelling aborts them.
+
+        stop() ends them early; those that are not finished then have the finish_reason abort.
+
+        Raises:
+            RunFailed: a server refused the request, or has weights of another run.
+            EngineWrong, TryAgain: the last server failed.
+        """
+        number = next(self._numbers)
+        samples = list(group.begun) or [_empty(group, index) for index in range(group.samples)]
+        left = [sample for sample in samples if sample.finish_reason == "abort"]
+        while True:
+            engine = await self._engine_for(number, group)
+            if engine is None:  # stopped before it began
+                return samples
+            try:
+                completions = await self._ask(engine, number, group, left)
+                _check_versions(engine.client.address, completions, group)
+                break
+            except (TryAgain, EngineWrong) as error:
+                self._give_up(engine, error)
+            finally:
+                engine.take_back(group, self.loop.time())
+                self._give_out()
+        for sample, completion in zip(left, completions, strict=True):
+            samples[sample.index] = _continued(sample, completion, group, engine.client.address.url)
+        return samples
+
+    async def stop(self) -> None:
+        """End all responses that are under way, on `loop`: generate() returns what there is of them."""
+        while self._running or self._waiting:
+            while self._waiting:
+                engine = heapq.heappop(self._waiting).engine
+                if not engine.done():
+                    engine.set_result(None)
+            running: defaultdict[EngineClient, list[str]] = defaultdict(list)
+            for client, ids in self._running.values():
+                running[client] += ids
+            await asyncio.gather(*(_abort(client, ids) for client, ids in running.items()))
+            await asyncio.sleep(_STOP_POLL_SECONDS)  # a request may have been on its way to the server
+
+    def lose(self, url: str) -> None:
+        """Give the server at an address nothing more; groups that it has not finished go to the others, first of all.
+
+        Blocks; not for coroutines on `loop`.
+        """
+        self.loop.run(self._lose(url))
+
+    def use(self, urls: Collection[str]) -> None:
+        """Give work to the servers at these addresses alone: they have the weights. Not for coroutines on `loop`."""
+        self.loop.run(self._use(urls))
+
+    def busy_seconds(self) -> float:
+        """Seconds in which a server had something to do, summed over servers, so far."""
+        now = self.loop.time()
+        return sum(e.busy_seconds + (now - e.busy_since if e.requests else 0.0) for e in self._engines)
+
+    def overdue(self, finished: int, wanted: int) -> TryAgain:
+        """The error of a collection that has taken longer than rollout.collect_timeout_s."""
+        return TryAgain(
+            f"{finished} of {wanted} responses came within rollout.collect_timeout_s="
+            f"{self._config.collect_timeout_s:g} s: raise it, or look into the servers' logs, the first of them "
+            f"{self._engines[0].client.address.log_file}"
+        )
+
+    def close(self) -> None:
+        """End what is under way and close all connections. The servers live on."""
+        self.loop.cancel_all()
+        self.loop.run(self._close_clients())
+        self.loop.close()
+
+    def __enter__(self) -> "Dispatcher":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def _close_clients(self) -> None:
+        for engine in self._engines:
+            await engine.client.close()
+
+    async def _lose(self, url: str) -> None:
+        for engine in self._engines:
+            if engine.client.address.url == url:
+                engine.lost = True
+                await engine.client.close()  # its requests fail now, not when their deadline passes
+
+    async def _use(self, urls: Collection[str]) -> None:
+        for engine in self._engines:
+            engine.lost = engine.client.address.url not in urls
+        self._give_out()
+
+    def _give_up(self, engine: _Engine, error: TryAgain | EngineWrong) -> None:
+        """A server has failed; raises the error where nobody could do its work, now or later."""
+        if not self._are_replaced and all(other.lost for other in self._engines if other is not engine):
+            raise error
+        if not engine.lost:
+            engine.lost = True
+            _logger.warning("an engine gets no more work until it has weights again: %s", error)
+            loop, address = asyncio.get_running_loop(), engine.client.address
+            if isinstance(error, EngineWrong) and self._are_replaced:  # it is alive: its owner is to start it again
+                loop.run_in_executor(None, end_server, address, str(error))
+            loop.create_task(engine.client.close())  # its other requests fail now, not when their deadline passes
+
+    async def _collect(self, request: GenerationRequest, on_group: Callable[[list[Sample]], None]) -> list[Sample]:
+        finished = 0
+
+        async def sample_group(group: GroupRequest) -> list[Sample]:
+            nonlocal finished
+            samples = await self.generate(group)
+            finished += len(samples)
+            on_group(samples)
+            return samples
+
+        try:
+            async with asyncio.timeout(self._config.collect_timeout_s), asyncio.TaskGroup() as tasks:
+                groups = [tasks.create_task(sample_group(group)) for group in request.groups()]
+        except TimeoutError:
+            raise self.overdue(finished, request.num_samples) from None
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from None
+        return [sample for task in groups for sample in task.result()]
+
+    async def _ask(self, engine: _Engine, number: int, group: GroupRequest, left: Sequence[Sample]) -> list[Completion]:
+        """What a server adds to the samples that are left of a group."""
+        prompts = [[*group.prompt.token_ids, *sample.response_ids.tolist()] for sample in left]
+        params = [self._sampling_params(group, sample) for sample in left]
+        ids = [uuid.uuid4().hex for _ in left]
+        self._running[number] = engine.client, ids
+        try:
+            return await engine.client.generate(prompts, params, group.routed_experts, ids, group.goes_on)
+        except asyncio.CancelledError:
+            await asyncio.shield(_abort(engine.client, ids))
+            raise
+        finally:
+            del self._running[number]
+
+    async def _engine_for(self, number: int, group: GroupRequest) -> _Engine | None:
+        """Wait for a server with room; the group is counted as given to it. None: stop() was called."""
+        waiting = _Waiting(number, group, asyncio.get_running_loop().create_future())
+        heapq.heappush(self._waiting, waiting)
+        self._give_out()
+        try:
+            return await waiting.engine
+        except asyncio.CancelledError:
+            given = waiting.engine.result() if waiting.engine.done() and not waiting.engine.cancelled() else None
+            if given is not None:
+                given.take_back(group, self.loop.time())
+                self._give_out()
+            raise
+
+    def _give_out(self) -> None:
+        """Give waiting groups, in the order in which they were asked for, to servers with room."""
+        while self._waiting:
+            first = self._waiting[0]
+            if not first.engine.cancelled():
+                able = [e for e in self._engines if not e.lost and self._has_room(e, first.group.samples)]
+                if not able:
+                    return
+                engine = min(able, key=lambda e: e.tokens)
+                engine.give(first.group, self.loop.time())
+                first.engine.set_result(engine)
+            heapq.heappop(self._waiting)
+
+    def _has_room(self, engine: _Engine, n: int) -> bool:
+        limit = _QUEUED_PER_RUNNING * self._config.max_running_requests
+        return engine.requests == 0 or engine.requests + n <= limit
+
+    def _sampling_params(self, group: GroupRequest, sample: Sample) -> dict[str, Any]:
+        return {
+            "temperature": group.sampling.temperature,
+            "top_p": group.sampling.top_p,
+            "top_k": group.sampling.top_k,
+            "max_new_tokens": group.room(len(sample.response_ids)),
+            "stop_token_ids": self._stop_token_ids,
+            "sampling_seed": sample.seed,  # read with rollout.deterministic alone
+        }
+
+
+def _check_versions(address: EngineAddress, completions: Sequence[Completion], group: GroupRequest) -> None:
+    expected = group.weight_version
+    for completion in completions:
+        oldest, newest = completion.weight_version_oldest, completion.weight_version
+        if oldest < expected or (newest != expected and not group.goes_on):
+            raise EngineWrong(
+                f"{address}: a response was made by weights of version "
+                f"{oldest} to {newest}, expected {expected}: a weight sync was missed"
+            )
+
+
+async def _abort(client: EngineClient, ids: Sequence[str]) -> None:
+    with suppress(TryAgain, RunFailed, TimeoutError):  # of a server that is ending itself
+        async with asyncio.timeout(_ABORT_SECONDS):
+            await client.abort(ids)
+
+
+def _empty(group: GroupRequest, index: int) -> Sample:
+    """A response of which there is nothing yet."""
+    seed = response_seed(group.seed, group.prompt.cursor, index)
+    version, start = group.weight_version, None if group.window is None else 0
+    empty = Sample(group.prompt, group.group, index, seed, _NO_TOKENS, _NO_LOGPROBS, "abort", version, version)
+    return replace(empty, window_start=start)
+
+
+def _continued(sample: Sample, completion: Completion, group: GroupRequest, url: str) -> Sample:
+    """A response with what was added to it by the server there."""
+    window_ends = completion.finish_reason == "length" and len(completion.token_ids) == group.window
+    goes_on = window_ends and group.room(len(sample.response_ids) + len(completion.token_ids)) > 0
+    begun = len(sample.response_ids) > 0
+    ids, logprobs = completion.token_ids, completion.logprobs
+    return replace(
+        sample,
+        response_ids=np.concatenate((sample.response_ids, ids)) if begun else ids,
+        rollout_logprobs=np.concatenate((sample.rollout_logprobs, logprobs)) if begun else logprobs,
+        finish_reason="abort" if goes_on else completion.finish_reason,
+        weight_version=completion.weight_version,
+        weight_version_oldest=sample.weight_version_oldest if begun else completion.weight_version_oldest,
+        versions=(*sample.versions, *completion.versions) if len(ids) else sample.versions,
+        routed_experts=completion.routed_experts,
+        engine=url if not begun or sample.engine == url else "",
+    )
+
+
+def _first(errors: BaseExceptionGroup) -> BaseException:
+    """One of the errors of several tasks: the one to tell of."""
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

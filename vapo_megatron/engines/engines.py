@@ -1,0 +1,390 @@
+"""The engines of a run: asked for responses by rank 0, fed with weights by all."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch.distributed as dist
+
+from vapo_megatron.collectives import broadcast_value, gather_values
+from vapo_megatron.config.rollout import Dtype, RolloutConfig
+from vapo_megatron.engines.client import EngineClient, MemoryTag, PauseMode
+from vapo_megatron.engines.dispatcher import Dispatcher
+from vapo_megatron.engines.keeper import Kept
+from vapo_megatron.engines.placement import EngineSettings, place_engines
+from vapo_megatron.engines.weight_sync.logprob_difference import Limits, LogprobDifference, limits_of
+from vapo_megatron.engines.weight_sync.probe import probe_batch, split_logprobs
+from vapo_megatron.engines.weight_sync.session import EngineLost, WeightSync, some_of
+from vapo_megatron.errors import RunFailed, TryAgain, VapoError
+from vapo_megatron.megatron.platform import current_platform
+from vapo_megatron.megatron.trainable import Trainable
+from vapo_megatron.weights.bucket import DeviceSlots, NamedTensors, SharedSlots
+from vapo_megatron.weights.export import make_slots, stream_hf
+from vapo_megatron.weights.fp8 import BlockFp8
+from vapo_megatron.weights.part_times import PartTimes
+
+_POLL_SECONDS = 0.5
+
+
+class EnginesFailed(TryAgain):
+    """The engines of the run failed too often; its own state is whole."""
+
+
+class Engines:
+    """All SGLang servers of a run, as one rank sees them. Use as a context manager.
+
+    Attributes:
+        version: of the last weight sync; samples carry it.
+        count: of engines.
+        failure: why the run cannot go on with its engines; None as long as it can.
+        sync_seconds: of the last weight sync, by part.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model_dir: Path,
+        dtype: Dtype,
+        log_dir: Path,
+        stop_token_ids: Sequence[int],
+        fp8: BlockFp8 | None = None,
+        home: Path | None = None,
+    ) -> None:
+        """Collective: decide who owns what; start() follows.
+
+        fp8 is how weights are quantised for the engines, where rollout.quantization asks for it; home: of engines that
+        outlive their ranks (rollout.engine_home).
+
+        Raises:
+            BadInput: rollout.sync.transport is not possible on this machine.
+        """
+        self._config, self._dtype, self._fp8, self._stop_token_ids = config, dtype, fp8, stop_token_ids
+        self._placement = place_engines(
+            EngineSettings(config, model_dir, dtype, log_dir, fp8), current_platform(), home
+        )
+        self._sync: WeightSync | None = None
+        self._slots: DeviceSlots | SharedSlots | None = None
+        self._dispatcher: Dispatcher | None = None
+        self._offloaded: set[MemoryTag] = set()
+        self._fed: dict[str, int] = {}  # URLs of those with the weights, and their failures so far
+        self._failures: list[str] = []
+        self._count = 0
+        self._seen: dict[str, int] = {}
+        self._sync_again: Callable[[], None] | None = None
+        self.version = self.count = 0
+        self.failure: EnginesFailed | None = None
+        self.sync_seconds: dict[str, float] = {}
+
+    @property
+    def share_device(self) -> bool:
+        """Whether engines live in the trainer's memory, and so have to take turns with it."""
+        return self._placement.shares_memory
+
+    @property
+    def taken_over(self) -> bool:
+        """Collective: whether an engine was there before this rank, with whatever weights."""
+        return any(gather_values(self._placement.taken_over))
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """On rank 0: the way to all engines that answer."""
+        assert self._dispatcher is not None, "wait_until_ready() comes first"
+        return self._dispatcher
+
+    @property
+    def collect_timeout_s(self) -> float:
+        """Seconds that the responses of a step may take."""
+        return self._config.collect_timeout_s
+
+    @property
+    def sync_mode(self) -> Literal["wait", "retract", "in_place"]:
+        """What becomes of responses under way when weights come (rollout.asynchronous.weight_sync)."""
+        return self._config.sync_mode(self._config.computes_in(self._dtype), current_platform().is_cuda)
+
+    def start(self) -> None:
+        """Begin to start this rank's server; wait_until_ready follows once there is nothing better to do."""
+        if self._placement.keeper is not None:
+            self._placement.keeper.start()
+
+    def wait_until_ready(self) -> None:
+        """Collective: every server answers when this returns.
+
+        Raises:
+            RunFailed: one did not start; its log's cause is named.
+            BadInput, TryAgain: an external engine is not there, or not one of ours (take_over_engines).
+        """
+        addresses = self._placement.wait_for_addresses()
+        self.count = len(addresses)
+        self._fed = {address.url: 0 for address in addresses}
+        if dist.get_rank() == 0:
+            self._dispatcher = Dispatcher(addresses, self._config, self._stop_token_ids, are_replaced=True)
+            self._placement.tell(self._dispatcher.lose)
+        pause: PauseMode = "abort" if self.sync_mode == "wait" else self.sync_mode
+        self._sync = WeightSync(self._placement.transport(), pause)
+
+    def update_weights(self, actor: Trainable, again: bool = False) -> None:
+        """Collective: the engines get the actor's weights, re-sharded, under the next version.
+
+        Those that are being started again are left out, unless there is no other. `failure` is set where none comes.
+
+        Args:
+            actor: whose weights they get.
+            again: under the same version: the weights are those that engines had which are gone now.
+
+        Raises:
+            RunFailed: a name or shape that an engine does not take, or a parameter that was not sent.
+        """
+        assert self._sync is not None
+        self.version += not again
+        while self._wait_for_one():
+            self._sync.serve(self._serving())
+            times = PartTimes()
+            try:
+                self._sync.load(self._buckets(actor, times), self.version, times)
+            except EngineLost as error:
+                self._placement.fail(str(error))
+            self.sync_seconds = times.read()
+            if isinstance(self._slots, DeviceSlots):  # a device's memory gives way to caches and optimizers
+                self._slots.close()
+                current_platform().release_ipc_memory()
+            if self._agree(self._sync.served, survives=not again):
+                return
+        self._fed = {}
+
+    def check(
+        self, actor: Trainable, sequences: Sequence[Sequence[int]], before_asking: Callable[[], None] = lambda: None
+    ) -> LogprobDifference:
+        """Collective: the difference of the log-probs that actor and engines give to some sequences, the worst of all.
+
+        An engine that is alone with its log-probs is ended and started again, as is one that does not answer.
+
+        before_asking: called when the actor has done its part and before the engines do theirs.
+
+        Raises:
+            RunFailed: it is above a tolerance on all of them; the tensors that differ are named.
+        """
+        assert self._sync is not None
+        limits, batch = self.limits, probe_batch(sequences)
+        ours = split_logprobs(batch, actor.score(batch, temperature=1.0)[:, 0])
+        before_asking()
+        own: dict[str, LogprobDifference] = {}
+        lost: VapoError | None = None
+        try:
+            own = self._sync.logprob_differences(sequences, ours, limits.share)
+        except VapoError as error:
+            lost = error
+        found = {url: one for told in gather_values(own) for url, one in told.items()}
+        excess = {url: text for url, one in found.items() if (text := limits.excess(one)) is not None}
+        if found and len(excess) == len(found):
+            self.offload_kv_cache()
+            raise self._explained(actor, next(iter(excess.values())))
+        if lost is not None:
+            self._placement.fail(str(lost))
+        for url in own.keys() & excess.keys():
+            cause = f"{url}: its log-probs differ from the trainer's and other engines' {excess[url]}"
+            self._placement.fail(cause, served=False)
+        self._agree(own.keys() - excess.keys(), survives=False)
+        return LogprobDifference.worst([one for url, one in found.items() if url not in excess])
+
+    def end(self, causes: Mapping[str, str]) -> None:
+        """Collective: end the engines at the URLs that rank 0 names, each with its cause; they are started again."""
+        assert self._sync is not None
+        for url, cause in broadcast_value(dict(causes)).items():
+            if url in self._sync.served:
+                self._placement.fail(cause, served=False)
+
+    @property
+    def limits(self) -> Limits:
+        """How far log-probs may differ, at the precision of the coarser of both sides."""
+        if self._fp8 is not None:
+            return limits_of(self._config.sync, "fp8")
+        is_coarse = "bfloat16" in (self._dtype, self._config.dtype)
+        return limits_of(self._config.sync, "bfloat16" if is_coarse else "float32")
+
+    def _explained(self, actor: Trainable, excess: str) -> RunFailed:
+        """Collective: the error of log-probs that differ too much (excess: in words), with the tensors that differ."""
+        assert self._sync is not None
+        lines = gather_values(self._sync.differing_tensors(self._buckets(actor, PartTimes())))
+        named = list(dict.fromkeys(itertools.chain.from_iterable(lines)))
+        return RunFailed(
+            f"log-probs of engine and trainer differ after the weight sync of version {self.version} {excess}: "
+            f"{some_of(named) or 'every tensor is equal, so the two compute differently'}"
+        )
+
+    def _buckets(self, actor: Trainable, times: PartTimes) -> Iterator[NamedTensors]:
+        """Collective, as they are gone through: the actor's weights as the engines of this rank take them."""
+        assert self._sync is not None
+        self._slots = self._slots or make_slots(actor.mesh, current_platform().device)
+        limit = self._config.sync.bucket_mib << 20
+        stream = stream_hf(actor.chunks, actor.spec, actor.mesh, "lm", limit, self._slots, times)
+        return self._fp8.convert(stream) if self._fp8 is not None and self._sync.sends else stream
+
+    @contextmanager
+    def attended(self) -> Iterator[None]:
+        """Collective: rank 0 asks the engines in here. The others wait, and help where engines need weights anew.
+
+        Raises:
+            EnginesFailed: on all ranks, where none is left.
+        """
+        if dist.get_rank() == 0:
+            self.dispatcher.when_stranded = self._call_others if self._sync_again is not None else None
+            yield
+            self.dispatcher.when_stranded = None
+            broadcast_value(False)
+        else:
+            while broadcast_value(True):
+                self._bring_back()
+            yield
+
+    def when_stranded(self, sync_again: Callable[[], None]) -> None:
+        """Say how engines that have taken the place of others get the weights of `version`; collective."""
+        self._sync_again = sync_again
+
+    def _call_others(self) -> None:
+        """On rank 0, which is within attended(): no engine is left that has the weights."""
+        broadcast_value(True)
+        self._bring_back()
+
+    def _bring_back(self) -> None:
+        """Collective: engines have the weights of `version` again when this returns."""
+        assert self._sync_again is not None
+        self._sync_again()
+        if self.failure is not None:
+            raise self.failure
+
+    @property
+    def serving(self) -> int:
+        """How many engines have the weights of `version`."""
+        return len(self._fed)
+
+    def take_failures(self) -> list[str]:
+        """What engines failed of since the last call, a line each; the same on all ranks, told of at weight syncs."""
+        taken, self._failures = self._failures, []
+        self._count += len(taken)
+        return taken
+
+    def take_count(self) -> int:
+        """How many failures were told of since the last call."""
+        count, self._count = self._count, 0
+        return count
+
+    def offload(self) -> None:
+        """Collective: the engines give their GPU memory to the trainer."""
+        if self.share_device and self._config.memory_saver:
+            self._let_start(False)
+            self._ask_for_memory(EngineClient.release_memory, "kv_cache", "weights")
+            self._offloaded = {"kv_cache", "weights"}
+
+    @contextmanager
+    def kv_cache_offloaded(self) -> Iterator[None]:
+        """Collective: engines give the memory of their KV caches, with what is in them, for a while."""
+        gives = self.offload_kv_cache()
+        yield
+        if gives:
+            self.onload("kv_cache")
+
+    def offload_kv_cache(self) -> bool:
+        """Collective: engines with a KV cache give it up until onload("kv_cache"). Returns whether they do."""
+        gives = self.share_device and self._config.memory_saver and not self._offloaded
+        if gives:
+            self._let_start(False)
+            self._ask_for_memory(EngineClient.release_memory, "kv_cache")
+            self._offloaded = {"kv_cache"}
+        return gives
+
+    def onload(self, tag: MemoryTag) -> None:
+        """Collective: the engines take memory again; "weights" before a weight sync, "kv_cache" after it."""
+        if tag in self._offloaded:
+            self._ask_for_memory(EngineClient.resume_memory, tag)
+            self._offloaded.discard(tag)
+            self._let_start(not self._offloaded)
+
+    def close(self) -> None:
+        """End this rank's server and connections."""
+        if self._dispatcher is not None:
+            self._dispatcher.close()
+        if self._sync is not None:
+            self._sync.close()
+        if self._slots is not None:
+            self._slots.close()
+        self._placement.close()
+        self._dispatcher = self._sync = self._slots = None
+
+    def __enter__(self) -> "Engines":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _let_start(self, allowed: bool) -> None:
+        """An engine that takes the place of another one takes all of its memory: only while the trainer gives it."""
+        if self._placement.keeper is not None:
+            self._placement.keeper.let_start(allowed)
+
+    def _serving(self) -> dict[str, int]:
+        """URLs of the engines that this rank feeds and that answer, and how often each was started again."""
+        return {one.url: one.failures for one in self._placement.engines() if one.state == "serving"}
+
+    def _agree(self, fed: Collection[str], survives: bool) -> set[str]:
+        """Collective: which engines have the weights of `version`; fed: of this rank's. Failures are noted.
+
+        survives: whether those that have had the weights before served from one weight sync to the next.
+        """
+        own = self._placement.engines()
+        told = gather_values([(one, one.url in fed) for one in own])
+        found = [pair for rank in told for pair in rank]
+        for one in own:
+            if survives and one.url in fed and one.failures == self._fed.get(one.url):
+                self._placement.survived(one.url)
+        self._fed = {one.url: one.failures for one, is_fed in found if is_fed and one.state == "serving"}
+        self._note([one for one, _ in found])
+        if self._dispatcher is not None:
+            self._dispatcher.use(self._fed)
+        return set(self._fed)
+
+    def _note(self, found: Sequence[Kept]) -> None:
+        for one in found:
+            self._failures += [one.cause] * (one.failures - self._seen.get(one.url, 0))
+            self._seen[one.url] = one.failures
+        given_up = [one for one in found if one.state == "given up"]
+        if given_up and (self._placement.needs_all or len(given_up) == len(found)):
+            self.failure = EnginesFailed(
+                f"an engine failed {given_up[0].in_a_row} times in a row, the last time {given_up[0].cause} "
+                "(rollout.health.max_failures): see its log; start the same command again with run.resume=auto",
+                shared=True,
+            )
+
+    def _wait_for_one(self) -> bool:
+        """Collective: return once an engine answers; False where `failure` says that none will."""
+        while self.failure is None:
+            found = [one for rank in gather_values(self._placement.engines()) for one in rank]
+            self._note(found)
+            if any(one.state == "serving" for one in found):
+                return True
+            time.sleep(_POLL_SECONDS)
+        return False
+
+    def _ask_for_memory(
+        self, call: Callable[[EngineClient, Sequence[MemoryTag]], Awaitable[None]], *tags: MemoryTag
+    ) -> None:
+        """Collective: this rank's server gives memory back, or takes it."""
+        current_platform().empty_cache()
+        keeper = self._placement.keeper
+        if keeper is not None and self._serving():
+            client = EngineClient(keeper.address, self._config.sync.request_timeout_s)
+
+            async def ask() -> None:
+                try:
+                    await call(client, tags)
+                finally:
+                    await client.close()
+
+            try:
+                asyncio.run(ask())
+            except VapoError as error:
+                keeper.fail(str(error))
+        dist.barrier()

@@ -1,0 +1,130 @@
+"""Entry of a server subprocess:
+
+    python -m vapo_megatron.engines.inside.server_main LISTEN_FD OWNER_PID SCRATCH IDENTITY [SGLang args]
+
+LISTEN_FD is a bound TCP socket, inherited from the owner, so that no other process can take the port between its
+choice and its use. The owner's guard (owner_guard) ends this process with it, and removes the directory SCRATCH.
+IDENTITY, a JSON object, is what the server answers under IDENTITY_PATH; of its processes it tells under HEALTH_PATH
+(heartbeat.py). The key that requests must carry is in the environment; it is not given to SGLang, which would write it
+into its log.
+"""
+
+import functools
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from multiprocessing import set_start_method
+from typing import TYPE_CHECKING, Any
+
+from vapo_megatron.engines.inside.heartbeat import END_PATH, HEALTH_PATH, Heartbeat
+from vapo_megatron.engines.inside.owner_guard import is_guarded
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+KEY_VARIABLE = "VAPO_ENGINE_KEY"
+IDENTITY_PATH = "vapo_engine"
+
+
+def main(argv: list[str]) -> None:
+    listen_fd, owner_pid, scratch, identity, *engine_args = argv
+    key = os.environ.pop(KEY_VARIABLE, "")
+    # Slurm's signals to save and stop go to every process of a job; how a server ends is its owner's affair. Blocked
+    # rather than ignored: SGLang sets handlers of its own, and its children inherit this.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
+    if not is_guarded(int(owner_pid), scratch):
+        return
+    listener = socket.socket(fileno=int(listen_fd))
+
+    from vapo_megatron.engines.inside import cpu_shim
+
+    on_cpu = cpu_shim.install()
+
+    import uvicorn
+    from sglang.srt.entrypoints import engine, http_server
+    from sglang.srt.entrypoints.http_server import app, get_global_state, launch_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils.auth import add_api_key_middleware
+
+    from vapo_megatron.engines.inside import columns, generate_route, processes
+
+    uvicorn.Server.run = functools.partialmethod(uvicorn.Server.run, sockets=[listener])  # type: ignore[method-assign,assignment]
+    told = json.loads(identity)
+    app.add_api_route(f"/{IDENTITY_PATH}", lambda: told)
+    app.add_api_route(f"/{columns.PATH}", generate_route.generate, methods=["POST"])
+    app.add_api_route(f"/{columns.ABORT_PATH}", generate_route.abort, methods=["POST"])
+
+    def manager() -> Any:
+        return get_global_state().tokenizer_manager
+
+    heartbeat = Heartbeat(lambda: manager().rid_to_state, lambda: manager().is_pause)
+    app.add_api_route(f"/{HEALTH_PATH}", heartbeat.health)
+    app.add_api_route(f"/{END_PATH}", heartbeat.end, methods=["POST"])
+    engine.launch_dummy_health_check_server = functools.partial(_tell_of_followers, key)
+    if key:
+        add_api_key_middleware(app, api_key=key, admin_api_key=None)
+        http_server._freeze_gc_after_server_warmup = functools.partial(_freeze_gc, key)
+    if on_cpu:
+        engine._set_envs_and_config = _then_fork(engine._set_envs_and_config)
+    launch_server(
+        prepare_server_args(engine_args),
+        run_scheduler_process_func=processes.run_scheduler,
+        run_detokenizer_process_func=processes.run_idle_detokenizer,
+    )
+
+
+def _tell_of_followers(key: str, host: str, port: int, *_: object) -> None:
+    """On a further node of a server: answer there how its processes are. Requests come to the first node."""
+    import fastapi
+    import uvicorn
+    from sglang.srt.utils.auth import add_api_key_middleware
+
+    app, heartbeat = fastapi.FastAPI(openapi_url=None), Heartbeat(tuple)
+    app.add_api_route("/health", lambda: {})
+    app.add_api_route(f"/{HEALTH_PATH}", heartbeat.health)
+    app.add_api_route(f"/{END_PATH}", heartbeat.end, methods=["POST"])
+    if key:
+        add_api_key_middleware(app, api_key=key, admin_api_key=None)
+    server = uvicorn.Server(uvicorn.Config(app, host, port, log_config=None, log_level="warning"))
+    threading.Thread(target=server.run, name="health", daemon=True).start()
+
+
+def _freeze_gc(key: str, server_args: "ServerArgs") -> None:
+    """Take what an idle server holds out of the collections of cycles, for it and its schedulers, as SGLang means to.
+
+    SGLang's own request has no key, and comes before the port is listened to. Without it each full collection walks
+    through all modules: a fifth of the time that a small model's tokens take."""
+    request = urllib.request.Request(
+        f"{server_args.url()}/freeze_gc", method="POST", headers={"Authorization": f"Bearer {key}"}
+    )
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    for remaining in reversed(range(300)):
+        try:
+            with direct.open(request, timeout=10):
+                return print(f"{gc.get_freeze_count()} objects are frozen", flush=True)
+        except urllib.error.URLError:
+            if not remaining:
+                raise
+            time.sleep(0.1)
+
+
+def _then_fork(set_envs_and_config: Callable[[object], None]) -> Callable[[object], None]:
+    """SGLang spawns its children for the sake of CUDA; without CUDA a fork saves a second import of everything."""
+
+    def run(server_args: object) -> None:
+        set_envs_and_config(server_args)
+        set_start_method("fork", force=True)
+
+    return run
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,248 @@
+"""Keeps one server running: ends it when it is dead, stopped, silent or called wrong, and starts it again.
+
+The address stays the same. Whoever has a request in a server that is ended hears of it at once, by a broken connection;
+a server that was started again has no weights of ours (NO_WEIGHTS) until the next weight sync.
+"""
+
+import contextlib
+import http.client
+import json
+import logging
+import re
+import threading
+import time
+import urllib.parse
+import urllib.request
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.engines.inside.heartbeat import END_PATH, HEALTH_PATH
+from vapo_megatron.engines.server import DIRECT, EngineAddress, EngineServer
+from vapo_megatron.errors import BadInput
+
+_logger = logging.getLogger(__name__)
+
+State = Literal["starting", "serving", "waiting", "given up"]
+
+_POLL_SECONDS = 0.1
+# Kernels are compiled when they are met, which takes minutes where no cache has them; SGLang tells of that nowhere.
+_FIRST_BATCHES = 100
+NO_ANSWER = (OSError, ValueError, http.client.HTTPException)
+"""What is raised where a server does not answer, or not to the end."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """How a server is, small enough to be sent to other ranks.
+
+    url: of the server; failures: so far; in_a_row: the last of them, between which it neither outlived two weight syncs
+    nor served for rollout.start_timeout_s without a lie; cause: of the last one.
+    """
+
+    url: str
+    state: State
+    failures: int
+    in_a_row: int
+    cause: str
+
+
+class EngineKeeper:
+    """A thread beside the owner of a server. Its methods may be called from any other.
+
+    Args:
+        server: to be kept. Not started yet.
+        config: the rollout section.
+    """
+
+    def __init__(self, server: EngineServer, config: RolloutConfig) -> None:
+        self._server, self._config, self._health = server, config, config.health
+        self._lock, self._first, self._stop = threading.RLock(), threading.Lock(), threading.Event()
+        self._begun = False
+        self._thread = threading.Thread(target=self._keep, name="engine-keeper", daemon=True)
+        self._state: State = "starting"
+        self._may_start = True
+        self._failures = self._in_a_row = 0
+        self._cause = ""
+        self._answered = self._started = self._served = self._ended = 0.0
+
+    @property
+    def address(self) -> EngineAddress:
+        """Of the server, valid once started; that of one which takes its place is the same."""
+        return self._server.address
+
+    def start(self) -> None:
+        """Begin to start the server for the first time; wait_until_ready() follows. Nothing where it has begun."""
+        with self._lock:
+            if not self._begun:
+                self._server.start()
+                self._begun = True
+
+    def wait_until_ready(self) -> None:
+        """Return when the server answers, or is given up; from the first time on it is kept.
+
+        Raises:
+            RunFailed: see EngineServer.wait_until_ready. A server that never started is not started again.
+        """
+        with self._first:
+            if not self._thread.is_alive():
+                self._server.wait_until_ready()
+                self._state = "serving"
+                self._served = self._answered = time.monotonic()
+                self._thread.start()
+        while self._state in ("starting", "waiting") and not self._stop.wait(_POLL_SECONDS):
+            pass
+
+    def look(self) -> Kept:
+        """How the server is."""
+        with self._lock:
+            return Kept(self.address.url, self._state, self._failures, self._in_a_row, self._cause)
+
+    def fail(self, cause: str, served: bool = True) -> None:
+        """The server was found to be wrong: it is ended, and started again.
+
+        served: whether it did what it should until now; one that lies did not, however long it ran.
+        """
+        with self._lock:
+            if self._state == "serving":
+                self._replace(cause, served)
+
+    def survived(self) -> None:
+        """The server has served from one weight sync to the next: earlier failures count no more."""
+        with self._lock:
+            self._in_a_row = 0
+
+    def let_start(self, allowed: bool) -> None:
+        """Whether a server may be started now; one that is being started and may not is ended, to be started later."""
+        with self._lock:
+            self._may_start = allowed
+            if not allowed and self._state == "starting":
+                self._server.stop()
+                self._state = "waiting"
+
+    def stop(self) -> None:
+        """End the server for good."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._server.stop()
+
+    def _keep(self) -> None:
+        try:
+            while not self._stop.wait(self._health.every_s):
+                self._look()
+        except Exception as error:  # else whoever waits for the server would wait for ever
+            _logger.exception("engine %s is not kept any more", self.address.url)
+            with self._lock:
+                self._failures += 1
+                self._in_a_row += 1
+                self._cause = f"{self.address.url}: its keeper failed ({type(error).__name__}: {error})"
+                self._state = "given up"
+                try:
+                    self._server.stop()
+                except Exception:
+                    _logger.exception("engine %s could not be ended", self.address.url)
+
+    def _look(self) -> None:
+        is_ready = self._state == "starting" and self._server.is_ready()  # may take seconds: not under the lock
+        with self._lock:
+            if self._state == "waiting" and self._may_start:
+                self._start_again()
+            elif self._state == "starting":
+                self._look_at_start(is_ready)
+        if self._state == "serving" and (cause := self._wrong()) is not None:
+            self.fail(cause)
+
+    def _wrong(self) -> str | None:
+        """What is wrong with a server that serves. Not under the lock: it may take seconds."""
+        if (ended := self._server.ended()) is not None:
+            return f"it ended ({ended})"
+        now = time.monotonic()
+        found = ask_health(self.address, self._health.every_s)
+        if found is None:
+            silent = now - self._answered
+            return f"no answer for {silent:.0f} s" if silent > self._health.answer_s else None
+        self._answered = now
+        return what_is_wrong(found, self._config)
+
+    def _replace(self, cause: str, served: bool = True) -> None:
+        if served and self._state == "serving" and time.monotonic() - self._served > self._config.start_timeout_s:
+            self._in_a_row = 0
+        self._failures += 1
+        self._in_a_row += 1
+        self._cause = cause if is_named(self.address.url, cause) else f"{self.address.url}: {cause}"
+        self._server.stop()
+        self._ended = time.monotonic()
+        log = self._server.set_log_aside()
+        given_up = self._in_a_row > self._health.max_failures
+        then = "not started again" if given_up else "it is started again"
+        _logger.warning("engine %s (log %s): %s, failure %d", self._cause, log, then, self._in_a_row)
+        self._state = "given up" if given_up else "waiting"
+        if not given_up and self._may_start:
+            self._start_again()
+
+    def _start_again(self) -> None:
+        self._state, self._started = "starting", time.monotonic()
+        try:
+            self._server.start_again()
+        except (BadInput, OSError) as error:  # its port, which the old server may have for a moment; a full disk
+            _logger.info("engine %s: %s", self.address.url, error)
+            self._state = "waiting"
+            if time.monotonic() > self._ended + self._config.start_timeout_s:
+                self._replace(str(error))
+
+    def _look_at_start(self, is_ready: bool) -> None:
+        seconds, limit = time.monotonic() - self._started, self._config.start_timeout_s
+        if (ended := self._server.ended()) is not None:
+            self._replace(f"it ended while starting ({ended})")
+        elif is_ready:
+            self._state = "serving"
+            self._served = self._answered = time.monotonic()
+            _logger.info("engine %s serves again after %.1f s", self.address.url, seconds)
+        elif seconds > limit:
+            self._replace(f"it did not answer within rollout.start_timeout_s={limit:g} s")
+
+
+def what_is_wrong(health: dict[str, Any], config: RolloutConfig) -> str | None:
+    """What a server tells of itself (engine.heartbeat), in words; None where all is well."""
+    if health["lost"]:
+        return str(health["lost"][0])
+    limits = [(config.health.progress_s, "rollout.health.progress_s")]
+    if health["paused"] or health["batches"] < _FIRST_BATCHES:
+        key = f"paused, or in its first {_FIRST_BATCHES} batches: rollout.start_timeout_s"
+        limits.append((config.start_timeout_s, key))
+    if health["paused"]:
+        limits.append((config.sync.request_timeout_s, "paused: rollout.sync.request_timeout_s"))
+    limit, key = max(limits)
+    requests, silent = health["requests"], health["silent_s"]
+    if silent > limit:
+        return f"{requests} requests wait and no batch has ended for {silent:.0f} s ({key}={limit:g})"
+    return None
+
+
+def is_named(url: str, cause: str) -> bool:
+    """Whether a cause names the server at this URL, and not one whose port begins with the same digits."""
+    return re.search(rf"{re.escape(url)}(?!\d)", cause) is not None
+
+
+def ask_health(address: EngineAddress, timeout: float) -> dict[str, Any] | None:
+    """What a server tells of itself; None where it does not answer within so many seconds."""
+    try:
+        with DIRECT.open(_request(address, HEALTH_PATH), timeout=max(timeout, 1.0)) as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
+    except NO_ANSWER:
+        return None
+
+
+def end_server(address: EngineAddress, cause: str) -> None:
+    """End a server that was found to be wrong, if it can still be told to; its owner starts it again."""
+    request = _request(address, f"{END_PATH}?{urllib.parse.urlencode({'cause': cause})}")
+    request.method = "POST"
+    with contextlib.suppress(*NO_ANSWER):  # it ended before it could answer
+        DIRECT.open(request, timeout=5).close()
+
+
+def _request(address: EngineAddress, path: str) -> urllib.request.Request:
+    headers = {"Authorization": f"Bearer {address.key}"} if address.key else {}
+    return urllib.request.Request(f"{address.url}/{path}", headers=headers)

@@ -1,0 +1,395 @@
+"""An SGLang server as a subprocess of the rank that owns it."""
+
+import contextlib
+import http.client
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.engines.engine_environment import engine_environment
+from vapo_megatron.engines.gpu_kernels import check_kernels
+from vapo_megatron.engines.inside.owner_guard import remove_shared_memory, start_guard
+from vapo_megatron.engines.inside.server_main import KEY_VARIABLE
+from vapo_megatron.engines.node_part import WHOLE, NodePart
+from vapo_megatron.engines.ports import BESIDE_SERVER, free_port
+from vapo_megatron.errors import BadInput, RunFailed
+from vapo_megatron.weights.fp8 import BlockFp8
+
+_logger = logging.getLogger(__name__)
+
+_CPU_TOTAL_TOKENS = 65536
+_PREFIX = "vapo-engine-"
+_LONGEST_SOCKET = 107  # bytes in a path that is the name of a socket
+_POLL_SECONDS = 0.1
+# Of a log: it grows for days, and is read for each request that an engine fails to answer.
+_LOG_END = 1 << 17
+# Lines of a log that do not say why a server ended.
+_REQUEST = ' HTTP/1.1" '
+# Processes of a server that was killed hold its port until the kernel has ended them.
+_PORT_SECONDS = 2.0
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Servers are never behind a proxy, whatever http_proxy says."""
+NO_WEIGHTS = -1
+"""The version of what a server has that was started in place of another one: whatever it answers is not wanted."""
+
+
+@dataclass(frozen=True)
+class EngineAddress:
+    """Where a server answers and where it writes its log; small enough to be sent to other ranks.
+
+    key: that requests carry; empty: none is wanted. owner: of the weights that the server has from us, a mark in
+    their versions; a server that others could hand weights to as well needs one.
+    """
+
+    url: str
+    log_file: str
+    key: str = field(default="", repr=False)
+    owner: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.url} (log {self.log_file})"
+
+    def cause(self) -> str:
+        """The line of the log that most likely says why the server failed."""
+        return cause_in_log(Path(self.log_file))
+
+
+def cause_in_log(log_file: Path) -> str:
+    """The last exception that a log tells of, else its last line."""
+    try:
+        with log_file.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_END))
+            lines = log.read().decode(errors="replace").splitlines()[-400:]
+    except OSError as error:
+        return f"its log cannot be read: {error.strerror}"
+    lines = [line.strip() for line in lines if line.strip() and _REQUEST not in line]
+    exceptions = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Killed)\b", line)]
+    last = (exceptions or lines or ["its log is empty"])[-1]
+    return last[:400]
+
+
+class EngineServer:
+    """One SGLang server, from start to end.
+
+    The subprocess leads a process group of its own. A guard beside it ends that group with this process (owner_guard).
+
+    Args:
+        model_path: Hugging Face directory.
+        config: the rollout section.
+        dtype: torch dtype the engine computes in; what config.dtype "auto" means for this model.
+        log_file: gets the server's output.
+        devices: indices of the GPUs it uses, as this process counts them; None without GPUs.
+        weight_version: what the samples from the weights in model_path are marked with.
+        host: address of this machine on which the server listens; another than the default where ranks of other
+            machines are to reach it.
+        fp8: how its weights, which are handed to it, are quantised; None where they are not.
+        port: on which it listens; 0: a free one.
+        key: that requests must carry; None makes one, which the address has; empty: none is wanted.
+        identity: what it tells of itself to a trainer that did not start it; see remote_engines.
+        part: of a server on several nodes, that of this one.
+
+    Raises:
+        BadInput: SGLang has no kernels for what the config asks of a GPU.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        config: RolloutConfig,
+        dtype: str,
+        log_file: Path,
+        devices: Sequence[int] | None = None,
+        weight_version: int = 0,
+        host: str = "127.0.0.1",
+        fp8: BlockFp8 | None = None,
+        port: int = 0,
+        key: str | None = None,
+        identity: Mapping[str, JsonValue] | None = None,
+        part: NodePart = WHOLE,
+    ) -> None:
+        self._model_path = Path(model_path)
+        self._config = config
+        self._dtype = dtype if config.dtype == "auto" else config.dtype
+        self._log_file = log_file
+        self._devices = devices
+        check_kernels(config, self._dtype, on_gpus=devices is not None)
+        self._weight_version = weight_version
+        self._host, self._fp8 = host, fp8
+        self._scratch: Path | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._port = port
+        # A process of another user on this machine could reach the port as well.
+        self._key = secrets.token_urlsafe(32) if key is None else key
+        self._identity, self._part = dict(identity or {}), part
+        self._started_at = 0.0
+
+    @property
+    def address(self) -> EngineAddress:
+        """Valid once started."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return EngineAddress(f"http://{host}:{self._port}", str(self._log_file), self._key)
+
+    @property
+    def pid(self) -> int:
+        """Process and process-group id of the running server."""
+        if self._process is None:
+            raise RunFailed(f"{self._log_file}: the server was not started")
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start the subprocess and return at once; wait_until_ready() follows.
+
+        Raises:
+            BadInput: its host is not this machine's, or its port is in use.
+        """
+        self._log_file.parent.mkdir(parents=True, exist_ok=True)
+        self._scratch = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_short_temporary()))
+        self._started_at = time.monotonic()
+        scratch, environment = str(self._scratch), self._environment(self._scratch)
+        try:
+            with self._bound() as listener, self._log_file.open("wb") as log:
+                self._port = listener.getsockname()[1]
+                self._process = subprocess.Popen(
+                    [
+                        *(sys.executable, "-m", "vapo_megatron.engines.inside.server_main"),
+                        *(str(listener.fileno()), str(os.getpid()), scratch, json.dumps(self._identity)),
+                        *self._engine_args(),
+                    ],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment | {KEY_VARIABLE: self._key},  # not an argument: those are for every user to see
+                    pass_fds=[listener.fileno()],
+                    start_new_session=True,
+                )
+            self._guard = start_guard(self._process.pid, scratch, environment)
+        except BaseException:
+            self.stop()
+            raise
+
+    def check_arguments(self) -> None:
+        """Have SGLang read the arguments in a process that starts no server, where rollout.server_args adds to ours.
+
+        Raises:
+            BadInput: it refuses them.
+        """
+        if not self._config.server_args:
+            return
+        with tempfile.TemporaryDirectory(prefix=_PREFIX) as scratch:
+            ended = subprocess.run(
+                [sys.executable, "-m", "vapo_megatron.engines.inside.check_arguments", *self._engine_args()],
+                env=self._environment(Path(scratch)),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+            )
+        if ended.returncode:
+            lines = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
+            reason = (lines or [_describe(ended.returncode)])[-1][:400]
+            given = ", ".join(f"{name}={value}" for name, value in self._config.server_args.items())
+            raise BadInput(f"rollout.server_args: SGLang does not take {given} ({reason}): see `sglang serve --help`")
+
+    def ended(self) -> str | None:
+        """Why the server that was started is no more; None while it is."""
+        code = None if self._process is None else self._process.poll()
+        return None if code is None else f"{_describe(code)}: {self.address.cause()}"
+
+    def is_ready(self) -> bool:
+        """Whether it answers."""
+        try:
+            with DIRECT.open(f"{self.address.url}/health", timeout=10) as answer:
+                return bool(answer.status == 200)
+        except (OSError, http.client.HTTPException):
+            return False
+
+    def start_again(self) -> None:
+        """Start a server in place of one that was ended, at the same address. It has no weights of the trainer's.
+
+        Raises:
+            BadInput: its port is in use.
+        """
+        self._weight_version = NO_WEIGHTS
+        end = time.monotonic() + _PORT_SECONDS
+        while True:
+            try:
+                return self.start()
+            except BadInput:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(_POLL_SECONDS)
+
+    def set_log_aside(self) -> Path:
+        """Keep the log of a server that was ended from the one that takes its place. Returns where it is now."""
+        number = 1
+        while (kept := self._log_file.with_suffix(f".ended{number}{self._log_file.suffix}")).exists():
+            number += 1
+        if self._log_file.exists():
+            self._log_file.rename(kept)
+        return kept
+
+    def wait_until_ready(self) -> None:
+        """Return when the server answers.
+
+        Raises:
+            RunFailed: it ended, or did not answer within config.start_timeout_s; the cause is taken from its log.
+        """
+        if self._process is None:
+            self.start()
+        assert self._process is not None
+        deadline = self._started_at + self._config.start_timeout_s
+        while not self.is_ready():
+            code = self._process.poll()
+            if code is not None:
+                self.stop()
+                raise RunFailed(
+                    f"{self._log_file}: the server ended while starting ({_describe(code)}): {self.address.cause()}"
+                )
+            if time.monotonic() > deadline:
+                self.stop()
+                raise RunFailed(
+                    f"{self._log_file}: the server did not answer within rollout.start_timeout_s="
+                    f"{self._config.start_timeout_s:g} s (raise it for a large model): {self.address.cause()}"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def stop(self) -> None:
+        """End the server and all its processes. May be called at any time, any number of times."""
+        process, self._process = self._process, None
+        guard, self._guard = self._guard, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            remove_shared_memory(process.pid)
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch = None
+        if guard is not None:  # last: until here this process may be killed
+            guard.kill()
+            guard.communicate()
+
+    def __enter__(self) -> "EngineServer":
+        self.start()
+        try:
+            self.wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _bound(self) -> socket.socket:
+        """The port, to be inherited, so that nobody else gets it. Not listening yet: early calls are refused."""
+        listener = None
+        if not self._port and self._part.of == 1 and self._config.attention_parts > 1:
+            self._port = free_port(BESIDE_SERVER)
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0]
+            listener = socket.socket(family, kind, protocol)
+            # A port whose last server has just ended may be taken again.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError as error:
+            if listener is not None:
+                listener.close()
+            raise BadInput(
+                f"an engine cannot listen on {self._host}, port {self._port} ({error.strerror}): give an address of "
+                "this machine and a free port"
+            ) from None
+        return listener
+
+    def _environment(self, scratch: Path) -> dict[str, str]:
+        return engine_environment(
+            os.environ, scratch, self._config, self._dtype, self._devices, bool(self._identity), self._part
+        )
+
+    def _engine_args(self) -> list[str]:
+        config = self._config
+        args: dict[str, object] = {
+            "model_path": self._model_path,
+            "host": self._host,
+            "port": self._port,
+            "dtype": self._dtype,
+            "load_format": config.load_format,
+            "tp_size": config.tp,
+            "context_length": config.context_length,
+            "max_running_requests": config.max_running_requests,
+            "mem_fraction_static": config.mem_fraction_static,
+            "weight_version": self._weight_version,
+            "enable_deterministic_inference": config.is_deterministic(self._dtype, self._devices is not None),
+            # Logits rounded to bfloat16 would shift log-probs by up to 0.1.
+            "enable_fp32_lm_head": self._dtype == "bfloat16",
+            "enable_return_routed_experts": config.router_replay,
+            # Token ids in, token ids out: no tokenizer, no chat templates, no grammars, no defaults of the model's own.
+            "skip_tokenizer_init": True,
+            "sampling_defaults": "openai",
+            "grammar_backend": "none",
+            "skip_server_warmup": True,
+            "log_level_http": "warning",
+            # SGLang ends a server with requests that begins no batch for so long (else 300 s): because it compiles the
+            # kernels of its first one, or is paused in place while weights come.
+            "watchdog_timeout": max(config.start_timeout_s, config.sync.request_timeout_s, config.health.progress_s),
+            # An idle server otherwise spins on a core that the trainer needs. Where parts of one attend to requests of
+            # their own, those that have none must not sleep: the others wait for them at every layer.
+            "sleep_on_idle": config.attention_parts == 1,
+        }
+        if self._devices is None:
+            args |= {
+                "device": "cpu",
+                "attention_backend": "torch_native",
+                "max_total_tokens": config.max_total_tokens or _CPU_TOTAL_TOKENS,
+            }
+        else:
+            args |= {
+                "device": "cuda",
+                # The fastest ones, SGLang's choice, take 16-bit numbers alone.
+                "attention_backend": "triton" if self._dtype == "float32" else None,
+                "max_total_tokens": config.max_total_tokens,
+                "enable_memory_saver": config.memory_saver,
+            }
+        if self._fp8 is not None:
+            args |= {
+                "quantization": "fp8",
+                "json_model_override_args": json.dumps({"quantization_config": self._fp8.config()}),
+            }
+        args |= config.server_args | self._part.arguments()
+        return [text for name, value in args.items() for text in _option(name, value)]
+
+
+def _short_temporary() -> str | None:
+    """Where a server's sockets fit: the system bounds their names. None: where temporary files are anyway."""
+    given = tempfile.gettempdir()
+    if len(os.fsencode(given)) + len(f"/{_PREFIX}12345678/tmp12345678") <= _LONGEST_SOCKET:
+        return None
+    _logger.warning("TMPDIR=%s is too long for sockets of engines: theirs are in /tmp", given)
+    return "/tmp"
+
+
+def _describe(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _option(name: str, value: object) -> list[str]:
+    flag = "--" + name.replace("_", "-")
+    if value is None or value is False:
+        return []
+    return [flag] if value is True else [flag, str(value)]

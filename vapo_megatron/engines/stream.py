@@ -1,0 +1,224 @@
+"""Prompts in, a stream of graded groups out: groups are graded while others are still generated."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vapo_megatron.data.prompts import PromptSource
+from vapo_megatron.data.sample import Prompt, Sample
+from vapo_megatron.engines.dispatcher import Dispatcher
+from vapo_megatron.engines.ledger import Ledger
+from vapo_megatron.engines.request import GroupRequest
+
+# Groups that are decoded and graded at once; their responses share the verifier's processes.
+GRADED_AT_ONCE = 16
+
+Group = list[Sample]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is done with a prompt.
+
+    Attributes:
+        request: what to ask the engines for, as of now.
+        grade: fills in what samples are worth. Called in threads.
+        is_useful: whether a step can use a graded group.
+        responses: of a step.
+        timeout_s: until they must have come, from when they are asked for.
+    """
+
+    request: Callable[[Prompt], GroupRequest]
+    grade: Callable[[Group], None]
+    is_useful: Callable[[Group], bool]
+    responses: int
+    timeout_s: float
+
+
+class GroupStream:
+    """Draws, generates and grades groups as far as a ledger has room, and gives them out in the order drawn.
+
+    It works in the dispatcher's thread; its own methods block their callers.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, prompts: PromptSource, ledger: Ledger, work: Work) -> None:
+        """ledger: of a new stream; restore() may follow."""
+        self._dispatcher, self._prompts, self.ledger, self._work = dispatcher, prompts, ledger, work
+        self._graders = ThreadPoolExecutor(GRADED_AT_ONCE, thread_name_prefix="grade")
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._graded: dict[int, Group] = {}
+        self._begun: dict[int, Group] = {}  # not finished, and stopped
+        self._changed = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._stopping = self._closed = False
+        self._on_generated: Callable[[int], None] = _ignore
+
+    @property
+    def responses(self) -> int:
+        """Of a step."""
+        return self._work.responses
+
+    def take(self, on_generated: Callable[[int], None]) -> list[Group]:
+        """The groups of the next step, their samples numbered by their place in it; of a group that is trained window
+        by window those responses of which there is more than in the step before.
+
+        on_generated: gets the number of responses that have just come, of whichever step.
+
+        Raises:
+            What generating or grading a group raised. TryAgain: Work.timeout_s passed.
+        """
+        self._on_generated = on_generated
+        try:
+            groups = self._dispatcher.wait(self._dispatcher.loop.start(self._take()))
+        finally:
+            self._on_generated = _ignore
+        for number, group in enumerate(groups):
+            for sample in group:
+                sample.group = number
+        return groups
+
+    def wait_until_graded(self) -> None:
+        """Return once every group that may be drawn now is drawn and graded.
+
+        Raises:
+            As take().
+        """
+        graded = self._wait_for(lambda: not self._tasks and not self.ledger.room())
+        self._dispatcher.wait(self._dispatcher.loop.start(graded))
+
+    def advance(self) -> None:
+        """A step is trained and the engines have its weights; where steps overlap, groups are drawn for the next."""
+        self._dispatcher.loop.run(self._advance())
+
+    def state(self) -> tuple[dict[str, Any], dict[int, Group]]:
+        """For a checkpoint: the ledger's, and by number the groups that wait for the trainer, graded or begun."""
+        return self._dispatcher.loop.run(self._state())
+
+    def restore(self, state: dict[str, Any], groups: dict[int, Group]) -> None:
+        """Go on from a state. What is missing of its groups is generated again, and what was begun whole where windows
+        are wanted now, or the other way round: it may have been trained on in parts, or not where that is expected."""
+        self._dispatcher.loop.run(self._restore(state, groups))
+
+    def close(self) -> None:
+        """Abort what is under way."""
+        self._dispatcher.loop.run(self._close())
+        self._graders.shutdown(wait=False, cancel_futures=True)
+
+    async def _close(self) -> None:
+        self._closed = True
+        await self._abort(list(self._tasks))
+
+    async def _take(self) -> list[Group]:
+        expired = self.ledger.expired()
+        await self._abort([number for number in expired if number in self._tasks])
+        self._begun = {number: group for number, group in self._begun.items() if number in self.ledger}
+        for number in [number for number in self._begun if number not in self._tasks]:
+            self._start(number)
+        self._fill()
+        await self._wait_for(self.ledger.is_ready)
+        unfinished = [number for number, group in self._graded.items() if _goes_on(group)]
+        taken = {number: self._graded.pop(number) for number in self.ledger.take(unfinished)}
+        self._begun |= {number: _next_window(taken[number]) for number in unfinished if number in taken}
+        self._graded = {number: group for number, group in self._graded.items() if number in self.ledger}
+        await self._drop_surplus()
+        if self.ledger.rule.any_order:
+            await self._stop()
+        return [[sample for sample in group if not sample.is_trained] for group in taken.values()]
+
+    async def _wait_for(self, condition: Callable[[], bool]) -> None:
+        try:
+            async with asyncio.timeout(self._work.timeout_s):
+                while not condition():
+                    if self._failure is not None:
+                        raise self._failure
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            came = sum(len(group) for group in self._graded.values())
+            raise self._dispatcher.overdue(came, self._work.responses) from None
+
+    async def _advance(self) -> None:
+        self.ledger.advance()
+        if self.ledger.rule.staleness:  # else engines wait until they are asked
+            self._fill()
+
+    def _fill(self) -> None:
+        for _ in range(0 if self._closed or self._failure is not None else self.ledger.room()):
+            self._start(self.ledger.draw())
+
+    def _start(self, number: int) -> None:
+        self._tasks[number] = asyncio.create_task(self._run(number))
+
+    async def _run(self, number: int) -> None:
+        """Generate and grade a group, and see what can be done next."""
+        try:
+            request = replace(self._work.request(self._prompts.at(number)), begun=self._begun.pop(number, ()))
+            group = await self._dispatcher.generate(request)
+            if request.window is None and _goes_on(group):
+                self._begun[number] = group
+                del self._tasks[number]
+                if not self._stopping:  # its server was restarted, say
+                    self._start(number)
+                return
+            new = [sample for sample in group if not sample.is_trained]
+            self._on_generated(len(new))
+            await asyncio.get_running_loop().run_in_executor(self._graders, self._work.grade, new)
+            self._graded[number] = group
+            self.ledger.grade(number, self._work.is_useful(group))
+            del self._tasks[number]
+            await self._drop_surplus()
+            self._fill()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self._failure = self._failure or error
+        self._changed.set()
+
+    async def _state(self) -> tuple[dict[str, Any], dict[int, Group]]:
+        return self.ledger.state(), self._begun | self._graded
+
+    async def _restore(self, state: dict[str, Any], groups: dict[int, Group]) -> None:
+        groups = {n: group for n, group in groups.items() if self._has_windows_alike(group)}
+        self._begun = {n: group for n, group in groups.items() if _goes_on(group)}
+        self._graded = {n: group for n, group in groups.items() if n not in self._begun}
+        useful = {n: self._work.is_useful(group) for n, group in self._graded.items()}
+        for number in self.ledger.restore(state, useful):
+            self._start(number)
+
+    def _has_windows_alike(self, group: Group) -> bool:
+        """Whether a group was written in windows if groups are now."""
+        window = self._work.request(group[0].prompt).window
+        return all((sample.window_start is None) is (window is None) for sample in group)
+
+    async def _drop_surplus(self) -> None:
+        surplus = self.ledger.surplus()
+        for number in surplus:
+            self._graded.pop(number, None)
+        await self._abort([number for number in surplus if number in self._tasks])
+
+    async def _stop(self) -> None:
+        """End what is under way, and keep what there is of it."""
+        tasks, self._stopping = list(self._tasks.values()), True
+        await self._dispatcher.stop()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._stopping = False
+
+    async def _abort(self, numbers: list[int]) -> None:
+        tasks = [self._tasks.pop(number) for number in numbers]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _goes_on(group: Group) -> bool:
+    return any(sample.goes_on for sample in group)
+
+
+def _next_window(group: Group) -> Group:
+    """A group whose responses were given to the trainer as far as they go."""
+    return [replace(sample, window_start=len(sample.response_ids)) for sample in group]
+
+
+def _ignore(responses: int) -> None: ...

@@ -1,0 +1,153 @@
+"""The weight sync of the trainer's weights to servers, and the proof that they arrived."""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from vapo_megatron.engines.client import EngineClient, PauseMode
+from vapo_megatron.engines.inside.bucket_message import Purpose
+from vapo_megatron.engines.weight_sync.logprob_difference import LogprobDifference, compare_logprobs
+from vapo_megatron.engines.weight_sync.transports import NOTHING, Transport
+from vapo_megatron.errors import RunFailed, TryAgain, VapoError
+from vapo_megatron.weights.bucket import NamedTensors
+from vapo_megatron.weights.part_times import PartTimes
+
+_NAMED_IN_AN_ERROR = 8
+
+T = TypeVar("T")
+
+
+class EngineLost(TryAgain):
+    """A server failed in the middle of a weight sync; others may serve on."""
+
+
+class WeightSync:
+    """One server, or several that get the same bytes, and the trainer ranks that feed them, by one transport.
+
+    Every rank calls load() and differing_tensors() with the same buckets, which may come from a stream that puts them
+    into two places in turn.
+
+    Args:
+        transport: to the servers. Its clients are closed with this object.
+        pause: what becomes of responses that run when weights come.
+    """
+
+    def __init__(self, transport: Transport, pause: PauseMode = "abort") -> None:
+        self._transport, self._pause = transport, pause
+        self._known = transport.clients
+        self._starts: dict[str, int] = {}
+        self._runner = asyncio.Runner()
+
+    @property
+    def served(self) -> list[str]:
+        """URLs of the servers that take part."""
+        return [client.address.url for client in self._transport.clients]
+
+    @property
+    def sends(self) -> bool:
+        """Whether this rank's buckets are read; else it only takes part in the collectives that make them."""
+        return self._transport.sends
+
+    def serve(self, starts: Mapping[str, int]) -> None:
+        """Go on with those of the servers that are at these URLs; the numbers change where one was started again."""
+        if any(starts.get(url) != number for url, number in self._starts.items()):
+            self._transport.serve(())  # what it had opened with them is of no more use
+        self._starts = dict(starts)
+        self._transport.serve([client for client in self._known if client.address.url in starts])
+
+    def load(self, buckets: Iterable[NamedTensors], version: int, times: PartTimes | None = None) -> None:
+        """Replace the server's weights; what it generates from now on is marked with version.
+
+        buckets are (Hugging Face name, whole tensor) pairs. times gets the owner's seconds of "load" (in the server)
+        and "send" (the rest of sending).
+
+        Raises:
+            RunFailed: a name the server does not know, a shape that does not fit, parameters that were not sent, or
+                tensors that arrived damaged. The server then takes no requests until a later load succeeds.
+            EngineLost: a server is gone, silent or refuses to go on; all buckets were gone through nevertheless, as
+                other ranks depend on it. None is served any more, until serve().
+        """
+        self._stream(buckets, "load", version, times or PartTimes())
+
+    def differing_tensors(self, buckets: Iterable[NamedTensors]) -> list[str]:
+        """Compare without changing anything: one line for each tensor that differs bit by bit from the server's.
+
+        Names the server does not know and parameters missing from buckets get lines likewise. On ranks that do not
+        own the server the list is empty.
+        """
+        return self._stream(buckets, "compare", None, PartTimes())
+
+    def logprob_differences(
+        self, sequences: Sequence[Sequence[int]], trainer_logprobs: Sequence[Sequence[float]], quantile: float
+    ) -> dict[str, LogprobDifference]:
+        """By URL how far the log-probs are apart that a server and the trainer give the tokens of sequences; on ranks
+        that do not own a server there is none.
+
+        trainer_logprobs are those of every token but the first, at temperature 1. quantile: see compare_logprobs.
+        """
+        answers = self._runner.run(self._transport.each(lambda client: client.prompt_logprobs(sequences)))
+        found = [compare_logprobs(trainer_logprobs, answer, quantile) for answer in answers]
+        return dict(zip(self.served, found, strict=True))
+
+    def close(self) -> None:
+        """Close the connection and give the buffers back."""
+        self._transport.close()
+        self._transport.serve(self._known)
+        self._runner.run(self._transport.each(EngineClient.close))
+        self._runner.close()
+
+    def __enter__(self) -> "WeightSync":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _stream(
+        self, buckets: Iterable[NamedTensors], purpose: Purpose, version: int | None, times: PartTimes
+    ) -> list[str]:
+        transport = self._transport
+        lost: list[VapoError] = []
+
+        def run(call: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
+            """What a call returns; where a server fails, this rank goes on without one, for the sake of the others."""
+            try:
+                return self._runner.run(call())
+            except VapoError as error:
+                if not transport.clients:
+                    raise
+                lost.append(error)
+                transport.serve(())
+                return None
+
+        run(lambda: transport.each(lambda client: client.pause(self._pause)))
+        run(transport.begin_session)
+        problems: list[str] = []
+        first = True
+        # Nothing ends the weight sync: to know which bucket is the last one would be to hold two.
+        for bucket in itertools.chain(buckets, [None]):
+            ends = version if bucket is None else None
+            with times.part("send"):
+                answer = run(partial(transport.deliver, bucket, purpose, first=first, version=ends)) or NOTHING
+            times.add("load", answer.seconds)
+            times.add("send", -answer.seconds)
+            problems += answer.problems
+            first = False
+        run(transport.end_session)
+        if problems and purpose == "load":
+            raise self._rejected(problems)
+        run(lambda: transport.each(EngineClient.resume))
+        if lost:
+            raise EngineLost(str(lost[0]))
+        return problems
+
+    def _rejected(self, problems: Sequence[str]) -> RunFailed:
+        where = ", ".join(str(client.address) for client in self._transport.clients)
+        return RunFailed(f"{where}: weights were not accepted: {some_of(problems)}")
+
+
+def some_of(problems: Sequence[str]) -> str:
+    """The first problems in one line, and how many more there are."""
+    more = [f"and {len(problems) - _NAMED_IN_AN_ERROR} more"] if len(problems) > _NAMED_IN_AN_ERROR else []
+    return "; ".join([*problems[:_NAMED_IN_AN_ERROR], *more])

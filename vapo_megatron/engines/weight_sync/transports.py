@@ -1,0 +1,370 @@
+"""The ways in which a bucket of weights reaches servers. All end in engines/inside/strict_loading.py, inside them."""
+
+import asyncio
+import contextlib
+import pickle
+import shutil
+import tempfile
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from vapo_megatron.engines.client import EngineClient, LoadAnswer
+from vapo_megatron.engines.inside.broadcast_group import BroadcastGroup, address_towards, backend_of
+from vapo_megatron.engines.inside.bucket_message import Purpose, announce
+from vapo_megatron.engines.inside.disk_weights import write_tensors
+from vapo_megatron.engines.weight_sync.ipc_handle import IpcHandle
+from vapo_megatron.errors import RunFailed, TryAgain
+from vapo_megatron.megatron.platform import current_platform
+from vapo_megatron.weights.bucket import Bucket, DeviceSlots, NamedTensors, SharedSlots, pack, packed_size
+
+T = TypeVar("T")
+
+_CPU = torch.device("cpu")
+
+NOTHING = LoadAnswer([], 0.0, [])
+
+
+class Transport(ABC):
+    """One way to one server, or to several that get the same bytes.
+
+    Every rank that feeds them calls begin_session, deliver for each bucket and once without one as the last, then
+    end_session, with the same arguments. clients are the owner's, none on the others.
+    """
+
+    def __init__(self, clients: Sequence[EngineClient]) -> None:
+        self.clients = tuple(clients)
+
+    @property
+    def sends(self) -> bool:
+        """Whether bytes of this rank's buckets are sent."""
+        return bool(self.clients)
+
+    def serve(self, clients: Sequence[EngineClient]) -> None:
+        """Feed these servers from now on, on the owner; without any it only takes part in what several ranks do."""
+        self.clients = tuple(clients)
+
+    async def each(self, call: Callable[[EngineClient], Awaitable[T]]) -> list[T]:
+        """What every server answers to a call; all are asked at once."""
+        return await asyncio.gather(*(call(client) for client in self.clients))
+
+    async def begin_session(self) -> None:
+        """Begin the servers' sessions."""
+        await self.each(EngineClient.begin_weight_update)
+
+    @abstractmethod
+    async def deliver(
+        self, bucket: NamedTensors | None, purpose: Purpose, *, first: bool, version: int | None = None
+    ) -> LoadAnswer:
+        """Send a bucket; None ends the weight sync, and a version then marks what is generated from now on.
+
+        The bucket's memory may be overwritten when this returns. On ranks without a client the answer is empty.
+        """
+
+    async def end_session(self) -> None:
+        """End the sessions."""
+        await self.each(EngineClient.end_weight_update)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give memory and connections back."""
+
+
+class _FromDevice(Transport):
+    """Sends from memory of a device: the bucket's own where that is there, else a copy, whose memory is the trainer's
+    again between sessions."""
+
+    def __init__(self, clients: Sequence[EngineClient], device: torch.device) -> None:
+        super().__init__(clients)
+        self._device, self._slots = device, DeviceSlots(device)
+
+    @override
+    async def end_session(self) -> None:
+        await super().end_session()
+        self._slots.close()
+
+    @override
+    def close(self) -> None:
+        self._slots.close()
+
+    def _placed(self, bucket: NamedTensors) -> Bucket:
+        if isinstance(bucket, Bucket) and bucket.buffer.device == self._device:
+            return bucket
+        return pack(bucket, self._slots.take(0, packed_size(bucket)))
+
+
+class SharedMemoryTransport(Transport):
+    """Host memory that the server's processes map: the bucket's own where that is such memory, else a copy."""
+
+    def __init__(self, client: EngineClient | None, engine_tp: int) -> None:
+        super().__init__([] if client is None else [client])
+        self._engine_tp = engine_tp
+        self._slots: SharedSlots | None = None
+
+    @override
+    async def deliver(
+        self, bucket: NamedTensors | None, purpose: Purpose, *, first: bool, version: int | None = None
+    ) -> LoadAnswer:
+        if not self.clients:
+            return NOTHING
+        placed = None if bucket is None else self._placed(bucket)
+        message = announce(placed, purpose, first=first, last=bucket is None)
+        message["path"] = None if placed is None else placed.memory.path
+        payloads = [pickle.dumps(message)] * self._engine_tp
+        return await _checked(placed, self.each(lambda client: client.send_bucket(payloads, version=version)))
+
+    @override
+    def close(self) -> None:
+        if self._slots is not None:
+            self._slots.close()
+
+    def _placed(self, bucket: NamedTensors) -> Bucket:
+        if isinstance(bucket, Bucket) and bucket.memory.path is not None:
+            return bucket
+        self._slots = self._slots or SharedSlots()
+        return pack(bucket, self._slots.take(0, packed_size(bucket)))
+
+
+class IpcTransport(_FromDevice):
+    """GPU memory whose CUDA IPC handle travels: every rank of the server reads that of the trainer rank on its GPU.
+
+    Args:
+        device: this rank's.
+        group: of the trainer ranks that share the server's GPUs, the owner first; None where it has one rank.
+    """
+
+    def __init__(self, client: EngineClient | None, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        super().__init__([] if client is None else [client], device)
+        self._group = group
+
+    @property
+    @override
+    def sends(self) -> bool:
+        return True
+
+    @override
+    async def deliver(
+        self, bucket: NamedTensors | None, purpose: Purpose, *, first: bool, version: int | None = None
+    ) -> LoadAnswer:
+        placed = None if bucket is None else self._placed(bucket)
+        payload = self._payload(placed, purpose, first)
+        payloads = [payload]
+        if self._group is not None:  # in the order of the server's tensor-parallel ranks
+            payloads = [b""] * self._group.size()
+            dist.gather_object(payload, payloads if self._group.rank() == 0 else None, group=self._group, group_dst=0)
+        answer = NOTHING
+        if self.clients:
+            answer = await _checked(placed, self.each(lambda client: client.send_bucket(payloads, version=version)))
+        if self._group is not None:  # no rank refills its buffer before the server has read it
+            dist.barrier(self._group)
+        return answer
+
+    @override
+    def close(self) -> None:
+        super().close()
+        current_platform().release_ipc_memory()
+
+    def _payload(self, placed: Bucket | None, purpose: Purpose, first: bool) -> bytes:
+        message = announce(placed, purpose, first=first, last=placed is None)
+        if placed is not None:
+            message["buffer"] = IpcHandle(placed.buffer)
+            # This stream alone: the next bucket is being gathered on another.
+            current_platform().synchronize_stream()
+        return pickle.dumps(message)
+
+
+class DistributedTransport(_FromDevice):
+    """One broadcast from the owner to all ranks of all servers: where neither memory nor disks are shared.
+
+    Args:
+        engine_tp: ranks of each server.
+        deadline: seconds until all have met, and for one broadcast.
+        device: whose memory is sent: the CPU's, over TCP (gloo), or that of this rank's GPU, from GPU to GPU (NCCL),
+            where no server uses it.
+    """
+
+    def __init__(
+        self, clients: Sequence[EngineClient], engine_tp: int, deadline: float, device: torch.device = _CPU
+    ) -> None:
+        super().__init__(clients, device)
+        self._engine_tp, self._deadline = engine_tp, deadline
+        self._group: BroadcastGroup | None = None
+
+    @override
+    def serve(self, clients: Sequence[EngineClient]) -> None:
+        if tuple(clients) != self.clients:
+            self._group = None  # of other servers, or of one that is gone
+        super().serve(clients)
+
+    async def begin_session(self) -> None:
+        """See Transport; the first time the two sides meet."""
+        if self.clients and self._group is None:
+            hosts = [str(urlsplit(client.address.url).hostname) for client in self.clients]
+            # One address for all of them: servers elsewhere cannot reach the one that a server of this machine can.
+            host = next((found for found in map(address_towards, hosts) if found != "127.0.0.1"), "127.0.0.1")
+            size, backend = 1 + self._engine_tp * len(self.clients), backend_of(self._device)
+            store = BroadcastGroup.listen(host, size, self._deadline)
+            group = _in_daemon(partial(BroadcastGroup, store, 0, size, self._deadline, host, self._device))
+            await asyncio.gather(
+                *(
+                    client.join_broadcast_group(host, store.port, 1 + i * self._engine_tp, size, backend)
+                    for i, client in enumerate(self.clients)
+                )
+            )
+            self._group = await group
+        await super().begin_session()
+
+    @override
+    async def deliver(
+        self, bucket: NamedTensors | None, purpose: Purpose, *, first: bool, version: int | None = None
+    ) -> LoadAnswer:
+        if not self.clients:
+            return NOTHING
+        placed = None if bucket is None else self._placed(bucket)
+        message = announce(placed, purpose, first=first, last=bucket is None)
+        broadcast = None
+        if placed is not None:
+            assert self._group is not None
+            current_platform().synchronize_stream()  # the broadcast is another thread's, on another stream
+            broadcast = _in_daemon(partial(self._group.broadcast, placed.buffer))
+        answer = await _checked(placed, self.each(lambda client: client.receive_broadcast(message, version=version)))
+        if broadcast is not None:
+            try:
+                await broadcast
+            except RuntimeError as error:
+                reason = str(error).partition("\n")[0][:300]
+                raise TryAgain(f"weights could not be sent to the engines, one of them is gone: {reason}") from None
+        return answer
+
+    @override
+    def close(self) -> None:
+        super().close()
+        self._group = None
+
+
+class DiskTransport(Transport):
+    """Files that the servers read when all are written, and which are removed then.
+
+    Args:
+        folder: where to write: a file system that owner and servers all see.
+    """
+
+    def __init__(self, clients: Sequence[EngineClient], folder: Path) -> None:
+        super().__init__(clients)
+        self._folder = folder
+        self._directory: Path | None = None
+        self._checksums: list[tuple[str, int]] = []  # in the order of the server's reading
+        self._files = 0
+
+    async def begin_session(self) -> None:
+        """See Transport; a server's session is that of its reading."""
+        if self.clients:
+            self._files, self._checksums = 0, []
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._directory = Path(tempfile.mkdtemp(prefix=".weights-", dir=self._folder))
+            except OSError as error:
+                raise self._refused(error) from None
+
+    async def deliver(
+        self, bucket: NamedTensors | None, purpose: Purpose, *, first: bool, version: int | None = None
+    ) -> LoadAnswer:
+        """See Transport; nothing is read before the last."""
+        if not self.clients:
+            return NOTHING
+        assert self._directory is not None
+        try:
+            if bucket is not None:
+                self._write(bucket)
+                return NOTHING
+        except OSError as error:
+            raise self._refused(error) from None
+        directory = self._directory
+        answers = await self.each(lambda client: client.read_directory(directory, purpose, version=version))
+        return _compared(_together(answers), self._checksums)
+
+    @override
+    async def end_session(self) -> None:
+        self._remove()
+
+    @override
+    def close(self) -> None:
+        self._remove()
+
+    def _write(self, bucket: NamedTensors) -> None:
+        assert self._directory is not None
+        placed = bucket
+        if not isinstance(bucket, Bucket) or bucket.buffer.device != _CPU:
+            placed = pack(bucket, DeviceSlots(_CPU).take(0, packed_size(bucket)))
+        assert isinstance(placed, Bucket)
+        sums = dict(zip((name for name, _ in placed), placed.checksums(), strict=True))
+        self._checksums += [(name, sums[name]) for name in write_tensors(self._directory, self._files, placed)]
+        self._files += 1
+
+    def _remove(self) -> None:
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+    def _refused(self, error: OSError) -> RunFailed:
+        return RunFailed(
+            f"{self._folder}: weights for an engine cannot be written ({error.strerror or error}): free space there, "
+            "name another place as rollout.sync.directory, or choose another rollout.sync.transport"
+        )
+
+
+def _in_daemon(function: Callable[[], T]) -> "asyncio.Future[T]":
+    """What a function returns, from a thread that does not hold up the end of this process, as asyncio's own would:
+    should a server refuse, nobody may ever answer the function.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # else a stack trace, if nobody waits
+
+    def run() -> None:
+        try:
+            settle = partial(future.set_result, function())
+        except Exception as error:
+            settle = partial(future.set_exception, error)
+        with contextlib.suppress(RuntimeError):  # nobody waits any more: the loop is closed
+            loop.call_soon_threadsafe(lambda: None if future.done() else settle())
+
+    threading.Thread(target=run, name="vapo-broadcast", daemon=True).start()
+    return future
+
+
+async def _checked(placed: Bucket | None, answers: Awaitable[list[LoadAnswer]]) -> LoadAnswer:
+    """The servers' answer to a bucket, and what the checksums say; ours are made while the servers load."""
+    loading = asyncio.ensure_future(answers)
+    sums = [] if placed is None else await asyncio.to_thread(placed.checksums)
+    names = [] if placed is None else [name for name, _ in placed]
+    return _compared(_together(await loading), list(zip(names, sums, strict=True)))
+
+
+def _together(answers: Sequence[LoadAnswer]) -> LoadAnswer:
+    """The answers of several servers as one: what any has to say, the longest time, the checksums of all ranks."""
+    problems = dict.fromkeys(problem for answer in answers for problem in answer.problems)
+    seconds = max(answer.seconds for answer in answers)
+    return LoadAnswer(list(problems), seconds, [sums for answer in answers for sums in answer.checksums])
+
+
+def _compared(answer: LoadAnswer, expected: list[tuple[str, int]]) -> LoadAnswer:
+    """The answer, with a problem for each tensor that did not come to every rank of the server as it was sent.
+
+    What the server itself has to say comes first; then a checksum that never came is its consequence and not told of.
+    """
+    damaged = [
+        name
+        for i, (name, expected_sum) in enumerate(expected)
+        if any(came[i] != expected_sum if i < len(came) else not answer.problems for came in answer.checksums)
+    ]
+    problems = [f"{name} arrived damaged: its checksum is not the sender's" for name in damaged]
+    return LoadAnswer(answer.problems + problems, answer.seconds, answer.checksums)

@@ -1,0 +1,203 @@
+"""Core attention and norm for machines without Transformer Engine, and for checking it where it is there.
+
+Megatron's own DotProductAttention refuses context parallelism and packed sequences, its WrappedTorchNorm refuses
+sequence parallelism; these two take their places in its layer spec.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from vapo_megatron.data.zigzag import natural_order
+from vapo_megatron.megatron.rotary import RotaryTables, rotate
+
+# Mean tokens of packed sequences from which each is attended to on its own rather than in a padded batch.
+_LONG = 64
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm whose weight gradient Megatron sums over tensor-parallel ranks under sequence parallel."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+class _GatherSequence(torch.autograd.Function):
+    """[t, ...] on each rank -> [cp * t, ...] rank by rank; backward sums and scatters."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        out = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].contiguous()
+        out = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
+        dist.reduce_scatter_tensor(out, grad, group=ctx.group)
+        return out, None
+
+
+class Segment(NamedTuple):
+    """A run of queries of one sequence and the keys that they may see: the last query sees the last key."""
+
+    q_start: int
+    q_length: int
+    k_start: int
+    k_length: int
+
+
+def packed_segments(lengths: list[int], cp: int, rank: int) -> list[Segment]:
+    """Causal segments of the packed sequences `lengths` (tokens, padding included) that a CP rank computes.
+
+    With cp > 1 each sequence is cut in 2 * cp chunks; the rank holds chunks `rank` and `2 * cp - 1 - rank`.
+    Keys are in natural packed order, queries in the rank's own.
+    """
+    segments, q, k = [], 0, 0
+    for n in lengths:
+        if cp == 1:
+            segments.append(Segment(q, n, k, n))
+            q += n
+        else:
+            chunk = n // (2 * cp)
+            for index in (rank, 2 * cp - 1 - rank):
+                segments.append(Segment(q, chunk, k, (index + 1) * chunk))
+                q += chunk
+        k += n
+    return segments
+
+
+def _batches(segments: list[Segment]) -> list[list[int]]:
+    """Segments grouped so that a batch padded to its longest is at most half padding."""
+    order = sorted(range(len(segments)), key=lambda i: (segments[i].q_length, segments[i].k_length))
+    batches: list[list[int]] = []
+    for i in order:
+        if batches and segments[i].k_length <= 2 * segments[batches[-1][0]].k_length:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return batches
+
+
+def _attend_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention of sequences of one length: q [b, t, heads, d], k and v [b, t, kv_heads, d] -> like q."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)
+
+
+def _attend_batch(q: Tensor, k: Tensor, v: Tensor, segments: list[Segment], scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of several segments as one padded batch.
+
+    q [t, heads, d]; k, v [t', kv_heads, d]. Returns rows [sum q_length, heads, d] and where they belong in q [.].
+    Padding is on the right: a causal mask hides it from every real row, and padded rows are dropped.
+    """
+    device = q.device
+    q_index = torch.arange(max(s.q_length for s in segments), device=device)
+    k_index = torch.arange(max(s.k_length for s in segments), device=device)
+    q_start, q_length, k_start, k_length = torch.tensor(segments, device=device).T[..., None]
+    q_at = (q_start + q_index).clamp_max(q.shape[0] - 1)
+    k_at = (k_start + k_index).clamp_max(k.shape[0] - 1)
+    square = all(s.q_length == s.k_length for s in segments)
+    mask = None if square else (k_index <= (q_index + (k_length - q_length))[..., None])[:, None]
+    out = F.scaled_dot_product_attention(
+        q[q_at].transpose(1, 2),
+        k[k_at].transpose(1, 2),
+        v[k_at].transpose(1, 2),
+        attn_mask=mask,
+        is_causal=square,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    real = q_index < q_length
+    return out.transpose(1, 2)[real], q_at[real]
+
+
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, segments: list[Segment], scale: float) -> Tensor:
+    """Causal attention over packed sequences.
+
+    Args:
+        q: [t, heads, d]; k, v: [t', kv_heads, d], keys and values in natural packed order.
+        segments: from packed_segments; together they cover q.
+        scale: what the scores are multiplied with.
+
+    Returns:
+        [t, heads, d].
+    """
+    if all((s.q_start, s.q_length) == (s.k_start, s.k_length) for s in segments):
+        lengths = [s.q_length for s in segments]
+        if len(set(lengths)) == 1:
+            rows = (-1, lengths[0])
+            return _attend_rows(q.unflatten(0, rows), k.unflatten(0, rows), v.unflatten(0, rows), scale).flatten(0, 1)
+        if len(q) >= _LONG * len(segments):
+            # Cutting and joining are cheap, in backward too; indices that pick rows out of a pack are not.
+            whole = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+            return torch.cat([_attend_rows(a[None], b[None], c[None], scale)[0] for a, b, c in whole])
+    found, places = zip(
+        *(_attend_batch(q, k, v, [segments[i] for i in batch], scale) for batch in _batches(segments)), strict=True
+    )
+    return torch.cat(found)[torch.cat(places).argsort()]
+
+
+class SDPACoreAttention(MegatronModule):
+    """Megatron's core attention on torch's scaled_dot_product_attention: packed (thd), causal, context-parallel.
+
+    Given rotary tables, it turns queries and keys by their positions before.
+    """
+
+    rotary: RotaryTables | None = None
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.cp = pg_collection.cp
+        self.scale = softmax_scale or config.kv_channels**-0.5
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        """query [t, heads, d], key and value [t, kv_heads, d] of this CP rank -> [t, heads * d]."""
+        size, rank = self.cp.size(), self.cp.rank()
+        cu = packed_seq_params.cu_seqlens_q_padded
+        if cu is None:
+            cu = packed_seq_params.cu_seqlens_q
+        lengths = (cu[1:] - cu[:-1]).tolist()
+        if self.rotary is not None:
+            cos, sin = self.rotary.of(cu, query.dtype)
+            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        if size > 1:
+            both = _GatherSequence.apply(torch.stack((key, value), dim=1), self.cp)
+            both = both[natural_order(lengths, size).to(both.device)]
+            key, value = both.unbind(1)
+        out = attend_packed(query, key, value, packed_segments(lengths, size, rank), self.scale)
+        return out.reshape(out.shape[0], -1)

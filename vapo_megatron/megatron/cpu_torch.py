@@ -1,0 +1,269 @@
+"""Megatron-Core on a machine without a GPU.
+
+Megatron-Core takes for granted that `torch.cuda` is there. On a CPU its modules are given a view of torch in
+which every spelling of "the accelerator" means the CPU; the rest of the process keeps the real torch. The view
+replaces names, never arithmetic: what Megatron computes here is what it computes on a GPU.
+"""
+
+import contextlib
+import functools
+import importlib
+import logging
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from vapo_megatron.megatron.platform import current_platform
+
+_CPU = torch.device("cpu")
+_TENSOR_FACTORIES = [
+    "tensor",
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "arange",
+    "rand",
+    "randn",
+    "randint",
+    "as_tensor",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "linspace",
+    "eye",
+    "empty_strided",
+]
+# Modules that Megatron imports late; they have to be there before the view is installed.
+_LATE_MODULES = [
+    "tensor_parallel",
+    "parallel_state",
+    "hyper_comm_grid",
+    "pipeline_parallel.schedules",
+    "pipeline_parallel.p2p_communication",
+    "distributed",
+    "optimizer",
+    "optimizer.distrib_optimizer",
+    "optimizer.clip_grads",
+    "optimizer_param_scheduler",
+    "dist_checkpointing",
+    "dist_checkpointing.strategies.torch",
+    "dist_checkpointing.strategies.async_utils",
+    "dist_checkpointing.strategies.fully_parallel",
+    "models.gpt",
+    "models.gpt.gpt_layer_specs",
+    "transformer.attention",
+]
+
+
+class _Stream:
+    """A queue of work on a device that does everything at once."""
+
+    def wait_stream(self, *_: Any) -> None: ...
+    def wait_event(self, *_: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def record_event(self, event: "_Event | None" = None) -> "_Event":
+        return event or _Event()
+
+    def query(self) -> bool:
+        return True
+
+
+class _Event:
+    """A mark in such a queue: passed as soon as it is made."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def record(self, *_: Any) -> None: ...
+    def wait(self, *_: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: "_Event") -> float:
+        return 0.0
+
+
+def _to_cpu(device: Any) -> Any:
+    if device is None:
+        return None
+    if isinstance(device, int):
+        return _CPU
+    return _CPU if torch.device(device).type == "cuda" else device
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _cuda_on_cpu() -> types.ModuleType:
+    module = types.ModuleType("torch.cuda (CPU)")
+    module.__dict__.update(torch.cuda.__dict__)
+    stream = _Stream()
+    no_context = lambda *_, **__: contextlib.nullcontext()  # noqa: E731
+    zero = lambda *_, **__: 0  # noqa: E731
+    module.__dict__.update(
+        current_device=lambda: _CPU,
+        device_count=lambda: 1,
+        set_device=_nothing,
+        synchronize=_nothing,
+        empty_cache=_nothing,
+        current_stream=lambda *_: stream,
+        default_stream=lambda *_: stream,
+        stream=no_context,
+        Stream=lambda *_, **__: stream,
+        Event=_Event,
+        device=no_context,
+        get_rng_state=lambda *_, **__: torch.get_rng_state(),
+        set_rng_state=lambda state, *_, **__: torch.set_rng_state(state),
+        manual_seed=torch.manual_seed,
+        manual_seed_all=torch.manual_seed,
+        memory_allocated=zero,
+        max_memory_allocated=zero,
+        memory_reserved=zero,
+        max_memory_reserved=zero,
+        reset_peak_memory_stats=_nothing,
+        is_current_stream_capturing=lambda: False,
+        nvtx=types.SimpleNamespace(range_push=_nothing, range_pop=_nothing, range=no_context),
+    )
+    return module
+
+
+def _factory_on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = _to_cpu(kwargs["device"])
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return make
+
+
+class _DeviceType(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, torch.device)
+
+
+class _Device(metaclass=_DeviceType):
+    """torch.device, for which 'cuda' is the CPU."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], str) and args[0].startswith("cuda"):
+            return _CPU
+        return torch.device(*args, **kwargs)
+
+
+@functools.cache
+def _torch_view() -> types.ModuleType:
+    view = types.ModuleType("torch (CPU view for megatron.core)")
+    view.__dict__.update(torch.__dict__)
+    changes: dict[str, Any] = {name: _factory_on_cpu(getattr(torch, name)) for name in _TENSOR_FACTORIES}
+    changes["cuda"] = _cuda_on_cpu()
+    changes["device"] = _Device
+    changes["autocast"] = lambda device_type="cpu", **kwargs: torch.autocast(
+        "cpu" if device_type == "cuda" else device_type, **kwargs
+    )
+    view.__dict__.update(changes)
+    return view
+
+
+@contextlib.contextmanager
+def _cuda_type_names() -> Iterator[None]:
+    """Tensor.type() gives a CPU tensor the name by which Megatron's optimizers know a CUDA one."""
+    original = torch.Tensor.type
+
+    def cuda_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if isinstance(result, str) and not result.startswith("torch.cuda"):
+            return result.replace("torch.", "torch.cuda.")
+        return result
+
+    torch.Tensor.type = cuda_name  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.type = original  # type: ignore[method-assign]
+
+
+def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
+    if hasattr(function, "__wrapped__"):
+        return function
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _cuda_type_names():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _patch_optimizers() -> None:
+    import megatron.core.optimizer.distrib_optimizer as distributed
+    import megatron.core.optimizer.optimizer as plain
+
+    classes: list[Any] = [plain.Float16OptimizerWithFloat16Params, distributed.DistributedOptimizer]
+    for cls in classes:
+        cls.__init__ = _with_cuda_type_names(cls.__init__)
+    plain.clip_grad_by_total_norm_fp32 = _with_cuda_type_names(plain.clip_grad_by_total_norm_fp32)
+
+
+def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective from or into a part of its own buffer, left out where one rank's part is the whole buffer.
+
+    There it changes nothing, and NCCL does nothing; gloo copies the buffer out and back.
+    """
+
+    @functools.wraps(collective)
+    def call(output: torch.Tensor, buffer: torch.Tensor, *args: Any, group: Any, **kwargs: Any) -> Any:
+        if group.size() == 1 and output.data_ptr() == buffer.data_ptr():
+            return None
+        return collective(output, buffer, *args, group=group, **kwargs)
+
+    return call
+
+
+def _patch_buffers() -> None:
+    import megatron.core.distributed.param_and_grad_buffer as buffers
+
+    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
+        setattr(buffers, name, _unless_alone(getattr(buffers, name)))
+
+
+@functools.cache
+def _patch_once() -> None:
+    import megatron.core.jit as jit
+
+    jit.disable_jit_fuser()
+    for name in _LATE_MODULES:
+        importlib.import_module("megatron.core." + name)
+    # On a machine without CUDA these two can do nothing but raise.
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    import megatron.core.tensor_parallel.random as random
+
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    # It warns that the CPU's generator moved while the GPU's was in use: here they are one.
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+    _patch_optimizers()
+    _patch_buffers()
+
+
+def install() -> None:
+    """Hand the CPU view to every loaded module of megatron.core. Does nothing where CUDA works; may be repeated."""
+    if current_platform().is_cuda:
+        return
+    _patch_once()
+    view = _torch_view()
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("megatron.core"):
+            continue
+        if getattr(module, "torch", None) is torch:
+            module.torch = view  # type: ignore[attr-defined]
+        for mark in ("range_push", "range_pop"):
+            if getattr(getattr(module, mark, None), "__module__", "") == "torch.cuda.nvtx":
+                setattr(module, mark, _nothing)

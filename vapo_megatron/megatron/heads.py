@@ -1,0 +1,263 @@
+"""The two heads: log-probs and entropy without ever holding the logits, and values."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from torch import Tensor
+
+from vapo_megatron.megatron.platform import current_platform
+
+# Bytes of logits that are exponentiated at a time: on a CPU they stay in a core's cache through all passes over them.
+_BLOCK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 26}
+# Rows of a weight that are turned into fp32 at a time where a product needs them so, and of its gradient's parts.
+_CAST_ROWS = 4096
+
+
+class _LogProbs(torch.autograd.Function):
+    """log p(label) and entropy of softmax(h W^T / temperature), W cut along the vocabulary over a group.
+
+    Forward and backward hold logits, in fp32, of at most `chunk` rows at a time, and two at most on the way from one
+    chunk to the next. The last chunk's log-probabilities stay from forward to backward, which begins with them; those
+    of the other chunks are computed again from the log-partition of each row, and so need no collective.
+    """
+
+    @staticmethod
+    def _logits(h: Tensor, words: Tensor, temperature: float) -> Tensor:
+        logits = _product(h, words.t())
+        return logits if temperature == 1.0 else logits.div_(temperature)
+
+    @staticmethod
+    def _rows(
+        h: Tensor, words: Tensor, labels: Tensor, first: int, temperature: float, group: Any, keep: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """[3, rows] log p(label), entropy and log-partition; and, to be kept, log-probabilities [rows, words].
+
+        first: number of this rank's first word.
+        """
+        logits = _LogProbs._logits(h, words, temperature)
+        # A rank of padding alone has no word: it adds nothing to any sum.
+        top = logits.amax(-1) if len(words) else logits.new_full((len(h),), float("-inf"))
+        if group.size() > 1:
+            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+        sums = logits.new_zeros(3, len(h))
+        for block in _blocks(logits):
+            part = logits[block].sub_(top[block, None])
+            p = part.exp()
+            torch.sum(p, -1, out=sums[0, block])
+            torch.sum(p.mul_(part), -1, out=sums[2, block])
+        index, mine = _in_vocab_shard(labels, first, len(words))
+        if len(words):
+            sums[1] = logits.gather(1, index[:, None])[:, 0] * mine
+        if group.size() > 1:
+            dist.all_reduce(sums, group=group)
+        log_z = sums[0].log()
+        found = torch.stack((sums[1] - log_z, log_z - sums[2] / sums[0], log_z + top))
+        return found, logits.sub_(log_z[:, None]) if keep else None
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        vocab: tuple[int, int],
+        temperature: float,
+        group: Any,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        """vocab: first word of this rank, number of real words over all ranks."""
+        first, real = vocab
+        words = weight[: max(real - first, 0)]
+        found, kept = [], None
+        for i in range(0, len(h), chunk):
+            part = slice(i, i + chunk)
+            keep = i + chunk >= len(h) and any(ctx.needs_input_grad)
+            rows, kept = _LogProbs._rows(h[part], words, labels[part], first, temperature, group, keep)
+            found.append(rows)
+        logprob, entropy, partition = torch.cat(found, -1)
+        ctx.save_for_backward(h, weight, labels, entropy, partition)
+        # Not among the saved tensors, which all live until the end of backward.
+        ctx.kept = kept
+        ctx.rest = first, len(words), temperature, chunk
+        return logprob, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_logprob, grad_entropy = grads
+        h, weight, labels, entropy, partition = ctx.saved_tensors
+        first, real, temperature, chunk = ctx.rest
+        words = weight[:real]
+        # Most losses have no entropy term, whose gradient would cost as much again.
+        through_entropy = bool(grad_entropy.count_nonzero())
+        grad_h = torch.zeros_like(h)
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        log_p, ctx.kept = ctx.kept, None
+        for i in reversed(range(0, len(h) if real else 0, chunk)):
+            part = slice(i, i + chunk)
+            of_label, of_entropy = grad_logprob[part, None] / temperature, grad_entropy[part, None] / temperature
+            index, mine = _in_vocab_shard(labels[part], first, real)
+            if log_p is None:
+                log_p = _LogProbs._logits(h[part], words, temperature).sub_(partition[part, None])
+            if through_entropy:
+                # d entropy / d logit = -p (log p + entropy); d log p(label) / d logit = [label] - p
+                p = log_p.exp()
+                grad = log_p.add_(entropy[part, None]).mul_(-of_entropy).sub_(of_label).mul_(p)
+                del p
+            else:
+                grad = log_p.exp_().mul_(-of_label)
+            grad.scatter_add_(1, index[:, None], of_label * mine[:, None])
+            log_p = None
+            grad = grad.to(h.dtype)
+            torch.mm(grad, words, out=grad_h[part])
+            _add_product(grad_weight[:real], grad.t(), h[part])
+            del grad  # else it lives on beside the next chunk's
+        return grad_h, grad_weight.to(weight.dtype), None, None, None, None, None
+
+
+def logprobs_and_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    group: Any,
+    chunk: int,
+    words: int | None = None,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each label and entropy of softmax(hidden weight^T / temperature), without holding the logits.
+
+    Collective over the group. hidden's gradient is this rank's part, to be summed over the group.
+
+    Args:
+        hidden: [t, width], the same on all ranks of the group.
+        weight: [w, width], this rank's rows of the output layer, equally many on all ranks.
+        labels: int64 [t].
+        group: the ranks over which the vocabulary is cut, in order.
+        chunk: rows of logits held at once, in fp32.
+        words: real words over all ranks; rows beyond are padding. None: all.
+
+    Returns:
+        Both float32 [t], the same on all ranks.
+    """
+    first = group.rank() * weight.shape[0]
+    real = group.size() * weight.shape[0] if words is None else words
+    found: tuple[Tensor, Tensor] = _LogProbs.apply(hidden, weight, labels, (first, real), temperature, group, chunk)
+    return found
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    """Runs of rows of logits [rows, words]."""
+    rows = max(1, _BLOCK_BYTES[logits.device.type] // (logits.element_size() * max(1, logits.shape[1])))
+    return (slice(start, start + rows) for start in range(0, len(logits), rows))
+
+
+def _in_vocab_shard(labels: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Index of each label among the `count` words of this rank from `first`, and whether it is one of them."""
+    return (labels - first).clamp(0, max(count - 1, 0)), (labels >= first) & (labels < first + count)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a b, multiplied and summed in fp32 whatever type a and b have, and not rounded to that."""
+    if a.dtype == torch.float32:
+        return a @ b
+    if current_platform().has_float32_products:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    if a.shape[0] > b.shape[1]:
+        return _product(b.t(), a.t()).t()
+    found = a.new_empty((a.shape[0], b.shape[1]), dtype=torch.float32)
+    a = a.float()
+    for columns, into in zip(b.split(_CAST_ROWS, 1), found.split(_CAST_ROWS, 1), strict=True):
+        torch.mm(a, columns.float(), out=into)
+    return found
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, in fp32, of which never more than _CAST_ROWS rows stand beside total."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+        return
+    for rows, into in zip(a.split(_CAST_ROWS), total.split(_CAST_ROWS), strict=True):
+        into += _product(rows, b)
+
+
+class LogProbHead(tensor_parallel.ColumnParallelLinear):
+    """The output layer; once labels are set it yields [s, b, 2] (log-prob, entropy) in place of logits.
+
+    It takes the place of a built ColumnParallelLinear by `adopt`, so that names, initialisation and checkpoints stay
+    Megatron's.
+    """
+
+    labels: Tensor | None
+    rows: Tensor | None
+    temperature: float
+    chunk: int
+    vocab_size: int
+
+    @classmethod
+    def adopt(cls, layer: Any, vocab_size: int, chunk: int) -> None:
+        """Turn a Megatron output layer into this one. vocab_size: real words, padding rows aside."""
+        layer.__class__ = cls
+        layer.labels = layer.rows = None
+        layer.temperature, layer.chunk, layer.vocab_size = 1.0, chunk, vocab_size
+
+    def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
+        """input_ [s, b, hidden] (its sequence cut over TP under sequence parallel); labels [b, s].
+
+        rows, indices into the s * b positions, are those that matter (the responses); all others yield 0 and cost no
+        logits. The same on all ranks of the tensor-parallel group.
+        """
+        if self.labels is None:
+            return super().forward(input_, weight=weight, runtime_gather_output=runtime_gather_output)
+        weight = self.weight if weight is None else weight
+        group = self.tp_group
+        if self.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(
+                input_, tensor_parallel_output_grad=True, group=group
+            )
+        else:
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(input_, group=group)
+        s, b, width = hidden.shape
+        flat, labels = hidden.reshape(s * b, width), self.labels.transpose(0, 1).reshape(-1)
+        if self.rows is not None:
+            flat, labels = flat[self.rows], labels[self.rows]
+        logprob, entropy = logprobs_and_entropy(
+            flat,
+            weight,
+            labels,
+            group=group,
+            chunk=self.chunk,
+            words=self.vocab_size,
+            temperature=self.temperature,
+        )
+        found = torch.stack((logprob, entropy), -1)
+        if self.rows is not None:
+            found = found.new_zeros(s * b, 2).index_copy(0, self.rows, found)
+        return found.view(s, b, 2), None
+
+
+class ValueHead(torch.nn.Module):
+    """n numbers for each position, in fp32: its value (n = 1), or logits of a histogram over values.
+
+    weight [n, hidden] and bias [n] are whole on every last-stage rank.
+    """
+
+    def __init__(self, config: Any, outputs: int, tp_group: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(outputs, config.hidden_size, dtype=config.params_dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(outputs, dtype=config.params_dtype))
+        self.tp_group, self.sequence_cut = tp_group, config.sequence_parallel
+        # Under sequence parallel each TP rank sees part of the tokens: Megatron sums gradients of marked parameters.
+        for parameter in (self.weight, self.bias):
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
+        """input_ [s, b, hidden] -> [s, b, n]."""
+        value = torch.nn.functional.linear(input_.float(), self.weight.float(), self.bias.float())
+        if self.sequence_cut:
+            value = tensor_parallel.gather_from_sequence_parallel_region(
+                value, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        return value, None

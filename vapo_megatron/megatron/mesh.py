@@ -1,0 +1,189 @@
+"""The process groups of one model's layout. Several meshes live in one process, over the same ranks."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vapo_megatron.config.model import LayoutConfig
+from vapo_megatron.errors import BadInput
+from vapo_megatron.megatron import cpu_torch
+from vapo_megatron.megatron.platform import current_platform
+from vapo_megatron.weights.spec import ModelSpec
+
+# From the fastest links outwards, as in Megatron's own order "tp-cp-ep-dp-pp".
+_DIMENSIONS = ["tp", "cp", "dp", "pp"]
+# The same ranks as experts see them: ep consecutive ranks of a stage share out the experts, whatever attention does
+# with these ranks. Experts are not cut ("tp" of their own is 1): those of fine-grained models are narrow already, and
+# whole ones keep their matrix products large (Megatron-Core's own advice, its MoE README, "Expert tensor parallelism").
+_EXPERT_DIMENSIONS = ["tp", "ep", "dp", "pp"]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """One layout over all ranks: its process groups and this rank's place in it."""
+
+    layout: LayoutConfig
+    pg: Any
+    tp_size: int
+    tp_rank: int
+    pp_size: int
+    pp_rank: int
+    cp_size: int
+    cp_rank: int
+    dp_size: int
+    dp_rank: int
+    ep_size: int
+    ep_rank: int
+
+    @property
+    def in_first_model_parallel_group(self) -> bool:
+        """Whether this rank is one of the first that together hold the whole model (stream_hf's group)."""
+        rank = (self.dp_rank * self.cp_size + self.cp_rank) * self.tp_size + self.tp_rank
+        return rank < max(self.tp_size, self.ep_size)
+
+    def dp_rank_of(self, rank: int) -> int:
+        """The data-parallel rank that another rank of the world has."""
+        return rank // (self.tp_size * self.cp_size) % self.dp_size
+
+    def reporter(self, dp_rank: int) -> int:
+        """The rank of the world that has the outputs of a data-parallel rank's samples: the first of its output ranks,
+        where context-parallel ranks have brought theirs together."""
+        return ((self.pp_size - 1) * self.dp_size + dp_rank) * self.cp_size * self.tp_size
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the model's head."""
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def is_output_rank(self) -> bool:
+        """Whether this rank contributes its stage's outputs: one tensor-parallel rank of the last stage."""
+        return self.is_last_stage and self.tp_rank == 0
+
+
+def check_layout(layout: LayoutConfig, world_size: int, name: str) -> None:
+    """Raises BadInput where the world is no multiple of the ranks that one replica takes, or of its experts' ranks."""
+    if world_size % layout.model_size:
+        raise BadInput(
+            f"{name}.layout: tp {layout.tp} x pp {layout.pp} x cp {layout.cp} = {layout.model_size} ranks a replica do "
+            f"not divide the {world_size} ranks of the run: change {name}.layout or cluster.ranks"
+        )
+    if world_size // layout.pp % layout.ep:
+        raise BadInput(
+            f"{name}.layout.ep={layout.ep} does not divide the {world_size // layout.pp} ranks of a pipeline stage "
+            f"({world_size} ranks, pp {layout.pp}): change {name}.layout or cluster.ranks"
+        )
+
+
+def check_model_layout(spec: ModelSpec, layout: LayoutConfig, name: str) -> None:
+    """Raises BadInput where a model cannot be cut as the layout asks; name is the config section."""
+    for what, count in (
+        ("attention heads", spec.num_heads),
+        ("key-value heads", spec.num_kv_heads),
+        # Experts are whole on their ranks.
+        *(("MLP columns", size) for size in spec.mlp_sizes),
+    ):
+        if count % layout.tp:
+            raise BadInput(f"{name}.layout.tp={layout.tp} does not divide the model's {count} {what}: choose a divisor")
+    stages = layout.pp * (layout.vpp or 1)
+    if spec.num_layers % stages:
+        raise BadInput(
+            f"{name}.layout: pp {layout.pp} x vpp {layout.vpp or 1} = {stages} stages do not divide the model's "
+            f"{spec.num_layers} layers: choose a divisor"
+        )
+    # Megatron's distributed optimizer cannot save a rank without experts of a model that has some. Of all ranks' last
+    # layers the first rank's comes first.
+    last_of_first = spec.num_layers // stages * (stages - layout.pp + 1)
+    if spec.num_experts and last_of_first <= spec.dense_layers:
+        raise BadInput(
+            f"{name}.layout: pp {layout.pp} x vpp {layout.vpp or 1} gives the first stage none but the model's "
+            f"{spec.dense_layers} layers without experts, and Megatron cannot save that: choose a smaller pp, or vpp"
+        )
+    if layout.ep > 1 and not spec.num_experts:
+        raise BadInput(f"{name}.layout.ep={layout.ep}: a {spec.family} model has no experts, leave ep out")
+    if spec.num_experts % layout.ep:
+        raise BadInput(
+            f"{name}.layout.ep={layout.ep} does not divide the model's {spec.num_experts} experts: choose a divisor"
+        )
+    if spec.num_experts and layout.tp > 1 and not layout.sequence_parallel:
+        raise BadInput(
+            f"{name}.layout.sequence_parallel=false with tp={layout.tp}: each token would go through its experts once "
+            "for every tensor-parallel rank, set it to true"
+        )
+
+
+def make_mesh(layout: LayoutConfig, name: str = "model") -> Mesh:
+    """Collective over all ranks: make the groups of a layout.
+
+    Raises:
+        BadInput: the world size is no multiple of tp x pp x cp, or a stage's ranks none of ep.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.hyper_comm_grid import HyperCommGrid
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    cpu_torch.install()
+    world_size, backend = dist.get_world_size(), current_platform().backend
+    check_layout(layout, world_size, name)
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        # All that sequence parallelism still takes from Megatron's global state: a scratch buffer without a layout.
+        parallel_state._set_global_memory_buffer()
+    sizes = [layout.tp, layout.cp, world_size // layout.model_size, layout.pp]
+    expert_sizes = [1, layout.ep, world_size // (layout.ep * layout.pp), layout.pp]
+    grid = HyperCommGrid(shape=sizes, dim_names=_DIMENSIONS, backend=backend)
+    expert_grid = HyperCommGrid(shape=expert_sizes, dim_names=_EXPERT_DIMENSIONS, backend=backend)
+
+    def group(*dimensions: str, of: Any = grid) -> Any:
+        return of.create_pg(list(dimensions) if len(dimensions) > 1 else dimensions[0], timeout=world_timeout())
+
+    pg = ProcessGroupCollection()
+    pg.tp, pg.cp, pg.dp, pg.pp = (group(d) for d in _DIMENSIONS)
+    pg.mp, pg.tp_cp, pg.dp_cp, pg.tp_dp_cp = (
+        group("tp", "pp"),
+        group("tp", "cp"),
+        group("cp", "dp"),
+        group("tp", "cp", "dp"),
+    )
+    pg.expt_tp, pg.ep, pg.expt_dp = (group(d, of=expert_grid) for d in ("tp", "ep", "dp"))
+    pg.tp_ep, pg.tp_ep_pp = group("tp", "ep", of=expert_grid), group("tp", "ep", "pp", of=expert_grid)
+    pg.intra_dp_cp, pg.intra_expt_dp = pg.dp_cp, pg.expt_dp
+    pg.inter_dist_opt, pg.intra_dist_opt, pg.hcp = None, dist.group.WORLD, None
+    pg.embd, pg.pos_embd = _embedding_groups(grid.get_rank_enum("pp"), backend)
+    return Mesh(
+        layout=layout,
+        pg=pg,
+        tp_size=pg.tp.size(),
+        tp_rank=pg.tp.rank(),
+        pp_size=pg.pp.size(),
+        pp_rank=pg.pp.rank(),
+        cp_size=pg.cp.size(),
+        cp_rank=pg.cp.rank(),
+        dp_size=pg.dp.size(),
+        dp_rank=pg.dp.rank(),
+        ep_size=pg.ep.size(),
+        ep_rank=pg.ep.rank(),
+    )
+
+
+def world_timeout() -> timedelta:
+    """How long ranks wait for each other in the world's collectives: new groups have torch's default unless told."""
+    world: Any = dist.group.WORLD
+    found: timedelta = world._get_backend(torch.device("cpu")).options._timeout
+    return found
+
+
+def _embedding_groups(pipelines: list[list[int]], backend: str) -> tuple[Any, Any]:
+    """Groups of the first and last stage (tied word embeddings) and of the first alone, this rank's or None."""
+    word = position = None
+    for ranks in pipelines:
+        ends = [ranks[0], ranks[-1]] if len(ranks) > 1 else ranks
+        ends_group = dist.new_group(ends, timeout=world_timeout(), backend=backend)
+        first_group = dist.new_group(ranks[:1], timeout=world_timeout(), backend=backend)
+        if dist.get_rank() in ends:
+            word = ends_group
+        if dist.get_rank() == ranks[0]:
+            position = first_group
+    return word, position

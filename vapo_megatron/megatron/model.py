@@ -1,0 +1,164 @@
+"""Building actor and critic as Megatron models from a model spec and a mesh."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel.utils import (
+    is_pp_first_stage,
+    is_pp_last_stage,
+    is_vp_first_stage,
+    is_vp_last_stage,
+)
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from vapo_megatron.config.model import ModelConfig, TrainableConfig
+from vapo_megatron.megatron import cpu_torch
+from vapo_megatron.megatron.attention import SDPACoreAttention
+from vapo_megatron.megatron.heads import LogProbHead, ValueHead
+from vapo_megatron.megatron.layer_spec import layer_spec, uses_transformer_engine
+from vapo_megatron.megatron.mesh import Mesh
+from vapo_megatron.megatron.moe import add_expert_biases, complete_megatron, mark_experts, moe_settings
+from vapo_megatron.megatron.platform import current_platform
+from vapo_megatron.megatron.precision import fp8_settings
+from vapo_megatron.megatron.rotary import RotaryTables
+from vapo_megatron.megatron.router_replay import install_router_replay
+from vapo_megatron.megatron.swiglu import install_swiglu
+from vapo_megatron.weights.spec import Head, ModelSpec
+
+
+def transformer_config(spec: ModelSpec, model: ModelConfig, trainable: TrainableConfig) -> TransformerConfig:
+    """Megatron's config of a model. Fusions that need a GPU's kernels are off where there is none."""
+    layout, recompute = trainable.layout, trainable.recompute
+    dtype = getattr(torch, trainable.dtype(model))
+    fused = uses_transformer_engine(model.attention, current_platform())
+    settings: dict[str, Any] = dict(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        num_attention_heads=spec.num_heads,
+        num_query_groups=spec.num_kv_heads,
+        kv_channels=spec.head_dim,
+        ffn_hidden_size=spec.ffn_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=spec.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=spec.qkv_bias,
+        qk_layernorm=spec.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_softmax_in_fp32=True,
+        softmax_scale=spec.softmax_scale,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
+        context_parallel_size=layout.cp,
+        sequence_parallel=layout.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        # The loss weights carry the global denominators; Megatron only has to sum.
+        calculate_per_token_loss=True,
+        persist_layer_norm=fused,
+        bias_activation_fusion=fused,
+        use_te_activation_func=not fused,  # see install_swiglu
+        bias_dropout_fusion=fused,
+        apply_rope_fusion=fused,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=fused and current_platform().has_fused_weight_gradients,
+        **fp8_settings(trainable.precision),
+        use_cpu_initialization=False,
+    )
+    if spec.num_experts:
+        settings.update(moe_settings(spec, layout, fused))
+    if layout.vpp:
+        settings.update(overlap_p2p_comm=True, batch_p2p_comm=False)
+    if recompute.granularity == "full":
+        settings.update(
+            recompute_granularity="full", recompute_method=recompute.method, recompute_num_layers=recompute.layers
+        )
+    elif recompute.granularity == "selective":
+        settings.update(recompute_granularity="selective", recompute_modules=list(recompute.modules))
+    if fused:
+        settings.update(attention_backend=AttnBackend[model.attention_kernel])
+    return TransformerConfig(**settings)
+
+
+def build_model(
+    spec: ModelSpec,
+    config: TransformerConfig,
+    mesh: Mesh,
+    head: Head,
+    *,
+    attention: str = "auto",
+    logprob_chunk: int = 1024,
+) -> list[GPTModel]:
+    """This rank's chunks of a model, one a virtual pipeline stage, their weights not yet loaded.
+
+    Args:
+        spec: the model's shape.
+        config: from transformer_config.
+        mesh: the layout's process groups.
+        head: "lm" yields [1, t, 2] log-probs and entropies once labels are set (logits before), "value" [1, t, n]
+            with n = spec.value_outputs.
+        attention: which layers to use, see ModelConfig.attention.
+        logprob_chunk: rows of logits held at once.
+    """
+    cpu_torch.install()
+    complete_megatron()
+    fused = uses_transformer_engine(attention, current_platform())
+    layer, norm = layer_spec(spec.qk_norm, fused, spec.num_experts)
+    dense, _ = layer_spec(spec.qk_norm, fused)
+    vpp = config.virtual_pipeline_model_parallel_size
+    chunks = []
+    for index in range(vpp or 1):
+        stage = index if vpp else None
+        first = is_vp_first_stage(stage, vpp) and is_pp_first_stage(mesh.pg.pp)
+        last = is_vp_last_stage(stage, vpp) and is_pp_last_stage(mesh.pg.pp)
+        count = get_num_layers_to_build(config, vp_stage=stage, pp_rank=mesh.pp_rank)
+        before = get_transformer_layer_offset(config, vp_stage=stage, pp_rank=mesh.pp_rank)
+        layers = [dense if before + i < spec.dense_layers else layer for i in range(count)]
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm),
+            vocab_size=spec.padded_vocab_size(mesh.tp_size),
+            max_sequence_length=spec.max_position_embeddings,
+            pre_process=first,
+            post_process=last,
+            parallel_output=True,
+            position_embedding_type="rope" if fused else "none",
+            rotary_base=spec.rope_theta,
+            rotary_percent=spec.partial_rotary,
+            share_embeddings_and_output_weights=spec.tied and head == "lm",
+            vp_stage=stage,
+            pg_collection=mesh.pg,
+        )
+        # The frequencies of every rope scaling come from the one formula of transformers.
+        if fused:
+            model.rotary_pos_emb.inv_freq = spec.rope_inv_freq().to(model.rotary_pos_emb.inv_freq.device)
+        else:
+            install_swiglu(model)
+            _share_rotary(model, RotaryTables(spec.rope_inv_freq(), mesh.cp_size, mesh.cp_rank))
+        if last and head == "value":
+            model.output_layer = ValueHead(config, spec.value_outputs, mesh.pg.tp).to(current_platform().device)
+        elif last:
+            LogProbHead.adopt(model.output_layer, spec.vocab_size, logprob_chunk)
+        mark_experts(model)
+        if spec.table.sigmoid_router:
+            add_expert_biases(model)
+        install_router_replay(model)
+        chunks.append(model.to(current_platform().device))
+    return chunks
+
+
+def _share_rotary(model: GPTModel, tables: RotaryTables) -> None:
+    for module in model.modules():
+        if isinstance(module, SDPACoreAttention):
+            module.rotary = tables

@@ -1,0 +1,169 @@
+"""Parts of a model that leave the device and return, storage by storage.
+
+A part's tensors keep their identity: their storages are emptied and filled again under them, so that views into
+Megatron's flat buffers, optimizer states and cached shards stay what they were. On CUDA copies go through pinned
+memory on a stream of their own; on the CPU the same code moves the same bytes.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from vapo_megatron.megatron.platform import Platform
+
+Part = Literal["weights", "gradients", "optimizer"]
+PARTS: tuple[Part, ...] = get_args(Part)
+
+# CUDA's allocator of pinned memory rounds up to a power of two: pieces of one waste nothing.
+_PIECE_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of a part of a model by place. `host` stays reserved while the part is onloaded."""
+
+    device: int
+    host: int
+
+
+class _HostBuffer:
+    """Bytes in host memory, in pieces; grows, never shrinks."""
+
+    def __init__(self, pinned: bool, piece_bytes: int = _PIECE_BYTES) -> None:
+        self._pinned, self._piece_bytes = pinned, piece_bytes
+        self._pieces: list[Tensor] = []
+
+    @property
+    def bytes(self) -> int:
+        return sum(piece.numel() for piece in self._pieces)
+
+    def reserve(self, size: int) -> None:
+        """Have at least `size` bytes. What was in it is lost where it grows."""
+        if size > self.bytes:
+            full, rest = divmod(size, self._piece_bytes)
+            self._pieces = []  # freed before others are taken
+            sizes = [self._piece_bytes] * full + [rest] * (rest > 0)
+            self._pieces = [torch.empty(n, dtype=torch.uint8, pin_memory=self._pinned) for n in sizes]
+
+    def spans(self, start: int, size: int) -> Iterator[tuple[Tensor, int]]:
+        """The pieces' parts that make up bytes start .. start + size, each with its place in that range."""
+        done = 0
+        while done < size:
+            piece, at = divmod(start + done, self._piece_bytes)
+            span = self._pieces[piece][at : at + size - done]
+            yield span, done
+            done += span.numel()
+
+
+def _bytes_of(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def distinct_storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
+    """The storages under some tensors, each once, by identity."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage._cdata: storage for storage in storages}
+
+
+class Offloader:
+    """Where the parts of one model are. Every method may be called at any time; what is where already stays."""
+
+    def __init__(
+        self,
+        tensors: Callable[[Part], Iterable[Tensor]],
+        platform: Platform,
+        enabled: bool,
+        before_release: Callable[[], None] = lambda: None,
+    ) -> None:
+        """
+        Args:
+            tensors: all tensors of a part, also of one that is offloaded; a storage that several parts share belongs to
+                the first of PARTS.
+            platform: where they are onloaded.
+            enabled: without it everything stays onloaded, and is only accounted for.
+            before_release: called before anything leaves, to end what is under way on the tensors.
+        """
+        self._tensors, self._platform, self._enabled = tensors, platform, enabled
+        self._before_release = before_release
+        self._queue = platform.copy_queue()
+        self._host = {part: _HostBuffer(platform.is_cuda) for part in PARTS}
+        self._offloaded: dict[Part, list[tuple[UntypedStorage, int]]] = {}
+        self._arriving: dict[Part, torch.cuda.Event | None] = {}
+
+    @property
+    def onloaded(self) -> frozenset[Part]:
+        """The parts that are on the device."""
+        return frozenset(part for part in PARTS if part not in self._offloaded)
+
+    def onload_only(self, parts: Collection[Part]) -> None:
+        """Have exactly these parts on the device. Those that return may still be on their way: see require()."""
+        if not self._enabled:
+            return
+        self._release([part for part in PARTS if part not in parts and part not in self._offloaded])
+        for part in PARTS:
+            if part in parts:
+                self._restore(part)
+
+    def require(self, *parts: Part) -> None:
+        """Before these parts are used: they are woken if they sleep, and the device waits for their copies."""
+        for part in parts:
+            self._restore(part)
+            self._queue.hold_computation_until(self._arriving.pop(part, None))
+
+    def footprint(self, part: Part) -> Footprint:
+        """Bytes of a part now."""
+        device = 0 if part in self._offloaded else sum(s.nbytes() for s in self._storages(part))
+        return Footprint(device, self._host[part].bytes)
+
+    def _storages(self, part: Part) -> list[UntypedStorage]:
+        kind = self._platform.device_type
+        found = distinct_storages(t for t in self._tensors(part) if t.device.type == kind)
+        for earlier in PARTS[: PARTS.index(part)]:
+            for identity in distinct_storages(self._tensors(earlier)):
+                found.pop(identity, None)
+        return list(found.values())
+
+    def _release(self, parts: list[Part]) -> None:
+        if not parts:
+            return
+        self._before_release()
+        self.require(*parts)  # copies that are still arriving
+        leaving = {part: [(storage, storage.nbytes()) for storage in self._storages(part)] for part in parts}
+        with self._queue.behind_computation():
+            for part, storages in leaving.items():
+                if part == "gradients":  # zero at the start of every step
+                    continue
+                host, start = self._host[part], 0
+                host.reserve(sum(size for _, size in storages))
+                for storage, size in storages:
+                    source = _bytes_of(storage)
+                    for span, at in host.spans(start, size):
+                        span.copy_(source[at : at + span.numel()], non_blocking=True)
+                    start += size
+        self._queue.finish()
+        for storages in leaving.values():
+            for storage, _ in storages:
+                storage.resize_(0)
+        self._offloaded |= leaving
+        self._platform.empty_cache()
+
+    def _restore(self, part: Part) -> None:
+        if part not in self._offloaded:
+            return
+        storages, start = self._offloaded.pop(part), 0
+        for storage, size in storages:
+            storage.resize_(size)
+            if part == "gradients":
+                _bytes_of(storage).zero_()
+        if part == "gradients":
+            return
+        with self._queue.behind_computation():
+            for storage, size in storages:
+                target = _bytes_of(storage)
+                for span, at in self._host[part].spans(start, size):
+                    target[at : at + span.numel()].copy_(span, non_blocking=True)
+                start += size
+        self._arriving[part] = self._queue.mark()

@@ -1,0 +1,195 @@
+"""FP8 through Transformer Engine: what this machine can do, and Megatron's settings for it."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from megatron.core.fp8_utils import is_float8tensor
+
+from vapo_megatron.config.model import LayoutConfig, ModelConfig, PrecisionConfig, TrainableConfig
+from vapo_megatron.errors import BadInput
+from vapo_megatron.megatron.layer_spec import uses_transformer_engine
+from vapo_megatron.megatron.platform import Platform
+from vapo_megatron.weights.spec import ModelSpec
+
+# Least compute capability of a GPU whose matrix units take a recipe's operands.
+CAPABILITY = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+# CUDA from which cuBLAS multiplies matrices of blocks with scales of their own.
+BLOCKWISE_CUDA = (12, 9)
+
+
+def check_trainable(
+    spec: ModelSpec, model: ModelConfig, section: TrainableConfig, name: str, platform: Platform
+) -> None:
+    """Raises BadInput where kernels, recomputation or precision of a section need what this machine has not."""
+    fused = uses_transformer_engine(model.attention, platform)
+    if model.attention_kernel != "auto" and not fused:
+        raise BadInput(
+            f"model.attention_kernel={model.attention_kernel}: Transformer Engine's layers alone have a choice, and "
+            "are not used here: set it to auto"
+        )
+    if model.attention_kernel == "flash" and not platform.has_flash_attention:
+        raise BadInput(
+            "model.attention_kernel=flash: flash-attn is not installed, of its version 2 or 3 (requirements/h100.txt): "
+            "install it, or set auto"
+        )
+    if model.attention_kernel == "unfused" and section.layout.cp > 1:
+        raise BadInput(
+            f"model.attention_kernel=unfused with {name}.layout.cp={section.layout.cp}: it does not cut sequences, set "
+            "auto"
+        )
+    _check_recompute(spec, section, name, fused)
+    check_precision(spec, model, section, name, platform)
+    if fused and section.dtype(model) == "float32":
+        raise BadInput(
+            f"{name}: dtype float32 with Transformer Engine's layers, whose attention of packed sequences takes 16 "
+            "bits: set model.attention=sdpa, or bfloat16"
+        )
+
+
+def _check_recompute(spec: ModelSpec, section: TrainableConfig, name: str, fused: bool) -> None:
+    recompute, layout = section.recompute, section.layout
+    if recompute.granularity == "selective":
+        for module in recompute.modules:
+            key = f"{name}.recompute.modules={module}"
+            if module in ("layernorm", "moe_act") and not fused:
+                raise BadInput(f"{key} needs Transformer Engine's layers, which are not used here: leave it out")
+            if module in ("moe", "moe_act") and not spec.num_experts:
+                raise BadInput(f"{key}: a {spec.family} model has no experts, leave it out")
+            if module == "moe" and section.precision.fp8 != "none":
+                raise BadInput(
+                    f"{key} with {name}.precision.fp8={section.precision.fp8}: Megatron asks its global state for it, "
+                    "of which there is none here: name moe_act, or set granularity=full"
+                )
+            if module == "mlp" and spec.num_experts and not spec.dense_layers:
+                raise BadInput(f"{key}: all layers of a {spec.family} model have experts instead, name moe")
+            if module == "shared_experts" and not spec.shared_ffn_size:
+                raise BadInput(f"{key}: a {spec.family} model has no shared experts, leave it out")
+    if recompute.granularity == "full":
+        layers = spec.num_layers // (layout.pp * (layout.vpp or 1))
+        key = f"{name}.recompute.layers={recompute.layers}"
+        if recompute.layers > layers:
+            raise BadInput(f"{key} is above the {layers} layers that a rank has in one piece: lower it")
+        if recompute.method == "uniform" and layers % recompute.layers:
+            raise BadInput(f"{key} does not divide the {layers} layers that a rank has in one piece: choose a divisor")
+
+
+def check_precision(
+    spec: ModelSpec, model: ModelConfig, section: TrainableConfig, name: str, platform: Platform
+) -> None:
+    """Raises BadInput where a model cannot compute as its section asks; name is the config section."""
+    precision, dtype = section.precision, section.dtype(model)
+    key = f"{name}.precision.fp8={precision.fp8}"
+    if name == "actor" and dtype != model.dtype:
+        raise BadInput(
+            f"actor.precision.dtype={dtype} is not model.dtype={model.dtype}, which its engines compute in: leave it "
+            "out, or set model.dtype"
+        )
+    if precision.fp8 == "none":
+        return
+    if not platform.is_cuda:
+        raise BadInput(f"{key}: FP8 needs a CUDA GPU, this machine has none: set {name}.precision.fp8=none")
+    if not platform.has_transformer_engine:
+        raise BadInput(
+            f"{key}: FP8 needs Transformer Engine, which is not usable here: install it (requirements/h100.txt), or "
+            f"set {name}.precision.fp8=none"
+        )
+    if not uses_transformer_engine(model.attention, platform):
+        raise BadInput(f"{key} with model.attention={model.attention}: FP8 needs Transformer Engine's layers, set auto")
+    least, found = CAPABILITY[precision.fp8], platform.compute_capability
+    if found < least:
+        possible = [recipe for recipe, needed in CAPABILITY.items() if needed <= found] or ["none"]
+        raise BadInput(
+            f"{key} needs a GPU of compute capability {least[0]}.{least[1]}, this one has {found[0]}.{found[1]}: "
+            f"choose {' or '.join(possible)}"
+        )
+    if precision.fp8 == "blockwise" and platform.cuda_version < BLOCKWISE_CUDA:
+        raise BadInput(
+            f"{key} needs a torch built for CUDA {BLOCKWISE_CUDA[0]}.{BLOCKWISE_CUDA[1]} or later, this one is for "
+            f"{platform.cuda_version[0]}.{platform.cuda_version[1]}: install such a one, or choose tensorwise"
+        )
+    if dtype != "bfloat16":
+        raise BadInput(f"{key} with dtype {dtype}: FP8 wants bfloat16 beside it, set model.dtype=bfloat16")
+    _check_layers(spec.num_layers // section.layout.pp, precision, name)
+    _check_shapes(spec, section.layout, precision, key)
+
+
+def _check_layers(layers: int, precision: PrecisionConfig, name: str) -> None:
+    for key in ("first_layers_bf16", "last_layers_bf16"):
+        if getattr(precision, key) > layers:
+            raise BadInput(
+                f"{name}.precision.{key}={getattr(precision, key)} is above the {layers} layers of a pipeline stage: "
+                "lower it"
+            )
+
+
+def _check_shapes(spec: ModelSpec, layout: LayoutConfig, precision: PrecisionConfig, key: str) -> None:
+    multiple = 32 if precision.fp8 == "mxfp8" else 16
+    if precision.fp8 == "blockwise" and layout.sequence_parallel and spec.hidden_size % 128:
+        raise BadInput(
+            f"{key} with layout.sequence_parallel=true: the model's hidden size, {spec.hidden_size}, is no multiple of "
+            "128, the columns of a block that is gathered: set sequence_parallel=false, or choose tensorwise"
+        )
+    for what, size in (
+        ("hidden size", spec.hidden_size),
+        ("attention columns a rank", spec.num_heads * spec.head_dim // layout.tp),
+        ("key and value columns a rank", 2 * spec.num_kv_heads * spec.head_dim // layout.tp),
+        *(("MLP columns a rank", size // layout.tp) for size in spec.mlp_sizes),
+        *([("expert columns", spec.expert_ffn_size)] if spec.num_experts else []),
+    ):
+        if size % multiple:
+            raise BadInput(
+                f"{key}: the model's {what}, {size}, are no multiple of {multiple}: set fp8=none, or lower tp"
+            )
+
+
+def fp8_settings(precision: PrecisionConfig) -> dict[str, Any]:
+    """Fields of Megatron's TransformerConfig."""
+    if precision.fp8 == "none":
+        return {}
+    return dict(
+        fp8=precision.format,
+        fp8_recipe=precision.fp8,
+        fp8_param=precision.fp8_param_gather,
+        first_last_layers_bf16=bool(precision.first_layers_bf16 or precision.last_layers_bf16),
+        num_layers_at_start_in_bf16=precision.first_layers_bf16,
+        num_layers_at_end_in_bf16=precision.last_layers_bf16,
+    )
+
+
+def keeps_fp8(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is kept in FP8 (precision.fp8_param_gather)."""
+    return bool(is_float8tensor(parameter))
+
+
+def stored_bytes(parameter: torch.Tensor) -> torch.Tensor:
+    """The uint8 tensor that holds a parameter kept in FP8, which itself has no memory."""
+    blocks = getattr(parameter, "_rowwise_data", None)
+    found: torch.Tensor = parameter._data if blocks is None else blocks  # type: ignore[attr-defined]
+    return found
+
+
+def drop_fp8_copies(chunks: Iterable[torch.nn.Module]) -> None:
+    """Free what Transformer Engine has made of weights and makes again in the next forward pass.
+
+    That is the FP8 copies of a step's weights, which its layers keep from the first micro-batch on, and the transposes
+    of parameters kept in FP8. The optimizer leaves the latter as they were before its step, and Megatron brings them up
+    to date in a gather that goes on beside a forward pass, but not in one that is asked for (start_param_sync with
+    force_sync): backward passes would go through the weights of an earlier step.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            copies = getattr(module, "_fp8_workspaces", None)
+            if isinstance(copies, dict):
+                copies.clear()
+        for parameter in chunk.parameters():
+            if keeps_fp8(parameter):
+                parameter.update_usage(rowwise_usage=True, columnwise_usage=False)  # type: ignore[attr-defined]
+
+
+def forget_exact_values(chunks: Iterable[torch.nn.Module]) -> None:
+    """Free the host's copies of what parameters kept in FP8 were before, where no optimizer took them and did so."""
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            if hasattr(parameter, "clear_high_precision_init_val"):
+                parameter.clear_high_precision_init_val()

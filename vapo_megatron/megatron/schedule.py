@@ -1,0 +1,93 @@
+"""Megatron's schedule over the micro-batches of one rank: forward, backward, and what goes between pipeline stages."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from torch import Tensor
+
+from vapo_megatron.config.model import LayoutConfig
+from vapo_megatron.data.microbatch import MicroBatch, Packed
+from vapo_megatron.megatron.mesh import Mesh
+from vapo_megatron.megatron.packed import packed_sequences
+from vapo_megatron.megatron.platform import current_platform
+from vapo_megatron.megatron.router_replay import replay_experts, replaying
+from vapo_megatron.weights.spec import Head, ModelSpec
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How micro-batches go through the chunks of one model."""
+
+    spec: ModelSpec
+    mesh: Mesh
+    layout: LayoutConfig
+    transformer: Any
+    head: Head
+
+    def run(
+        self,
+        models: list[Any],
+        microbatches: Packed,
+        consume: Callable[..., Any],
+        temperature: float,
+        forward_only: bool = False,
+        on_forward: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        """Collective. consume gets (micro-batch, last stage's output), and on_forward the part of all forward passes
+        that is done; models: this rank's chunks."""
+        passes = itertools.count(1)
+        for model in models:
+            model.train(not forward_only)
+
+        def forward_step(data: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+            microbatch = next(data)
+            on_forward(next(passes) / (len(microbatches) * len(models)))
+            return self._forward(model, microbatch, temperature), partial(consume, microbatch)
+
+        extra: dict[str, Any] = {}
+        if self.mesh.pp_size > 1:
+            extra["p2p_communicator"] = P2PCommunicator(self.mesh.pg.pp, self.transformer)
+        many = len(models) > 1
+        with replaying(models if self.spec.num_experts else []):
+            get_forward_backward_func(pp_size=self.mesh.pp_size, vp_size=self.layout.vpp)(
+                forward_step_func=forward_step,
+                data_iterator=[iter(microbatches) for _ in models] if many else iter(microbatches),
+                model=models if many else models[0],
+                num_microbatches=len(microbatches),
+                seq_length=1,  # unread: sequence lengths vary
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+                pg_collection=self.mesh.pg,
+                **extra,
+            )
+
+    def _forward(self, model: Any, microbatch: MicroBatch, temperature: float) -> Tensor:
+        device = current_platform().device
+        core = model.module if isinstance(model, DistributedDataParallel) else model
+        if self.head == "lm" and core.post_process:
+            core.output_layer.labels = microbatch.labels[None].to(device)
+            core.output_layer.rows = microbatch.response_rows.to(device)
+            core.output_layer.temperature = temperature
+        if self.spec.num_experts:
+            self._route(core, microbatch)
+        ids = microbatch.ids[None].to(device)
+        packed = packed_sequences(microbatch.lengths, device)
+        output: Tensor = model(ids, None, None, packed_seq_params=packed)  # rotary embeddings know positions
+        return output
+
+    def _route(self, core: Any, microbatch: MicroBatch) -> None:
+        """Tokens go through the experts of the micro-batch, where it has some."""
+        experts = microbatch.experts
+        if experts is None:
+            replay_experts(core, None)
+        else:
+            layers = experts.unflatten(1, (self.spec.num_layers, self.spec.experts_per_token))
+            parts = self.mesh.tp_size if self.layout.sequence_parallel else 1
+            replay_experts(core, layers, self.mesh.tp_rank % parts, parts)

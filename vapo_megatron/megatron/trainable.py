@@ -1,0 +1,327 @@
+"""A model that is scored and trained: Megatron shards, optimizer and schedule under one roof.
+
+Actor and critic are two of these, each with a mesh of its own. What is to be minimised comes in as a token loss, a
+function of local tensors; everything about layout stays in here.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from torch import Tensor
+
+from vapo_megatron.config.model import ActorConfig, ModelConfig, TrainableConfig
+from vapo_megatron.data.balance import Cost, MicrobatchPlan, plan_microbatches
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.microbatch import MicroBatch, Packed, Share
+from vapo_megatron.megatron.data_parallel import sum_model_grads, wrap
+from vapo_megatron.megatron.guarded_step import GuardedStep
+from vapo_megatron.megatron.layer_spec import parameters_of
+from vapo_megatron.megatron.mesh import Mesh, check_model_layout
+from vapo_megatron.megatron.metrics import MetricTotals, StepResult, in_place, samples_done, sum_over_ranks
+from vapo_megatron.megatron.model import build_model, transformer_config
+from vapo_megatron.megatron.offload import PARTS, Footprint, Offloader, Part
+from vapo_megatron.megatron.optimizer import make_optimizer, optimizer_tensors
+from vapo_megatron.megatron.platform import current_platform
+from vapo_megatron.megatron.precision import (
+    check_trainable,
+    drop_fp8_copies,
+    forget_exact_values,
+    keeps_fp8,
+    stored_bytes,
+)
+from vapo_megatron.megatron.schedule import Schedule
+from vapo_megatron.megatron.token_loss import PackedTokens, TokenLoss
+from vapo_megatron.weights.spec import Head, ModelSpec
+
+
+class Trainable:
+    """One sharded model; with its optimizer, unless it is frozen (a reference policy)."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        model: ModelConfig,
+        config: TrainableConfig,
+        mesh: Mesh,
+        head: Head,
+        *,
+        name: str,
+        seed: int,
+        temperature: float = 1.0,
+    ) -> None:
+        """Build the shards, uninitialised; load weights and then call prepare(), or freeze().
+
+        Args:
+            name: "actor", "critic" or "reference".
+            seed: of Megatron's generators (weights come from files; dropout is 0).
+            temperature: what log-probs are computed at, as in sampling.
+        """
+        check_model_layout(spec, config.layout, name)
+        check_trainable(spec, model, config, name, current_platform())
+        self.spec, self.config, self.mesh, self.head, self.name = spec, config, mesh, head, name
+        self.temperature, self.dtype = temperature, getattr(torch, config.dtype(model))
+        tensor_parallel.model_parallel_cuda_manual_seed(
+            seed, force_reset_rng=True, tp_rank=mesh.tp_rank, ep_rank=mesh.ep_rank, etp_rank=0
+        )
+        self.transformer = transformer_config(spec, model, config)
+        self._chunks = build_model(
+            spec,
+            self.transformer,
+            mesh,
+            head,
+            attention=model.attention,
+            logprob_chunk=config.logprob_rows(spec.vocab_shard_size(mesh.tp_size))
+            if isinstance(config, ActorConfig)
+            else 1,
+        )
+        self._schedule = Schedule(spec, mesh, config.layout, self.transformer, head)
+        self.wrapped: list[Any] = []
+        self._optimizer: Any = None
+        self.accepts: Callable[[str, float, dict[str, float]], bool] = lambda name, grad_norm, metrics: True
+        self.scheduler: Any = None
+        self._gathering = False
+        platform = current_platform()
+        # A reference works once a step: it always makes room where room is short.
+        asked = "auto" if name == "reference" and config.offload == "never" else config.offload
+        sleeps = asked == "always" or (asked == "auto" and platform.is_cuda)
+        self._offloader = Offloader(self._tensors, platform, sleeps, self._before_offload)
+
+    def prepare(self, frozen: Sequence[str] = ()) -> None:
+        """Wrap the loaded shards for data parallelism and make the optimizer. Call once, after loading.
+
+        frozen: parts of parameters' names; those parameters keep their weights.
+        """
+        for chunk in self._chunks:
+            for parameter in parameters_of(chunk, frozen):
+                parameter.requires_grad_(False)
+        self.wrapped = wrap(self._chunks, self.config, self.transformer, self.mesh)
+        self._optimizer, self.scheduler = make_optimizer(self.config, self.wrapped, self.mesh, self.dtype)
+        self._step = GuardedStep(self._optimizer)
+        self.scheduler.step(0)
+        self.transformer.grad_scale_func = self._optimizer.scale_loss
+        self.transformer.finalize_model_grads_func = sum_model_grads
+        forget_exact_values(self._chunks)
+
+    def freeze(self) -> None:
+        """Never train this model: no gradients, no optimizer."""
+        for chunk in self._chunks:
+            chunk.requires_grad_(False)
+        forget_exact_values(self._chunks)
+
+    @property
+    def chunks(self) -> list[Any]:
+        """This rank's shards, one a virtual pipeline stage, their weights onloaded and complete. Collective after a
+        train_step whose gather of updated weights is still to come (optimizer.overlap_param_gather)."""
+        self._finish_gathering()
+        self._offloader.require("weights")
+        return self._chunks
+
+    @property
+    def optimizer(self) -> Any:
+        """Megatron's optimizer with its states onloaded; None for a model that is not trained."""
+        if self._optimizer is not None:
+            self._offloader.require("optimizer")
+        return self._optimizer
+
+    @property
+    def onloaded(self) -> frozenset[Part]:
+        """The parts that are on the device."""
+        return self._offloader.onloaded
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps that were made, those of earlier attempts included."""
+        return int(self.scheduler.num_steps)
+
+    def head_has_gradient(self) -> bool:
+        """Collective: whether the last train_step brought the head a gradient."""
+        largest = torch.zeros(1)
+        for chunk in self._chunks:
+            for parameter in chunk.output_layer.parameters() if chunk.post_process else ():
+                gradient = getattr(parameter, "main_grad", None)
+                if parameter.requires_grad and gradient is not None:
+                    largest = torch.maximum(largest, gradient.detach().abs().max().float().cpu())
+        return bool(sum_over_ranks(largest) > 0)
+
+    @torch.no_grad()
+    def copy_from(self, other: "Trainable") -> None:
+        """Take the weights of a model of the same spec, head and layout, shard by shard."""
+        for mine, theirs in zip(self.chunks, other.chunks, strict=True):
+            for parameter, source in zip(mine.parameters(), theirs.parameters(), strict=True):
+                parameter.copy_(source)
+
+    def onload_only(self, *parts: Part) -> None:
+        """Have exactly these parts on the device; the rest is offloaded (see TrainableConfig.offload)."""
+        self._offloader.onload_only(parts)
+
+    def footprint(self) -> dict[Part, Footprint]:
+        """Bytes of each part now, by place."""
+        return {part: self._offloader.footprint(part) for part in PARTS}
+
+    def _tensors(self, part: Part) -> Iterator[Tensor]:
+        """The tensors of a part."""
+        buffers = [b for chunk in self.wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        if part == "weights":
+            yield from (b.param_data for b in buffers if b.param_data is not None)
+            for chunk in self._chunks:
+                yield from (stored_bytes(p) if keeps_fp8(p) else p.data for p in chunk.parameters())
+        elif part == "gradients":
+            yield from (b.grad_data for b in buffers)
+        elif self._optimizer is not None:
+            yield from optimizer_tensors(self._optimizer)
+
+    def _before_offload(self) -> None:
+        self._finish_gathering()
+        drop_fp8_copies(self._chunks)
+
+    def _finish_gathering(self) -> None:
+        if self._gathering:
+            self._gathering = False
+            for chunk in self.wrapped:
+                chunk.start_param_sync(force_sync=True)
+            drop_fp8_copies(self._chunks)
+
+    @property
+    def replays(self) -> bool:
+        """Whether tokens go through the engine's experts where these are known. A critic's experts and those of a
+        reference policy have other weights: they choose for themselves."""
+        return bool(self.spec.num_experts) and self.head == "lm" and self._optimizer is not None
+
+    @property
+    def cost(self) -> Cost:
+        """Work of a sequence: weights times tokens, and causal attention."""
+        return Cost(
+            float(self.spec.active_parameter_count()),
+            float(self.spec.num_layers * self.spec.num_heads * self.spec.head_dim),
+        )
+
+    def plan(self, lengths: Tensor, samples: Sequence[int]) -> MicrobatchPlan:
+        """Which data-parallel rank computes which of some samples. lengths: int64 [S], of all of them by number."""
+        layout = self.config.layout
+        return plan_microbatches(
+            samples,
+            lengths.numpy(),
+            dp_size=self.mesh.dp_size,
+            max_tokens=self.config.max_tokens_per_microbatch * layout.cp,
+            cost=self.cost,
+            alignment=layout.alignment,
+            total_alignment=self.config.total_alignment,
+            multiple_of=layout.pp if layout.vpp else 1,
+        )
+
+    def microbatches(self, batch: ExperienceBatch, samples: Sequence[int]) -> Packed:
+        """This rank's part of some samples of a batch, all of them where they are a Share; packed when asked for."""
+        share = samples
+        if not isinstance(share, Share):
+            share = Share(self.plan(batch.lengths, samples)[self.mesh.dp_rank], len(samples))
+        layout, total = self.config.layout, self.config.total_alignment
+        replayed = self.spec.experts_per_token if self.replays else 0
+        return Packed(batch, share, layout.alignment, total, layout.cp, self.mesh.cp_rank, replayed)
+
+    @torch.no_grad()
+    def score(
+        self,
+        batch: ExperienceBatch,
+        on_done: Callable[[int], None] | None = None,
+        temperature: float | None = None,
+        read: Callable[[Tensor], Tensor] | None = None,
+        share: Share | None = None,
+    ) -> Tensor:
+        """Collective: outputs for every response token of a batch.
+
+        Args:
+            batch: what to score, the same on every rank unless there is a share.
+            on_done: called with numbers of samples as they are done, going by this rank's share of the work.
+            temperature: stands in for the model's own.
+            read: from a value head's outputs [t, n] to values [t]; None takes the first.
+            share: all of the batch, which is what this rank's part of a plan comes to.
+
+        Returns:
+            float32 [T, 2] log-probs and entropies, or [T, 1] values; the same on every rank, of a share on the ranks
+            that have its outputs.
+        """
+        self._offloader.require("weights")
+        found: list[tuple[MicroBatch, Tensor]] = []
+        samples = range(batch.samples) if share is None else share
+        microbatches = self.microbatches(batch, samples)
+
+        def collect(microbatch: MicroBatch, output: Tensor, non_loss_data: bool = True) -> None:
+            if self.mesh.is_output_rank:
+                outputs = output[0].float()
+                if self.head == "value":
+                    outputs = (outputs[:, 0] if read is None else read(outputs))[:, None]
+                found.append((microbatch, outputs))
+
+        self._schedule.run(
+            self.wrapped or self._chunks,
+            microbatches,
+            collect,
+            temperature or self.temperature,
+            forward_only=True,
+            on_forward=samples_done(batch.samples if share is None else share.of, on_done),
+        )
+        return in_place(self.mesh, batch, samples, found, 2 if self.head == "lm" else 1)
+
+    def train_step(
+        self, batch: ExperienceBatch, samples: Sequence[int], loss: TokenLoss, keep_outputs: bool = False
+    ) -> StepResult:
+        """Collective: one optimizer step on some samples of a batch; none where `accepts` refuses it, by the model's
+        name, gradient norm and the loss's metrics: weights, optimizer and schedule then stay as they are.
+
+        Samples may be a Share of the batch, which is this rank's alone. keep_outputs: also return what score() would
+        have returned before the step, for these samples; 0 elsewhere.
+        """
+        kept: list[tuple[MicroBatch, Tensor]] | None = [] if keep_outputs else None
+        totals = self._backward(batch, samples, loss, kept)
+        self._offloader.require("optimizer")
+        metrics = totals.over_ranks()
+        grad_norm, updated = self._step(partial(self._accepts_update, metrics))
+        self._gathering = self.wrapped[0].ddp_config.overlap_param_gather
+        outputs = None
+        if kept is not None:
+            width = 2 if self.head == "lm" else self.spec.value_outputs
+            outputs = in_place(self.mesh, batch, samples, kept, width)
+        return StepResult(grad_norm, float(self._optimizer.param_groups[0]["lr"]), metrics, outputs, updated)
+
+    def _accepts_update(self, metrics: dict[str, float], grad_norm: float) -> bool:
+        if not self.accepts(self.name, grad_norm, metrics):
+            return False
+        # Before the update, so that the first of n warm-up steps is made with lr / n and not with 0.
+        self.scheduler.step(1)
+        return True
+
+    def gradients(self, batch: ExperienceBatch, samples: Sequence[int], loss: TokenLoss) -> dict[str, float]:
+        """Collective: train_step() without the update; returns the loss's metrics. Gradients are left in main_grad of
+        the parameters, in fp32; of a model that was not prepared, in grad, and of this rank's samples alone."""
+        return self._backward(batch, samples, loss).over_ranks()
+
+    def _backward(
+        self,
+        batch: ExperienceBatch,
+        samples: Sequence[int],
+        loss: TokenLoss,
+        kept: list[tuple[MicroBatch, Tensor]] | None = None,
+    ) -> MetricTotals:
+        """Forward and backward over this rank's part of some samples, whose outputs are added to `kept`."""
+        self._offloader.require("weights", "gradients")
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+        for owner in [self._optimizer] if self._optimizer is not None else self._chunks:
+            owner.zero_grad(set_to_none=True)
+        device = current_platform().device
+        totals = MetricTotals(loss, device)
+
+        def local_loss(microbatch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            if kept is not None and self.mesh.is_output_rank:
+                kept.append((microbatch, output[0].detach().float()))
+            total, metrics = loss(output[0].float(), PackedTokens(microbatch, self.mesh, device))
+            if self.mesh.is_output_rank:
+                totals.add(metrics)
+            return total, torch.ones((), dtype=torch.int, device=device), {}
+
+        models = self.wrapped or self._chunks
+        self._schedule.run(models, self.microbatches(batch, samples), local_loss, self.temperature)
+        return totals

@@ -1,0 +1,141 @@
+"""`vapo-megatron critic`: what a critic knows of the true values of states, which the engines find by trying."""
+
+import os
+import signal
+import sys
+import tempfile
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vapo_megatron.checkpoint.final_model import HF_FOLDER
+from vapo_megatron.config.critic_probes import ProbedRunConfig
+from vapo_megatron.config.run_directory import check_room
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.tokenizer import TextTokenizer
+from vapo_megatron.engines.devices import engine_devices
+from vapo_megatron.engines.server import EngineServer
+from vapo_megatron.errors import BadInput
+from vapo_megatron.evaluation.own_engines import engines_of
+from vapo_megatron.megatron.platform import current_platform
+from vapo_megatron.monitoring.console import RunConsole
+from vapo_megatron.operations.critic_lab.page import write_page
+from vapo_megatron.operations.critic_lab.probe_rollouts import Drawn, choose_prompts, draw
+from vapo_megatron.operations.critic_lab.report import probed
+from vapo_megatron.rewards.pool import VerifierPool
+from vapo_megatron.run.first_checks import check_train_numbers
+from vapo_megatron.run.ranks import machine_default_ranks, start_ranks
+from vapo_megatron.training.models import load_frozen
+from vapo_megatron.training.score import values
+
+FOLDER = "critic_probes"
+
+
+def probe_critic(settings: ProbedRunConfig) -> None:
+    """Probe the critic of a config; the run directory gets critic_probes/report.md and report.json.
+
+    Engines draw and continue responses first, and have ended when the ranks of the critic start.
+
+    Raises:
+        BadInput: something in the config cannot work; nothing was written.
+        RunFailed, TryAgain: an engine or a rank failed.
+    """
+    config, console = with_checkpoint(settings), RunConsole()
+    ranks = config.cluster.ranks or machine_default_ranks([config.critic.layout.model_size])
+    spec = check_train_numbers(config, ranks)["actor"]
+    devices = engine_devices(config.rollout, current_platform())
+    EngineServer(config.model.path, config.rollout, config.model.dtype, Path(os.devnull), devices[0]).check_arguments()
+    folder = Path(config.run.directory) / FOLDER
+    check_room(folder)
+    tokenizer = TextTokenizer(Path(config.model.path), config.data.prompt)
+    tokenizer.check_vocabulary(spec.vocab_size)
+    tokenizer.check_same(config.critic_source, "critic.init_path")
+    source, prompts = choose_prompts(config, tokenizer)
+    probes = config.critic_probes
+    states = len(prompts) * probes.responses_per_prompt * len(probes.quantiles)
+    facts = {
+        "policy": config.model.path,
+        "critic": config.critic_source,
+        "prompts": f"{len(prompts)} of the {source}",
+        "probes": f"{states} states, {probes.continuations} continuations each",
+        "seed": probes.seed,
+    }
+    console.header(f"vapo-megatron critic: {config.run.name}", facts)
+    with ExitStack() as stack:
+        # A cancelled job must unwind this stack too.
+        previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        stack.callback(signal.signal, signal.SIGTERM, previous)
+        verifier = stack.enter_context(VerifierPool(config.reward))
+        verifier.try_out(prompts[0].problem, prompts[0].answer, prompts[0].extra)
+        stop_tokens, logs = tokenizer.eos_token_ids, folder / "logs"
+        engines = stack.enter_context(engines_of(config.model, config.rollout, devices, stop_tokens, logs, console))
+        drawn = draw(config, prompts, engines, tokenizer, verifier, console.phase)
+    report = probed(drawn, values_on_ranks(config, drawn, ranks), config.algorithm.advantage, probes)
+    places = write_page(report, facts, config, folder)
+    console.note(f"conclusion: {report.conclusion.text}")
+    for fault in report.faults:
+        console.alarm(fault)
+    console.closing(f"{config.run.name}: critic probed", places)
+
+
+def with_checkpoint(settings: ProbedRunConfig) -> ProbedRunConfig:
+    """The config with policy and critic in model.path and critic.init_path, and engines that read the policy.
+
+    Raises:
+        BadInput: there is no critic, it is not where it is looked for, or its returns cannot be had by continuing.
+    """
+    algorithm, probes = settings.algorithm, settings.critic_probes
+    if not algorithm.uses_critic:
+        raise BadInput(f"algorithm.advantage.estimator={algorithm.advantage.estimator} has no critic to probe: use gae")
+    for key, on in (
+        ("algorithm.shaping.length_reward_coef", algorithm.shaping.length_reward_coef > 0),
+        ("algorithm.kl.placement=reward", algorithm.kl.placement == "reward"),
+    ):
+        if on:
+            raise BadInput(
+                f"{key}: the return of a continuation alone does not hold it, set it off to probe the critic"
+            )
+    model, critic = settings.model, settings.critic
+    if probes.checkpoint is not None:
+        saved = Path(settings.run.directory) / HF_FOLDER / probes.checkpoint
+        if not (saved / "critic" / "config.json").is_file():
+            raise BadInput(
+                f"critic_probes.checkpoint={probes.checkpoint}: {saved / 'critic'} holds no critic: name another "
+                "export of the run, or set it to null and give model.path, critic.init=value_checkpoint and "
+                "critic.init_path"
+            )
+        critic = critic.model_copy(
+            update={"init": "value_checkpoint", "init_path": str(saved / "critic"), "model_path": None}
+        )
+        if (saved / "actor" / "config.json").is_file():
+            model = model.model_copy(update={"path": str(saved / "actor")})
+    elif critic.init == "policy":
+        raise BadInput(
+            "critic_probes.checkpoint=null with critic.init=policy: a new head has learnt nothing, give "
+            "critic.init=value_checkpoint and critic.init_path"
+        )
+    rollout = settings.rollout.reading_checkpoints()
+    return settings.model_copy(update={"model": model, "critic": critic, "rollout": rollout})
+
+
+def values_on_ranks(config: ProbedRunConfig, drawn: Drawn, ranks: int) -> Tensor:
+    """The critic's value before every token of every continuation, baselines included, float32 [T]."""
+    with tempfile.TemporaryDirectory(prefix="vapo-values-") as folder:
+        found = Path(folder) / "values.pt"
+        start_ranks(ranks, partial(_score, config, drawn.batch, found), config.cluster.collective_timeout_s)
+        scored: Tensor = torch.load(found, weights_only=True)
+        return scored
+
+
+def _score(config: ProbedRunConfig, batch: ExperienceBatch, found: Path) -> None:
+    """Collective: the body of a rank."""
+    is_main_rank = dist.get_rank() == 0
+    critic = load_frozen("critic", config)
+    with RunConsole(enabled=is_main_rank).phase("values", total=batch.samples) as advance:
+        scored = values(critic, batch, config.algorithm.value_loss, advance)
+    if is_main_rank:
+        torch.save(scored, found)

@@ -1,0 +1,131 @@
+"""The page of `vapo-megatron critic`: Markdown for people, JSON for programs."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vapo_megatron.algorithms.critic_probes import Interval
+from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.config.critic_probes import ProbedRunConfig
+from vapo_megatron.operations.critic_lab.report import ProbeReport, Row
+
+# Figures in the order of the page, with what they are.
+_ROWS = (
+    ("correlation", "correlation of value and true value, the noise of the probes taken out"),
+    ("calibration_slope", "slope of true value on value: 1 is right, below it values are too extreme"),
+    ("calibration_intercept", "true value where the critic says 0"),
+    ("bias", "mean of value less true value"),
+    ("value_error", "root mean square of value less true value"),
+    ("knowable", "share of the variance of returns that these states decide: the most that explained variance can be"),
+    ("explained_critic", "of the variance of true values: the critic"),
+    ("explained_group", "... the mean of the other responses to the prompt"),
+    ("explained_position", "... a table by position"),
+    ("gain", "the critic less the best of both (or of nothing)"),
+    ("explained_critic_fitted", "the critic, scale and offset fitted on other prompts"),
+    ("explained_group_fitted", "the mean of the other responses, likewise"),
+    ("explained_both_fitted", "both together, likewise"),
+    ("residual_gain", "both together less the better of them"),
+)
+
+
+def write_page(
+    report: ProbeReport, facts: Mapping[str, object], config: ProbedRunConfig, folder: Path
+) -> dict[str, Path]:
+    """Write report.md and report.json into a folder; where they are."""
+    places = {"page": folder / "report.md", "json": folder / "report.json"}
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic_write(places["page"]) as file:
+        file.write("\n".join(_lines(report, facts, config)) + "\n")
+    with atomic_write(places["json"]) as file:
+        json.dump(_content(report, facts, config), file, indent=2)
+    return places
+
+
+def _lines(report: ProbeReport, facts: Mapping[str, object], config: ProbedRunConfig) -> Iterator[str]:
+    yield f"# The critic of {config.run.name}, probed"
+    yield ""
+    yield f"**Conclusion: {report.conclusion.text}.**"
+    yield ""
+    yield from (f"- {reason}" for reason in report.conclusion.reasons)
+    yield f"- smallest lambda that it supports: {_choice(report.best_lambda)}; smallest alpha of the length-adaptive "
+    yield f"  lambda: {_choice(report.best_alpha)}"
+    yield from (f"- FAULT {fault}" for fault in report.faults)
+    yield ""
+    yield "Brackets are 95 % bootstrap intervals over prompts. docs/critic.md says how to read this page."
+    yield ""
+    yield from _table(("", ""), [(name, str(fact)) for name, fact in facts.items()])
+    yield from _table(
+        ("responses", ""),
+        [
+            ("mean reward", f"{report.reward:.3f}"),
+            ("mean tokens of a response", f"{report.length:.1f}"),
+            ("continuations cut at sampling.max_new_tokens", f"{report.truncated:.1%}"),
+        ],
+    )
+    yield from _table(
+        ("figure", "[95 %]", "what it is"), [(f"`{key}`", str(report.figures[key]), what) for key, what in _ROWS]
+    )
+    yield "## Bias along the response"
+    yield ""
+    places = enumerate(config.critic_probes.quantiles)
+    yield from _table(
+        ("tokens before", "value less true value"),
+        [(f"{quantile:.0%}", str(report.figures[f"bias_{place}"])) for place, quantile in places],
+    )
+    yield "## Calibration"
+    yield ""
+    bins = zip(report.bins.values.tolist(), report.bins.returns.tolist(), report.bins.tokens.tolist(), strict=True)
+    yield from _table(
+        ("mean value", "mean true value", "states"), [(f"{v:.3f}", f"{r:.3f}", str(n)) for v, r, n in bins]
+    )
+    yield "## Which horizon this critic supports"
+    yield ""
+    yield "`bias` is the systematic error of the lambda-return given the state, as a root mean square over states;"
+    yield "`noise` is the standard deviation of one response's. A lambda is supported where bias is at most a quarter"
+    yield "of noise: below it the critic's error decides, and no number of responses averages that out."
+    yield ""
+    for title, rows in (("lambda", report.by_lambda), ("alpha", report.by_alpha)):
+        yield from _table((title, "bias", "mean bias", "noise"), [_horizon(row) for row in rows])
+
+
+def _horizon(row: Row) -> tuple[str, ...]:
+    choice, found = row
+    return f"{choice:g}", str(found["bias_rms"]), str(found["bias"]), str(found["noise"])
+
+
+def _choice(value: float | None) -> str:
+    return "none of those tried" if value is None else f"{value:g}"
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield "| " + " | ".join(titles) + " |"
+    yield "|" + "---|" * len(titles)
+    yield from ("| " + " | ".join(row) + " |" for row in rows)
+    yield ""
+
+
+def _plain(interval: Interval) -> dict[str, float | None]:
+    """NaN, a figure that is not defined, has no place in JSON."""
+    return {name: None if math.isnan(x) else x for name, x in interval._asdict().items()}
+
+
+def _content(report: ProbeReport, facts: Mapping[str, object], config: ProbedRunConfig) -> dict[str, Any]:
+    def rows(title: str, found: Sequence[Row]) -> list[dict[str, Any]]:
+        return [{title: choice} | {name: _plain(x) for name, x in row.items()} for choice, row in found]
+
+    return {
+        "facts": {name: str(fact) for name, fact in facts.items()},
+        "probes": config.critic_probes.model_dump(mode="json"),
+        "conclusion": report.conclusion._asdict() | {"text": report.conclusion.text},
+        "figures": {name: _plain(interval) for name, interval in report.figures.items()},
+        "by_lambda": rows("lambda", report.by_lambda),
+        "by_alpha": rows("alpha", report.by_alpha),
+        "best_lambda": report.best_lambda,
+        "best_alpha": report.best_alpha,
+        "reliability": {name: x.tolist() for name, x in report.bins._asdict().items()},
+        "mean_reward": report.reward,
+        "truncated": report.truncated,
+        "mean_tokens": report.length,
+    }

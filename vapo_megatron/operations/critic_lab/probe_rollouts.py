@@ -1,0 +1,155 @@
+"""Responses that are continued at some of their states, and graded: what critic probes are made of."""
+
+import random
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vapo_megatron.algorithms.baselines import leave_one_out
+from vapo_megatron.config.critic_probes import CriticProbesConfig, ProbedRunConfig
+from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.prompts import PromptSource, eval_prompts, train_prompts
+from vapo_megatron.data.sample import Prompt, Sample
+from vapo_megatron.data.tokenizer import TextTokenizer
+from vapo_megatron.engines.dispatcher import Dispatcher
+from vapo_megatron.engines.request import GenerationRequest
+from vapo_megatron.errors import BadInput
+from vapo_megatron.evaluation.own_engines import WEIGHT_VERSION
+from vapo_megatron.rewards.grading import grade_samples
+from vapo_megatron.rewards.pool import VerifierPool
+from vapo_megatron.training.advantages import baselines_of, shaped_rewards
+from vapo_megatron.training.collect import step_rule
+
+Phase = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """P states with k continuations each, C = P k, those of a state together.
+
+    Attributes:
+        batch: continuations as responses to prompt and prefix, their rewards shaped; group_ids is the state's number.
+        lengths: int64 [C], response tokens in all, prefix and continuation.
+        siblings: float64 [P], the mean reward of the other responses to the prompt.
+        prompts, positions, places: int64 [P], as in algorithms.critic_probes.Probes.
+        responses: rewards of the responses that the states were taken from, [R].
+    """
+
+    batch: ExperienceBatch
+    lengths: Tensor
+    siblings: Tensor
+    prompts: Tensor
+    positions: Tensor
+    places: Tensor
+    responses: Tensor
+
+
+def choose_prompts(config: ProbedRunConfig, tokenizer: TextTokenizer) -> tuple[str, list[Prompt]]:
+    """What the prompts are, for people, and the prompts themselves, their cursors from 0.
+
+    Raises:
+        BadInput: critic_probes.set is no set of data.eval, or its file cannot be used.
+    """
+    probes, sets = config.critic_probes, {entry.name: entry for entry in config.data.eval}
+    if probes.set is not None and probes.set not in sets:
+        raise BadInput(f"critic_probes.set={probes.set}: data.eval has {', '.join(sets) or 'no set'}: name one of them")
+    if sets:
+        entry = sets[probes.set] if probes.set is not None else config.data.eval[0]
+        found, what = eval_prompts(entry, config.data, tokenizer), f"set {entry.name} of data.eval"
+        chosen = random.Random(probes.seed).sample(found, min(probes.prompts, len(found)))
+    else:
+        found = train_prompts(config.data, tokenizer)
+        source = PromptSource(found, config.run.seed, config.data.shuffle)
+        source.take(max(0, len(found) - probes.prompts))
+        chosen = source.take(min(probes.prompts, len(found)))
+        what = "end of data.train's first epoch" + _seen(config, len(found), len(chosen))
+    if len(chosen) < 2:
+        raise BadInput(f"critic_probes: {what} has {len(chosen)} prompt, expected two at least: give a larger set")
+    return what, [replace(prompt, cursor=cursor) for cursor, prompt in enumerate(chosen)]
+
+
+def _seen(config: ProbedRunConfig, found: int, wanted: int) -> str:
+    rule = step_rule(config.batch, config.algorithm.dynamic_sampling, config.run.steps, config.rollout)
+    drawn = config.run.steps * (rule.most_draws or config.batch.prompts_per_step)
+    if config.value_pretraining.enabled:
+        drawn += config.value_pretraining.rollouts(config.samples) * config.batch.prompts_per_step
+    return ", not drawn by the run" if drawn + wanted <= found else ", WHICH THE RUN MAY HAVE LEARNT FROM"
+
+
+def draw(
+    config: ProbedRunConfig,
+    prompts: Sequence[Prompt],
+    engines: Dispatcher,
+    tokenizer: TextTokenizer,
+    verifier: VerifierPool,
+    phase: Phase,
+) -> Drawn:
+    """Responses to prompts, states of them, and their continuations at the sampling settings of training."""
+    probes, k = config.critic_probes, config.critic_probes.continuations
+    total = len(prompts) * probes.responses_per_prompt
+    with phase("responses", total) as advance:
+        request = GenerationRequest(prompts, probes.responses_per_prompt, config.sampling, probes.seed, WEIGHT_VERSION)
+        responses = engines.collect(request, advance)
+    with phase("grades", total) as advance:
+        grade_samples(responses, verifier, tokenizer.decode, config.reward, advance)
+    graded = from_samples(responses)
+    rewards = shaped_rewards(graded, config.algorithm.shaping)
+    owners, cuts, places = cut(responses, probes)
+    starts = [
+        _prefix(responses[owner], at, len(prompts) + n) for n, (owner, at) in enumerate(zip(owners, cuts, strict=True))
+    ]
+    limits = [config.sampling.max_new_tokens - at for at in cuts]
+    with phase("continuations", len(starts) * k) as advance:
+        request = GenerationRequest(starts, k, config.sampling, probes.seed, WEIGHT_VERSION, max_new_tokens=limits)
+        tails = engines.collect(request, advance)
+    whole = [_joined(responses[owners[tail.group]], cuts[tail.group], tail) for tail in tails]
+    with phase("grades of continuations", len(whole)) as advance:
+        grade_samples(whole, verifier, tokenizer.decode, config.reward, advance)
+    shaped = from_samples(whole)
+    for tail, sample, reward in zip(
+        tails, whole, shaped_rewards(shaped, config.algorithm.shaping).tolist(), strict=True
+    ):
+        tail.reward, tail.correct = reward, sample.correct
+    batch, owner = from_samples(tails), torch.tensor(owners)
+    known = baselines_of(rewards, graded.group_ids, config.algorithm.value_loss)
+    batch.baselines = None if known is None else known[owner].repeat_interleave(k)
+    return Drawn(
+        batch,
+        shaped.response_lengths,
+        leave_one_out(rewards, graded.group_ids)[owner],
+        graded.group_ids[owner],
+        torch.tensor(cuts),
+        torch.tensor(places),
+        rewards,
+    )
+
+
+def cut(responses: Sequence[Sample], probes: CriticProbesConfig) -> tuple[list[int], list[int], list[int]]:
+    """States of each response, one for each quantile: its response, the tokens before it, the quantile, by number."""
+    each = [
+        (number, int(quantile * len(response.response_ids)), place)
+        for number, response in enumerate(responses)
+        for place, quantile in enumerate(probes.quantiles)
+    ]
+    owners, cuts, places = (list(column) for column in zip(*each, strict=True))
+    return owners, cuts, places
+
+
+def _prefix(response: Sample, at: int, cursor: int) -> Prompt:
+    """The prompt and the first tokens of a response, as a prompt."""
+    ids = (*response.prompt.token_ids, *response.response_ids[:at].tolist())
+    return replace(response.prompt, token_ids=ids, cursor=cursor)
+
+
+def _joined(response: Sample, at: int, tail: Sample) -> Sample:
+    """The whole response that a continuation makes."""
+    return replace(
+        tail,
+        prompt=response.prompt,
+        response_ids=np.concatenate((response.response_ids[:at], tail.response_ids)),
+        rollout_logprobs=np.concatenate((response.rollout_logprobs[:at], tail.rollout_logprobs)),
+    )

@@ -1,0 +1,133 @@
+"""The checks that need neither transformers nor Megatron-Core: most mistakes are refused before those are imported."""
+
+from pathlib import Path
+from typing import Literal
+
+from vapo_megatron.config.model import TrainableConfig
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.config.train import EvaluateConfig, TrainConfig
+from vapo_megatron.engines.context import check_context
+from vapo_megatron.engines.gpu_kernels import check_kernels
+from vapo_megatron.engines.node_part import check_engine_size
+from vapo_megatron.errors import BadInput
+from vapo_megatron.megatron.mesh import check_layout, check_model_layout
+from vapo_megatron.megatron.platform import current_platform
+from vapo_megatron.weights.load import check_weights
+from vapo_megatron.weights.spec import ModelSpec, read_spec
+
+
+def check_numbers(settings: TrainConfig | SftConfig | EvaluateConfig) -> None:
+    """Raises BadInput where model, critic or layouts cannot be used; of a run that has not started."""
+    if isinstance(settings, TrainConfig):
+        check_train_numbers(settings, settings.cluster.ranks)
+    elif isinstance(settings, SftConfig):
+        check_sft_numbers(settings, settings.cluster.ranks)
+    elif settings.model is not None:
+        check_weights(Path(settings.model.path), read_spec(Path(settings.model.path)), "lm")
+
+
+def check_train_numbers(config: TrainConfig, world_size: int | None) -> dict[str, ModelSpec]:
+    """The specs of the actor and of the critic, where there is one, by name.
+
+    world_size: ranks of the run; None: not known yet, or chosen to fit.
+
+    Raises:
+        BadInput: the models cannot be read, cut as the layouts ask, or hold what the lengths ask for.
+    """
+    spec = read_spec(Path(config.model.path))
+    specs = {"actor": spec}
+    if config.algorithm.uses_critic:
+        specs["critic"] = check_critic_source(config, spec)
+    for name, model in specs.items():
+        layout = config.trainable(name).layout
+        if world_size is not None:
+            check_layout(layout, world_size, name)
+        check_model_layout(model, layout, name)
+    if config.rollout.router_replay and not spec.num_experts:
+        raise BadInput(f"rollout.router_replay: model.path is a {spec.family} model without experts, set it to false")
+    if world_size is not None:
+        check_rollout_groups(config, world_size)
+    check_lengths(config, spec)
+    check_weights(Path(config.model.path), spec, "lm")
+    if config.algorithm.uses_critic and config.critic_source != Path(config.model.path):
+        value_head: Literal["saved", "new"] = "new" if config.critic.init == "policy" else "saved"
+        check_weights(config.critic_source, specs["critic"], "value", value_head=value_head)
+    return specs
+
+
+def check_sft_numbers(config: SftConfig, world_size: int | None) -> ModelSpec:
+    """The policy's spec; as check_train_numbers."""
+    spec = read_spec(Path(config.model.path))
+    if world_size is not None:
+        check_layout(config.actor.layout, world_size, "actor")
+    check_model_layout(spec, config.actor.layout, "actor")
+    check_weights(Path(config.model.path), spec, "lm")
+    return spec
+
+
+def check_critic_source(config: TrainConfig, policy: ModelSpec) -> ModelSpec:
+    """The critic's spec. Raises BadInput where its model cannot value the policy's tokens, or so many of them."""
+    source, longest = config.critic_source, config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    spec = read_spec(source, value_outputs=config.algorithm.value_loss.outputs)
+    key = config.critic_key
+    if spec.vocab_size < policy.vocab_size:
+        raise BadInput(
+            f"{key}={source}: it has {spec.vocab_size} words and model.path has {policy.vocab_size}: give a critic "
+            "with the policy's tokenizer and no fewer words"
+        )
+    if spec.max_position_embeddings < longest <= policy.max_position_embeddings:
+        raise BadInput(
+            f"{key}={source}: its context is {spec.max_position_embeddings} tokens, and data.max_prompt_tokens + "
+            f"sampling.max_new_tokens = {longest}: give a critic with a longer one, or lower them"
+        )
+    return spec
+
+
+def check_lengths(config: TrainConfig, spec: ModelSpec) -> None:
+    """Raises BadInput where prompt and response cannot fit the model's context or a micro-batch."""
+    prompt = config.data.max_prompt_tokens
+    for key, new_tokens in (
+        ("sampling.max_new_tokens", config.sampling.max_new_tokens),
+        ("evaluation.max_new_tokens", config.evaluation.max_new_tokens),
+    ):
+        if new_tokens is not None:
+            check_context(prompt, key, new_tokens, config.rollout, spec.max_position_embeddings)
+    longest = prompt + config.sampling.max_new_tokens
+    for name, section in (("actor", config.actor), ("critic", config.critic)):
+        if name == "critic" and not config.algorithm.uses_critic:
+            continue
+        check_capacity(section, name, longest, "data.max_prompt_tokens + sampling.max_new_tokens")
+
+
+def check_capacity(section: TrainableConfig, name: str, longest: int, what: str) -> None:
+    """Raises BadInput where the longest sample does not fit a micro-batch."""
+    room = section.longest_sample
+    if longest > room:
+        raise BadInput(
+            f"{name}.max_tokens_per_microbatch={section.max_tokens_per_microbatch} with cp={section.layout.cp} holds "
+            f"samples of at most {room} tokens, padding included, and {what} = {longest}: raise it, or {name}.layout.cp"
+        )
+
+
+def check_rollout_groups(config: TrainConfig, world_size: int) -> None:
+    """Raises BadInput where engines cannot share the accelerators of the ranks, lack kernels for them, or have no key
+    for those elsewhere."""
+    platform, rollout = current_platform(), config.rollout
+    if rollout.external_urls:
+        rollout.api_key()
+        return
+    check_kernels(rollout, rollout.computes_in(config.model.dtype), platform.is_cuda)
+    if not platform.is_cuda:
+        if rollout.num_engines > world_size:
+            raise BadInput(
+                f"rollout.num_engines={rollout.num_engines} is above the {world_size} ranks of the run: a rank owns "
+                "one engine at most, lower it"
+            )
+        return
+    local = min(world_size, platform.device_count())
+    check_engine_size(rollout.tp, local, world_size)
+    if rollout.tp > local and rollout.sync.transport == "shared_memory":
+        raise BadInput(
+            f"rollout.sync.transport=shared_memory: an engine of rollout.tp={rollout.tp} is on several nodes of "
+            f"{local} GPUs, which share no memory: leave it out"
+        )

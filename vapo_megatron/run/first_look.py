@@ -1,0 +1,50 @@
+"""What a command started by hand looks at before it imports the rest of the program: most mistakes end here, soon."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.config.run_directory import check_place
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.config.train import EvaluateConfig, TrainConfig
+from vapo_megatron.data.jsonl import read_rows
+from vapo_megatron.data.rows import eval_problems, train_problems
+from vapo_megatron.errors import BadInput
+from vapo_megatron.weights.model_files import read_config
+
+
+def look_first(settings: TrainConfig | SftConfig | EvaluateConfig) -> None:
+    """Files first, without any library; then the numbers of model and layout, which are read with torch.
+
+    Raises:
+        BadInput: the run directory is taken, or the model, the data or the sizes cannot be used. Whatever this lets
+            pass is checked in full where the run is prepared; a run that may go on, or be finished, is left to that.
+    """
+    if settings.run.resume != "never" and Path(settings.run.directory).exists():
+        return
+    check_place(settings.run)
+    if not isinstance(settings, EvaluateConfig):
+        check_trackers(settings.monitoring)
+    if settings.model is not None:
+        read_config(Path(settings.model.path))
+    if isinstance(settings, SftConfig):
+        for _ in read_rows(Path(settings.data.path), "data.path"):
+            pass
+    else:
+        if isinstance(settings, TrainConfig):
+            train_problems(settings.data)
+        for entry in settings.data.eval:
+            eval_problems(entry, settings.data.fields)
+
+    from vapo_megatron.run.first_checks import check_numbers
+
+    check_numbers(settings)
+
+
+def check_trackers(config: MonitoringConfig) -> None:
+    """Raises BadInput where a tracker is asked for whose package is not installed."""
+    if config.wandb.enabled and find_spec("wandb") is None:
+        raise BadInput(
+            "monitoring.wandb.enabled: the package wandb is not installed: pip install 'vapo-megatron[wandb]', "
+            "or set it to false"
+        )

@@ -1,0 +1,86 @@
+"""What can be known to fail before anything is started is found here."""
+
+import os
+import sys
+from pathlib import Path
+
+from vapo_megatron.checkpoint.recorded_rollouts import BYTES_PER_TOKEN
+from vapo_megatron.checkpoint.size import bytes_per_weight, run_bytes
+from vapo_megatron.config.model import TrainableConfig
+from vapo_megatron.config.run_directory import check_room
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.data.prompts import eval_prompts, train_prompts
+from vapo_megatron.data.tokenizer import TextTokenizer
+from vapo_megatron.engines.node_part import WHOLE, NodePart
+from vapo_megatron.engines.server import EngineServer
+from vapo_megatron.engines.weight_sync.quantization import engine_fp8
+from vapo_megatron.megatron.platform import current_platform
+from vapo_megatron.megatron.precision import check_trainable
+from vapo_megatron.rewards.pool import VerifierPool
+from vapo_megatron.run.cautions import cautions
+from vapo_megatron.run.first_checks import (
+    check_capacity,
+    check_sft_numbers,
+    check_train_numbers,
+)
+from vapo_megatron.run.first_look import check_trackers
+from vapo_megatron.training.sft import load_demonstrations
+from vapo_megatron.training.user_functions import check_functions
+from vapo_megatron.weights.fp8 import BlockFp8
+
+
+def check_train(config: TrainConfig, world_size: int) -> None:
+    """Raises BadInput for anything in a training config that cannot work with these files on this many ranks."""
+    check_trackers(config.monitoring)
+    specs = check_train_numbers(config, world_size)
+    spec = specs["actor"]
+    sections: dict[str, TrainableConfig] = {name: config.trainable(name) for name in specs}
+    for name, section in sections.items():
+        check_trainable(specs[name], config.model, section, name, current_platform())
+    fp8 = engine_fp8(config.rollout, config.actor.precision, spec)
+    tokenizer = TextTokenizer(Path(config.model.path), config.data.prompt)
+    tokenizer.check_vocabulary(spec.vocab_size)
+    if config.algorithm.uses_critic and config.critic_source != Path(config.model.path):
+        tokenizer.check_same(config.critic_source, config.critic_key)
+    prompts = train_prompts(config.data, tokenizer)
+    evaluations = {entry.name: eval_prompts(entry, config.data, tokenizer) for entry in config.data.eval}
+    check_functions(config.algorithm)
+    if not config.rollout.external_urls:
+        first_engine(config, fp8).check_arguments()
+    with VerifierPool(config.reward) as verifier:
+        verifier.try_out(prompts[0].problem, prompts[0].answer, prompts[0].extra)
+    parameters = {name: model.parameter_count() for name, model in specs.items()}
+    check_room(Path(config.run.directory), run_bytes(config, parameters) + record_bytes(config))
+    for caution in cautions(config, prompts, evaluations):
+        print(f"vapo-megatron: caution: {caution}", file=sys.stderr, flush=True)
+
+
+def first_engine(config: TrainConfig, fp8: BlockFp8 | None) -> EngineServer:
+    """The first engine of a run, or its part on the first node, to be asked about its arguments."""
+    platform, devices, part = current_platform(), None, WHOLE
+    if platform.is_cuda:
+        nodes = max(1, config.rollout.tp // platform.device_count())
+        devices, part = range(config.rollout.tp // nodes), NodePart(0, nodes, "127.0.0.1:1")
+    nowhere = Path(os.devnull)
+    return EngineServer(config.model.path, config.rollout, config.model.dtype, nowhere, devices, fp8=fp8, part=part)
+
+
+def check_sft(config: SftConfig, world_size: int) -> None:
+    """Raises BadInput for anything in a fine-tuning config that cannot work."""
+    check_trackers(config.monitoring)
+    spec = check_sft_numbers(config, world_size)
+    check_trainable(spec, config.model, config.actor, "actor", current_platform())
+    TextTokenizer(Path(config.model.path), config.data.prompt).check_vocabulary(spec.vocab_size)
+    longest = int(load_demonstrations(config).lengths.max())
+    check_capacity(config.actor, "actor", longest, "the longest demonstration of data.path")
+    check_room(Path(config.run.directory), spec.parameter_count() * bytes_per_weight(config.model.dtype))
+
+
+def record_bytes(config: TrainConfig) -> int:
+    """Bytes of what value pretraining records, were every prompt and response as long as it may be."""
+    settings = config.value_pretraining
+    if not config.algorithm.uses_critic or not settings.enabled:
+        return 0
+    samples = settings.rollouts(config.samples) * config.samples
+    return samples * (config.data.max_prompt_tokens + config.sampling.max_new_tokens) * BYTES_PER_TOKEN

@@ -1,0 +1,118 @@
+"""The body of a training rank: its parts are built here, and closed again; the loop is in between."""
+
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from vapo_megatron.checkpoint.checkpointer import Checkpointer
+from vapo_megatron.checkpoint.resume import Resumed, Start, open_resumed, restore_run_files
+from vapo_megatron.checkpoint.state_saver import SavedRun, run_id_of
+from vapo_megatron.collectives import broadcast_value
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.data.tokenizer import TextTokenizer
+from vapo_megatron.engines.engines import Engines
+from vapo_megatron.engines.weight_sync.quantization import engine_fp8
+from vapo_megatron.megatron.platform import current_platform
+from vapo_megatron.monitoring.console import RunConsole
+from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.monitoring.timers import MemoryGauge, PhaseTimer, host_gauge
+from vapo_megatron.rewards.pool import VerifierPool
+from vapo_megatron.run.ranks import end_from_thread
+from vapo_megatron.run.watchdog import Watchdog
+from vapo_megatron.training.loop import train
+from vapo_megatron.training.models import Models, load_models
+from vapo_megatron.training.rollouts import Rollouts, make_rollouts
+from vapo_megatron.training.skipped_updates import SkippedUpdates
+from vapo_megatron.training.state import RunState
+from vapo_megatron.training.summary import show_header
+from vapo_megatron.training.sync import check_engines, sync_weights
+from vapo_megatron.weights.spec import read_spec
+
+
+def train_rank(config: TrainConfig, run_dir: Path, start: Start) -> None:
+    """Collective: the whole training of one rank. What it owns (verifiers, engines without a home) ends with it,
+    however it ends.
+    """
+    is_main_rank, model_dir, platform = dist.get_rank() == 0, Path(config.model.path), current_platform()
+    tokenizer, spec = TextTokenizer(model_dir, config.data.prompt), read_spec(model_dir)
+    gauges = {name: MemoryGauge(*calls) for name, calls in platform.memory_gauges().items()}
+    timer = PhaseTimer({"memory": host_gauge()} | gauges, platform.synchronize)
+    resumed = open_resumed(start.checkpoint, start.copy) if start.checkpoint is not None else None
+    with ExitStack() as stack:
+        if config.robustness.hangs.enabled:
+            stack.callback(watch(config, run_dir).close)
+        engines = stack.enter_context(
+            Engines(
+                config.rollout,
+                model_dir,
+                config.model.dtype,
+                run_dir / "logs",
+                tokenizer.eos_token_ids,
+                fp8=engine_fp8(config.rollout, config.actor.precision, spec),
+                home=start.home,
+            )
+        )
+        verifier = stack.enter_context(VerifierPool(config.reward)) if is_main_rank else None
+        if not engines.share_device:
+            engines.start()  # while the models load
+        with timer("load_models"), RunConsole(enabled=is_main_rank).phase("load models"):
+            models = load_models(config, resumed)
+        if resumed is not None and is_main_rank:
+            restore_run_files(run_dir, resumed, config)
+        recorder = stack.enter_context(
+            Recorder(
+                run_dir,
+                config.monitoring,
+                is_main_rank,
+                start_step=resumed.progress.step + 1 if resumed is not None else 0,
+                timer=timer,
+                decode=tokenizer.decode,
+            )
+        )
+        updates = SkippedUpdates(config.robustness.updates, resumed.progress.updates if resumed is not None else None)
+        models.judge_updates(updates)
+        rollouts = make_rollouts(config, spec, engines, tokenizer, verifier, resumed)
+        stack.callback(rollouts.end)
+        start_engines(engines, recorder)
+        show_header(config, models, engines.count, recorder)
+        agree(config, models, rollouts, recorder, resumed)
+        saved = SavedRun(config, "train", run_dir, models.saved(), run_id_of(resumed))
+        checkpointer = Checkpointer(config.checkpoint, saved, recorder, resumed, start.memory)
+        state = RunState(config.run, config.checkpoint, run_dir, checkpointer, updates, resumed)
+        train(config, models, rollouts, state, recorder)
+
+
+def watch(config: TrainConfig, run_dir: Path) -> Watchdog:
+    """A watchdog beside this rank."""
+    rank, count, longest = dist.get_rank(), dist.get_world_size(), config.cluster.collective_timeout_s
+    return Watchdog(config.robustness.hangs, run_dir / "logs", rank, count, longest, end_from_thread)
+
+
+def start_engines(engines: Engines, recorder: Recorder) -> None:
+    """Collective: the engines answer when this returns."""
+    with recorder.phase("start_engines"):
+        if engines.share_device:
+            # They size their caches by what is free: not before all ranks have offloaded their optimizers.
+            broadcast_value(None)
+            engines.start()
+        engines.wait_until_ready()
+
+
+def agree(config: TrainConfig, models: Models, rollouts: Rollouts, recorder: Recorder, resumed: Resumed | None) -> None:
+    """Collective: the engines have the actor's weights, and compute the same; those that come later get them too."""
+    rollouts.engines.when_stranded(partial(sync_weights, models, rollouts, recorder, again=True))
+    if resumed is not None:
+        resumed.restore_generators(models.saved())
+        rollouts.engines.version = resumed.progress.weight_version - 1
+        sync_weights(models, rollouts, recorder)
+        # What loading took and found belongs to no step.
+        recorder.discard_pending()
+        recorder.console.note(f"goes on from {resumed.checkpoint}")
+    elif config.rollout.load_format == "dummy" or config.rollout.external_urls or rollouts.engines.taken_over:
+        sync_weights(models, rollouts, recorder)
+    else:
+        check_engines(models, rollouts, recorder)
+    if rollouts.engines.failure is not None:
+        raise rollouts.engines.failure

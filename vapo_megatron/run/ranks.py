@@ -1,0 +1,234 @@
+"""The ranks of a run: how those of one machine are started and ended."""
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from vapo_megatron import logs
+from vapo_megatron.errors import BadInput, RunFailed, TryAgain, VapoError
+from vapo_megatron.megatron.platform import current_platform
+from vapo_megatron.run.children import begin_child, end_children
+from vapo_megatron.run.failures import DeviceFault, LostPeer, explain
+from vapo_megatron.run.memory_kills import MemoryKills
+from vapo_megatron.run.place import RankPlace, node_name
+from vapo_megatron.run.watchdog import Hang
+from vapo_megatron.signals import STOP_SIGNALS, listen, stop_requested, stop_signals_blocked
+
+# Ranks of one job start together; one that is not there by then does not come.
+_MEETING_TIMEOUT = timedelta(minutes=15)
+# How long the end of a rank may take that others have noticed already.
+_PATIENCE_SECONDS = 60
+_LOOK_SECONDS = 2.0
+# Exit code of a rank whose device is broken: slurm/lib.sh leaves its node out, and tries again as after 75.
+DEVICE_FAULT = 76
+# Exit code by which a rank says that it failed for want of another one: whoever started them may start them again.
+LOST_A_PEER = 77
+
+
+class RankKilled(TryAgain):
+    """A signal ended a rank; the others were ended for it."""
+
+
+def run_as_rank(place: RankPlace, body: Callable[[], None], collective_timeout_s: float) -> None:
+    """Join the world, run body, leave it in order.
+
+    Raises:
+        BadInput: this rank does not see its GPU.
+    """
+    logs.set_rank(place.rank)
+    platform = current_platform()
+    if platform.is_cuda and place.local_rank >= (seen := platform.device_count()):
+        raise BadInput(
+            f"it is number {place.local_rank} on {node_name()}, counted from 0, and sees {seen} GPUs: "
+            "let every task see all GPUs of its node (no --gpus-per-task, no --gpu-bind, no CUDA_VISIBLE_DEVICES), and "
+            "start no more tasks than there are GPUs"
+        )
+    platform.bind(place.local_rank)
+    timeout = timedelta(seconds=collective_timeout_s)
+    meeting = min(_MEETING_TIMEOUT, timeout)
+    store, rank, count = next(dist.rendezvous(place.init_method, place.rank, place.world_size, timeout=meeting))
+    store.set_timeout(timeout)
+    dist.init_process_group(platform.world_backend, store=store, rank=rank, world_size=count, timeout=timeout)
+    body()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_as_external_rank(place: RankPlace, body: Callable[[], None], collective_timeout_s: float) -> None:
+    """run_as_rank where torchrun or Slurm started the ranks: a failure is printed and ends this process at once.
+
+    The others hear of it through their broken connections, or from what started them (`srun --kill-on-bad-exit`,
+    torchrun), and not only when a collective times out.
+    """
+    _tell.append(lambda error: print(f"vapo-megatron: {error}", file=sys.stderr, flush=True))
+    _started_elsewhere.append(True)
+    try:
+        run_as_rank(place, body, collective_timeout_s)
+    except VapoError as error:
+        if str(error) and (place.rank == 0 or not error.shared):
+            print(f"vapo-megatron: rank {place.rank}: {error}", file=sys.stderr, flush=True)
+        _leave(error.exit_code)
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        told = explain(error, _where(place))
+        if told is None:
+            traceback.print_exc()
+            _leave(1)
+        print(f"vapo-megatron: {told}", file=sys.stderr)
+        _leave(DEVICE_FAULT if isinstance(told, DeviceFault) else _code_of(told))
+
+
+def _code_of(error: VapoError) -> int:
+    return LOST_A_PEER if _started_elsewhere and isinstance(error, LostPeer | Hang) else error.exit_code
+
+
+def _where(place: RankPlace) -> str:
+    device = f"cuda:{place.local_rank}" if current_platform().is_cuda else "CPU"
+    return f"rank {place.rank} on {node_name()} ({device})"
+
+
+def _leave(code: int) -> NoReturn:
+    """End without Python's exit handlers, which would wait for other ranks; open files and streams are flushed."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+_tell: list[Callable[[VapoError], None]] = []
+_started_elsewhere: list[bool] = []
+
+
+def end_from_thread(error: VapoError) -> NoReturn:
+    """End this rank at once from whatever thread, and tell why."""
+    for tell in _tell:
+        tell(error)
+    _leave(_code_of(error))
+
+
+def _started_rank(
+    place: RankPlace, body: Callable[[], None], collective_timeout_s: float, failures: Any, level: logs.LogLevel
+) -> None:
+    begin_child(level)
+    listen()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    _tell.append(lambda error: failures.put((place.rank, error)))
+    try:
+        run_as_rank(place, body, collective_timeout_s)
+    except VapoError as error:
+        failures.put((place.rank, error))
+        sys.exit(error.exit_code)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        told = explain(error, _where(place)) or RunFailed(f"rank {place.rank}: {traceback.format_exc()}")
+        failures.put((place.rank, told))
+        sys.exit(LOST_A_PEER if isinstance(told, LostPeer) else told.exit_code)
+
+
+def start_ranks(count: int, body: Callable[[], None], collective_timeout_s: float, folder: Path | None = None) -> None:
+    """Run body on `count` ranks of this machine; forked where that is safe, which saves each of them the imports.
+
+    The first rank to fail ends the others. A signal to stop is passed on to all of them, which save first; Ctrl-C ends
+    them at once. They meet in a file in `folder`, which whoever made it removes; None: in one of temporary files.
+
+    Raises:
+        RankKilled: a signal ended one.
+        VapoError: what the first failing rank raised, or what its error means (cluster.failures); RunFailed with its
+            stack trace for anything unforeseen.
+    """
+    context: Any = multiprocessing.get_context(current_platform().start_method)
+    failures = context.SimpleQueue()
+    with tempfile.TemporaryDirectory(prefix="vapo-ranks-", dir=folder) as meeting_place:
+        meeting = f"file://{Path(meeting_place) / 'store'}"
+        ranks = [
+            context.Process(
+                target=_started_rank,
+                args=(
+                    RankPlace(rank, count, rank, meeting),
+                    body,
+                    collective_timeout_s,
+                    failures,
+                    logs.configured_level(),
+                ),
+                name=f"rank{rank}",
+            )
+            for rank in range(count)
+        ]
+        with stop_signals_blocked():
+            for rank in ranks:
+                rank.start()
+
+        def pass_on(number: int, *_: Any) -> None:
+            for rank in ranks:
+                if rank.is_alive():
+                    os.kill(rank.pid, number)
+
+        previous = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
+        if (earlier := stop_requested()) is not None:  # before there was anybody to pass it on to
+            pass_on(signal.Signals[earlier])
+        try:
+            _wait(ranks, failures)
+        finally:
+            end_children(ranks)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def _wait(ranks: list[Any], failures: Any) -> None:
+    running = {rank.sentinel: rank for rank in ranks}
+    said: dict[str, VapoError] = {}
+    lost: VapoError | None = None
+    lost_at, memory = 0.0, MemoryKills()
+    while running:
+        ended = multiprocessing.connection.wait(list(running), _LOOK_SECONDS)
+        memory.look([rank.pid for rank in running.values()])
+        if not ended and lost is not None and time.monotonic() > lost_at + _PATIENCE_SECONDS:
+            raise lost
+        for sentinel in ended:
+            rank = running.pop(sentinel)
+            rank.join()
+            while not failures.empty():
+                number, error = failures.get()
+                said[f"rank{number}"] = error
+            if rank.exitcode == LOST_A_PEER:
+                lost, lost_at = lost or said[rank.name], lost_at or time.monotonic()  # the other's own end says more
+            elif rank.name in said:
+                raise said[rank.name]
+            elif rank.exitcode != 0:
+                if rank.exitcode < 0:
+                    raise _killed(rank, memory)
+                raise RunFailed(f"{rank.name} ended with exit code {rank.exitcode} and said nothing")
+    if lost is not None:
+        raise lost
+
+
+def _killed(rank: Any, memory: MemoryKills) -> RankKilled:
+    """What to raise for a rank that a signal ended: whoever sent it, the run itself did nothing wrong."""
+    name = signal.Signals(-rank.exitcode).name
+    for_memory = memory.explain(rank.pid) if rank.exitcode == -signal.SIGKILL else None
+    if for_memory is None:
+        return RankKilled(
+            f"{rank.name} was killed by {name} and said nothing: start the same command again with run.resume=auto"
+        )
+    return RankKilled(
+        f"{rank.name} was killed by {name}: {for_memory}: start the same command again with run.resume=auto; if it "
+        "happens again, ask for more memory, or lower actor.max_tokens_per_microbatch, reward.workers or "
+        "rollout.max_total_tokens"
+    )
+
+
+def machine_default_ranks(model_sizes: list[int]) -> int:
+    """Ranks to start by hand: every accelerator, or on the CPU just what the largest replica takes."""
+    return current_platform().device_count() or max(model_sizes)

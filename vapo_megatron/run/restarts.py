@@ -1,0 +1,139 @@
+"""Ranks that are started again in the job where one was lost, from a copy of the run's state in host memory."""
+
+import logging
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from vapo_megatron.checkpoint.checkpoints import (
+    CheckpointName,
+    commit_checkpoint,
+    latest_checkpoint,
+    list_checkpoints,
+    open_checkpoint,
+    remove_checkpoint,
+    remove_leftovers,
+)
+from vapo_megatron.checkpoint.host_memory import host_memory
+from vapo_megatron.checkpoint.lease import Lease
+from vapo_megatron.checkpoint.manifest import Damaged, check_structure, read_manifest
+from vapo_megatron.checkpoint.resume import Start
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.engines.engine_home import HomeLost, keep_engines
+from vapo_megatron.errors import BadInput, VapoError
+from vapo_megatron.run.children import Companion
+from vapo_megatron.run.ranks import RankKilled, start_ranks
+from vapo_megatron.run.start import Settings, is_finished, prepare_start
+from vapo_megatron.run.watchdog import Hang
+from vapo_megatron.signals import stop_requested
+
+_logger = logging.getLogger(__name__)
+
+
+def run_ranks(settings: Settings, count: int, body: Callable[[Start], None], start: Start, lease: Lease) -> None:
+    """Start the ranks, and again where one was killed or hangs: `cluster.restarts` times from one state.
+
+    What outlives them lives in here: copies of the run's state in host memory, and engines.
+
+    Raises:
+        VapoError: see start_ranks.
+    """
+    left, timeout = settings.cluster.restarts, settings.cluster.collective_timeout_s
+    with ExitStack() as stack:
+        home = None
+        memory = stack.enter_context(host_memory(Path(settings.run.directory)))
+        if left and memory is not None:
+            start = replace(start, memory=memory)
+            if isinstance(settings, TrainConfig) and not settings.rollout.external_urls:
+                start = replace(start, home=memory / "engines")
+                home = stack.enter_context(Companion(partial(keep_engines, memory / "engines"), "engine-home"))
+        while not start.finished:
+            if home is not None:
+                home.ensure()
+            try:
+                return start_ranks(count, partial(body, start), timeout, memory)
+            except (RankKilled, Hang, HomeLost, Damaged) as error:
+                again = _start_after(error, settings, start, lease)
+                left = settings.cluster.restarts if again.checkpoint != start.checkpoint else left
+                if left == 0 or stop_requested():
+                    raise
+                left, start = left - 1, again
+                where = start.checkpoint or "the beginning"
+                _logger.warning("%s; ranks are started again in this process, from %s", _cause(error), where)
+
+
+def _start_after(error: VapoError, settings: Settings, start: Start, lease: Lease) -> Start:
+    """Where ranks begin that are started again. Raises `error` where that is not what mends it."""
+    if isinstance(error, Damaged):
+        if not start.is_copy:
+            raise error
+        assert start.memory is not None
+        for path in list_checkpoints(start.memory).values():
+            _take_off_disk(path, settings)
+            shutil.rmtree(path, ignore_errors=True)
+    if is_finished(settings):
+        return replace(start, finished=True)
+    copy = _copy_in(start.memory, settings)
+    if copy is None:
+        run = settings.run.model_copy(update={"resume": "auto", "overwrite": False})
+        found = prepare_start(settings.model_copy(update={"run": run}), lambda: None, lease.take)
+        return replace(start, checkpoint=found.checkpoint, finished=found.finished)
+    _put_on_disk(copy, settings)
+    return replace(start, checkpoint=copy)
+
+
+def _copy_in(memory: Path | None, settings: Settings) -> Path | None:
+    """The copy to go on from; None where there is none, or a checkpoint that is newer."""
+    if memory is None:
+        return None
+    remove_leftovers(memory)
+    copy = latest_checkpoint(memory)
+    if copy is None and settings.checkpoint.in_memory_every is None:
+        return None
+    newest = next(reversed(list_checkpoints(Path(settings.run.directory))), None)
+    if copy is None or (newest is not None and newest > _name(copy)):
+        _logger.warning("%s: no copy that is newer than the last checkpoint", memory)
+        return None
+    try:
+        check_structure(copy, read_manifest(copy))
+    except BadInput as error:
+        _logger.warning("%s; it is left aside", _cause(error))
+        shutil.rmtree(copy, ignore_errors=True)
+        return None
+    return copy
+
+
+def _put_on_disk(copy: Path, settings: Settings) -> None:
+    """Make a checkpoint of a copy whose step is one to save at: ranks that were killed may have been saving it."""
+    run_dir, name, every = Path(settings.run.directory), _name(copy), settings.checkpoint.every
+    if every is None or name.step == 0 or name.step % every or name in list_checkpoints(run_dir):
+        return
+    try:
+        folder = open_checkpoint(run_dir, name)
+        shutil.copytree(copy, folder, dirs_exist_ok=True)
+        commit_checkpoint(folder, name)
+    except (OSError, shutil.Error) as error:
+        _logger.warning("%s: cannot be saved at %s (%s)", copy, run_dir, error)
+
+
+def _take_off_disk(copy: Path, settings: Settings) -> None:
+    """Remove the checkpoint that _put_on_disk() made of a copy which turned out to be damaged, as it then is."""
+    made = list_checkpoints(Path(settings.run.directory)).get(_name(copy))
+    with suppress(BadInput, OSError):
+        if made is not None and read_manifest(made).checkpoint_id == read_manifest(copy).checkpoint_id:
+            remove_checkpoint(made)
+            _logger.warning("%s: made of the copy in host memory that is damaged, removed", made)
+
+
+def _name(checkpoint: Path) -> CheckpointName:
+    name = CheckpointName.parse(checkpoint.name)
+    assert name is not None
+    return name
+
+
+def _cause(error: VapoError) -> str:
+    """The line of an error without what a person would have to do about it."""
+    return str(error).partition(": start the same")[0].partition(": the checkpoint is damaged")[0]

@@ -1,0 +1,144 @@
+"""Where a run begins: anew, or at the saved state of its last attempt; or not at all, where it is finished."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+from vapo_megatron.checkpoint.checkpoints import latest_checkpoint
+from vapo_megatron.checkpoint.config_change import check_config_change
+from vapo_megatron.checkpoint.final_model import HF_FOLDER, final_step
+from vapo_megatron.checkpoint.manifest import check_structure, read_manifest
+from vapo_megatron.checkpoint.progress import Progress, read_progress
+from vapo_megatron.checkpoint.resume import Start
+from vapo_megatron.config.run_directory import check_place, make_run_dir
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.data.prompts import PromptSource, train_prompts
+from vapo_megatron.data.tokenizer import TextTokenizer
+from vapo_megatron.errors import BadInput
+from vapo_megatron.monitoring.metrics import read_metrics
+from vapo_megatron.training.sft import load_demonstrations, planned_steps
+from vapo_megatron.weights.spec import read_spec
+from vapo_megatron.weights.torch_dist import read_model_card
+
+Settings = TrainConfig | SftConfig
+
+_logger = logging.getLogger(__name__)
+
+
+def prepare_start(settings: Settings, check: Callable[[], None], take: Callable[[], None]) -> Start:
+    """Check what can be checked before anything starts, and have a run directory; once for all ranks.
+
+    Args:
+        settings: the config of the run.
+        check: raises BadInput for a config that cannot work.
+        take: called before the run directory is changed, or found to be as it will stay; raises BadInput where
+            somebody else works in it. May be called again.
+
+    Raises:
+        BadInput: the config cannot work, does not fit the saved state, or that is damaged; nothing was changed.
+    """
+    run_dir = Path(settings.run.directory)
+    if settings.run.resume == "never":
+        check()
+        check_place(settings.run)
+        # Two starts at once would both begin in a folder that is empty, or came to nothing.
+        take()
+        make_run_dir(settings, settings.run)
+        return Start()
+    if is_finished(settings):
+        _logger.info("%s: finished already, nothing to do (a larger number of steps would go on)", run_dir)
+        return Start(finished=True)
+    if run_dir.exists():
+        take()
+    checkpoint = latest_checkpoint(run_dir)
+    if checkpoint is None:
+        check()
+        take()
+        if not settings.run.overwrite:
+            _set_aside_exports(run_dir)
+        make_run_dir(settings, settings.run.model_copy(update={"overwrite": True}))
+        return Start()
+    manifest = read_manifest(checkpoint)
+    kind = "train" if isinstance(settings, TrainConfig) else "sft"
+    if manifest.kind != kind:
+        raise BadInput(f"run.name={settings.run.name}: {checkpoint} is of a {manifest.kind} run: choose another name")
+    check_structure(checkpoint, manifest)
+    check_config_change(settings, checkpoint, settings.run.allow_config_change)
+    check()
+    _check_fit(settings, checkpoint)
+    if isinstance(settings, TrainConfig):
+        _check_prompts(settings, read_progress(checkpoint, manifest))
+    return Start(checkpoint)
+
+
+def prepare_from_copy(settings: Settings, copy: Path, take: Callable[[], None]) -> Start:
+    """prepare_start where ranks were lost and a copy of their state is left, newer than the last checkpoint.
+
+    Raises:
+        BadInput: the config is not that of the copy, or somebody else works in the run directory.
+    """
+    if is_finished(settings):
+        return Start(finished=True)
+    take()
+    check_config_change(settings, copy, settings.run.allow_config_change)
+    return Start(copy)
+
+
+def is_finished(settings: Settings) -> bool:
+    """Whether the last step that the config asks for is in the metrics and in the final model.
+
+    Raises:
+        BadInput: the number of steps follows from data.path, and that cannot be read.
+    """
+    run_dir = Path(settings.run.directory)
+    exported = final_step(run_dir)
+    if exported is None:
+        return False
+    if isinstance(settings, TrainConfig):
+        steps = settings.run.steps
+    else:
+        steps = settings.data.steps or planned_steps(settings, load_demonstrations(settings).samples)
+    return min(exported, max((row["step"] for row in read_metrics(run_dir)), default=0)) >= steps
+
+
+def _check_fit(settings: Settings, checkpoint: Path) -> None:
+    """Raises BadInput where a model of the config has another shape than the one that was saved."""
+    models = {"actor": ("model.path", Path(settings.model.path))}
+    if isinstance(settings, TrainConfig) and settings.algorithm.uses_critic:
+        models["critic"] = (settings.critic_key, settings.critic_source)
+    for name, (key, path) in models.items():
+        saved, now = read_model_card(checkpoint / name).spec, read_spec(path)
+        # The dtype is what the weights lie in at that path, which a resumed run does not read.
+        if replace(now, dtype=saved.dtype, value_outputs=saved.value_outputs) != saved:
+            raise BadInput(
+                f"{key}={path}: config.json is not that of the model in {checkpoint / name}: give back the model "
+                "that the run started from, or choose another run.name"
+            )
+
+
+def _check_prompts(config: TrainConfig, progress: Progress) -> None:
+    """Raises BadInput where the run would draw other prompts, or in another order, than up to its saved state."""
+    tokenizer = TextTokenizer(Path(config.model.path), config.data.prompt)
+    PromptSource(train_prompts(config.data, tokenizer), config.run.seed, config.data.shuffle).restore(progress.prompts)
+
+
+def _set_aside_exports(run_dir: Path) -> None:
+    """An earlier attempt exported models and ended before it saved a checkpoint: a new start must not cost them.
+
+    Raises:
+        BadInput: the file system refuses.
+    """
+    exports = run_dir / HF_FOLDER
+    if not exports.is_dir() or not any(exports.iterdir()):
+        return
+    names = (run_dir.with_name(f"{run_dir.name}.earlier_{number}") for number in count(1))
+    aside = next(path for path in names if not path.exists())
+    try:
+        run_dir.rename(aside)
+    except OSError as error:
+        reason = error.strerror
+        raise BadInput(f"{run_dir}: cannot be renamed to {aside.name} ({reason}): choose another run.name") from None
+    _logger.warning("%s: exported models and no checkpoint, moved to %s; the run starts anew", run_dir, aside)

@@ -1,0 +1,179 @@
+"""A rank that does not arrive gets a name: limits for each phase from its own history, heartbeats of all ranks."""
+
+import faulthandler
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from vapo_megatron import logs
+from vapo_megatron.config.robustness import HangsConfig
+from vapo_megatron.errors import TryAgain, VapoError
+from vapo_megatron.run.flight_recorder import last_collectives
+
+_KNOWN = 3  # times that a phase was ended before its own history counts
+_PATIENCE_SECONDS = 5.0
+_OVER = "over"  # the phase of a rank that is done
+
+
+class Hang(TryAgain):
+    """A rank did not arrive."""
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """What a rank last said: its phase, how many phases it has begun, since when (Unix time), and when it said so."""
+
+    rank: int
+    phase: str
+    begun: int
+    since: float
+    beat: float
+
+
+class Watchdog:
+    """A thread beside a rank. It needs no collective: ranks see each other's heartbeats in a folder that they share.
+
+    Each looks at its own phase, and whether the rank after it still says something.
+    """
+
+    def __init__(
+        self,
+        config: HangsConfig,
+        folder: Path,
+        rank: int,
+        world_size: int,
+        longest: float,
+        end: Callable[[VapoError], object],
+    ) -> None:
+        """
+        Args:
+            config: the limits.
+            folder: the same for all ranks; gets heartbeat_<rank>.json, and hang_<rank>.txt with Python's stacks and
+                torch's collectives.
+            rank, world_size: of this process and of all.
+            longest: seconds for a phase that has no history yet.
+            end: called in the thread with the one line; ends the process.
+        """
+        self._config, self._folder, self._rank, self._world = config, folder, rank, world_size
+        self._longest, self._end = longest, end
+        self._slowest: dict[str, float] = {}
+        self._ended: dict[str, int] = {}
+        self._last = logs.phase_now()
+        self._began = time.monotonic()  # no phase is counted from before it
+        self._heard, self._heard_at = 0.0, self._began  # of the rank after this one: its last beat, and when that came
+        self._stop = threading.Event()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching, and being watched."""
+        self._stop.set()
+        self._thread.join()
+        now = time.time()
+        self._beat(Heartbeat(self._rank, _OVER, self._last.begun, now, now))
+
+    def _watch(self) -> None:
+        looked = time.monotonic()
+        while not self._stop.wait(self._config.every_s):
+            # A job that was suspended (scontrol suspend, a paused machine) did not hang meanwhile.
+            stood = time.monotonic() - looked - self._config.every_s
+            if stood > self._config.every_s:
+                self._began = max(self._began, logs.phase_now().since) + stood
+                self._heard_at += stood
+            place = logs.phase_now()
+            if place.begun != self._last.begun:
+                self._learn(self._last.phase, place.since - self._last.since)
+                self._last = place
+            # Clocks may be set while a phase goes on. What a rank was in before it was forked is not its own.
+            now, seconds = time.time(), time.monotonic() - max(place.since, self._began)
+            limit = self.limit(place.phase)
+            self._beat(Heartbeat(self._rank, place.phase, place.begun, now - seconds, now))
+            if seconds > limit:
+                self._tell(f"rank {self._rank} has been in the phase {place.phase} for {seconds:.0f} s", limit)
+            if (silent := self._silence()) > self._config.floor_s:
+                other = (self._rank + 1) % self._world
+                self._tell(f"rank {other} has said nothing for {silent:.0f} s", self._config.floor_s)
+            looked = time.monotonic()  # a disk that is slow to take heartbeats did not suspend anybody
+
+    def limit(self, phase: str) -> float:
+        """Seconds after which a phase hangs."""
+        # Between phases ranks wait for whatever rank 0 does alone: nothing to be learnt of that.
+        if phase == logs.NO_PHASE or self._ended.get(phase, 0) < _KNOWN:
+            return self._longest
+        return max(self._config.floor_s, self._config.factor * self._slowest[phase])
+
+    def _silence(self) -> float:
+        """Seconds for which the rank after this one has said nothing: it is stopped, or its node is gone."""
+        path, now = self._path((self._rank + 1) % self._world), time.monotonic()
+        try:
+            told = Heartbeat(**json.loads(path.read_text()))
+        except (OSError, ValueError):
+            return now - self._heard_at
+        if told.beat != self._heard or told.phase == _OVER:
+            self._heard, self._heard_at = told.beat, now
+        return now - self._heard_at
+
+    def _learn(self, phase: str, seconds: float) -> None:
+        self._ended[phase] = self._ended.get(phase, 0) + 1
+        self._slowest[phase] = max(seconds, self._slowest.get(phase, 0.0))
+
+    def _beat(self, heartbeat: Heartbeat) -> None:
+        path = self._path(self._rank)
+        part = path.with_suffix(".part")
+        try:
+            part.write_text(json.dumps(asdict(heartbeat)))
+            part.replace(path)
+        except OSError:  # a full disk: others may not be able to write either
+            self._heard_at = time.monotonic()
+
+    def _path(self, rank: int) -> Path:
+        return self._folder / f"heartbeat_{rank:05d}.json"
+
+    def _tell(self, what: str, limit: float) -> None:
+        with (self._folder / f"hang_{self._rank:05d}.txt").open("w") as file:
+            faulthandler.dump_traceback(file)
+            told: list[str] = []
+            asked = threading.Thread(target=lambda: told.extend(last_collectives()), daemon=True)
+            asked.start()
+            asked.join(_PATIENCE_SECONDS)  # a driver that hangs may not let it end
+            print("\nCollectives that this rank began last:", *told, sep="\n", file=file)
+        beats = read_heartbeats(self._folder, self._world)
+        self._end(
+            Hang(
+                f"{describe(beats, self._world, 4 * self._config.every_s)}; {what} "
+                f"(limit {limit:.0f} s): stacks and collectives of the ranks are in {self._folder}/hang_*.txt, start "
+                "the same command again with run.resume=auto"
+            )
+        )
+
+
+def read_heartbeats(folder: Path, world_size: int) -> list[Heartbeat]:
+    """What ranks last said; ranks that never said anything are not in it."""
+    paths = [folder / f"heartbeat_{rank:05d}.json" for rank in range(world_size)]
+    return [Heartbeat(**json.loads(path.read_text())) for path in paths if path.exists()]
+
+
+def describe(heartbeats: list[Heartbeat], world_size: int, patience: float) -> str:
+    """Which ranks did not arrive, and where the others wait.
+
+    patience: seconds without a heartbeat after which a process stands still (stopped, or its node is gone). Where all
+    of them are alive, those did not arrive that are in another phase than most.
+    """
+    newest = max((h.beat for h in heartbeats), default=0.0)
+    alive = [h for h in heartbeats if newest - h.beat <= patience]
+    silent = sorted(set(range(world_size)) - {h.rank for h in alive})
+    phases = [h.phase for h in alive]
+    usual = max(phases, key=phases.count, default="-")
+    if silent:
+        last = {h.rank: h for h in heartbeats}
+        late = [f"rank {r} ({f'silent since its phase {last[r].phase}' if r in last else 'silent'})" for r in silent]
+    else:
+        late = [f"rank {h.rank} (in the phase {h.phase})" for h in alive if h.phase != usual]
+    waiting = ", ".join(str(h.rank) for h in alive if h.phase == usual)
+    if not late:
+        return f"all ranks hang in the phase {usual}"
+    return f"{', '.join(late)} did not arrive; ranks {waiting} wait in the phase {usual}"
