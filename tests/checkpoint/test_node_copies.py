@@ -20,13 +20,15 @@ from tiny_runs import make_model, sft_config
 
 from vapo_megatron import logs
 from vapo_megatron.checkpoint import checkpointer as checkpoint
-from vapo_megatron.checkpoint import launch, nodes, sft
+from vapo_megatron.checkpoint import nodes
 from vapo_megatron.checkpoint.manifest import Manifest, file_facts
 from vapo_megatron.checkpoint.node_copies import NodeCopy
 from vapo_megatron.checkpoint.nodes import Nodes, fetch_files
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.errors import TryAgain
+from vapo_megatron.run import launch
 from vapo_megatron.run.ranks import LOST_A_PEER
+from vapo_megatron.training import sft
 
 # Ranks by node: what a node keeps for another is not always as much as it has itself.
 NODES = "aabc"

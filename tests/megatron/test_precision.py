@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from ranks import run_ranks
 from trainables import loss_of, make_trainable
 
-from vapo_megatron.checkpoint import dist_saver, precision
+from vapo_megatron.checkpoint import dist_saver
 from vapo_megatron.config.model import (
     ActorConfig,
     CriticConfig,
@@ -26,6 +26,7 @@ from vapo_megatron.config.model import (
     TrainableConfig,
 )
 from vapo_megatron.errors import BadInput
+from vapo_megatron.megatron import precision
 from vapo_megatron.megatron.model import transformer_config
 from vapo_megatron.megatron.platform import Platform, current_platform
 from vapo_megatron.megatron.precision import (

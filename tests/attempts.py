@@ -33,7 +33,8 @@ from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.engines.server import EngineAddress, EngineServer
 from vapo_megatron.errors import VapoError
-from vapo_megatron.run import launch, rank, sft
+from vapo_megatron.run import launch, rank
+from vapo_megatron.training import sft
 
 PRESETS = Path(algorithm.__file__).parent / "presets"
 # One response at a time and no cache: how requests happen to meet in a batch shows in the last bit of log-probs.
