@@ -23,7 +23,13 @@ SAMPLES = 8
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+def running_before() -> set[int]:
+    """Processes of other tests: the engine that a session shares may be among them."""
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, running_before: set[int]) -> Iterator[tuple[Path, str]]:
     """The run directory of an evaluation and what it printed: one file as two sets, and a part of it as a third."""
     folder = tmp_path_factory.mktemp("evaluation")
     config = evaluate_config(folder, make_model(folder / "model"))
@@ -142,8 +148,9 @@ def test_the_table_tells_of_every_set_and_of_where_everything_lies(finished: tup
         assert str(run_dir / name) in output and (run_dir / name).exists()
 
 
-def test_nothing_runs_on(finished: tuple[Path, str]) -> None:
-    commands = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+def test_nothing_runs_on(finished: tuple[Path, str], running_before: set[int]) -> None:
+    children = (child for child in psutil.Process().children(recursive=True) if child.pid not in running_before)
+    commands = [" ".join(child.cmdline()) for child in children]
     assert not [command for command in commands if "server_main" in command or "rewards.worker" in command]
 
 
