@@ -14,6 +14,13 @@ from vapo_megatron.training.shards import ShardedBatch, scatter
 LENGTHS = [(3, 1), (5, 9), (1, 30), (7, 2), (2, 17), (4, 4)]  # prompt and response tokens
 
 
+def random_sequences(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
+    """Token ids without any meaning."""
+    generator = torch.Generator().manual_seed(seed)
+    rows: list[list[int]] = torch.randint(0, vocab_size, (count, length), generator=generator).tolist()
+    return rows
+
+
 def make_batch(
     lengths: Sequence[tuple[int, int]] = LENGTHS, highest: float = -4.0, spread: float = 0.0
 ) -> ExperienceBatch:

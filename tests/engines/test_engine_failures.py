@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
+from batches import random_sequences
 from hf_models import write_model
 from ranks import run_ranks
 
@@ -17,7 +18,6 @@ from vapo_megatron.config.model import ActorConfig, LayoutConfig, ModelConfig
 from vapo_megatron.config.rollout import HealthConfig, RolloutConfig
 from vapo_megatron.engines.engines import Engines
 from vapo_megatron.engines.weight_sync.logprob_difference import LogprobDifference
-from vapo_megatron.engines.weight_sync.probe import random_sequences
 from vapo_megatron.megatron.mesh import make_mesh
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.weights.load import load_hf

@@ -3,10 +3,12 @@
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from batches import random_sequences
 from hf_models import write_model
 from ranks import run_ranks
 
@@ -19,8 +21,8 @@ from vapo_megatron.engines.node_part import NodePart
 from vapo_megatron.engines.placement import ColocatedPlacement, EngineSettings
 from vapo_megatron.engines.ports import BESIDE_MEETING
 from vapo_megatron.engines.request import GenerationRequest
-from vapo_megatron.engines.weight_sync.logprob_difference import LogprobDifference
-from vapo_megatron.engines.weight_sync.probe import probe_batch, random_sequences
+from vapo_megatron.engines.weight_sync.logprob_difference import Limits, LogprobDifference
+from vapo_megatron.engines.weight_sync.probe import probe_batch
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.megatron.mesh import make_mesh
 from vapo_megatron.megatron.trainable import Trainable
@@ -47,7 +49,9 @@ def weight_sync_three_times_and_break(model_dir: Path, log_dir: Path) -> tuple[l
     with Engines(RolloutConfig(context_length=128), model_dir, "float32", log_dir, [VOCAB - 1]) as engines:
         engines.start()
         engines.wait_until_ready()
-        differences = [engines.check(actor, sequences)]
+        # As bfloat16 kernels that differ by more than foreseen: a warning while every tensor is equal.
+        with patch.object(Engines, "limits", Limits(0.95, 0.0, 0.0, "rollout.sync.tolerance", are_estimates=True)):
+            differences = [engines.check(actor, sequences)]
         for _ in range(3):
             with torch.no_grad():
                 for name, parameter in actor.chunks[0].named_parameters():

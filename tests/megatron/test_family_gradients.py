@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from batches import random_sequences
 from hf_models import read_tensors
 from ranks import run_ranks
 
 from vapo_megatron.config.model import ActorConfig, LayoutConfig, ModelConfig, OptimizerSettings
-from vapo_megatron.engines.weight_sync.probe import probe_batch, random_sequences
+from vapo_megatron.engines.weight_sync.probe import probe_batch
 from vapo_megatron.megatron.mesh import make_mesh
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.training.losses import NegativeLogLikelihood

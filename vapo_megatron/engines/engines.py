@@ -2,6 +2,8 @@
 
 import asyncio
 import itertools
+import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +28,8 @@ from vapo_megatron.weights.bucket import DeviceSlots, NamedTensors, SharedSlots
 from vapo_megatron.weights.export import make_slots, stream_hf
 from vapo_megatron.weights.fp8 import BlockFp8
 from vapo_megatron.weights.part_times import PartTimes
+
+_logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.5
 
@@ -75,6 +79,7 @@ class Engines:
         self._count = 0
         self._seen: dict[str, int] = {}
         self._sync_again: Callable[[], None] | None = None
+        self._first_difference: LogprobDifference | None = None
         self.version = self.count = 0
         self.failure: EnginesFailed | None = None
         self.sync_seconds: dict[str, float] = {}
@@ -178,10 +183,16 @@ class Engines:
         except VapoError as error:
             lost = error
         found = {url: one for told in gather_values(own) for url, one in told.items()}
+        if self._first_difference is not None:
+            limits = limits.at_least(self._first_difference)
         excess = {url: text for url, one in found.items() if (text := limits.excess(one)) is not None}
         if found and len(excess) == len(found):
             self.offload_kv_cache()
-            raise self._explained(actor, next(iter(excess.values())))
+            self._refuse_or_remember(actor, next(iter(excess.values())), LogprobDifference.worst(list(found.values())))
+            before_asking()
+            excess = {}
+        elif found and self._first_difference is None:
+            self._first_difference = LogprobDifference.worst([])
         if lost is not None:
             self._placement.fail(str(lost))
         for url in own.keys() & excess.keys():
@@ -205,12 +216,29 @@ class Engines:
         is_coarse = "bfloat16" in (self._dtype, self._config.dtype)
         return limits_of(self._config.sync, "bfloat16" if is_coarse else "float32")
 
-    def _explained(self, actor: Trainable, excess: str) -> RunFailed:
-        """Collective: the error of log-probs that differ too much (excess: in words), with the tensors that differ."""
+    def _refuse_or_remember(self, actor: Trainable, excess: str, difference: LogprobDifference) -> None:
+        """Collective: what follows from log-probs that differ too much on all engines (excess: in words).
+
+        The kernels of trainer and engine may differ by more than the tolerances foresee, with every tensor equal. In
+        bfloat16 and FP8 the first comparison of a run is then a warning and what later ones are compared with.
+
+        Raises:
+            RunFailed: tensors differ, or the log-probs differ in float32 or by more than they did at first.
+        """
         assert self._sync is not None
         lines = gather_values(self._sync.differing_tensors(self._buckets(actor, PartTimes())))
         named = list(dict.fromkeys(itertools.chain.from_iterable(lines)))
-        return RunFailed(
+        is_finite = math.isfinite(difference.largest)
+        if not named and self._first_difference is None and self.limits.are_estimates and is_finite:
+            self._first_difference = difference
+            if dist.get_rank() == 0:
+                _logger.warning(
+                    "log-probs of engine and trainer differ %s, though every tensor is equal: their kernels round "
+                    "differently. The run goes on and refuses a difference twice as large",
+                    excess,
+                )
+            return
+        raise RunFailed(
             f"log-probs of engine and trainer differ after the weight sync of version {self.version} {excess}: "
             f"{some_of(named) or 'every tensor is equal, so the two compute differently'}"
         )

@@ -25,7 +25,7 @@ from vapo_megatron.engines.ledger import DROPPED, FILLED, NO_SIGNAL, Ledger, Ste
 from vapo_megatron.engines.request import GenerationRequest, GroupRequest
 from vapo_megatron.engines.saved_groups import pack_groups, unpack_groups
 from vapo_megatron.engines.stream import GroupStream, Work
-from vapo_megatron.engines.weight_sync.probe import random_sequences, sequences_of
+from vapo_megatron.engines.weight_sync.probe import prompt_sequences, sequences_of
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rewards.grading import failed_share, grade_samples
@@ -221,7 +221,8 @@ def make_rollouts(
         prompts = PromptSource(train_prompts(config.data, tokenizer), config.run.seed, config.data.shuffle)
     sync, seed = config.rollout.sync, config.run.seed
     if resumed is None:
-        probe = random_sequences(sync.probe_sequences, sync.probe_length, spec.vocab_size, seed)
+        drawn = None if prompts is None else prompt_sequences(prompts, sync.probe_sequences, sync.probe_length)
+        probe = broadcast_value(drawn)
     else:
         probe = [list(ids) for ids in resumed.progress.probe]
         on_rank_zero(partial(_go_on, prompts, resumed, Path(config.run.directory)))

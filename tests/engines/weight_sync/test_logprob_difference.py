@@ -57,6 +57,18 @@ def test_many_tokens_off_by_much_are_told_with_quantile_and_largest() -> None:
     )
 
 
+def test_a_difference_with_equal_tensors_may_double_and_no_more() -> None:
+    limits = limits_of(SyncConfig(), "bfloat16")
+    assert limits.are_estimates and not limits_of(SyncConfig(), "float32").are_estimates
+    assert not limits_of(SyncConfig(tolerance=0.5), "bfloat16").are_estimates, "the user said what is allowed"
+    first = LogprobDifference(3.0, 0.7, 0.3)
+    later = limits.at_least(first)
+    assert limits.excess(first) is not None
+    assert later.excess(LogprobDifference(9.0, 1.4, 0.6)) is None
+    assert later.excess(LogprobDifference(9.0, 1.41, 0.1)) and later.excess(LogprobDifference(9.0, 0.1, 0.61))
+    assert limits.at_least(LogprobDifference(0.0, 0.0, 0.0)) == limits
+
+
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "fp8"])
 def test_one_log_prob_that_is_no_number_exceeds_every_limit(broken: float, precision: str) -> None:

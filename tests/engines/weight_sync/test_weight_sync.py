@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from batches import random_sequences
 from ranks import run_ranks
 from tiny_qwen3 import largest_difference, make_model, token_logprobs
 from transformers import Qwen3ForCausalLM
@@ -20,7 +21,7 @@ from vapo_megatron.engines.client import EngineClient
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.request import GenerationRequest
 from vapo_megatron.engines.server import EngineAddress, EngineServer
-from vapo_megatron.engines.weight_sync.probe import probe_batch, random_sequences, split_logprobs
+from vapo_megatron.engines.weight_sync.probe import probe_batch, split_logprobs
 from vapo_megatron.engines.weight_sync.session import WeightSync
 from vapo_megatron.engines.weight_sync.transports import (
     DiskTransport,

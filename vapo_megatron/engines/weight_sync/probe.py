@@ -1,12 +1,13 @@
 """Sequences on which trainer and engines are compared."""
 
 from collections.abc import Sequence
+from itertools import chain, cycle, islice
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.prompts import PromptSource
 from vapo_megatron.data.sample import Prompt, Sample
 
 
@@ -24,11 +25,13 @@ def split_logprobs(batch: ExperienceBatch, logprobs: Tensor) -> list[list[float]
     return [part.tolist() for part in logprobs.split(batch.response_lengths.tolist())]
 
 
-def random_sequences(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """Sequences to compare on before there are responses."""
-    generator = torch.Generator().manual_seed(seed)
-    rows: list[list[int]] = torch.randint(0, vocab_size, (count, length), generator=generator).tolist()
-    return rows
+def prompt_sequences(prompts: PromptSource, count: int, length: int) -> list[list[int]]:
+    """Sequences to compare on before there are responses: the first prompts, one after the other.
+
+    Real text, because on random token ids two correct bfloat16 models may differ by more than the tolerance.
+    """
+    tokens = chain.from_iterable(prompts.at(cursor).token_ids for cursor in cycle(range(len(prompts))))
+    return [list(islice(tokens, length)) for _ in range(count)]
 
 
 def sequences_of(batch: ExperienceBatch, count: int, length: int) -> list[list[int]]:
