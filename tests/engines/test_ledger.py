@@ -1,5 +1,6 @@
 """What is drawn, trained and dropped, whatever the order in which groups come back."""
 
+import copy
 import json
 import random
 from collections.abc import Callable
@@ -11,6 +12,20 @@ from vapo_megatron.engines.ledger import DROPPED, FILLED, NO_SIGNAL, STALE, Ledg
 
 def every(n: int) -> Callable[[int], bool]:
     return lambda number: number % n == 0
+
+
+def check_against_a_restored_one(ledger: Ledger, graded: dict[int, bool]) -> None:
+    """What is kept up to date as groups come and go is what follows from the groups alone."""
+    state = json.loads(json.dumps(ledger.state()))
+    restored = Ledger(ledger.rule, ledger.first)
+    restored.trained, restored.taken = ledger.trained, ledger.taken
+    restored.restore(state, graded)
+    assert (ledger.room(), ledger.in_flight, ledger.is_ready()) == (
+        restored.room(),
+        restored.in_flight,
+        restored.is_ready(),
+    )
+    assert copy.deepcopy(ledger).surplus() == restored.surplus()
 
 
 def play(rule: StepRule, useful: Callable[[int], bool], seed: int) -> tuple[list[list[int]], Ledger, list[int]]:
@@ -41,6 +56,8 @@ def play(rule: StepRule, useful: Callable[[int], bool], seed: int) -> tuple[list
                 ledger.advance()
         elif ledger.taken > ledger.trained:
             ledger.advance()
+        graded = {number: useful(number) for number in drawn_at if number in ledger and number not in flying}
+        check_against_a_restored_one(ledger, graded)
         in_all = ledger.counts["trained"] + sum(ledger.counts[why] for why in DROPPED)
         assert ledger.counts["drawn"] == in_all + ledger.in_flight + ledger.graded, "a group is lost or counted twice"
         assert ledger.in_flight == len(flying)

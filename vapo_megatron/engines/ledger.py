@@ -6,9 +6,10 @@ step (`StepRule.any_order`) it trains those that are finished. No input and no o
 asks it for room, draws, and tells it what has come back.
 """
 
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 FILLED = "filled"  # trained on for want of others, without signal
@@ -17,6 +18,7 @@ NO_SIGNAL = "no_signal"  # dynamic sampling: all of its responses are right, or 
 SURPLUS = "surplus"  # the step had enough; its prompt is drawn again
 STALE = "stale"  # drawn more steps ago than is allowed
 DROPPED = (NO_SIGNAL, SURPLUS, STALE)
+_USEFUL, _IN_FLIGHT = "useful", "in_flight"
 
 
 @dataclass(frozen=True)
@@ -62,17 +64,47 @@ class GroupRecord:
 
 @dataclass
 class _Part:
-    """The records that one step looks through, in order. full: they are all that it needs."""
+    """The records that one step looks through, in order, counted by kind. full: they are all that it needs."""
 
-    useful: list[GroupRecord] = field(default_factory=list)
-    spare: list[GroupRecord] = field(default_factory=list)
-    stale: list[GroupRecord] = field(default_factory=list)
-    in_flight: int = 0
-    full: bool = False
+    rule: StepRule
+    step: int
+    records: deque[GroupRecord] = field(default_factory=deque)
+    counts: Counter[str] = field(default_factory=Counter)
 
     @property
-    def length(self) -> int:
-        return len(self.useful) + len(self.spare) + len(self.stale) + self.in_flight
+    def full(self) -> bool:
+        is_drawn = self.rule.most_draws is not None and len(self.records) - self.counts[STALE] >= self.rule.most_draws
+        return is_drawn or self.counts[_USEFUL] >= self.rule.groups
+
+    def kind(self, record: GroupRecord) -> str:
+        """What is not graded counts as not useful."""
+        if not record.graded:
+            return _IN_FLIGHT
+        if self.step - 1 - record.drawn_at > self.rule.oldest:
+            return STALE
+        return _USEFUL if record.useful else NO_SIGNAL
+
+    def of_kind(self, kind: str) -> list[GroupRecord]:
+        return [record for record in self.records if self.kind(record) == kind]
+
+    def append(self, record: GroupRecord) -> None:
+        self.records.append(record)
+        self.counts[self.kind(record)] += 1
+
+    def cut(self) -> list[GroupRecord]:
+        """Takes off, from the end, the records behind the one that makes the part full; the last one first."""
+        cut = []
+        while self.full:
+            cut.append(self.records.pop())
+            self.counts[self.kind(cut[-1])] -= 1
+        if cut:
+            self.append(cut.pop())  # the one that makes it full
+        return cut
+
+    def prepend(self, records: Iterable[GroupRecord]) -> None:
+        for record in records:
+            self.records.appendleft(record)
+            self.counts[self.kind(record)] += 1
 
 
 class Ledger:
@@ -89,7 +121,9 @@ class Ledger:
         self.rule, self.next, self.trained, self.taken = rule, first, step, step
         self.counts: Counter[str] = Counter()
         self._records: dict[int, GroupRecord] = {}  # in the order of their numbers
-        self._known: list[_Part] | None = None  # _parts(), until something changes: it goes through all records
+        self._in_flight = 0
+        # _parts(), which goes through all records: kept up to date by draw() and grade(), made anew after the rest.
+        self._known: list[_Part] | None = None
 
     def __contains__(self, number: int) -> bool:
         """Whether a group is drawn and neither trained nor dropped."""
@@ -98,12 +132,12 @@ class Ledger:
     @property
     def first(self) -> int:
         """Number of the oldest group that is neither trained nor dropped."""
-        return min(self._records, default=self.next)
+        return next(iter(self._records), self.next)
 
     @property
     def in_flight(self) -> int:
         """Groups that are drawn and not graded."""
-        return sum(not record.graded for record in self._records.values())
+        return self._in_flight
 
     @property
     def graded(self) -> int:
@@ -116,25 +150,38 @@ class Ledger:
         left = self._open - sum(part.full for part in parts)
         if left == 0:
             return 0
-        begun = parts[-1] if parts and not parts[-1].full else _Part()
-        wanted = left * rule.groups - len(begun.useful)
+        begun = parts[-1] if parts and not parts[-1].full else _Part(rule, 0)
+        wanted = left * rule.groups - begun.counts[_USEFUL]
         room = max(1, round(wanted * rule.oversampling)) - self.in_flight
         if rule.most_draws is not None:
-            room = min(room, left * rule.most_draws - begun.length + len(begun.stale))
+            room = min(room, left * rule.most_draws - len(begun.records) + begun.counts[STALE])
         return max(0, room)
 
     def draw(self) -> int:
         """Count one more group in; its number."""
-        number, self._known = self.next, None
-        self._records[number] = GroupRecord(number, self.trained)
+        number = self.next
+        record = self._records[number] = GroupRecord(number, self.trained)
+        self._in_flight += 1
+        if self._known is not None:
+            self._add(self._known, record)
         self.counts["drawn"] += 1
         self.next += 1
         return number
 
     def grade(self, number: int, useful: bool) -> None:
         """A group has come back."""
-        self._known = None
-        self._records[number].graded, self._records[number].useful = True, useful
+        record, parts = self._records[number], self._known or ()
+        position = next((i for i, part in enumerate(parts) if part.records[-1].number >= number), None)
+        self._in_flight -= not record.graded
+        if position is None or record.graded:
+            self._known = None if record.graded else self._known
+            record.graded, record.useful = True, useful
+            return
+        part = parts[position]
+        record.graded, record.useful = True, useful
+        part.counts.update({_IN_FLIGHT: -1, part.kind(record): 1})
+        if part.counts[_USEFUL] >= self.rule.groups or part.kind(record) == STALE:
+            self._settle(position)
 
     def surplus(self) -> list[int]:
         """Take out the groups that no step can need any more, whatever is still to come; their numbers.
@@ -144,7 +191,8 @@ class Ledger:
         parts = self._parts()
         if self.rule.any_order or self.rule.windows > 1 or sum(part.full for part in parts) < self._open:
             return []
-        gone = list(self._records)[sum(part.length for part in parts) :]
+        unneeded = len(self._records) - sum(len(part.records) for part in parts)
+        gone = list(islice(reversed(self._records), unneeded))[::-1]
         self._drop(gone, SURPLUS)
         if gone:
             self.next = gone[0]
@@ -163,8 +211,8 @@ class Ledger:
         parts = self._parts()
         if not parts or not parts[0].full:
             return False
-        enough = len(parts[0].useful) == self.rule.groups
-        return not parts[0].in_flight or (self.rule.any_order and enough)
+        enough = parts[0].counts[_USEFUL] == self.rule.groups
+        return not parts[0].counts[_IN_FLIGHT] or (self.rule.any_order and enough)
 
     def take(self, go_on: Collection[int] = ()) -> list[int]:
         """The numbers of the next step's groups, useful ones first; what else it looked through is dropped.
@@ -172,15 +220,17 @@ class Ledger:
         Call it when is_ready(). go_on: groups that are not finished; those that are taken are in flight again.
         """
         part, self._known = self._parts()[0], None
-        fill = part.spare[: self.rule.groups - len(part.useful)]
-        taken = [record.number for record in (*part.useful, *fill)]
+        useful, spare, stale = (part.of_kind(kind) for kind in (_USEFUL, NO_SIGNAL, STALE))
+        fill = spare[: self.rule.groups - len(useful)]
+        taken = [record.number for record in (*useful, *fill)]
         finished = [number for number in taken if number not in go_on]
         for number in finished:
             del self._records[number]
         for number in set(taken).difference(finished):
             self._records[number].graded = False
-        self._drop([record.number for record in part.spare[len(fill) :]], NO_SIGNAL)
-        self._drop([record.number for record in part.stale], STALE)
+            self._in_flight += 1
+        self._drop([record.number for record in spare[len(fill) :]], NO_SIGNAL)
+        self._drop([record.number for record in stale], STALE)
         self.taken += 1
         self.counts["trained"] += len(finished)
         self.counts[FILLED] += len(fill)
@@ -207,6 +257,7 @@ class Ledger:
             number: GroupRecord(number, drawn_at, number in useful, useful.get(number, False))
             for number, drawn_at in sorted(kept.items())
         }
+        self._in_flight = sum(not record.graded for record in self._records.values())
         self.counts, self.next = Counter(state["counts"]), max(state["next"], first)
         self.counts[STALE] += len(state["drawn_at"]) - len(kept)
         return [number for number in kept if number not in useful]
@@ -214,7 +265,7 @@ class Ledger:
     def _drop(self, numbers: list[int], reason: str) -> None:
         self._known = None
         for number in numbers:
-            del self._records[number]
+            self._in_flight -= not self._records.pop(number).graded
         self.counts[reason] += len(numbers)
 
     @property
@@ -223,23 +274,37 @@ class Ledger:
         return min(self.trained + 1 + self.rule.staleness, self.rule.steps) - self.taken
 
     def _parts(self) -> list[_Part]:
-        """What the open steps look through as far as it is known: what is not graded counts as not useful."""
-        if self._known is not None:
-            return self._known
-        parts: list[_Part] = []
-        for record in self._records.values():
-            if not parts or parts[-1].full:
-                if len(parts) == self._open:
+        """What the open steps look through as far as it is known."""
+        if self._known is None:
+            self._known = []
+            for record in self._records.values():
+                if not self._add(self._known, record):
                     break
-                parts.append(_Part())
-            part, step = parts[-1], self.taken + len(parts)
-            if not record.graded:
-                part.in_flight += 1
-            elif step - 1 - record.drawn_at > self.rule.oldest:
-                part.stale.append(record)
-            else:
-                (part.useful if record.useful else part.spare).append(record)
-            drawn = self.rule.most_draws is not None and part.length - len(part.stale) == self.rule.most_draws
-            part.full = drawn or len(part.useful) == self.rule.groups
-        self._known = parts
-        return parts
+        return self._known
+
+    def _add(self, parts: list[_Part], record: GroupRecord) -> bool:
+        """Give the record that was drawn last to the step that is not full yet; False where every open step is."""
+        if not parts or parts[-1].full:
+            if len(parts) >= self._open:
+                return False
+            parts.append(_Part(self.rule, self.taken + len(parts) + 1))
+        parts[-1].append(record)
+        return True
+
+    def _settle(self, position: int) -> None:
+        """A graded group may complete a part before its last record: the rest belongs to the steps that follow.
+
+        A record moves towards later steps alone, so that all moves of a run are at most its groups times open steps.
+        """
+        parts = self._known
+        assert parts is not None
+        if parts[position].counts[STALE] and self.rule.most_draws is not None:
+            self._known = None  # it makes room for a record of a later step: rare
+            return
+        while cut := parts[position].cut():
+            position += 1
+            if position == len(parts):
+                if position >= self._open:
+                    return
+                parts.append(_Part(self.rule, self.taken + position + 1))
+            parts[position].prepend(cut)
