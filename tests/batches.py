@@ -1,8 +1,10 @@
 """Random responses as a rollout brings them, for tests that train on them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from hf_models import VOCAB
@@ -22,11 +24,15 @@ def random_sequences(count: int, length: int, vocab_size: int, seed: int) -> lis
 
 
 def make_batch(
-    lengths: Sequence[tuple[int, int]] = LENGTHS, highest: float = -4.0, spread: float = 0.0
+    lengths: Sequence[tuple[int, int]] = LENGTHS,
+    highest: float = -4.0,
+    spread: float = 0.0,
+    observed: Mapping[int, tuple[int, int]] | None = None,
 ) -> ExperienceBatch:
     """Groups of one response each, every second one correct and rewarded.
 
-    Rollout log-probs lie evenly between highest and highest - spread.
+    Rollout log-probs lie evenly between highest and highest - spread. observed: by sample, after how many response
+    tokens it is given how many tokens of an observation.
     """
     generator = torch.Generator().manual_seed(5)
     samples = []
@@ -34,10 +40,20 @@ def make_batch(
         ids = torch.randint(0, VOCAB, (p + r,), generator=generator).tolist()
         prompt, correct = Prompt(str(group), "", "", tuple(ids[:p])), group % 2 == 1
         logprobs = (highest - spread * torch.rand(r, generator=generator)).tolist()
-        samples.append(
-            Sample(prompt, group, 0, 0, ids[p:], logprobs, "stop", 0, 0, reward=float(correct), correct=correct)
-        )
+        sample = Sample(prompt, group, 0, 0, ids[p:], logprobs, "stop", 0, 0, reward=float(correct), correct=correct)  # type: ignore[arg-type]
+        samples.append(with_observation(sample, *observed[group]) if observed and group in observed else sample)
     return from_samples(samples)
+
+
+def with_observation(sample: Sample, after: int, count: int) -> Sample:
+    """A sample that is given `count` tokens after its first `after` ones; their log-probs are nobody's."""
+    places = np.full(count, after)
+    return replace(
+        sample,
+        response_ids=np.insert(sample.response_ids, places, np.arange(count) % 7),
+        rollout_logprobs=np.insert(sample.rollout_logprobs, places, -99.0),
+        loss_mask=np.insert(np.ones(len(sample.response_ids), dtype=bool), places, False),
+    )
 
 
 def spread(batch: ExperienceBatch) -> ShardedBatch:

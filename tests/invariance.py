@@ -37,6 +37,8 @@ from vapo_megatron.weights.spec import read_spec
 # Prompt and response tokens. Every second sample is rewarded: those with responses of one or two tokens, fewer than the
 # context-parallel ranks that share them.
 LENGTHS = [(5, 9), (3, 1), (1, 30), (7, 2), (2, 17), (1, 1), (4, 4)]
+# Observations in samples: before the first, between, and after the last token of a response.
+OBSERVED = {0: (0, 2), 4: (5, 3), 5: (1, 2)}
 STEPS = 3
 # Where a gradient is near 0, AdamW divides rounding errors by eps: a small one would magnify them.
 OPTIMIZER = OptimizerSettings(lr=1e-2, warmup_steps=0, eps=1e-3)
@@ -96,7 +98,7 @@ class Split:
 def make_batch() -> ExperienceBatch:
     """Seven samples, three of them correct, with the log-probs, values and advantages that a rollout has."""
     generator = torch.Generator().manual_seed(6)
-    batch = batches.make_batch(LENGTHS, highest=-2.0, spread=6.0)
+    batch = batches.make_batch(LENGTHS, highest=-2.0, spread=6.0, observed=OBSERVED)
     bounds, total = batch.response_cu_seqlens, batch.response_tokens
     values = torch.rand(total, generator=generator) * 0.5
     # The reward is on the last token alone: a layout that loses that token loses the reward.

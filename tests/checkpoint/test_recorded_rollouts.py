@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from batches import with_observation
 from damage import flip
 
 from vapo_megatron.checkpoint.manifest import (
@@ -25,8 +26,8 @@ from vapo_megatron.errors import BadInput
 from vapo_megatron.training.value_pretraining import Targets
 
 
-def some_samples(seed: int, groups: int, size: int = 3, longest: int = 30) -> list[Sample]:
-    """Graded samples of random lengths, tokens, log-probs and grades."""
+def some_samples(seed: int, groups: int, size: int = 3, longest: int = 30, observed: bool = False) -> list[Sample]:
+    """Graded samples of random lengths, tokens, log-probs and grades, with observations where asked for."""
     rng = random.Random(seed)
     samples = []
     for group in range(groups):
@@ -36,7 +37,7 @@ def some_samples(seed: int, groups: int, size: int = 3, longest: int = 30) -> li
             ids, logprobs = [rng.randrange(99) for _ in range(n)], [-rng.random() for _ in range(n)]
             reason = "length" if rng.random() < 0.3 else "stop"
             made = Sample(prompt, group, index, 0, ids, logprobs, reason, 0, 0, reward=float(correct), correct=correct)  # type: ignore[arg-type]
-            samples.append(made)
+            samples.append(with_observation(made, n // 2, index) if observed and index else made)
     return samples
 
 
@@ -71,7 +72,7 @@ def assert_same(found: ExperienceBatch, expected: ExperienceBatch) -> None:
 
 @pytest.fixture
 def rollouts() -> list[list[Sample]]:
-    return [some_samples(seed, groups) for seed, groups in ((1, 4), (2, 1), (3, 5))]
+    return [some_samples(seed, groups, observed=seed == 2) for seed, groups in ((1, 4), (2, 1), (3, 5))]
 
 
 def test_what_is_selected_is_what_memory_would_give(tmp_path: Path, rollouts: list[list[Sample]]) -> None:

@@ -13,11 +13,13 @@ from vapo_megatron.data.sample import Prompt, Sample
 def full_batch() -> ExperienceBatch:
     """Every field is there; each element of a field is a number of its own."""
     batch = make_batch()
-    sizes = {"response_tokens": batch.response_tokens, "samples": batch.samples}
+    sizes = {"response_tokens": batch.response_tokens, "samples": batch.samples, "tokens": len(batch.tokens)}
     for f in fields(batch):
         if f.name == "routed_experts":
             rows = int(batch.cu_seqlens[-1]) - batch.samples
             batch.routed_experts = torch.arange(rows * 2, dtype=torch.int16).view(rows, 2)
+        elif f.name == "observation_lengths":
+            batch.observation_lengths = torch.zeros(batch.samples, dtype=torch.int64)
         elif getattr(batch, f.name) is None:
             count = torch.arange(sizes[f.metadata["over"]])
             of_dtype = {torch.bool: count % 2 == 0, torch.int64: count}
@@ -31,6 +33,7 @@ def parts(batch: ExperienceBatch, name: str) -> list[list[float]]:
     prompts, responses = zip(*LENGTHS, strict=True)
     sizes = {
         "tokens": [p + r for p, r in LENGTHS],
+        "loss_mask": [p + r for p, r in LENGTHS],
         "routed_experts": [p + r - 1 for p, r in LENGTHS],
         "cu_seqlens": [p + r for p, r in LENGTHS],
         "response_cu_seqlens": list(responses),
@@ -107,7 +110,7 @@ def test_neighbours_are_taken_without_a_copy() -> None:
 def test_what_no_phase_has_filled_in_stays_away() -> None:
     part = make_batch().select([1, 2])
     assert part.values is None and part.selected is None and "returns" not in part.tensors()
-    assert set(full_batch().rollout_tensors()) == set(part.tensors())
+    assert set(full_batch().rollout_tensors()) == {*part.tensors(), "loss_mask", "observation_lengths"}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from batches import spread, whole_of
+from batches import spread, whole_of, with_observation
 from ranks import run_ranks
 
 from vapo_megatron.config.algorithm import AlgorithmConfig
@@ -40,7 +40,7 @@ def rollout() -> ExperienceBatch:
             sample.rollout_logprobs = -random.random(n, dtype=np.float32)
             sample.finish_reason = "length" if random.random() < 0.2 else "stop"
             sample.reward, sample.correct = (1.0 if right else -1.0), right
-            samples.append(sample)
+            samples.append(with_observation(sample, n // 2, index) if index and group % 2 else sample)
     batch, generator = from_samples(samples), torch.Generator().manual_seed(2)
 
     def noise() -> torch.Tensor:
@@ -75,7 +75,16 @@ def passes(layout: LayoutConfig) -> Any:
         mine = [samples[place] for place in part.mine.tolist()]
         computed.append(mine)
         expected = whole.select(mine)
-        for name in ("tokens", "rollout_logprobs", "values", "old_logprobs", "rewards", "cu_seqlens", "group_ids"):
+        for name in (
+            "tokens",
+            "loss_mask",
+            "rollout_logprobs",
+            "values",
+            "old_logprobs",
+            "rewards",
+            "cu_seqlens",
+            "group_ids",
+        ):
             wrong += [name] * (not torch.equal(part.batch.tensors()[name], expected.tensors()[name]))
         assert part.batch.advantages is None and part.batch.entropies is None
         assert part.share.of == len(samples) and list(part.share) == list(range(len(mine)))

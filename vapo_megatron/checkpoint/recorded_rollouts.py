@@ -26,7 +26,7 @@ from vapo_megatron.errors import BadInput
 
 # On the disk: token and rollout log-prob.
 BYTES_PER_TOKEN = 8
-_OVER_TOKENS = ("tokens", "rollout_logprobs")
+_OVER_TOKENS = ("tokens", "rollout_logprobs", "loss_mask")
 
 
 class RecordedRollouts:
@@ -48,6 +48,7 @@ class RecordedRollouts:
         self.files: dict[str, FileFacts] = {}
         self._tokens: list[Tensor] = []
         self._logprobs: list[Tensor] = []
+        self._masks: list[Tensor | None] = []
         none = torch.zeros(0, dtype=torch.int64)
         # Of each sample: its file, and where it and its response begin there.
         self._file = self._start = self._response_start = self.prompt_ids = none
@@ -70,6 +71,7 @@ class RecordedRollouts:
         self.files[name] = facts
         self._tokens.append(rollout.tokens)
         self._logprobs.append(rollout.rollout_logprobs)
+        self._masks.append(rollout.loss_mask)
         self._file = torch.cat((self._file, file))
         self._start = torch.cat((self._start, rollout.cu_seqlens[:-1]))
         self._response_start = torch.cat((self._response_start, rollout.response_cu_seqlens[:-1]))
@@ -77,16 +79,27 @@ class RecordedRollouts:
         self.table = self.table.followed_by(table)
 
     def tokens_of(self, samples: Tensor) -> dict[str, Tensor]:
-        """Tokens and rollout log-probs of some samples, in memory of their own."""
+        """Tokens, rollout log-probs and, where any has observations, the loss mask of some samples: a copy."""
         responses, lengths, files = (
             self.table.response_lengths[samples],
             self.table.lengths[samples],
             self._file[samples],
         )
-        return {
+        tensors = {
             "tokens": _joined(self._tokens, files, self._start[samples], lengths),
             "rollout_logprobs": _joined(self._logprobs, files, self._response_start[samples], responses),
         }
+        if self.table.observation_lengths is not None:
+            rows = zip(samples.tolist(), files.tolist(), self._start[samples].tolist(), lengths.tolist(), strict=True)
+            masks = [self._mask(*row) for row in rows]
+            tensors["loss_mask"] = torch.cat([torch.zeros(0, dtype=torch.bool), *masks])
+        return tensors
+
+    def _mask(self, sample: int, file: int, start: int, length: int) -> Tensor:
+        mask = self._masks[file]
+        if mask is not None:
+            return mask[start : start + length]
+        return torch.arange(length) >= self.table.prompt_lengths[sample]
 
 
 def _joined(sources: Sequence[Tensor], files: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:

@@ -1,5 +1,9 @@
 """Samples as flat tensors, and what goes by samples alone.
 
+Response tokens are those that the policy wrote. Tokens that it was given on the way (observations: a tool's output, the
+user's next message) are part of the sequence that models read and of nothing else: they have no place in tensors over
+response tokens, so that no loss, no denominator, no length and no metric counts them, and GAE steps over them.
+
 Everything that algorithms see of a rollout is a table over response tokens with `cu_seqlens`. A rank holds some of the
 samples of a rollout as an ExperienceBatch, and of all of them what goes by samples (SampleTable): denominators and
 mini-batches are computed on every rank from the same numbers, and no parallel layout can change them.
@@ -22,6 +26,8 @@ from vapo_megatron.data.sample import Sample
 #   samples          S
 #   offsets          S + 1, where each sample's part begins and the last one ends
 Over = Literal["tokens", "positions", "response_tokens", "samples", "offsets"]
+# The fields that say which tokens are observations.
+_OBSERVED = ("loss_mask", "observation_lengths")
 
 
 def _over(over: Over, dtype: torch.dtype | None) -> dict[str, Any]:
@@ -34,7 +40,7 @@ class ExperienceBatch:
     """S samples with N tokens in all, T of them response tokens. CPU tensors.
 
     Attributes:
-        tokens: int32 [N], prompt and response of each sample.
+        tokens: int32 [N], prompt, response and observations of each sample.
         cu_seqlens: int64 [S+1], where each sample begins in `tokens`.
         prompt_lengths: int64 [S].
         response_cu_seqlens: int64 [S+1], where each response begins in tensors over response tokens.
@@ -45,6 +51,8 @@ class ExperienceBatch:
         group_ids: int64 [S], samples of one prompt share one.
         window_starts: int64 [S], the first response token that the policy was not trained on in an earlier step; None
             where responses come whole. Those that go on are truncated then, and no others.
+        loss_mask: bool [N], the response tokens among all; None where no sample has an observation.
+        observation_lengths: int64 [S], tokens of each sample that are neither prompt nor response; None with loss_mask.
         routed_experts: the experts that the engine chose, uint8 or int16 [N - S, layers * experts per token], a row for
             each token but a sample's last; None where they were not asked for.
 
@@ -77,6 +85,8 @@ class ExperienceBatch:
     truncated: Tensor = field(metadata=_over("samples", torch.bool))
     group_ids: Tensor = field(metadata=_over("samples", torch.int64))
     window_starts: Tensor | None = field(default=None, metadata=_over("samples", torch.int64))
+    loss_mask: Tensor | None = field(default=None, metadata=_over("tokens", torch.bool))
+    observation_lengths: Tensor | None = field(default=None, metadata=_over("samples", torch.int64))
     routed_experts: Tensor | None = field(default=None, metadata=_over("positions", None))
     greedy_rewards: Tensor | None = field(default=None, metadata=_over("samples", torch.float32))
     old_logprobs: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
@@ -119,8 +129,15 @@ class ExperienceBatch:
 
     @property
     def lengths(self) -> Tensor:
-        """int64 [S], prompt and response."""
+        """int64 [S], prompt, response and observations."""
         return self.cu_seqlens.diff()
+
+    def response_places(self, sample: int) -> Tensor:
+        """Where a sample's response tokens stand among its own tokens, int64, ascending."""
+        if self.loss_mask is None:
+            prompt = int(self.prompt_lengths[sample])
+            return torch.arange(prompt, int(self.cu_seqlens[sample + 1] - self.cu_seqlens[sample]))
+        return self.loss_mask[int(self.cu_seqlens[sample]) : int(self.cu_seqlens[sample + 1])].nonzero().squeeze(1)
 
     def table(self) -> "SampleTable":
         """What goes by samples."""
@@ -161,8 +178,9 @@ class ExperienceBatch:
         return {f.name: tensor for f in fields(self) if (tensor := getattr(self, f.name)) is not None}
 
     def rollout_tensors(self) -> dict[str, Tensor]:
-        """The fields that every batch has: what was sampled and graded, without routed_experts."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.default is MISSING}
+        """What was sampled and graded, without routed_experts."""
+        names = [f.name for f in fields(self) if f.default is MISSING]
+        return {name: tensor for name, tensor in self.tensors().items() if name in (*names, *_OBSERVED)}
 
     def _bounds(self, over: Over) -> Tensor:
         """Where each sample begins in a tensor over tokens, positions or response tokens, int64 [S + 1]."""
@@ -191,6 +209,7 @@ class SampleTable:
     truncated: Tensor
     group_ids: Tensor
     window_starts: Tensor | None = None
+    observation_lengths: Tensor | None = None
     greedy_rewards: Tensor | None = None
     baselines: Tensor | None = None
     shaped_rewards: Tensor | None = None
@@ -204,8 +223,9 @@ class SampleTable:
 
     @property
     def lengths(self) -> Tensor:
-        """int64 [S], prompt and response."""
-        return self.prompt_lengths + self.response_lengths
+        """int64 [S], prompt, response and observations."""
+        lengths = self.prompt_lengths + self.response_lengths
+        return lengths if self.observation_lengths is None else lengths + self.observation_lengths
 
     @property
     def new_lengths(self) -> Tensor:
@@ -223,7 +243,13 @@ class SampleTable:
     def followed_by(self, other: "SampleTable") -> "SampleTable":
         """The samples of both, with the fields that every table has."""
         names = [f.name for f in fields(self) if f.default is MISSING]
-        return SampleTable(*(torch.cat((getattr(self, name), getattr(other, name))) for name in names))
+        joined = SampleTable(*(torch.cat((getattr(self, name), getattr(other, name))) for name in names))
+        observed = [table.observation_lengths for table in (self, other)]
+        if any(lengths is not None for lengths in observed):
+            filled = zip(observed, (self, other), strict=True)
+            parts = [torch.zeros_like(t.prompt_lengths) if lengths is None else lengths for lengths, t in filled]
+            joined.observation_lengths = torch.cat(parts)
+        return joined
 
     def batch(self, **over_tokens: Tensor) -> ExperienceBatch:
         """All of them, with what goes by their tokens."""
@@ -250,21 +276,28 @@ def from_samples(samples: Sequence[Sample]) -> ExperienceBatch:
 
     Their routed_experts move into the batch: samples have none any more.
     """
-    starts = [s.window_start for s in samples if s.window_start is not None]
+    masks = [np.ones(len(s.response_ids), dtype=np.bool_) if s.loss_mask is None else s.loss_mask for s in samples]
+    observed = any(s.loss_mask is not None for s in samples)
+    pairs = list(zip(samples, masks, strict=True))
+    starts = [int(mask[: s.window_start].sum()) for s, mask in pairs if s.window_start is not None]
     prompts = torch.tensor([len(s.prompt.token_ids) for s in samples])
-    responses = torch.tensor([len(s.response_ids) for s in samples])
+    responses = torch.tensor([int(mask.sum()) for mask in masks])
+    observations = torch.tensor([len(mask) for mask in masks]) - responses
     tokens = [part for s in samples for part in (np.array(s.prompt.token_ids, dtype=np.int32), s.response_ids)]
+    places = [part for s, mask in pairs for part in (np.zeros(len(s.prompt.token_ids), dtype=np.bool_), mask)]
     return ExperienceBatch(
         tokens=torch.from_numpy(np.concatenate(tokens)),
-        cu_seqlens=offsets(prompts + responses),
+        cu_seqlens=offsets(prompts + responses + observations),
         prompt_lengths=prompts,
         response_cu_seqlens=offsets(responses),
-        rollout_logprobs=torch.from_numpy(np.concatenate([s.rollout_logprobs for s in samples])),
+        rollout_logprobs=torch.from_numpy(np.concatenate([s.rollout_logprobs[mask] for s, mask in pairs])),
         rewards=torch.tensor([s.reward for s in samples], dtype=torch.float32),
         correct=torch.tensor([bool(s.correct) for s in samples]),
         truncated=torch.tensor([s.goes_on if starts else s.truncated for s in samples]),
         group_ids=torch.tensor([s.group for s in samples]),
         window_starts=torch.tensor(starts) if starts else None,
+        loss_mask=torch.from_numpy(np.concatenate(places)) if observed else None,
+        observation_lengths=observations if observed else None,
         routed_experts=_take_experts(samples),
     )
 

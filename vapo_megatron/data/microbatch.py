@@ -110,9 +110,8 @@ def pack(
         tokens = batch.tokens[int(batch.cu_seqlens[sample]) : int(batch.cu_seqlens[sample + 1])].long()
         ids[start : start + n] = tokens[:-1]
         labels[start : start + n] = tokens[1:]
-        first = start + int(batch.prompt_lengths[sample]) - 1
         response = torch.arange(int(batch.response_cu_seqlens[sample]), int(batch.response_cu_seqlens[sample + 1]))
-        response_index[first : first + len(response)] = response
+        response_index[start - 1 + batch.response_places(sample)] = response
         chosen = batch.sample_experts(sample)
         if experts is not None and chosen is not None:
             experts[start : start + n] = chosen

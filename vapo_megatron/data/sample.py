@@ -43,6 +43,8 @@ class Sample:
     that the engine chose for each token but the last: uint8 or int16 [prompt + response - 1, layers * experts per
     token]. window_start, with rollout.windows, is the first token that the policy has not been trained on yet.
     engine is the URL of the server that wrote it; empty where several did.
+    loss_mask, bool [response], is False on tokens that the policy did not write but was given on the way, such as a
+    tool's output: nothing is learnt from them, and their rollout_logprobs are not read. None: it wrote all of them.
     A sample equals itself alone.
     """
 
@@ -65,10 +67,18 @@ class Sample:
     versions: tuple[tuple[int, int], ...] = ()
     window_start: int | None = None
     engine: str = ""
+    loss_mask: NDArray[np.bool_] | None = None
 
     def __post_init__(self) -> None:
         self.response_ids = np.asarray(self.response_ids, dtype=np.int32)
         self.rollout_logprobs = np.asarray(self.rollout_logprobs, dtype=np.float32)
+        if self.loss_mask is not None:
+            self.loss_mask = np.asarray(self.loss_mask, dtype=np.bool_)
+            if self.loss_mask.shape != self.response_ids.shape or not self.loss_mask.any():
+                raise ValueError(
+                    f"sample {self.group}/{self.index}: its loss mask is {int(self.loss_mask.sum())} of "
+                    f"{len(self.loss_mask)} tokens, expected at least one of {len(self.response_ids)}"
+                )
 
     @property
     def truncated(self) -> bool:

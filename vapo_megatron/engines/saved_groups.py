@@ -26,6 +26,8 @@ def pack_groups(groups: Mapping[int, Sequence[Sample]]) -> bytes:
         for place, sample in enumerate(group):
             tensors[f"{number}/{place}/tokens"] = sample.response_ids
             tensors[f"{number}/{place}/logprobs"] = sample.rollout_logprobs
+            if sample.loss_mask is not None:
+                tensors[f"{number}/{place}/loss_mask"] = sample.loss_mask
     tensors["facts"] = np.frombuffer(json.dumps(facts).encode(), dtype=np.uint8)
     packed: bytes = save(tensors)
     return packed
@@ -55,6 +57,7 @@ def unpack_groups(
 def _sample(
     prompt: Prompt, tensors: dict[str, Any], place: str, fact: dict[str, Any], decode: Callable[[Sequence[int]], str]
 ) -> Sample:
-    ids, logprobs = tensors[f"{place}/tokens"], tensors[f"{place}/logprobs"]
+    ids, logprobs, mask = tensors[f"{place}/tokens"], tensors[f"{place}/logprobs"], tensors.get(f"{place}/loss_mask")
     fact["versions"] = tuple((version, count) for version, count in fact["versions"])
-    return Sample(prompt, 0, response_ids=ids, rollout_logprobs=logprobs, text=decode(ids.tolist()), **fact)
+    text = decode(ids.tolist())
+    return Sample(prompt, 0, response_ids=ids, rollout_logprobs=logprobs, loss_mask=mask, text=text, **fact)

@@ -48,11 +48,8 @@ def _graded_metrics(samples: SampleTable) -> dict[str, float]:
 def _repetition(batch: ExperienceBatch) -> float:
     """repeated_share of responses spread over the batch: of as many as take no time worth mentioning."""
     part = batch.select(range(0, batch.samples, -(-batch.samples // _REPETITION_SAMPLES)))
-    starts = (part.cu_seqlens[:-1] + part.prompt_lengths).repeat_interleave(part.response_lengths)
-    offsets = torch.arange(part.response_tokens) - part.response_cu_seqlens[:-1].repeat_interleave(
-        part.response_lengths
-    )
-    return repeated_share(part.tokens[starts + offsets], part.response_cu_seqlens)
+    written = torch.cat([part.cu_seqlens[sample] + part.response_places(sample) for sample in range(part.samples)])
+    return repeated_share(part.tokens[written], part.response_cu_seqlens)
 
 
 def policy_metrics(batch: ShardedBatch) -> dict[str, float]:

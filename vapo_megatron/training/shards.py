@@ -104,7 +104,7 @@ class ShardedBatch:
         plan, mesh = model.plan(whole.lengths, range(whole.samples)), model.mesh
         numbers = chosen.numpy()
         wanted = [numbers[plan.samples_of(d)] for d in range(mesh.dp_size)]
-        held = [*("routed_experts",) * model.replays, "tokens", "rollout_logprobs", *names]
+        held = [*("routed_experts",) * model.replays, "tokens", "loss_mask", "rollout_logprobs", *names]
         sent = {name: tensor for name in held if (tensor := getattr(self.own, name)) is not None}
         of_ranks = [wanted[mesh.dp_rank_of(rank)] for rank in range(self._ranks)]
         got = exchange(sent, _rows(self.table, sent), _held(self._homes), of_ranks)

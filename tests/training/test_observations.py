@@ -1,0 +1,125 @@
+"""Tokens that the policy was given and did not write: no loss, no length, no metric; GAE steps over them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from batches import make_batch, spread, with_observation
+
+from vapo_megatron.algorithms.gae import decoupled_gae, length_adaptive_lambda
+from vapo_megatron.config.algorithm import AlgorithmConfig
+from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.microbatch import Share, pack
+from vapo_megatron.data.sample import Prompt, Sample
+from vapo_megatron.engines.saved_groups import pack_groups, unpack_groups
+from vapo_megatron.monitoring import names
+from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.training.advantages import estimate_advantages
+from vapo_megatron.training.metrics import policy_metrics, rollout_metrics
+from vapo_megatron.training.shards import Part
+from vapo_megatron.training.updates import correct_for_rollout, policy_loss, value_loss_of
+
+LENGTHS = [(3, 4), (5, 9), (1, 30), (7, 2)]
+OBSERVED = {0: (0, 2), 1: (4, 6), 2: (30, 5)}
+
+
+def scored(observed: dict[int, tuple[int, int]] | None) -> ExperienceBatch:
+    batch, generator = make_batch(LENGTHS, spread=2.0, observed=observed), torch.Generator().manual_seed(1)
+    batch.values = torch.rand(batch.response_tokens, generator=generator)
+    batch.old_logprobs = batch.rollout_logprobs + 0.3 * torch.randn(batch.response_tokens, generator=generator)
+    batch.entropies = torch.rand(batch.response_tokens, generator=generator)
+    return batch
+
+
+def step(observed: dict[int, tuple[int, int]] | None, config: AlgorithmConfig) -> tuple[Part, dict[str, float]]:
+    whole = spread(scored(observed))
+    with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
+        recorder.add(rollout_metrics(whole.own) | policy_metrics(whole))
+        estimate_advantages(whole, config, recorder)
+        correct_for_rollout(whole, config.importance_sampling, recorder)
+        row = recorder.write(1)
+    part = Part(whole.own, Share([[0, 1, 2, 3]], 4), whole.table, torch.arange(4), [])
+    return part, {name: value for name, value in row.items() if not name.startswith(("time/", "memory/"))}
+
+
+@pytest.mark.parametrize("estimator", ["gae", "grpo", "reinforce_pp"])
+def test_observations_change_nothing_but_what_models_read(estimator: str) -> None:
+    settings: dict[str, Any] = {
+        "advantage": {"estimator": estimator, "gamma": 0.97, "whiten": "full"},
+        "policy_loss": {"positive_nll": {"coef": 0.1}},
+        "importance_sampling": {"kind": "tis", "level": "geometric"},
+    }
+    if estimator != "reinforce_pp":
+        del settings["advantage"]["gamma" if estimator != "gae" else "whiten"]
+    config = AlgorithmConfig.model_validate(settings)
+    (plain, plain_row), (with_them, row) = step(None, config), step(OBSERVED, config)
+    assert row == plain_row and row[names.LENGTH] == 11.25
+    expected, found = policy_loss(plain, config), policy_loss(with_them, config)
+    for name in ("advantages", "weights", "nll_weights", "mean_weights", "importance"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert float(found.weights.sum()) == pytest.approx(1) and len(found.weights) == sum(r for _, r in LENGTHS)
+    if estimator == "gae":
+        assert torch.equal(
+            value_loss_of(with_them, config.value_loss).weights, value_loss_of(plain, config.value_loss).weights
+        )
+    assert with_them.batch.lengths.tolist() == [7 + 2, 14 + 6, 31 + 5, 9] == with_them.whole.lengths.tolist()
+
+
+def test_gae_is_that_of_all_tokens_with_the_mask() -> None:
+    """The formula of algorithms/gae.py, on the tokens as they stand in the sequence."""
+    config = AlgorithmConfig.model_validate({"advantage": {"gamma": 0.97, "length_adaptive_alpha": 0.3}})
+    batch = step(OBSERVED, config)[0].batch
+    assert batch.loss_mask is not None and batch.values is not None
+    begin = [int(start + prompt) for start, prompt in zip(batch.cu_seqlens, batch.prompt_lengths, strict=False)]
+    mask = torch.cat([batch.loss_mask[a:b] for a, b in zip(begin, batch.cu_seqlens[1:].tolist(), strict=True)])
+    bounds = torch.tensor([0, 6, 21, 56, 58])
+    values, rewards = torch.full((58,), 77.0), torch.full((58,), 55.0)
+    values[mask], rewards[mask] = batch.values, 0.0
+    rewards[[5, 20, 50, 57]] = batch.rewards
+    lam = length_adaptive_lambda(torch.tensor([4, 9, 30, 2]), 0.3)
+    advantages, returns = decoupled_gae(rewards, values, bounds, lam, 1.0, 0.97, mask)
+    assert batch.advantages is not None and torch.allclose(batch.advantages, advantages[mask], atol=1e-6)
+    assert batch.returns is not None and torch.allclose(batch.returns, returns[mask], atol=1e-6)
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_models_read_observations_and_speak_of_response_tokens_alone(cp: int) -> None:
+    batch = make_batch(LENGTHS, observed=OBSERVED)
+    assert batch.loss_mask is not None
+    written, seen = batch.tokens[batch.loss_mask], torch.zeros(batch.response_tokens, dtype=torch.int64)
+    for rank in range(cp):
+        micro = pack(batch, [2, 0, 3, 1], 2 * cp, 2 * cp, cp, rank)
+        spoken = micro.response_index >= 0
+        assert torch.equal(micro.labels[spoken], written[micro.response_index[spoken]].long())
+        seen[micro.response_index[spoken]] += 1
+    assert seen.tolist() == [1] * 45
+    micro = pack(batch, [0], 1, 1, 1, 0)
+    assert micro.ids.tolist() == batch.tokens[:8].tolist(), "observations are read"
+    assert micro.response_index.tolist() == [-1, -1, -1, -1, 0, 1, 2, 3]
+
+
+def test_a_saved_group_keeps_its_mask() -> None:
+    prompt = Prompt("0", "", "", (1, 2))
+    plain = Sample(prompt, 0, 0, 7, [3, 4], [-1.0, -2.0], "stop", 0, 0)  # type: ignore[arg-type]
+    packed = pack_groups({5: [plain, with_observation(plain, 1, 2)]})
+    (first, second) = unpack_groups(packed, lambda number: prompt, lambda ids: "text")[5]
+    assert first.loss_mask is None and second.loss_mask is not None
+    assert second.loss_mask.tolist() == [True, False, False, True] and second.response_ids.tolist() == [3, 0, 1, 4]
+
+
+def test_windows_begin_among_the_tokens_that_the_policy_wrote() -> None:
+    sample = Sample(Prompt("0", "", "", (1,)), 0, 0, 0, [3, 4, 5], [-1.0] * 3, "abort", 0, 0, reward=0.0)  # type: ignore[arg-type]
+    begun = with_observation(sample, 1, 2)
+    begun.window_start = 4
+    batch = from_samples([begun])
+    assert batch.window_starts is not None and batch.window_starts.tolist() == [2]
+    assert batch.table().new_lengths.tolist() == [1]
+
+
+@pytest.mark.parametrize("mask", [[True], [False, False]])
+def test_a_mask_of_another_length_or_without_a_token_is_refused(mask: list[bool]) -> None:
+    with pytest.raises(ValueError, match=r"sample 3/1: its loss mask is .* expected at least one of 2"):
+        Sample(Prompt("0", "", "", (1,)), 3, 1, 0, [3, 4], [-1.0] * 2, "stop", 0, 0, loss_mask=np.array(mask))  # type: ignore[arg-type]
