@@ -26,7 +26,7 @@ from vapo_megatron.config.model import ActorConfig, ModelConfig
 from vapo_megatron.data.balance import Cost, MicrobatchPlan, plan_microbatches
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.data.torchvision_ops import make_torchvision_importable
-from vapo_megatron.engines.weight_sync.probe import probe_batch
+from vapo_megatron.engines.weight_sync.logprob_difference import probe_batch
 from vapo_megatron.megatron.mesh import make_mesh
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.trainable import Trainable

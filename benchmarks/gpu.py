@@ -44,7 +44,7 @@ from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.errors import BadInput, RunFailed
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.trainable import Trainable
-from vapo_megatron.operations.plan.flops import forward_flops, training_flops
+from vapo_megatron.operations.plan.rollout import forward_flops, training_flops
 
 RECIPES = ("none", "tensorwise", "blockwise")
 # Dense BF16 FLOP/s by the makers' data sheets.

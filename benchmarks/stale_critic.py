@@ -25,8 +25,7 @@ from torch import Tensor
 
 from benchmarks.token_mdp import LONGEST, STATES, WORDS, Responses, TokenMdp
 from vapo_megatron.algorithms.gae import length_adaptive_lambda
-from vapo_megatron.algorithms.importance import inside, log_ratio_at, mis, tis, whole_responses
-from vapo_megatron.algorithms.off_policy import corrected_gae
+from vapo_megatron.algorithms.importance import corrected_gae, inside, log_ratio_at, mis, tis, whole_responses
 from vapo_megatron.algorithms.segments import segment_sum, to_tokens
 from vapo_megatron.config.atomic import atomic_write
 

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vapo_megatron.operations.report.curves import draw_panels
 from vapo_megatron.operations.report.panels import Curve, Panel
+from vapo_megatron.operations.report.report import draw_panels
 
 OUT = Path(__file__).parent / "images" / "healthy_and_unhealthy.png"
 # File, what it shows, and for every panel its title and columns.

@@ -65,7 +65,7 @@ ASK_FOR_THE_DEVICE = {
     "operations/doctor/checks.py",
     "operations/quantized_export.py",
     "engines/inside/broadcast_group.py",
-    "engines/weight_sync/ipc_handle.py",
+    "engines/weight_sync/transports.py",
     "engines/inside/strict_loading.py",
     "weights/export.py",
     "weights/gather.py",

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from vapo_megatron.command_line import run_app
-from vapo_megatron.config.converter_options import DtypeOption, ShardSizeOption, VerifyOption
+from vapo_megatron.config.tiny_model import DtypeOption, ShardSizeOption, VerifyOption
 from vapo_megatron.errors import BadInput, told_in_one_line
 from vapo_megatron.weights.model_files import read_config
 from vapo_megatron.weights.work_folder import check_absent

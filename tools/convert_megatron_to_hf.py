@@ -11,7 +11,7 @@ import typer
 
 from vapo_megatron.checkpoint.manifest import MANIFEST_FILE, check_contents, damaged, read_manifest
 from vapo_megatron.command_line import run_app
-from vapo_megatron.config.converter_options import DtypeOption, ShardSizeOption, VerifyOption
+from vapo_megatron.config.tiny_model import DtypeOption, ShardSizeOption, VerifyOption
 from vapo_megatron.errors import BadInput, told_in_one_line
 from vapo_megatron.weights.model_files import CARD_FILE
 from vapo_megatron.weights.work_folder import check_absent

@@ -121,7 +121,7 @@ def evaluate(
     from vapo_megatron.config.train import EvaluateConfig, TrainConfig
 
     if checkpoint:
-        from vapo_megatron.evaluation.evaluated_run import evaluation_of
+        from vapo_megatron.evaluation.check import evaluation_of
 
         settings = evaluation_of(load_config(TrainConfig, config, overrides or [], PRESETS), checkpoint)
     else:

@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 
 from examples.ablation.results import Figures
 from vapo_megatron.config.atomic import atomic_write
-from vapo_megatron.operations.report.curves import COLORS as PALETTE
-from vapo_megatron.operations.report.curves import GREY, INK, PAPER, STYLE
+from vapo_megatron.operations.report.report import COLORS as PALETTE
+from vapo_megatron.operations.report.report import GREY, INK, PAPER, STYLE
 
 DPI = 130
 BLUE, ORANGE, GREEN, PURPLE, RED = PALETTE[:5]

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms.baselines import leave_one_out
-from vapo_megatron.algorithms.critic_conclusion import MEANING, conclusion_of
 from vapo_megatron.algorithms.critic_probes import (
+    MEANING,
     Interval,
     Moments,
     Probes,
     bootstrap_weights,
+    conclusion_of,
     cross_fit,
     figures,
     horizon_figures,

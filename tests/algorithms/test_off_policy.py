@@ -8,8 +8,7 @@ from torch import Tensor
 
 from vapo_megatron.algorithms import importance
 from vapo_megatron.algorithms.gae import decoupled_gae, length_adaptive_lambda, segmented_gae
-from vapo_megatron.algorithms.off_policy import corrected_gae
-from vapo_megatron.algorithms.varying_scan import varying_suffix_scan
+from vapo_megatron.algorithms.importance import corrected_gae, varying_suffix_scan
 
 LENGTHS = [0, 1, 5, 16, 17, 300, 0, 2500, 33, 0]
 

@@ -6,7 +6,7 @@ from itertools import chain
 import pytest
 import torch
 
-from vapo_megatron.algorithms.repetition import repeated_share
+from vapo_megatron.algorithms.shaping import repeated_share
 
 
 def counted(responses: list[list[int]], n: int) -> float:

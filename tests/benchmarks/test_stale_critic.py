@@ -8,7 +8,7 @@ import torch
 from benchmarks.stale_critic import WAYS, block_bounds, estimate, interval, log_ratios, squared_bias_and_variance
 from benchmarks.token_mdp import LONGEST, STATES, TokenMdp
 from vapo_megatron.algorithms import importance
-from vapo_megatron.algorithms.off_policy import corrected_gae
+from vapo_megatron.algorithms.importance import corrected_gae
 from vapo_megatron.algorithms.segments import segment_sum
 
 

@@ -22,8 +22,7 @@ from vapo_megatron import logs
 from vapo_megatron.checkpoint import checkpointer as checkpoint
 from vapo_megatron.checkpoint import nodes
 from vapo_megatron.checkpoint.manifest import Manifest, file_facts
-from vapo_megatron.checkpoint.node_copies import NodeCopy
-from vapo_megatron.checkpoint.nodes import Nodes, fetch_files
+from vapo_megatron.checkpoint.nodes import NodeCopy, Nodes, fetch_files
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.errors import TryAgain
 from vapo_megatron.run import launch

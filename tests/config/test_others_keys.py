@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from vapo_megatron.config.others_keys import OURS, named_here
+from vapo_megatron.config.explain import OURS, named_here
 from vapo_megatron.config.suggest import known_keys
 from vapo_megatron.config.train import TrainConfig
 

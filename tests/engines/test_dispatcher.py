@@ -16,9 +16,8 @@ from vapo_megatron.engines.client import Completion
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.ledger import Ledger, StepRule
 from vapo_megatron.engines.request import GenerationRequest, GroupRequest
-from vapo_megatron.engines.saved_groups import pack_groups, unpack_groups
 from vapo_megatron.engines.server import EngineAddress
-from vapo_megatron.engines.stream import GroupStream, Work
+from vapo_megatron.engines.stream import GroupStream, Work, pack_groups, unpack_groups
 from vapo_megatron.errors import RunFailed, TryAgain
 
 SAMPLING = SamplingConfig(max_new_tokens=8)

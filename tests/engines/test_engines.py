@@ -17,12 +17,10 @@ from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.data.sample import Prompt
 from vapo_megatron.engines import placement
 from vapo_megatron.engines.engines import Engines
-from vapo_megatron.engines.node_part import NodePart
+from vapo_megatron.engines.node_part import BESIDE_MEETING, NodePart
 from vapo_megatron.engines.placement import ColocatedPlacement, EngineSettings
-from vapo_megatron.engines.ports import BESIDE_MEETING
 from vapo_megatron.engines.request import GenerationRequest
-from vapo_megatron.engines.weight_sync.logprob_difference import Limits, LogprobDifference
-from vapo_megatron.engines.weight_sync.probe import probe_batch
+from vapo_megatron.engines.weight_sync.logprob_difference import Limits, LogprobDifference, probe_batch
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.megatron.mesh import make_mesh
 from vapo_megatron.megatron.trainable import Trainable

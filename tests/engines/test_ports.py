@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.engines.ports import BESIDE_MEETING, BESIDE_SERVER, free_port
+from vapo_megatron.engines.node_part import BESIDE_MEETING, BESIDE_SERVER, free_port
 from vapo_megatron.engines.server import EngineServer
 from vapo_megatron.errors import TryAgain
 

@@ -17,9 +17,8 @@ from vapo_megatron.engines.client import Completion
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.ledger import Ledger, StepRule
 from vapo_megatron.engines.request import GroupRequest
-from vapo_megatron.engines.saved_groups import pack_groups, unpack_groups
 from vapo_megatron.engines.server import EngineAddress
-from vapo_megatron.engines.stream import GroupStream, Work
+from vapo_megatron.engines.stream import GroupStream, Work, pack_groups, unpack_groups
 from vapo_megatron.rewards.grading import TRUNCATED, grade_samples
 from vapo_megatron.rewards.pool import VerifierPool
 from vapo_megatron.training.rollout_times import age_metrics

@@ -11,7 +11,7 @@ from hf_models import read_tensors
 from ranks import run_ranks
 
 from vapo_megatron.config.model import ActorConfig, LayoutConfig, ModelConfig, OptimizerSettings
-from vapo_megatron.engines.weight_sync.probe import probe_batch
+from vapo_megatron.engines.weight_sync.logprob_difference import probe_batch
 from vapo_megatron.megatron.mesh import make_mesh
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.training.losses import NegativeLogLikelihood

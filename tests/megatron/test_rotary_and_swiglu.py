@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vapo_megatron.data.zigzag import local_positions
-from vapo_megatron.megatron.packed import longest_position, packed_sequences
-from vapo_megatron.megatron.rotary import RotaryTables, rotate
-from vapo_megatron.megatron.swiglu import swiglu
+from vapo_megatron.megatron.attention import RotaryTables, rotate
+from vapo_megatron.megatron.model import swiglu
+from vapo_megatron.megatron.schedule import longest_position, packed_sequences
 
 INV_FREQ = 10000.0 ** -(torch.arange(4) / 4)
 

@@ -18,8 +18,7 @@ from vapo_megatron import cli
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.operations.doctor import bandwidth, checks, command, together
-from vapo_megatron.operations.doctor.checks import Check, Examination, perform
-from vapo_megatron.operations.doctor.engine import check_engine
+from vapo_megatron.operations.doctor.checks import Check, Examination, check_engine, perform
 from vapo_megatron.operations.doctor.meeting import Meeting
 from vapo_megatron.operations.doctor.report import Line
 from vapo_megatron.operations.doctor.system import write_rate

@@ -16,12 +16,11 @@ from vapo_megatron.config.hardware import HardwareConfig
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.operations.doctor import bandwidth, checks, nvidia
-from vapo_megatron.operations.doctor.fabric import judge_ports, read_ports
 from vapo_megatron.operations.doctor.meeting import Meeting
 from vapo_megatron.operations.doctor.report import Line, NodeReport, as_json, broken_nodes, exit_code, from_json
-from vapo_megatron.operations.doctor.system import judge_limits
+from vapo_megatron.operations.doctor.system import judge_limits, judge_ports, read_ports
 from vapo_megatron.operations.doctor.together import judge_clock
-from vapo_megatron.operations.doctor.versions import MATRIX, check_versions
+from vapo_megatron.operations.doctor.toolkit import MATRIX, check_versions
 
 ROOT = Path(__file__).parents[2]
 H100 = HardwareConfig()

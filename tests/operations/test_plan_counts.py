@@ -12,10 +12,9 @@ from plans import hf_config, model_dir
 from torch.utils.flop_counter import FlopCounterMode
 
 from vapo_megatron.config.model import LayoutConfig, RecomputeConfig
-from vapo_megatron.operations.plan.flops import forward_flops, training_flops
 from vapo_megatron.operations.plan.lengths import Lengths
-from vapo_megatron.operations.plan.models import can_be_cut
-from vapo_megatron.operations.plan.shards import shard
+from vapo_megatron.operations.plan.models import can_be_cut, shard
+from vapo_megatron.operations.plan.rollout import forward_flops, training_flops
 from vapo_megatron.weights.spec import ModelSpec, read_spec
 
 REAL = (

@@ -8,8 +8,7 @@ import pytest
 
 from vapo_megatron.errors import BadInput
 from vapo_megatron.monitoring.facts import environment_facts
-from vapo_megatron.operations.report.curves import draw_curves
-from vapo_megatron.operations.report.report import write_report
+from vapo_megatron.operations.report.report import draw_curves, write_report
 from vapo_megatron.operations.report.runs import Run, read_run
 from vapo_megatron.operations.report.summary import TableRow, sentences, summarise
 

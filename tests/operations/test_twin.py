@@ -15,7 +15,7 @@ from vapo_megatron.config.rollout import AsynchronousConfig, PartialResponsesCon
 from vapo_megatron.config.run import BatchConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.plan.lengths import Lengths
-from vapo_megatron.operations.twin.response_lengths import ResponseLengths
+from vapo_megatron.operations.twin.planned import ResponseLengths
 from vapo_megatron.operations.twin.run import simulate
 from vapo_megatron.operations.twin.scenario import Failures, Scenario
 

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from vapo_megatron.rewards.quantities import quantity, time_of_day
+from vapo_megatron.rewards.equivalence import quantity, time_of_day
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch._C import _distributed_c10d
 
-from vapo_megatron.run.flight_recorder import last_collectives
+from vapo_megatron.run.watchdog import last_collectives
 
 
 def _entry(name: str, number: int, state: str, created: int, p2p: bool = True) -> dict[str, Any]:

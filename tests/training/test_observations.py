@@ -14,7 +14,7 @@ from vapo_megatron.config.monitoring import MonitoringConfig
 from vapo_megatron.data.batch import ExperienceBatch, from_samples
 from vapo_megatron.data.microbatch import Share, pack
 from vapo_megatron.data.sample import Prompt, Sample
-from vapo_megatron.engines.saved_groups import pack_groups, unpack_groups
+from vapo_megatron.engines.stream import pack_groups, unpack_groups
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import estimate_advantages

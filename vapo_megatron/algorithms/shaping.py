@@ -29,3 +29,29 @@ def kimi_length_reward(lengths: Tensor, correct: Tensor, group_ids: Tensor) -> T
     reward = 0.5 - (length - shortest) / spread.clamp(min=1)
     reward = torch.where(correct != 0, reward, reward.clamp(max=0))
     return torch.where(spread > 0, reward, 0).float()
+
+
+_BASE = 1_000_003  # of a polynomial hash, modulo 2^64
+
+
+def repeated_share(tokens: Tensor, cu_seqlens: Tensor, n: int = 16) -> float:
+    """Share of the n-grams of S responses that stand earlier in the same response already.
+
+    Near 0 for text, which seldom has sixteen tokens in a row twice; near 1 for a response that loops. Responses of
+    fewer than n tokens have no n-grams; 0 where there are none at all.
+
+    Args:
+        tokens: int [T], of packed responses.
+        cu_seqlens: int64 [S + 1], where each response begins in tokens.
+        n: a power of two.
+    """
+    if len(tokens) < n:
+        return 0.0
+    grams, power, width = tokens.long(), _BASE, 1
+    while width < n:  # each pass doubles the tokens that a hash stands for
+        grams = grams[:-width] * power + grams[width:]
+        power, width = power * power % 2**61, 2 * width
+    response = torch.arange(len(cu_seqlens) - 1).repeat_interleave(cu_seqlens.diff())
+    inside = response[: len(grams)] == response[n - 1 :]
+    grams = grams[inside] * _BASE + response[: len(grams)][inside]
+    return 1 - len(grams.unique()) / len(grams) if len(grams) else 0.0

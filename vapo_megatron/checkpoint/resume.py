@@ -19,7 +19,7 @@ from vapo_megatron.checkpoint.manifest import (
     needed_files,
     read_manifest,
 )
-from vapo_megatron.checkpoint.node_copies import NodeCopy
+from vapo_megatron.checkpoint.nodes import NodeCopy
 from vapo_megatron.checkpoint.progress import GROUPS_FILE, Progress, read_progress
 from vapo_megatron.checkpoint.recorded_rollouts import remove_unneeded
 from vapo_megatron.checkpoint.verified_reader import refuse_together
@@ -100,7 +100,7 @@ class Resumed:
 
     @property
     def graded_groups(self) -> bytes:
-        """Of groups that wait for the trainer (engines/saved_groups.py); empty where there are none."""
+        """Of groups that wait for the trainer (engines/stream.py); empty where there are none."""
         return (self.checkpoint / GROUPS_FILE).read_bytes() if GROUPS_FILE in self.manifest.files else b""
 
     def restore_generators(self, models: Mapping[str, SavedModel]) -> None:

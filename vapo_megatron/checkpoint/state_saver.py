@@ -46,7 +46,7 @@ class Snapshot:
         progress: how far the run is.
         metrics: of the step that was done last, by name; rank 0's count.
         record: the files of what value pretraining has recorded, where that is not over.
-        groups: of graded groups that wait for the trainer (engines/saved_groups.py); empty where there are none.
+        groups: of graded groups that wait for the trainer (engines/stream.py); empty where there are none.
     """
 
     progress: Progress

@@ -5,8 +5,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from vapo_megatron.config.base import Section
-from vapo_megatron.config.secret import key_from_environment
+from vapo_megatron.config.base import Section, key_from_environment
 
 Dtype = Literal["float32", "bfloat16"]
 TransportName = Literal["auto", "ipc", "shared_memory", "distributed", "disk"]

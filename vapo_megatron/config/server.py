@@ -4,8 +4,7 @@ from typing import Literal
 
 from pydantic import Field, JsonValue, field_validator
 
-from vapo_megatron.config.base import Section
-from vapo_megatron.config.secret import key_from_environment
+from vapo_megatron.config.base import Section, key_from_environment
 
 
 class ServerConfig(Section):

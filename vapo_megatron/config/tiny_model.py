@@ -1,7 +1,8 @@
 """The shape of a small random model."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
+import typer
 from pydantic import Field, model_validator
 
 from vapo_megatron.config.base import Section
@@ -40,3 +41,14 @@ class TinyModel(Section):
         if self.experts_per_token > self.experts:
             raise ValueError(f"experts_per_token {self.experts_per_token} is above the {self.experts} experts")
         return self
+
+
+DtypeOption = Annotated[
+    Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Kept as it is if not given.")
+]
+ShardSizeOption = Annotated[
+    float, typer.Option("--shard-size", min=1e-6, max=1024.0, help="GiB of tensors in a file; memory follows it.")
+]
+VerifyOption = Annotated[
+    bool, typer.Option(help="Read everything back and compare it, and log-probs with transformers' where they fit.")
+]

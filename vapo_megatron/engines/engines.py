@@ -18,8 +18,13 @@ from vapo_megatron.engines.client import EngineClient, MemoryTag, PauseMode
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.keeper import Kept
 from vapo_megatron.engines.placement import EngineSettings, place_engines
-from vapo_megatron.engines.weight_sync.logprob_difference import Limits, LogprobDifference, limits_of
-from vapo_megatron.engines.weight_sync.probe import probe_batch, split_logprobs
+from vapo_megatron.engines.weight_sync.logprob_difference import (
+    Limits,
+    LogprobDifference,
+    limits_of,
+    probe_batch,
+    split_logprobs,
+)
 from vapo_megatron.engines.weight_sync.session import EngineLost, WeightSync, some_of
 from vapo_megatron.errors import RunFailed, TryAgain, VapoError
 from vapo_megatron.megatron.platform import current_platform

@@ -1,9 +1,14 @@
 """A server whose tensor-parallel ranks are on several nodes: what each node runs of it."""
 
+import random
+import socket
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.errors import BadInput
+from vapo_megatron.errors import BadInput, TryAgain
 
 
 @dataclass(frozen=True)
@@ -72,3 +77,48 @@ def check_engine_size(tp: int, node_gpus: int, gpus: int) -> None:
             f"rollout.tp={tp} neither divides the {node_gpus} GPUs of a node nor is it a number of nodes that "
             f"{gpus} GPUs can be shared out into: choose a divisor, or a multiple"
         )
+
+
+# SGLang 0.5.23 beside its server's port, and beside dist_init_addr's, where parts of a server's GPUs attend to requests
+# of their own (srt/server_args.py: PortArgs, srt/managers/data_parallel_controller.py: _broadcast_worker_ports).
+_HANDSHAKE, _DERIVED = 13, tuple(range(1, 7))
+BESIDE_SERVER = (_HANDSHAKE, *(233 + port for port in (0, *_DERIVED)))
+BESIDE_MEETING = (*_DERIVED, _HANDSHAKE)
+
+# The kernel hands no process a port below its own range by chance: one that is free there stays so until it is taken.
+_LOWEST, _HIGHEST, _KERNELS_OWN = 20480, 65536, Path("/proc/sys/net/ipv4/ip_local_port_range")
+# What lies beside two multiples of this is never the same: servers that start at once differ in all ports or in none.
+_STRIDE = 512
+
+
+def free_port(beside: Sequence[int], candidates: Iterable[int] | None = None) -> int:
+    """A port that is free now, as are those at these distances above it.
+
+    candidates: to be tried in turn; None: some below the range that the kernel hands out.
+
+    Raises:
+        TryAgain: there is none.
+    """
+    for port in _some() if candidates is None else candidates:
+        with ExitStack() as taken:
+            if all(_take(port + distance, taken) for distance in (0, *beside)):
+                return port
+    raise TryAgain(f"no port of this machine is free together with those at {list(beside)} above it: end other servers")
+
+
+def _take(port: int, taken: ExitStack) -> bool:
+    held = taken.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+    try:
+        held.bind(("", port))
+    except OSError:
+        return False
+    return True
+
+
+def _some() -> list[int]:
+    try:
+        end = int(_KERNELS_OWN.read_text().split()[0])
+    except (OSError, ValueError):
+        end = _HIGHEST
+    found = range(_LOWEST, (end if end > _LOWEST + 8 * _STRIDE else _HIGHEST) - _STRIDE, _STRIDE)
+    return random.SystemRandom().sample(found, len(found))

@@ -25,8 +25,7 @@ from vapo_megatron.engines.engine_home import HomedEngine, HomedKeeper
 from vapo_megatron.engines.engine_watch import EngineWatch
 from vapo_megatron.engines.inside.broadcast_group import address_towards
 from vapo_megatron.engines.keeper import EngineKeeper, Kept, is_named
-from vapo_megatron.engines.node_part import WHOLE, NodePart, not_replaced, part_of_ranks
-from vapo_megatron.engines.ports import BESIDE_MEETING, free_port
+from vapo_megatron.engines.node_part import BESIDE_MEETING, WHOLE, NodePart, free_port, not_replaced, part_of_ranks
 from vapo_megatron.engines.remote_engines import RemoteEngines, take_over_engines, what_must_agree
 from vapo_megatron.engines.server import EngineAddress, EngineServer
 from vapo_megatron.engines.weight_sync.transports import (

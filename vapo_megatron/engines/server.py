@@ -26,8 +26,7 @@ from vapo_megatron.engines.engine_environment import engine_environment
 from vapo_megatron.engines.gpu_kernels import check_kernels
 from vapo_megatron.engines.inside.owner_guard import remove_shared_memory, start_guard
 from vapo_megatron.engines.inside.server_main import KEY_VARIABLE
-from vapo_megatron.engines.node_part import WHOLE, NodePart
-from vapo_megatron.engines.ports import BESIDE_SERVER, free_port
+from vapo_megatron.engines.node_part import BESIDE_SERVER, WHOLE, NodePart, free_port
 from vapo_megatron.errors import BadInput, RunFailed
 from vapo_megatron.weights.fp8 import BlockFp8
 

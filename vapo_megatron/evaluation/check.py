@@ -6,9 +6,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ValidationError
+
+from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_FOLDER, HF_FOLDER
+from vapo_megatron.config.data import EvaluationDataConfig, ProblemsConfig
 from vapo_megatron.config.model import ModelConfig
+from vapo_megatron.config.run import EVALUATION_SEED, RunPlace
 from vapo_megatron.config.run_directory import check_room
-from vapo_megatron.config.train import EvaluateConfig
+from vapo_megatron.config.train import EvaluateConfig, TrainConfig
 from vapo_megatron.data.prompts import eval_prompts
 from vapo_megatron.data.sample import Prompt
 from vapo_megatron.data.tokenizer import TextTokenizer
@@ -16,6 +21,7 @@ from vapo_megatron.engines.context import check_context
 from vapo_megatron.engines.devices import engine_devices
 from vapo_megatron.engines.gpu_kernels import check_kernels
 from vapo_megatron.engines.server import EngineServer
+from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.sets import numbered
 from vapo_megatron.megatron.platform import Platform
 from vapo_megatron.weights.load import check_weights
@@ -154,3 +160,43 @@ def facts(plan: Evaluation, run_dir: Path) -> dict[str, object]:
         "seed": settings.run.seed,
         "run": run_dir,
     }
+
+
+def evaluation_of(config: TrainConfig, checkpoint: str) -> EvaluateConfig:
+    """The evaluation of the policy in hf/<checkpoint> of a run: the sets, prompts, seeds, sampling and verifier of the
+    run's own evaluations. It has a run directory of its own, <run.name>_<checkpoint>.
+
+    Raises:
+        BadInput: data.eval is empty, or the run has no such export.
+    """
+    run, data = config.run, config.data
+    if not data.eval:
+        raise BadInput("data.eval is empty: name a set to answer, 'data.eval=[{name: aime2024, path: FILE}]'")
+    exports = Path(run.directory) / HF_FOLDER
+    actor = exports / checkpoint / "actor"
+    there = sorted(path.parent.parent.name for path in exports.glob("*/actor/config.json"))
+    if checkpoint not in there:
+        saved = Path(run.directory) / CHECKPOINT_FOLDER / checkpoint
+        remedy = f"expected one of {', '.join(there)}" if there else "give run.root and run.name of a run with exports"
+        if (saved / "actor").is_dir():
+            remedy = f"make it: python tools/convert_megatron_to_hf.py --checkpoint {saved} --out {actor}"
+        raise BadInput(f"--checkpoint {checkpoint}: {actor} holds no model: {remedy}")
+    try:
+        place = RunPlace(
+            name=f"{run.name}_{checkpoint}",
+            root=run.root,
+            seed=run.seed + EVALUATION_SEED,
+            overwrite=run.overwrite,
+            resume=run.resume,
+        )
+    except ValidationError as error:
+        (key, *_), what = error.errors()[0]["loc"], error.errors()[0]["msg"]
+        raise BadInput(f"--checkpoint {checkpoint}: run.{key} of its evaluation cannot be used: {what}") from None
+    return EvaluateConfig(
+        run=place,
+        model=config.model.model_copy(update={"path": str(actor)}),
+        data=EvaluationDataConfig(**{name: getattr(data, name) for name in ProblemsConfig.model_fields}),
+        sampling=config.evaluation.sampling_beside(config.sampling),
+        rollout=config.rollout.reading_checkpoints(),
+        reward=config.reward,
+    )

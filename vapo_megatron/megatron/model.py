@@ -12,23 +12,56 @@ from megatron.core.pipeline_parallel.utils import (
     is_vp_last_stage,
 )
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
 
 from vapo_megatron.config.model import ModelConfig, TrainableConfig
 from vapo_megatron.megatron import cpu_torch
-from vapo_megatron.megatron.attention import SDPACoreAttention
+from vapo_megatron.megatron.attention import RotaryTables, SDPACoreAttention
 from vapo_megatron.megatron.heads import LogProbHead, ValueHead
 from vapo_megatron.megatron.layer_spec import layer_spec, uses_transformer_engine
 from vapo_megatron.megatron.mesh import Mesh
 from vapo_megatron.megatron.moe import add_expert_biases, complete_megatron, mark_experts, moe_settings
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.precision import fp8_settings
-from vapo_megatron.megatron.rotary import RotaryTables
 from vapo_megatron.megatron.router_replay import install_router_replay
-from vapo_megatron.megatron.swiglu import install_swiglu
 from vapo_megatron.weights.spec import Head, ModelSpec
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        activated = F.silu(gate)
+        ctx.save_for_backward(x, activated)
+        return activated * up
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x, activated), (grad,) = ctx.saved_tensors, grads
+        gate, up = x.chunk(2, -1)
+        found = torch.empty_like(x)
+        of_gate, of_up = found.chunk(2, -1)
+        torch.mul(grad, activated, out=of_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=of_gate)
+        return found
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate) * up of x [..., 2 * n], gate first -> [..., n] (Shazeer 2020, eq. 6)."""
+    found: Tensor = _SwiGLU.apply(x)
+    return found
+
+
+def install_swiglu(model: torch.nn.Module) -> None:
+    """Give a built model's MLPs, experts too, this activation. Their config must have use_te_activation_func, by which
+    Megatron means that an MLP's activation takes the gate and what it gates in one tensor."""
+    for module in model.modules():
+        if isinstance(module, MLP):
+            module.activation_func = swiglu
 
 
 def transformer_config(spec: ModelSpec, model: ModelConfig, trainable: TrainableConfig) -> TransformerConfig:

@@ -14,8 +14,8 @@ from vapo_megatron.config.model import ActorConfig, CriticConfig, ModelConfig, T
 from vapo_megatron.data.torchvision_ops import make_torchvision_importable
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.megatron.mesh import make_mesh
-from vapo_megatron.megatron.packed import packed_sequences
 from vapo_megatron.megatron.platform import current_platform
+from vapo_megatron.megatron.schedule import packed_sequences
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.weights.hf_files import HFTensors
 from vapo_megatron.weights.load import SCORE_BIAS, SCORE_WEIGHT, score_names

@@ -1,12 +1,14 @@
 """Megatron's schedule over the micro-batches of one rank: forward, backward, and what goes between pipeline stages."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
@@ -14,10 +16,33 @@ from torch import Tensor
 from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.data.microbatch import MicroBatch, Packed
 from vapo_megatron.megatron.mesh import Mesh
-from vapo_megatron.megatron.packed import packed_sequences
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.router_replay import replay_experts, replaying
 from vapo_megatron.weights.spec import Head, ModelSpec
+
+# Tokens; shorter sequences are not told apart.
+_LEAST = 1024
+
+
+def packed_sequences(lengths: Sequence[int], device: torch.device) -> PackedSeqParams:
+    """For attention and rotary embedding of packed sequences; lengths: tokens of each over all context-parallel ranks,
+    padding included."""
+    starts = torch.tensor((0, *lengths), dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+    longest = longest_position(max(lengths))
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
+
+
+def longest_position(length: int) -> int:
+    """A number that no sequence is longer than, of which there are few: two an octave.
+
+    Megatron's rotary tables, those of layers with Transformer Engine, are made and kept for each such number, and
+    cuDNN's attention before version 9.6 plans its execution for each. All take the lengths themselves from where the
+    sequences begin; a bound above the longest one is as good as its length.
+    """
+    step = max((1 << length.bit_length()) >> 2, _LEAST // 2)
+    return max(-(-length // step) * step, _LEAST)
 
 
 @dataclass(frozen=True)

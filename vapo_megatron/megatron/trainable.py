@@ -17,13 +17,12 @@ from vapo_megatron.data.balance import Cost, MicrobatchPlan, plan_microbatches
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.data.microbatch import MicroBatch, Packed, Share
 from vapo_megatron.megatron.data_parallel import sum_model_grads, wrap
-from vapo_megatron.megatron.guarded_step import GuardedStep
 from vapo_megatron.megatron.layer_spec import parameters_of
 from vapo_megatron.megatron.mesh import Mesh, check_model_layout
 from vapo_megatron.megatron.metrics import MetricTotals, StepResult, in_place, samples_done, sum_over_ranks
 from vapo_megatron.megatron.model import build_model, transformer_config
 from vapo_megatron.megatron.offload import PARTS, Footprint, Offloader, Part
-from vapo_megatron.megatron.optimizer import make_optimizer, optimizer_tensors
+from vapo_megatron.megatron.optimizer import GuardedStep, make_optimizer, optimizer_tensors
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.precision import (
     check_trainable,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from vapo_megatron.checkpoint.checkpoints import latest_checkpoint
 from vapo_megatron.checkpoint.host_memory import job_memory
 from vapo_megatron.checkpoint.lease import Lease
-from vapo_megatron.checkpoint.node_copies import find_copy
+from vapo_megatron.checkpoint.nodes import find_copy
 from vapo_megatron.checkpoint.resume import Start
 from vapo_megatron.collectives import gather_values, on_rank_zero
 from vapo_megatron.config.sft import SftConfig

@@ -6,9 +6,8 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-from vapo_megatron.checkpoint.checkpoints import latest_checkpoint
+from vapo_megatron.checkpoint.checkpoints import HF_FOLDER, final_step, latest_checkpoint
 from vapo_megatron.checkpoint.config_change import check_config_change
-from vapo_megatron.checkpoint.final_model import HF_FOLDER, final_step
 from vapo_megatron.checkpoint.manifest import check_structure, read_manifest
 from vapo_megatron.checkpoint.progress import Progress, read_progress
 from vapo_megatron.checkpoint.resume import Start

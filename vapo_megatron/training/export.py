@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from vapo_megatron.checkpoint.final_model import FINAL, HF_FOLDER, begin_final, end_final, final_step
+from vapo_megatron.checkpoint.checkpoints import FINAL, HF_FOLDER, begin_final, end_final, final_step
 from vapo_megatron.collectives import on_rank_zero
 from vapo_megatron.config.run import ExportConfig
 from vapo_megatron.engines.engines import Engines

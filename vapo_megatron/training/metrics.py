@@ -9,9 +9,9 @@ from torch import Tensor
 from vapo_megatron.algorithms import critic_metrics
 from vapo_megatron.algorithms.kl import k3
 from vapo_megatron.algorithms.policy_loss import bounded_ratio
-from vapo_megatron.algorithms.repetition import repeated_share
 from vapo_megatron.algorithms.segments import extent, tokens_from
 from vapo_megatron.algorithms.selection import frac_zero_std_groups
+from vapo_megatron.algorithms.shaping import repeated_share
 from vapo_megatron.data.batch import ExperienceBatch, SampleTable, offsets
 from vapo_megatron.monitoring import names
 from vapo_megatron.training.shards import ShardedBatch

@@ -23,9 +23,8 @@ from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.engines import Engines
 from vapo_megatron.engines.ledger import DROPPED, FILLED, NO_SIGNAL, Ledger, StepRule
 from vapo_megatron.engines.request import GenerationRequest, GroupRequest
-from vapo_megatron.engines.saved_groups import pack_groups, unpack_groups
-from vapo_megatron.engines.stream import GroupStream, Work
-from vapo_megatron.engines.weight_sync.probe import prompt_sequences, sequences_of
+from vapo_megatron.engines.stream import GroupStream, Work, pack_groups, unpack_groups
+from vapo_megatron.engines.weight_sync.logprob_difference import prompt_sequences, sequences_of
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rewards.grading import failed_share, grade_samples

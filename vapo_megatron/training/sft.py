@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from vapo_megatron.checkpoint.checkpointer import Checkpointer
-from vapo_megatron.checkpoint.final_model import begin_final, end_final, final_dir
+from vapo_megatron.checkpoint.checkpoints import begin_final, end_final, final_dir
 from vapo_megatron.checkpoint.progress import Progress
 from vapo_megatron.checkpoint.resume import SavedModel, Start, open_resumed, restore_run_files
 from vapo_megatron.checkpoint.state_saver import SavedRun, Snapshot, run_id_of

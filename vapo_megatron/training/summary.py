@@ -5,7 +5,7 @@ import time
 import psutil
 import torch.distributed as dist
 
-from vapo_megatron.checkpoint.final_model import final_dir
+from vapo_megatron.checkpoint.checkpoints import final_dir
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.batch import offsets
 from vapo_megatron.engines.gpu_kernels import rope_note

@@ -15,8 +15,7 @@ from transformers import Qwen3MoeForCausalLM
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.engines.client import Completion, EngineClient
 from vapo_megatron.engines.keeper import ask_health
-from vapo_megatron.engines.node_part import NodePart
-from vapo_megatron.engines.ports import BESIDE_MEETING, free_port
+from vapo_megatron.engines.node_part import BESIDE_MEETING, NodePart, free_port
 from vapo_megatron.engines.server import EngineServer
 from vapo_megatron.engines.weight_sync.session import WeightSync
 from vapo_megatron.engines.weight_sync.transports import DiskTransport, DistributedTransport, SharedMemoryTransport

@@ -10,7 +10,7 @@ from sglang.srt.utils import patch_torch
 from sglang.srt.utils.common import SafeUnpickler
 from torch.multiprocessing import reductions
 
-from vapo_megatron.engines.weight_sync.ipc_handle import IpcHandle
+from vapo_megatron.engines.weight_sync.transports import IpcHandle
 
 GPUS = ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]  # as the sender counts them
 

@@ -21,7 +21,7 @@ from vapo_megatron.engines.client import EngineClient
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.request import GenerationRequest
 from vapo_megatron.engines.server import EngineAddress, EngineServer
-from vapo_megatron.engines.weight_sync.probe import probe_batch, split_logprobs
+from vapo_megatron.engines.weight_sync.logprob_difference import probe_batch, split_logprobs
 from vapo_megatron.engines.weight_sync.session import WeightSync
 from vapo_megatron.engines.weight_sync.transports import (
     DiskTransport,

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vapo_megatron.engines.inside.broadcast_group import Backend, BroadcastGroup, address_towards
-from vapo_megatron.engines.inside.bucket_message import Purpose, unpack
-from vapo_megatron.engines.inside.disk_weights import read_tensors
+from vapo_megatron.engines.inside.bucket_message import Purpose, read_tensors, unpack
 from vapo_megatron.weights.bucket import checksum
 
 LOAD_FORMAT = "vapo_strict"

@@ -10,21 +10,41 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import reductions
 from typing_extensions import override
 
 from vapo_megatron.engines.client import EngineClient, LoadAnswer
 from vapo_megatron.engines.inside.broadcast_group import BroadcastGroup, address_towards, backend_of
-from vapo_megatron.engines.inside.bucket_message import Purpose, announce
-from vapo_megatron.engines.inside.disk_weights import write_tensors
-from vapo_megatron.engines.weight_sync.ipc_handle import IpcHandle
+from vapo_megatron.engines.inside.bucket_message import Purpose, announce, write_tensors
 from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.weights.bucket import Bucket, DeviceSlots, NamedTensors, SharedSlots, pack, packed_size
+
+# Of what torch.multiprocessing.reductions.reduce_tensor gives rebuild_cuda_tensor: the GPU's index in this process.
+_DEVICE = 6
+
+
+class IpcHandle:
+    """Stands for a CUDA tensor where something is pickled for an engine, which finds the tensor in its place.
+
+    Sender and engine may number GPUs differently, so that the UUID takes the place of the index; SGLang's processes
+    look it up (sglang/srt/utils/patch_torch.py). Its patch of torch is not applied on this side: tensors in host memory
+    could then not be sent to other processes any more.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        rebuild, arguments = reductions.reduce_tensor(self._tensor)
+        uuid = str(torch.cuda.get_device_properties(arguments[_DEVICE]).uuid)
+        return rebuild, (*arguments[:_DEVICE], uuid, *arguments[_DEVICE + 1 :])
+
 
 T = TypeVar("T")
 

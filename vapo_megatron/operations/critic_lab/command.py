@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vapo_megatron.checkpoint.final_model import HF_FOLDER
+from vapo_megatron.checkpoint.checkpoints import HF_FOLDER
 from vapo_megatron.config.critic_probes import ProbedRunConfig
 from vapo_megatron.config.run_directory import check_room
 from vapo_megatron.data.batch import ExperienceBatch
@@ -23,9 +23,8 @@ from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.own_engines import engines_of
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.monitoring.console import RunConsole
-from vapo_megatron.operations.critic_lab.page import write_page
+from vapo_megatron.operations.critic_lab.page import probed, write_page
 from vapo_megatron.operations.critic_lab.probe_rollouts import Drawn, choose_prompts, draw
-from vapo_megatron.operations.critic_lab.report import probed
 from vapo_megatron.rewards.pool import VerifierPool
 from vapo_megatron.run.first_checks import check_train_numbers
 from vapo_megatron.run.ranks import machine_default_ranks, start_ranks

@@ -1,33 +1,125 @@
 """The table of checks, and how each is kept to its deadline."""
 
+import asyncio
+import hashlib
 import os
 import queue
+import tempfile
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+import psutil
 import torch
 
 from vapo_megatron.checkpoint.size import checkpoint_bytes
 from vapo_megatron.config.plan import PlanConfig
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.data.prompts import eval_prompts, train_prompts
+from vapo_megatron.data.rows import eval_problems, train_problems
+from vapo_megatron.data.tokenizer import TextTokenizer
+from vapo_megatron.engines.client import EngineClient
+from vapo_megatron.engines.server import EngineAddress, EngineServer
+from vapo_megatron.engines.weight_sync.quantization import engine_fp8
 from vapo_megatron.errors import VapoError
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.monitoring.facts import installed_version
 from vapo_megatron.operations.doctor import bandwidth, nvidia
-from vapo_megatron.operations.doctor.engine import check_engine
-from vapo_megatron.operations.doctor.fabric import judge_ports, read_ports
-from vapo_megatron.operations.doctor.inputs import check_data, check_model, fingerprint
 from vapo_megatron.operations.doctor.meeting import Meeting
 from vapo_megatron.operations.doctor.report import Line
-from vapo_megatron.operations.doctor.system import check_disk, check_hostname, check_limits
+from vapo_megatron.operations.doctor.system import check_disk, check_hostname, check_limits, judge_ports, read_ports
 from vapo_megatron.operations.doctor.together import check_alike, check_clock, check_reachable, check_shared_files
-from vapo_megatron.operations.doctor.toolkit import check_toolkit
-from vapo_megatron.operations.doctor.versions import check_versions
-from vapo_megatron.operations.hardware import Hardware
+from vapo_megatron.operations.doctor.toolkit import check_toolkit, check_versions
+from vapo_megatron.operations.hardware import GIB, Hardware
 from vapo_megatron.operations.plan.model_files import model_directory
+from vapo_megatron.weights.load import check_weights
 from vapo_megatron.weights.spec import read_spec
+
+_PROMPT = [1, 2, 3, 4]
+_NEW_TOKENS = 8
+
+
+def check_engine(config: TrainConfig, gpus: int) -> list[Line]:
+    """Start a server as the run would, have it write a few tokens, end it. gpus: of this node, 0 on the CPU.
+
+    Raises:
+        BadInput: the model's sizes do not suit rollout.quantization, or SGLang refuses rollout.server_args.
+        RunFailed, TryAgain: it does not start, or does not answer; the cause in its log is named.
+    """
+    if config.rollout.external_urls:
+        return [Line("not applicable", "the run's engines are elsewhere (rollout.external_urls)")]
+    spec = read_spec(Path(config.model.path))
+    needed, free = 2 * spec.parameter_count(), psutil.virtual_memory().available
+    if not gpus and needed > free / 2:
+        found = (
+            f"no GPU here, where an engine takes more than {needed / GIB:.0f} of {free / GIB:.0f} GiB of free memory"
+        )
+        return [Line("skipped", found, "have doctor look at a node of the job")]
+    devices = range(config.rollout.tp) if gpus else None
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="vapo-doctor-") as folder:
+        log = Path(folder) / "engine.log"
+        fp8 = engine_fp8(config.rollout, config.actor.precision, spec)
+        server = EngineServer(config.model.path, config.rollout, config.model.dtype, log, devices, fp8=fp8)
+        server.check_arguments()
+        with server:
+            ready = time.monotonic() - started
+            asyncio.run(_ask(server.address, config.rollout.sync.request_timeout_s))
+    seconds = time.monotonic() - started - ready
+    return [Line("ok", f"TP{config.rollout.tp} started in {ready:.0f} s, {_NEW_TOKENS} tokens in {seconds:.1f} s")]
+
+
+async def _ask(address: EngineAddress, deadline: float) -> None:
+    client = EngineClient(address, deadline)
+    try:
+        sampling = {"max_new_tokens": _NEW_TOKENS, "temperature": 1.0, "ignore_eos": True}
+        await client.generate([_PROMPT], [sampling])
+    finally:
+        await client.close()
+
+
+def check_model(config: TrainConfig) -> list[Line]:
+    """config.json, the headers of all weights, and the tokenizer; raises BadInput for what is wrong with them."""
+    directory = Path(config.model.path)
+    spec = read_spec(directory)
+    check_weights(directory, spec, "lm")
+    TextTokenizer(directory, config.data.prompt).check_vocabulary(spec.vocab_size)
+    lines = [Line("ok", f"{directory}: {spec.family}, {spec.parameter_count():,} parameters, tokenizer fits")]
+    if config.algorithm.uses_critic and config.critic_source != directory:
+        source, is_new = config.critic_source, config.critic.init == "policy"
+        critic = read_spec(source, value_outputs=config.algorithm.value_loss.outputs)
+        check_weights(source, critic, "value", value_head="new" if is_new else "saved")
+        TextTokenizer(directory, config.data.prompt).check_same(source, config.critic_key)
+        head = "for the critic" if is_new else "with its value head"
+        lines.append(Line("ok", f"{source}: {critic.family}, {critic.parameter_count():,} parameters, {head}"))
+    return lines
+
+
+def check_data(config: TrainConfig) -> list[Line]:
+    """Every problem of every file; raises BadInput for the first that cannot be used."""
+    data = config.data
+    for entry in data.eval:  # before what needs a model, which may be missing too
+        eval_problems(entry, data.fields)
+    train_problems(data)
+    tokenizer = TextTokenizer(Path(config.model.path), data.prompt)
+    counts = [f"{data.train}: {len(train_prompts(data, tokenizer))} prompts"]
+    counts += [f"{entry.path}: {len(eval_prompts(entry, data, tokenizer))}" for entry in data.eval]
+    return [Line("ok", ", ".join(counts))]
+
+
+def fingerprint(config: TrainConfig) -> str:
+    """A digest of what the model's and the data's files are here: names, sizes, and config.json as a whole."""
+    digest = hashlib.sha256()
+    directory = Path(config.model.path)
+    files = [*sorted(path for path in directory.glob("*") if path.is_file()), config.data.train]
+    for path in (*files, *(entry.path for entry in config.data.eval)):
+        digest.update(f"{path.name} {path.stat().st_size if path.exists() else 'absent'}\n".encode())
+    if (directory / "config.json").is_file():
+        digest.update((directory / "config.json").read_bytes())
+    return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True)

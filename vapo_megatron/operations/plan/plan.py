@@ -1,18 +1,87 @@
 """A config with all that follows from it: models, memory, time."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from vapo_megatron.config.hardware import EfficiencyConfig, Kind
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.engines.node_part import check_engine_size
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.hardware import Hardware
 from vapo_megatron.operations.plan.lengths import planned_lengths
-from vapo_megatron.operations.plan.measured import measured_efficiency
 from vapo_megatron.operations.plan.memory import Memory, plan_memory
-from vapo_megatron.operations.plan.models import PlannedRun, planned_models, saved_models
-from vapo_megatron.operations.plan.saving import Saving, plan_saving
+from vapo_megatron.operations.plan.models import PlannedModel, PlannedRun, planned_models, saved_models
 from vapo_megatron.operations.plan.time import StepTime, plan_time
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Of one checkpoint of a run.
+
+    Attributes:
+        bytes: of all its tensors.
+        waits: seconds for which training stands still: the state is put together and copied to host memory.
+        writes: seconds until it is on the disk, while training goes on.
+        resumes: seconds until models have it again; each byte is read and compared once. What starts a run anew
+            (processes, engines) is not counted.
+    """
+
+    bytes: float
+    waits: float
+    writes: float
+    resumes: float
+
+
+def plan_saving(models: Mapping[str, PlannedModel], hardware: Hardware) -> Saving:
+    """Of the models that are saved, at their layouts; what is slower counts, a rank or the file system."""
+    saved = list(models.values())
+    world = saved[0].world
+    whole = sum(m.bytes_saved(stage) * world / m.layout.pp for m in saved for stage in range(m.layout.pp))
+    # Of each model the fullest stage, whether or not these are of one rank.
+    share = sum(max(map(model.bytes_saved, range(model.layout.pp))) for model in saved)
+    held = sum(max(map(model.bytes_held, range(model.layout.pp))) for model in saved)
+    copied = share / (hardware.pcie * hardware.efficiency.pcie)
+    return Saving(
+        bytes=whole,
+        # Optimizers that sleep come to the device first; replicas hand each other what each of them saves.
+        waits=2 * copied + share / hardware.link(world),
+        writes=max(share / hardware.rank_save, whole / hardware.storage),
+        # What one of several replicas has read goes to the others.
+        resumes=max(share / hardware.rank_load, whole / hardware.storage) + (held - share) / hardware.link(world),
+    )
+
+
+def measured_efficiency(path: Path, kind: Kind, parameters: int, assumed: EfficiencyConfig) -> EfficiencyConfig:
+    """The efficiencies of a file that `python -m benchmarks.gpu --json FILE` wrote.
+
+    Those of the measured shape whose parameters are nearest to the model's; linear and attention keep their ratio, as a
+    step was timed as a whole. What was not measured stays as it is assumed.
+
+    Raises:
+        BadInput: the file cannot be read, was made on another GPU, or has no row in BF16 that was timed.
+    """
+    expected = "expected what `python -m benchmarks.gpu --json FILE` writes on the GPU that is planned for"
+    try:
+        content = json.loads(path.read_text())
+        hardware = str(content["machine"]["hardware"])
+        rows = [row for row in content["rows"] if isinstance(row.get("linear"), float)]
+        shapes = {row["shape"]: int(row["parameters"]) for row in rows if row["precision"] == "bf16"}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadInput(f"plan.gpu_benchmark={path}: cannot be read ({error!r}): {expected}") from None
+    if kind.partition("-")[0].upper() not in hardware.upper():
+        raise BadInput(f"plan.gpu_benchmark={path} was measured on {hardware}, hardware.kind is {kind}: {expected}")
+    if not shapes:
+        raise BadInput(f"plan.gpu_benchmark={path} has no timed row in bf16: {expected}")
+    nearest = min(shapes, key=lambda shape: abs(shapes[shape] - parameters))
+    linear: dict[str, Any] = {row["precision"]: row["linear"] for row in rows if row["shape"] == nearest}
+    found = float(min(linear["bf16"], 1.0))
+    fp8 = max((value for precision, value in linear.items() if precision != "bf16"), default=None)
+    gain = assumed.fp8_gain if fp8 is None else min(2.0, max(1.0, fp8 / linear["bf16"]))
+    attention = min(1.0, found * assumed.attention / assumed.linear)
+    return assumed.model_copy(update={"linear": found, "attention": attention, "fp8_gain": gain})
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,16 @@ from vapo_megatron.megatron.memory_plan import Phase
 from vapo_megatron.operations.hardware import Hardware
 from vapo_megatron.operations.plan.activations import EXPERT_IMBALANCE
 from vapo_megatron.operations.plan.engines import PlannedEngine
-from vapo_megatron.operations.plan.flops import Flops, forward_flops, mlp_share, training_flops
-from vapo_megatron.operations.plan.memory import microbatches, minibatch_samples
+from vapo_megatron.operations.plan.memory import microbatches, minibatch_samples, on_device, phases_of
 from vapo_megatron.operations.plan.models import PlannedModel, PlannedRun
-from vapo_megatron.operations.plan.offload import on_device, phases_of
-from vapo_megatron.operations.plan.rollout import drawn_prompts, rollout_seconds
+from vapo_megatron.operations.plan.rollout import (
+    Flops,
+    drawn_prompts,
+    forward_flops,
+    mlp_share,
+    rollout_seconds,
+    training_flops,
+)
 
 # Work of the largest micro-batch of a rank over that of its mean one, less one: what a pipeline loses in each stage
 # that waits. Measured at 8,192 samples over 64 ranks, by `python -m benchmarks.balance`, column "uneven".

@@ -1,22 +1,142 @@
 """From published sets to the rows that training and evaluation read, with an account of every row left out."""
 
 import json
-from collections import Counter
-from collections.abc import Callable, Sequence
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.data.jsonl import write_rows
-from vapo_megatron.data.rows import chosen_fields
+from vapo_megatron.data.rows import chosen_fields, read_file
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.preparation.layouts import RawProblem, find_layout, read_row
-from vapo_megatron.operations.preparation.overlap import OverlapIndex, identity
-from vapo_megatron.operations.preparation.sources import source_rows
 from vapo_megatron.rewards.equivalence import quick_comparison
 from vapo_megatron.rewards.normal_form import normal_form, plain_number
 from vapo_megatron.rewards.pool import Case, VerifierPool
+
+HUB = "hub:"
+_READABLE = ("*.parquet", "*.jsonl", "*.jsonl.gz", "*.json")
+
+
+def source_files(source: str) -> list[Path]:
+    """The files of a source: a path, or hub:ORG/NAME[@REVISION][:SPLIT], which is downloaded.
+
+    Of a hub data set those files are taken whose path names the split; without one those that name train, if there are
+    any, else all.
+
+    Raises:
+        BadInput: it cannot be downloaded, or holds no such file.
+    """
+    if not source.startswith(HUB):
+        return [Path(source)]
+    place, _, split = source.removeprefix(HUB).partition(":")
+    repository, _, revision = place.partition("@")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(
+            snapshot_download(
+                repository, repo_type="dataset", revision=revision or None, allow_patterns=list(_READABLE)
+            )
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise BadInput(
+            f"{source}: cannot be downloaded ({reason}); on a machine with network run `hf download --repo-type "
+            f"dataset {repository}`, bring its files here and give their paths"
+        ) from None
+    found = sorted({path for pattern in _READABLE for path in folder.rglob(pattern)})
+    named = [path for path in found if (split or "train") in str(path.relative_to(folder))]
+    chosen = named or ([] if split else found)
+    if not chosen:
+        names = ", ".join(str(path.relative_to(folder)) for path in found[:8]) or "none"
+        wanted = f"no file of split {split}" if split else "no file"
+        raise BadInput(f"{source}: {wanted} among its .parquet and .json ones ({names}); name a split that is there")
+    return chosen
+
+
+def source_rows(source: str) -> Iterator[tuple[Path, int, dict[str, Any]]]:
+    """(file, number of the row from 1, row) of every row of a source.
+
+    Raises:
+        BadInput: see source_files and experience.rows.read_file.
+    """
+    for path in source_files(source):
+        for number, row in read_file(path):
+            yield path, number, row
+
+
+N_GRAM = 8
+"""Words of an n-gram."""
+
+_TYPESETTING = re.compile(r"\\(?:left|right|displaystyle|[dt]?frac|text|mathrm|mathbf|quad|,|;|!|:| )")
+_MEANINGLESS = re.compile(r"\\(?:left|right|displaystyle|[,;:! ()\[\]])|[\s$~]")
+_WORD = re.compile(r"[a-z]+|\d+(?:\.\d+)?|[^\sa-z\d$\\{}()\[\].,;:!?'\"~&]")
+
+
+def words(text: str) -> tuple[str, ...]:
+    """The words, numbers and operators of a problem without its typesetting, in small letters."""
+    return tuple(_WORD.findall(_TYPESETTING.sub(" ", text.casefold())))
+
+
+def identity(text: str) -> str:
+    """A problem without spaces and typesetting that means nothing: equal for one problem written twice.
+
+    Unlike words() it keeps every sign: (0,1] is not [0,1), 5! is not 5.
+    """
+    return _MEANINGLESS.sub("", text.casefold().replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac"))
+
+
+class Match(NamedTuple):
+    """The evaluation problem that a text is nearest to, and the share of n-grams that both have."""
+
+    id: str
+    overlap: float
+
+
+class OverlapIndex:
+    """Finds evaluation problems in training texts.
+
+    The overlap of two texts is the share of N_GRAM-word sequences of the shorter one that the other has too (Brown et
+    al., arXiv 2005.14165, appendix C, use the like). Texts of fewer words are compared as a whole.
+    """
+
+    def __init__(self, problems: Iterable[tuple[str, str]]) -> None:
+        """problems: (id, text) of what must not be trained on."""
+        self._whole: dict[tuple[str, ...], str] = {}
+        self._having: defaultdict[tuple[str, ...], set[int]] = defaultdict(set)
+        self._problems: list[tuple[str, int]] = []
+        for name, text in problems:
+            found = words(text)
+            self._whole.setdefault(found, name)
+            grams = _n_grams(found)
+            for gram in grams:
+                self._having[gram].add(len(self._problems))
+            self._problems.append((name, len(grams)))
+
+    def nearest(self, text: str) -> Match | None:
+        """The problem with the largest overlap; None where nothing is shared."""
+        found = words(text)
+        if found in self._whole:
+            return Match(self._whole[found], 1.0)
+        grams = _n_grams(found)
+        shared = Counter(number for gram in grams for number in self._having.get(gram, ()))
+        matches = (
+            Match(name, count / min(len(grams), size))
+            for number, count in shared.items()
+            for name, size in (self._problems[number],)
+        )
+        return max(matches, key=lambda match: match.overlap, default=None)
+
+
+def _n_grams(found: Sequence[str]) -> set[tuple[str, ...]]:
+    return {tuple(found[i : i + N_GRAM]) for i in range(len(found) - N_GRAM + 1)}
+
 
 BeginStage = Callable[[str, int], Callable[[int], None]]
 """From the name of a stage and its number of rows to a function that takes the number of rows done."""
@@ -205,7 +325,7 @@ def _readable(
     advance = progress("reading the answers", len(problems))
     function = {
         "verifier": "function",
-        "function": "vapo_megatron.operations.preparation.ground_truths:readable",
+        "function": "vapo_megatron.operations.preparation.layouts:readable",
         "correct_above": 0.5,
     }
     with VerifierPool(verifier.model_copy(update=function)) as pool:

@@ -16,7 +16,7 @@ from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.engines.ledger import DROPPED
 from vapo_megatron.engines.stream import GRADED_AT_ONCE
 from vapo_megatron.errors import BadInput, TryAgain
-from vapo_megatron.operations.twin.engines import SimulatedEngines
+from vapo_megatron.operations.twin.engine import SimulatedEngines
 from vapo_megatron.operations.twin.scenario import Scenario
 from vapo_megatron.operations.twin.virtual_loop import VirtualLoop
 from vapo_megatron.training.collect import step_rule
