@@ -1,4 +1,4 @@
-"""A reward, an advantage and a filter of one's own; README.md beside this file says how a config names them."""
+"""Functions of one's own, one for each key that takes one; README.md beside this file says how a config names them."""
 
 import re
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vapo_megatron.training.user_functions import ScoredResponses
+from vapo_megatron.training.user_functions import PolicyTerms, ScoredResponses
 
 
 def number_after_hashes(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> float:
@@ -40,3 +40,36 @@ def reward_times_surprise(scored: ScoredResponses) -> Tensor:
 def finished_and_not_too_short(scored: ScoredResponses) -> Tensor:
     """Responses [S] that carry loss: those that ended by themselves and have at least two tokens."""
     return ~scored.truncated & (scored.cu_seqlens.diff() >= 2)
+
+
+def decoupled_ppo(terms: PolicyTerms) -> Tensor:
+    """Loss of each token [t]: PPO's clip around the step's first policy, weighted for the older one that drew the token
+    (decoupled PPO, as in AReaL, arXiv 2505.24298)."""
+    weight = (terms.old_logprobs - terms.rollout_logprobs).exp().clamp(max=2.0)
+    ratio = (terms.logprobs - terms.old_logprobs).exp()
+    clipped = ratio.clamp(0.8, 1.28)
+    return -weight * torch.minimum(ratio * terms.advantages, clipped * terms.advantages)
+
+
+def half_way_to_the_group(scored: ScoredResponses) -> tuple[Tensor, Tensor]:
+    """Advantages [T] and value targets [T]: the reward less the value; the critic learns the mean of the reward and
+    its group's mean, which is less noisy."""
+    assert scored.values is not None, "needs a critic: advantage.estimator=gae"
+    _, group = torch.unique(scored.group_ids, return_inverse=True)
+    means = torch.zeros(int(group.max()) + 1).index_add_(0, group, scored.rewards) / torch.bincount(group)
+    lengths = scored.cu_seqlens.diff()
+    rewards = scored.rewards.repeat_interleave(lengths)
+    targets = (0.5 * scored.rewards + 0.5 * means[group]).repeat_interleave(lengths)
+    return rewards - scored.values, targets
+
+
+def where_credit_goes(scored: ScoredResponses) -> dict[str, float]:
+    """Metrics of a step: mean |advantage| of undecided tokens and of the others, and the longest response."""
+    assert scored.advantages is not None
+    undecided = scored.entropies > scored.entropies.mean()
+    size = scored.advantages.abs()
+    return {
+        "credit_of_undecided": float(size[undecided].mean()) if bool(undecided.any()) else 0.0,
+        "credit_of_others": float(size[~undecided].mean()),
+        "longest": float(scored.cu_seqlens.diff().max()),
+    }

@@ -174,14 +174,16 @@ def whole_only(refuse: bool) -> Any:
         if refuse:
             raise BadInput("no")
         assert_same(whole, scored(), set())
-        return whole.response_cu_seqlens.diff().repeat_interleave(whole.response_lengths).float()
+        lengths = whole.response_cu_seqlens.diff().repeat_interleave(whole.response_lengths).float()
+        return torch.stack((lengths, -lengths), dim=1)
 
     def samples(whole: ExperienceBatch) -> torch.Tensor:
         return whole.rewards > 0
 
-    by_tokens, by_samples = batch.on_whole(tokens, by_samples=False), batch.on_whole(samples, by_samples=True)
+    by_tokens, by_samples = batch.columns_of_whole(tokens, 2), batch.on_whole(samples)
     lengths = batch.own.response_lengths
-    assert torch.equal(by_tokens, lengths.repeat_interleave(lengths).float())
+    assert torch.equal(by_tokens[:, 0], lengths.repeat_interleave(lengths).float())
+    assert torch.equal(by_tokens[:, 1], -by_tokens[:, 0])
     assert torch.equal(by_samples, batch.table.rewards > 0)
     return len(called)
 

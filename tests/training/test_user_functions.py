@@ -16,6 +16,7 @@ from vapo_megatron.training.user_functions import (
     check_functions,
     scored_responses,
     user_advantages,
+    user_metrics,
     user_selection,
 )
 
@@ -74,7 +75,8 @@ def test_what_a_function_is_given() -> None:
 
 
 def test_the_example_spreads_the_centred_reward_by_entropy() -> None:
-    found = user_advantages(f"{EXAMPLE}:reward_times_surprise", scored_batch())
+    found, targets = user_advantages(f"{EXAMPLE}:reward_times_surprise", False, scored_batch()).t()
+    assert targets.isnan().all(), "the function gives none"
     torch.testing.assert_close(found[:4], torch.tensor([-0.5, 0.5 * 2 / 3, 0.5, 0.5 * 4 / 3]))
     assert float(found[4:6].mean()) == pytest.approx(0.5) and float(found[6:].mean()) == pytest.approx(-0.5)
 
@@ -97,7 +99,7 @@ def test_the_filter_takes_responses_out_of_the_loss() -> None:
 )
 def test_a_wrong_answer_is_bad_input(name: str, told: str) -> None:
     with pytest.raises(BadInput) as refused:
-        user_advantages(f"{HERE}:{name}", scored_batch())
+        user_advantages(f"{HERE}:{name}", False, scored_batch())
     assert told in str(refused.value) and "algorithm.advantage.function" in str(refused.value)
 
 
@@ -119,7 +121,7 @@ def test_a_wrong_filter_is_bad_input(name: str, told: str) -> None:
 
 def test_an_estimator_that_is_gone_is_named() -> None:
     with pytest.raises(BadInput, match=f"^algorithm.advantage.function={HERE}:no_such: cannot be imported"):
-        user_advantages(f"{HERE}:no_such", scored_batch())
+        user_advantages(f"{HERE}:no_such", False, scored_batch())
 
 
 @pytest.mark.parametrize(
@@ -134,6 +136,8 @@ def test_a_wrong_path_is_bad_input_before_anything_starts(path: str, told: str) 
     for section, key in (
         ({"advantage": {"estimator": "function", "function": path}}, "algorithm.advantage.function"),
         ({"filter_function": path}, "algorithm.filter_function"),
+        ({"metrics_function": path}, "algorithm.metrics_function"),
+        ({"policy_loss": {"kind": "function", "function": path}}, "algorithm.policy_loss.function"),
     ):
         with pytest.raises(BadInput) as refused:
             check_functions(AlgorithmConfig.model_validate(section))
@@ -148,3 +152,29 @@ def test_modules_of_the_working_directory_are_found(tmp_path: Path, monkeypatch:
     for _ in range(2):
         check_functions(AlgorithmConfig.model_validate({"filter_function": "mine_alone:keep"}))
     assert sys.path[-1] == str(tmp_path) and sys.path.count(str(tmp_path)) == 1
+
+
+def infinite(scored: ScoredResponses) -> dict[str, float]:
+    return {"size": float("inf")}
+
+
+def test_metrics_join_the_row_under_a_name_of_their_own() -> None:
+    batch = scored_batch()
+    batch.advantages = torch.ones(10)
+    row = user_metrics(f"{EXAMPLE}:where_credit_goes", batch)
+    assert row == {"custom/credit_of_undecided": 1.0, "custom/credit_of_others": 1.0, "custom/longest": 4.0}
+    for name, told in (
+        ("infinite", "size is inf, expected a finite number"),
+        ("no_tensor", "expected numbers by name"),
+    ):
+        with pytest.raises(BadInput, match=f"^algorithm.metrics_function={HERE}:{name}: .*{told}"):
+            user_metrics(f"{HERE}:{name}", batch)
+
+
+def test_value_targets_without_a_critic_are_refused() -> None:
+    batch = scored_batch()
+    batch.values = torch.zeros(10)
+    path = f"{EXAMPLE}:half_way_to_the_group"
+    assert user_advantages(path, True, batch)[:, 1].tolist() == pytest.approx([0.0] + [0.5] * 3 + [0.5] * 2 + [0.0] * 4)
+    with pytest.raises(BadInput, match="no critic learns them"):
+        user_advantages(path, False, batch)

@@ -8,12 +8,11 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from vapo_megatron.config.base import Section
-from vapo_megatron.config.policy import Fraction, ImportanceSamplingConfig, KlConfig, PolicyLossConfig
+from vapo_megatron.config.policy import IMPORT_PATH, Fraction, ImportanceSamplingConfig, KlConfig, PolicyLossConfig
 from vapo_megatron.config.value import ValueLossConfig
 
 Estimator = Literal["gae", "grpo", "dr_grpo", "rloo", "group_baseline", "reinforce_pp", "remax", "raft", "function"]
 Lambda = Fraction | Literal["length_adaptive"]
-IMPORT_PATH = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
 
 # Those that compare a response with the others of its prompt.
@@ -28,7 +27,7 @@ class AdvantageConfig(Section):
         None,
         pattern=IMPORT_PATH,
         description="package.module:name of f(ScoredResponses) -> advantages [T]; estimator=function has no critic, "
-        "with estimator=gae there are values to read and the critic is trained as ever",
+        "with estimator=gae there are values to read and the critic is trained: it may return (advantages, value targets)",
     )
     gamma: Fraction = Field(1.0, description="discount")
     lambda_critic: Lambda = Field(1.0, description="lambda of the value targets; 1: Monte-Carlo returns")
@@ -173,6 +172,12 @@ class AlgorithmConfig(Section):
         pattern=IMPORT_PATH,
         description="package.module:name of f(ScoredResponses) -> bool [S], the responses that carry loss",
     )
+    metrics_function: str | None = Field(
+        None,
+        pattern=IMPORT_PATH,
+        description="package.module:name of f(ScoredResponses) -> {name: number}, which go into the step's row as "
+        "custom/NAME",
+    )
 
     @property
     def uses_critic(self) -> bool:
@@ -199,6 +204,7 @@ class AlgorithmConfig(Section):
             self.advantage.function is not None,
             self.advantage.off_policy != "none",
             self.filter_function is not None,
+            self.metrics_function is not None,
         )
         single = update.updates(samples, groups) == 1
         return update.old_logprobs == "auto" and single and not any(needed_before)

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from vapo_megatron.config.base import Section
 
+IMPORT_PATH = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -23,10 +24,15 @@ class PositiveNllConfig(Section):
 class PolicyLossConfig(Section):
     """The loss of the policy."""
 
-    kind: Literal["ppo_clip", "reinforce", "gspo", "cispo", "sao", "dppo"] = Field(
+    kind: Literal["ppo_clip", "reinforce", "gspo", "cispo", "sao", "dppo", "function"] = Field(
         "ppo_clip",
         description="clipped surrogate, plain policy gradient, ratio of the sequence (gspo), clipped weight (cispo), "
-        "ratio to the rollout policy (sao) or bounds on the difference of probabilities to it (dppo)",
+        "ratio to the rollout policy (sao), bounds on the difference of probabilities to it (dppo), or a function",
+    )
+    function: str | None = Field(
+        None,
+        pattern=IMPORT_PATH,
+        description="package.module:name of f(PolicyTerms) -> loss of each token [t], kind=function",
     )
     clip_low: Fraction = Field(
         0.2,
@@ -54,6 +60,11 @@ class PolicyLossConfig(Section):
         if (self.aggregation == "constant") != (self.constant is not None):
             raise ValueError(
                 f"aggregation={self.aggregation} with constant={self.constant}: set aggregation=constant and constant "
+                "together, or neither"
+            )
+        if (self.kind == "function") != (self.function is not None):
+            raise ValueError(
+                f"kind={self.kind} with function={self.function}: set kind=function and function=package.module:name "
                 "together, or neither"
             )
         if self.dual_clip is not None and self.kind != "ppo_clip":

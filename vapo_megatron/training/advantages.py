@@ -23,7 +23,7 @@ from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.metrics import advantage_metrics, value_metrics
 from vapo_megatron.training.shards import ShardedBatch
-from vapo_megatron.training.user_functions import user_advantages, user_selection
+from vapo_megatron.training.user_functions import user_advantages, user_metrics, user_selection
 
 
 def estimate_advantages(
@@ -54,14 +54,18 @@ def estimate_advantages(
             if config.advantage.estimator == "raft":
                 best = (found > 0) & table.correct if config.advantage.raft_needs_correct else found > 0
         if config.advantage.function is not None:
-            own.advantages = batch.on_whole(partial(user_advantages, config.advantage.function), by_samples=False)
+            answer = batch.columns_of_whole(partial(user_advantages, config.advantage.function, config.uses_critic), 2)
+            own.advantages, targets = answer.t().contiguous()
+            own.returns = own.returns if targets.isnan().any() else targets
         if config.filter_function is not None:
-            filtered = batch.on_whole(partial(user_selection, config.filter_function), by_samples=True)
+            filtered = batch.on_whole(partial(user_selection, config.filter_function))
             recorder.add({"filter/kept": float(filtered.float().mean())})
         batch.fill(selected=loss_mask(table.truncated, config.shaping.truncated == "mask", best, filtered))
         assert own.advantages is not None, "the estimator has filled them in"
         own.advantages = whiten(batch, own.advantages, config.advantage)
     recorder.add(advantage_metrics(batch))
+    if config.metrics_function is not None:
+        recorder.add(batch.on_whole(partial(user_metrics, config.metrics_function)))
     recorder.add(critic_row(batch, config, new_critic))
 
 

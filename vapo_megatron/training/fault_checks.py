@@ -47,6 +47,7 @@ def first_update_faults(
         float(recorded.abs().max()) if len(recorded) else 0.0,
     ]
     remade, largest = largest_over_ranks(*here)
+    remade = 0.0 if config.advantage.function is not None else remade  # value targets may be the user's own
     if not remade and result.outputs is not None:
         differs = len(part.reported[seat()[0]]) and target_faults(
             values_of(result.outputs, config.value_loss), recorded, _tolerance(critic, largest)

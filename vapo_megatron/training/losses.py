@@ -15,6 +15,7 @@ from vapo_megatron.algorithms import kl, policy_loss, value_loss
 from vapo_megatron.config.policy import KlConfig, PolicyLossConfig
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.megatron.token_loss import LocalTokens
+from vapo_megatron.training.user_functions import PolicyTerms, user_policy_loss
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class PolicyLoss:
     weights and nll_weights hold the aggregation and its global denominators; mean_weights is 1 / N on the N tokens of
     the mini-batch, for the metrics. old_logprobs are those of the policy that optimisation starts from; None where this
     very forward pass computes them: every ratio is then 1 and its gradient that of the log-prob. importance corrects
-    the policy loss alone for the engine's policy.
+    the policy loss alone for the engine's policy. values are the critic's; None without one.
     """
 
     config: PolicyLossConfig
@@ -38,6 +39,7 @@ class PolicyLoss:
     weights: Tensor
     nll_weights: Tensor
     mean_weights: Tensor
+    values: Tensor | None = None
 
     maxima: ClassVar[Sequence[str]] = ("ratio_max",)
 
@@ -58,7 +60,7 @@ class PolicyLoss:
         logprobs, entropies = outputs.unbind(-1)
         weights = gather(self.weights)
         parts = {
-            "policy_loss": (weights * gather(self.importance) * self._surrogate(logprobs, local)).sum(),
+            "policy_loss": (weights * gather(self.importance) * self._surrogate(logprobs, entropies, local)).sum(),
             "nll_loss": -(gather(self.nll_weights) * logprobs).sum(),
         }
         loss = parts["policy_loss"] + config.positive_nll.coef * parts["nll_loss"]
@@ -75,8 +77,20 @@ class PolicyLoss:
         metrics = {name: part.detach() for name, part in parts.items()}
         return loss, metrics | self._figures(logprobs.detach(), entropies.detach(), local)
 
-    def _surrogate(self, logprobs: Tensor, local: LocalTokens) -> Tensor:
+    def _surrogate(self, logprobs: Tensor, entropies: Tensor, local: LocalTokens) -> Tensor:
         config, old, advantages = self.config, self._old(logprobs, local), local.gather(self.advantages)
+        if config.function is not None:
+            terms = PolicyTerms(
+                logprobs=logprobs,
+                entropies=entropies,
+                old_logprobs=old,
+                rollout_logprobs=local.gather(self.rollout_logprobs),
+                ref_logprobs=local.gather(self.ref_logprobs) if self.kl.placement != "none" else None,
+                advantages=advantages,
+                values=None if self.values is None else local.gather(self.values),
+                mask=local.gather(self.weights) > 0,
+            )
+            return user_policy_loss(config.function, terms)
         if config.kind == "reinforce":
             return policy_loss.reinforce(logprobs, advantages)
         if config.kind == "cispo":
@@ -115,7 +129,7 @@ class PolicyLoss:
     def _bounded(self, log_ratio: Tensor, logprobs: Tensor, local: LocalTokens) -> tuple[Tensor, Tensor, Tensor]:
         """1 on the tokens that a low, high or dual bound of this kind of loss acts on, else 0."""
         config, none = self.config, torch.zeros_like(log_ratio)
-        if config.kind == "reinforce":
+        if config.kind in ("reinforce", "function"):
             return none, none, none
         if config.kind == "cispo":
             return policy_loss.cispo_clip_indicators(log_ratio, config.clip_high)

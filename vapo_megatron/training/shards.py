@@ -9,7 +9,7 @@ sample is on changes no bit of them.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from vapo_megatron.data.microbatch import Share
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.training.exchange import Samples, exchange, seat
 
+T = TypeVar("T")
 _OVER = {f.name: f.metadata["over"] for f in fields(ExperienceBatch)}
 _BY_TOKENS = ("tokens", "positions", "response_tokens")
 
@@ -130,23 +131,24 @@ class ShardedBatch:
             return {}
         return exchange(sent, _rows(self.table, sent), _held(self._homes), _on_rank_zero_alone(count, self._ranks))
 
-    def on_whole(self, work: Callable[[ExperienceBatch], Tensor], by_samples: bool) -> Tensor:
-        """Collective: what a function that has to see all tokens says, as each rank needs it: [S], or [own T].
+    def on_whole(self, work: Callable[[ExperienceBatch], T]) -> T:
+        """Collective: what a function that has to see all tokens returns, on every rank.
 
         It is called on rank 0, which is sent all fields. Raises what it raises, on every rank.
         """
         sent = self.first(self.samples, *(name for name, over in _OVER.items() if over in _BY_TOKENS))
-        box: list[Tensor] = [torch.zeros(0)]
+        return on_rank_zero(lambda: work(self.table.batch(**sent)))
 
-        def call() -> Any:
-            box[0] = work(self.table.batch(**sent))
-            return box[0] if by_samples else None
+    def columns_of_whole(self, work: Callable[[ExperienceBatch], Tensor], columns: int) -> Tensor:
+        """Collective: as on_whole, of a function that returns [T, columns]; each rank gets its own: [own T, columns]."""
+        box = [torch.zeros(0, columns)]
 
-        answer = on_rank_zero(call)
-        if by_samples:
-            return torch.as_tensor(answer)
-        lengths, held = {"found": self.table.response_lengths}, _on_rank_zero_alone(self.samples, self._ranks)
-        return exchange({"found": box[0]}, lengths, held, _held(self._homes))["found"]
+        def call(batch: ExperienceBatch) -> None:
+            box[0] = work(batch)
+
+        self.on_whole(call)
+        lengths, held = {"returned": self.table.response_lengths}, _on_rank_zero_alone(self.samples, self._ranks)
+        return exchange({"returned": box[0]}, lengths, held, _held(self._homes))["returned"]
 
 
 def _held(homes: Samples) -> list[Samples]:

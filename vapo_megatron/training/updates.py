@@ -105,6 +105,7 @@ def update_policy(
     one_pass = update_gives_logprobs(config, batch)
     needed = ["old_logprobs", "ref_logprobs", "advantages", "importance_weights"]
     needed += ["values", "returns"] if config.policy_loss.self_imitation_coef else []
+    needed += ["values"] if config.policy_loss.function is not None else []
     models.memory.enter("update_policy")
     with recorder.phase("update_policy", total=batch.samples * rounds) as advance:
         for samples in minibatches(batch, config.update, rounds, step_seed, salt=2):
@@ -124,7 +125,8 @@ def policy_signal(batch: ShardedBatch, config: AlgorithmConfig) -> tuple[Tensor,
     own, table, settings = batch.own, batch.table, config.policy_loss
     assert own.advantages is not None and table.selected is not None, "no advantages: estimate_advantages comes first"
     assert own.importance_weights is not None, "no importance weights: correct_for_rollout comes first"
-    if settings.entropy_coef or settings.self_imitation_coef or config.kl.placement == "loss":
+    always = settings.entropy_coef or settings.self_imitation_coef or settings.kind == "function"
+    if always or config.kl.placement == "loss":
         return table.selected, table.selected
     counted = table.new_lengths if table.accepted_lengths is None else table.accepted_lengths
     weighted = table.selected & (counted > 0)
@@ -171,6 +173,7 @@ def policy_loss(part: Part, config: AlgorithmConfig) -> PolicyLoss:
         weights=over_tokens(weights),
         nll_weights=over_tokens(nll_weights(lengths, positives(whole, settings.positive_nll) & chosen)),
         mean_weights=over_tokens(token_weights(lengths, "token_mean", selected=chosen)),
+        values=batch.values,
     )
 
 

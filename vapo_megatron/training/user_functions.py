@@ -1,8 +1,9 @@
-"""A user's own advantage estimator and filter, named in the config by import path."""
+"""A user's own advantages, policy loss, filter and metrics, named in the config by import path."""
 
 import importlib
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,18 @@ from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.errors import BadInput, reason_of
 
 ADVANTAGE_KEY, FILTER_KEY = "algorithm.advantage.function", "algorithm.filter_function"
+LOSS_KEY, METRICS_KEY = "algorithm.policy_loss.function", "algorithm.metrics_function"
 
 
 @dataclass(frozen=True)
 class ScoredResponses:
     """What a user's function is given: S responses with T tokens in all, end to end. CPU tensors, not to be changed.
 
+    The tokens are those that the policy wrote; observations between them (Sample.loss_mask) are left out.
+
     Attributes:
         cu_seqlens: int64 [S + 1]; response s has the tokens cu_seqlens[s] to cu_seqlens[s + 1].
+        tokens: int32 [T].
         rewards: float32 [S], the verifier's after shaping; a KL penalty is not in it.
         correct: bool [S], the verifier's grade.
         truncated: bool [S], whether the response was cut off.
@@ -32,9 +37,12 @@ class ScoredResponses:
         entropies: float32 [T], in nats, of the trainer's distribution at each token.
         values: float32 [T], of the state before each token; None without a critic (advantage.estimator other than gae).
         ref_logprobs: float32 [T], the reference policy's; None without one (kl.placement=none).
+        advantages, returns: float32 [T]; returns are the value targets. For a function of metrics; to one of advantages
+            they are what the configured estimator gives, None where there is none.
     """
 
     cu_seqlens: Tensor
+    tokens: Tensor
     rewards: Tensor
     correct: Tensor
     truncated: Tensor
@@ -44,9 +52,38 @@ class ScoredResponses:
     entropies: Tensor
     values: Tensor | None
     ref_logprobs: Tensor | None
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
 
 
-def load_function(path: str, key: str) -> Callable[[ScoredResponses], Tensor]:
+@dataclass(frozen=True)
+class PolicyTerms:
+    """What a user's policy loss is given: t tokens of a micro-batch on this rank's device, in no order to rely on.
+
+    A response may be cut over ranks and micro-batches: the loss of a token may depend on that token's numbers alone.
+
+    Attributes:
+        logprobs: float32 [t], of the policy that is trained, at the sampling temperature; carries the gradient.
+        entropies: float32 [t], in nats, of that policy; carries the gradient.
+        old_logprobs: float32 [t], of the policy before the step's first update.
+        rollout_logprobs: float32 [t], the engine's.
+        ref_logprobs: float32 [t], the reference policy's; None without one (kl.placement=none).
+        advantages: float32 [t].
+        values: float32 [t], the critic's before the step; None without a critic.
+        mask: bool [t], the tokens that carry loss; what the function returns for others is not read.
+    """
+
+    logprobs: Tensor
+    entropies: Tensor
+    old_logprobs: Tensor
+    rollout_logprobs: Tensor
+    ref_logprobs: Tensor | None
+    advantages: Tensor
+    values: Tensor | None
+    mask: Tensor
+
+
+def load_function(path: str, key: str) -> Callable[..., Any]:
     """The callable at package.module:name; modules in the working directory are found too, as a verifier's are.
 
     Raises:
@@ -60,27 +97,72 @@ def load_function(path: str, key: str) -> Callable[[ScoredResponses], Tensor]:
     except Exception as error:  # a user's module may raise anything on import
         raise BadInput(f"{key}={path}: cannot be imported ({reason_of(error)}): give package.module:name") from None
     if not callable(found):
-        raise BadInput(f"{key}={path}: a {type(found).__name__}, expected a function of ScoredResponses")
-    function: Callable[[ScoredResponses], Tensor] = found
+        raise BadInput(f"{key}={path}: a {type(found).__name__}, expected a function")
+    function: Callable[..., Any] = found
     return function
 
 
 def check_functions(config: AlgorithmConfig) -> None:
     """Raises BadInput for a function that the config names and that cannot be imported."""
-    for path, key in ((config.advantage.function, ADVANTAGE_KEY), (config.filter_function, FILTER_KEY)):
+    for path, key in (
+        (config.advantage.function, ADVANTAGE_KEY),
+        (config.policy_loss.function, LOSS_KEY),
+        (config.filter_function, FILTER_KEY),
+        (config.metrics_function, METRICS_KEY),
+    ):
         if path is not None:
             load_function(path, key)
 
 
-def user_advantages(path: str, batch: ExperienceBatch) -> Tensor:
-    """The user's advantages, float32 [T].
+def user_advantages(path: str, has_critic: bool, batch: ExperienceBatch) -> Tensor:
+    """The user's advantages and value targets, float32 [T, 2]; targets that were not given are NaN.
 
     Raises:
-        BadInput: it returned something else, or numbers that are not finite.
+        BadInput: it returned something else, numbers that are not finite, or targets for which there is no critic.
     """
-    found = load_function(path, ADVANTAGE_KEY)(scored_responses(batch))
-    _check(found, (batch.response_tokens,), f"{ADVANTAGE_KEY}={path}", "a finite float tensor [T]", floating=True)
-    return found.detach().float()
+    who, shape = f"{ADVANTAGE_KEY}={path}", (batch.response_tokens,)
+    answer = load_function(path, ADVANTAGE_KEY)(scored_responses(batch))
+    with_targets = isinstance(answer, tuple) and len(answer) == 2
+    if with_targets and not has_critic:
+        raise BadInput(f"{who}: it returned value targets, and no critic learns them: set advantage.estimator=gae")
+    columns = answer if with_targets else (answer,)
+    for column in columns:
+        _check(column, shape, who, "a finite float tensor [T]", floating=True)
+    missing = torch.full(shape, torch.nan)
+    return torch.stack([*(column.detach().float() for column in columns), missing][:2], dim=1)
+
+
+def user_policy_loss(path: str, terms: PolicyTerms) -> Tensor:
+    """The user's loss of each token [t], 0 where none is carried.
+
+    Raises:
+        BadInput: it returned something else, numbers that are not finite, or nothing that has a gradient.
+    """
+    who, answer = f"{LOSS_KEY}={path}", load_function(path, LOSS_KEY)(terms)
+    if isinstance(answer, Tensor) and answer.shape == terms.mask.shape:
+        answer = torch.where(terms.mask, answer, 0)
+    _check(answer, tuple(terms.mask.shape), who, "a finite float tensor [t]", floating=True)
+    if terms.logprobs.requires_grad and not answer.requires_grad:
+        raise BadInput(f"{who}: what it returned has no gradient, expected a function of terms.logprobs")
+    loss: Tensor = answer
+    return loss
+
+
+def user_metrics(path: str, batch: ExperienceBatch) -> dict[str, float]:
+    """The user's metrics of a step under the names of its row.
+
+    Raises:
+        BadInput: it returned something else than finite numbers by name.
+    """
+    answer = load_function(path, METRICS_KEY)(scored_responses(batch))
+    numbers = (int, float, Tensor)
+    if not isinstance(answer, Mapping) or not all(isinstance(value, numbers) for value in answer.values()):
+        raise BadInput(f"{METRICS_KEY}={path}: it returned {answer!r:.200}, expected numbers by name")
+    row = {f"custom/{name}": float(value) for name, value in answer.items()}
+    for name, value in row.items():
+        if not math.isfinite(value):
+            raise BadInput(f"{METRICS_KEY}={path}: {name} is {value}, expected a finite number; leave it out instead")
+    return row
 
 
 def user_selection(path: str, batch: ExperienceBatch) -> Tensor:
@@ -98,8 +180,10 @@ def scored_responses(batch: ExperienceBatch) -> ScoredResponses:
     """The part of a scored batch that users see."""
     assert batch.shaped_rewards is not None, "no shaped rewards: estimate_advantages comes first"
     assert batch.old_logprobs is not None and batch.entropies is not None, "the policy has not scored the batch"
+    places = [batch.cu_seqlens[sample] + batch.response_places(sample) for sample in range(batch.samples)]
     return ScoredResponses(
         cu_seqlens=batch.response_cu_seqlens,
+        tokens=batch.tokens[torch.cat(places)],
         rewards=batch.shaped_rewards,
         correct=batch.correct,
         truncated=batch.truncated,
@@ -109,6 +193,8 @@ def scored_responses(batch: ExperienceBatch) -> ScoredResponses:
         entropies=batch.entropies,
         values=batch.values,
         ref_logprobs=batch.ref_logprobs,
+        advantages=batch.advantages,
+        returns=batch.returns,
     )
 
 
