@@ -1,4 +1,4 @@
-"""The structure of the package: who imports whom, who asks for the device, what nobody calls, which words are used."""
+"""The structure of the package: who imports whom, who asks for the device, what nobody calls."""
 
 import ast
 import re
@@ -198,50 +198,6 @@ def test_every_config_key_is_read() -> None:
     of_plan = {key for key in known_keys(PlanConfig) if key.partition(".")[0] in ("hardware", "plan")}
     reads_of_plan = {name for path in SOURCES if named(path).startswith("operations/") for name in used_names(path)}
     assert not {key for key in of_plan if key.rpartition(".")[2] not in reads_of_plan}
-
-
-# Words that the glossary replaces, by what they are replaced with.
-FORBIDDEN = {
-    "weight sync": r"hand[-_ ]?overs?|hand(?:s|ed|ing)? (?:\w+ )?over",
-    "ground truth": r"golds?",
-    "grade": r"verdicts?",
-    "external": r"foreign",
-    "uses, says": r"speaks|spoken",
-    "offloaded, onloaded": r"sleepers?|sleeping|sleep_and_wake|residency|awake|asleep",
-    "zero-copy": r"lent|lend(?:s|ing)?",
-    "BucketAssembler, ParamShard": r"Filler|Owned",
-    "Generator": r"Answerer",
-    "train_infer_kl, train_infer_logprob_diff": r"rollout_kl|sync_logprob_difference",
-    "frac_zero_std_groups": r"equal_groups",
-    "vocab_shard_size": r"local_words",
-    "kl.placement": r"kl\.where",
-    "recorded_rollouts/, checkpoints/": r"(?:record|state)/(?:step|`|$)",
-    "skipped, unhealthy": r"sick\w*",
-    "is given, is logged": r"(?:is|are) told of",
-    "per token": r"(?:tokens|responses|bytes|samples|values?) a (?:token|response|prompt|sample)",
-}
-# grade(response, gold) is a signature to keep, and the key of tools/grade.py's rows.
-MAY_SAY_GOLD = ("vapo_megatron/rewards/math.py", "tools/grade.py", "docs/verifier.md", "benchmarks/verifier.py")
-
-
-def texts() -> list[Path]:
-    folders = ("vapo_megatron", "docs", "tools", "benchmarks", "examples", "slurm")
-    kinds = (".py", ".md", ".j2", ".yaml", ".sh", ".sbatch", ".txt")
-    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*")) if path.suffix in kinds]
-    return [ROOT / "README.md", *(path for path in found if path.name != "glossary.md")]
-
-
-@pytest.mark.parametrize("instead", FORBIDDEN)
-def test_the_words_are_those_of_the_glossary(instead: str) -> None:
-    word = re.compile(rf"(?<![A-Za-z])(?:{FORBIDDEN[instead]})(?![A-Za-z])", 0 if instead[0].isupper() else re.I)
-    found = []
-    for path in texts():
-        name = path.relative_to(ROOT).as_posix()
-        if instead == "ground truth" and name in MAY_SAY_GOLD:
-            continue
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            found += [f"{name}:{number}: {match[0]}" for match in word.finditer(line)]
-    assert not found, f"say {instead}"
 
 
 # The walks of docs/architecture.md and how many hops they may have.

@@ -1,6 +1,6 @@
 """Every switch of the section critic that a CPU can show, through load_models() and the critic's own updates.
 
-The others' tests are named in test_every_switch.py.
+The others are trained with in test_step_switches.py.
 """
 
 import math

@@ -27,7 +27,8 @@ class AdvantageConfig(Section):
         None,
         pattern=IMPORT_PATH,
         description="package.module:name of f(ScoredResponses) -> advantages [T]; estimator=function has no critic, "
-        "with estimator=gae there are values to read and the critic is trained: it may return (advantages, value targets)",
+        "with estimator=gae there are values to read, the critic is trained, and it may return (advantages, value "
+        "targets)",
     )
     gamma: Fraction = Field(1.0, description="discount")
     lambda_critic: Lambda = Field(1.0, description="lambda of the value targets; 1: Monte-Carlo returns")

@@ -140,7 +140,7 @@ class ShardedBatch:
         return on_rank_zero(lambda: work(self.table.batch(**sent)))
 
     def columns_of_whole(self, work: Callable[[ExperienceBatch], Tensor], columns: int) -> Tensor:
-        """Collective: as on_whole, of a function that returns [T, columns]; each rank gets its own: [own T, columns]."""
+        """Collective: as on_whole, of a function that returns [T, columns]: [own T, columns] on each rank."""
         box = [torch.zeros(0, columns)]
 
         def call(batch: ExperienceBatch) -> None:
