@@ -78,7 +78,7 @@ def test_every_choice_has_its_function() -> None:
     for name in get_args(config.Estimator):
         assert name in ("gae", "function") or callable(getattr(advantages, name))
     for name in get_args(config.PolicyLossConfig.model_fields["kind"].annotation):
-        assert callable(getattr(policy_loss, name))
+        assert name == "function" or callable(getattr(policy_loss, name))
     for name in get_args(config.KlConfig.model_fields["estimator"].annotation):
         assert callable(getattr(kl, name))
     for name in get_args(config.ImportanceSamplingConfig.model_fields["kind"].annotation):
