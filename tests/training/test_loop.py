@@ -1,0 +1,112 @@
+"""The order of a step, and what a step hands from phase to phase: what no single phase's test can see."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from batches import spread
+from ranks import run_ranks
+from switch_rollout import config_of, read_rollout, write_models
+
+from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.training import loop
+from vapo_megatron.training.models import load_models
+from vapo_megatron.training.score import score
+
+STEP = [
+    *("collect", "spread", "offload", "score", "estimate_advantages", "update_critic", "update_policy"),
+    *("replace_reference", "end_lying_engines", "sync_weights", "advance", "evaluate", "export", "record_step"),
+    "safe_point",
+]
+PRETRAINING = ["pretrain_value", "export_critic", "sync_weights", "end_pretraining"]
+PHASES = (
+    *("collect", "spread", "score", "estimate_advantages", "update_critic", "update_policy", "replace_reference"),
+    *("end_lying_engines", "sync_weights", "evaluate", "export", "record_step", "pretrain_value", "export_critic"),
+    *("export_final", "show_end"),
+)
+
+
+class Run:
+    """Stands in for models, rollouts and state; keeps which phase came when, and with what."""
+
+    def __init__(self, new: bool, sound: bool = True) -> None:
+        self.calls: list[str] = []
+        self.given: dict[str, tuple[Any, ...]] = {}
+        self.updates = SimpleNamespace(is_sound=lambda batch: sound)
+        self.critic, self.actor, self.memory, self.critic_is_new = "critic", "actor", "memory", "is new"
+        self.engines = SimpleNamespace(offload=lambda: self.note("offload"))
+        self.step, self.seed, self.is_new, self.needs_value_pretraining = 0, "seed", new, new
+        self.written_by = ["url"]
+
+    def note(self, name: str, *given: Any, **named: Any) -> str:
+        self.calls.append(name)
+        self.given[name] = (*given, *named.values())
+        return name
+
+    def steps(self) -> Iterator[int]:
+        yield from (1, 2)
+
+    @contextmanager
+    def saved_without_engines(self) -> Iterator[None]:
+        before = len(self.calls)
+        yield
+        assert self.calls[before:] == ["collect", "spread"], "models and generators are as they were"
+
+    def begin(self, *given: Any) -> None:
+        self.given["begin"] = given
+
+    def advance(self) -> None:
+        self.note("advance")
+
+    def end_pretraining(self, rollouts: Any) -> None:
+        self.note("end_pretraining")
+
+    def safe_point(self, rollouts: Any) -> None:
+        self.note("safe_point")
+
+
+@pytest.mark.parametrize(("new", "sound"), [(True, True), (False, True), (False, False)])
+def test_phases_come_in_the_order_of_the_method(
+    new: bool, sound: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, config = Run(new, sound), config_of(tmp_path, {"value_pretraining.enabled": True})
+    for name in PHASES:
+        monkeypatch.setattr(loop, name, lambda *given, name=name: run.note(name, *given))
+    loop.train(config, run, run, run, "recorder")  # type: ignore[arg-type]
+    learning = [name for name in STEP if sound or name not in ("estimate_advantages", "update_critic", "update_policy")]
+    before = ["evaluate", *PRETRAINING] if new else []
+    assert run.calls == [*before, *learning, *learning, "export_final", "show_end"]
+    if new:
+        assert config.pretraining_algorithm in run.given["pretrain_value"]
+    if sound:
+        assert run.given["estimate_advantages"] == ("spread", config.algorithm, "recorder", "is new")
+    assert run.given["end_lying_engines"][1:] == ("spread", ["url"])
+
+
+def logprobs_at(folder: Path, temperature: float) -> Any:
+    """What the trainer scores a rollout with, by its config alone, and transformers' log-probs at that temperature."""
+    config, batch = config_of(folder, {"sampling.temperature": temperature}), spread(read_rollout(folder))
+    models = load_models(config, None)
+    with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
+        score(models, batch, config.algorithm, recorder)
+    own, expected = batch.own, []
+    policy = transformers.AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32)
+    for sample in range(own.samples):
+        ids = own.tokens[int(own.cu_seqlens[sample]) : int(own.cu_seqlens[sample + 1])].long()
+        with torch.no_grad():
+            logprobs = F.log_softmax(policy(ids[None]).logits[0, :-1] / temperature, dim=-1)
+        chosen = logprobs.gather(1, ids[1:, None])[:, 0]
+        expected.append(chosen[int(own.prompt_lengths[sample]) - 1 :])
+    assert own.old_logprobs is not None
+    return float((own.old_logprobs - torch.cat(expected)).abs().max())
+
+
+def test_a_run_trains_at_the_temperature_that_it_samples_at(tmp_path: Path) -> None:
+    assert run_ranks(1, logprobs_at, write_models(tmp_path), 0.7, deadline=120)[0] < 1e-4
