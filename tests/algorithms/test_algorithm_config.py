@@ -32,7 +32,7 @@ def load(name: str) -> AlgorithmConfig:
 def test_all_presets_are_there() -> None:
     family = {"vapo", "vc_ppo", "ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline"}
     assert family | {"remax", "raft", "gspo", "cispo"} <= set(NAMES)
-    assert sum(name.startswith("vapo_without_") for name in NAMES) == 7
+    assert sum(name.startswith("vapo_without_") for name in NAMES) == 8
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -58,7 +58,7 @@ def test_an_ablation_changes_one_switch(name: str) -> None:
         return sum(map(leaves, values.values())) if isinstance(values, dict) else 1
 
     values = read(name)
-    assert leaves(values) == (2 if name.endswith("group_sampling") else 1)
+    assert leaves(values) == (2 if name.endswith(("group_sampling", "critic")) else 1)
     changed = load(name), ValuePretrainingConfig.model_validate(values.get("value_pretraining", {}))
     assert "batch" in values or changed != (AlgorithmConfig(), ValuePretrainingConfig())
 
@@ -111,6 +111,13 @@ def test_every_choice_has_its_function() -> None:
         ({"policy_loss": {"self_imitation_coef": 0.1}, "advantage": {"estimator": "rloo"}}, "needs a critic"),
         ({"policy_loss": {"kind": "sao"}, "importance_sampling": {"kind": "tis"}}, "kind=sao"),
         ({"policy_loss": {"kind": "dppo"}, "importance_sampling": {"kind": "mis"}}, "kind=dppo"),
+        ({"advantage": {"calibration": "trust", "estimator": "grpo"}}, "calibration=trust with estimator=grpo"),
+        ({"advantage": {"calibration": "values", "gamma": 0.9}}, "calibration=values with gamma=0.9"),
+        ({"advantage": {"calibration": "trust", "off_policy": "vtrace"}}, "calibration=trust with off_policy=vtrace"),
+        ({"advantage": {"calibration": "trust", "function": "a.b:c"}}, "calibration=trust with function=a.b:c"),
+        ({"advantage": {"calibration": "trust"}, "shaping": {"truncated": "bootstrap"}}, "truncated=bootstrap with adv"),
+        ({"advantage": {"calibration": "trust"}, "value_loss": {"residual": True}}, "residual=true with advantage.cal"),
+        ({"advantage": {"calibration": "trust"}, "kl": {"placement": "reward", "coef": 0.1}}, "kl.placement=reward wi"),
         ({"shaping": {"truncated": "window"}, "advantage": {"lambda_critic": 0.9}}, "lambda_critic=0.9 with shaping"),
         ({"shaping": {"truncated": "window"}, "advantage": {"off_policy": "vtrace"}}, "off_policy=vtrace with shaping"),
         ({"shaping": {"truncated": "window"}, "advantage": {"estimator": "rloo"}}, "truncated=window needs a critic"),

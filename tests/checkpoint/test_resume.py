@@ -4,17 +4,17 @@ import errno
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import attempts
 import pytest
 import torch.distributed as dist
 from attempts import (
     End,
     World,
-    config_of,
     fill_the_disk,
     fine_tune,
     kill_at,
@@ -59,6 +59,11 @@ def straight(shared: World) -> Callable[[int], Path]:
         return done[count]
 
     return run
+
+
+def config_of(world: World, name: str, layout: Mapping[str, int], *overrides: str) -> TrainConfig:
+    """What past steps said of returns is state as well."""
+    return attempts.config_of(world, name, layout, "algorithm.advantage.calibration=trust", *overrides)
 
 
 def checkpoint_names(config: TrainConfig) -> list[str]:

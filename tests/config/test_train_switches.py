@@ -99,7 +99,7 @@ def test_contradictions_between_sections_are_refused_by_name(tmp_path: Path, ove
         [*SCORES, "algorithm.policy_loss.positive_nll.coef=0"],
         [*SCORES, "algorithm.policy_loss.positive_nll.positives=reward"],
         ["algorithm.value_loss.kind=hl_gauss", "reward.correct=2.0", "algorithm.value_loss.high=2.0"],
-        ["preset=grpo", "algorithm.kl.replace_reference_every=400"],
+        ["preset=grpo", "algorithm.kl.replace_reference_every=25"],
         ["algorithm.value_loss={bounded: true, residual: true, low: -2, high: 2}"],
         ["preset=rloo", "algorithm.update={minibatch_size: 8192, minibatches: null}"],
         ["preset=vapo_without_group_sampling", "batch.prompts_per_step=64"],

@@ -35,6 +35,7 @@ class Formula:
     frozen_attention: bool = False
     window: bool = False  # truncated responses have a value after them, and teach the policy alone
     arctan: tuple[float, float] | None = None  # the range that values are squashed into
+    calibrated: bool = False  # in the first step nothing is known of the critic: the mean of the others is the baseline
 
 
 VAPO = Formula("gae", high=0.28, nll=0.1)
@@ -48,6 +49,10 @@ FORMULAS = {
     "vapo_without_token_level_loss": replace(VAPO, aggregation="sequence"),
     "vapo_without_positive_nll": replace(VAPO, nll=0.0),
     "vapo_without_group_sampling": VAPO,
+    "vapo_without_critic": replace(VAPO, advantage="grpo"),
+    "vapo_direct": replace(VAPO, calibrated=True),
+    "vapo_direct_groups": replace(VAPO, calibrated=True),
+    "reinforce_direct": replace(VAPO, advantage="others"),
     "vc_ppo": Formula("gae", lambda_policy=0.95, aggregation="sequence"),
     "ppo": Formula("gae", lambda_policy=0.95, lambda_critic=0.95, aggregation="sequence"),
     "t_ppo": replace(VAPO, nll=0.0, window=True),
@@ -201,6 +206,11 @@ def advantages_of(
     for s, response in enumerate(rollout):
         others = [totals[i] for i, r in enumerate(rollout) if r.group == response.group]
         mean = sum(others) / len(others)
+        if formula.calibrated or formula.advantage == "others":
+            beside = others if len(others) > 1 else totals
+            number = totals[s] - (sum(beside) - totals[s]) / (len(beside) - 1)
+            found.append(torch.full((response.length,), number, dtype=torch.float64))
+            continue
         if formula.advantage == "gae":
             assert values is not None
             lam = formula.lambda_policy

@@ -117,7 +117,7 @@ def group_advantage(estimator: str, s: int, group: Group, totals: list[float], r
         return (own - mean) / (math.sqrt(sum((x - mean) ** 2 for x in rewards) / (len(rewards) - 1)) + 1e-6)
     if estimator in ("dr_grpo", "group_baseline"):
         return own - mean
-    if estimator == "rloo":
+    if estimator in ("rloo", "batch_baseline"):  # alike where every group has two
         return own - (sum(rewards) - own) / (len(rewards) - 1)
     if estimator == "remax":
         return own - responses[s].greedy

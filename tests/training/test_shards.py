@@ -23,6 +23,7 @@ from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.megatron.mesh import make_mesh
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import estimate_advantages
+from vapo_megatron.training.calibration import ReturnHistory
 from vapo_megatron.training.shards import ShardedBatch, cut
 from vapo_megatron.training.updates import correct_for_rollout
 
@@ -123,6 +124,8 @@ def test_each_rank_gets_what_it_computes_and_it_comes_home(ranks: int, layout: L
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "vapo": {"advantage": {"length_adaptive_alpha": 0.3}},
+    "calibrated": {"advantage": {"calibration": "trust", "length_adaptive_floor": 0.5}},
+    "calibrated_masked": {"advantage": {"calibration": "values"}, "shaping": {"truncated": "mask"}},
     "masked": {"shaping": {"truncated": "mask"}, "value_loss": {"residual": True}},
     "window": {"shaping": {"truncated": "window"}, "advantage": {"length_adaptive_alpha": 0.3}},
     "kl": {"kl": {"placement": "reward", "coef": 0.1}, "advantage": {"whiten": "full", "gamma": 0.97}},
@@ -143,7 +146,10 @@ def estimates(names: list[str]) -> Any:
         whole.values = whole.values if config.uses_critic else None
         batch = spread(whole)
         with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
-            estimate_advantages(batch, config, recorder)
+            history = ReturnHistory()
+            if config.advantage.calibration != "none":  # the step before
+                estimate_advantages(batch, config, recorder, history=history)
+            estimate_advantages(batch, config, recorder, history=history)
             settings = config.importance_sampling.model_copy(
                 update={"kind": "tis", "reject": "token", "rejected": "dropped"}
             )

@@ -75,6 +75,7 @@ CASES = [
     Case(A + "estimator", "dr_grpo", "rloo"),
     Case(A + "estimator", "rloo", "grpo"),
     Case(A + "estimator", "group_baseline", "grpo"),
+    Case(A + "estimator", "batch_baseline", "grpo"),
     Case(A + "estimator", "reinforce_pp", "group_baseline"),
     Case(A + "estimator", "remax", "rloo"),
     Case(A + "estimator", "raft", "dr_grpo"),

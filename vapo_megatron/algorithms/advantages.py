@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vapo_megatron.algorithms.baselines import leave_one_out
 from vapo_megatron.algorithms.segments import check_bounds, place_terminal, segment_sum
 from vapo_megatron.algorithms.suffix_scan import suffix_scan_
 
@@ -61,6 +62,11 @@ def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
     groups = _groups(rewards, group_ids)
     others = (groups.sizes * groups.means - rewards) / (groups.sizes - 1).clamp(min=1)
     return (rewards - others).to(rewards.dtype)
+
+
+def batch_baseline(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """R - mean reward of the other responses of the group, of the whole batch in a group of one. [S], [S] -> [S]."""
+    return (rewards - leave_one_out(rewards, group_ids)).to(rewards.dtype)
 
 
 def remax(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:

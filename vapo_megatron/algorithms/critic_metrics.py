@@ -130,6 +130,12 @@ class Explained(NamedTuple):
     gain: Tensor
 
 
+def explained(figures: Figures) -> Tensor:
+    """Share of the variance of returns, over tokens, that values explain; a scalar."""
+    errors = pooled(figures.tokens, figures.returns - figures.values, figures.errors_spread)[1]
+    return _explained(errors, pooled(figures.tokens, figures.returns, figures.returns_spread)[1])
+
+
 def explained_beside_baselines(figures: Figures, group_ids: Tensor, position: Tensor) -> Explained:
     """Explained variance of values, of the mean of the other responses of the group, and of a table by position.
 
@@ -137,8 +143,7 @@ def explained_beside_baselines(figures: Figures, group_ids: Tensor, position: Te
     explained_by_position().
     """
     tokens, variance = figures.tokens, pooled(figures.tokens, figures.returns, figures.returns_spread)[1]
-    errors = pooled(tokens, figures.returns - figures.values, figures.errors_spread)[1]
-    critic = _explained(errors, variance)
+    critic = explained(figures)
     has = tokens > 0
     baseline = torch.zeros_like(tokens)
     baseline[has] = leave_one_out(figures.first_return[has], group_ids[has])

@@ -37,6 +37,7 @@ class Progress(Section):
     demonstrations: str | None = Field(None, description="fingerprint of sft's data; older checkpoints have none")
     weight_version: int = Field(0, description="weight syncs to the engines; samples are marked with it")
     updates: dict[str, Any] = Field(default_factory=dict, description="SkippedUpdates.state()")
+    returns: list[Any] = Field(default_factory=list, description="ReturnHistory.state(), of calibrated values")
     probe: list[list[int]] = Field(default_factory=list, description="sequences on which engines are compared next")
 
 

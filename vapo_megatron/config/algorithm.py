@@ -11,7 +11,9 @@ from vapo_megatron.config.base import Section
 from vapo_megatron.config.policy import IMPORT_PATH, Fraction, ImportanceSamplingConfig, KlConfig, PolicyLossConfig
 from vapo_megatron.config.value import ValueLossConfig
 
-Estimator = Literal["gae", "grpo", "dr_grpo", "rloo", "group_baseline", "reinforce_pp", "remax", "raft", "function"]
+Estimator = Literal[
+    *("gae", "grpo", "dr_grpo", "rloo", "group_baseline", "batch_baseline", "reinforce_pp", "remax", "raft", "function")
+]
 Lambda = Fraction | Literal["length_adaptive"]
 
 
@@ -35,6 +37,11 @@ class AdvantageConfig(Section):
     lambda_policy: Lambda = Field("length_adaptive", description="lambda of the advantages")
     length_adaptive_alpha: float = Field(0.05, gt=0, description="lambda = 1 - 1 / (alpha * response tokens)")
     length_adaptive_floor: Fraction = Field(0.0, description="least length-adaptive lambda")
+    calibration: Literal["none", "values", "trust"] = Field(
+        "none",
+        description="values: GAE of values that the returns of past steps calibrate; trust: mixed with return less "
+        "value, as far as past steps say that the critic explains nothing",
+    )
     off_policy: Literal["none", "vtrace"] = Field(
         "none",
         description="vtrace: temporal differences are weighted by min(1, pi / mu) of each token, mu the policy that "
@@ -69,6 +76,17 @@ class AdvantageConfig(Section):
                 f"off_policy={self.off_policy} with estimator={self.estimator}: it corrects values, of gae alone: "
                 "set off_policy=none or estimator=gae"
             )
+        for key, on in (
+            (f"estimator={self.estimator}", self.estimator != "gae"),
+            (f"function={self.function}", self.function is not None),
+            (f"off_policy={self.off_policy}", self.off_policy != "none"),
+            (f"gamma={self.gamma}", self.gamma != 1),
+        ):
+            if on and self.calibration != "none":
+                raise ValueError(
+                    f"calibration={self.calibration} with {key}: it makes the advantages of undiscounted GAE out of a "
+                    "critic's values, set calibration=none or take the other back"
+                )
         if self.estimator == "raft" and self.whiten != "none":
             raise ValueError(f"whiten={self.whiten} with estimator=raft: its 1 and 0 select responses, set whiten=none")
         return self
@@ -243,6 +261,17 @@ class AlgorithmConfig(Section):
                     raise ValueError(
                         f"{key} with {truncated}: a truncated response has no reward then, and would escape the "
                         "punishment for its length: choose one of both"
+                    )
+        if self.advantage.calibration != "none":
+            for key, on in (
+                (truncated, self.shaping.bootstraps),
+                ("value_loss.residual=true", self.value_loss.residual),
+                (f"kl.placement={self.kl.placement}", self.kl.placement == "reward"),
+            ):
+                if on:
+                    raise ValueError(
+                        f"{key} with advantage.calibration={self.advantage.calibration}: it learns from the return of "
+                        "whole responses what values are worth, set calibration=none or take the other back"
                     )
         if self.shaping.truncated == "window":
             for key, on in (

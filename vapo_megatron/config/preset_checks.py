@@ -30,6 +30,7 @@ def check_preset(config: "TrainConfig") -> None:
             "sequence_mean",
         ),
         "positive_nll": ("algorithm.policy_loss.positive_nll.coef", loss.positive_nll.coef == 0, "0"),
+        "critic": ("algorithm.advantage.estimator", advantage.estimator != "gae", "one without a critic, such as grpo"),
         "group_sampling": (
             "batch.samples_per_prompt",
             config.batch.samples_per_prompt == 1,
@@ -40,6 +41,8 @@ def check_preset(config: "TrainConfig") -> None:
     updates = config.updates_per_rollout("actor") // config.algorithm.update.epochs
     if preset in ("rloo", "remax") and updates != 1:
         undone, expected = f"algorithm.update: updates of a rollout={updates}", "one: set minibatches=1 there"
+    elif preset.startswith("vapo_direct") and advantage.calibration == "none":
+        undone, expected = "algorithm.advantage.calibration=none", "trust, or values"
     elif (left_out := preset.removeprefix("vapo_without_")) in kept and not kept[left_out][1]:
         key, _, expected = kept[left_out]
         undone = f"{key}={reduce(getattr, key.split('.'), config)}"

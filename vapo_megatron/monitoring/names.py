@@ -32,6 +32,12 @@ BASELINE_LOO = "critic/baseline_loo_ev"
 BASELINE_POSITION = "critic/baseline_position_ev"
 CRITIC_GAIN = "critic/gain"
 CALIBRATION_SLOPE = "critic/calibration_slope"
+# Of values calibrated by past steps (algorithms/calibration.py): what they explain of returns, how far differences of
+# them are trusted, and the weights of the critic's value and of the group's mean in them.
+EXPLAINED_CALIBRATED = "critic/explained_calibrated"
+TRUST = "critic/trust"
+CRITIC_SLOPE = "critic/past_slope"
+GROUP_WEIGHT = "critic/group_weight"
 CRITIC_FAULT = "critic/fault_"  # and the fault's name (algorithms/critic_faults.py): 1 in the steps that show it
 SIGN_AGREEMENT = "advantage/sign_agreement"
 CRITIC_GRAD_NORM = "critic/grad_norm"

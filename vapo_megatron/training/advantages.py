@@ -21,17 +21,22 @@ from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.data.batch import ExperienceBatch, SampleTable
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.training.calibration import ReturnHistory, calibrated_advantages
 from vapo_megatron.training.metrics import advantage_metrics, value_metrics
 from vapo_megatron.training.shards import ShardedBatch
 from vapo_megatron.training.user_functions import user_advantages, user_metrics, user_selection
 
 
 def estimate_advantages(
-    batch: ShardedBatch, config: AlgorithmConfig, recorder: Recorder, new_critic: bool = False
+    batch: ShardedBatch,
+    config: AlgorithmConfig,
+    recorder: Recorder,
+    new_critic: bool = False,
+    history: ReturnHistory | None = None,
 ) -> None:
     """Collective: fill shaped_rewards, selected, advantages and, where there is a critic, returns of a scored batch.
 
-    new_critic: nothing has trained the critic yet.
+    new_critic: nothing has trained the critic yet. history: what past steps said of returns, for advantage.calibration.
     """
     best, filtered, own, table = None, None, batch.own, batch.table
     with recorder.timer("advantages"):
@@ -39,6 +44,14 @@ def estimate_advantages(
         batch.fill(shaped_rewards=rewards)
         if config.uses_critic:
             gae(own, token_rewards(own, config), config, table.response_lengths)
+            if config.advantage.calibration != "none":
+                assert history is not None, "the run's history of returns calibrates values"
+                own.advantages, row = calibrated_advantages(
+                    *(batch, token_rewards(own, config), policy_lambda(own.response_lengths, config.advantage)),
+                    *(returns_known(table.truncated, config.shaping), history),
+                    trusted=config.advantage.calibration == "trust",
+                )
+                recorder.add(row)
             lam = policy_lambda(table.response_lengths, config.advantage)
             recorder.add(
                 {"advantage/lambda_mean": float(lam.mean()), "advantage/lambda_clamped": clamped(lam, config.advantage)}
@@ -212,6 +225,7 @@ def response_advantages(batch: ShardedBatch, rewards: Tensor, config: AlgorithmC
         "dr_grpo": advantages.dr_grpo,
         "rloo": advantages.rloo,
         "group_baseline": advantages.group_baseline,
+        "batch_baseline": advantages.batch_baseline,
         "raft": advantages.raft,
     }
     return estimators[estimator](rewards, table.group_ids)

@@ -43,7 +43,7 @@ def train(config: TrainConfig, models: Models, rollouts: Rollouts, state: RunSta
         engines.offload()
         score(models, batch, algorithm, recorder)
         if models.updates.is_sound(batch):
-            estimate_advantages(batch, algorithm, recorder, models.critic_is_new)
+            estimate_advantages(batch, algorithm, recorder, models.critic_is_new, state.returns)
             update_critic(models, batch, algorithm, state.seed, recorder)
             update_policy(models, batch, algorithm, state.seed, recorder)
         replace_reference(models, algorithm.kl, step)

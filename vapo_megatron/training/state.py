@@ -15,6 +15,7 @@ from vapo_megatron.collectives import on_rank_zero
 from vapo_megatron.config.checkpoint import CheckpointConfig
 from vapo_megatron.config.run import RunConfig
 from vapo_megatron.engines.engines import EnginesFailed
+from vapo_megatron.training.calibration import ReturnHistory
 from vapo_megatron.training.rollouts import Rollouts
 from vapo_megatron.training.skipped_updates import SkippedUpdates
 
@@ -29,6 +30,7 @@ class RunState:
         recorded: what value pretraining has recorded so far, empty once it is over.
         metrics: of the step that was done last, by name; rank 0's count.
         updates: judges those of the models.
+        returns: what past steps said of returns, for advantage.calibration.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class RunState:
         self.step = resumed.progress.step if resumed is not None else 0
         self.pretraining = resumed.progress.pretraining if resumed is not None else PretrainingProgress()
         self.recorded = RecordedRollouts(run_dir, resumed.manifest.record if resumed is not None else {})
+        self.returns = ReturnHistory(resumed.progress.returns if resumed is not None else None)
         self.metrics: Mapping[str, float] = {}
         self._whole: Snapshot | None = None
         self.started = time.perf_counter()
@@ -107,6 +110,7 @@ class RunState:
             updates=self.updates.state(),
             weight_version=rollouts.engines.version,
             probe=rollouts.probe,
+            returns=self.returns.state(),
         )
         self._whole, failure = Snapshot(progress, self.metrics, self.recorded.files, graded), rollouts.engines.failure
         self._checkpointer.safe_point(

@@ -65,6 +65,7 @@ PANELS: tuple[Panel, ...] = (
         "Explained variance: critic, free baselines",
         (
             Curve(names.EXPLAINED_VARIANCE, "critic"),
+            Curve(names.EXPLAINED_CALIBRATED, "critic, calibrated by past steps"),
             Curve(names.BASELINE_LOO, "mean of the other responses", smooth=True),
             Curve(names.BASELINE_POSITION, "position in the response", smooth=True),
         ),
@@ -78,6 +79,16 @@ PANELS: tuple[Panel, ...] = (
         (Curve(names.CRITIC_GAIN, "gain", smooth=True), Curve(names.SIGN_AGREEMENT, "advantage sign agreement")),
         "Gain above 0: it knows more than is free.",
         bottom=-1,
+        line=0,
+    ),
+    Panel(
+        "Trust in the critic, and its weight in calibrated values",
+        (
+            Curve(names.TRUST, "trust in differences of values"),
+            Curve(names.CRITIC_SLOPE, "weight of the critic", smooth=True),
+            Curve(names.GROUP_WEIGHT, "weight of the group's mean", smooth=True),
+        ),
+        "Near 0: the critic explains nothing, and advantages are returns less a baseline.",
         line=0,
     ),
     Panel(

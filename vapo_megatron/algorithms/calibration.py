@@ -1,0 +1,150 @@
+"""Values calibrated by the returns of past steps, and trusted as far as these say (docs/algorithms.md, vapo_direct).
+
+Instead of the critic's raw value v of a state, the advantage takes
+
+    V~ = c_p . x        x = (1, v, m)        p = floor(log2 t)
+
+t is the token's number in its response, from 1; m is the mean return of the other responses of its group, and 0 in
+groups of one. c_p is a ridge regression of the returns of past steps on x, shrunk towards the coefficients of all bins
+together, and those towards (0, 0, 1). A response decides neither its own coefficients nor its own m, and v precedes the
+action: V~ is a baseline that adds no bias to the policy gradient where lambda is 1. The coefficient b_p of v also says
+how far temporal differences of V~ may be trusted:
+
+    g = sum_p n_p clamp(2 b_p, 0, 1) / sum_p n_p        A = g GAE(V~) + (1 - g) (R - V~)
+
+A critic that explains nothing has b = 0, and leaves R - V~. Near kin: SPO (arXiv 2509.13232), V0.5 (2603.10848), PPI++
+(2311.01453).
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.algorithms.baselines import leave_one_out, positions
+from vapo_megatron.algorithms.segments import to_tokens
+
+BINS = 20  # the last one begins at token 2^19
+DECAY = 0.7  # of what earlier steps said, each step
+_STRENGTH = 8.0  # responses that the prior is worth, times the variance of x that they would have
+_PRIOR_VARIANCE = 0.2
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What past steps said of returns: float64, by bin of position. A response weighs the same in a bin whatever its
+    tokens there.
+
+    Attributes:
+        gram: [BINS, 3, 3], sums of x x^T.
+        cross: [BINS, 3], sums of x R.
+        responses: [BINS], how many responses reach the bin.
+    """
+
+    gram: Tensor
+    cross: Tensor
+    responses: Tensor
+
+    def followed_by(self, later: "Moments") -> "Moments":
+        """These, decayed, and those of the next step."""
+        return Moments(*(DECAY * a + b for a, b in zip(self.tensors(), later.tensors(), strict=True)))
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """gram, cross and responses."""
+        return self.gram, self.cross, self.responses
+
+    def state(self) -> list[Any]:
+        """For a checkpoint; read back by from_state to the bit."""
+        return [tensor.tolist() for tensor in self.tensors()]
+
+    @staticmethod
+    def from_state(state: list[Any]) -> "Moments":
+        """The moments of a state."""
+        return Moments(*(torch.tensor(values, dtype=torch.float64) for values in state))
+
+
+class Coefficients(NamedTuple):
+    """How V~ is made of x, and what that says of the critic.
+
+    Attributes:
+        bins: float64 [BINS, 3].
+        trust: g, in [0, 1].
+        slope: mean of b_p, the coefficient of v, over responses.
+        group_weight: mean of the coefficient of m.
+    """
+
+    bins: Tensor
+    trust: float
+    slope: float
+    group_weight: float
+
+
+def bins_of(cu_seqlens: Tensor) -> Tensor:
+    """floor(log2 t) of each token, t its number in the response from 1: int64 [S + 1] -> int64 [T]."""
+    _, exponent = torch.frexp((positions(cu_seqlens) + 1).double())
+    return (exponent.long() - 1).clamp(max=BINS - 1)
+
+
+def response_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Tokens, sum of v and sum of v^2 of each response in each bin: float32 [T] -> float64 [S, BINS, 3].
+
+    A response's sums do not depend on those beside it.
+    """
+    samples = cu_seqlens.numel() - 1
+    cell = to_tokens(torch.arange(samples), cu_seqlens) * BINS + bins_of(cu_seqlens)
+    v = values.double()
+    kinds = [torch.bincount(cell, weight, minlength=samples * BINS) for weight in (torch.ones_like(v), v, v * v)]
+    return torch.stack(kinds, 1).view(samples, BINS, 3)
+
+
+def moments(sums: Tensor, returns: Tensor, group_means: Tensor) -> Moments:
+    """Moments of one step.
+
+    Args:
+        sums: float64 [S, BINS, 3], see response_sums().
+        returns: [S], the return R of each response.
+        group_means: [S], m; 0 in groups of one.
+    """
+    tokens, v, vv = sums.unbind(-1)
+    m, r = group_means.double()[:, None], returns.double()[:, None]
+    gram = torch.stack((tokens, v, m * tokens, v, vv, m * v, m * tokens, m * v, m * m * tokens), -1).sum(0)
+    cross = torch.stack((r * tokens, r * v, r * m * tokens), -1).sum(0)
+    responses = (tokens > 0).sum(0).double()
+    weight = responses / tokens.sum(0).clamp(min=1)
+    return Moments(gram.view(BINS, 3, 3) * weight[:, None, None], cross * weight[:, None], responses)
+
+
+def coefficients(past: Moments) -> Coefficients:
+    """The ridge regressions of past steps: of all bins towards (0, 0, 1), of each bin towards that of all."""
+    prior = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
+    of_all = _ridge(past.gram.sum(0), past.cross.sum(0), past.responses.sum(0), prior)
+    bins = _ridge(past.gram, past.cross, past.responses, of_all.expand(BINS, 3))
+    share = past.responses / past.responses.sum().clamp(min=1e-9)
+    trust = ((2 * bins[:, 1]).clamp(0, 1) * share).sum()
+    return Coefficients(bins, float(trust), float((bins[:, 1] * share).sum()), float((bins[:, 2] * share).sum()))
+
+
+def _ridge(gram: Tensor, cross: Tensor, responses: Tensor, prior: Tensor) -> Tensor:
+    """argmin_c of the mean of (R - c . x)^2 plus a penalty on c - prior that fades as 1 / responses: [..., 3]."""
+    n = responses.clamp(min=1e-9)[..., None]
+    penalty = _PRIOR_VARIANCE * _STRENGTH / n
+    matrix = gram / n[..., None] + (penalty[..., None] + 1e-9) * torch.eye(3, dtype=torch.float64)
+    return torch.linalg.solve(matrix, cross / n + penalty * prior)
+
+
+def calibrated_values(values: Tensor, group_means: Tensor, cu_seqlens: Tensor, by_bin: Coefficients) -> Tensor:
+    """V~ of each token: float32 [T], [S], int64 [S + 1] -> float32 [T]."""
+    c = by_bin.bins[bins_of(cu_seqlens)]
+    return (c[:, 0] + c[:, 1] * values.double() + c[:, 2] * to_tokens(group_means.double(), cu_seqlens)).float()
+
+
+def means_of_siblings(returns: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """m of each response, and the baseline of a first step, which has no past: [S], int64 [S] -> two float64 [S].
+
+    Both are the mean of the other responses of the group. In a group of one m is 0: the mean of the other groups would
+    be a line in the response's own return. The first step's baseline is that mean there.
+    """
+    _, group, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    others = leave_one_out(returns, group_ids)
+    return torch.where(sizes[group] > 1, others, 0.0), others
