@@ -115,7 +115,10 @@ def test_every_choice_has_its_function() -> None:
         ({"advantage": {"calibration": "values", "gamma": 0.9}}, "calibration=values with gamma=0.9"),
         ({"advantage": {"calibration": "trust", "off_policy": "vtrace"}}, "calibration=trust with off_policy=vtrace"),
         ({"advantage": {"calibration": "trust", "function": "a.b:c"}}, "calibration=trust with function=a.b:c"),
-        ({"advantage": {"calibration": "trust"}, "shaping": {"truncated": "bootstrap"}}, "truncated=bootstrap with adv"),
+        (
+            {"advantage": {"calibration": "trust"}, "shaping": {"truncated": "bootstrap"}},
+            "truncated=bootstrap with adv",
+        ),
         ({"advantage": {"calibration": "trust"}, "value_loss": {"residual": True}}, "residual=true with advantage.cal"),
         ({"advantage": {"calibration": "trust"}, "kl": {"placement": "reward", "coef": 0.1}}, "kl.placement=reward wi"),
         ({"shaping": {"truncated": "window"}, "advantage": {"lambda_critic": 0.9}}, "lambda_critic=0.9 with shaping"),
