@@ -12,7 +12,16 @@ from vapo_megatron.config.policy import IMPORT_PATH, Fraction, ImportanceSamplin
 from vapo_megatron.config.value import ValueLossConfig
 
 Estimator = Literal[
-    *("gae", "grpo", "dr_grpo", "rloo", "group_baseline", "batch_baseline", "reinforce_pp", "remax", "raft", "function")
+    "gae",
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "group_baseline",
+    "batch_baseline",
+    "reinforce_pp",
+    "remax",
+    "raft",
+    "function",
 ]
 Lambda = Fraction | Literal["length_adaptive"]
 
