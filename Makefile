@@ -23,8 +23,8 @@ ROOMS ?=
 
 help:
 	@echo "make quickstart   train a small reasoning model with VAPO on this machine, from nothing"
-	@echo "make test         every check: ruff, mypy, pytest"
-	@echo "make test-full    the larger matrix of parallel layouts, about ten minutes on two cores"
+	@echo "make test         ruff, mypy and the quicker tests, minutes on two cores"
+	@echo "make test-full    the other tests: whole runs, lives of engines, Slurm, the larger matrix of layouts"
 	@echo "make test-faults  a run under a hundred faults: processes killed and stopped, damaged files, a full disk"
 	@echo "make test-mcore019  tests of layouts and weights with Megatron-Core 0.19 on Python 3.11, in .venv-mcore019"
 	@echo "make test-py312   the same on Python 3.12, in .venv-py312"
@@ -48,7 +48,7 @@ test: lint
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 40
 
 test-full: $(STAMP)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m full tests/megatron tests/engines/weight_sync
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m full -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 20
 
 # FAULTS: how many; SEED: which ones, and when.
 test-faults: $(STAMP)

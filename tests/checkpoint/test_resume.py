@@ -86,6 +86,7 @@ def assert_equal(found: Path, expected: Path) -> None:
     assert [name for name in files if files[name] != expected_files[name]] == []
 
 
+@pytest.mark.full
 def test_killed_in_every_phase_on_two_ranks(shared: World, straight: Callable[[int], Path]) -> None:
     # What is written in the background may or may not be there when a kill comes; here every save is waited for.
     config = config_of(shared, "killed", LAYOUTS[2], RESUME, "checkpoint.asynchronous=false")
@@ -119,6 +120,7 @@ def test_asked_to_stop_and_killed(shared: World, straight: Callable[[int], Path]
     assert_equal(Path(config.run.directory), straight(1))
 
 
+@pytest.mark.full
 def test_it_stops_before_its_time_limit_and_makes_progress_in_every_attempt(
     shared: World, straight: Callable[[int], Path]
 ) -> None:

@@ -23,6 +23,8 @@ from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.spec import read_spec
 
+pytestmark = pytest.mark.full
+
 VOCAB = 96
 HEALTH = HealthConfig(every_s=0.3, answer_s=4, max_failures=2)
 

@@ -10,6 +10,8 @@ from engine_faults import disturb, same_run
 
 from vapo_megatron.config.train import TrainConfig
 
+pytestmark = pytest.mark.full
+
 SETTINGS = (
     "value_pretraining.enabled=false",
     "data.eval=[]",

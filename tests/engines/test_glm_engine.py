@@ -21,6 +21,8 @@ from vapo_megatron.weights.hf_files import HFTensors
 from vapo_megatron.weights.routed_experts import ExpertChoices
 from vapo_megatron.weights.spec import read_spec
 
+pytestmark = pytest.mark.full
+
 CONFIG = RolloutConfig(
     load_format="dummy", max_running_requests=8, max_total_tokens=2048, start_timeout_s=240, router_replay=True
 )

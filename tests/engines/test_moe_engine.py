@@ -22,6 +22,8 @@ from vapo_megatron.errors import RunFailed
 from vapo_megatron.weights.hf_files import HFTensors
 from vapo_megatron.weights.routed_experts import ExpertChoices
 
+pytestmark = pytest.mark.full
+
 # The last two begin alike, so that one finds the other's tokens in the engine's cache.
 PROMPTS = [
     Prompt(id=str(i), problem="", answer="", token_ids=(*range(3, 40), *range(50 + 9 * i, 50 + 10 * i)))

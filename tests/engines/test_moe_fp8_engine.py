@@ -22,6 +22,8 @@ from vapo_megatron.errors import RunFailed
 from vapo_megatron.weights.fp8 import SCALE_SUFFIX, BlockFp8, dequantize, quantize
 from vapo_megatron.weights.hf_files import HFTensors
 
+pytestmark = pytest.mark.full
+
 RECIPE = BlockFp8()
 CONFIG = RolloutConfig(
     quantization="fp8", load_format="dummy", max_running_requests=8, max_total_tokens=2048, start_timeout_s=240

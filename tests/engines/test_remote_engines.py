@@ -36,6 +36,8 @@ from vapo_megatron.errors import BadInput, RunFailed, TryAgain
 from vapo_megatron.weights.hf_files import HFTensors
 from vapo_megatron.weights.spec import read_spec
 
+pytestmark = pytest.mark.full
+
 KEY_VARIABLE, KEY = "VAPO_TEST_KEY", "a secret of this test"
 DEADLINE = 120.0
 _SAYS = re.compile(r"engine at (http://127\.0\.0\.1:\d+), log (.*)")

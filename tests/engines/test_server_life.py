@@ -45,6 +45,8 @@ from pathlib import Path
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.engines import server
 
+pytestmark = pytest.mark.full
+
 def start_guard(group, *_):
     print(group, flush=True)
     time.sleep(2)

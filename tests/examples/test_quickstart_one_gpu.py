@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 RUN = [sys.executable, "examples/quickstart/run.py"]
 

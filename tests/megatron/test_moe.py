@@ -24,6 +24,8 @@ from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.spec import read_spec
 
+pytestmark = pytest.mark.full
+
 PLAIN = OPTIMIZER.model_copy(update={"distributed": False})
 LAYOUTS = [
     (1, LayoutConfig(), 1000, OPTIMIZER, "lm"),

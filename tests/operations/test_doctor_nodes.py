@@ -24,6 +24,8 @@ from vapo_megatron.operations.doctor.report import Line
 from vapo_megatron.operations.doctor.system import write_rate
 from vapo_megatron.operations.plan.model_files import SHIPPED
 
+pytestmark = pytest.mark.full
+
 WAIT = 60.0
 
 

@@ -38,6 +38,8 @@ from vapo_megatron.run.ranks import (
 )
 from vapo_megatron.signals import stop_requested
 
+pytestmark = pytest.mark.full
+
 
 def write_rank(folder: Path) -> None:
     (folder / str(dist.get_rank())).write_text(f"{os.getpid()} {dist.get_world_size()}")

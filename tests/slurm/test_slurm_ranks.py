@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from test_slurm_library import ROOT, Job
 
+pytestmark = pytest.mark.full
+
 KILLED = ["77 a", "137 b"]
 
 

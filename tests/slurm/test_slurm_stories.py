@@ -14,7 +14,7 @@ from sandbox import SlurmSandbox
 from site_of_user import FOREVER, Site, processes_of, ranks_of
 from tiny_runs import evaluate_config, write_config
 
-pytestmark = pytest.mark.timeout(2400)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(2400)]
 
 
 @pytest.fixture

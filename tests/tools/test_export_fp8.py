@@ -22,6 +22,8 @@ from vapo_megatron.engines.weight_sync.transports import SharedMemoryTransport
 from vapo_megatron.weights.fp8 import quantize
 from vapo_megatron.weights.tiny import CHATML_TEMPLATE, word_tokenizer
 
+pytestmark = pytest.mark.full
+
 needs_modelopt = pytest.mark.skipif(
     importlib.util.find_spec("modelopt") is None, reason="nvidia-modelopt is not installed (the extra fp8export)"
 )

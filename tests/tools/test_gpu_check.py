@@ -76,6 +76,7 @@ def test_what_a_check_has_started_ends_with_it_even_if_it_will_not(tmp_path: Pat
             time.sleep(0.05)
 
 
+@pytest.mark.full
 def test_without_time_or_gpu_a_check_is_not_run_and_that_is_no_success(tmp_path: Path) -> None:
     checks = (planted("cpu", "print('ok')"), planted("gpu", "print('ok')", gpu=True))
     found = perform(tmp_path, *checks, has_gpu=False)

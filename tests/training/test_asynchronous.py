@@ -12,6 +12,8 @@ from attempts import End, World, config_of, kill_at, left_behind, live, metrics,
 
 from vapo_megatron.config.train import TrainConfig
 
+pytestmark = pytest.mark.full
+
 AHEAD = ("rollout.asynchronous.max_staleness=1", "algorithm.importance_sampling.kind=tis", "evaluation.every=null")
 STEPS = ("run.steps=5", "value_pretraining.iterations=1", "value_pretraining.steps=2")
 SAVED = ("run.resume=auto", "checkpoint.asynchronous=false")

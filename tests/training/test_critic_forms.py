@@ -19,6 +19,8 @@ from vapo_megatron.operations.critic_lab.command import probe_critic
 from vapo_megatron.weights.spec import read_spec
 from vapo_megatron.weights.tiny import CHATML_TEMPLATE, save_tiny_model, word_tokenizer
 
+pytestmark = pytest.mark.full
+
 ONE_RANK: dict[str, int] = {}
 
 

@@ -76,6 +76,7 @@ def disturbed(world: attempts.World, tmp_path: Path, faults: int, kinds: tuple[s
     return soak
 
 
+@pytest.mark.full
 def test_a_run_under_a_fault_of_each_sort(
     world: attempts.World, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,8 @@ from vapo_megatron.config.load import load_config
 from vapo_megatron.config.train import EvaluateConfig, TrainConfig
 from vapo_megatron.data.tokenizer import TextTokenizer
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "gsm8k"
 TOOLS = EXAMPLE.parents[1] / "tools"

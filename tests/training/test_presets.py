@@ -30,6 +30,8 @@ from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.training.models import Models
 from vapo_megatron.weights.export import stream_hf
 
+pytestmark = pytest.mark.full
+
 PRESETS = Path(algorithm.__file__).parent / "presets"
 NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml"))
 # eps keeps AdamW's first updates from hanging on the sign of gradients that are nothing but rounding.

@@ -125,6 +125,7 @@ OVERRIDES = ("run.resume=auto", "robustness.updates.most_in_a_row=2", "robustnes
 
 
 @pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.full
 def test_a_run_skips_an_update_and_goes_on(shared: World, count: int) -> None:
     config = config_of(shared, f"one_skipped{count}", {}, *OVERRIDES)
     assert live(shared, config, count, partial(plant, (2,), count - 1)) == End(0, "")
@@ -135,6 +136,7 @@ def test_a_run_skips_an_update_and_goes_on(shared: World, count: int) -> None:
     assert all(math.isfinite(row["actor/policy_loss"]) for row in rows.values())
 
 
+@pytest.mark.full
 def test_a_run_goes_back_to_its_checkpoint_and_past_the_prompts(shared: World) -> None:
     config = config_of(shared, "goes_back", {}, *OVERRIDES)
     run_dir = Path(config.run.directory)

@@ -119,6 +119,7 @@ def test_actor_and_critic_are_ordinary_hugging_face_directories(two_ranks: Path)
     assert critic.config.num_labels == 1
 
 
+@pytest.mark.full
 def test_another_layout_trains_alike_and_starts_from_a_value_checkpoint(task: Path, two_ranks: Path) -> None:
     """The critic of four ranks begins where the other run's value pretraining ended: rollouts, losses and gradient
     norms of the first step are then those of two ranks."""
@@ -152,6 +153,7 @@ def test_another_layout_trains_alike_and_starts_from_a_value_checkpoint(task: Pa
         assert four[name] == pytest.approx(two[name], rel=1e-3, abs=1e-5), name
 
 
+@pytest.mark.full
 def test_ranks_that_slurm_started_find_each_other(task: Path) -> None:
     port = free_port()
     arguments = train_arguments(task, "slurm", "run.steps=1", "value_pretraining.enabled=false", "data.eval=[]")
@@ -188,6 +190,7 @@ def test_a_second_run_does_not_overwrite_the_first(task: Path, two_ranks: Path) 
     assert (two_ranks / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.full
 def test_kill_minus_nine_leaves_no_process(task: Path) -> None:
     process = subprocess.Popen(
         [

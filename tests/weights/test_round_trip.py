@@ -16,6 +16,8 @@ from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.save import save_hf
 from vapo_megatron.weights.spec import read_spec
 
+pytestmark = pytest.mark.full
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LAYOUTS = [
     (1, LayoutConfig()),

@@ -1,5 +1,6 @@
 """A saved Megatron model against transformers: log-probs, or values, of one fixed input."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -81,6 +82,8 @@ def _log_probs(logits: Tensor, ids: Tensor) -> Tensor:
 @torch.no_grad()
 def _of_transformers(hf_dir: Path, head: Head, ids: Tensor) -> Tensor:
     make_torchvision_importable()
+    # Its threads copy tensors while torch starts the pool of this one, which torch answers with "Invalid thread pool!".
+    os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
     from transformers import AutoModel, AutoModelForCausalLM
     from transformers.utils import logging
 

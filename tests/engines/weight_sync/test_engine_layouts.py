@@ -23,6 +23,8 @@ from vapo_megatron.errors import RunFailed
 from vapo_megatron.weights.hf_files import HFTensors
 from vapo_megatron.weights.routed_experts import ExpertChoices
 
+pytestmark = pytest.mark.full
+
 SEQUENCES = [list(range(3, 40)), list(range(50, 80)), list(range(20, 90))]
 EXPERT = "model.layers.1.mlp.experts.{}.up_proj.weight"
 DEADLINE = 120.0

@@ -16,6 +16,8 @@ from vapo_megatron.engines.weight_sync.transports import SharedMemoryTransport
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.weights.fp8 import SCALE_SUFFIX, BlockFp8, dequantize, quantize
 
+pytestmark = pytest.mark.full
+
 RECIPE = BlockFp8(power_of_two=True, kept_layers=frozenset({1}))
 CONFIG = RolloutConfig(
     quantization="fp8", load_format="dummy", max_running_requests=8, max_total_tokens=2048, start_timeout_s=240
