@@ -40,9 +40,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "megatron": _LOWEST | {"algorithms", "data", "weights"},
     "checkpoint": _DATA | {"megatron", "monitoring"},
     "engines": _DATA | {"megatron"},
+    "agents": _DATA | {"engines"},
     "evaluation": _TOOLS,
-    "training": _TOOLS | {"algorithms", "evaluation"},
-    "run": _TOOLS | {"evaluation", "training"},
+    "training": _TOOLS | {"agents", "algorithms", "evaluation"},
+    "run": _TOOLS | {"agents", "evaluation", "training"},
     "operations": _TOOLS | {"algorithms", "evaluation", "training", "run"},
 }
 # Methods that a library calls on objects of ours.

@@ -51,6 +51,11 @@ class AdvantageConfig(Section):
         description="values: GAE of values that the returns of past steps calibrate; trust: mixed with return less "
         "value, as far as past steps say that the critic explains nothing",
     )
+    credit: Literal["token", "turn"] = Field(
+        "token",
+        description="gae: over tokens, or over the turns of an agent's episode, with the value of a turn's first state "
+        "and lambda counted in turns",
+    )
     off_policy: Literal["none", "vtrace"] = Field(
         "none",
         description="vtrace: temporal differences are weighted by min(1, pi / mu) of each token, mu the policy that "
@@ -96,6 +101,13 @@ class AdvantageConfig(Section):
                     f"calibration={self.calibration} with {key}: it makes the advantages of undiscounted GAE out of a "
                     "critic's values, set calibration=none or take the other back"
                 )
+        for key, on in (
+            (f"estimator={self.estimator}", self.estimator != "gae"),
+            (f"calibration={self.calibration}", self.calibration != "none"),
+            (f"off_policy={self.off_policy}", self.off_policy != "none"),
+        ):
+            if on and self.credit == "turn":
+                raise ValueError(f"credit=turn with {key}: turns have the values of plain GAE alone, set credit=token")
         if self.estimator == "raft" and self.whiten != "none":
             raise ValueError(f"whiten={self.whiten} with estimator=raft: its 1 and 0 select responses, set whiten=none")
         return self

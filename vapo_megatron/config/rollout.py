@@ -120,6 +120,20 @@ class HealthConfig(Section):
     )
 
 
+class EpisodeConfig(Section):
+    """Limits of an agent's episode. One that reaches max_turns or max_tokens counts as truncated; one that takes too
+    long is broken."""
+
+    max_turns: int = Field(16, ge=1, description="responses of the policy in an episode")
+    max_tokens: int = Field(8192, ge=8, description="prompt, responses and observations of an episode")
+    timeout_s: float = Field(600.0, gt=0, description="seconds for an episode")
+    tool_parser: str | None = Field(
+        None,
+        pattern=r"^[\w.-]+$",
+        description="SGLang's parser of the model's tool calls (qwen25, llama3, mistral ...); none: an answer is text",
+    )
+
+
 class RolloutConfig(Section):
     """The SGLang servers. One server takes `tp` devices, of one node or of several as whole ones."""
 
@@ -184,6 +198,24 @@ class RolloutConfig(Section):
         "algorithm.shaping.truncated=window. 1: responses are written whole",
     )
     health: HealthConfig = HealthConfig()
+    agent: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
+        description="package.module:name of async f(task, base_url, http_client) -> reward, or of an environment: "
+        "training's responses are its episodes; none: one prompt, one response",
+    )
+    episode: EpisodeConfig = EpisodeConfig()
+
+    @model_validator(mode="after")
+    def _agents_fit(self) -> "RolloutConfig":
+        for key, on, remedy in (
+            ("partial_responses.enabled=true", self.partial_responses.enabled, "false"),
+            (f"windows={self.windows}", self.windows > 1, "1"),
+            ("router_replay=true", self.router_replay, "false"),
+        ):
+            if on and self.agent is not None:
+                raise ValueError(f"agent={self.agent} with {key}: an episode is trained whole, set {remedy}")
+        return self
 
     @model_validator(mode="after")
     def _responses_that_go_on_fit(self) -> "RolloutConfig":

@@ -80,6 +80,7 @@ class TrainConfig(Section):
         self._best_is_measured()
         self._grade_is_there()
         self._rollouts_fit()
+        self._agents_fit()
         self._old_responses_fit()
         self._windows_fit()
         check_preset(self)
@@ -162,6 +163,24 @@ class TrainConfig(Section):
                 f"cluster.collective_timeout_s={self.cluster.collective_timeout_s:g} s: "
                 "ranks would give up on a rollout that is still allowed, raise the latter"
             )
+
+    def _agents_fit(self) -> None:
+        """Episodes in place of responses; credit by turns needs turns."""
+        algorithm, agent = self.algorithm, self.rollout.agent
+        if agent is None:
+            if algorithm.advantage.credit == "turn":
+                raise ValueError(
+                    "algorithm.advantage.credit=turn without rollout.agent: a response is one turn, name an agent or "
+                    "set credit=token"
+                )
+            return
+        for key, on, remedy in (
+            ("algorithm.dynamic_sampling.enabled=true", algorithm.dynamic_sampling.enabled, "set it to false"),
+            ("algorithm.advantage.estimator=remax", algorithm.advantage.estimator == "remax", "use gae or rloo"),
+            ("data.prompt.chat_template=false", not self.data.prompt.chat_template, "set it to true"),
+        ):
+            if on:
+                raise ValueError(f"rollout.agent={agent} with {key}: episodes cannot be had so, {remedy}")
 
     def _old_responses_fit(self) -> None:
         """Responses of earlier weights: the algorithm must know what to do with them."""

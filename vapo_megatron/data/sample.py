@@ -45,6 +45,8 @@ class Sample:
     engine is the URL of the server that wrote it; empty where several did.
     loss_mask, bool [response], is False on tokens that the policy did not write but was given on the way, such as a
     tool's output: nothing is learnt from them, and their rollout_logprobs are not read. None: it wrote all of them.
+    episode has the figures of the agent's episode (agents/) that the sample was recorded in, whose prompt is that of
+    its first request; None for a response that an engine was asked for directly.
     A sample equals itself alone.
     """
 
@@ -68,6 +70,7 @@ class Sample:
     window_start: int | None = None
     engine: str = ""
     loss_mask: NDArray[np.bool_] | None = None
+    episode: dict[str, float] | None = None
 
     def __post_init__(self) -> None:
         self.response_ids = np.asarray(self.response_ids, dtype=np.int32)
@@ -84,6 +87,14 @@ class Sample:
     def truncated(self) -> bool:
         """Whether the response ended for want of room rather than by its own end token."""
         return self.finish_reason == "length"
+
+    @property
+    def last_turn(self) -> NDArray[np.int32]:
+        """The tokens that the policy wrote after the last observation."""
+        if self.loss_mask is None:
+            return self.response_ids
+        observed = np.flatnonzero(~self.loss_mask)
+        return self.response_ids[observed[-1] + 1 :] if len(observed) else self.response_ids
 
     @property
     def goes_on(self) -> bool:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from vapo_megatron.config.data import PromptTemplate
 from vapo_megatron.data.torchvision_ops import make_torchvision_importable
@@ -63,16 +64,45 @@ class TextTokenizer:
         user = self._template.user_template.replace("{problem}", problem)
         if not self._template.chat_template:
             return user
+        try:
+            return self.messages_text(self.messages(problem))
+        except ValueError as error:
+            raise BadInput(
+                f"{self._directory}: its chat template cannot be applied ({error}); mend "
+                "chat_template.jinja (or that of tokenizer_config.json), or set data.prompt.chat_template=false"
+            ) from None
+
+    def messages(self, problem: str) -> list[dict[str, Any]]:
+        """The conversation that puts a problem, for a chat template."""
+        user = self._template.user_template.replace("{problem}", problem)
         messages = [{"role": "user", "content": user}]
         if self._template.system_prompt is not None:
             messages.insert(0, {"role": "system", "content": self._template.system_prompt})
+        return messages
+
+    def messages_text(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
+        """A conversation as the model reads it, up to where the assistant begins.
+
+        Raises:
+            ValueError: the chat template cannot be applied.
+        """
+        arguments: dict[str, Any] = {} if not tools else {"tools": tools}
         try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **arguments
+            )
         except Exception as error:  # a template is a program: it may be wrong, or raise what it likes
-            raise BadInput(
-                f"{self._directory}: its chat template cannot be applied ({reason_of(error)}); mend "
-                "chat_template.jinja (or that of tokenizer_config.json), or set data.prompt.chat_template=false"
-            ) from None
+            raise ValueError(reason_of(error)) from None
+        assert isinstance(text, str)
+        return text
+
+    def encode_messages(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
+        """Token ids of messages_text()."""
+        return self._tokenizer.encode(self.messages_text(messages, tools), add_special_tokens=False)
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens included."""
+        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
         assert isinstance(text, str)
         return text
 

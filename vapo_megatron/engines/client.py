@@ -136,6 +136,14 @@ class EngineClient:
         """Stop responses that generate() was given names of; those that are done stay as they are."""
         await self._call(columns.ABORT_PATH, list(ids))
 
+    async def parse_tool_calls(
+        self, text: str, tools: Sequence[dict[str, Any]], parser: str
+    ) -> tuple[str, list[dict[str, Any]]]:
+        """A response's text without its tool calls, and those with name and parameters, by a parser of SGLang's."""
+        body = {"text": text, "tools": list(tools), "tool_call_parser": parser}
+        answer = await self._call("parse_function_call", body)
+        return answer["normal_text"], answer["calls"]
+
     async def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-prob of each token given those before it, at temperature 1: one value less than tokens, per sequence."""
         body = {

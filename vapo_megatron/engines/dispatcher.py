@@ -195,6 +195,13 @@ class Dispatcher:
             samples[sample.index] = _continued(sample, completion, group, engine.client.address.url)
         return samples
 
+    async def parse_tool_calls(
+        self, url: str, text: str, tools: Sequence[dict[str, Any]], parser: str
+    ) -> tuple[str, list[dict[str, Any]]]:
+        """See EngineClient.parse_tool_calls; asks the server at an address, or another where that is gone."""
+        engines = sorted(self._engines, key=lambda e: (e.lost, e.client.address.url != url))
+        return await engines[0].client.parse_tool_calls(text, tools, parser)
+
     async def stop(self) -> None:
         """End all responses that are under way, on `loop`: generate() returns what there is of them."""
         while self._running or self._waiting:
@@ -326,7 +333,7 @@ class Dispatcher:
                 able = [e for e in self._engines if not e.lost and self._has_room(e, first.group.samples)]
                 if not able:
                     return
-                engine = min(able, key=lambda e: e.tokens)
+                engine = min(able, key=lambda e: (e.client.address.url != first.group.engine, e.tokens))
                 engine.give(first.group, self.loop.time())
                 first.engine.set_result(engine)
             heapq.heappop(self._waiting)

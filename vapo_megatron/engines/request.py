@@ -26,6 +26,7 @@ class GroupRequest:
         routed_experts: of the model, where samples are to hold the experts that their tokens went through; needs
             rollout.router_replay.
         group: number of the group, which its samples get.
+        engine: URL of the server that is to write them where it has room: it has the prompt in its cache.
     """
 
     prompt: Prompt
@@ -39,6 +40,7 @@ class GroupRequest:
     goes_on: bool = False
     begun: Sequence[Sample] = ()
     window: int | None = None
+    engine: str = ""
 
     @property
     def max_tokens(self) -> int:

@@ -189,7 +189,8 @@ class EngineServer:
         Raises:
             BadInput: it refuses them.
         """
-        if not self._config.server_args:
+        parser = self._config.episode.tool_parser
+        if not self._config.server_args and parser is None:
             return
         with tempfile.TemporaryDirectory(prefix=_PREFIX) as scratch:
             ended = subprocess.run(
@@ -203,6 +204,8 @@ class EngineServer:
             lines = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
             reason = (lines or [_describe(ended.returncode)])[-1][:400]
             given = ", ".join(f"{name}={value}" for name, value in self._config.server_args.items())
+            if parser is not None and "tool-call-parser" in reason:
+                raise BadInput(f"rollout.episode.tool_parser={parser}: SGLang has no such parser ({reason})")
             raise BadInput(f"rollout.server_args: SGLang does not take {given} ({reason}): see `sglang serve --help`")
 
     def ended(self) -> str | None:
@@ -370,6 +373,8 @@ class EngineServer:
                 "quantization": "fp8",
                 "json_model_override_args": json.dumps({"quantization_config": self._fp8.config()}),
             }
+        if config.episode.tool_parser is not None:
+            args["tool_call_parser"] = config.episode.tool_parser
         args |= config.server_args | self._part.arguments()
         return [text for name, value in args.items() for text in _option(name, value)]
 

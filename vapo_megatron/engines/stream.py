@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,6 +33,7 @@ class Work:
         is_useful: whether a step can use a graded group.
         responses: of a step.
         timeout_s: until they must have come, from when they are asked for.
+        generate: what answers a request; None: the dispatcher.
     """
 
     request: Callable[[Prompt], GroupRequest]
@@ -40,6 +41,7 @@ class Work:
     is_useful: Callable[[Group], bool]
     responses: int
     timeout_s: float
+    generate: Callable[[GroupRequest], Awaitable[Group]] | None = None
 
 
 class GroupStream:
@@ -160,7 +162,7 @@ class GroupStream:
         """Generate and grade a group, and see what can be done next."""
         try:
             request = replace(self._work.request(self._prompts.at(number)), begun=self._begun.pop(number, ()))
-            group = await self._dispatcher.generate(request)
+            group = await (self._work.generate or self._dispatcher.generate)(request)
             if request.window is None and _goes_on(group):
                 self._begun[number] = group
                 del self._tasks[number]
@@ -232,7 +234,7 @@ def _ignore(responses: int) -> None: ...
 # Of a sample, what goes into JSON; its prompt is known by its number, its text follows from its tokens.
 _FACTS = (
     *("index", "seed", "finish_reason", "weight_version", "weight_version_oldest", "versions"),
-    *("reward", "correct", "grade_reason", "extracted", "extra", "window_start"),
+    *("reward", "correct", "grade_reason", "extracted", "extra", "window_start", "episode"),
 )
 
 
@@ -247,6 +249,8 @@ def pack_groups(groups: Mapping[int, Sequence[Sample]]) -> bytes:
             tensors[f"{number}/{place}/logprobs"] = sample.rollout_logprobs
             if sample.loss_mask is not None:
                 tensors[f"{number}/{place}/loss_mask"] = sample.loss_mask
+            if sample.episode is not None:
+                tensors[f"{number}/{place}/prompt"] = np.array(sample.prompt.token_ids, dtype=np.int32)
     tensors["facts"] = np.frombuffer(json.dumps(facts).encode(), dtype=np.uint8)
     packed: bytes = save(tensors)
     return packed
@@ -279,4 +283,6 @@ def _sample(
     ids, logprobs, mask = tensors[f"{place}/tokens"], tensors[f"{place}/logprobs"], tensors.get(f"{place}/loss_mask")
     fact["versions"] = tuple((version, count) for version, count in fact["versions"])
     text = decode(ids.tolist())
+    if f"{place}/prompt" in tensors:
+        prompt = replace(prompt, token_ids=tuple(tensors[f"{place}/prompt"].tolist()))
     return Sample(prompt, 0, response_ids=ids, rollout_logprobs=logprobs, loss_mask=mask, text=text, **fact)

@@ -32,13 +32,33 @@ def grade_samples(
     """
     for sample in samples:
         sample.text = decode(sample.response_ids.tolist())
-    cases = [None if s.goes_on else case_of(s.prompt, s.text, s.truncated, config) for s in samples]
+    samples = [sample for sample in samples if not _graded_by_its_agent(sample, config)]
+    if not samples:
+        return
+    answers = [s.text if s.loss_mask is None else decode(s.last_turn.tolist()) for s in samples]
+    cases = [
+        None if s.goes_on else case_of(s.prompt, answer, s.truncated, config)
+        for s, answer in zip(samples, answers, strict=True)
+    ]
     for sample, grade in zip(samples, _grades(cases, verifier, advance), strict=True):
         if grade is None:
             sample.reward, sample.correct, sample.grade_reason = config.incorrect, False, TRUNCATED
             continue
         sample.reward, sample.correct, sample.grade_reason = grade.score, grade.correct, grade.reason
         sample.extracted = grade.extracted
+
+
+def _graded_by_its_agent(sample: Sample, config: RewardConfig) -> bool:
+    """Whether an agent said what its episode is worth, or the episode broke and nothing is to be said of it."""
+    if not len(sample.response_ids):
+        sample.reward, sample.correct = config.incorrect, False
+        return True
+    if sample.episode is None or sample.reward is None:
+        return False
+    if sample.correct is None:
+        sample.correct = config.correct_above is not None and sample.reward > config.correct_above
+    sample.grade_reason = sample.grade_reason or "agent"
+    return True
 
 
 def failed_share(samples: Sequence[Sample], verifier: VerifierPool) -> float:

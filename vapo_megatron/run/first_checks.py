@@ -92,11 +92,14 @@ def check_lengths(config: TrainConfig, spec: ModelSpec) -> None:
     ):
         if new_tokens is not None:
             check_context(prompt, key, new_tokens, config.rollout, spec.max_position_embeddings)
-    longest = prompt + config.sampling.max_new_tokens
+    longest, key = prompt + config.sampling.max_new_tokens, "data.max_prompt_tokens + sampling.max_new_tokens"
+    if config.rollout.agent is not None:
+        longest, key = config.rollout.episode.max_tokens, "rollout.episode.max_tokens"
+        check_context(0, key, longest, config.rollout, spec.max_position_embeddings)
     for name, section in (("actor", config.actor), ("critic", config.critic)):
         if name == "critic" and not config.algorithm.uses_critic:
             continue
-        check_capacity(section, name, longest, "data.max_prompt_tokens + sampling.max_new_tokens")
+        check_capacity(section, name, longest, key)
 
 
 def check_capacity(section: TrainableConfig, name: str, longest: int, what: str) -> None:

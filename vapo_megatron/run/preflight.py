@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from vapo_megatron.agents.episodes import load_agent
 from vapo_megatron.checkpoint.recorded_rollouts import BYTES_PER_TOKEN
 from vapo_megatron.checkpoint.size import bytes_per_weight, run_bytes
 from vapo_megatron.config.model import TrainableConfig
@@ -94,6 +95,8 @@ def check_train(config: TrainConfig, world_size: int) -> None:
     prompts = train_prompts(config.data, tokenizer)
     evaluations = {entry.name: eval_prompts(entry, config.data, tokenizer) for entry in config.data.eval}
     check_functions(config.algorithm)
+    if config.rollout.agent is not None:
+        load_agent(config.rollout.agent)
     if not config.rollout.external_urls:
         first_engine(config, fp8).check_arguments()
     with VerifierPool(config.reward) as verifier:

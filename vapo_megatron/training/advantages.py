@@ -15,6 +15,7 @@ from vapo_megatron.algorithms.importance import corrected_gae
 from vapo_megatron.algorithms.kl import k1
 from vapo_megatron.algorithms.segments import place_terminal, segment_sum, to_tokens, tokens_from
 from vapo_megatron.algorithms.selection import loss_mask
+from vapo_megatron.algorithms.turns import turn_bounds, turn_gae
 from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig, Lambda, ShapingConfig
 from vapo_megatron.config.policy import KlConfig
 from vapo_megatron.config.value import ValueLossConfig
@@ -174,6 +175,9 @@ def gae(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig, of: Te
     """
     values, bounds = batch.values, batch.response_cu_seqlens
     assert values is not None, "no values: the batch is not scored"
+    if config.advantage.credit == "turn":
+        gae_over_turns(batch, rewards, config)
+        return
     estimator: Callable[..., tuple[Tensor, Tensor]] = partial(decoupled_gae, of=of)
     if config.advantage.off_policy == "vtrace":
         assert batch.old_logprobs is not None, "no log-probs: the batch is not scored"
@@ -185,6 +189,27 @@ def gae(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig, of: Te
         bounds,
         lam_policy=policy_lambda(batch.response_lengths, config.advantage),
         lam_critic=lambda_of(config.advantage.lambda_critic, batch.response_lengths, config.advantage),
+        gamma=config.advantage.gamma,
+        bootstrap_values=bootstrap_of_truncated(values, batch.truncated, bounds) if config.shaping.bootstraps else None,
+    )
+
+
+def gae_over_turns(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig) -> None:
+    """The same with turns for steps: length-adaptive lambda counts turns."""
+    values, bounds = batch.values, batch.response_cu_seqlens
+    assert values is not None, "no values: the batch is not scored"
+    if batch.loss_mask is None:
+        turns, responses = bounds, torch.arange(batch.samples + 1)
+    else:
+        turns, responses = turn_bounds(batch.loss_mask.nonzero().squeeze(1), bounds)
+    counts = responses.diff()
+    batch.advantages, batch.returns = turn_gae(
+        rewards,
+        values,
+        turns,
+        responses,
+        lam_policy=policy_lambda(counts, config.advantage),
+        lam_critic=lambda_of(config.advantage.lambda_critic, counts, config.advantage),
         gamma=config.advantage.gamma,
         bootstrap_values=bootstrap_of_truncated(values, batch.truncated, bounds) if config.shaping.bootstraps else None,
     )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vapo_megatron.agents.episodes import Agents, episode_metrics, is_whole
 from vapo_megatron.algorithms.selection import informative_groups
 from vapo_megatron.checkpoint.resume import Resumed
 from vapo_megatron.collectives import broadcast_value, on_rank_zero
@@ -55,6 +56,7 @@ class Rollouts:
         written_by: on rank 0, for each sample of the step that was taken last the URL of the engine that wrote it under
             the weights that the trainer has; empty where there is no such.
         saved: what the stream of training goes on from, in a resumed run.
+        agents: whose episodes are trained on; None: responses of the engines.
     """
 
     engines: Engines
@@ -71,6 +73,7 @@ class Rollouts:
     stream: GroupStream | None = None
     written_by: list[str] = field(default_factory=list)
     saved: tuple[dict[str, Any], dict[int, list[Sample]]] | None = None
+    agents: Agents | None = None
     _fixed_policy: bool = False
     _counted: Counter[str] = field(default_factory=Counter)
     _waits: Waits = field(default_factory=Waits)
@@ -99,8 +102,10 @@ class Rollouts:
                 window=window,
             )
 
-        useful = has_signal if rule.most_draws is not None else lambda group: True
-        work = Work(request, self._grade, useful, rule.groups * samples_per_prompt, self.engines.collect_timeout_s)
+        useful = has_signal if rule.most_draws is not None else is_whole
+        generate = None if self.agents is None else self.agents.generate
+        responses, timeout = rule.groups * samples_per_prompt, self.engines.collect_timeout_s
+        work = Work(request, self._grade, useful, responses, timeout, generate)
         self.stream = GroupStream(dispatcher, prompts, Ledger(rule, prompts.cursor, step), work)
         if self.saved is not None and not fixed_policy:
             self.stream.restore(*self.saved)
@@ -127,6 +132,8 @@ class Rollouts:
         tokens = sum(sample.new_tokens for sample in samples)
         recorder.add({names.ROLLOUT_SPEED: tokens / (clock.time() - start)})
         recorder.add({names.FAILED_GRADES: failed_share(samples, self.verifier)})
+        if self.agents is not None:
+            recorder.add(episode_metrics(samples) | self.agents.broken_metrics())
         counts, self._counted = ledger.counts - self._counted, ledger.counts.copy()
         if ledger.rule.most_draws is not None:
             recorder.add(dynamic_sampling_metrics(counts))
@@ -238,6 +245,8 @@ def make_rollouts(
         evaluation,
         probe,
     )
+    if prompts is not None and config.rollout.agent is not None:
+        rollouts.agents = Agents(engines.dispatcher, tokenizer, config.rollout)
     if resumed is not None and prompts is not None and resumed.progress.groups:
         rollouts.saved = resumed.progress.groups, _saved_groups(resumed, prompts, tokenizer)
     return rollouts

@@ -1,0 +1,210 @@
+"""Episodes through the endpoint: tokens as drawn, observations between, what breaks, what begins a segment."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from openai import AsyncOpenAI
+from tiny_qwen3 import token_logprobs
+from transformers import Qwen3ForCausalLM
+
+from vapo_megatron.agents.episodes import Agents, episode_metrics, is_whole, load_agent
+from vapo_megatron.config.data import PromptTemplate
+from vapo_megatron.config.reward import RewardConfig
+from vapo_megatron.config.rollout import EpisodeConfig, RolloutConfig, SamplingConfig
+from vapo_megatron.data.batch import from_samples
+from vapo_megatron.data.sample import Prompt
+from vapo_megatron.data.tokenizer import TextTokenizer
+from vapo_megatron.engines.dispatcher import Dispatcher
+from vapo_megatron.engines.request import GroupRequest
+from vapo_megatron.engines.server import EngineServer
+from vapo_megatron.engines.stream import pack_groups, unpack_groups
+from vapo_megatron.errors import BadInput
+from vapo_megatron.rewards.grading import grade_samples
+from vapo_megatron.weights.tiny import word_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}<bos> {{ m['role'] }} {{ m['content'] }} <eos> {% endfor %}"
+    "{% if add_generation_prompt %}<bos> assistant {% endif %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    folder = tmp_path_factory.mktemp("words")
+    words = ["user", "assistant", "tool", "system", *(f"w{n}" for n in range(120))]
+    word_tokenizer(words, 256, TEMPLATE).save_pretrained(folder)
+    return TextTokenizer(folder, PromptTemplate(chat_template=True))
+
+
+@pytest.fixture
+def dispatcher(server: EngineServer, config: RolloutConfig, tokenizer: TextTokenizer) -> Iterator[Dispatcher]:
+    with Dispatcher([server.address], config, [tokenizer.eos_id]) as running:
+        yield running
+
+
+async def one_turn(task: dict[str, Any], base_url: str, http_client: Any) -> float:
+    client = AsyncOpenAI(base_url=base_url, api_key="none", http_client=http_client)
+    answer = await client.chat.completions.create(model="policy", messages=task["messages"])
+    assert answer.choices[0].message.content is not None
+    return 1.0
+
+
+async def three_turns(task: dict[str, Any], base_url: str, http_client: Any) -> dict[str, Any]:
+    client, messages = AsyncOpenAI(base_url=base_url, api_key="none", http_client=http_client), list(task["messages"])
+    for turn in range(3):
+        stream = await client.chat.completions.create(model="policy", messages=messages, stream=True)
+        content = "".join([part.choices[0].delta.content or "" async for part in stream])
+        messages += [{"role": "assistant", "content": content}, {"role": "user", "content": f"w{turn} w{turn}"}]
+    return {"reward": 0.25, "tool_errors": 2}
+
+
+async def forgets(task: dict[str, Any], base_url: str, http_client: Any) -> None:
+    client = AsyncOpenAI(base_url=base_url, api_key="none", http_client=http_client)
+    for problem in ("w5", "w6 w7"):
+        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": problem}])
+
+
+async def hangs(task: dict[str, Any], base_url: str, http_client: Any) -> float:
+    await asyncio.sleep(60)
+    return 1.0
+
+
+async def raises(task: dict[str, Any], base_url: str, http_client: Any) -> float:
+    raise KeyError("of the user's")
+
+
+async def lies(task: dict[str, Any], base_url: str, http_client: Any) -> float:
+    await one_turn(task, base_url, http_client)
+    return float("nan")
+
+
+async def prowls(task: dict[str, Any], base_url: str, http_client: Any) -> float:
+    other = base_url.replace(base_url.split("/")[-2], "guess")
+    answer = await http_client.post(f"{other}/chat/completions", json={"messages": task["messages"]})
+    assert answer.status_code == 404
+    for body in ({}, {"messages": [{"role": "root"}]}, {"messages": task["messages"], "n": 4}):
+        assert (await http_client.post(f"{base_url}/chat/completions", json=body)).status_code == 400
+    return await one_turn(task, base_url, http_client)
+
+
+class Echo:
+    """Gives back what it is told, twice."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    async def reset(self, task: dict[str, Any]) -> list[dict[str, Any]]:
+        return list(task["messages"])
+
+    async def step(self, message: dict[str, Any]) -> tuple[list[dict[str, Any]], float, bool]:
+        self.steps += 1
+        return [{"role": "user", "content": message["content"]}], 0.5, self.steps == 2
+
+
+def play(
+    dispatcher: Dispatcher, tokenizer: TextTokenizer, name: str, limit: int = 12, samples: int = 3, **limits: Any
+) -> tuple[list[Any], Agents]:
+    settings = RolloutConfig(agent=f"{__name__}:{name}", episode=EpisodeConfig(**{"max_tokens": 200} | limits))
+    agents = Agents(dispatcher, tokenizer, settings)
+    try:
+        return dispatcher.loop.run(agents.generate(group(tokenizer, samples, limit))), agents
+    finally:
+        agents.close()
+
+
+def group(tokenizer: TextTokenizer, samples: int = 3, limit: int = 12) -> GroupRequest:
+    prompt = Prompt("row", "w3 w4", "w9", tuple(tokenizer.encode_prompt("w3 w4")), cursor=7)
+    return GroupRequest(prompt, samples, SamplingConfig(max_new_tokens=limit), limit, 11, 0)
+
+
+def test_an_episode_of_one_turn_is_the_response_to_the_bit(dispatcher: Dispatcher, tokenizer: TextTokenizer) -> None:
+    direct = dispatcher.loop.run(dispatcher.generate(group(tokenizer)))
+    samples, _ = play(dispatcher, tokenizer, "one_turn")
+    for ours, theirs in zip(samples, direct, strict=True):
+        ours.reward = theirs.reward = 1.0
+        for name in ("seed", "index", "finish_reason", "versions", "weight_version", "engine", "loss_mask"):
+            assert getattr(ours, name) == getattr(theirs, name), name
+        assert ours.prompt.token_ids == theirs.prompt.token_ids
+        assert ours.rollout_logprobs.tobytes() == theirs.rollout_logprobs.tobytes()
+    ours, theirs = from_samples(samples).tensors(), from_samples(direct).tensors()
+    assert ours.keys() == theirs.keys() and all(bool((ours[key] == theirs[key]).all()) for key in ours)
+
+
+def test_turns_are_kept_as_drawn_with_the_log_probs_of_their_whole_context(
+    dispatcher: Dispatcher, tokenizer: TextTokenizer, model: Qwen3ForCausalLM
+) -> None:
+    samples, _ = play(dispatcher, tokenizer, "three_turns")
+    assert is_whole(samples) and episode_metrics(samples)["agent/turns"] == 3
+    for sample in samples:
+        tokens = [*sample.prompt.token_ids, *sample.response_ids.tolist()]
+        expected = np.array(token_logprobs(model, tokens)[len(sample.prompt.token_ids) - 1 :])
+        mask = sample.loss_mask
+        assert np.abs(sample.rollout_logprobs - expected)[mask].max() < 1e-4
+        assert np.diff(mask.astype(int)).tolist().count(1) == 2 and mask[0] and mask[-1]
+        observed = tokenizer.decode_all(sample.response_ids[~mask].tolist())
+        assert observed.count("user w0 w0 <eos> <bos> assistant") == 1 and observed.count("user w1 w1") == 1
+        assert sample.episode["tool_errors"] == 2 and sample.episode["tokens_observed"] == (~mask).sum()
+    assert len({sample.seed for sample in samples}) == 3 and samples[0].reward == 0.25
+    packed = pack_groups({7: samples})
+    again = unpack_groups(packed, lambda _: group(tokenizer).prompt, tokenizer.decode)[7]
+    assert [s.prompt.token_ids for s in again] == [s.prompt.token_ids for s in samples]
+    assert [s.episode for s in again] == [s.episode for s in samples]
+
+
+def test_a_rewritten_history_begins_a_segment_and_the_verifier_reads_the_last_answer(
+    dispatcher: Dispatcher, tokenizer: TextTokenizer
+) -> None:
+    samples, _ = play(dispatcher, tokenizer, "forgets")
+    row = episode_metrics(samples)
+    assert row["agent/segments"] == 2 and row["agent/tokens_rewritten"] > 0
+    assert all(sample.loss_mask is None and sample.reward is None for sample in samples)
+    assert tokenizer.decode_all(list(samples[0].prompt.token_ids)) == "<bos> user w6 w7 <eos> <bos> assistant"
+
+
+def test_environments_are_stepped_and_their_rewards_summed(dispatcher: Dispatcher, tokenizer: TextTokenizer) -> None:
+    samples, _ = play(dispatcher, tokenizer, "Echo")
+    assert [sample.reward for sample in samples] == [1.0] * 3 and episode_metrics(samples)["agent/turns"] == 2
+    grade_samples(samples, None, tokenizer.decode, RewardConfig())  # type: ignore[arg-type]
+    assert all(sample.correct and sample.grade_reason == "agent" for sample in samples)
+
+
+@pytest.mark.parametrize(
+    ("name", "limits", "cause"),
+    [("hangs", {"timeout_s": 0.2}, "timeout"), ("raises", {}, "error"), ("lies", {}, "error")],
+)
+def test_what_breaks_is_counted_by_cause_and_has_no_tokens(
+    dispatcher: Dispatcher, tokenizer: TextTokenizer, name: str, limits: dict[str, Any], cause: str
+) -> None:
+    samples, agents = play(dispatcher, tokenizer, name, **limits)
+    assert not is_whole(samples) and not sum(len(sample.response_ids) for sample in samples)
+    assert {key: count for key, count in agents.broken_metrics().items() if count} == {f"agent/broken_{cause}": 3}
+
+
+@pytest.mark.parametrize("limits", [{"max_turns": 2}, {"max_tokens": 24}])
+def test_an_episode_that_reaches_a_limit_is_truncated(
+    dispatcher: Dispatcher, tokenizer: TextTokenizer, limits: dict[str, int]
+) -> None:
+    samples, _ = play(dispatcher, tokenizer, "three_turns", **limits)
+    assert is_whole(samples) and all(sample.truncated and sample.reward is None for sample in samples)
+    assert all(len(s.prompt.token_ids) + len(s.response_ids) <= limits.get("max_tokens", 200) for s in samples)
+
+
+def test_only_the_episodes_own_path_answers(dispatcher: Dispatcher, tokenizer: TextTokenizer) -> None:
+    samples, _ = play(dispatcher, tokenizer, "prowls")
+    assert is_whole(samples)
+
+
+def test_tool_calls_are_parsed_by_the_engine(dispatcher: Dispatcher, server: EngineServer) -> None:
+    text = 'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    left, calls = dispatcher.loop.run(dispatcher.parse_tool_calls(server.address.url, text, TOOLS, "qwen25"))
+    assert left.strip() == "I add." and [(c["name"], c["parameters"]) for c in calls] == [("add", '{"a": 1}')]
+
+
+@pytest.mark.parametrize("name", ["missing", "group", "PromptTemplate"])
+def test_an_agent_that_cannot_be_run_is_refused_by_name(name: str) -> None:
+    with pytest.raises(BadInput, match=f"rollout.agent={__name__}:{name}"):
+        load_agent(f"{__name__}:{name}")

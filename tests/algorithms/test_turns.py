@@ -1,0 +1,33 @@
+"""GAE over turns, against the sum written out."""
+
+import torch
+
+from vapo_megatron.algorithms.gae import decoupled_gae
+from vapo_megatron.algorithms.turns import turn_bounds, turn_gae
+
+
+def test_turns_begin_after_observations_and_at_responses() -> None:
+    places = torch.tensor([3, 4, 7, 8, 9, 12, 13])
+    turns, responses = turn_bounds(places, torch.tensor([0, 5, 7]))
+    assert turns.tolist() == [0, 2, 5, 7] and responses.tolist() == [0, 2, 3]
+
+
+def test_a_turn_has_one_value_and_one_advantage() -> None:
+    values, rewards = torch.tensor([0.5, 9.0, 0.2, 9.0, 9.0, 0.7]), torch.tensor([0.0, 0.1, 0.0, 0.0, 1.0, -1.0])
+    turns, responses = torch.tensor([0, 2, 5, 6]), torch.tensor([0, 2, 3])
+    lam, gamma = 0.8, 0.9
+    advantages, targets = turn_gae(rewards, values, turns, responses, lam, 1.0, gamma)
+    second = 1.0 - 0.2
+    first = 0.1 + gamma * 0.2 - 0.5 + gamma * lam * second
+    assert torch.allclose(advantages, torch.tensor([first, first, second, second, second, -1.7]))
+    start = 0.1 + gamma * 1.0
+    assert torch.allclose(targets, torch.tensor([start, start, 1.0, 1.0, 1.0, -1.0]))
+
+
+def test_turns_of_one_token_are_gae_over_tokens() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values, rewards = torch.rand(9, generator=generator), torch.rand(9, generator=generator)
+    bounds, lam = torch.tensor([0, 4, 9]), torch.tensor([0.3, 0.9])
+    expected = decoupled_gae(rewards, values, bounds, lam, 1.0, 0.97)
+    found = turn_gae(rewards, values, torch.arange(10), bounds, lam, 1.0, 0.97)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))

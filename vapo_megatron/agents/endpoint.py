@@ -1,0 +1,250 @@
+"""An OpenAI-compatible endpoint on rank 0: one secret path for each episode, and every token recorded as drawn."""
+
+import asyncio
+import json
+import secrets
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+
+from vapo_megatron.agents.recording import Message, Recording, Segment, comparable, text_after_answer
+from vapo_megatron.config.rollout import EpisodeConfig
+from vapo_megatron.data.sample import Sample
+from vapo_megatron.data.tokenizer import TextTokenizer
+from vapo_megatron.engines.dispatcher import Dispatcher, response_seed
+from vapo_megatron.engines.request import GroupRequest
+
+_NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
+_ADDRESS = "127.0.0.1"
+_LARGEST_REQUEST = 64 << 20
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass
+class Episode:
+    """One run of an agent.
+
+    Attributes:
+        request: what is asked for each turn, but for its prompt and its seed.
+        seed: of the direct way's response; that of the first turn.
+        recording: what was said so far.
+        limit: the limit that ended it ("turns", "tokens"); its answer was cut short.
+        fault: why it must not be trained on ("template", say).
+        engine_seconds: that turns took.
+    """
+
+    request: GroupRequest
+    seed: int
+    recording: Recording = field(default_factory=Recording)
+    limit: str = ""
+    fault: str = ""
+    engine: str = ""
+    engine_seconds: float = 0.0
+    closed: bool = False
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class _Refused(Exception):
+    """A request that gets an error for an answer."""
+
+    def __init__(self, message: str, code: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.code, self.status = code, status
+
+
+class Endpoint:
+    """Serves chat completions to agents. Its coroutines belong to the dispatcher's loop."""
+
+    def __init__(self, dispatcher: Dispatcher, tokenizer: TextTokenizer, limits: EpisodeConfig) -> None:
+        self._dispatcher, self._tokenizer, self._limits = dispatcher, tokenizer, limits
+        self._episodes: dict[str, Episode] = {}
+        self._runner: web.AppRunner | None = None
+        self._starting = asyncio.Lock()
+        self._port = 0
+
+    async def open(self, episode: Episode) -> str:
+        """Base URL of an episode, until close()."""
+        async with self._starting:
+            if self._runner is None:
+                await self._start()
+        secret = secrets.token_urlsafe(24)
+        self._episodes[secret] = episode
+        return f"http://{_ADDRESS}:{self._port}/{secret}/v1"
+
+    def close(self, base_url: str) -> None:
+        """Answer nothing of an episode any more."""
+        self._episodes.pop(base_url.split("/")[-2]).closed = True
+
+    async def stop(self) -> None:
+        """End the server."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def _start(self) -> None:
+        app = web.Application(client_max_size=_LARGEST_REQUEST)
+        app.router.add_post("/{secret}/v1/chat/completions", self._answer)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, _ADDRESS, 0)
+        await site.start()
+        self._runner, self._port = runner, runner.addresses[0][1]
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        episode = self._episodes.get(request.match_info["secret"])
+        if episode is None:
+            return _error("no such episode", "not_found", 404)
+        try:
+            body = json.loads(await request.read())
+            messages, tools = _checked(body)
+            async with episode.lock:  # one turn at a time: the next may continue this one
+                if episode.closed:
+                    raise _Refused("the episode has ended", "not_found", 404)
+                answer = await self._turn(episode, messages, tools, body)
+        except _Refused as error:
+            return _error(str(error), error.code, error.status)
+        except (ValueError, RecursionError) as error:
+            return _error(f"no valid request: {error}", "invalid_request")
+        if body.get("stream"):
+            return await _streamed(request, answer)
+        return web.json_response(answer)
+
+    async def _turn(
+        self, episode: Episode, messages: list[Message], tools: list[Message] | None, body: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Let the policy write one response and record it."""
+        recording = episode.recording
+        if recording.turns >= self._limits.max_turns:
+            episode.limit = episode.limit or "turns"
+            raise _Refused(f"rollout.episode.max_turns={self._limits.max_turns} are taken", "limit")
+        segment, recorded = recording.segment_of(messages, tools)
+        observed: list[int] = []
+        try:
+            if segment is None:
+                prompt = self._tokenizer.encode_messages(messages, tools)
+                segment = Segment([], json.dumps(tools or [], sort_keys=True), prompt)
+                is_new = True
+            else:
+                is_new, observed = False, self._observation(segment, messages[recorded:], tools)
+        except ValueError as error:
+            episode.fault = "template"
+            raise _Refused(f"the chat template cannot be applied: {error}", "template") from None
+        context = [*segment.prompt_ids, *segment.token_ids, *observed]
+        wanted = body.get("max_completion_tokens") or body.get("max_tokens") or episode.request.max_new_tokens
+        room = min(int(wanted), episode.request.max_new_tokens, self._limits.max_tokens - len(context))
+        if room < 1:
+            episode.limit = episode.limit or "tokens"
+            raise _Refused(
+                f"the conversation is {len(context)} tokens, rollout.episode.max_tokens={self._limits.max_tokens}",
+                "context_length_exceeded",
+            )
+        turn = await self._generate(episode, context, room)
+        content, calls = await self._parsed(turn, tools)
+        if is_new:
+            recording.segments.append(segment)
+        segment.observe(observed)
+        message: Message = {"role": "assistant", "content": content}
+        if calls:
+            message["tool_calls"] = calls
+        segment.write(turn, comparable([message])[0], comparable(messages))
+        reason = "length" if turn.truncated else "tool_calls" if calls else "stop"
+        return _completion(message, reason, len(context), len(turn.response_ids))
+
+    def _observation(self, segment: Segment, new: list[Message], tools: list[Message] | None) -> list[int]:
+        """Tokens of what came after the policy's last answer; its end token is there already where it drew one."""
+        text = text_after_answer(lambda messages: self._tokenizer.messages_text(messages, tools), new)
+        last = segment.turns[-1]
+        if not last.truncated:
+            drawn = self._tokenizer.decode_all(last.response_ids[-1:].tolist())
+            text = text.lstrip().removeprefix(drawn) if text.lstrip().startswith(drawn) else text
+        return self._tokenizer.encode_response(text)
+
+    async def _generate(self, episode: Episode, context: list[int], room: int) -> Sample:
+        number, request = episode.recording.turns, episode.request
+        seed = episode.seed if number == 0 else response_seed(episode.seed, request.prompt.cursor, number)
+        prompt = replace(request.prompt, token_ids=tuple(context))
+        version = request.weight_version
+        empty = Sample(prompt, request.group, 0, seed, _NO_TOKENS, _NO_LOGPROBS, "abort", version, version)
+        turn_request = replace(
+            request, prompt=prompt, samples=1, max_new_tokens=room, begun=(empty,), engine=episode.engine
+        )
+        start = time.monotonic()
+        (turn,) = await self._dispatcher.generate(turn_request)
+        episode.engine_seconds += time.monotonic() - start
+        episode.engine = turn.engine
+        if turn.goes_on or not len(turn.response_ids):
+            episode.fault = "stopped"
+            raise _Refused("the engines were stopped", "stopped", 503)
+        return turn
+
+    async def _parsed(self, turn: Sample, tools: list[Message] | None) -> tuple[str, list[Message]]:
+        """The text of a response and the tool calls in it, as SGLang's parser reads them in the engine's process."""
+        ids = turn.response_ids.tolist()
+        if not tools or self._limits.tool_parser is None:
+            return self._tokenizer.decode(ids), []
+        text = self._tokenizer.decode_all(ids if turn.truncated else ids[:-1])
+        text, calls = await self._dispatcher.parse_tool_calls(turn.engine, text, tools, self._limits.tool_parser)
+        return text, [
+            {
+                "id": f"call_{turn.seed:x}_{number}",
+                "type": "function",
+                "function": {"name": call["name"], "arguments": call["parameters"]},
+            }
+            for number, call in enumerate(calls)
+        ]
+
+
+def _checked(body: Any) -> tuple[list[Message], list[Message] | None]:
+    """Messages and tools of a request."""
+    if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
+        raise _Refused("expected an object with messages", "invalid_request")
+    for message in body["messages"]:
+        if not isinstance(message, dict) or message.get("role") not in _ROLES:
+            raise _Refused(f"expected messages with a role of {', '.join(_ROLES)}", "invalid_request")
+        for call in message.get("tool_calls") or []:
+            function = call.get("function") if isinstance(call, dict) else None
+            if not isinstance(function, dict) or not {"name", "arguments"} <= function.keys():
+                raise _Refused("expected tool_calls with function.name and function.arguments", "invalid_request")
+    if body.get("n") not in (None, 1):
+        raise _Refused("n: one response a request; its other branches would not be recorded", "invalid_request")
+    tools = body.get("tools")
+    if tools is not None and not isinstance(tools, list):
+        raise _Refused("expected tools as a list", "invalid_request")
+    return body["messages"], tools
+
+
+def _completion(message: Message, reason: str, prompt: int, written: int) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{secrets.token_hex(8)}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": "policy",
+        "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
+        "usage": {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written},
+    }
+
+
+def _error(message: str, code: str, status: int = 400) -> web.Response:
+    return web.json_response(
+        {"error": {"message": message, "type": "invalid_request_error", "code": code}}, status=status
+    )
+
+
+async def _streamed(request: web.Request, answer: dict[str, Any]) -> web.StreamResponse:
+    """The whole answer as one chunk, and its end: agents that stream get what others get."""
+    (choice,) = answer["choices"]
+    delta = dict(choice["message"])
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(delta["tool_calls"])]
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    common = {name: answer[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    for part, reason in ((delta, None), ({}, choice["finish_reason"])):
+        chunk = common | {"choices": [{"index": 0, "delta": part, "finish_reason": reason}]}
+        await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response

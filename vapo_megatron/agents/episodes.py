@@ -1,0 +1,207 @@
+"""Groups of episodes in place of groups of responses: runs the user's agent and makes samples of what it recorded."""
+
+import asyncio
+import importlib
+import inspect
+import logging
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from vapo_megatron.agents.endpoint import Endpoint, Episode
+from vapo_megatron.agents.environments import is_environment, run_environment
+from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.data.sample import Prompt, Sample
+from vapo_megatron.data.tokenizer import TextTokenizer
+from vapo_megatron.engines.dispatcher import Dispatcher, response_seed
+from vapo_megatron.engines.loop_thread import LoopThread
+from vapo_megatron.engines.request import GroupRequest
+from vapo_megatron.errors import BadInput, RunFailed, reason_of
+
+_logger = logging.getLogger(__name__)
+_NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
+_BROKEN = "broken: "
+# Why an episode is not trained on: too slow, the agent raised, the chat template failed, engines were stopped, no turn.
+CAUSES = ("timeout", "error", "template", "stopped", "no_turn")
+_KEY = "rollout.agent"
+# Groups that break one after another, with none that is whole between them: the agent itself is wrong then.
+_MOST_BROKEN_GROUPS = 16
+
+Agent = Callable[[dict[str, Any], str, Any], Awaitable[Any]]
+
+
+def load_agent(path: str) -> Agent:
+    """The async function at package.module:name, or the run of the environment class that stands there.
+
+    Raises:
+        BadInput: it cannot be imported, is not async, or is an environment without a method that is needed.
+    """
+    module, _, name = path.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        agent: Any = getattr(importlib.import_module(module), name)
+    except Exception as error:  # a user's module may raise anything on import
+        raise BadInput(f"{_KEY}={path}: cannot be imported ({reason_of(error)}): give package.module:name") from None
+    if inspect.isclass(agent):
+        if not is_environment(agent):
+            raise BadInput(f"{_KEY}={path}: a class without the async methods reset and step: add them")
+        return run_environment(agent)
+    if not inspect.iscoroutinefunction(agent):
+        raise BadInput(f"{_KEY}={path}: not an async function: write `async def {name}(task, base_url, http_client)`")
+    if len(inspect.signature(agent).parameters) != 3:
+        raise BadInput(f"{_KEY}={path}: expected the three parameters task, base_url, http_client")
+    function: Agent = agent
+    return function
+
+
+class Agents:
+    """Runs episodes. The user's code has a thread and an event loop of its own: it cannot hold up the engines.
+
+    Attributes:
+        broken: episodes that must not be trained on, by cause, so far.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, tokenizer: TextTokenizer, config: RolloutConfig) -> None:
+        assert config.agent is not None, "rollout.agent names what is run"
+        self._run, self._limits = load_agent(config.agent), config.episode
+        self._endpoint = Endpoint(dispatcher, tokenizer, config.episode)
+        self._tokenizer, self._dispatcher = tokenizer, dispatcher
+        self._thread = LoopThread()
+        self._client: httpx.AsyncClient | None = None
+        self._broken_in_a_row = 0
+        self.broken: Counter[str] = Counter()
+
+    async def generate(self, group: GroupRequest) -> list[Sample]:
+        """One episode for each response that is wanted. Those that broke have no tokens and is_whole() names them.
+
+        Raises:
+            RunFailed: one group after another broke.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(self._episode(group, index)) for index in range(group.samples)]
+        samples = [task.result() for task in running]
+        self._broken_in_a_row = 0 if is_whole(samples) else self._broken_in_a_row + 1
+        if self._broken_in_a_row == _MOST_BROKEN_GROUPS:
+            causes = ", ".join(f"{cause} {count}" for cause, count in self.broken.most_common())
+            raise RunFailed(
+                f"{_KEY}: an episode broke in each of {_MOST_BROKEN_GROUPS} groups one after another ({causes}): look "
+                "at the warnings above, and try the agent on one row"
+            )
+        return samples
+
+    def broken_metrics(self) -> dict[str, float]:
+        """Episodes broken since the last call, by cause."""
+        counts, self.broken = self.broken, Counter()
+        return {f"agent/broken_{cause}": float(counts[cause]) for cause in CAUSES}
+
+    def close(self) -> None:
+        """End the endpoint and the agents' thread."""
+        self._dispatcher.loop.run(self._endpoint.stop())
+        self._thread.close()
+
+    async def _episode(self, group: GroupRequest, index: int) -> Sample:
+        seed = response_seed(group.seed, group.prompt.cursor, index)
+        episode, start = Episode(group, seed), time.monotonic()
+        base_url = await self._endpoint.open(episode)
+        work = asyncio.wrap_future(self._thread.start(self._call(task_of(group.prompt, self._tokenizer), base_url)))
+        answer, cause = None, ""
+        try:
+            async with asyncio.timeout(self._limits.timeout_s):
+                answer = _checked(await work)
+        except TimeoutError:
+            cause = "timeout"
+        except asyncio.CancelledError:
+            work.cancel()
+            raise
+        except Exception as error:  # the user's code may raise anything
+            cause = "" if episode.limit else "error"
+            if cause:
+                _logger.warning("%s: an episode of row %s broke: %s", _KEY, group.prompt.id, reason_of(error))
+        finally:
+            self._endpoint.close(base_url)
+        cause = cause or episode.fault or ("" if episode.recording.segments else "no_turn")
+        if cause:
+            self.broken[cause] += 1
+            version = group.weight_version
+            return Sample(
+                group.prompt,
+                group.group,
+                index,
+                seed,
+                _NO_TOKENS,
+                _NO_LOGPROBS,
+                "stop",
+                version,
+                version,
+                grade_reason=_BROKEN + cause,
+            )
+        return self._sample(group, index, episode, answer or {}, time.monotonic() - start)
+
+    async def _call(self, task: dict[str, Any], base_url: str) -> Any:
+        if self._client is None:
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+            self._client = httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)
+        return await self._run(task, base_url, self._client)
+
+    def _sample(
+        self, group: GroupRequest, index: int, episode: Episode, answer: dict[str, Any], seconds: float
+    ) -> Sample:
+        recording = episode.recording
+        figures = recording.figures() | {
+            "engine_seconds": episode.engine_seconds,
+            "tool_seconds": max(seconds - episode.engine_seconds, 0.0),
+            "tool_errors": float(answer.get("tool_errors", 0)),
+        }
+        prompt = replace(group.prompt, token_ids=tuple(recording.segments[-1].prompt_ids))
+        sample = Sample(prompt, group.group, index, episode.seed, **recording.fields(), episode=figures)
+        if episode.limit:
+            sample.finish_reason = "length"
+        elif "reward" in answer:
+            sample.reward, sample.correct = answer["reward"], answer.get("correct")
+        return sample
+
+
+def task_of(prompt: Prompt, tokenizer: TextTokenizer) -> dict[str, Any]:
+    """What an agent is given of a row; messages are those that the direct way sends."""
+    messages = tokenizer.messages(prompt.problem)
+    return {
+        **prompt.extra,
+        "id": prompt.id,
+        "problem": prompt.problem,
+        "answer": prompt.answer,
+        "messages": messages,
+    }
+
+
+def is_whole(group: Sequence[Sample]) -> bool:
+    """Whether no episode of a group broke: one that did has no tokens, and its group is not trained on."""
+    return not any(sample.grade_reason.startswith(_BROKEN) for sample in group)
+
+
+def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Means over the episodes of a step."""
+    rows = [sample.episode for sample in samples if sample.episode is not None]
+    return {f"agent/{name}": sum(row[name] for row in rows) / len(rows) for name in (rows[0] if rows else ())}
+
+
+def _checked(answer: Any) -> dict[str, Any]:
+    """What an agent returned, as a dict; empty where the verifier is to grade."""
+    if answer is None:
+        return {}
+    row = dict(answer) if isinstance(answer, dict) else {"reward": answer}
+    for name in ("reward", "tool_errors"):
+        value = row.get(name, 0.0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"the agent returned {name}={value!r}, expected a finite number")
+    if not isinstance(row.get("correct", False), bool):
+        raise ValueError(f"the agent returned correct={row['correct']!r}, expected true or false")
+    return row

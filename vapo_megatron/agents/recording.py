@@ -1,0 +1,137 @@
+"""What an episode's requests add up to: the tokens of its messages, those of the policy as they were drawn."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from vapo_megatron.data.sample import Sample
+
+Message = dict[str, Any]
+
+
+@dataclass
+class Segment:
+    """One growing context: every request that continues it appends to it.
+
+    Attributes:
+        messages: of the last request, and the policy's answer, as they are compared with the next request.
+        tools: of every request.
+        prompt_ids: the first request's tokens.
+        token_ids, logprobs, mask: what follows the prompt; mask is True on tokens that the policy wrote.
+        turns: the policy's responses, as the dispatcher gave them.
+    """
+
+    messages: list[str]
+    tools: str
+    prompt_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    turns: list[Sample] = field(default_factory=list)
+
+    def continues_in(self, messages: Sequence[str], tools: str) -> bool:
+        """Whether a request's messages begin with all that was recorded, and add something."""
+        count = len(self.messages)
+        return tools == self.tools and len(messages) > count and list(messages[:count]) == self.messages
+
+    def observe(self, token_ids: Sequence[int]) -> None:
+        """Append tokens that the policy is given."""
+        self.token_ids += token_ids
+        self.logprobs += [0.0] * len(token_ids)
+        self.mask += [False] * len(token_ids)
+
+    def write(self, turn: Sample, message: str, request: Sequence[str]) -> None:
+        """Append what the policy wrote, and remember the conversation as it now is."""
+        self.token_ids += turn.response_ids.tolist()
+        self.logprobs += turn.rollout_logprobs.tolist()
+        self.mask += [True] * len(turn.response_ids)
+        self.turns.append(turn)
+        self.messages = [*request, message]
+
+
+class Recording:
+    """All segments of an episode. A request continues the segment that it extends, or begins a new one."""
+
+    def __init__(self) -> None:
+        self.segments: list[Segment] = []
+
+    def segment_of(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> tuple[Segment | None, int]:
+        """The segment that a request continues and the number of its messages that are recorded; None: a new one."""
+        compared, spelled = comparable(messages), json.dumps(tools or [], sort_keys=True)
+        for segment in reversed(self.segments):
+            if segment.continues_in(compared, spelled):
+                return segment, len(segment.messages)
+        return None, 0
+
+    @property
+    def turns(self) -> int:
+        """Responses of the policy, over all segments."""
+        return sum(len(segment.turns) for segment in self.segments)
+
+    def figures(self) -> dict[str, float]:
+        """What the episode came to, for metrics. Rewritten: tokens of the segments that are not trained on."""
+        last = self.segments[-1]
+        written = sum(last.mask)
+        return {
+            "turns": float(self.turns),
+            "segments": float(len(self.segments)),
+            "tokens_written": float(written),
+            "tokens_observed": float(len(last.mask) - written),
+            "tokens_rewritten": float(sum(sum(segment.mask) for segment in self.segments[:-1])),
+        }
+
+    def fields(self) -> dict[str, Any]:
+        """Of the Sample that the last segment is: its tokens and the versions that wrote them."""
+        last = self.segments[-1]
+        turns, mask = last.turns, np.array(last.mask, dtype=np.bool_)
+        versions = tuple(entry for turn in turns for entry in turn.versions)
+        engines = {turn.engine for turn in turns}
+        return {
+            "response_ids": np.array(last.token_ids, dtype=np.int32),
+            "rollout_logprobs": np.array(last.logprobs, dtype=np.float32),
+            "loss_mask": None if mask.all() else mask,
+            "weight_version": turns[-1].weight_version,
+            "weight_version_oldest": turns[0].weight_version_oldest,
+            "versions": versions,
+            "engine": engines.pop() if len(engines) == 1 else "",
+            "finish_reason": turns[-1].finish_reason,
+        }
+
+
+def comparable(messages: Sequence[Message]) -> list[str]:
+    """Messages as they are compared: what a template reads, whichever of a client's spellings it came in."""
+    return [json.dumps(_read(message), sort_keys=True) for message in messages]
+
+
+def _read(message: Message) -> Message:
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(part.get("text", "") for part in content if isinstance(part, dict))
+    calls = [
+        {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+        for call in message.get("tool_calls") or []
+    ]
+    return {"role": message.get("role"), "content": content or "", "tool_calls": calls}
+
+
+# Stands for an assistant's message where a template is asked for what follows one. No tokenizer cuts it.
+_MARK = "vapomegatronmark"
+
+
+def text_after_answer(render: Callable[[list[Message]], str], new: Sequence[Message]) -> str:
+    """What a chat template puts behind an assistant's text, up to where the assistant begins again.
+
+    It is read off a conversation of one question and a mark, so that nothing depends on how the template spells what
+    the policy wrote before: that stays as it was drawn.
+
+    Raises:
+        ValueError: the template does not repeat an assistant's message.
+    """
+    text = render([{"role": "user", "content": "."}, {"role": "assistant", "content": _MARK}, *new])
+    _, mark, after = text.rpartition(_MARK)
+    if not mark:
+        raise ValueError("the chat template does not repeat an assistant's message")
+    return after
