@@ -1,0 +1,46 @@
+"""Tools against what a policy may write."""
+
+import asyncio
+
+import pytest
+
+from vapo_megatron.agents.tools import Search, run_python
+
+
+def run(code: str, seconds: float = 5.0) -> tuple[str, bool]:
+    return asyncio.run(run_python(code, seconds))
+
+
+def test_python_prints_and_knows_nothing_of_the_trainer() -> None:
+    assert run("print(6 * 7)") == ("42\n", True)
+    assert run("import os; print(sorted(os.environ), os.listdir('.'))")[0] == "['HOME', 'LANG'] []\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("import os\nwhile True: os.fork()", "os.fork is not allowed"),
+        ("import subprocess\nsubprocess.run(['sh'])", "is not allowed"),
+        ("import socket\nsocket.create_connection(('127.0.0.1', 80))", "is not allowed"),
+        ("import os\nos.kill(os.getppid(), 9)", "os.kill is not allowed"),
+        ("while True: print('x' * 999)", "[cut: too much output]"),
+        ("x = bytearray(1 << 33)", "MemoryError"),
+        ("open('f', 'wb').write(bytes(1 << 25))", ""),
+        ("import sys; sys.stdout.buffer.write(bytes(range(256))); sys.exit(3)", "\ufffd"),
+        ("1 +", "SyntaxError"),
+    ],
+)
+def test_a_hostile_call_ends_with_a_reason(code: str, says: str) -> None:
+    output, ended_well = run(code)
+    assert not ended_well and says in output
+
+
+def test_a_call_that_hangs_is_ended() -> None:
+    output, ended_well = run("import time\ntime.sleep(60)", seconds=0.5)
+    assert not ended_well and "[stopped after 0.5 s]" in output
+
+
+def test_search_puts_the_rarer_word_first() -> None:
+    search = Search(["the cat sat", "the dog sat", "the the the", "a zebra sat on the cat"])
+    assert search.find("zebra cat")[0] == "a zebra sat on the cat" and search.find("nothing here") == []
+    assert search.find("dog", most=1) == ["the dog sat"]
