@@ -10,16 +10,16 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 
 _MOST_OUTPUT = 16 << 10
 _MIB = 1 << 20
 _WORDS = re.compile(r"\w+")
-# Given to `python -c`: sockets and child processes are refused by an audit hook before the text is run; the limits below
-# hold whatever becomes of the hook.
+# Given to `python -c`: an audit hook refuses sockets and child processes; the limits hold whatever becomes of the hook.
 _GUARD = """
 import sys
 def _refuse(event, arguments):
-    if event.startswith(("socket.", "subprocess.", "os.fork", "os.exec", "os.posix_spawn", "os.system", "os.kill", "ctypes.")):
+    if event.startswith(("socket.", "subprocess.", "os.fork", "os.exec", "os.posix", "os.system", "os.kill", "ctypes.")):
         raise PermissionError(event + " is not allowed here")
 sys.addaudithook(_refuse)
 exec(compile(sys.stdin.read(), "<tool>", "exec"), {"__name__": "__main__"})
@@ -84,10 +84,8 @@ async def _talk(process: asyncio.subprocess.Process, code: bytes) -> tuple[bytes
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 class Search:
