@@ -19,7 +19,7 @@ _WORDS = re.compile(r"\w+")
 _GUARD = """
 import sys
 def _refuse(event, arguments):
-    if event.startswith(("socket.", "subprocess.", "os.fork", "os.exec", "os.posix", "os.system", "os.kill", "ctypes.")):
+    if event.startswith(("socket.", "subprocess.", "os.fork", "os.exec", "os.posix", "os.system", "os.kill", "ctypes")):
         raise PermissionError(event + " is not allowed here")
 sys.addaudithook(_refuse)
 exec(compile(sys.stdin.read(), "<tool>", "exec"), {"__name__": "__main__"})
