@@ -1,7 +1,7 @@
 """Credit that can be checked: a game in which one of six turns decides, with advantages that are known by counting.
 
-Each turn chooses good or bad with equal chances. Turn 3 decides: the reward is 1 with probability 0.9 after good and 0.1
-after bad, whatever the others chose. So the exact advantage is +0.4 or -0.4 on that turn, and 0 on all others.
+Each turn chooses good or bad with equal chances. Turn 3 decides: the reward is 1 with probability 0.9 after good and
+0.1 after bad, whatever the others chose. So the exact advantage is +0.4 or -0.4 on that turn, and 0 on all others.
 
     python examples/agents/pivotal_turn.py
 """
