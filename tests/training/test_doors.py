@@ -32,6 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def the_builtin(terms: PolicyTerms) -> Tensor:
+    assert terms.values is not None and bool(terms.values[terms.mask].any()) and terms.ref_logprobs is None
     return ppo_clip(terms.logprobs, terms.old_logprobs, terms.advantages, 0.2, 0.28)
 
 
