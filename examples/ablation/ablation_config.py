@@ -64,7 +64,7 @@ class Row(Section):
     name: str = Field(pattern=r"^[a-z0-9_]+$")
     title: str
     preset: str
-    critic: Literal["pretrained", "reward_model", "none"]
+    critic: Literal["pretrained", "reward_model", "new", "none"]
     overrides: tuple[str, ...] = ()
     more_steps: int = Field(0, ge=0, description="than other rows: to draw as many responses as VAPO in all")
     paper: float | None = Field(None, description="AIME 2024 avg@32 in percent (arXiv 2504.05118, table 1)")
