@@ -74,8 +74,7 @@ def train_rank(config: TrainConfig, run_dir: Path, start: Start) -> None:
         updates = SkippedUpdates(config.robustness.updates, resumed.progress.updates if resumed is not None else None)
         models.judge_updates(updates)
         rollouts = make_rollouts(config, spec, engines, tokenizer, verifier, resumed)
-        if rollouts.agents is not None:
-            stack.callback(rollouts.agents.close)
+        stack.callback(rollouts.close_agents)
         stack.callback(rollouts.end)
         start_engines(engines, recorder)
         show_header(config, models, engines.count, recorder)

@@ -15,7 +15,7 @@ from vapo_megatron.algorithms.selection import informative_groups
 from vapo_megatron.checkpoint.resume import Resumed
 from vapo_megatron.collectives import broadcast_value, on_rank_zero
 from vapo_megatron.config.reward import RewardConfig
-from vapo_megatron.config.rollout import SamplingConfig, SyncConfig
+from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig, SyncConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.data.prompts import PromptSource, eval_prompts, train_prompts
@@ -56,7 +56,8 @@ class Rollouts:
         written_by: on rank 0, for each sample of the step that was taken last the URL of the engine that wrote it under
             the weights that the trainer has; empty where there is no such.
         saved: what the stream of training goes on from, in a resumed run.
-        agents: whose episodes are trained on; None: responses of the engines.
+        agents: whose episodes are trained on, from begin() on; None: responses of the engines.
+        agent_settings: of rollout.agent, on rank 0; None without one.
     """
 
     engines: Engines
@@ -74,6 +75,7 @@ class Rollouts:
     written_by: list[str] = field(default_factory=list)
     saved: tuple[dict[str, Any], dict[int, list[Sample]]] | None = None
     agents: Agents | None = None
+    agent_settings: RolloutConfig | None = None
     _fixed_policy: bool = False
     _counted: Counter[str] = field(default_factory=Counter)
     _waits: Waits = field(default_factory=Waits)
@@ -103,6 +105,8 @@ class Rollouts:
             )
 
         useful = has_signal if rule.most_draws is not None else is_whole
+        if self.agents is None and self.agent_settings is not None:
+            self.agents = Agents(dispatcher, self.tokenizer, self.agent_settings)
         generate = None if self.agents is None else self.agents.generate
         responses, timeout = rule.groups * samples_per_prompt, self.engines.collect_timeout_s
         work = Work(request, self._grade, useful, responses, timeout, generate)
@@ -117,6 +121,12 @@ class Rollouts:
         if self.stream is not None:
             self.stream.close()
             self.stream = None
+
+    def close_agents(self) -> None:
+        """End what begin() started of them."""
+        if self.agents is not None:
+            self.agents.close()
+            self.agents = None
 
     def take(self, recorder: Recorder) -> list[Sample]:
         """On rank 0: the graded responses of the next step, in the order of group and index."""
@@ -246,7 +256,7 @@ def make_rollouts(
         probe,
     )
     if prompts is not None and config.rollout.agent is not None:
-        rollouts.agents = Agents(engines.dispatcher, tokenizer, config.rollout)
+        rollouts.agent_settings = config.rollout
     if resumed is not None and prompts is not None and resumed.progress.groups:
         rollouts.saved = resumed.progress.groups, _saved_groups(resumed, prompts, tokenizer)
     return rollouts
