@@ -27,6 +27,9 @@ from tiny_runs import (
 )
 
 from vapo_megatron.checkpoint.lease import Lease
+from vapo_megatron.config.run import RunConfig
+from vapo_megatron.config.run_directory import MARKER, make_run_dir
+from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.report import report
 from vapo_megatron.run import restarts
 from vapo_megatron.weights.tiny import CHATML_TEMPLATE, word_tokenizer
@@ -44,7 +47,7 @@ def test_the_configs_that_the_cases_spoil_are_good(
     for name, ranks in (("train", 2), ("sft", 1)):
         assert command.exit_code(name) == 0, capfd.readouterr().err
         assert counts.pop() == ranks
-        assert [entry.name for entry in command.run_dir.iterdir()] == ["config.yaml"]
+        assert [entry.name for entry in command.run_dir.iterdir()] == [MARKER, "config.yaml"]
         shutil.rmtree(command.run_dir)
     assert reported == [[command.run_dir]], "train, and train alone, draws a report after the run"
     assert capfd.readouterr().err == ""
@@ -343,6 +346,7 @@ def test_a_run_is_replaced_only_once_its_successor_is_written(
     earlier.parent.mkdir(parents=True)
     earlier.write_text("worth keeping")
     (command.run_dir / "config.yaml").write_text("run: {}\n")
+    (command.run_dir / MARKER).touch()
     with refusing_file_system():
         code = command.exit_code("train", "run.overwrite=true", config=config)
     assert code == 2
@@ -373,6 +377,48 @@ def test_what_is_there_already_stays(
     assert [entry.name for entry in command.run_dir.iterdir()] == ["thesis.txt"] and thesis.read_text() == "mine"
 
 
+def _tree(folder: Path) -> dict[str, str]:
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("run", [".", "..", "../runs", "-x", ".hidden", "a/b"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_name_that_leads_out_of_the_root_touches_nothing(
+    command: Command, capfd: pytest.CaptureFixture[str], name: str, run: str
+) -> None:
+    for decoy in ("other/metrics.jsonl", "other/.vapo_run", "config.yaml", ".vapo_run"):
+        path = command.run_dir.parent / decoy
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    (command.folder / "thesis.txt").write_text("mine")
+    before = _tree(command.folder)
+    code = command.exit_code(name, "run.overwrite=true", f"run.name={run}")
+    error = capfd.readouterr().err
+    assert code == 2 and error.count("\n") == 1 and "run.name" in error, error
+    assert {path: text for path, text in _tree(command.folder).items() if path in before} == before
+
+
+def test_replacing_a_run_takes_only_what_a_run_makes(tmp_path: Path) -> None:
+    run = RunConfig(name="tiny", root=str(tmp_path), overwrite=True)
+    run_dir, outside = tmp_path / "tiny", tmp_path / "outside"
+    make_run_dir(run, run)
+    outside.mkdir()
+    for path in (run_dir / "notes.md", run_dir / "hf" / "weights", outside / "kept"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    (run_dir / "logs").symlink_to(outside)
+    make_run_dir(run, run)
+    assert sorted(entry.name for entry in run_dir.iterdir()) == [MARKER, "config.yaml", "notes.md"]
+    assert (outside / "kept").read_text() == "mine", "a link goes, not what it leads to"
+    (run_dir / MARKER).unlink()
+    with pytest.raises(BadInput, match="is no run directory"):
+        make_run_dir(run, run)
+    (tmp_path / "link").symlink_to(run_dir)
+    with pytest.raises(BadInput, match="is a link"):
+        make_run_dir(run, run.model_copy(update={"name": "link"}))
+    assert (run_dir / "notes.md").exists()
+
+
 @pytest.mark.parametrize("setting", ["run.overwrite=true", "run.resume=auto"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_run_directory_in_which_a_live_run_works(
@@ -380,6 +426,7 @@ def test_a_run_directory_in_which_a_live_run_works(
 ) -> None:
     (command.run_dir / "hf").mkdir(parents=True)
     (command.run_dir / "config.yaml").write_text("run: {}\n")
+    (command.run_dir / MARKER).touch()
     with Lease(command.run_dir) as lease:
         lease.take()
         code = command.exit_code(name, setting)

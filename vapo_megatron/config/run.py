@@ -17,7 +17,11 @@ class RunPlace(Section):
     """Name and place of a run."""
 
     name: str = Field(
-        "run", min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._-]+$", description="folder of the run below root"
+        "run",
+        min_length=1,
+        max_length=200,
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$",
+        description="folder of the run below root",
     )
     root: str = Field("runs", min_length=1, description="folder that holds run directories")
     seed: int = Field(1, ge=0, lt=2**62, description="every random choice of the run derives from it")

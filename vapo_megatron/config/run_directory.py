@@ -12,8 +12,33 @@ from vapo_megatron.errors import BadInput
 
 # Metrics, samples, logs and a report; checkpoints come on top.
 _ROOM_BYTES = 64 << 20
+# An empty file that only make_run_dir writes: without it a directory is never emptied.
+MARKER = ".vapo_run"
 # What a run has made before its first step ends.
-_BEFORE_RESULTS = {"config.yaml", "environment.json", "logs", "metrics.jsonl", "samples", "tensorboard", "wandb"}
+_BEFORE_RESULTS = {
+    MARKER,
+    "config.yaml",
+    "environment.json",
+    "logs",
+    "metrics.jsonl",
+    "samples",
+    "tensorboard",
+    "wandb",
+}
+# What commands leave in a run directory in the end.
+_RESULTS = {
+    *(
+        "checkpoints",
+        "critic_probes",
+        "curves.png",
+        "evaluation",
+        "evaluation.json",
+        "hf",
+        "profile",
+        "recorded_rollouts",
+    ),
+    *("report.html", "skipped_updates.json"),
+}
 
 
 def check_room(run_dir: Path, checkpoint_bytes: int = 0) -> None:
@@ -50,9 +75,8 @@ def make_run_dir(config: Section, run: RunPlace) -> Path:
     fresh = run_dir.with_name(f".{run_dir.name}.{secrets.token_hex(4)}")
     try:
         dump_config(config, fresh / "config.yaml")
-        if run_dir.exists():
-            shutil.rmtree(run_dir)
-        fresh.rename(run_dir)
+        (fresh / MARKER).touch()
+        _replace(run_dir, fresh)
     except (BadInput, OSError) as error:
         # dump_config names a file that the user did not give: its cause says what stopped it.
         cause = error.__cause__ if isinstance(error, BadInput) else error
@@ -63,6 +87,24 @@ def make_run_dir(config: Section, run: RunPlace) -> Path:
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return run_dir
+
+
+def _replace(run_dir: Path, fresh: Path) -> None:
+    """Put a fresh directory in the place of a run's; what no run makes stays in it."""
+    if run_dir.exists():
+        for entry in run_dir.iterdir():
+            if entry.name not in _BEFORE_RESULTS | _RESULTS:
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+        if any(run_dir.iterdir()):
+            for entry in fresh.iterdir():
+                entry.rename(run_dir / entry.name)
+            return
+        run_dir.rmdir()
+    fresh.rename(run_dir)
 
 
 def check_place(run: RunPlace) -> None:
@@ -79,12 +121,14 @@ def check_place(run: RunPlace) -> None:
             f"run.name={run.name}: {run_dir} exists: choose another name, set run.resume=auto to go on with it, or "
             "run.overwrite=true to replace it"
         )
-    if not (run_dir / "config.yaml").is_file():
-        raise BadInput(f"run.overwrite: {run_dir} is no run directory (it has no config.yaml): remove it yourself")
+    if run_dir.is_symlink():
+        raise BadInput(f"run.overwrite: {run_dir} is a link: remove it yourself, or choose another name")
+    if not (run_dir / MARKER).is_file():
+        raise BadInput(f"run.overwrite: {run_dir} is no run directory (it has no {MARKER}): remove it yourself")
 
 
 def _came_to_nothing(run_dir: Path) -> bool:
     """Whether it is of a run that ended before its first result: it must not block the command that mends it."""
     names = {path.name for path in run_dir.iterdir()}
     metrics = run_dir / "metrics.jsonl"
-    return "config.yaml" in names and names <= _BEFORE_RESULTS and not (metrics.exists() and metrics.stat().st_size)
+    return MARKER in names and names <= _BEFORE_RESULTS and not (metrics.exists() and metrics.stat().st_size)
