@@ -13,6 +13,7 @@ def run(code: str, seconds: float = 5.0) -> tuple[str, bool]:
 
 def test_python_prints_and_knows_nothing_of_the_trainer() -> None:
     assert run("print(6 * 7)") == ("42\n", True)
+    assert run("import json; open('f', 'w').write('[1]'); print(json.load(open('f')))") == ("[1]\n", True)
     assert run("import os; print(sorted(os.environ), os.listdir('.'))")[0] == "['HOME', 'LANG'] []\n"
 
 
@@ -26,6 +27,13 @@ def test_python_prints_and_knows_nothing_of_the_trainer() -> None:
         ("while True: print('x' * 999)", "[cut: too much output]"),
         ("x = bytearray(1 << 33)", "MemoryError"),
         ("open('f', 'wb').write(bytes(1 << 25))", ""),
+        ("print(open('/etc/hostname').read())", "/etc/hostname is outside the folder"),
+        ("import os; print(os.listdir('/tmp'))", "/tmp is outside the folder"),
+        ("import os; os.open('../x', os.O_WRONLY | os.O_CREAT)", "../x is outside the folder"),
+        ("import os; os.symlink('/etc', 'link'); print(open('link/hostname').read())", "outside the folder"),
+        ("import os; os.rename('/tmp', 'mine')", "/tmp is outside the folder"),
+        ("import shutil; shutil.rmtree('/tmp/nothing')", "outside the folder"),
+        ("import _posixsubprocess", "import is not allowed"),
         ("import sys; sys.stdout.buffer.write(bytes(range(256))); sys.exit(3)", "\ufffd"),
         ("1 +", "SyntaxError"),
     ],

@@ -15,13 +15,29 @@ from contextlib import suppress
 _MOST_OUTPUT = 16 << 10
 _MIB = 1 << 20
 _WORDS = re.compile(r"\w+")
-# Given to `python -c`: an audit hook refuses sockets and child processes; the limits hold whatever becomes of the hook.
+# Given to `python -c`: an audit hook refuses sockets, child processes, and files outside the call's folder, though
+# Python's own modules may be read. The limits hold whatever becomes of the hook.
 _GUARD = """
-import sys
-def _refuse(event, arguments):
-    if event.startswith(("socket.", "subprocess.", "os.fork", "os.exec", "os.posix", "os.system", "os.kill", "ctypes")):
-        raise PermissionError(event + " is not allowed here")
-sys.addaudithook(_refuse)
+import os, sys
+def guard(real, decode, home, library, writing):
+    refused = ("socket.", "subprocess.", "os.fork", "os.exec", "os.posix", "os.spawn", "os.system", "os.kill", "ctypes")
+    modules, quiet = ("_posixsubprocess", "_ctypes"), ("os.putenv", "os.unsetenv")
+    def check(event, arguments):
+        if event.startswith(refused) or event == "import" and arguments[0] in modules:
+            raise PermissionError(event + " is not allowed here")
+        if event != "open" and not event.startswith(("os.", "shutil.", "glob.")) or event in quiet:
+            return
+        reads = event in ("os.listdir", "os.scandir") or event == "open" and not (arguments[2] or 0) & writing
+        for path in arguments[: 1 if event == "open" else 2]:
+            if isinstance(path, (str, bytes)):
+                place = real(decode(path)) + "/"
+                if not place.startswith(home) and not (reads and place.startswith(library)):
+                    raise PermissionError(decode(path) + " is outside the folder of this call")
+    return check
+libraries = tuple(os.path.realpath(path) + "/" for path in sys.path if path)
+writes = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+sys.addaudithook(guard(os.path.realpath, os.fsdecode, os.path.realpath(os.getcwd()) + "/", libraries, writes))
+del guard, libraries, writes
 exec(compile(sys.stdin.read(), "<tool>", "exec"), {"__name__": "__main__"})
 """
 
@@ -30,9 +46,9 @@ async def run_python(code: str, seconds: float = 10.0, memory_mib: int = 512) ->
     """Run Python code in a process of its own; what it printed, cut to 16 KiB, and whether it ended well.
 
     The process has an empty folder, no environment, limits of time, memory, file size and open files, and no core file;
-    it and its session are killed when the time is over. Network and child processes are refused by an audit hook of the
-    interpreter: that stops code that a policy writes, not an attacker with an exploit of CPython. Use a container for
-    the latter.
+    it and its session are killed when the time is over. Network, child processes and files outside that folder are
+    refused by an audit hook of the interpreter: that stops code that a policy writes, not an attacker with an exploit
+    of CPython. Use a container for the latter.
     """
 
     def limit() -> None:
@@ -43,6 +59,7 @@ async def run_python(code: str, seconds: float = 10.0, memory_mib: int = 512) ->
             (resource.RLIMIT_FSIZE, 16 * _MIB),
             (resource.RLIMIT_NOFILE, 64),
             (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_NPROC, 0),  # root is not bound by it
         ):
             resource.setrlimit(kind, (most, most))
 
