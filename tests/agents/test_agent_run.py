@@ -1,0 +1,49 @@
+"""A run that trains an agent: from episodes of two turns to weights, killed and resumed."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attempts import End, World, config_of, kill_at, live, metrics, world
+
+from vapo_megatron.config.train import TrainConfig
+
+pytestmark = pytest.mark.full
+
+
+async def two_turns(task: dict[str, Any], base_url: str, http_client: Any) -> None:
+    """Asks again whatever the answer was; the verifier grades the last one."""
+    messages = list(task["messages"])
+    for _ in range(2):
+        answer = await http_client.post(f"{base_url}/chat/completions", json={"messages": messages, "max_tokens": 6})
+        answer.raise_for_status()
+        messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "1 + 1"}]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with world(tmp_path_factory.mktemp("agents")) as found:
+        yield found
+
+
+def agent_config(shared: World, name: str, *overrides: str) -> TrainConfig:
+    return config_of(
+        *(shared, name, {}, f"rollout.agent={__name__}:two_turns", "rollout.episode.max_tokens=64"),
+        *("algorithm.advantage.credit=turn", "algorithm.advantage.lambda_policy=0.9", "data.prompt.chat_template=true"),
+        *("data.max_prompt_tokens=32", "run.steps=2", "run.resume=auto", *overrides),
+    )
+
+
+def test_episodes_train_and_a_killed_run_goes_on(shared: World) -> None:
+    config = agent_config(shared, "agent")
+    assert live(shared, config, 1, partial(kill_at, "policy update", 2)).code == 75
+    assert live(shared, config, 1) == End(0, "")
+    rows = {row["step"]: row for row in metrics(Path(config.run.directory)) if row["step"] > 0}
+    assert sorted(rows) == [1, 2]
+    for row in rows.values():
+        assert row["agent/turns"] == 2 and row["agent/tokens_observed"] > 0 and row["agent/tokens_written"] <= 12
+        assert row["response_length/mean"] == pytest.approx(row["agent/tokens_written"]), "observations carry no loss"
+        assert row["actor/grad_norm"] > 0 and row["critic/value_loss"] > 0
+        assert row["rollout/train_infer_logprob_diff"] < 1e-4
