@@ -11,6 +11,7 @@ from vapo_megatron.config.load import load_config
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
 
+AGENT = "rollout.agent=a:b"
 PRESETS = Path(algorithm.__file__).parent / "presets"
 SCORES = ["reward.verifier=function", "reward.function=a.b:c", "reward.correct_above=null"]
 
@@ -31,6 +32,13 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
         (["preset=dapo", "batch.samples_per_prompt=1"], "batch.samples_per_prompt=1"),
         (["algorithm.dynamic_sampling.enabled=true", "batch.samples_per_prompt=1"], "dynamic_sampling.enabled=true"),
         (["algorithm.advantage.lambda_policy=1.5"], "lambda_policy"),
+        (["algorithm.advantage.credit=turn"], "credit=turn without rollout.agent"),
+        ([AGENT, "algorithm.dynamic_sampling.enabled=true"], "rollout.agent=a:b with algorithm.dynamic_sampling"),
+        ([AGENT, "preset=remax"], "rollout.agent=a:b with algorithm.advantage.estimator=remax"),
+        ([AGENT, "data.prompt.chat_template=false"], "rollout.agent=a:b with data.prompt.chat_template=false"),
+        ([AGENT, "rollout.partial_responses.enabled=true"], "agent=a:b with partial_responses.enabled=true"),
+        ([AGENT, "rollout.windows=2", "algorithm.shaping.truncated=window"], "agent=a:b with windows=2"),
+        ([AGENT, "rollout.router_replay=true"], "agent=a:b with router_replay=true"),
         (["algorithm.kl.coef=0.1"], "placement=none with coef=0.1"),
         (["preset=grpo", "value_pretraining.enabled=true"], "value_pretraining.enabled=true with algorithm.advantage"),
         (["preset=grpo", "critic.freeze_attention=true"], "critic.freeze_attention=true with algorithm.advantage"),
