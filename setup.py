@@ -6,7 +6,7 @@ from setuptools import find_packages, setup
 
 setup(
     name="vapo-megatron",
-    version="0.2.0",
+    version="0.3.0",
     description="VAPO (value-based PPO for long chain-of-thought reasoning) on Megatron-Core with SGLang rollouts",
     long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

@@ -30,6 +30,7 @@ from tiny_runs import make_model, sft_config
 
 from vapo_megatron.checkpoint.checkpoints import list_checkpoints
 from vapo_megatron.checkpoint.resume import open_resumed
+from vapo_megatron.config.run_directory import MARKER
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
@@ -335,7 +336,7 @@ def test_exported_models_without_saved_state_are_set_aside(copy: tuple[TrainConf
     shutil.rmtree(checkpoint.parent)
     exported = {path.relative_to(run_dir): path.read_bytes() for path in run_dir.rglob("*.safetensors")}
     assert exported and prepare_start(config, lambda: None, lambda: None).checkpoint is None
-    assert [path.name for path in run_dir.iterdir()] == ["config.yaml"]
+    assert sorted(path.name for path in run_dir.iterdir()) == [MARKER, "config.yaml"]
     aside = run_dir.with_name(f"{run_dir.name}.earlier_1")
     assert {name: (aside / name).read_bytes() for name in exported} == exported
 

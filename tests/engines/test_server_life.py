@@ -19,6 +19,8 @@ from vapo_megatron.engines.request import GenerationRequest
 from vapo_megatron.engines.server import EngineServer, cause_in_log
 from vapo_megatron.errors import RunFailed, TryAgain
 
+pytestmark = pytest.mark.full
+
 # Starts a server, forks a process that inherits the server's lifeline and outlives its parent, then waits for its end.
 OWNER = """
 import os, sys, time
@@ -45,7 +47,6 @@ from pathlib import Path
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.engines import server
 
-pytestmark = pytest.mark.full
 
 def start_guard(group, *_):
     print(group, flush=True)

@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -13,6 +14,10 @@ from typing import Any
 def obey(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> float | bool:
     print("printed by a verifier")  # must not reach the pipe that replies go through
     print("printed by a verifier", file=sys.stderr)  # nor the trainer's log, once a response
+    if response.startswith("leave a child, "):
+        child = subprocess.Popen(["sleep", "600"])
+        Path(extra["pid_file"]).write_text(str(child.pid))
+        response = response.removeprefix("leave a child, ")
     if response == "hang":
         time.sleep(600)
     if response == "exit":

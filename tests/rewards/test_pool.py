@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,6 +92,22 @@ def test_what_an_answer_does_to_a_worker_becomes_its_grade_and_no_others(capfd: 
         assert "KeyError" in grades[5].detail and "\n" not in grades[5].detail
         assert grades[2].detail == "worker ended with code 3" and grades[1].detail == ""
         assert pool.grade_batch([Case("ab", "b", problem="a")])[0].correct
+
+
+@pytest.mark.usefixtures("functions_importable")
+def test_what_a_function_starts_ends_with_its_worker(tmp_path: Path) -> None:
+    ends = ["hang", "exit", "b"]  # out of time, crashed, closed with the pool
+    with VerifierPool(_function_config("obey", workers=1, response_timeout_s=1.0)) as pool:
+        cases = [
+            Case("ab", f"leave a child, {end}", problem="a", extra={"pid_file": str(tmp_path / end)}) for end in ends
+        ]
+        assert [grade.reason for grade in pool.grade_batch(cases)] == ["timeout", "crashed", "scored"]
+        children = [psutil.Process(int((tmp_path / end).read_text())) for end in ends if end == "b"]
+        assert all(child.is_running() for child in children)
+    for end in ends:
+        with suppress(psutil.NoSuchProcess):
+            child = psutil.Process(int((tmp_path / end).read_text()))
+            assert child.status() == psutil.STATUS_ZOMBIE, f"the child of {end} lives on"
 
 
 @pytest.mark.usefixtures("functions_importable")

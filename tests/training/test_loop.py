@@ -43,7 +43,7 @@ class Run:
         self.critic, self.actor, self.memory, self.critic_is_new = "critic", "actor", "memory", "is new"
         self.engines = SimpleNamespace(offload=lambda: self.note("offload"))
         self.step, self.seed, self.is_new, self.needs_value_pretraining = 0, "seed", new, new
-        self.written_by = ["url"]
+        self.written_by, self.returns = ["url"], "returns of past steps"
 
     def note(self, name: str, *given: Any, **named: Any) -> str:
         self.calls.append(name)
@@ -90,7 +90,9 @@ def test_phases_come_in_the_order_of_the_method(
     if new:
         assert whole in run.given["pretrain_value"], "value pretraining's responses are written whole"
     if sound:
-        assert run.given["estimate_advantages"] == ("spread", config.algorithm, "recorder", "is new")
+        assert run.given["estimate_advantages"] == (
+            *("spread", config.algorithm, "recorder", "is new", "returns of past steps"),
+        )
     assert run.given["end_lying_engines"][1:] == ("spread", ["url"])
 
 

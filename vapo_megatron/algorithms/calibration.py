@@ -95,7 +95,8 @@ def response_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     cell = to_tokens(torch.arange(samples), cu_seqlens) * BINS + bins_of(cu_seqlens)
     v = values.double()
     kinds = [torch.bincount(cell, weight, minlength=samples * BINS) for weight in (torch.ones_like(v), v, v * v)]
-    return torch.stack(kinds, 1).view(samples, BINS, 3)
+    # Of no tokens at all torch counts in int64.
+    return torch.stack(kinds, 1).double().view(samples, BINS, 3)
 
 
 def moments(sums: Tensor, returns: Tensor, group_means: Tensor) -> Moments:

@@ -1,10 +1,12 @@
 """The pool's end of one verifier process."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -33,6 +35,7 @@ class WorkerProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env=environment,
+                start_new_session=True,  # what a user's function starts ends with it
             )
         assert self.process.stdin is not None and self.process.stdout is not None
         self.input = self.process.stdin.fileno()
@@ -109,8 +112,10 @@ class WorkerProcess:
             return None
 
     def kill(self) -> None:
-        """End it now and wait for it."""
-        self.process.kill()
+        """End it now, with all that it has started and that is still in its session, and wait for it."""
+        if self.process.returncode is None:  # nobody has waited for it: its number is still its own
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
