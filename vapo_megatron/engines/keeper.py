@@ -137,11 +137,11 @@ class EngineKeeper:
                 self._failures += 1
                 self._in_a_row += 1
                 self._cause = f"{self.address.url}: its keeper failed ({type(error).__name__}: {error})"
-                self._state = "given up"
                 try:
                     self._server.stop()
                 except Exception:
                     _logger.exception("engine %s could not be ended", self.address.url)
+                self._state = "given up"
 
     def _look(self) -> None:
         is_ready = self._state == "starting" and self._server.is_ready()  # may take seconds: not under the lock
