@@ -75,8 +75,13 @@ class Row:
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     nll: bool = True
     groups: bool = True
-    critic: Literal["pretrained", "reward_model", "none"] = "pretrained"
+    critic: Literal["pretrained", "reward_model", "zero", "noise", "none"] = "pretrained"  # noise: another at each token
     dynamic_sampling: bool = False
+    calibration: Literal["none", "values", "trust"] = "none"
+    tracker: bool = False  # a prompt's past returns as the baseline, or as the calibration's m
+    lambda_floor: float = 0.0
+    baseline: Literal["grpo", "others"] = "grpo"  # without a critic; others: the mean of the other responses
+    lr: float = 1.0  # times the setting's
 
 
 VAPO = Row("VAPO")
@@ -98,6 +103,22 @@ ROWS: dict[str, Row] = {
     "no_length_adaptive_95": replace(VAPO, title="lambda_policy 0.95", lambda_policy=0.95),
 }
 PAPER_ROWS = tuple(ROWS)[:12]
+DIRECT = Row("vapo_direct", groups=False, critic="zero", calibration="trust", lambda_floor=0.95)
+# What a critic costs and brings, by responses drawn (price.py).
+PRICE_ROWS: dict[str, Row] = {
+    "direct": DIRECT,
+    "direct_values": replace(DIRECT, title="vapo_direct, values alone", calibration="values"),
+    "direct_uncalibrated": replace(DIRECT, title="vapo_direct, raw values", calibration="none"),
+    "direct_groups": replace(DIRECT, title="vapo_direct_groups", groups=True),
+    "direct_noise": replace(DIRECT, title="vapo_direct, a critic of noise", critic="noise"),
+    "direct_tracker": replace(DIRECT, title="vapo_direct, tracker", tracker=True),
+    "tracker": Row("tracker (SPO)", groups=False, critic="none", tracker=True),
+    "reinforce_direct": Row("reinforce_direct", groups=False, critic="none", baseline="others"),
+    "without_critic": Row("vapo_without_critic", critic="none"),
+    "grpo": ROWS["grpo"],
+    "dapo": ROWS["dapo"],
+    "vapo": VAPO,
+}
 
 # Fixed on seeds 1000-1019.
 STEPS = Setting(

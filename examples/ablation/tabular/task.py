@@ -103,6 +103,7 @@ def _make_task(s: Setting, g: torch.Generator) -> tuple[Tensor, ...]:
 class Rollout:
     """Responses of all seeds, [seeds, samples]; tokens are packed, seed by seed."""
 
+    prompt: Tensor  # int64, number of the prompt
     group: Tensor  # int64, different for each group of each seed
     skill: Tensor  # int64 [..., steps]
     action: Tensor  # int64 [..., steps]
@@ -177,7 +178,17 @@ def sample(
 
     decision = bounds[:-1].view(seeds, samples, 1) + torch.arange(s.steps) * width[..., None]
     return Rollout(
-        group, skill, action, decided, logprobs, correct, tokens, bounds, state, torch.where(decided, decision, 0)
+        prompt,
+        group,
+        skill,
+        action,
+        decided,
+        logprobs,
+        correct,
+        tokens,
+        bounds,
+        state,
+        torch.where(decided, decision, 0),
     )
 
 
@@ -198,7 +209,7 @@ def keep_informative(rollout: Rollout, samples: int) -> tuple[Rollout, Tensor]:
         name: getattr(rollout, name).gather(1, order)
         if getattr(rollout, name).dim() == 2
         else getattr(rollout, name).gather(1, order[..., None].expand(-1, -1, getattr(rollout, name).shape[2]))
-        for name in ("group", "skill", "action", "decided", "logprobs", "correct", "tokens", "decision_token")
+        for name in ("prompt", "group", "skill", "action", "decided", "logprobs", "correct", "tokens", "decision_token")
     }
     return replace(rollout, **picked), informative.gather(1, order)
 

@@ -12,12 +12,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithms.advantages import grpo
+from vapo_megatron.algorithms import calibration, tracker
+from vapo_megatron.algorithms.advantages import batch_baseline, grpo
 from vapo_megatron.algorithms.aggregation import nll_weights, token_weights
 from vapo_megatron.algorithms.critic_metrics import explained_variance
-from vapo_megatron.algorithms.gae import decoupled_gae, length_adaptive_lambda
+from vapo_megatron.algorithms.gae import decoupled_gae, length_adaptive_lambda, segmented_gae
 from vapo_megatron.algorithms.policy_loss import clip_indicators, ppo_clip
-from vapo_megatron.algorithms.segments import place_terminal
+from vapo_megatron.algorithms.segments import place_terminal, to_tokens
 from vapo_megatron.algorithms.selection import split_minibatches
 from vapo_megatron.algorithms.value_loss import value_mse
 
@@ -82,9 +83,13 @@ class Training:
         self.s, self.row, self.seeds = s, row, seeds
         self.tasks = make_tasks(s, seeds)
         self.generators = [torch.Generator().manual_seed(1_000_003 * (seed + 1)) for seed in seeds]
-        self.actor = Table(self.tasks.logits, self.tasks.actor_features, s.own, s.lr, s.warmup)
+        self.actor = Table(self.tasks.logits, self.tasks.actor_features, s.own, row.lr * s.lr, s.warmup)
         critic_lr = s.critic_ratio * s.lr
-        self.critic = Table(self.tasks.reward_model, self.tasks.critic_features, s.own, critic_lr, s.warmup)
+        start = self.tasks.reward_model
+        start = torch.zeros_like(start) if row.critic in ("zero", "noise") else start
+        self.critic = Table(start, self.tasks.critic_features, s.own, critic_lr, s.warmup)
+        self.past: list[calibration.Moments | None] = [None for _ in seeds]
+        self.tracked = torch.zeros(2, len(seeds), s.prompts, dtype=torch.float64)  # sums of returns, of responses
         self.states = self.tasks.reward_model.shape[1]
         self.courses, self.responses = [Course() for _ in seeds], 0
 
@@ -100,9 +105,9 @@ class Training:
 
     @property
     def rollouts(self) -> int:
-        """The setting's; without a critic as many more as value pretraining would have drawn responses for."""
+        """The setting's; as many more as value pretraining would have drawn responses for where there is no need of it."""
         s = self.s
-        if self.row.critic != "none":
+        if self.row.critic in ("pretrained", "reward_model"):
             return s.rollouts
         times = s.oversampling if self.row.dynamic_sampling else 1
         return max(s.rollouts, -(-(s.rollouts + s.pretraining) // times))
@@ -189,14 +194,48 @@ class Training:
         """Advantages of decisions [seeds, samples, steps], and value targets of tokens [T]."""
         s, row = self.s, self.row
         values = self.critic().flatten()[rollout.state]
+        if row.critic == "noise":
+            generator = torch.Generator().manual_seed(self.responses)
+            values = torch.randn(values.shape, generator=generator)
         if row.lambda_policy == "adaptive":
-            lam: float | Tensor = length_adaptive_lambda(rollout.tokens.flatten(), s.alpha)
+            lam: float | Tensor = length_adaptive_lambda(rollout.tokens.flatten(), s.alpha, floor=row.lambda_floor)
         else:
             lam = s.fixed_lambda if row.lambda_policy == "fixed" else row.lambda_policy
         lam_critic = s.fixed_lambda if row.lambda_critic == "fixed" else row.lambda_critic
         rewards = place_terminal(rollout.rewards, rollout.bounds, len(rollout.state))
         advantages, targets = decoupled_gae(rewards, values, rollout.bounds, lam, lam_critic)
+        if row.calibration != "none":
+            assert isinstance(lam, Tensor), "calibrated rows have a lambda of each response"
+            parts = [self.calibrated(seed, rollout, values, rewards, lam) for seed in range(len(self.seeds))]
+            advantages = torch.cat([part for part, _ in parts])
+            self.note(trust=torch.tensor([trust for _, trust in parts]))
         return advantages[rollout.decision_token], targets
+
+    def calibrated(
+        self, seed: int, rollout: Rollout, values: Tensor, rewards: Tensor, lam: Tensor
+    ) -> tuple[Tensor, float]:
+        """A = g GAE(V~) + (1 - g) (R - V~) of a seed's tokens, and g; as training/calibration.py has it on ranks."""
+        samples = rollout.group.shape[1]
+        of = slice(seed * samples, (seed + 1) * samples)
+        bounds = rollout.bounds[of.start : of.stop + 1]
+        tokens = slice(int(bounds[0]), int(bounds[-1]))
+        bounds, returns = bounds - bounds[0], rollout.rewards[of]
+        siblings, others = calibration.means_of_siblings(returns, rollout.group[seed])
+        if self.row.tracker:
+            siblings = self.track(seed, rollout)
+        past = self.past[seed]
+        if past is None:
+            baseline, trust = to_tokens(others.float(), bounds), 0.0
+        else:
+            fit = calibration.coefficients(past)
+            baseline = calibration.calibrated_values(values[tokens], siblings, bounds, fit)
+            trust = fit.trust
+        trust = trust if self.row.calibration == "trust" else 1.0
+        sums = calibration.response_sums(values[tokens], bounds)
+        now = calibration.moments(sums, returns, siblings)
+        self.past[seed] = now if past is None else past.followed_by(now)
+        bootstrapped = segmented_gae(rewards[tokens], baseline, bounds, lam[of])
+        return trust * bootstrapped + (1 - trust) * segmented_gae(rewards[tokens], baseline, bounds, 1.0), trust
 
     def step(self, number: int) -> None:
         """One rollout and its updates."""
@@ -214,7 +253,7 @@ class Training:
             if row.dynamic_sampling:
                 rollout, selected = keep_informative(rollout, s.samples)
                 self.note(informative=selected.double().mean(1))
-            per_response = grpo(rollout.rewards, rollout.group.flatten()).view(rollout.correct.shape)
+            per_response = self.without_values(rollout).view(rollout.correct.shape)
             advantages = per_response[..., None].expand(rollout.logprobs.shape)
             batch_of = self.batches(rollout, number)
         else:
@@ -233,6 +272,29 @@ class Training:
             clipped += torch.stack(indicators)
         clipped /= s.minibatches * s.epochs
         self.note(clip_low=clipped[0], clip_high=clipped[1])
+
+    def track(self, seed: int, rollout: Rollout) -> Tensor:
+        """What earlier steps said of the prompt of each response of a seed, float64 [samples]; these say it later."""
+        sums, weights = self.tracked[:, seed]
+        prompts, rewards = rollout.prompt[seed], rollout.rewards.view(rollout.group.shape)[seed].double()
+        prior = float(sums.sum() / weights.sum().clamp(min=1))
+        values = tracker.tracked_values(sums, weights, prior)[prompts]
+        counts = torch.bincount(prompts, minlength=len(sums)).double()
+        answered = counts > 0
+        returns = torch.bincount(prompts, rewards, minlength=len(sums))
+        new = tracker.with_responses(sums, weights, returns, counts)
+        self.tracked[:, seed] = torch.where(answered, torch.stack(new), self.tracked[:, seed])
+        return values
+
+    def without_values(self, rollout: Rollout) -> Tensor:
+        """Advantages of responses without a critic, [seeds * samples]."""
+        if self.row.tracker:
+            values = torch.cat([self.track(seed, rollout) for seed in range(len(self.seeds))])
+            return (rollout.rewards - values).float()
+        if self.row.baseline == "grpo":
+            return grpo(rollout.rewards, rollout.group.flatten())
+        rewards = rollout.rewards.view(rollout.group.shape)
+        return torch.cat([batch_baseline(*each) for each in zip(rewards, rollout.group, strict=True)])
 
     def update_actor(
         self, rollout: Rollout, advantages: Tensor, selected: Tensor, chosen: Tensor, clip_high: float

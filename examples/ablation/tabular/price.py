@@ -1,0 +1,118 @@
+"""What a critic costs and brings, by responses drawn: vapo_direct beside methods without a critic, each at its own rate.
+
+    python -m examples.ablation.tabular.price
+
+Learning rates are chosen on seeds 1000 to 1004 by the mean accuracy over the responses drawn, from a grid that grows
+until the best is not at its edge; the seeds that are reported were not run before. Value pretraining's responses count:
+every row has as many as VAPO in all.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.errors import told_in_one_line
+from vapo_megatron.monitoring.facts import environment_facts
+
+from ..intervals import interval
+from .run import change, console, parse_seeds
+from .settings import PRICE_ROWS, SETTINGS, Setting
+from .training import Course, Training
+
+GRID = (1.0, 2.0, 4.0, 8.0)
+REFERENCES = ("direct", "reinforce_direct", "without_critic")
+CHOOSING = list(range(1000, 1005))
+
+
+def accuracy_at(course: Course, responses: float) -> float:
+    """Accuracy at a number of responses, in a straight line between measurements; the start before the first."""
+    for i in range(len(course.responses) - 1, -1, -1):
+        here = course.responses[i]
+        if here <= responses:
+            if i + 1 == len(course.responses):
+                return course.accuracy[i]
+            part = (responses - here) / (course.responses[i + 1] - here)
+            return course.accuracy[i] + part * (course.accuracy[i + 1] - course.accuracy[i])
+    return course.accuracy[0]
+
+
+def area(course: Course, total: int) -> float:
+    """Mean accuracy over the responses drawn, at a hundred points."""
+    return mean(accuracy_at(course, total * (i + 1) / 100) for i in range(100))
+
+
+def choose_rate(score: Callable[[float], float]) -> dict[float, float]:
+    """Scores by learning rate: of the grid, and on beyond an edge of it as long as the best is there."""
+    scores = {rate: score(rate) for rate in GRID}
+    while len(scores) < 10:
+        rates, best = sorted(scores), max(scores, key=scores.__getitem__)
+        if best == rates[0]:
+            further = best / 2
+        elif best == rates[-1]:
+            further = best * 2
+        else:
+            break
+        scores[further] = score(further)
+    return scores
+
+
+def compare(setting: Setting, seeds: list[int], only: list[str]) -> dict[str, Any]:
+    """Each row at the setting's learning rate and at its own: area and final accuracy, and its lead over references."""
+    total = (setting.rollouts + setting.pretraining) * setting.samples
+    scores: dict[str, dict[str, dict[int, tuple[float, float]]]] = {"common": {}, "tuned": {}}
+    rates: dict[str, Any] = {}
+
+    def run(name: str, rate: float, seeds: list[int]) -> list[tuple[float, float]]:
+        courses = Training(setting, replace(PRICE_ROWS[name], lr=rate), seeds).run()
+        return [(area(course, total), accuracy_at(course, total)) for course in courses]
+
+    for name in only:
+        grid = choose_rate(lambda rate, name=name: mean(a for a, _ in run(name, rate, CHOOSING)))  # type: ignore[misc]
+        best = max(grid, key=grid.__getitem__)
+        rates[name] = {"best": best, "grid": {str(rate): grid[rate] for rate in sorted(grid)}}
+        for kind, rate in (("common", 1.0), ("tuned", best)):
+            scores[kind][name] = dict(zip(seeds, run(name, rate, seeds), strict=True))
+        console.print(f"{setting.name:<8} {PRICE_ROWS[name].title:<30} learning rate x{best:g}")
+    tables: dict[str, Any] = {}
+    for kind, rows in scores.items():
+        tables[kind] = {}
+        for name, by_seed in rows.items():
+            row: dict[str, Any] = {"area": interval([a for a, _ in by_seed.values()])}
+            row["final"] = interval([final for _, final in by_seed.values()])
+            for other in REFERENCES:
+                if other in rows and other != name:
+                    row[f"less_{other}"] = interval([by_seed[seed][0] - rows[other][seed][0] for seed in seeds])
+            tables[kind][name] = row
+    return {"responses": total, "rates": rates, "tables": tables}
+
+
+def main(
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=JSON]...", help="over every setting")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--setting", help="default: all")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="a row; may be given again; default: all")] = None,
+    seeds: Annotated[str, typer.Option(help="such as 3 or 2000-2009")] = "2000-2009",
+    out: Annotated[Path, typer.Option(help="the JSON to write")] = Path("runs/ablation_price.json"),
+) -> None:
+    """Choose learning rates, run the reported seeds, and write all figures."""
+    with told_in_one_line("ablation"):
+        torch.set_num_threads(1)
+        wanted = parse_seeds(seeds)
+        figures: dict[str, Any] = {"seeds": wanted, "facts": environment_facts(), "settings": {}}
+        for name in settings or SETTINGS:
+            setting = change(SETTINGS[name], overrides or [])
+            figures["settings"][name] = compare(setting, wanted, only or list(PRICE_ROWS))
+            out.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(out) as file:
+                json.dump(figures, file, indent=1)
+        console.print(f"figures  {out}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
