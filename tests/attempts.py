@@ -254,9 +254,7 @@ def refuse_checkpoints(number: int, times: int) -> None:
     background_save.commit_checkpoint = refused  # type: ignore[assignment]
 
 
-_NOT_REPRODUCIBLE = re.compile(
-    r"(^|/)(time|memory|device_memory|throughput)/|_seconds$|^alarm/(slow_engine|host_memory)$"
-)
+_NOT_REPRODUCIBLE = re.compile(r"(^|/)(time|memory|device_memory|throughput)/|_seconds$")
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:

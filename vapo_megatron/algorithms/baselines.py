@@ -9,6 +9,9 @@ from torch import Tensor
 
 from vapo_megatron.algorithms.segments import to_tokens
 
+TRACKER_FADE = 0.875
+TRACKER_PRIOR = 1.0  # responses that the prior mean is worth
+
 
 def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """Mean reward of the other responses of the group (RLOO, arXiv 2402.14740, eq. 8): [S], int64 [S] -> float64 [S].
@@ -73,3 +76,30 @@ def means_of_other_groups(found: Tensor) -> Tensor:
     anywhere = others.sum(1)
     fallback = anywhere[0] / anywhere[1].clamp(min=1)
     return torch.where(others[1] > 0, others[0] / others[1].clamp(min=1), fallback)
+
+
+def tracked_values(sums: Tensor, weights: Tensor, prior: float) -> Tensor:
+    """The value of each prompt before its next response (SPO's tracker, arXiv 2509.13232, section 3.1).
+
+    The posterior mean of its return, whose evidence fades each time the prompt is answered. SPO fades it by how far the
+    policy has moved since; here the factor is a constant, the lower end of its range.
+
+    Args:
+        sums, weights: float64 [...], faded sums of returns and of responses; 0 of a prompt that was never answered.
+        prior: value of such a prompt.
+
+    Returns:
+        float64 [...].
+    """
+    return (sums + TRACKER_PRIOR * prior) / (weights + TRACKER_PRIOR)
+
+
+def with_responses(sums: Tensor, weights: Tensor, returns: Tensor, responses: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums and weights after a step.
+
+    Args:
+        sums, weights: float64 [P], of the prompts that were answered in it.
+        returns: float64 [P], sum of the returns of each prompt's responses.
+        responses: float64 [P], how many these are.
+    """
+    return TRACKER_FADE * sums + returns, TRACKER_FADE * weights + responses

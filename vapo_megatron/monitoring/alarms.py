@@ -16,8 +16,8 @@ class Alarms:
     """
 
     def __init__(self, config: AlarmsConfig, history: Iterable[Metrics] = ()) -> None:
-        self._config, self._history = config, History(history)
-        self._watched = [alarm for alarm in ALARMS if getattr(config.actions, alarm.name) != "off"]
+        self._stop, self._history = config.stop, History(history)
+        self._watched = [alarm for alarm in ALARMS if alarm.name not in config.off]
         self.active = {alarm.name for alarm in ALARMS if self._history.newest.get(names.ALARM + alarm.name)}
         self.stopping: str | None = None
 
@@ -28,8 +28,8 @@ class Alarms:
         that is absent raises no alarm.
         """
         self._history.add(row)
-        found = {alarm.name: text for alarm in self._watched if (text := alarm.rule(self._history, self._config))}
-        stops = [f"{name}: {text}" for name, text in found.items() if getattr(self._config.actions, name) == "stop"]
+        found = {alarm.name: text for alarm in self._watched if (text := alarm.rule(self._history))}
+        stops = [f"{name}: {text}" for name, text in found.items() if name in self._stop]
         self.stopping = stops[0] if stops else None
         fresh = {name: text for name, text in found.items() if name not in self.active}
         self.active = set(found)

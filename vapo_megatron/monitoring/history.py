@@ -3,7 +3,6 @@
 import math
 from array import array
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
 from statistics import fmean, median
 
 Metrics = Mapping[str, float | None]
@@ -67,10 +66,3 @@ class History:
             value for value, row in zip(self._values.get(name, ()), self._rows.get(name, ()), strict=True) if row <= end
         ][-width:]
         return fmean(values) if values else None
-
-
-def grows_steadily(values: list[float], parts: int) -> bool:
-    """Whether the median of each of `parts` equal parts lies above that of the part before."""
-    size = len(values) // parts
-    medians = [median(values[n * size : (n + 1) * size]) for n in range(parts)]
-    return all(after > before for before, after in pairwise(medians))

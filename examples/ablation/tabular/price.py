@@ -1,4 +1,4 @@
-"""What a critic costs and brings, by responses drawn: vapo_direct beside methods without a critic, each at its own rate.
+"""What a critic costs and brings by responses drawn: vapo_direct and methods without a critic, each at its own rate.
 
     python -m examples.ablation.tabular.price
 

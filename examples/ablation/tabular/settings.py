@@ -75,7 +75,9 @@ class Row:
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     nll: bool = True
     groups: bool = True
-    critic: Literal["pretrained", "reward_model", "zero", "noise", "none"] = "pretrained"  # noise: another at each token
+    critic: Literal["pretrained", "reward_model", "zero", "noise", "none"] = (
+        "pretrained"  # noise: another at each token
+    )
     dynamic_sampling: bool = False
     calibration: Literal["none", "values", "trust"] = "none"
     tracker: bool = False  # a prompt's past returns as the baseline, or as the calibration's m

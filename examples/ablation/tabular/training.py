@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithms import calibration, tracker
+from vapo_megatron.algorithms import baselines, calibration
 from vapo_megatron.algorithms.advantages import batch_baseline, grpo
 from vapo_megatron.algorithms.aggregation import nll_weights, token_weights
 from vapo_megatron.algorithms.critic_metrics import explained_variance
@@ -105,7 +105,7 @@ class Training:
 
     @property
     def rollouts(self) -> int:
-        """The setting's; as many more as value pretraining would have drawn responses for where there is no need of it."""
+        """The setting's, and as many more as value pretraining would have drawn for where there is no need of it."""
         s = self.s
         if self.row.critic in ("pretrained", "reward_model"):
             return s.rollouts
@@ -278,11 +278,11 @@ class Training:
         sums, weights = self.tracked[:, seed]
         prompts, rewards = rollout.prompt[seed], rollout.rewards.view(rollout.group.shape)[seed].double()
         prior = float(sums.sum() / weights.sum().clamp(min=1))
-        values = tracker.tracked_values(sums, weights, prior)[prompts]
+        values = baselines.tracked_values(sums, weights, prior)[prompts]
         counts = torch.bincount(prompts, minlength=len(sums)).double()
         answered = counts > 0
         returns = torch.bincount(prompts, rewards, minlength=len(sums))
-        new = tracker.with_responses(sums, weights, returns, counts)
+        new = baselines.with_responses(sums, weights, returns, counts)
         self.tracked[:, seed] = torch.where(answered, torch.stack(new), self.tracked[:, seed])
         return values
 
