@@ -30,7 +30,6 @@ setup(
         "matplotlib>=3.8",
         "megatron-core>=0.16.1,<0.20",
         "numpy>=1.26",
-        "nvidia-ml-py>=12.535",  # pynvml: what `doctor` asks of GPUs; pure Python, loads the driver's library
         "omegaconf>=2.3",
         "openai>=2.0,<3",
         "orjson>=3.10",  # requests to engines

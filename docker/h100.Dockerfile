@@ -8,16 +8,18 @@ ENV DEBIAN_FRONTEND=noninteractive \
     PIP_NO_CACHE_DIR=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     CUDA_HOME=/usr/local/cuda \
-    PATH=/opt/vapo/bin:/usr/local/cuda/bin:$PATH
+    PATH=/opt/vapo/bin:/usr/local/cuda/bin:$PATH \
+    MELLANOX_VISIBLE_DEVICES=all
 
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 
 # g++ and Python's headers compile Transformer Engine and, when an engine starts, its kernels; numactl brings
-# libnuma, which SGLang loads; procps has the pkill that asks ranks to save (docs/slurm.md, examples/kubernetes).
+# libnuma, which SGLang loads; ibverbs-providers knows the network adapters, without it NCCL goes over TCP (and
+# MELLANOX_VISIBLE_DEVICES has enroot's hook pass them into the container); procps has the pkill that asks ranks to save (docs/slurm.md, examples/kubernetes).
 # hadolint ignore=DL3008
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends \
-      build-essential git libibverbs1 librdmacm1 ninja-build numactl procps python3.12 python3.12-dev python3.12-venv \
+      build-essential git ibverbs-providers libibverbs1 librdmacm1 ninja-build numactl procps python3.12 python3.12-dev python3.12-venv \
  && rm -rf /var/lib/apt/lists/* \
  && python3.12 -m venv /opt/vapo
 

@@ -63,7 +63,7 @@ ASK_FOR_THE_DEVICE = {
     "megatron/heads.py",
     "megatron/offload.py",
     "megatron/rng.py",
-    "operations/doctor/bandwidth.py",
+    "operations/doctor/allreduce.py",
     "operations/doctor/checks.py",
     "operations/quantized_export.py",
     "engines/inside/broadcast_group.py",

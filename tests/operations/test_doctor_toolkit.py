@@ -13,19 +13,17 @@ from vapo_megatron.operations.doctor.toolkit import check_toolkit
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The environment of a node with all that is needed, in a folder of the test's."""
-    tools, headers, include = tmp_path / "cuda" / "bin", tmp_path / "headers", tmp_path / "python"
-    for folder in (tools, headers, include):
+    tools, include = tmp_path / "cuda" / "bin", tmp_path / "python"
+    for folder in (tools, include):
         folder.mkdir(parents=True)
     for name, says in {"nvcc": "Cuda compilation tools, release 13.0, V13.0.88", "g++": "", "ninja": ""}.items():
         (tools / name).write_text(f"#!/bin/sh\necho '{says}'\n")
         (tools / name).chmod(0o755)
-    for header in ("cudnn.h", "nccl.h"):
-        (headers / header).touch()
     (include / "Python.h").touch()
     real = sysconfig.get_path
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(include) if name == "include" else real(name))
     monkeypatch.setattr(toolkit, "_COMPILED", {})
-    return {**os.environ, "PATH": str(tools), "CPLUS_INCLUDE_PATH": str(headers), "HOME": str(tmp_path)}
+    return {**os.environ, "PATH": str(tools), "HOME": str(tmp_path)}
 
 
 def faults(environment: dict[str, str], cuda: str = "13.0") -> list[tuple[str, str]]:
@@ -44,8 +42,6 @@ def test_a_node_with_everything_is_well(node: dict[str, str]) -> None:
         ("cuda/bin/g++", "fault", "apt-get install g++"),
         ("cuda/bin/ninja", "fault", "pip install ninja"),
         ("python/Python.h", "fault", "no Python.h"),
-        ("headers/cudnn.h", "warning", "nvidia/cudnn/include:$CPLUS_INCLUDE_PATH"),
-        ("headers/nccl.h", "warning", "nvidia/nccl/include:$CPLUS_INCLUDE_PATH"),
     ],
 )
 def test_what_is_missing_is_named_with_what_to_do(

@@ -17,7 +17,7 @@ def main() -> int:
     for name, value in environment_facts().items():
         print(f"{name}: {value}")
     gpu = torch.cuda.is_available()
-    lines = check_versions(gpu, None, torch.version.cuda, usable=gpu)
+    lines = check_versions(gpu)
     if gpu:
         lines += check_toolkit(torch.version.cuda)
         _measure()

@@ -27,14 +27,21 @@ from vapo_megatron.engines.weight_sync.quantization import engine_fp8
 from vapo_megatron.errors import VapoError
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.monitoring.facts import installed_version
-from vapo_megatron.operations.doctor import bandwidth, nvidia
-from vapo_megatron.operations.doctor.meeting import Meeting
+from vapo_megatron.operations.doctor import allreduce, gpu
+from vapo_megatron.operations.doctor.node import (
+    check_disk,
+    check_hostname,
+    check_limits,
+    judge_network,
+    read_ports,
+    usable_adapters,
+)
+from vapo_megatron.operations.doctor.nodes import Meeting, check_alike, check_shared_files
 from vapo_megatron.operations.doctor.report import Line
-from vapo_megatron.operations.doctor.system import check_disk, check_hostname, check_limits, judge_ports, read_ports
-from vapo_megatron.operations.doctor.together import check_alike, check_clock, check_reachable, check_shared_files
 from vapo_megatron.operations.doctor.toolkit import check_toolkit, check_versions
 from vapo_megatron.operations.hardware import GIB, Hardware
 from vapo_megatron.operations.plan.model_files import model_directory
+from vapo_megatron.run.first_checks import check_critic_source
 from vapo_megatron.weights.load import check_weights
 from vapo_megatron.weights.spec import read_spec
 
@@ -89,12 +96,10 @@ def check_model(config: TrainConfig) -> list[Line]:
     TextTokenizer(directory, config.data.prompt).check_vocabulary(spec.vocab_size)
     lines = [Line("ok", f"{directory}: {spec.family}, {spec.parameter_count():,} parameters, tokenizer fits")]
     if config.algorithm.uses_critic and config.critic_source != directory:
-        source, is_new = config.critic_source, config.critic.init == "policy"
-        critic = read_spec(source, value_outputs=config.algorithm.value_loss.outputs)
-        check_weights(source, critic, "value", value_head="new" if is_new else "saved")
-        TextTokenizer(directory, config.data.prompt).check_same(source, config.critic_key)
-        head = "for the critic" if is_new else "with its value head"
-        lines.append(Line("ok", f"{source}: {critic.family}, {critic.parameter_count():,} parameters, {head}"))
+        critic, is_new = check_critic_source(config, spec), config.critic.init == "policy"
+        check_weights(config.critic_source, critic, "value", value_head="new" if is_new else "saved")
+        TextTokenizer(directory, config.data.prompt).check_same(config.critic_source, config.critic_key)
+        lines.append(Line("ok", f"{config.critic_source}: {critic.family}, {critic.parameter_count():,} parameters"))
     return lines
 
 
@@ -155,15 +160,10 @@ class Examination:
         """Whether there are GPUs to look at, whether or not PyTorch can use them."""
         return not self.passes_over_gpus and bool(self.gpus or has_nvidia_driver())
 
-    @property
-    def hardware(self) -> Hardware:
-        """What is expected of a GPU."""
-        return Hardware(self.config.hardware)
-
     @cached_property
-    def gpu_rows(self) -> list[nvidia.Gpu]:
-        """What NVML says of the node's GPUs; raises nvidia.Unreadable."""
-        return nvidia.read_gpus()
+    def gpu_rows(self) -> list[gpu.Gpu]:
+        """What nvidia-smi says of the node's GPUs; raises gpu.Unreadable."""
+        return gpu.read_gpus()
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Check:
 
     Attributes:
         name: as it stands in the report.
-        run: the check; may raise VapoError (a fault, in its own words) or nvidia.Unreadable (a warning).
+        run: the check; may raise VapoError (a fault, in its own words) or gpu.Unreadable (a warning).
         deadline: seconds after which it hangs, which is a fault.
         gpu: whether it says something about GPUs alone.
         between: whether it says something about several nodes alone.
@@ -219,24 +219,14 @@ def _guarded(check: Check, examination: Examination) -> list[Line]:
         return check.run(examination)
     except VapoError as error:
         return [Line("fault", str(error), "see the message")]
-    except nvidia.Unreadable as error:
+    except gpu.Unreadable as error:
         return [Line("warning", str(error), "install or mend the tool to have this checked")]
     except Exception as error:
         return [Line("fault", f"{type(error).__name__}: {error}", "report it: this was not foreseen")]
 
 
-def _versions(examination: Examination) -> list[Line]:
-    driver = None
-    if examination.has_gpus:
-        try:
-            driver = examination.gpu_rows[0].driver if examination.gpu_rows else None
-        except nvidia.Unreadable:
-            driver = None  # the check of the GPUs says why
-    return check_versions(examination.has_gpus, driver, torch.version.cuda, usable=bool(examination.gpus))
-
-
 def _gpus(examination: Examination) -> list[Line]:
-    lines = nvidia.judge_gpus(examination.gpu_rows, examination.config.hardware)
+    lines = gpu.judge_gpus(examination.gpu_rows, examination.config.hardware)
     listed, usable = len(examination.gpu_rows), examination.gpus
     if usable < listed:
         found = f"PyTorch can use {usable} of {listed} GPUs"
@@ -245,33 +235,17 @@ def _gpus(examination: Examination) -> list[Line]:
     return lines
 
 
-def _nvlink(examination: Examination) -> list[Line]:
-    names = {gpu.index: gpu.name for gpu in examination.gpu_rows}
-    return nvidia.judge_links(nvidia.read_links(), names, examination.config.hardware)
-
-
-def _memory(examination: Examination) -> list[Line]:
-    hardware = examination.hardware
-    devices = [f"cuda:{index}" for index in range(examination.gpus)] or ["cpu"]
-    found = bandwidth.answers([bandwidth.start(("memory", device)) for device in devices], 120)
-    expected = hardware.memory_rate * hardware.efficiency.memory if examination.gpus else None
-    remedy = "see clocks and throttling (nvidia-smi -q -d PERFORMANCE), or hardware.kind"
-    return bandwidth.judge(found, expected, remedy)
-
-
 def _allreduce_in_node(examination: Examination) -> list[Line]:
-    hardware, gpus = examination.hardware, examination.gpus
+    hardware, gpus = Hardware(examination.config.hardware), examination.gpus
     count = gpus or 2
     if count == 1:
         return [Line("not applicable", "one GPU")]
-    port = bandwidth.free_port()
-    processes = [
-        bandwidth.start(("allreduce", f"cuda:{rank}" if gpus else "cpu", rank, count, "127.0.0.1", port))
-        for rank in range(count)
-    ]
+    port = allreduce.free_port()
+    devices = [f"cuda:{rank}" if gpus else "cpu" for rank in range(count)]
+    processes = [allreduce.start(device, rank, count, "127.0.0.1", port) for rank, device in enumerate(devices)]
     expected = hardware.nvlink * hardware.efficiency.nvlink if gpus else None
     remedy = "see the line on nvlink; NCCL_DEBUG=INFO says which way it went"
-    return bandwidth.judge(bandwidth.answers(processes, 150), expected, remedy)
+    return allreduce.judge(allreduce.results(processes, 150), expected, remedy)
 
 
 def _disk(examination: Examination) -> list[Line]:
@@ -281,7 +255,7 @@ def _disk(examination: Examination) -> list[Line]:
         sources["critic"] = str(config.critic_source)
     specs = {name: read_spec(model_directory(path)) for name, path in sources.items()}
     needed = checkpoint_bytes(config, {name: spec.parameter_count() for name, spec in specs.items()})
-    return check_disk(Path(config.run.directory), needed, write=not examination.quick)
+    return check_disk(Path(config.run.directory), needed)
 
 
 def _alike(examination: Examination) -> list[Line]:
@@ -301,21 +275,18 @@ def checks(config: PlanConfig, wait: float) -> tuple[Check, ...]:
     engine_seconds = config.rollout.start_timeout_s + config.rollout.sync.request_timeout_s
     root = Path(config.run.directory)
     return (
-        Check("versions", _versions, 60),
+        Check("versions", lambda node: check_versions(node.has_gpus), 60),
         Check("toolkit", lambda _: check_toolkit(torch.version.cuda), 240, gpu=True),
         Check("hostname", lambda node: check_hostname(node.nodes), 30),
         Check("limits", lambda node: check_limits(bool(node.gpus), node.nodes), 30),
-        Check("gpus", _gpus, 60, gpu=True),
-        Check("ecc", lambda node: nvidia.judge_ecc(node.gpu_rows), 60, gpu=True),
-        Check("nvlink", _nvlink, 60, gpu=True),
-        Check("infiniband", lambda node: judge_ports(read_ports(), node.nodes), 30),
+        Check("gpus", _gpus, 120, gpu=True),
+        Check("nvlink", lambda node: gpu.judge_links(node.gpu_rows, config.hardware), 120, gpu=True),
+        Check("diagnosis", lambda _: gpu.diagnose(), 300, gpu=True, slow=True),
+        Check("network", lambda node: judge_network(read_ports(), usable_adapters(), os.environ, node.nodes), 30),
         Check("model", lambda _: check_model(config), 300),
         Check("data", lambda _: check_data(config), 300),
         Check("disk", _disk, 180),
-        Check("memory bandwidth", _memory, 180, slow=True),
         Check("all-reduce", _allreduce_in_node, 200, slow=True),
-        Check("ports", lambda node: check_reachable(node.meeting, wait), 2 * wait + 30),
-        Check("clock", lambda node: check_clock(node.meeting, wait), 2 * wait + 30, between=True),
         Check("shared files", lambda node: check_shared_files(node.meeting, root, wait), 4 * wait + 60),
         Check("alike", _alike, wait + 60, between=True),
         Check("engine", lambda node: check_engine(config, node.gpus), engine_seconds + 60, slow=True),

@@ -12,18 +12,11 @@ from rich.console import Console
 
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.plan import PlanConfig
-from vapo_megatron.operations.doctor import bandwidth
+from vapo_megatron.operations.doctor import allreduce
 from vapo_megatron.operations.doctor.checks import Check, Examination, checks, perform
-from vapo_megatron.operations.doctor.meeting import Meeting
-from vapo_megatron.operations.doctor.report import (
-    Line,
-    NodeReport,
-    as_json,
-    broken_nodes,
-    exit_code,
-    from_json,
-    show,
-)
+from vapo_megatron.operations.doctor.nodes import Meeting
+from vapo_megatron.operations.doctor.report import Line, NodeReport, as_json, broken_nodes, from_json, show
+from vapo_megatron.operations.hardware import Hardware
 from vapo_megatron.run.place import node_name, place_from_environment
 
 # The name under which stands what no single node can be blamed for.
@@ -88,7 +81,7 @@ def doctor(
     if broken_file is not None:
         with atomic_write(broken_file) as file:
             file.write("".join(f"{node}\n" for node in broken_nodes(reports) if node != BETWEEN))
-    return exit_code(reports)
+    return 1 if broken_nodes(reports) else 0
 
 
 def leave(code: int) -> None:
@@ -116,7 +109,7 @@ def _others(meeting: Meeting, table: Sequence[Check], wait: float) -> list[NodeR
 
 def _all_reduce(examination: Examination) -> list[Line]:
     """All-reduce over the devices of all nodes, reported on node 0 alone."""
-    meeting, hardware, gpus = examination.meeting, examination.hardware, examination.gpus
+    meeting, gpus = examination.meeting, examination.gpus
     here = gpus or 1
     meeting.put(f"allreduce/devices/{meeting.index}", here)
     counts = meeting.get_all("allreduce/devices", examination.wait + 600)
@@ -125,17 +118,18 @@ def _all_reduce(examination: Examination) -> list[Line]:
         return [Line("fault", f"not tried: {silent} did not come", "see their lines")]
     if meeting.index == 0:
         # MASTER_ADDR may be an address that leads here, and that nothing here can be bound to.
-        meeting.put("allreduce/at", (os.environ.get("MASTER_ADDR") or socket.gethostname(), bandwidth.free_port()))
-    at = meeting.get("allreduce/at", examination.wait)
-    if at is None:
+        meeting.put("allreduce/at", (os.environ.get("MASTER_ADDR") or socket.gethostname(), allreduce.free_port()))
+    address = meeting.get("allreduce/at", examination.wait)
+    if address is None:
         return [Line("fault", "node 0 named no port", "see its lines")]
     first, world = sum(counts[: meeting.index]), sum(counts)
     processes = [
-        bandwidth.start(("allreduce", f"cuda:{index}" if gpus else "cpu", first + index, world, *at))
-        for index in range(here)
+        allreduce.start(f"cuda:{index}" if gpus else "cpu", first + index, world, *address) for index in range(here)
     ]
+    hardware = Hardware(examination.config.hardware)
     expected = hardware.network * hardware.efficiency.network if gpus else None
+    measured = allreduce.results(processes, 180)
     remedy = (
-        "see the lines on infiniband; NCCL_DEBUG=INFO says which way it went, NCCL_IB_HCA which adapters may be used"
+        "see the lines on the network; NCCL_DEBUG=INFO says which way it went, NCCL_IB_HCA which adapters it may use"
     )
-    return bandwidth.judge(bandwidth.answers(processes, 180), expected, remedy)
+    return allreduce.judge(measured, expected, remedy)

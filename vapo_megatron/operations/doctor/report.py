@@ -12,9 +12,15 @@ from rich.table import Table
 Status = Literal["ok", "warning", "fault", "skipped", "not applicable"]
 
 _FORMAT = 1
-_COLOURS = {"ok": "green", "warning": "yellow", "fault": "bold red", "skipped": "dim", "not applicable": "dim"}
 # From the least to the worst; what was not looked at says nothing.
-_ORDER: tuple[Status, ...] = ("not applicable", "skipped", "ok", "warning", "fault")
+_COLOURS: dict[Status, str] = {
+    "not applicable": "dim",
+    "skipped": "dim",
+    "ok": "green",
+    "warning": "yellow",
+    "fault": "bold red",
+}
+_ORDER = tuple(_COLOURS)
 
 
 @dataclass(frozen=True)
@@ -51,11 +57,6 @@ def broken_nodes(reports: Sequence[NodeReport]) -> list[str]:
     return list(dict.fromkeys(report.node for report in reports if report.status == "fault"))
 
 
-def exit_code(reports: Sequence[NodeReport]) -> int:
-    """1 where a check found a fault, else 0."""
-    return 1 if broken_nodes(reports) else 0
-
-
 def as_json(reports: Sequence[NodeReport]) -> dict[str, Any]:
     """The machine-readable form; broken_nodes has the names that Slurm knows the nodes by."""
     return {
@@ -86,11 +87,7 @@ def show(reports: Sequence[NodeReport], console: Console) -> None:
         colour = _COLOURS[line.status]
         table.add_row(line.check, f"[{colour}]{line.status}[/]", named, escape(line.found), escape(line.remedy))
     console.print(table)
-    counts = {status: sum(report.status == status for report in reports) for status in _ORDER}
-    said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    console.print(f"{len(reports)} node{'s' if len(reports) > 1 else ''}: {said}")
-    broken = broken_nodes(reports)
-    if broken:
+    if broken := broken_nodes(reports):
         console.print(f"[bold red]broken[/]: {', '.join(broken)}")
-    elif counts["warning"]:
+    elif worst(report.status for report in reports) == "warning":
         console.print("warnings alone: the run may be started")

@@ -1,7 +1,6 @@
 """What kernels are compiled with on a GPU node, and whether those that came compiled load.
 
-Engines compile kernels when they start (nvcc, g++, ninja), Triton compiles at first use (g++ or gcc, Python's headers),
-and Transformer Engine's extension is built once (headers of cuDNN and NCCL too).
+Engines compile kernels when they start (nvcc, g++, ninja), Triton compiles at first use (g++ or gcc, Python's headers).
 """
 
 import os
@@ -29,13 +28,11 @@ _COMPILED = {
     "transformer_engine.pytorch": "megatron.core cannot be imported either: build it again, or pip uninstall "
     "transformer-engine transformer-engine-torch",
 }
-# Headers by the pip package (under nvidia/) that has them.
-_HEADERS = {"cudnn": "cudnn.h", "nccl": "nccl.h"}
 
 
 def check_toolkit(cuda: str | None, environment: Mapping[str, str] = os.environ) -> list[Line]:
     """A line for everything that is missing, or one that nothing is. cuda: what PyTorch was built for, such as 13.0."""
-    lines = [*_compilers(cuda, environment), *_headers(environment), *_modules(environment)]
+    lines = [*_compilers(cuda, environment), *_headers(), *_modules(environment)]
     return lines or [Line("ok", f"nvcc {_nvcc_version(_nvcc(environment))}, g++, ninja, headers; kernels load")]
 
 
@@ -54,23 +51,10 @@ def _compilers(cuda: str | None, environment: Mapping[str, str]) -> Iterator[Lin
         yield Line("fault", "no ninja: engines compile kernels with it", "pip install ninja")
 
 
-def _headers(environment: Mapping[str, str]) -> Iterator[Line]:
+def _headers() -> Iterator[Line]:
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         python = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
         yield Line("fault", "no Python.h: Triton compiles with it", f"apt-get install {python}")
-    if find_spec("transformer_engine") is not None:
-        return
-    places = [
-        Path(one) for key in ("CPLUS_INCLUDE_PATH", "CPATH") for one in environment.get(key, "").split(":") if one
-    ]
-    places += [Path("/usr/include"), Path("/usr/local/include")]
-    if (nvcc := _nvcc(environment)) is not None:
-        places.append(Path(nvcc).resolve().parents[1] / "include")
-    packages = Path(sysconfig.get_path("purelib"), "nvidia")
-    for package, header in _HEADERS.items():
-        if not any((place / header).is_file() for place in places):
-            remedy = f"export CPLUS_INCLUDE_PATH={packages / package / 'include'}:$CPLUS_INCLUDE_PATH"
-            yield Line("warning", f"no {header}: Transformer Engine cannot be built without", remedy)
 
 
 def _modules(environment: Mapping[str, str]) -> Iterator[Line]:
@@ -137,12 +121,6 @@ class Supported:
 
 
 PYTHON = ">=3.11,<3.13"
-# A driver serves the CUDA of the PyTorch build: the least major driver version by CUDA's major and minor version
-# (NVIDIA, CUDA Toolkit release notes, table "CUDA Toolkit and Corresponding Driver Versions").
-DRIVERS = {"12.4": 550, "12.6": 560, "12.8": 570, "12.9": 575, "13.0": 580}
-# Any build of a major version runs on these, but for kernels that are left to the driver to compile ("minor version
-# compatibility", the same notes). The package cuda-compat makes still older ones do on data center GPUs.
-LEAST_DRIVERS = {"12": 525, "13": 580}
 MATRIX = (
     Supported("torch", ">=2.11,<2.15"),
     Supported("megatron-core", ">=0.16.1,<0.20"),
@@ -155,15 +133,8 @@ MATRIX = (
 )
 
 
-def check_versions(gpus: bool, driver: str | None, cuda: str | None, usable: bool = False) -> list[Line]:
-    """One line for everything that is wrong, or one that all is well.
-
-    Args:
-        gpus: whether this machine has GPUs.
-        driver: their driver's version.
-        cuda: the CUDA version that PyTorch was built for.
-        usable: whether PyTorch reaches the GPUs by that driver.
-    """
+def check_versions(gpus: bool) -> list[Line]:
+    """One line for everything that is wrong, or one that all is well. gpus: whether this machine has GPUs."""
     lines, good = [], []
     python = python_platform.python_version()
     if not SpecifierSet(PYTHON).contains(python):
@@ -171,26 +142,14 @@ def check_versions(gpus: bool, driver: str | None, cuda: str | None, usable: boo
     for row in MATRIX:
         if row.gpu_only and not gpus:
             continue
-        found, remedy = installed_version(row.package), f"pip install '{row.package}{row.versions}'"
-        if found is None and row.optional:
+        version, remedy = installed_version(row.package), f"pip install '{row.package}{row.versions}'"
+        if version is None and row.optional:
             lines.append(Line("warning", f"{row.package} is not installed: {row.optional}", remedy))
-        elif found is None:
+        elif version is None:
             lines.append(Line("fault", f"{row.package} is not installed", remedy))
-        elif not SpecifierSet(row.versions).contains(found, prereleases=True):
+        elif not SpecifierSet(row.versions).contains(version, prereleases=True):
             # Other versions may work: what was never tried is no fault.
-            lines.append(Line("warning", f"{row.package} {found}, tried were {row.versions}", remedy))
+            lines.append(Line("warning", f"{row.package} {version}, tried were {row.versions}", remedy))
         else:
-            good.append(f"{row.package} {found}")
-    lines += _driver(driver, cuda, usable)
+            good.append(f"{row.package} {version}")
     return lines or [Line("ok", f"Python {python}, " + ", ".join(good))]
-
-
-def _driver(driver: str | None, cuda: str | None, usable: bool) -> list[Line]:
-    least = DRIVERS.get(cuda or "")
-    if cuda is None or driver is None or least is None or (major := int(driver.partition(".")[0])) >= least:
-        return []
-    found = f"driver {driver} with a PyTorch for CUDA {cuda}"
-    remedy = f"install driver {least} or newer, or a PyTorch for an older CUDA"
-    if usable or major >= LEAST_DRIVERS[cuda.partition(".")[0]]:
-        return [Line("warning", f"{found}: it serves it, but for kernels left to the driver", remedy)]
-    return [Line("fault", found, remedy)]

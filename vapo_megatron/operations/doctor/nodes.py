@@ -1,20 +1,29 @@
-"""Where the processes of doctor meet: words left in a store, so that no node can hang another.
+"""What only several nodes together show: one file system, equal software.
 
-Collectives would wait for a broken node; here each node reads what is there and names the nodes that are missing.
+The processes of doctor meet in a store in which each leaves values for the others. Collectives would wait for a broken
+node; here each node reads what is there and names the nodes that are missing.
 """
 
+import hashlib
 import json
 import os
+import secrets
 import time
+from collections import Counter
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore
 
+from vapo_megatron.config.run_directory import existing
 from vapo_megatron.errors import BadInput, RunFailed
+from vapo_megatron.operations.doctor.report import Line
 from vapo_megatron.run.place import RankPlace
 
 _POLL_SECONDS = 0.05
+# Network file systems show a new file to other nodes after their attribute caches have run out.
+_APPEARS_WITHIN = 30.0
 
 
 class Meeting:
@@ -107,3 +116,47 @@ def _address(place: RankPlace) -> tuple[str, int, bool]:
         raise BadInput("MASTER_ADDR and MASTER_PORT are not set: ranks need a place to meet; export both")
     served_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return host, int(port), place.rank == 0 and not served_by_torchrun
+
+
+def check_shared_files(meeting: Meeting, root: Path, deadline: float) -> list[Line]:
+    """Whether every node sees what node 0 writes under run.root."""
+    folder, remedy = existing(root.absolute()), "put run.root on a file system that all nodes mount, at the same path"
+    if len(meeting.nodes) == 1:
+        return [Line("not applicable", "one node")]
+    if meeting.index == 0:
+        path, content = folder / f".doctor.shared.{secrets.token_hex(4)}", secrets.token_hex(1 << 15)
+        try:
+            path.write_text(content)
+            meeting.put("shared", [str(path), hashlib.sha256(content.encode()).hexdigest()])
+            meeting.put("shared/seen/0", True)
+            meeting.get_all("shared/seen", deadline)  # the file stays until everybody has looked
+        except OSError as error:
+            return [Line("fault", f"{folder} cannot be written ({error.strerror or error})", remedy)]
+        finally:
+            path.unlink(missing_ok=True)
+        return [Line("ok", f"{folder}: written for the others to see")]
+    shared = meeting.get("shared", deadline)
+    if shared is None:
+        return [Line("warning", "node 0 wrote no file", "see its lines")]
+    path, digest, end = Path(shared[0]), shared[1], time.monotonic() + _APPEARS_WITHIN
+    while not (seen := path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == digest):
+        if time.monotonic() > end:
+            break
+        time.sleep(0.2)
+    meeting.put(f"shared/seen/{meeting.index}", True)
+    if not seen:
+        return [Line("fault", f"{path}, which node 0 wrote, is not seen here with its content", remedy)]
+    return [Line("ok", f"{folder}: the same as on node 0")]
+
+
+def check_alike(meeting: Meeting, facts: dict[str, str], deadline: float) -> list[Line]:
+    """Whether this node's facts are those of most nodes."""
+    meeting.put(f"alike/{meeting.index}", facts)
+    counted = Counter(
+        json.dumps(others, sort_keys=True) for others in meeting.get_all("alike", deadline) if others is not None
+    )
+    usual = json.loads(counted.most_common(1)[0][0])
+    different = [f"{key} {facts[key]}, most nodes have {usual[key]}" for key in facts if facts[key] != usual.get(key)]
+    if different:
+        return [Line("fault", "; ".join(different), "give all nodes the same environment, driver and files")]
+    return [Line("ok", ", ".join(f"{key} {value}" for key, value in facts.items()))]

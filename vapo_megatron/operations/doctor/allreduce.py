@@ -1,0 +1,134 @@
+"""Bandwidth of an all-reduce, in processes of their own, which can be killed, and the network that NCCL chose.
+
+Entry: python -m vapo_megatron.operations.doctor.allreduce DEVICE RANK WORLD HOST PORT
+The last line it prints is bytes per second.
+"""
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from vapo_megatron.operations.doctor.report import Line
+
+_ROUNDS = 10
+_REDUCED = {"cuda": 1 << 28, "cpu": 1 << 22}
+# Below these parts of what is expected a line is a warning, or a fault.
+_WARNING, _FAULT = 0.8, 0.5
+
+
+class Reduced(NamedTuple):
+    """Of one process: bytes per second, or what went wrong; network: as NCCL names it, "IB" or "Socket"."""
+
+    rate: float
+    error: str = ""
+    network: str = ""
+
+
+def start(device: str, rank: int, world: int, host: str, port: int) -> "subprocess.Popen[str]":
+    """A process of this module."""
+    # The store that torchrun serves is for its ranks: with this variable nobody would serve one here.
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_USE_AGENT_STORE"}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
+    return subprocess.Popen(
+        [sys.executable, "-m", __name__, device, str(rank), str(world), host, str(port)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def results(processes: Sequence["subprocess.Popen[str]"], deadline: float) -> list[Reduced]:
+    """Of each process; those that say nothing are killed after `deadline` seconds."""
+    end, measured = time.monotonic() + deadline, list[Reduced]()
+    try:
+        for process in processes:
+            try:
+                out, error = process.communicate(timeout=max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                measured.append(Reduced(0.0, f"no answer within {deadline:g} s"))
+                continue
+            last = (error.strip().splitlines() or ["no word"])[-1]
+            network = re.search(r"(?:Using network|Assigned NET plugin) (\w+)", out)
+            if process.returncode:
+                measured.append(Reduced(0.0, f"exit code {process.returncode}: {last[:200]}"))
+            else:
+                measured.append(Reduced(float(out.split()[-1]), network=network[1] if network else ""))
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            process.wait()
+    return measured
+
+
+def free_port() -> int:
+    """One that was free just now, on all addresses of this machine."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def judge(measured: Sequence[Reduced], expected: float | None, remedy: str) -> list[Line]:
+    """A line on an all-reduce; expected: bytes per second, None where nothing is known."""
+    failed = [index for index, result in enumerate(measured) if result.error]
+    if failed:
+        found = f"device {failed[0]} ({len(failed)} of {len(measured)}): {measured[failed[0]].error}"
+        return [Line("fault", found, remedy)]
+    slowest = min(result.rate for result in measured)
+    network = f" over {measured[0].network}" if measured[0].network else ""
+    if expected is None:
+        return [Line("ok", f"{slowest / 1e9:.1f} GB/s{network}; nothing to compare with")]
+    found = f"{slowest / 1e9:.1f} GB/s{network}, expected {expected / 1e9:.1f}"
+    if slowest < _WARNING * expected:
+        return [Line("fault" if slowest < _FAULT * expected else "warning", found, remedy)]
+    return [Line("ok", found)]
+
+
+def allreduce_rate(device: str, rank: int, world: int, host: str, port: int) -> float:
+    """Bus bandwidth in bytes per second: what each link has to carry, 2 (n - 1) / n of the bytes that are summed.
+
+    Raises:
+        RuntimeError: the sum is wrong.
+    """
+    kind = torch.device(device).type
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        init_method=f"tcp://{host}:{port}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(minutes=2),
+    )
+    values = torch.full((_REDUCED[kind] // 4,), float(rank + 1), device=device)
+    dist.all_reduce(values)
+    expected = world * (world + 1) / 2
+    if not bool((values == expected).all()):
+        raise RuntimeError(f"all-reduce gave {values[0].item()} where the sum is {expected}")
+    values.zero_()
+    wait = torch.cuda.synchronize if kind == "cuda" else lambda: None
+    wait()
+    started = time.perf_counter()
+    for _ in range(_ROUNDS):
+        dist.all_reduce(values)
+    wait()
+    seconds = time.perf_counter() - started
+    dist.barrier()
+    dist.destroy_process_group()
+    return 2 * (world - 1) / world * values.nbytes * _ROUNDS / seconds
+
+
+if __name__ == "__main__":
+    place, own_rank, count, address, number = sys.argv[1:]
+    print(f"\n{allreduce_rate(place, int(own_rank), int(count), address, int(number))}")
