@@ -29,8 +29,6 @@ check_nodes() {
     gpus=$(((SLURM_JOB_NUM_NODES - SPARES) * $(asked ntasks-per-node)))
     say "plan: does it fit $gpus GPUs"
     python3 -m vapo_megatron.cli plan "$@" ${DOCTOR_OVERRIDES[@]+"${DOCTOR_OVERRIDES[@]}"} --gpus "$gpus" || FOUND=2
-    say "doctor: are model, data and disk there (GPUs are looked at in the job)"
-    python3 -m vapo_megatron.cli doctor "$@" ${DOCTOR_OVERRIDES[@]+"${DOCTOR_OVERRIDES[@]}"} --no-gpus --quick || FOUND=2
 }
 
 run_step() {
@@ -39,6 +37,11 @@ run_step() {
     if [[ $name = evaluate && -z $CONTAINER ]]; then
         say "evaluate: can problems and model be read"
         "$@" --check || FOUND=2
+    elif [[ $name = check && -z $CONTAINER ]]; then
+        say "train --check: config, model, data, templates, verifier and disk (GPUs are looked at in the job)"
+        "$@" || FOUND=2
+        STEP_CODE=0 # what else there is to see is shown, too
+        return
     fi
     say "the job would run, in every task: $*"
     STEP_CODE=$FOUND

@@ -138,6 +138,9 @@ run_step() {
         # Its own deadlines do not exist yet while it starts, from a file system that may be dead.
         limit=(timeout --kill-after=60 "$DOCTOR_LIMIT")
         options+=(--wait=$(((DOCTOR_LIMIT + 3) / 4)))
+    elif [[ $name = check ]]; then
+        options+=(--nodes=1 --ntasks=1 --ntasks-per-node=1)
+        limit=(timeout --kill-after=60 900) # doctor, which comes next, names the node whose file system hangs
     else
         options+=(--kill-on-bad-exit=1)
     fi
@@ -250,6 +253,12 @@ on_alive_nodes() { # COMMAND, once on each
 
 # Of this try, on the node where it runs (task.sh names them).
 FORGET_COPIES='rm -rf "/dev/shm/vapo-job-$SLURM_JOB_ID.$RESTART.$SLURMD_NODENAME"'
+
+check_run() { # config, files, columns, templates and saved state, on one node, before any other waits for anything
+    run_step check python3 -m vapo_megatron.cli train --check "$@"
+    # Anything but bad input is a matter of that node: doctor says whose fault it is.
+    [[ $STEP_CODE != 2 && -z ${ENDING:-} ]] || end_job "$STEP_CODE"
+}
 
 check_nodes() { # `doctor` with the arguments of `train` and DOCTOR_OVERRIDES; nodes with a fault are left out on the next try
     local options=() broken=$RECORD/broken_nodes node blamed

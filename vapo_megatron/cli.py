@@ -53,12 +53,23 @@ def common(
 
 
 @app.command()
-def train(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
+def train(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="train nothing: say in seconds, without GPUs, whether the run could start")
+    ] = False,
+) -> None:
     """Train a policy (and a critic, where the algorithm has one) by reinforcement learning."""
     from vapo_megatron.config.load import load_config
     from vapo_megatron.config.train import TrainConfig
 
     settings = load_config(TrainConfig, config, overrides or [], PRESETS)
+    if check:
+        from vapo_megatron.config.plan import PlanConfig
+        from vapo_megatron.operations.doctor import command
+
+        raise typer.Exit(command.check_run(settings, load_config(PlanConfig, config, overrides or [], PRESETS)))
     _look_first(settings)
     from vapo_megatron.run import launch, preflight
     from vapo_megatron.run.rank import train_rank

@@ -53,6 +53,30 @@ def test_the_configs_that_the_cases_spoil_are_good(
     assert capfd.readouterr().err == ""
 
 
+def test_a_check_says_what_a_run_would_meet_and_writes_nothing(
+    command: Command, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(command.folder.iterdir())
+    assert command.exit_code("train", "--check") == 0, capfd.readouterr().err
+    said = capfd.readouterr().out
+    for line in ("actor: qwen3, 62,976 parameters", "data.train: 8 problems", "sums: 4 problems", "begins at step 1"):
+        assert line in said
+    assert "versions" in said and "disk" in said, "what doctor sees"
+    assert {path.name for path in command.folder.iterdir()} - {path.name for path in before} == {
+        *("train.yaml", "train.jsonl", "eval.jsonl")
+    }
+    # What takes more than a glance at the files: a prompt that is too long, in words of its own.
+    assert_refused(
+        command,
+        command.exit_code("train", "--check", "data.max_prompt_tokens=2", "data.fields.answer=answer"),
+        capfd.readouterr().err,
+        "data.max_prompt_tokens=2",
+    )
+    needs_gpu = "actor.recompute={granularity: selective, modules: [layernorm]}"
+    assert command.exit_code("train", "--check", needs_gpu) == 0, "the run may be meant for another machine"
+    assert "actor: not on this machine, which has no GPU: " in capfd.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [

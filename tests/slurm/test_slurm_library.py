@@ -82,7 +82,9 @@ esac""",
         )
         self.stand_in("sinfo", "[[ $* = *--states=down* ]] || printf '%s\\n' a b c d")
 
-    def doctor_says(self, broken: Sequence[str], tasks: Sequence[tuple[int, int, str]], then: str = "exit 1") -> None:
+    def doctor_says(
+        self, broken: Sequence[str], tasks: Sequence[tuple[int, int, str]], then: str = "exit 1", step: str = "doctor"
+    ) -> None:
         """What the doctor step does: broken nodes it names, its tasks (number, code, node), and how srun ends."""
         named = "".join(f"{node}\\n" for node in broken)
         ended = "".join(f'echo "{code} {node} 1{task}" >"$argument/{task}"\n' for task, code, node in tasks)
@@ -91,7 +93,7 @@ esac""",
             f"""[[ $* != *--overlap* ]] || exit 0
 before=
 for argument; do
-    if [[ $argument = */exits/42.0.doctor ]]; then
+    if [[ $argument = */exits/42.0.{step} ]]; then
         {ended or ":"}
     fi
     [[ $before != --broken-nodes || -z "{named}" ]] || printf "{named}" >"$argument"
@@ -320,6 +322,16 @@ def test_a_request_to_save_while_doctor_runs_is_not_lost(job: Job) -> None:
     assert "scontrol requeue 42" in job.asked.read_text() and job.excluded == []
 
 
+@pytest.mark.parametrize(("found", "ends"), [(2, True), (1, False), (0, False)])
+def test_bad_input_ends_a_job_before_its_nodes_are_examined(job: Job, found: int, ends: bool) -> None:
+    # Any other code is a matter of the node that looked: doctor comes next and names it.
+    job.doctor_says([], [(0, found, "a")], step="check")
+    job.on_nodes("a", "b")
+    ended = job.bash("check_run CONFIG; echo doctor is next")
+    assert ("doctor is next" in ended.stdout, ended.returncode) == (not ends, 2 if ends else 0)
+    assert job.ended == ("2" if ends else "")
+
+
 def test_a_port_in_use_is_passed_over(job: Job) -> None:
     first = int(job.bash("free_port").stdout)
     assert 15000 <= first < 32768
@@ -342,7 +354,7 @@ def test_a_container_sees_the_code_the_runs_and_the_local_disk(job: Job) -> None
 
 
 @pytest.mark.parametrize("script", ["train.sbatch", "array.sbatch", "evaluate.sbatch"])
-@pytest.mark.parametrize("refused", [None, "plan", "doctor", "evaluate", "sbatch"])
+@pytest.mark.parametrize("refused", [None, "plan", "train", "evaluate", "sbatch"])
 def test_without_a_job_a_script_says_what_it_would_meet_and_submits_nothing(
     job: Job, script: str, refused: str | None
 ) -> None:
@@ -356,16 +368,16 @@ def test_without_a_job_a_script_says_what_it_would_meet_and_submits_nothing(
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     asked = job.asked.read_text().splitlines()
     trains = script != "evaluate.sbatch"
-    can_refuse = ("sbatch", "plan", "doctor") if trains else ("sbatch", "evaluate")
+    can_refuse = ("sbatch", "plan", "train") if trains else ("sbatch", "evaluate")
     assert ended.returncode == (2 if refused in can_refuse else 0), ended.stderr
     assert ("nothing was found" in ended.stdout) == (ended.returncode == 0)
     assert "cli train" in ended.stdout if trains else "cli evaluate" in ended.stdout
     assert f"run.name='{'gsm8k-seed1' if script == 'array.sbatch' else '20261122'}'" in ended.stdout
     assert "--test-only" in asked[0] and asked[0].endswith(f"slurm/{script} actor.optimizer.lr=2e-6")
     assert not (job.folder / "runs").exists()
-    looked = [("plan", "--gpus 8"), ("doctor", "--no-gpus --quick")] if trains else [("evaluate", "--check")]
-    for line, (command, options) in zip(asked[1:], looked, strict=True):
-        assert line.startswith(f"-m vapo_megatron.cli {command} examples/") and line.endswith(options)
+    looked = [("train --check", ""), ("plan", "--gpus 8")] if trains else [("evaluate", "--check")]
+    for line, (begin, end) in zip(asked[1:], looked, strict=True):
+        assert line.startswith(f"-m vapo_megatron.cli {begin} examples/") and line.endswith(end)
         assert "actor.optimizer.lr=2e-6" in line
 
 

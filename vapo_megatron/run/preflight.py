@@ -19,6 +19,7 @@ from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.node_part import WHOLE, NodePart
 from vapo_megatron.engines.server import EngineServer
 from vapo_megatron.engines.weight_sync.quantization import engine_fp8
+from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.precision import check_trainable
 from vapo_megatron.rewards.pool import VerifierPool
@@ -79,14 +80,22 @@ def _mini_batch(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def check_train(config: TrainConfig, world_size: int) -> None:
-    """Raises BadInput for anything in a training config that cannot work with these files on this many ranks."""
+def check_train(config: TrainConfig, world_size: int | None, facts: list[str] | None = None) -> None:
+    """Raises BadInput for anything in a training config that cannot work with these files on this many ranks.
+
+    facts: gets a line on each part, for people; what only a machine without GPUs lacks is one of them then, no mistake.
+    """
     check_trackers(config.monitoring)
     specs = check_train_numbers(config, world_size)
-    spec = specs["actor"]
-    sections: dict[str, TrainableConfig] = {name: config.trainable(name) for name in specs}
-    for name, section in sections.items():
-        check_trainable(specs[name], config.model, section, name, current_platform())
+    spec, report = specs["actor"], [] if facts is None else facts
+    for name, model in specs.items():
+        report.append(f"{name}: {model.family}, {model.parameter_count():,} parameters")
+        try:
+            check_trainable(model, config.model, config.trainable(name), name, current_platform())
+        except BadInput as error:
+            if facts is None or current_platform().is_cuda:
+                raise
+            report.append(f"{name}: not on this machine, which has no GPU: {error}")
     fp8 = engine_fp8(config.rollout, config.actor.precision, spec)
     tokenizer = TextTokenizer(Path(config.model.path), config.data.prompt)
     tokenizer.check_vocabulary(spec.vocab_size)
@@ -94,6 +103,7 @@ def check_train(config: TrainConfig, world_size: int) -> None:
         tokenizer.check_same(config.critic_source, config.critic_key)
     prompts = train_prompts(config.data, tokenizer)
     evaluations = {entry.name: eval_prompts(entry, config.data, tokenizer) for entry in config.data.eval}
+    report += [f"{name}: {len(rows)} problems" for name, rows in {"data.train": prompts, **evaluations}.items()]
     check_functions(config.algorithm)
     if config.rollout.agent is not None:
         load_agent(config.rollout.agent)
@@ -101,6 +111,7 @@ def check_train(config: TrainConfig, world_size: int) -> None:
         first_engine(config, fp8).check_arguments()
     with VerifierPool(config.reward) as verifier:
         verifier.try_out(prompts[0].problem, prompts[0].answer, prompts[0].extra)
+    report.append(f"verifier: {config.reward.function or config.reward.verifier}, asked about the first problem")
     parameters = {name: model.parameter_count() for name, model in specs.items()}
     check_room(Path(config.run.directory), run_bytes(config, parameters) + record_bytes(config))
     for caution in cautions(config, prompts, evaluations):

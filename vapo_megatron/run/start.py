@@ -60,6 +60,31 @@ def prepare_start(settings: Settings, check: Callable[[], None], take: Callable[
             _set_aside_exports(run_dir)
         make_run_dir(settings, settings.run.model_copy(update={"overwrite": True}))
         return Start()
+    _check_saved(settings, checkpoint, check)
+    return Start(checkpoint)
+
+
+def foresee_start(settings: Settings, check: Callable[[], None]) -> str:
+    """Where the run would begin, for people; check is that of prepare_start. Nothing is changed.
+
+    Raises:
+        BadInput: as prepare_start.
+    """
+    if settings.run.resume == "never":
+        check()
+        check_place(settings.run)
+    elif is_finished(settings):
+        return "nothing to do, it is finished"
+    elif (checkpoint := latest_checkpoint(Path(settings.run.directory))) is not None:
+        _check_saved(settings, checkpoint, check)
+        return f"goes on from {checkpoint}"
+    else:
+        check()
+    return "begins at step 1"
+
+
+def _check_saved(settings: Settings, checkpoint: Path, check: Callable[[], None]) -> None:
+    """Raises BadInput where the run cannot go on from this state."""
     manifest = read_manifest(checkpoint)
     kind = "train" if isinstance(settings, TrainConfig) else "sft"
     if manifest.kind != kind:
@@ -70,7 +95,6 @@ def prepare_start(settings: Settings, check: Callable[[], None], take: Callable[
     _check_fit(settings, checkpoint)
     if isinstance(settings, TrainConfig):
         _check_prompts(settings, read_progress(checkpoint, manifest))
-    return Start(checkpoint)
 
 
 def prepare_from_copy(settings: Settings, copy: Path, take: Callable[[], None]) -> Start:

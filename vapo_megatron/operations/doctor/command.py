@@ -6,18 +6,23 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.plan import PlanConfig
+from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.operations.doctor import allreduce
 from vapo_megatron.operations.doctor.checks import Check, Examination, checks, perform
 from vapo_megatron.operations.doctor.nodes import Meeting
 from vapo_megatron.operations.doctor.report import Line, NodeReport, as_json, broken_nodes, from_json, show
 from vapo_megatron.operations.hardware import Hardware
+from vapo_megatron.run.first_look import look_first
 from vapo_megatron.run.place import node_name, place_from_environment
+from vapo_megatron.run.preflight import check_train
+from vapo_megatron.run.start import foresee_start
 
 # The name under which stands what no single node can be blamed for.
 BETWEEN = "(between nodes)"
@@ -82,6 +87,31 @@ def doctor(
         with atomic_write(broken_file) as file:
             file.write("".join(f"{node}\n" for node in broken_nodes(reports) if node != BETWEEN))
     return 1 if broken_nodes(reports) else 0
+
+
+def check_run(settings: TrainConfig, planned: PlanConfig) -> int:
+    """`vapo-megatron train --check`: whatever can be known of a run before its ranks start, on this machine alone.
+
+    Args:
+        settings: the config of the run; nothing is written.
+        planned: the same, for doctor.
+
+    Returns:
+        The exit code: 1 where the machine has a fault.
+
+    Raises:
+        BadInput: something in the config, its files or the saved state cannot work.
+    """
+    look_first(settings)
+    facts: list[str] = []
+    begin = foresee_start(settings, partial(check_train, settings, settings.cluster.ranks, facts))
+    print("\n".join([*facts, f"{settings.run.directory}: {begin}"]), flush=True)
+    examination = Examination(planned, Meeting(None, node_name(), 0), quick=True, wait=0)
+    table = [check for check in checks(planned, 0) if check.name not in ("model", "data")]
+    lines = [line for check in table for line in perform(check, examination)]
+    report = NodeReport(node_name(), 0, tuple(line for line in lines if line.status in ("ok", "warning", "fault")))
+    show([report], Console(width=None if Console().is_terminal else 160))
+    return 1 if report.status == "fault" else 0
 
 
 def leave(code: int) -> None:
