@@ -58,7 +58,6 @@ SERVER: dict[str, Any] = {"url": "http://host", "model": "m"}
         ),
         (SamplingConfig, {"max_new_tokens": 1, "top_k": 0}, "top_k=0 leaves nothing to sample from"),
         (RolloutConfig, {"quantization": "fp8"}, "quantization=fp8 with load_format=auto"),
-        (RolloutConfig, {"fp8_scales": "float32"}, "fp8_scales=float32 with quantization=none"),
         (RolloutConfig, {"server_args": {"--tp": 2}}, "server_args.--tp: write it as in"),
         (PromptTemplate, {"user_template": "{problem} {problem}"}, "has 2 times {problem}"),
         (PromptTemplate, {"chat_template": False, "system_prompt": "s"}, "system_prompt needs chat_template=true"),

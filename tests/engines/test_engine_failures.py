@@ -17,6 +17,7 @@ from ranks import run_ranks
 from vapo_megatron.config.model import ActorConfig, LayoutConfig, ModelConfig
 from vapo_megatron.config.rollout import HealthConfig, RolloutConfig
 from vapo_megatron.engines.engines import Engines
+from vapo_megatron.engines.keeper import LOOK_SECONDS
 from vapo_megatron.engines.weight_sync.logprob_difference import LogprobDifference
 from vapo_megatron.megatron.mesh import make_mesh
 from vapo_megatron.megatron.trainable import Trainable
@@ -26,7 +27,7 @@ from vapo_megatron.weights.spec import read_spec
 pytestmark = pytest.mark.full
 
 VOCAB = 96
-HEALTH = HealthConfig(every_s=0.3, answer_s=4, max_failures=2)
+HEALTH = HealthConfig(answer_s=4, max_failures=2)
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +147,7 @@ def alone(engines: Engines, actor: Trainable) -> list[Any]:
     engines.check(actor, SEQUENCES)
     if dist.get_rank() == 0:
         os.killpg(own_server(engines), signal.SIGKILL)
-        time.sleep(3 * HEALTH.every_s)
+        time.sleep(3 * LOOK_SECONDS)
     dist.barrier()
     found: list[Any] = []
     for _ in range(2):

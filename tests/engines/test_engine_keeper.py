@@ -14,13 +14,13 @@ import psutil
 import pytest
 from stub_engine import StubServer
 
-from vapo_megatron.config.rollout import HealthConfig, RolloutConfig, SyncConfig
+from vapo_megatron.config.rollout import HealthConfig, RolloutConfig
 from vapo_megatron.engines.inside import heartbeat
 from vapo_megatron.engines.inside.heartbeat import Heartbeat, beats_with, register
-from vapo_megatron.engines.keeper import EngineKeeper, ask_health, end_server, is_named, what_is_wrong
+from vapo_megatron.engines.keeper import LOOK_SECONDS, EngineKeeper, ask_health, end_server, is_named, what_is_wrong
 from vapo_megatron.engines.server import EngineAddress, EngineServer
 
-HEALTH = HealthConfig(every_s=0.1, answer_s=2, max_failures=2)
+HEALTH = HealthConfig(answer_s=2, max_failures=2)
 DEADLINE = 30
 
 
@@ -71,7 +71,7 @@ def test_a_server_with_a_dead_or_stopped_process_is_replaced(
     wait_until(keeper, "serving")
     assert keeper.address == address and stub.processes.keys() == before.keys()
     assert re.search(cause, keeper.look().cause), keeper.look().cause
-    time.sleep(5 * HEALTH.every_s)
+    time.sleep(5 * LOOK_SECONDS)
     assert keeper.look().state == "serving" and keeper.look().failures == 1
 
 
@@ -79,7 +79,7 @@ def test_a_server_that_is_told_to_end_starts_again_when_it_may(keeper: EngineKee
     keeper.let_start(False)
     end_server(keeper.address, "a test")
     wait_until(keeper, "waiting")
-    time.sleep(3 * HEALTH.every_s)
+    time.sleep(3 * LOOK_SECONDS)
     assert keeper.look().state == "waiting" and ask_health(keeper.address, 1) is None and stub.starts == 1
     keeper.let_start(True)
     wait_until(keeper, "starting")
@@ -101,7 +101,7 @@ def test_failures_in_a_row_end_it(keeper: EngineKeeper, stub: StubServer) -> Non
     told = keeper.look()
     assert (told.state, told.failures) == ("given up", 4)
     assert told.cause == f"{keeper.address.url}: log-probs differ again"
-    time.sleep(5 * HEALTH.every_s)
+    time.sleep(5 * LOOK_SECONDS)
     assert keeper.look().state == "given up" and stub.starts == 4
 
 
@@ -155,15 +155,14 @@ def test_first_batches_may_compile_and_a_pause_is_no_hang(tmp_path: Path, monkey
 
     beats_with(Scheduler, register("scheduler"))
     batch = Scheduler().run_batch
-    assert batch(890) is None and "in its first 100 batches: rollout.start_timeout_s=900" in str(batch(910))
+    assert batch(890) is None and "(limit 900 s, in its first 100 batches)" in str(batch(910))
     assert all(batch(1) is None for _ in range(98))
-    assert batch(110) is None and "progress_s=120" in str(batch(130))
+    assert batch(110) is None and "(limit 120 s)" in str(batch(130))
     paused = True
-    assert after(600) is None and "paused, or" in str(after(310))
-    waits = RolloutConfig(sync=SyncConfig(request_timeout_s=1800))
-    assert what_is_wrong(health(told), waits) is None  # as long as a bucket may take
-    now += 900
-    assert "paused: rollout.sync.request_timeout_s=1800" in str(what_is_wrong(health(told), waits))
+    hasty = RolloutConfig(start_timeout_s=1)
+    assert after(590) is None and what_is_wrong(health(told), hasty) is None, "as long as a bucket may take"
+    assert "(limit 600 s, paused for a weight sync)" in str((after(20), what_is_wrong(health(told), hasty)))
+    assert "(limit 900 s, paused" in str(after(300))
     paused = False
     assert after(2) is None and after(110) is None and after(20) is not None
 

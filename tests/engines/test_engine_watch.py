@@ -12,9 +12,9 @@ from stub_engine import StubServer
 
 from vapo_megatron.config.rollout import HealthConfig, RolloutConfig
 from vapo_megatron.engines.engine_watch import EngineWatch
-from vapo_megatron.engines.keeper import ask_health
+from vapo_megatron.engines.keeper import LOOK_SECONDS, ask_health
 
-CONFIG = RolloutConfig(health=HealthConfig(every_s=0.1, answer_s=1.0, max_failures=1))
+CONFIG = RolloutConfig(health=HealthConfig(answer_s=1.0, max_failures=1))
 DEADLINE = 20
 
 
@@ -40,7 +40,7 @@ def wait_until(watch: EngineWatch, state: str) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(("role", "cause"), [("server", "no answer for 1 s"), ("scheduler", "its scheduler")])
+@pytest.mark.parametrize(("role", "cause"), [("server", "no answer for"), ("scheduler", "its scheduler")])
 def test_one_that_stands_still_is_left_out_and_comes_back(stub: StubServer, role: str, cause: str) -> None:
     lost: list[str] = []
     watch = watched(stub, {}, lost)
@@ -79,7 +79,7 @@ def test_one_that_comes_back_as_another_is_not_taken(stub: StubServer, caplog: p
         stub.stop()
         stub.start_again()
         stub.wait_until_ready()
-        time.sleep(5 * CONFIG.health.every_s)
+        time.sleep(5 * LOOK_SECONDS)
         assert watch.look().state == "waiting" and "was started with rollout.tp=None and this run has 2" in caplog.text
     finally:
         watch.stop()

@@ -48,7 +48,7 @@ def weight_sync_three_times_and_break(model_dir: Path, log_dir: Path) -> tuple[l
         engines.start()
         engines.wait_until_ready()
         # As bfloat16 kernels that differ by more than foreseen: a warning while every tensor is equal.
-        with patch.object(Engines, "limits", Limits(0.95, 0.0, 0.0, "rollout.sync.tolerance", are_estimates=True)):
+        with patch.object(Engines, "limits", Limits(0.95, 0.0, 0.0, are_estimates=True)):
             differences = [engines.check(actor, sequences)]
         for _ in range(3):
             with torch.no_grad():

@@ -17,7 +17,6 @@ SETTINGS = (
     "data.eval=[]",
     "checkpoint.every=null",
     "checkpoint.every_minutes=null",
-    "rollout.health.every_s=0.3",
     "rollout.health.answer_s=5",
 )
 

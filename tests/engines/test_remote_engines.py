@@ -200,7 +200,7 @@ def test_an_external_engine_that_dies_leaves_and_comes_back(fleet: Fleet) -> Non
     whole = fleet.config("undisturbed", "run.steps=3")
     end = attempts.live(fleet.world, whole, 2)
     assert end.code == 0, end.said
-    config = fleet.config("dies", "run.steps=3", "rollout.health.every_s=0.3")
+    config = fleet.config("dies", "run.steps=3")
     faults = {3: ("scheduler", signal.SIGKILL)}
     end = attempts.live(fleet.world, config, 2, prepare=lambda: engine_faults.disturb(faults))
     assert end.code == 0, end.said

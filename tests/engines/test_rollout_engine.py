@@ -186,7 +186,7 @@ def test_what_is_cancelled_ends_in_the_server(dispatcher: Dispatcher, server: En
 
 
 def test_responses_that_wait_for_weights_are_no_hang(dispatcher: Dispatcher, server: EngineServer) -> None:
-    """A weight sync may take longer than rollout.health.progress_s."""
+    """A weight sync may take longer than the limit of a batch."""
     client = EngineClient(server.address, 5.0)
     dispatcher.loop.run(client.pause("in_place"))
     work = dispatcher.loop.start(dispatcher._collect(GenerationRequest(PROMPTS, 1, SAMPLING, 1, 0), lambda _: None))

@@ -13,7 +13,7 @@ from written_rollouts import CUT, END, RIGHT, WRONG, write_rollouts
 
 from vapo_megatron.config.algorithm import AlgorithmConfig, DynamicSamplingConfig
 from vapo_megatron.config.monitoring import MonitoringConfig
-from vapo_megatron.config.rollout import AsynchronousConfig, PartialResponsesConfig, RolloutConfig, SyncConfig
+from vapo_megatron.config.rollout import AsynchronousConfig, PartialResponsesConfig, RolloutConfig
 from vapo_megatron.config.run import BatchConfig
 from vapo_megatron.data.batch import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
@@ -65,7 +65,6 @@ def collected(script: str, algorithm: dict[str, Any], fixed_policy: bool = False
     """On one rank: what the batch holds, and what engines were asked for."""
     rollouts = write_rollouts(SCRIPTS[script])
     config = AlgorithmConfig.model_validate(algorithm)
-    rollouts.sync = SyncConfig(probe_sequences=2, probe_length=3)
     with Kept(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
         rule = step_rule(SIZE, DynamicSamplingConfig() if fixed_policy else config.dynamic_sampling, 1, RolloutConfig())
         rollouts.begin(rule, SIZE.samples_per_prompt, 0, fixed_policy)
@@ -77,7 +76,7 @@ def collected(script: str, algorithm: dict[str, Any], fixed_policy: bool = False
     whole = batch.tokens.split(batch.cu_seqlens.diff().tolist())
     responses = [ids.tolist()[int(n) :] for ids, n in zip(whole, batch.prompt_lengths, strict=True)]
     assert recorder.kept == (1, responses), "what is trained on is what is shown"
-    assert rollouts.probe == [ids[:3].tolist() for ids in whole[:2]]
+    assert rollouts.probe == [ids[:32].tolist() for ids in whole[:4]]
     engines: Any = rollouts.engines
     assert rollouts.prompts is not None
     return {
@@ -188,7 +187,7 @@ def collected_beside() -> list[int] | None:
         batch = collect(rollouts, config, 1, recorder)
         rollouts.end()
         assert (recorder.write(1) == {}) == (batch is None) and rollouts.next_prompt == (0 if seat()[0] else 4)
-        assert len(rollouts.probe) == SyncConfig().probe_sequences
+        assert len(rollouts.probe) == 4
     return None if batch is None else batch.group_ids.tolist()
 
 
@@ -196,7 +195,7 @@ def test_rank_zero_alone_has_what_was_collected() -> None:
     assert on_threads(2, collected_beside) == [[0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3], None]
 
 
-PARTIAL = {"partial_responses": {"enabled": True, "oversampling": 1.25, "max_age": 3}}
+PARTIAL = {"partial_responses": {"enabled": True, "oversampling": 1.25}}
 DYNAMIC = {"enabled": True, "oversampling": 1.3, "max_rounds": 3}
 
 
@@ -206,11 +205,11 @@ DYNAMIC = {"enabled": True, "oversampling": 1.3, "max_rounds": 3}
         ({}, {}, StepRule(4, 9)),
         ({"asynchronous": {"max_staleness": 2}}, {}, StepRule(4, 9, staleness=2)),
         ({"windows": 3}, {}, StepRule(4, 9, windows=3)),
-        (PARTIAL, {}, StepRule(4, 9, oversampling=1.25, any_order=True, max_age=3)),
+        (PARTIAL, {}, StepRule(4, 9, oversampling=1.25, any_order=True)),
         ({"partial_responses": PARTIAL["partial_responses"] | {"enabled": False}}, {}, StepRule(4, 9)),
         ({}, DYNAMIC, StepRule(4, 9, oversampling=1.3, most_draws=16)),
         ({}, DYNAMIC | {"enabled": False}, StepRule(4, 9)),
-        (PARTIAL, DYNAMIC, StepRule(4, 9, oversampling=1.3, most_draws=16, any_order=True, max_age=3)),
+        (PARTIAL, DYNAMIC, StepRule(4, 9, oversampling=1.3, most_draws=16, any_order=True)),
     ],
 )
 def test_what_makes_a_step(rollout: dict[str, Any], sampling: dict[str, Any], rule: StepRule) -> None:

@@ -29,7 +29,6 @@ SETTINGS = (
     "checkpoint.every=3",
     "checkpoint.every_minutes=null",
     "reward.function=parity_grade:verify_with_bombs",
-    "rollout.health.every_s=0.5",
     "rollout.health.answer_s=5",
     "rollout.health.max_failures=20",
     "robustness.hangs.every_s=0.5",

@@ -16,7 +16,6 @@ from written_rollouts import CUT, END, RIGHT, WRONG, WordVerifier, WrittenEngine
 from vapo_megatron.checkpoint.checkpoints import CheckpointName
 from vapo_megatron.checkpoint.progress import Progress
 from vapo_megatron.config.monitoring import MonitoringConfig
-from vapo_megatron.config.rollout import SyncConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.batch import from_samples
 from vapo_megatron.data.sample import Sample
@@ -284,7 +283,6 @@ def test_greedy_responses_are_asked_for_once_a_prompt_and_graded() -> None:
 def test_engines_are_compared_on_what_the_policy_writes() -> None:
     def probe() -> list[list[int]]:
         rollouts = ahead()
-        rollouts.sync = SyncConfig(probe_sequences=3, probe_length=4)
         rollouts.begin(StepRule(2, 1), 2, 0)
         taken, _ = steps(rollouts)
         rollouts.end()
@@ -326,9 +324,8 @@ def test_a_new_run_draws_its_prompts_from_the_beginning(config: TrainConfig) -> 
     assert [prompt.id for prompt in evaluation] == [f"p{n}" for n in range(8, 12)]
     assert (rollouts.engines, rollouts.verifier, rollouts.seed) == ("engines", "verifier", config.run.seed)
     assert rollouts.sampling == config.sampling and rollouts.reward == config.reward
-    sync = config.rollout.sync
-    assert rollouts.sync == sync and rollouts.routed_experts is None and rollouts.saved is None
-    assert [len(ids) for ids in rollouts.probe] == [sync.probe_length] * sync.probe_sequences
+    assert rollouts.routed_experts is None and rollouts.saved is None
+    assert [len(ids) for ids in rollouts.probe] == [32] * 4
     vocabulary = read_spec(Path(config.model.path)).vocab_size
     assert min(map(min, rollouts.probe)) >= 0 and max(map(max, rollouts.probe)) < vocabulary
     assert made(config).probe == rollouts.probe != other.probe

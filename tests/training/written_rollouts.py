@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from vapo_megatron.config.reward import RewardConfig
-from vapo_megatron.config.rollout import SamplingConfig, SyncConfig
+from vapo_megatron.config.rollout import SamplingConfig
 from vapo_megatron.data.prompts import PromptSource
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.engines.loop_thread import LoopThread
@@ -93,7 +93,6 @@ def write_rollouts(script: Script, prompts: int = 1000, reward: RewardConfig | N
         **parts,
         sampling=sampling,
         reward=reward,
-        sync=SyncConfig(),
         seed=1,
         verifier=WordVerifier(reward),  # type: ignore[arg-type]
         prompts=source,

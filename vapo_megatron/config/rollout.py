@@ -40,28 +40,16 @@ class SyncConfig(Section):
         None, description="transport disk: where the files are for a moment; none: beside the engines' logs"
     )
     bucket_mib: int = Field(512, ge=1, description="weights sent at once; two buffers of this size stay allocated")
-    request_timeout_s: float = Field(600.0, gt=0, description="seconds for one answer of the server during a sync")
-    probe_sequences: int = Field(4, ge=1, description="sequences whose log-probs engine and trainer compare")
-    probe_length: int = Field(32, ge=2, description="tokens of each")
     tolerance: float | None = Field(
         None,
         gt=0,
-        description="allowed |difference| of a log-prob at tolerance_quantile; none: 1e-4 in float32, 0.5 in bfloat16",
-    )
-    tolerance_quantile: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="of the |differences| of the probe's tokens; none: 1 (the largest) in float32, 0.95 in bfloat16 "
-        "and FP8, where a rare token may be far off",
+        description="allowed |difference| of a probe token's log-prob: of the largest in float32, of the 0.95 quantile "
+        "in bfloat16 and FP8, where a rare token may be far off; none: 1e-4 in float32, 0.5 in bfloat16, 1.0 in FP8",
     )
     mean_tolerance: float | None = Field(
         None,
         gt=0,
         description="allowed mean |difference|; none: that of tolerance in float32, 0.1 in bfloat16, 0.3 in FP8",
-    )
-    fp8_tolerance: float = Field(
-        1.0, gt=0, description="tolerance where the engine computes in FP8 (rollout.quantization)"
     )
 
 
@@ -98,20 +86,12 @@ class PartialResponsesConfig(Section):
         False, description="a step trains the first groups that are finished; the others go on under the next weights"
     )
     oversampling: float = Field(1.5, ge=1, description="groups in flight, in units of those still wanted")
-    max_age: int = Field(4, ge=1, description="steps after which a group that is still unfinished is dropped")
 
 
 class HealthConfig(Section):
     """When an engine is ended and started again beside the run, and when the run gives up."""
 
-    every_s: float = Field(2.0, gt=0, description="seconds between two looks at an engine and its processes")
     answer_s: float = Field(20.0, gt=0, description="an engine that says nothing for so long is taken for dead")
-    progress_s: float = Field(
-        120.0,
-        gt=0,
-        description="likewise one with open requests and no batch; in its first 100 batches, for which kernels are "
-        "compiled, and paused for a weight sync start_timeout_s counts, paused sync.request_timeout_s too; the longest",
-    )
     max_failures: int = Field(
         3,
         ge=0,
@@ -154,10 +134,6 @@ class RolloutConfig(Section):
         "none",
         description="fp8: weights in e4m3 with a scale for each block of 128 x 128, made during the weight sync; needs "
         "load_format=dummy and GPUs with FP8",
-    )
-    fp8_scales: Literal["auto", "float32", "power_of_two"] = Field(
-        "auto",
-        description="of the blocks; auto: powers of two where actor.precision.fp8=blockwise makes such, else float32",
     )
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="dummy: skip reading the checkpoint, the first weight sync brings the weights"
@@ -258,10 +234,6 @@ class RolloutConfig(Section):
                 f"quantization=fp8 with load_format={self.load_format}: the checkpoint is not in FP8, "
                 "set load_format=dummy"
             )
-        if self.quantization == "none" and self.fp8_scales != "auto":
-            raise ValueError(
-                f"fp8_scales={self.fp8_scales} with quantization=none: set quantization=fp8, or leave fp8_scales out"
-            )
         return self
 
     @model_validator(mode="after")
@@ -309,7 +281,7 @@ class RolloutConfig(Section):
     def reading_checkpoints(self) -> "RolloutConfig":
         """The same for engines that read a checkpoint and are sent no weights: those of an evaluation, or of probes."""
         fed = {"load_format": "auto", "external_urls": (), "router_replay": False}
-        return self.model_copy(update=fed | {"quantization": "none", "fp8_scales": "auto"})
+        return self.model_copy(update=fed | {"quantization": "none"})
 
     def computes_in(self, model_dtype: Dtype) -> Dtype:
         """The dtype of the engines, given model.dtype."""

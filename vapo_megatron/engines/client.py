@@ -30,6 +30,8 @@ from vapo_megatron.weights.routed_experts import ExpertChoices
 
 _OWNER_END = ":"
 _IDLE_POLL_SECONDS = 0.05
+REQUEST_SECONDS = 600.0
+"""For an answer, where it is not that of a rollout: a bucket of weights, say."""
 
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 # What becomes of responses that run: they end, are computed anew later, or go on later with what the cache holds.
@@ -76,7 +78,7 @@ class EngineClient:
     address: of the server.
     """
 
-    def __init__(self, address: EngineAddress, deadline: float) -> None:
+    def __init__(self, address: EngineAddress, deadline: float = REQUEST_SECONDS) -> None:
         self.address = address
         self._deadline = deadline
         self._session: aiohttp.ClientSession | None = None
@@ -264,8 +266,8 @@ class EngineClient:
                 raise self._refused("flush_cache", status, answer)
             if time.monotonic() > end:
                 raise TryAgain(
-                    f"{self.address}: the server was not idle within rollout.sync.request_timeout_s="
-                    f"{self._deadline:g} s and keeps its memory: {self.address.cause()}"
+                    f"{self.address}: the server was not idle within {self._deadline:g} s and keeps its memory: "
+                    f"{self.address.cause()}"
                 )
             await asyncio.sleep(_IDLE_POLL_SECONDS)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pydantic import JsonValue
 
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.engines.keeper import Kept, State, ask_health, end_server, is_named, what_is_wrong
+from vapo_megatron.engines.keeper import LOOK_SECONDS, Kept, State, ask_health, end_server, is_named, what_is_wrong
 from vapo_megatron.engines.remote_engines import check_identity, meet, take_over
 from vapo_megatron.engines.server import EngineAddress
 from vapo_megatron.errors import VapoError
@@ -50,7 +50,7 @@ class EngineWatch:
 
     def is_unhealthy(self) -> bool:
         """Whether it says so itself now, or says nothing."""
-        found = ask_health(self._address, self._health.every_s)
+        found = ask_health(self._address, LOOK_SECONDS)
         return found is None or what_is_wrong(found, self._config) is not None
 
     def fail(self, cause: str) -> None:
@@ -69,7 +69,7 @@ class EngineWatch:
 
     def _watch(self) -> None:
         try:
-            while not self._stop.wait(self._health.every_s):
+            while not self._stop.wait(LOOK_SECONDS):
                 if self._state == "serving":
                     self._see()
                 elif self._state == "waiting" and not self.is_unhealthy():
@@ -94,7 +94,7 @@ class EngineWatch:
         _logger.warning("engine %s: %s, failure %d", self._cause, then, self._in_a_row)
 
     def _see(self) -> None:
-        now, found = time.monotonic(), ask_health(self._address, self._health.every_s)
+        now, found = time.monotonic(), ask_health(self._address, LOOK_SECONDS)
         if found is not None:
             self._answered = now
             if (cause := what_is_wrong(found, self._config)) is not None:
@@ -106,7 +106,7 @@ class EngineWatch:
         async def ask() -> None:
             identity = await meet(self._address.url, self._address.key, self._health.answer_s)
             check_identity(self._address.url, identity, self._agreed)
-            await take_over(self._address, self._config.sync.request_timeout_s)
+            await take_over(self._address)
 
         try:
             asyncio.run(ask())

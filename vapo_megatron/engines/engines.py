@@ -408,7 +408,7 @@ class Engines:
         current_platform().empty_cache()
         keeper = self._placement.keeper
         if keeper is not None and self._serving():
-            client = EngineClient(keeper.address, self._config.sync.request_timeout_s)
+            client = EngineClient(keeper.address)
 
             async def ask() -> None:
                 try:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.engines.client import REQUEST_SECONDS
 from vapo_megatron.engines.inside.heartbeat import END_PATH, HEALTH_PATH
 from vapo_megatron.engines.server import DIRECT, EngineAddress, EngineServer
 from vapo_megatron.errors import BadInput
@@ -26,6 +27,10 @@ _logger = logging.getLogger(__name__)
 State = Literal["starting", "serving", "waiting", "given up"]
 
 _POLL_SECONDS = 0.1
+LOOK_SECONDS = 0.5
+"""Between two looks at a server and its processes."""
+# Without a batch, while there are requests.
+_PROGRESS_SECONDS = 120.0
 # Kernels are compiled when they are met, which takes minutes where no cache has them; SGLang tells of that nowhere.
 _FIRST_BATCHES = 100
 NO_ANSWER = (OSError, ValueError, http.client.HTTPException)
@@ -129,7 +134,7 @@ class EngineKeeper:
 
     def _keep(self) -> None:
         try:
-            while not self._stop.wait(self._health.every_s):
+            while not self._stop.wait(LOOK_SECONDS):
                 self._look()
         except Exception as error:  # else whoever waits for the server would wait for ever
             _logger.exception("engine %s is not kept any more", self.address.url)
@@ -158,7 +163,7 @@ class EngineKeeper:
         if (ended := self._server.ended()) is not None:
             return f"it ended ({ended})"
         now = time.monotonic()
-        found = ask_health(self.address, self._health.every_s)
+        found = ask_health(self.address, LOOK_SECONDS)
         if found is None:
             silent = now - self._answered
             return f"no answer for {silent:.0f} s" if silent > self._health.answer_s else None
@@ -207,16 +212,14 @@ def what_is_wrong(health: dict[str, Any], config: RolloutConfig) -> str | None:
     """What a server tells of itself (engine.heartbeat), in words; None where all is well."""
     if health["lost"]:
         return str(health["lost"][0])
-    limits = [(config.health.progress_s, "rollout.health.progress_s")]
-    if health["paused"] or health["batches"] < _FIRST_BATCHES:
-        key = f"paused, or in its first {_FIRST_BATCHES} batches: rollout.start_timeout_s"
-        limits.append((config.start_timeout_s, key))
+    limit, which = _PROGRESS_SECONDS, ""
+    if health["batches"] < _FIRST_BATCHES:
+        limit, which = max(limit, config.start_timeout_s), f", in its first {_FIRST_BATCHES} batches"
     if health["paused"]:
-        limits.append((config.sync.request_timeout_s, "paused: rollout.sync.request_timeout_s"))
-    limit, key = max(limits)
+        limit, which = max(limit, config.start_timeout_s, REQUEST_SECONDS), ", paused for a weight sync"
     requests, silent = health["requests"], health["silent_s"]
     if silent > limit:
-        return f"{requests} requests wait and no batch has ended for {silent:.0f} s ({key}={limit:g})"
+        return f"{requests} requests wait and no batch has ended for {silent:.0f} s (limit {limit:g} s{which})"
     return None
 
 

@@ -43,7 +43,7 @@ class StepRule:
     most_draws: int | None = None
     staleness: int = 0
     any_order: bool = False
-    max_age: int = 0
+    max_age: int = 4
     windows: int = 1
 
     @property

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from vapo_megatron.collectives import gather_values, on_rank_zero
 from vapo_megatron.config.rollout import Dtype, RolloutConfig, TransportName
-from vapo_megatron.engines.client import EngineClient
+from vapo_megatron.engines.client import REQUEST_SECONDS, EngineClient
 from vapo_megatron.engines.engine_home import HomedEngine, HomedKeeper
 from vapo_megatron.engines.engine_watch import EngineWatch
 from vapo_megatron.engines.inside.broadcast_group import address_towards
@@ -106,9 +106,6 @@ class Placement(ABC):
         if self.keeper is not None:
             self.keeper.stop()
 
-    def _client(self, address: EngineAddress) -> EngineClient:
-        return EngineClient(address, self._config.sync.request_timeout_s)
-
     def _disk(self, clients: list[EngineClient]) -> DiskTransport:
         return DiskTransport(clients, Path(self._config.sync.directory or self._settings.log_dir))
 
@@ -137,11 +134,11 @@ class _OwnEngines(Placement):
         clients = [] if client is None else [client]
         name = self.default_transport if config.sync.transport == "auto" else config.sync.transport
         if name == "distributed":
-            return DistributedTransport(clients, config.tp, config.sync.request_timeout_s)
+            return DistributedTransport(clients, config.tp, REQUEST_SECONDS)
         return self._disk(clients) if name == "disk" else SharedMemoryTransport(client, config.tp)
 
     def _own_client(self) -> EngineClient | None:
-        return self._client(self.keeper.address) if self.keeper is not None and self.leads else None
+        return EngineClient(self.keeper.address) if self.keeper is not None and self.leads else None
 
     @override
     def engines(self) -> list[Kept]:
@@ -291,11 +288,11 @@ class ExternalPlacement(Placement):
     def transport(self) -> Transport:
         assert self._engines is not None
         addresses, config = self._engines.addresses if dist.get_rank() == 0 else (), self._config
-        clients = [self._client(address) for address in addresses]
+        clients = [EngineClient(address) for address in addresses]
         if config.sync.transport == "disk":
             return self._disk(clients)
         device = self._platform.device if self._engines.cuda else torch.device("cpu")
-        return DistributedTransport(clients, config.tp, config.sync.request_timeout_s, device)
+        return DistributedTransport(clients, config.tp, REQUEST_SECONDS, device)
 
 
 def place_engines(settings: EngineSettings, platform: Platform, home: Path | None = None) -> Placement:

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import JsonValue, TypeAdapter
 
 from vapo_megatron.config.rollout import Dtype, RolloutConfig
-from vapo_megatron.engines.client import EngineClient
+from vapo_megatron.engines.client import REQUEST_SECONDS, EngineClient
 from vapo_megatron.engines.server import EngineAddress
 from vapo_megatron.errors import BadInput, TryAgain
 from vapo_megatron.weights.fp8 import BlockFp8
@@ -89,7 +89,7 @@ async def _take_over_all(config: RolloutConfig, agreed: Mapping[str, JsonValue],
         here = identity["host"] == socket.gethostname()
         log_file = identity["log_file"] if here else f"{identity['host']}:{identity['log_file']}"
         addresses.append(EngineAddress(url, log_file, key, owner))
-    await asyncio.gather(*(take_over(address, config.sync.request_timeout_s) for address in addresses))
+    await asyncio.gather(*(take_over(address) for address in addresses))
     return RemoteEngines(tuple(addresses), all(identity["cuda"] for identity in identities))
 
 
@@ -127,7 +127,7 @@ async def meet(url: str, key: str, deadline: float) -> dict[str, Any]:
     return identity
 
 
-async def take_over(address: EngineAddress, deadline: float) -> None:
+async def take_over(address: EngineAddress, deadline: float = REQUEST_SECONDS) -> None:
     """EngineClient.take_over, within so many seconds."""
     client = EngineClient(address, deadline)
     try:

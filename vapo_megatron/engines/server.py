@@ -36,6 +36,7 @@ _CPU_TOTAL_TOKENS = 65536
 _PREFIX = "vapo-engine-"
 _LONGEST_SOCKET = 107  # bytes in a path that is the name of a socket
 _POLL_SECONDS = 0.1
+_LEAST_WATCHDOG_SECONDS = 600.0  # a bucket of weights may take as long
 # Of a log: it grows for days, and is read for each request that an engine fails to answer.
 _LOG_END = 1 << 17
 # Lines of a log that do not say why a server ended.
@@ -349,7 +350,7 @@ class EngineServer:
             "log_level_http": "warning",
             # SGLang ends a server with requests that begins no batch for so long (else 300 s): because it compiles the
             # kernels of its first one, or is paused in place while weights come.
-            "watchdog_timeout": max(config.start_timeout_s, config.sync.request_timeout_s, config.health.progress_s),
+            "watchdog_timeout": max(config.start_timeout_s, _LEAST_WATCHDOG_SECONDS),
             # An idle server otherwise spins on a core that the trainer needs. Where parts of one attend to requests of
             # their own, those that have none must not sleep: the others wait for them at every layer.
             "sleep_on_idle": config.attention_parts == 1,

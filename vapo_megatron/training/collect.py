@@ -24,7 +24,7 @@ def step_rule(size: BatchConfig, sampling: DynamicSamplingConfig, steps: int, ro
     """What a step of training is made of: with dynamic sampling, of groups with correct and incorrect responses."""
     rule = StepRule(size.prompts_per_step, steps, staleness=rollout.asynchronous.max_staleness, windows=rollout.windows)
     if (partial := rollout.partial_responses).enabled:
-        rule = replace(rule, any_order=True, oversampling=partial.oversampling, max_age=partial.max_age)
+        rule = replace(rule, any_order=True, oversampling=partial.oversampling)
     if sampling.enabled:
         most = round(sampling.max_rounds * sampling.oversampling * size.prompts_per_step)
         rule = replace(rule, oversampling=sampling.oversampling, most_draws=most)

@@ -15,7 +15,7 @@ from vapo_megatron.algorithms.selection import informative_groups
 from vapo_megatron.checkpoint.resume import Resumed
 from vapo_megatron.collectives import broadcast_value, on_rank_zero
 from vapo_megatron.config.reward import RewardConfig
-from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig, SyncConfig
+from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.data.prompts import PromptSource, eval_prompts, train_prompts
@@ -45,7 +45,6 @@ class Rollouts:
         tokenizer: decodes responses for the verifier.
         sampling: of training's responses.
         reward: of an incorrect response, among others.
-        sync: how engines and trainer are compared.
         seed: of the run; that of a response follows from it.
         routed_experts: what engines tell of the experts that they chose; None where they are not asked.
         verifier: grades responses.
@@ -64,7 +63,6 @@ class Rollouts:
     tokenizer: TextTokenizer
     sampling: SamplingConfig
     reward: RewardConfig
-    sync: SyncConfig
     seed: int
     routed_experts: ExpertChoices | None = None
     verifier: VerifierPool | None = None
@@ -193,9 +191,7 @@ class Rollouts:
 
     def remember_probe(self, batch: ExperienceBatch | None) -> None:
         """Collective: compare engines and trainer on what the policy really writes (rank 0's batch) from now on."""
-        sync = self.sync
-        probe = None if batch is None else sequences_of(batch, sync.probe_sequences, sync.probe_length)
-        self.probe = broadcast_value(probe)
+        self.probe = broadcast_value(None if batch is None else sequences_of(batch))
 
     def _grade(self, samples: Sequence[Sample]) -> None:
         assert self.verifier is not None, "responses are graded on rank 0"
@@ -235,10 +231,8 @@ def make_rollouts(
     if dist.get_rank() == 0:
         evaluation = [eval_prompts(entry, config.data, tokenizer) for entry in config.data.eval]
         prompts = PromptSource(train_prompts(config.data, tokenizer), config.run.seed, config.data.shuffle)
-    sync, seed = config.rollout.sync, config.run.seed
     if resumed is None:
-        drawn = None if prompts is None else prompt_sequences(prompts, sync.probe_sequences, sync.probe_length)
-        probe = broadcast_value(drawn)
+        probe = broadcast_value(None if prompts is None else prompt_sequences(prompts))
     else:
         probe = [list(ids) for ids in resumed.progress.probe]
         on_rank_zero(partial(_go_on, prompts, resumed, Path(config.run.directory)))
@@ -247,8 +241,7 @@ def make_rollouts(
         tokenizer,
         config.sampling,
         config.reward,
-        sync,
-        seed,
+        config.run.seed,
         ExpertChoices.of(spec) if config.rollout.router_replay else None,
         verifier,
         prompts,

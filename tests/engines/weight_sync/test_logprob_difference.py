@@ -52,9 +52,7 @@ def test_many_tokens_off_by_much_are_told_with_quantile_and_largest() -> None:
     said = limits_of(SyncConfig(), "bfloat16").excess(found)
     assert said == "by 0.7 at the 0.95 quantile (at most 4), rollout.sync.tolerance allows 0.5"
     assert limits_of(SyncConfig(), "fp8").excess(found) is None, "FP8 has limits of its own"
-    assert "rollout.sync.fp8_tolerance allows 0.6" in (
-        limits_of(SyncConfig(fp8_tolerance=0.6), "fp8").excess(found) or ""
-    )
+    assert "rollout.sync.tolerance allows 0.6" in (limits_of(SyncConfig(tolerance=0.6), "fp8").excess(found) or "")
 
 
 def test_a_difference_with_equal_tensors_may_double_and_no_more() -> None:

@@ -22,8 +22,11 @@ from vapo_megatron.data.sample import Prompt, Sample
 Precision = Literal["float32", "bfloat16", "fp8"]
 
 _QUANTILES = {"float32": 1.0, "bfloat16": 0.95, "fp8": 0.95}
-_TOLERANCES = {"float32": 1e-4, "bfloat16": 0.5}
+_TOLERANCES = {"float32": 1e-4, "bfloat16": 0.5, "fp8": 1.0}
 _MEAN_TOLERANCES = {"bfloat16": 0.1, "fp8": 0.3}
+
+# Of a probe.
+_SEQUENCES, _LENGTH = 4, 32
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ _NONE = LogprobDifference(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Limits:
-    """What is allowed at a quantile and on average, and the key of the config that says the former.
+    """What is allowed at a quantile (share) and on average.
 
     are_estimates: correct kernels may exceed them; nobody set them in a config.
     """
@@ -56,7 +59,6 @@ class Limits:
     share: float
     quantile: float
     mean: float
-    key: str
     are_estimates: bool = False
 
     def at_least(self, difference: LogprobDifference) -> "Limits":
@@ -68,7 +70,7 @@ class Limits:
         """What is above its limit, in words; None where nothing is."""
         if not found.quantile <= self.quantile:
             where = "at most" if self.share == 1 else f"at the {self.share:g} quantile (at most {found.largest:.3g})"
-            return f"by {found.quantile:.3g} {where}, {self.key} allows {self.quantile:g}"
+            return f"by {found.quantile:.3g} {where}, rollout.sync.tolerance allows {self.quantile:g}"
         if not found.mean <= self.mean:
             return f"by {found.mean:.3g} on average, rollout.sync.mean_tolerance allows {self.mean:g}"
         return None
@@ -76,14 +78,10 @@ class Limits:
 
 def limits_of(config: SyncConfig, precision: Precision) -> Limits:
     """Where the coarser of trainer and engine computes in this precision."""
-    share = config.tolerance_quantile or _QUANTILES[precision]
-    if precision == "fp8":
-        tolerance, key = config.fp8_tolerance, "rollout.sync.fp8_tolerance"
-    else:
-        tolerance, key = config.tolerance or _TOLERANCES[precision], "rollout.sync.tolerance"
+    tolerance = config.tolerance or _TOLERANCES[precision]
     are_estimates = precision != "float32" and not (config.tolerance or config.mean_tolerance)
     mean = config.mean_tolerance or _MEAN_TOLERANCES.get(precision, tolerance)
-    return Limits(share, tolerance, mean, key, are_estimates)
+    return Limits(_QUANTILES[precision], tolerance, mean, are_estimates)
 
 
 def compare_logprobs(
@@ -115,17 +113,17 @@ def split_logprobs(batch: ExperienceBatch, logprobs: Tensor) -> list[list[float]
     return [part.tolist() for part in logprobs.split(batch.response_lengths.tolist())]
 
 
-def prompt_sequences(prompts: PromptSource, count: int, length: int) -> list[list[int]]:
+def prompt_sequences(prompts: PromptSource) -> list[list[int]]:
     """Sequences to compare on before there are responses: the first prompts, one after the other.
 
     Real text, because on random token ids two correct bfloat16 models may differ by more than the tolerance.
     """
     tokens = chain.from_iterable(prompts.at(cursor).token_ids for cursor in cycle(range(len(prompts))))
-    return [list(islice(tokens, length)) for _ in range(count)]
+    return [list(islice(tokens, _LENGTH)) for _ in range(_SEQUENCES)]
 
 
-def sequences_of(batch: ExperienceBatch, count: int, length: int) -> list[list[int]]:
-    """The beginnings of the first `count` samples of a rollout: what the policy really sees."""
-    starts = batch.cu_seqlens[: min(count, batch.samples)].tolist()
+def sequences_of(batch: ExperienceBatch) -> list[list[int]]:
+    """The beginnings of the first samples of a rollout: what the policy really sees."""
+    starts = batch.cu_seqlens[: min(_SEQUENCES, batch.samples)].tolist()
     ends = batch.cu_seqlens[1 : 1 + len(starts)].tolist()
-    return [batch.tokens[a : min(b, a + length)].tolist() for a, b in zip(starts, ends, strict=True)]
+    return [batch.tokens[a : min(b, a + _LENGTH)].tolist() for a, b in zip(starts, ends, strict=True)]

@@ -21,7 +21,7 @@ from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.prompts import eval_prompts, train_prompts
 from vapo_megatron.data.rows import eval_problems, train_problems
 from vapo_megatron.data.tokenizer import TextTokenizer
-from vapo_megatron.engines.client import EngineClient
+from vapo_megatron.engines.client import REQUEST_SECONDS, EngineClient
 from vapo_megatron.engines.server import EngineAddress, EngineServer
 from vapo_megatron.engines.weight_sync.quantization import engine_fp8
 from vapo_megatron.errors import VapoError
@@ -74,13 +74,13 @@ def check_engine(config: TrainConfig, gpus: int) -> list[Line]:
         server.check_arguments()
         with server:
             ready = time.monotonic() - started
-            asyncio.run(_ask(server.address, config.rollout.sync.request_timeout_s))
+            asyncio.run(_ask(server.address))
     seconds = time.monotonic() - started - ready
     return [Line("ok", f"TP{config.rollout.tp} started in {ready:.0f} s, {_NEW_TOKENS} tokens in {seconds:.1f} s")]
 
 
-async def _ask(address: EngineAddress, deadline: float) -> None:
-    client = EngineClient(address, deadline)
+async def _ask(address: EngineAddress) -> None:
+    client = EngineClient(address)
     try:
         sampling = {"max_new_tokens": _NEW_TOKENS, "temperature": 1.0, "ignore_eos": True}
         await client.generate([_PROMPT], [sampling])
@@ -272,7 +272,7 @@ def checks(config: PlanConfig, wait: float) -> tuple[Check, ...]:
 
     Those between nodes come last but one, so that a node that hangs in an earlier one is a matter of that node alone.
     """
-    engine_seconds = config.rollout.start_timeout_s + config.rollout.sync.request_timeout_s
+    engine_seconds = config.rollout.start_timeout_s + REQUEST_SECONDS
     root = Path(config.run.directory)
     return (
         Check("versions", lambda node: check_versions(node.has_gpus), 60),
