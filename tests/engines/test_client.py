@@ -14,9 +14,10 @@ from aiohttp import web
 
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.data.sample import Prompt
-from vapo_megatron.engines.client import EngineClient
+from vapo_megatron.engines.client import EngineClient, EngineWrong
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.inside import columns
+from vapo_megatron.engines.inside.heartbeat import END_PATH
 from vapo_megatron.engines.loop_thread import LoopThread
 from vapo_megatron.engines.request import GenerationRequest
 from vapo_megatron.engines.server import EngineAddress
@@ -128,3 +129,80 @@ def test_more_groups_are_on_their_way_than_a_shell_allows_files(few_files: Calla
         assert len(dispatcher.collect(GenerationRequest(prompts, 1, SamplingConfig(max_new_tokens=1), 0, 0))) == GROUPS
     loop.run(servers.__aexit__(None, None, None))
     loop.close()
+
+
+META = {"finish_reason": {"type": "stop"}, "weight_versions": [{"version": "0", "start": 0, "end": 1}]}
+RIGHT = {"output_ids": [1], "meta_info": META | {"output_token_logprobs": [[0.0, 1, None]]}}
+
+
+def message_of(ids: list[int], count: int = 1, **meta: Any) -> bytes:
+    """Responses of these tokens, as an engine packs them."""
+    rows = [[0.0, token, None] for token in ids]
+    answer = {"output_ids": ids, "meta_info": META | meta | {"output_token_logprobs": rows}}
+    return columns.pack([answer] * count)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"<html><body>It works!</body></html>", "cannot be read"),
+        (b"", "cannot be read"),
+        (message_of([1], count=0), "0 responses to 1 prompts"),
+        (message_of([1], count=2), "2 responses to 1 prompts"),
+        (message_of([1], weight_versions=[]), "IndexError"),
+        (message_of([1], finish_reason=None), "TypeError"),
+        (message_of([1], weight_versions=[{"version": "new"}]), "ValueError"),
+        (message_of([1])[:-1], "ValueError"),
+        (columns._LENGTH.pack(2) + b"{}" + b"....", "were announced"),
+        (columns._LENGTH.pack(2) + b"[7", "ValueError|JSONDecodeError"),
+        (columns._LENGTH.pack(4) + b"[{}]", "KeyError: 'tokens'"),
+        (message_of([10**6]), "tokens 1000000 to 1000000, the model has 32"),
+        (message_of([-1]), "tokens -1 to -1"),
+        (message_of([1, 1]), "a response of 2 tokens came, at most 1 were asked for"),
+    ],
+    ids=lambda value: "" if isinstance(value, bytes) else value[:20],
+)
+def test_what_no_engine_can_have_written_is_its_own_fault_and_not_the_runs(content: bytes, why: str) -> None:
+    """Its groups go to another engine; where there is none and nobody replaces it, the error names it."""
+    kind = "text/html" if content.startswith(b"<") else columns.MEDIA_TYPE
+    asked: list[str] = []
+
+    async def malformed(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        return web.Response(body=content, content_type=kind)
+
+    async def right(request: web.Request) -> web.Response:
+        await asyncio.sleep(0.01)
+        return web.Response(body=columns.pack([RIGHT]), content_type=columns.MEDIA_TYPE)
+
+    loop, servers = LoopThread(), [served(malformed), served(right)]
+    sick, healthy = (EngineAddress(loop.run(server.__aenter__()), "no log") for server in servers)
+    prompts = [Prompt(str(n), "", "", (n,), cursor=n) for n in range(4)]
+    request = GenerationRequest(prompts, 1, SamplingConfig(max_new_tokens=1), 0, 0)
+    config = RolloutConfig(collect_timeout_s=20)
+    with Dispatcher([sick, healthy], config, [1], are_replaced=True, vocabulary=32) as dispatcher:
+        assert [sample.response_ids.tolist() for sample in dispatcher.collect(request)] == [[1]] * 4
+    assert asked.count(f"/{columns.PATH}") >= 1 and f"/{END_PATH}" in asked, "its owner starts another one"
+    with Dispatcher([sick], config, [1], vocabulary=32) as dispatcher, pytest.raises(EngineWrong, match=why) as told:
+        dispatcher.collect(request)
+    assert sick.url in str(told.value)
+    for server in servers:
+        loop.run(server.__aexit__(None, None, None))
+    loop.close()
+
+
+@pytest.mark.parametrize(
+    "content", ["<html>", "[]", "[{}]", '[{"meta_info": {"input_token_logprobs": [[0, 1]]}}]', "7"]
+)
+def test_a_probe_that_is_answered_with_nonsense_is_the_engines_fault(content: str) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(text=content)
+
+    async def call() -> None:
+        async with served(answer) as url:
+            client = EngineClient(EngineAddress(url, "no log"), 5.0)
+            with pytest.raises(EngineWrong, match="its answer to generate cannot be read"):
+                await client.prompt_logprobs([[1, 2, 3]])
+            await client.close()
+
+    asyncio.run(call())

@@ -5,8 +5,10 @@ import base64
 import errno
 import json
 import math
+import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -25,7 +27,7 @@ from vapo_megatron.engines.inside.bucket_message import Purpose
 from vapo_megatron.engines.inside.server_main import IDENTITY_PATH
 from vapo_megatron.engines.inside.strict_loading import BROADCAST_GROUP, LOAD_FORMAT
 from vapo_megatron.engines.server import NO_WEIGHTS, EngineAddress
-from vapo_megatron.errors import BadInput, RunFailed, TryAgain, VapoError
+from vapo_megatron.errors import BadInput, RunFailed, TryAgain, VapoError, reason_of
 from vapo_megatron.weights.routed_experts import ExpertChoices
 
 _OWNER_END = ":"
@@ -121,8 +123,10 @@ class EngineClient:
         if ids is not None:
             body["rid"] = list(ids)
         message = await self._call(columns.PATH, body)
-        try:
+        with self._readable(columns.PATH):
             answers = columns.unpack(message)
+            if len(answers) != len(prompts):
+                raise ValueError(f"{len(answers)} responses to {len(prompts)} prompts")
             completions = [self._completion(answer, unfinished) for answer in answers]
             if routed_experts is not None:
                 for prompt, completion, answer in zip(prompts, completions, answers, strict=True):
@@ -130,8 +134,6 @@ class EngineClient:
                         raise ValueError(answer.meta["wrong_experts"])
                     rows = len(prompt) + len(completion.token_ids) - 1
                     completion.routed_experts = routed_experts.read(answer.experts, rows)
-        except ValueError as error:
-            raise EngineWrong(f"{self.address}: {error}") from None
         return completions
 
     async def abort(self, ids: Sequence[str]) -> None:
@@ -144,7 +146,8 @@ class EngineClient:
         """A response's text without its tool calls, and those with name and parameters, by a parser of SGLang's."""
         body = {"text": text, "tools": list(tools), "tool_call_parser": parser}
         answer = await self._call("parse_function_call", body)
-        return answer["normal_text"], answer["calls"]
+        with self._readable("parse_function_call"):
+            return answer["normal_text"], answer["calls"]
 
     async def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-prob of each token given those before it, at temperature 1: one value less than tokens, per sequence."""
@@ -155,10 +158,14 @@ class EngineClient:
             "logprob_start_len": 0,
         }
         answers = await self._call("generate", body)
-        return [
-            [math.nan if entry[0] is None else entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
-            for answer in answers
-        ]
+        with self._readable("generate"):
+            logprobs = [
+                [math.nan if entry[0] is None else float(entry[0]) for entry in row[1:]]
+                for row in (answer["meta_info"]["input_token_logprobs"] for answer in answers)
+            ]
+            if [len(row) + 1 for row in logprobs] != [len(sequence) for sequence in sequences]:
+                raise ValueError(f"{list(map(len, logprobs))} log-probs of {list(map(len, sequences))} tokens")
+        return logprobs
 
     async def identity(self) -> dict[str, Any] | None:
         """What an engine on devices of its own tells of itself (remote_engines); None where the server is no such.
@@ -315,6 +322,14 @@ class EngineClient:
         if loaded is None:
             raise self._refused(path, status, answer)
         return loaded
+
+    @contextmanager
+    def _readable(self, path: str) -> Iterator[None]:
+        """Raises EngineWrong where an answer cannot be read in here: the server is sick, and the run is not."""
+        try:
+            yield
+        except (ValueError, TypeError, LookupError, AttributeError, struct.error) as error:
+            raise EngineWrong(f"{self.address}: its answer to {path} cannot be read ({reason_of(error)})") from None
 
     async def _call(self, path: str, body: dict[str, Any] | list[str]) -> Any:
         status, answer = await self._request(path, body)

@@ -92,6 +92,7 @@ class Dispatcher:
         stop_token_ids: tokens that end a response; they belong to it.
         are_replaced: whether somebody starts a server again that ends: one that answers what cannot be is ended then,
             and groups wait for it where it is the last; else what the last one failed of is raised.
+        vocabulary: tokens that the model has; None: not known.
         loop, client: what time is, and who asks a server; others in a simulation (operations/twin).
     """
 
@@ -101,10 +102,11 @@ class Dispatcher:
         config: RolloutConfig,
         stop_token_ids: Sequence[int],
         are_replaced: bool = False,
+        vocabulary: int | None = None,
         loop: LoopThread | None = None,
         client: Callable[[EngineAddress, float], EngineClient] = EngineClient,
     ) -> None:
-        self._config = config
+        self._config, self._vocabulary = config, vocabulary
         self._stop_token_ids, self._are_replaced = list(stop_token_ids), are_replaced
         self._engines = [_Engine(client(address, config.collect_timeout_s)) for address in engines]
         self._waiting: list[_Waiting] = []
@@ -184,7 +186,7 @@ class Dispatcher:
                 return samples
             try:
                 completions = await self._ask(engine, number, group, left)
-                _check_versions(engine.client.address, completions, group)
+                self._check(engine.client.address, left, completions, group)
                 break
             except (TryAgain, EngineWrong) as error:
                 self._give_up(engine, error)
@@ -342,6 +344,26 @@ class Dispatcher:
         limit = _QUEUED_PER_RUNNING * self._config.max_running_requests
         return engine.requests == 0 or engine.requests + n <= limit
 
+    def _check(
+        self, address: EngineAddress, left: Sequence[Sample], completions: Sequence[Completion], group: GroupRequest
+    ) -> None:
+        """Raises EngineWrong where no engine with the group's weights could have written this."""
+        expected, vocabulary = group.weight_version, self._vocabulary
+        for sample, completion in zip(left, completions, strict=True):
+            oldest, newest = completion.weight_version_oldest, completion.weight_version
+            if oldest < expected or (newest != expected and not group.goes_on):
+                raise EngineWrong(
+                    f"{address}: a response was made by weights of version "
+                    f"{oldest} to {newest}, expected {expected}: a weight sync was missed"
+                )
+            ids, room = completion.token_ids, group.room(len(sample.response_ids))
+            if len(ids) > room:
+                raise EngineWrong(f"{address}: a response of {len(ids)} tokens came, at most {room} were asked for")
+            if len(ids) and (ids.min() < 0 or (vocabulary is not None and ids.max() >= vocabulary)):
+                raise EngineWrong(
+                    f"{address}: a response has tokens {ids.min()} to {ids.max()}, the model has {vocabulary}"
+                )
+
     def _sampling_params(self, group: GroupRequest, sample: Sample) -> dict[str, Any]:
         return {
             "temperature": group.sampling.temperature,
@@ -351,17 +373,6 @@ class Dispatcher:
             "stop_token_ids": self._stop_token_ids,
             "sampling_seed": sample.seed,  # read with rollout.deterministic alone
         }
-
-
-def _check_versions(address: EngineAddress, completions: Sequence[Completion], group: GroupRequest) -> None:
-    expected = group.weight_version
-    for completion in completions:
-        oldest, newest = completion.weight_version_oldest, completion.weight_version
-        if oldest < expected or (newest != expected and not group.goes_on):
-            raise EngineWrong(
-                f"{address}: a response was made by weights of version "
-                f"{oldest} to {newest}, expected {expected}: a weight sync was missed"
-            )
 
 
 async def _abort(client: EngineClient, ids: Sequence[str]) -> None:

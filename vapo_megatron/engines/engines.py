@@ -33,6 +33,7 @@ from vapo_megatron.weights.bucket import DeviceSlots, NamedTensors, SharedSlots
 from vapo_megatron.weights.export import make_slots, stream_hf
 from vapo_megatron.weights.fp8 import BlockFp8
 from vapo_megatron.weights.part_times import PartTimes
+from vapo_megatron.weights.spec import read_spec
 
 _logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class Engines:
             BadInput: rollout.sync.transport is not possible on this machine.
         """
         self._config, self._dtype, self._fp8, self._stop_token_ids = config, dtype, fp8, stop_token_ids
+        self._vocabulary = read_spec(model_dir).vocab_size
         self._placement = place_engines(
             EngineSettings(config, model_dir, dtype, log_dir, fp8), current_platform(), home
         )
@@ -131,7 +133,9 @@ class Engines:
         self.count = len(addresses)
         self._fed = {address.url: 0 for address in addresses}
         if dist.get_rank() == 0:
-            self._dispatcher = Dispatcher(addresses, self._config, self._stop_token_ids, are_replaced=True)
+            self._dispatcher = Dispatcher(
+                addresses, self._config, self._stop_token_ids, are_replaced=True, vocabulary=self._vocabulary
+            )
             self._placement.tell(self._dispatcher.lose)
         pause: PauseMode = "abort" if self.sync_mode == "wait" else self.sync_mode
         self._sync = WeightSync(self._placement.transport(), pause)

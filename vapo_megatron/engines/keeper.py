@@ -232,8 +232,8 @@ def ask_health(address: EngineAddress, timeout: float) -> dict[str, Any] | None:
     """What a server tells of itself; None where it does not answer within so many seconds."""
     try:
         with DIRECT.open(_request(address, HEALTH_PATH), timeout=max(timeout, 1.0)) as answer:
-            found: dict[str, Any] = json.load(answer)
-            return found
+            health = json.load(answer)
+            return health if isinstance(health, dict) and "lost" in health else None
     except NO_ANSWER:
         return None
 

@@ -86,8 +86,8 @@ def unpack(message: bytes) -> list[Columns]:
     Raises:
         ValueError: it is not one, or not whole.
     """
-    if len(message) < _LENGTH.size:
-        raise ValueError(f"{len(message)} bytes are no message")
+    if not isinstance(message, bytes) or len(message) < _LENGTH.size:
+        raise ValueError(f"no message: {str(message)[:80]!r}")
     start = _LENGTH.size + _LENGTH.unpack_from(message)[0]
     found = []
 

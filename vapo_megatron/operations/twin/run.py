@@ -104,7 +104,7 @@ class SimulatedRollouts(Rollouts):
             for number in range(_PROMPTS)
         ]
         source, sampling = PromptSource(prompts, scenario.seed), SamplingConfig(max_new_tokens=scenario.max_new_tokens)
-        rollouts = cls(engines, nobody, sampling, RewardConfig(), nobody, scenario.seed, prompts=source)
+        rollouts = cls(engines, nobody, sampling, RewardConfig(), scenario.seed, prompts=source)
         most = GRADED_AT_ONCE * scenario.batch.samples_per_prompt
         rollouts._grade_seconds = scenario.grade_seconds
         rollouts._free_at = [0.0] * max(1, min(scenario.grade_workers, most))
