@@ -26,6 +26,7 @@ class PhaseNow:
 
 
 _phase = PhaseNow(NO_PHASE, 0, time.monotonic())
+_progressed = _phase.since
 
 
 class LogLevel(StrEnum):
@@ -70,6 +71,18 @@ def set_phase(phase: str | None) -> None:
     global _phase
     _place["phase"] = phase or NO_PHASE
     _phase = PhaseNow(phase or NO_PHASE, _phase.begun + 1, time.monotonic())
+    note_progress()
+
+
+def note_progress() -> None:
+    """A part of this phase is done."""
+    global _progressed
+    _progressed = time.monotonic()
+
+
+def last_progress() -> float:
+    """When a part of this phase was done last, or the phase began (time.monotonic())."""
+    return _progressed
 
 
 def phase_now() -> PhaseNow:

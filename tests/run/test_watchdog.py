@@ -18,6 +18,7 @@ import torch.distributed as dist
 from vapo_megatron import logs
 from vapo_megatron.config.robustness import HangsConfig
 from vapo_megatron.errors import TryAgain, VapoError
+from vapo_megatron.megatron.mesh import group_timeout
 from vapo_megatron.monitoring.timers import PhaseTimer
 from vapo_megatron.run.ranks import end_from_thread, start_ranks
 from vapo_megatron.run.watchdog import Heartbeat, Watchdog, describe
@@ -105,6 +106,35 @@ def test_a_slow_disk_does_not_slow_the_watch(tmp_path: Path, monkeypatch: pytest
         time.sleep(0.02)
     watcher.close()
     assert told, "the seconds of its own writes count"
+
+
+def test_only_what_waits_for_engines_may_take_the_longest_time_at_first(tmp_path: Path) -> None:
+    """An update that gets no further is told of within minutes; one that does, and a rollout, are waited for."""
+
+    def told_of(phase: str, seconds: float, every: float | None) -> list[VapoError]:
+        told, timer = list[VapoError](), PhaseTimer()
+        watchdog = Watchdog(HangsConfig(floor_s=0.5, every_s=0.05), tmp_path, 0, 1, 60, told.append)
+        end = time.monotonic() + seconds
+        with timer(phase):
+            while time.monotonic() < end and not told:
+                time.sleep(every or seconds / 4)
+                if every is not None:
+                    logs.note_progress()
+        watchdog.close()
+        return told
+
+    assert not told_of("rollout", 3.0, None)
+    assert not told_of("update_policy", 3.0, 0.1)
+    (error, *_) = told_of("update_policy", 10.0, None)
+    assert "got no further in the phase update_policy" in str(error) and "limit 1 s" in str(error)
+
+
+def test_groups_of_nccl_wait_no_longer_than_an_update_may_hang() -> None:
+    def body() -> None:
+        assert group_timeout("gloo").total_seconds() == 10800
+        assert group_timeout("nccl").total_seconds() == 900
+
+    start_ranks(1, body, 10800)
 
 
 SUSPENDED = """

@@ -56,7 +56,11 @@ class ClusterConfig(Section):
     ranks: int | None = Field(
         None, ge=1, description="ranks started by hand; default: one an accelerator, on the CPU what a replica takes"
     )
-    collective_timeout_s: float = Field(10800.0, gt=0, description="longest wait for another rank, a rollout included")
+    collective_timeout_s: float = Field(
+        10800.0,
+        gt=0,
+        description="longest wait for a rollout, or for what rank 0 does alone; in NCCL's collectives 900 s",
+    )
     restarts: int = Field(
         2,
         ge=0,

@@ -19,6 +19,7 @@ _DIMENSIONS = ["tp", "cp", "dp", "pp"]
 # with these ranks. Experts are not cut ("tp" of their own is 1): those of fine-grained models are narrow already, and
 # whole ones keep their matrix products large (Megatron-Core's own advice, its MoE README, "Expert tensor parallelism").
 _EXPERT_DIMENSIONS = ["tp", "ep", "dp", "pp"]
+NCCL_TIMEOUT = timedelta(minutes=15)
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ def make_mesh(layout: LayoutConfig, name: str = "model") -> Mesh:
 
     cpu_torch.install()
     world_size, backend = dist.get_world_size(), current_platform().backend
+    timeout = group_timeout(backend)
     check_layout(layout, world_size, name)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         # All that sequence parallelism still takes from Megatron's global state: a scratch buffer without a layout.
@@ -137,7 +139,7 @@ def make_mesh(layout: LayoutConfig, name: str = "model") -> Mesh:
     expert_grid = HyperCommGrid(shape=expert_sizes, dim_names=_EXPERT_DIMENSIONS, backend=backend)
 
     def group(*dimensions: str, of: Any = grid) -> Any:
-        return of.create_pg(list(dimensions) if len(dimensions) > 1 else dimensions[0], timeout=world_timeout())
+        return of.create_pg(list(dimensions) if len(dimensions) > 1 else dimensions[0], timeout=timeout)
 
     pg = ProcessGroupCollection()
     pg.tp, pg.cp, pg.dp, pg.pp = (group(d) for d in _DIMENSIONS)
@@ -175,13 +177,26 @@ def world_timeout() -> timedelta:
     return found
 
 
+def group_timeout(backend: str) -> timedelta:
+    """How long a rank waits in a collective of the model's groups: NCCL's are entered by all ranks within minutes,
+    what takes hours (a rollout) is waited for in the world over gloo."""
+    return min(world_timeout(), NCCL_TIMEOUT) if backend == "nccl" else world_timeout()
+
+
+def shorten_nccl_waits() -> None:
+    """The same for the world's collectives over NCCL, where it has any."""
+    if current_platform().backend == "nccl":
+        world: Any = dist.group.WORLD
+        world._get_backend(current_platform().device)._set_default_timeout(group_timeout("nccl"))
+
+
 def _embedding_groups(pipelines: list[list[int]], backend: str) -> tuple[Any, Any]:
     """Groups of the first and last stage (tied word embeddings) and of the first alone, this rank's or None."""
     word = position = None
     for ranks in pipelines:
         ends = [ranks[0], ranks[-1]] if len(ranks) > 1 else ranks
-        ends_group = dist.new_group(ends, timeout=world_timeout(), backend=backend)
-        first_group = dist.new_group(ranks[:1], timeout=world_timeout(), backend=backend)
+        ends_group = dist.new_group(ends, timeout=group_timeout(backend), backend=backend)
+        first_group = dist.new_group(ranks[:1], timeout=group_timeout(backend), backend=backend)
         if dist.get_rank() in ends:
             word = ends_group
         if dist.get_rank() == ranks[0]:

@@ -7,6 +7,7 @@ from typing import Self
 
 from torch import Tensor
 
+from vapo_megatron import logs
 from vapo_megatron.config.monitoring import MonitoringConfig
 from vapo_megatron.data.sample import Sample
 from vapo_megatron.monitoring import names
@@ -52,7 +53,12 @@ class Recorder:
     def phase(self, name: str, total: int | None = None) -> Iterator[Advance]:
         """A timed phase with progress; its seconds go into the step's row as time/<name>."""
         with self.timer(name), self.console.phase(name.replace("_", " "), total) as advance:
-            yield advance
+
+            def advance_and_tell(amount: int) -> None:
+                logs.note_progress()  # for the watchdog
+                advance(amount)
+
+            yield advance_and_tell
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """Put metrics into the row that the next write ends."""

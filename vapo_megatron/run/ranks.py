@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from vapo_megatron import logs
 from vapo_megatron.errors import BadInput, RunFailed, TryAgain, VapoError
+from vapo_megatron.megatron.mesh import shorten_nccl_waits
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.run.children import begin_child, end_children
 from vapo_megatron.run.failures import DeviceFault, LostPeer, explain
@@ -60,6 +61,7 @@ def run_as_rank(place: RankPlace, body: Callable[[], None], collective_timeout_s
     store, rank, count = next(dist.rendezvous(place.init_method, place.rank, place.world_size, timeout=meeting))
     store.set_timeout(timeout)
     dist.init_process_group(platform.world_backend, store=store, rank=rank, world_size=count, timeout=timeout)
+    shorten_nccl_waits()
     body()
     dist.barrier()
     dist.destroy_process_group()

@@ -46,6 +46,10 @@ def _line(entry: dict[str, Any], over: bool) -> str:
 _KNOWN = 3  # times that a phase was ended before its own history counts
 _PATIENCE_SECONDS = 5.0
 _OVER = "over"  # the phase of a rank that is done
+# Here ranks wait for engines, or for what rank 0 does alone: nothing can be learnt of it, and it may take hours.
+_WAITS = {logs.NO_PHASE, "rollout", "rollout_greedy", "evaluation"}
+# Of any other phase a part is done within so many times floor_s, also the first time, when kernels are compiled.
+_FIRST = 2.0
 
 
 class Hang(TryAgain):
@@ -120,10 +124,15 @@ class Watchdog:
                 self._last = place
             # Clocks may be set while a phase goes on. What a rank was in before it was forked is not its own.
             now, seconds = time.time(), time.monotonic() - max(place.since, self._began)
-            limit = self.limit(place.phase)
+            idle = time.monotonic() - max(logs.last_progress(), self._began)
+            limit, standstill = self.limit(place.phase), _FIRST * self._config.floor_s
             self._beat(Heartbeat(self._rank, place.phase, place.begun, now - seconds, now))
             if seconds > limit:
                 self._tell(f"rank {self._rank} has been in the phase {place.phase} for {seconds:.0f} s", limit)
+            elif idle > standstill and not self._knows(place.phase) and place.phase not in _WAITS:
+                self._tell(
+                    f"rank {self._rank} has got no further in the phase {place.phase} for {idle:.0f} s", standstill
+                )
             if (silent := self._silence()) > self._config.floor_s:
                 other = (self._rank + 1) % self._world
                 self._tell(f"rank {other} has said nothing for {silent:.0f} s", self._config.floor_s)
@@ -131,10 +140,13 @@ class Watchdog:
 
     def limit(self, phase: str) -> float:
         """Seconds after which a phase hangs."""
-        # Between phases ranks wait for whatever rank 0 does alone: nothing to be learnt of that.
-        if phase == logs.NO_PHASE or self._ended.get(phase, 0) < _KNOWN:
+        if not self._knows(phase):
             return self._longest
         return max(self._config.floor_s, self._config.factor * self._slowest[phase])
+
+    def _knows(self, phase: str) -> bool:
+        """Whether the phase has a history to be measured by."""
+        return phase != logs.NO_PHASE and self._ended.get(phase, 0) >= _KNOWN
 
     def _silence(self) -> float:
         """Seconds for which the rank after this one has said nothing: it is stopped, or its node is gone."""
