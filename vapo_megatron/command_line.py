@@ -1,5 +1,6 @@
 """How a program with a command line runs and ends: quietly, and with one line for whatever it refuses."""
 
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -19,6 +20,13 @@ def refuse_another_copy(running: Path, folder: Path) -> None:
         )
 
 
+def _refuse_no_folder() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise BadInput("the working directory was deleted: go to one that exists, `cd` is enough") from None
+
+
 def run_app(app: typer.Typer, name: str) -> None:
     """Run an app to the end of the process; name begins the line of a failure.
 
@@ -29,6 +37,7 @@ def run_app(app: typer.Typer, name: str) -> None:
         warnings.simplefilter("ignore")
     try:
         with told_in_one_line(name):
+            _refuse_no_folder()
             code = app(standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except (KeyboardInterrupt, typer.Abort):

@@ -329,8 +329,10 @@ SOUND = {
         ({"residual_gain": (0.02, 0.1)}, "critic"),
         ({"residual_gain": (0.03, 0.1)}, "residual"),
         ({"gain": (0.0, 0.1)}, "undecided"),
-        ({"gain": (-0.1, 0.019)}, "group"),
-        ({"gain": (-0.1, 0.02)}, "undecided"),
+        ({"gain": (-0.1, -0.001)}, "group"),
+        ({"gain": (-0.019, 0.019)}, "group"),  # neither is better by anything worth having
+        ({"gain": (-0.1, 0.019)}, "undecided"),  # of four prompts: it holds 0, and nearly anything
+        ({"gain": (-0.019, 0.02)}, "undecided"),
         ({"gain": (-0.1, 0.1), "explained_critic": (-0.5, 0.0)}, "group"),
         ({"gain": (-0.1, 0.1), "explained_critic": (-0.5, 0.01)}, "undecided"),
         ({"knowable": (0.0, 0.049), "residual_gain": (0.03, 0.1)}, "nothing"),

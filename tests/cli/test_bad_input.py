@@ -82,6 +82,11 @@ def test_a_check_says_what_a_run_would_meet_and_writes_nothing(
     [
         (["critic.optimizer.lr=1e6"], "critic.optimizer.lr=1e+06"),
         (["algorithm.update.minibatch_size=5"], "algorithm.update.minibatch_size=5 is above the 4 samples"),
+        (["actor.optimizer.warmup_steps=101"], "actor.optimizer.warmup_steps=101 (101 updates) is longer than the run"),
+        (
+            ["run.steps=2", "actor.optimizer.warmup_steps=1", "critic.optimizer.warmup_steps=53"],
+            "critic.optimizer.warmup",
+        ),
         (["batch.prompts_per_step=9"], "holds 8 prompts and batch.prompts_per_step=9"),
         (['data.eval=[{name: same, path: "${data.train}"}]'], "8 of the 8 problems of same are in data.train"),
     ],
@@ -119,6 +124,10 @@ def test_what_is_most_often_a_mistake_is_told_of_and_runs(
         ("train", "checkpoint.keep.best=typo", ["checkpoint.keep.best=typo", "evaluation/sums_avg@2"]),
         ("train", "checkpoint.keep.best=evaluation/sums_avg@4", ["did you mean evaluation/sums_avg@2?"]),
         ("train", "run.steps=many", ["run.steps", "'many'", "integer"]),
+        ("train", "actor.optimizer.lr=true", ["actor.optimizer.lr is 'true'", "a valid number"]),
+        ("train", "batch.samples_per_prompt=yes", ["batch.samples_per_prompt is 'true'", "integer"]),
+        ("train", "reward.correct_above=false", ["reward.correct_above is 'false'", "a valid number"]),
+        ("train", "data.eval.-1.limit=2", ["data.eval.-1.limit", "counted from 0"]),
         ("train", "run.steps=0", ["run.steps is 0", "greater than or equal to 1"]),
         ("train", "algorithm.policy_loss.kind=ppo", ["algorithm.policy_loss.kind", "'ppo'", "ppo_clip"]),
         ("train", "preset=vap", ["preset vap", "vapo"]),
@@ -145,6 +154,17 @@ def test_keys_and_values(
 ) -> None:
     code = command.exit_code(name, *override.split())
     assert_refused(command, code, capfd.readouterr().err, *named)
+
+
+def test_one_problem_many_times_is_told_of(
+    command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(restarts, "start_ranks", lambda *_: None)
+    monkeypatch.setattr(report, "write_report", lambda _: None)
+    rows = [{"problem": "1 plus 1", "answer": 2}] * 50
+    path = write_rows(command.folder / "same.jsonl", rows)
+    assert command.exit_code("train", config=_with_data(command, "train", "train", path)) == 0
+    assert "holds 50 rows and 1 different problem: the others repeat" in capfd.readouterr().err
 
 
 def test_an_unknown_key_in_the_file_names_file_and_nearest(command: Command, capfd: pytest.CaptureFixture[str]) -> None:
@@ -238,6 +258,14 @@ def _without_chat_template(directory: Path) -> None:
     (directory / "chat_template.jinja").unlink()
 
 
+def _deaf_chat_template(directory: Path) -> None:
+    (directory / "chat_template.jinja").write_text("<|im_start|>user{{ messages[0].text }}<|im_start|>assistant")
+
+
+def _strange_eos(directory: Path) -> None:
+    (directory / "generation_config.json").write_text('{"eos_token_id": 18}')
+
+
 def _edit(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
@@ -253,6 +281,8 @@ def _edit(path: Path, **changes: object) -> None:
         (_without_tokenizer, ["tokenizer"]),
         (_larger_tokenizer, ["19 tokens", "vocabulary of 18"]),
         (_without_eos, ["end token", "eos_token"]),
+        (_deaf_chat_template, ["chat template leaves the problem out"]),
+        (_strange_eos, ["generation_config.json: eos_token_id 18", "vocabulary of 18"]),
         (_without_chat_template, ["chat template", "data.prompt.chat_template=false"]),
     ],
 )
@@ -278,6 +308,7 @@ ROWS = {
     "hollow": ([*problems(2), {"id": "x", "problem": "1 plus 1", "answer": " "}], [":3:", "answer is empty"]),
     "textless": ([{"answer": 1}], [":1:", "'problem'"]),
     "broken": ([*problems(1), '{"id": '], [":2:", "not JSON"]),
+    "double": ([*problems(1), '{"problem": "1", "answer": 1, "answer": 2}'], [":2:", "field answer comes twice"]),
     "long": ([*problems(2), LONG], [":3:", "row long", "data.max_prompt_tokens=16"]),
 }
 

@@ -43,6 +43,14 @@ def test_a_copy_of_the_program_that_its_engines_would_take_is_refused(tmp_path: 
     _assert_one_line(ended, f"{tmp_path}/vapo_megatron is another copy", str(ROOT))
 
 
+def test_a_working_directory_that_was_deleted_is_one_line(tmp_path: Path) -> None:
+    script = (
+        f"import os, sys; os.chdir({str(tmp_path)!r}); os.rmdir({str(tmp_path)!r}); sys.path.insert(0, {str(ROOT)!r})"
+    )
+    script += "; sys.argv[1:] = ['train', 'a.yaml']; from vapo_megatron.cli import main; main()"
+    _assert_one_line(_run("-c", script), "vapo-megatron: the working directory was deleted")
+
+
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_tool_refuses_an_option_before_it_imports_torch(tool: str) -> None:
     script = f"import runpy, sys; sys.argv = ['{tool}', '--nonsense']\n"

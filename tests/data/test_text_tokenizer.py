@@ -6,7 +6,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from vapo_megatron.config.data import PromptTemplate
-from vapo_megatron.data.tokenizer import TextTokenizer, eos_token_ids, load_tokenizer
+from vapo_megatron.data.tokenizer import TextTokenizer, load_tokenizer
 from vapo_megatron.errors import BadInput
 from vapo_megatron.weights.tiny import CHATML_TEMPLATE, word_tokenizer
 
@@ -97,21 +97,25 @@ def test_text_is_what_the_tokenizer_itself_makes_of_it(directory: Path, clean_up
 
 
 def test_end_tokens_are_those_of_tokenizer_and_generation_config(directory: Path) -> None:
-    eos = TextTokenizer(directory, PromptTemplate()).eos_id
-    assert eos_token_ids(directory) == (eos,)
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, eos]}))
-    assert eos_token_ids(directory) == tuple(sorted((eos, 9)))
-    for entry, ids in ((9, (9, eos)), (None, (eos,)), ([], (eos,))):
+    tokenizer = TextTokenizer(directory, PromptTemplate())
+    eos, rows = tokenizer.eos_id, tokenizer.size
+    assert tokenizer.eos_token_ids == (eos,) and tokenizer.caution() is None
+    for entry, ids in (([9, eos], (9, eos)), (9, (9, eos)), (None, (eos,)), ([], (eos,))):
         (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": entry}))
-        assert (
-            eos_token_ids(directory) == tuple(sorted(ids)) == TextTokenizer(directory, PromptTemplate()).eos_token_ids
-        )
+        tokenizer = TextTokenizer(directory, PromptTemplate())
+        assert tokenizer.eos_token_ids == tuple(sorted(ids))
+        tokenizer.check_vocabulary(rows)
+        caution = tokenizer.caution()
+        assert caution is None if entry != 9 else f"with token 9 and the tokenizer with {eos}" in str(caution)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [eos, rows]}))
+    with pytest.raises(BadInput, match=rf"eos_token_id {rows} is outside the model's vocabulary of {rows}"):
+        TextTokenizer(directory, PromptTemplate()).check_vocabulary(rows)
     (directory / "generation_config.json").write_text("[]")
     with pytest.raises(BadInput, match="not a JSON object"):
-        eos_token_ids(directory)
+        TextTokenizer(directory, PromptTemplate())
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": "end"}))
     with pytest.raises(BadInput, match=r"generation_config\.json: eos_token_id 'end'"):
-        eos_token_ids(directory)
+        TextTokenizer(directory, PromptTemplate())
 
 
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:

@@ -202,6 +202,18 @@ def test_a_server_that_stays_away_is_named(tmp_path: Path, server: Server) -> No
         evaluate_checkpoint(_settings(tmp_path, server, external={"retry_timeout_s": 0.1}))
 
 
+def test_a_server_that_answers_nothing_is_told_of_meanwhile(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(openai_client, "_TELL_SECONDS", 0.02)
+    server.before = [500] * 12
+    evaluate_checkpoint(_settings(tmp_path, server))
+    lines = [record.getMessage() for record in caplog.records if "no request was answered" in record.getMessage()]
+    assert lines and len(lines) < 10, "it is told again after twice the time"
+    assert "the last error: HTTP 500: not now: see its log; engines of a training run have no tokenizer" in lines[0]
+    assert "server.retry_timeout_s=5 s" in lines[0]
+
+
 def test_what_is_no_completion_is_named(tmp_path: Path, server: Server) -> None:
     server.body = b"<html>hello</html>"
     with pytest.raises(RunFailed, match=r"answered problem p\d with '<html>hello</html>', expected a completion"):

@@ -106,10 +106,15 @@ def test_without_login_the_run_goes_on(
     assert [(row["a/x"], row["tracking/failures"]) for row in read_metrics(tmp_path / "run")] == [(1.0, 1.0)]
 
 
-def test_an_offline_run_has_config_code_metrics_samples_and_alarms(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_environment", [False, True])
+def test_an_offline_run_has_config_code_metrics_samples_and_alarms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_environment: bool
+) -> None:
     pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline" if by_environment else "online")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"run": {"seed": 7}}))
-    config = WandbConfig(enabled=True, mode="offline", project="tests", tags=("one",), samples=2)
+    mode = None if by_environment else "offline"
+    config = WandbConfig(enabled=True, mode=mode, project="tests", tags=("one",), samples=2)
     for start in (0, 3):
         with recorder(tmp_path, start, tensorboard=False, wandb=config) as record:
             for step in (start + 1, start + 2):

@@ -110,18 +110,36 @@ def test_the_first_failure_ends_all_ranks(tmp_path: Path, body: object, error: t
         assert not psutil.pid_exists(int(path.read_text().split()[0]))
 
 
+MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+SLURM = {"SLURM_NTASKS": "16", "SLURM_PROCID": "9", "SLURM_LOCALID": "1"}
+
+
 def test_a_world_that_somebody_else_started_is_joined() -> None:
     assert place_from_environment({}) is None
     assert place_from_environment({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) is None
-    torchrun = place_from_environment({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"})
+    torchrun = place_from_environment({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"} | MEETING)
     assert torchrun is not None
     assert (torchrun.rank, torchrun.world_size, torchrun.local_rank, torchrun.init_method) == (3, 8, 1, "env://")
-    slurm = {"SLURM_NTASKS": "16", "SLURM_PROCID": "9", "SLURM_LOCALID": "1"}
-    with pytest.raises(BadInput, match="MASTER_ADDR and MASTER_PORT are not set"):
-        place_from_environment(slurm)
-    place = place_from_environment(slurm | {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"})
+    place = place_from_environment(SLURM | MEETING)
     assert place is not None
-    assert (place.rank, place.world_size, place.local_rank, place.init_method) == (9, 16, 1, "tcp://node1:29500")
+    assert (place.rank, place.world_size, place.local_rank, place.init_method) == (9, 16, 1, "tcp://127.0.0.1:29500")
+
+
+@pytest.mark.parametrize("given", [{"RANK": "3", "WORLD_SIZE": "8"}, SLURM])
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR and MASTER_PORT are not set"),
+        ({"MASTER_PORT": ""}, "MASTER_ADDR and MASTER_PORT are not set"),
+        ({"MASTER_PORT": "abc"}, "MASTER_PORT is 'abc', expected a number"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT is '65536', expected a number"),
+        ({"RANK": "8", "SLURM_PROCID": "16"}, "(RANK|SLURM_PROCID)=(8|16) with .*: ranks count from 0"),
+        ({"MASTER_ADDR": "a b"}, "MASTER_ADDR=a b: .* knows no such host"),
+    ],
+)
+def test_a_place_where_ranks_cannot_meet_is_refused(given: dict[str, str], wrong: dict[str, str], named: str) -> None:
+    with pytest.raises(BadInput, match=named):
+        place_from_environment(given | MEETING | wrong)
 
 
 def cuda_error(code: int, text: str) -> torch.AcceleratorError:

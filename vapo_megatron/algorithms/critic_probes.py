@@ -261,7 +261,7 @@ def conclusion_of(figures: Mapping[str, Interval], faults: Sequence[str]) -> Con
         choice = "residual"
     elif gain.low > 0:
         choice = "critic"
-    elif gain.high < _WORTH or figures["explained_critic"].high <= 0:
+    elif gain.high < 0 or -_WORTH < gain.low <= gain.high < _WORTH or figures["explained_critic"].high <= 0:
         choice = "group"
     return Conclusion(choice, reasons, [*faults, *(name for name in _probed(figures) if name not in faults)])
 

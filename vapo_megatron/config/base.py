@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -16,15 +16,24 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _sections_given_in_part(cls, values: Any) -> Any:
-        """A section within lies over the default of its place: critic.optimizer without lr has the critic's."""
+    def _as_it_is_meant(cls, values: Any) -> Any:
+        """A section within lies over the default of its place: critic.optimizer without lr has the critic's. YAML's
+        true (or yes, on) is no number, though it is 1 to Python."""
         if not isinstance(values, Mapping):
             return values
         merged = dict(values)
         for name, field in cls.model_fields.items():
             if isinstance(field.default, Section) and isinstance(values.get(name), Mapping):
                 merged[name] = {**field.default.model_dump(exclude_unset=True), **values[name]}
+            elif isinstance(values.get(name), bool) and bool not in (types := _types_in(field.annotation)):
+                merged[name] = str(values[name]).lower() if types & {int, float} else values[name]
         return merged
+
+
+def _types_in(annotation: Any) -> set[Any]:
+    """An annotation and those within it; int for a literal 1."""
+    parts = get_args(annotation)
+    return {annotation if isinstance(annotation, type) else type(annotation), *(t for p in parts for t in _types_in(p))}
 
 
 def key_from_environment(variable: str | None, name: str, remedy: str) -> str | None:

@@ -116,6 +116,8 @@ def _parse_override(override: str) -> tuple[str, Any]:
     key = key.strip()
     if not separator or not key or not all(part for part in key.split(".")):
         raise BadInput(f"override {override!r} is not of the form section.key=value")
+    if any(part.startswith("-") for part in key.split(".")):
+        raise BadInput(f"override {key}: entries of a list are counted from 0, such as data.eval.0.limit")
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
         assert isinstance(parsed, dict)

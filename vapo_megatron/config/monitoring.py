@@ -37,8 +37,10 @@ class WandbConfig(Section):
     enabled: bool = Field(False, description="whether it is used")
     project: str = Field("vapo-megatron", min_length=1, max_length=128, description="project that the run belongs to")
     entity: str | None = Field(None, min_length=1, description="team or user; default: that of the login")
-    mode: Literal["online", "offline"] = Field(
-        "online", description="offline: written under wandb/ in the run directory, sent later by `wandb sync`"
+    mode: Literal["online", "offline"] | None = Field(
+        None,
+        description="offline: written under wandb/ in the run directory, sent later by `wandb sync`; none: what "
+        "WANDB_MODE in the environment says, else online",
     )
     tags: tuple[str, ...] = Field((), description="tags of the run")
     samples: int = Field(8, ge=0, description="responses a step in the table of samples; 0: none")

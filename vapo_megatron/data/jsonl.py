@@ -44,7 +44,9 @@ def no_such_file(path: Path, key: str = "") -> BadInput:
 
 def _row(path: Path, line_number: int, line: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = json.loads(line, object_pairs_hook=unambiguous)
+    except BadInput as error:
+        raise BadInput(f"{path}:{line_number}: {error}") from None
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else type(error).__name__
         raise BadInput(f"{path}:{line_number}: not JSON ({reason}); expected one JSON object a line") from None
@@ -53,6 +55,16 @@ def _row(path: Path, line_number: int, line: str) -> dict[str, Any]:
     if "\\u" in line:
         check_characters(row, f"{path}:{line_number}")
     return row
+
+
+def unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, for json.loads. Raises BadInput for a name that comes twice: JSON would keep the last alone."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise BadInput(f"field {twice} comes twice in one object; remove one of them")
+    return made
 
 
 def check_characters(row: Mapping[str, Any], place: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vapo_megatron.config.data import DataConfig, EvalSet, FieldNames
-from vapo_megatron.data.jsonl import check_characters, no_such_file, read_rows
+from vapo_megatron.data.jsonl import check_characters, no_such_file, read_rows, unambiguous
 from vapo_megatron.errors import BadInput, reason_of
 
 _OF_OTHERS = "; tools/prepare_data.py turns the rows of verl, MATH, GSM8K and others into {id, problem, answer}"
@@ -79,7 +79,9 @@ def read_file(path: Path, key: str = "") -> Iterator[tuple[int, dict[str, Any]]]
 
 def _list_rows(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+        rows = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=unambiguous)
+    except BadInput as error:
+        raise BadInput(f"{path}: {error}") from None
     except FileNotFoundError:
         raise no_such_file(path, key) from None
     except (OSError, ValueError, RecursionError) as error:

@@ -16,6 +16,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase  # noqa: E402
 # One of them holds the vocabulary. Where none does, transformers makes an empty tokenizer of the model's kind.
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
+# A problem that no template has by itself.
+_PROBE = "problem 7391"
+
 
 class TextTokenizer:
     """Encodes problems as prompts and responses as targets, and decodes responses.
@@ -32,8 +35,14 @@ class TextTokenizer:
                 f"{directory}: its tokenizer has no chat template and data.prompt.chat_template=true; "
                 "set data.prompt.chat_template=false, or use a tokenizer that has one"
             )
+        if _PROBE not in self.prompt_text(_PROBE):
+            raise BadInput(
+                f"{directory}: its chat template leaves the problem out of the prompt: mend chat_template.jinja (or "
+                "that of tokenizer_config.json), or set data.prompt.chat_template=false"
+            )
         self.eos_id: int = self._tokenizer.eos_token_id
-        self.eos_token_ids = eos_token_ids(directory, self._tokenizer)
+        self._named_ends = _ends_of_generation(directory)
+        self.eos_token_ids = tuple(sorted({self.eos_id, *self._named_ends}))
         pad = self._tokenizer.pad_token_id
         self.pad_id: int = pad if pad is not None else self.eos_id
         self.size = len(self._tokenizer)
@@ -45,6 +54,21 @@ class TextTokenizer:
                 f"{self._directory}: its tokenizer has {self.size} tokens and the model of config.json a vocabulary of "
                 f"{rows}: the two do not belong together, fetch the model's own tokenizer"
             )
+        if strange := [end for end in self.eos_token_ids if not 0 <= end < rows]:
+            raise BadInput(
+                f"{self._directory}/generation_config.json: eos_token_id {strange[0]} is outside the model's "
+                f"vocabulary of {rows}: no response could end with it, give the model's own"
+            )
+
+    def caution(self) -> str | None:
+        """What is strange about the ends of responses, and no mistake; None where nothing is."""
+        if not self._named_ends or self.eos_id in self._named_ends:
+            return None
+        return (
+            f"{self._directory}: generation_config.json ends responses with token "
+            f"{', '.join(map(str, self._named_ends))} and the tokenizer with {self.eos_id}: either ends one here, and "
+            f"demonstrations end with {self.eos_id}"
+        )
 
     def check_same(self, other: Path, key: str) -> None:
         """Raises BadInput, with the config's key, where the tokenizer of another model's directory gives tokens other
@@ -148,20 +172,19 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def eos_token_ids(directory: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> tuple[int, ...]:
-    """Every token that ends a response, ascending: the tokenizer's and those of generation_config.json.
+def _ends_of_generation(directory: Path) -> list[int]:
+    """The end tokens of generation_config.json; none where it names none.
 
-    Raises BadInput for a generation_config.json that is not of the expected form.
+    Raises BadInput for a file that is not of the expected form.
     """
-    ids = {(tokenizer or load_tokenizer(directory)).eos_token_id}
     path = directory / "generation_config.json"
-    if path.is_file():
-        try:
-            entry = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError):
-            raise BadInput(f"{path}: not a JSON object; mend or remove it") from None
-        entries = entry if isinstance(entry, list) else [] if entry is None else [entry]
-        if not all(isinstance(item, int) for item in entries):
-            raise BadInput(f"{path}: eos_token_id {entry!r}; expected a token id or a list of them")
-        ids.update(entries)
-    return tuple(sorted(ids))
+    if not path.is_file():
+        return []
+    try:
+        entry = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError):
+        raise BadInput(f"{path}: not a JSON object; mend or remove it") from None
+    entries = entry if isinstance(entry, list) else [] if entry is None else [entry]
+    if not all(isinstance(item, int) for item in entries):
+        raise BadInput(f"{path}: eos_token_id {entry!r}; expected a token id or a list of them")
+    return entries

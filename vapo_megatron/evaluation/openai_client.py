@@ -1,6 +1,7 @@
 """Responses from an OpenAI-compatible server (/chat/completions or /completions)."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,8 +28,11 @@ from vapo_megatron.engines.loop_thread import LoopThread
 from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.evaluation.responses import Response
 
+_logger = logging.getLogger(__name__)
+
 _WHOLE = frozenset({"stop", "length", "tool_calls", "content_filter"})
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+_TELL_SECONDS = 10.0  # without one answer, until the last error is told
 _SEED_BITS = 0x7FFF_FFFF  # what every server takes
 
 
@@ -47,6 +51,8 @@ class OpenAIClient:
         self._key = config.api_key()
         self._path = "/chat/completions" if config.api == "chat" else "/completions"
         self._url = config.url.rstrip("/") + self._path
+        self._failing_since: float | None = None  # of all requests together
+        self._tell_after = _TELL_SECONDS
 
     def generate(
         self,
@@ -119,6 +125,7 @@ class OpenAIClient:
             asked = time.monotonic()
             try:
                 response = self._read(await client.post(self._path, cast_to=kind, body=body), prompt, index)
+                self._failing_since, self._tell_after = None, _TELL_SECONDS
                 if response.finish_reason in _WHOLE:
                     return response
                 reason = f"a response that was broken off ({response.finish_reason})"
@@ -133,6 +140,7 @@ class OpenAIClient:
                 reason = f"{type(error.__cause__ or error).__name__}: {error.__cause__ or error}"
             except ValueError:  # it says that it sends JSON, and does not
                 raise self._no_completion("what is no JSON", prompt) from None
+            self._tell_of(reason, asked)
             failing_since = asked if failing_since is None else failing_since
             pause = max(pause, wanted)
             if time.monotonic() + pause - failing_since > self._config.retry_timeout_s:
@@ -143,6 +151,23 @@ class OpenAIClient:
                 )
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _tell_of(self, reason: str, asked: float) -> None:
+        """Warn where no request was answered for _TELL_SECONDS, and again whenever it has been as long again."""
+        if self._failing_since is None:
+            self._failing_since = asked
+        elif (seconds := time.monotonic() - self._failing_since) >= self._tell_after:
+            self._tell_after = 2 * seconds
+            remedy = "see that it runs at server.url"
+            if reason.startswith("HTTP 429"):
+                remedy = "lower server.concurrency"
+            elif reason.startswith("HTTP"):
+                remedy = "see its log; engines of a training run have no tokenizer, and answer no text"
+            _logger.warning(
+                "%s: no request was answered for %.0f s, the last error: %s: %s; tried again for "
+                "server.retry_timeout_s=%g s",
+                *(self._url, seconds, reason, remedy, self._config.retry_timeout_s),
+            )
 
     def _body(self, prompt: Prompt, index: int) -> dict[str, Any]:
         sampling, user = self._sampling, self._template.user_template.replace("{problem}", prompt.problem)

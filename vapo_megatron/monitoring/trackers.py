@@ -1,5 +1,6 @@
 """Where a run's metrics, samples and alarms go besides its own files: TensorBoard, Weights & Biases."""
 
+import os
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -7,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import wandb
 import yaml
 
 from vapo_megatron.config.atomic import atomic_write
@@ -122,7 +122,11 @@ class WeightsAndBiases:
 
     def __init__(self, config: WandbConfig, run_dir: Path) -> None:
         """Raises whatever keeps it from starting: no login, no network, no room."""
-        if config.mode == "online" and not wandb.login(prompt=False):
+        import wandb  # an extra, which few install
+
+        self._table = wandb.Table
+        mode = config.mode or os.environ.get("WANDB_MODE") or "online"
+        if mode == "online" and not wandb.login(prompt=False):
             raise ValueError("no login: run `wandb login`, set WANDB_API_KEY, or monitoring.wandb.mode=offline")
         self._samples = config.samples
         self._counters: dict[str, str] = {}
@@ -133,7 +137,7 @@ class WeightsAndBiases:
             tags=list(config.tags),
             id=_run_id(run_dir),
             resume="allow",
-            mode=config.mode,
+            mode=mode,  # type: ignore[arg-type]
             dir=str(run_dir),
             config=_run_config(run_dir),
             settings=wandb.Settings(console="off", silent=True, init_timeout=START_SECONDS),
@@ -149,7 +153,7 @@ class WeightsAndBiases:
                 self._run.define_metric(name, step_metric=counter)
         if record.samples and self._samples:
             rows = [[row[column] for column in COLUMNS] for row in record.samples[: self._samples]]
-            content["samples"] = wandb.Table(columns=list(COLUMNS), data=rows)
+            content["samples"] = self._table(columns=list(COLUMNS), data=rows)
         content["alarms"] = len(record.alarms)
         self._run.log(content)
         for line in record.alarms:

@@ -1,5 +1,6 @@
 """What a command started by hand looks at before it imports the rest of the program: most mistakes end here, soon."""
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from vapo_megatron.data.jsonl import read_rows
 from vapo_megatron.data.rows import eval_problems, train_problems
 from vapo_megatron.errors import BadInput
 from vapo_megatron.weights.model_files import read_config
+
+_WANDB_MODES = ("online", "offline", "disabled")
 
 
 def look_first(settings: TrainConfig | SftConfig | EvaluateConfig) -> None:
@@ -42,7 +45,10 @@ def look_first(settings: TrainConfig | SftConfig | EvaluateConfig) -> None:
 
 
 def check_trackers(config: MonitoringConfig) -> None:
-    """Raises BadInput where a tracker is asked for whose package is not installed."""
+    """Raises BadInput where a tracker is asked for whose package is not installed, or that has no such mode."""
+    mode = os.environ.get("WANDB_MODE")
+    if config.wandb.enabled and config.wandb.mode is None and mode and mode not in _WANDB_MODES:
+        raise BadInput(f"WANDB_MODE={mode}: expected one of {', '.join(_WANDB_MODES)}; or set monitoring.wandb.mode")
     if config.wandb.enabled and find_spec("wandb") is None:
         raise BadInput(
             "monitoring.wandb.enabled: the package wandb is not installed: pip install 'vapo-megatron[wandb]', "

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vapo_megatron.errors import BadInput
+from vapo_megatron.errors import BadInput, TryAgain
 
 
 @dataclass(frozen=True)
@@ -22,29 +22,40 @@ def place_from_environment(environment: Mapping[str, str] = os.environ) -> RankP
     """The place that torchrun or srun gave a process, by default this one; None where it was started by hand.
 
     Raises:
-        BadInput: Slurm started several tasks and nothing says where rank 0 listens, or a variable is no number.
+        BadInput: a variable is not there, is no number, or names a place where ranks cannot meet.
+        TryAgain: the name server does not answer.
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        return RankPlace(
-            _count("RANK", environment),
-            _count("WORLD_SIZE", environment),
-            _count("LOCAL_RANK", {"LOCAL_RANK": "0", **environment}),
-            "env://",
+        names, method = ("RANK", "WORLD_SIZE", "LOCAL_RANK"), "env://"
+        environment = {"LOCAL_RANK": "0", **environment}
+    elif _count("SLURM_NTASKS", {"SLURM_NTASKS": "1", **environment}) > 1 and "SLURM_PROCID" in environment:
+        names, method = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"), "tcp://{MASTER_ADDR}:{MASTER_PORT}"
+    else:
+        return None
+    rank, world_size, local_rank = (_count(name, environment) for name in names)
+    if rank >= world_size:
+        raise BadInput(f"{names[0]}={rank} with {names[1]}={world_size}: ranks count from 0, expected one below it")
+    _check_meeting_place(environment)
+    return RankPlace(rank, world_size, local_rank, method.format_map(environment))
+
+
+def _check_meeting_place(environment: Mapping[str, str]) -> None:
+    address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+    if not address or not port:
+        raise BadInput(
+            "MASTER_ADDR and MASTER_PORT are not set: several ranks were started and need a place to meet; "
+            "torchrun sets both, else export them where the ranks are started"
         )
-    if _count("SLURM_NTASKS", {"SLURM_NTASKS": "1", **environment}) > 1 and "SLURM_PROCID" in environment:
-        address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
-        if not address or not port:
-            raise BadInput(
-                "MASTER_ADDR and MASTER_PORT are not set: Slurm started several tasks and they need a place to meet; "
-                "export both in the batch script"
-            )
-        return RankPlace(
-            _count("SLURM_PROCID", environment),
-            _count("SLURM_NTASKS", environment),
-            _count("SLURM_LOCALID", environment),
-            f"tcp://{address}:{port}",
-        )
-    return None
+    if not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise BadInput(f"MASTER_PORT is {port!r}, expected a number from 1 to 65535: a free port of {address}")
+    try:
+        socket.getaddrinfo(address, int(port))
+    except (socket.gaierror, UnicodeError) as error:
+        kind = TryAgain if isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN else BadInput
+        raise kind(
+            f"MASTER_ADDR={address}: {node_name()} knows no such host ({getattr(error, 'strerror', error)}): give the "
+            "name or address of rank 0's node"
+        ) from None
 
 
 def _count(name: str, environment: Mapping[str, str]) -> int:

@@ -35,6 +35,8 @@ from vapo_megatron.weights.fp8 import BlockFp8
 
 # Well above what any model of ours, the smallest included, was trained with (3e-3).
 _LARGEST_LR = 1e-2
+# Share of training rows with a problem of their own; the usual sets have a few rows twice.
+_FEWEST_DISTINCT = 0.9
 
 
 def cautions(
@@ -53,12 +55,28 @@ def cautions(
     for name, section in sections:
         if section.optimizer.lr > _LARGEST_LR:
             yield f"{name}.optimizer.lr={section.optimizer.lr:g} is far above what trains a language model (1e-6..1e-3)"
-    if len(prompts) < config.batch.prompts_per_step:
+        warmup, updates = (
+            config.trainable(name).optimizer.warmup_steps,
+            config.run.steps * config.updates_per_rollout(name),
+        )
+        if name == "critic" and config.value_pretraining.enabled:
+            updates += config.value_pretraining.updates(config.samples)
+        if warmup > updates:
+            yield (
+                f"{name}.optimizer.warmup_steps={section.optimizer.warmup_steps} ({warmup} updates) is longer than the "
+                f"run ({updates}): the learning rate never reaches {section.optimizer.lr:g}"
+            )
+    known = {prompt.problem for prompt in prompts}
+    if len(known) < _FEWEST_DISTINCT * len(prompts):
+        yield (
+            f"data.train={config.data.train} holds {len(prompts)} rows and {len(known)} different "
+            f"problem{'s' if len(known) > 1 else ''}: the others repeat them"
+        )
+    elif len(prompts) < config.batch.prompts_per_step:
         yield (
             f"data.train={config.data.train} holds {len(prompts)} prompts and batch.prompts_per_step="
             f"{config.batch.prompts_per_step}: each step has some of them several times"
         )
-    known = {prompt.problem for prompt in prompts}
     for name, rows in evaluations.items():
         if seen := sum(prompt.problem in known for prompt in rows):
             yield (
@@ -114,7 +132,7 @@ def check_train(config: TrainConfig, world_size: int | None, facts: list[str] | 
     report.append(f"verifier: {config.reward.function or config.reward.verifier}, asked about the first problem")
     parameters = {name: model.parameter_count() for name, model in specs.items()}
     check_room(Path(config.run.directory), run_bytes(config, parameters) + record_bytes(config))
-    for caution in cautions(config, prompts, evaluations):
+    for caution in filter(None, (tokenizer.caution(), *cautions(config, prompts, evaluations))):
         print(f"vapo-megatron: caution: {caution}", file=sys.stderr, flush=True)
 
 
