@@ -1,5 +1,5 @@
-"""Grade predictions against ground-truth answers: rows {gold, prediction} in, the same rows with "correct" and
-"reason" out."""
+"""Grade responses against ground-truth answers: rows {answer, response} in, as samples and evaluations are written (or
+{gold, prediction}), the same rows with "correct" and "reason" out."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,19 +15,24 @@ from vapo_megatron.data.jsonl import read_rows, write_rows
 from vapo_megatron.errors import BadInput, told_in_one_line
 from vapo_megatron.rewards.pool import VerifierPool
 
+_NAMES = (("gold", "answer"), ("prediction", "response"))
 
-def read_cases(path: Path) -> list[dict[str, Any]]:
-    """The rows of path. Raises BadInput, naming line and field, for one without the texts gold and prediction."""
+
+def read_cases(path: Path) -> list[tuple[dict[str, Any], tuple[str, str]]]:
+    """The rows of path, each with its answer and response. Raises BadInput, naming line and field, for one without."""
     rows = []
     for number, row in read_rows(path):
-        for name in ("gold", "prediction"):
-            if name not in row:
-                raise BadInput(f"{path}:{number}: no field {name!r}; each row needs gold and prediction")
+        texts = []
+        for names in _NAMES:
+            name = next((name for name in names if name in row), None)
+            if name is None:
+                raise BadInput(f"{path}:{number}: no field {' or '.join(map(repr, names))}; each row needs one")
             if not isinstance(row[name], str):
                 raise BadInput(f"{path}:{number}: field {name} is {type(row[name]).__name__}; expected a text")
-        rows.append(row)
+            texts.append(row[name])
+        rows.append((row, (texts[0], texts[1])))
     if not rows:
-        raise BadInput(f"{path}: holds no rows; give at least one with gold and prediction")
+        raise BadInput(f"{path}: holds no rows; give at least one with answer and response")
     return rows
 
 
@@ -35,10 +40,10 @@ def grade_file(cases: Path, out: Path, config: RewardConfig) -> tuple[int, int]:
     """Grade the rows of cases into out; return how many are correct and how many there are."""
     rows = read_cases(cases)
     with VerifierPool(config) as pool:
-        grades = pool.grade_batch([(row["gold"], row["prediction"]) for row in rows])
+        grades = pool.grade_batch([texts for _, texts in rows])
 
     def graded() -> Iterator[dict[str, Any]]:
-        for row, grade in zip(rows, grades, strict=True):
+        for (row, _), grade in zip(rows, grades, strict=True):
             yield {**row, "correct": grade.correct, "reason": grade.reason, "extracted": grade.extracted}
 
     write_rows(out, graded())
@@ -50,7 +55,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def main(
-    cases: Annotated[Path, typer.Option(help="JSONL with the fields gold and prediction.")],
+    cases: Annotated[Path, typer.Option(help="JSONL with answer (or gold) and response (or prediction).")],
     out: Annotated[Path, typer.Option(help="JSONL to write: the rows with correct, reason and extracted.")],
     answer_format: Annotated[str, typer.Option(help="auto, marked, boxed, answer_line, answer_tag or hash.")] = "auto",
     workers: Annotated[int, typer.Option(help="Verifier processes.")] = 2,

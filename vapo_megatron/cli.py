@@ -163,8 +163,10 @@ def critic(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
 
 @app.command()
 def compare(
-    first: Annotated[Path, typer.Argument(metavar="RUN", help="run directory of an evaluation", show_default=False)],
-    second: Annotated[Path, typer.Argument(metavar="RUN", help="run directory of another one", show_default=False)],
+    first: Annotated[
+        Path, typer.Argument(metavar="RUN", help="directory of an evaluation or a training run", show_default=False)
+    ],
+    second: Annotated[Path, typer.Argument(metavar="RUN", help="that of another one", show_default=False)],
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
 ) -> None:
     """Compare two evaluations of the same problems: difference of avg@k, its interval, a paired test."""

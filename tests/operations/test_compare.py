@@ -2,12 +2,16 @@ import itertools
 import json
 import random
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from vapo_megatron import cli
+from vapo_megatron.data.sample import Prompt
 from vapo_megatron.errors import BadInput
+from vapo_megatron.evaluation.responses import Response
+from vapo_megatron.evaluation.sets import problem_results
 from vapo_megatron.operations.compare import compare_runs, shown_p_value, sign_flip_p_value
 
 
@@ -80,3 +84,45 @@ def test_the_command_prints_a_table_or_json(
         cli.main()
     output = capsys.readouterr().out
     assert "aime" in output and "+0.125" in output and "not sampled alike: top_p 0.7 against 0.9" in output
+
+
+def _training_run(folder: Path, correct: dict[str, list[bool]], top_p: float = 0.7) -> Path:
+    """A run that was evaluated before its first step, when nothing was right, and after step 4."""
+    (folder / "evaluation").mkdir(parents=True)
+    config = {"sampling": {"max_new_tokens": 8, "top_p": 1.0}, "evaluation": {"top_p": top_p}}
+    (folder / "config.yaml").write_text(json.dumps(config))
+    (folder / "evaluation.json").write_text(json.dumps({"step": 4, "sets": []}))
+    for step in (0, 4):
+        rows = [
+            {"id": name, "index": index, "problem": name, "answer": "1", "correct": right and step == 4}
+            for name, group in correct.items()
+            for index, right in enumerate(group)
+        ]
+        path = folder / "evaluation" / f"step_{step:06d}_sums.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_training_runs_are_compared_by_their_last_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = _training_run(tmp_path / "a", {"p": [True, False], "q": [False, False]})
+    second = _training_run(tmp_path / "b", {"p": [True, True], "q": [False, True]}, top_p=0.9)
+    (one,) = compare_runs(first, second)
+    assert (one.name, one.problems, one.a, one.b, one.better) == ("sums", 2, 0.25, 0.75, 2)
+    monkeypatch.setattr(sys, "argv", ["vapo-megatron", "compare", str(first), str(second)])
+    with pytest.raises(SystemExit):
+        cli.main()
+    output = " ".join(capsys.readouterr().out.split())
+    assert "its evaluation after step 4" in output and "top_p 0.7 against 0.9" in output
+    # An evaluation of a model on the same problems is comparable with it: digests are of text and answer.
+    result = problem_results([Prompt("p", "p", "1", ()), Prompt("q", "q", "1", ())], [_response("p"), _response("q")])
+    evaluated = _run(tmp_path / "c", {})
+    lines = "".join(json.dumps(asdict(problem)) + "\n" for problem in result)
+    (evaluated / "evaluation" / "aime_problems.jsonl").rename(evaluated / "evaluation" / "sums_problems.jsonl")
+    (evaluated / "evaluation" / "sums_problems.jsonl").write_text(lines)
+    assert compare_runs(first, evaluated)[0].difference == pytest.approx(0.75)
+
+
+def _response(name: str) -> Response:
+    return Response(name, 0, "1", 1, "stop", correct=True)

@@ -16,20 +16,26 @@ def test_rows_come_back_in_order_with_their_verdict(tmp_path: Path) -> None:
         {"gold": "4", "prediction": r"\boxed{4}", "id": "a"},
         {"gold": r"\sqrt{12}", "prediction": r"\boxed{2\sqrt{3}}"},
         {"gold": "4", "prediction": "no idea"},
+        # As samples and evaluations are written, graded before.
+        {"id": "b", "problem": "2 + 2", "answer": "4", "response": "It is #### 4", "correct": False, "reward": 0.0},
     ]
     cases, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     cases.write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, output = _grade(cases, out)
-    assert code == 0 and "2 of 3 correct" in output
+    assert code == 0 and "3 of 4 correct" in output
     graded = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["correct"] for row in graded] == [True, True, False]
-    assert [{key: row[key] for key in original} for row, original in zip(graded, rows, strict=True)] == rows
+    assert [row["correct"] for row in graded] == [True, True, False, True]
+    verdict = {"correct", "reason", "extracted"}
+    for row, original in zip(graded, rows, strict=True):
+        assert {key: row[key] for key in original.keys() - verdict} == {
+            k: original[k] for k in original.keys() - verdict
+        }
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"gold": "1"}\n', "in.jsonl:1: no field 'prediction'"),
+        ('{"gold": "1"}\n', "in.jsonl:1: no field 'prediction' or 'response'"),
         ('{"gold": 1, "prediction": "1"}\n', "in.jsonl:1: field gold is int"),
         ('{"gold": "1", "prediction": "1"}\nx\n', "in.jsonl:2: not JSON"),
         ("", "holds no rows"),

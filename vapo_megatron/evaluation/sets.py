@@ -125,13 +125,18 @@ def _vote(extracted: str) -> str | None:
     return str(number.value) if number is not None and number.base is None else compact(text) or None
 
 
+def digest_of(problem: str, answer: str) -> str:
+    """Tells a problem from another of the same id."""
+    return hashlib.sha256(json.dumps([problem, answer]).encode()).hexdigest()[:16]
+
+
 def _problem(prompt: Prompt, group: Sequence[Response]) -> ProblemResult:
     # All correct answers vote as one, others by what was read out of them, however that is written.
     answers = [prompt.answer if one.correct else _vote(one.extracted) for one in group]
     counted = Counter(answer for answer in answers if answer is not None)
     return ProblemResult(
         id=prompt.id,
-        digest=hashlib.sha256(json.dumps([prompt.problem, prompt.answer]).encode()).hexdigest()[:16],
+        digest=digest_of(prompt.problem, prompt.answer),
         answer=prompt.answer,
         samples=len(group),
         correct=sum(one.correct for one in group),

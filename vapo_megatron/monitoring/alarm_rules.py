@@ -179,7 +179,8 @@ def critic_fault(history: History) -> str | None:
     "read `samples/` of the last steps and the verifier's reasons; take the best checkpoint; more data",
 )
 def evaluation_falls(history: History) -> str | None:
-    """The reward is being gamed, or the training problems are learnt by heart."""
+    """The reward rises for something else than new problems: training problems learnt by heart, a verifier that is
+    deceived, or probability that evaluation.top_p leaves out."""
     for name in history.named(names.EVALUATION):
         values = history.values(name)
         if len(values) <= _EVALUATIONS:

@@ -1,6 +1,7 @@
-"""Two evaluations of the same problems against each other: a paired test."""
+"""Two evaluations of the same problems against each other: a paired test. A training run has its last evaluation."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -8,13 +9,19 @@ from typing import Any
 
 import numpy as np
 import scipy.stats
+import yaml
+from pydantic import ValidationError
 
+from vapo_megatron.config.rollout import SamplingConfig
+from vapo_megatron.config.run import EvaluationConfig
 from vapo_megatron.data.jsonl import read_rows
 from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.metrics import PROBLEMS, bootstrap_interval
+from vapo_megatron.evaluation.sets import digest_of
 from vapo_megatron.monitoring.console import RunConsole
 from vapo_megatron.operations.report.runs import read_evaluation
 
+_OF_STEP = re.compile(r"step_\d+_(?P<set>.+)\.jsonl")  # training/evaluation.py writes them
 _RESAMPLES = 100_000  # flips; where there are no more than these in all, every one is tried
 _FLIPPED_AT_ONCE = 1 << 20  # differences, which bounds the memory of a test
 
@@ -127,6 +134,9 @@ def comparison_table(first: Path, second: Path, comparisons: Sequence[Comparison
     """A line a set, and what it means, on standard output."""
     console = RunConsole()
     console.header("vapo-megatron compare", {"first": first, "second": second})
+    for run_dir in (first, second):
+        if (step := read_evaluation(run_dir).get("step")) is not None:
+            console.note(f"{run_dir}: a training run, its evaluation after step {step}")
     titles = ["set", "problems", "first", "second", "difference", "95 % interval", "better/worse", "p"]
     rows = [
         [
@@ -147,27 +157,49 @@ def shown_p_value(p_value: float) -> str:
 
 
 def _sets(run_dir: Path) -> dict[str, Path]:
-    found = {path.name.removesuffix(PROBLEMS): path for path in (run_dir / "evaluation").glob(f"*{PROBLEMS}")}
-    if not found:
-        raise BadInput(f"{run_dir}: holds no evaluation/*{PROBLEMS}: give the directory of a finished evaluation")
-    return found
+    """The file of each set that was answered; of a training run that of the last step."""
+    folder = run_dir / "evaluation"
+    sets = {path.name.removesuffix(PROBLEMS): path for path in folder.glob(f"*{PROBLEMS}")}
+    for path in sorted(folder.glob("step_*.jsonl")) if not sets else ():
+        if (named := _OF_STEP.fullmatch(path.name)) is not None:
+            sets[named["set"]] = path
+    if not sets:
+        raise BadInput(
+            f"{run_dir}: holds no evaluation/*{PROBLEMS}, nor evaluation/step_*.jsonl: give the directory of "
+            "a finished evaluation, or of a training run with data.eval"
+        )
+    return sets
 
 
 def _sampling(run_dir: Path) -> dict[str, Any]:
-    found = read_evaluation(run_dir).get("sampling")
-    if not isinstance(found, dict):
+    sampling = read_evaluation(run_dir).get("sampling")
+    if sampling is None and (run_dir / "config.yaml").is_file():
+        try:
+            config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+            training = SamplingConfig.model_validate(config["sampling"])
+            sampling = EvaluationConfig.model_validate(config["evaluation"]).sampling_beside(training).model_dump()
+        except (OSError, yaml.YAMLError, KeyError, TypeError, ValidationError):
+            raise BadInput(
+                f"{run_dir}/config.yaml: not of a training run of this version; evaluate its model"
+            ) from None
+    if not isinstance(sampling, dict):
         raise BadInput(f"{run_dir}/evaluation.json: names no sampling: give the directory of an evaluation")
-    return found
+    return sampling
 
 
 def _problems(path: Path) -> dict[str, tuple[Any, float]]:
     """By id a digest of text and answer, and the share of samples that are correct."""
-    found: dict[str, tuple[Any, float]] = {}
+    counts: dict[str, tuple[Any, int, int]] = {}
     for number, row in read_rows(path):
         try:
-            found[str(row["id"])] = row.get("digest"), int(row["correct"]) / int(row["samples"])
-        except (KeyError, TypeError, ValueError, ZeroDivisionError):
-            raise BadInput(f"{path}:{number}: expected id, samples and correct; evaluate again") from None
-    if not found:
-        raise BadInput(f"{path}: holds no rows; evaluate again")
-    return found
+            if path.name.endswith(PROBLEMS):
+                counts[str(row["id"])] = row.get("digest"), int(row["correct"]), int(row["samples"])
+            else:
+                _, correct, samples = counts.get(row["id"], (None, 0, 0))
+                digest = digest_of(row["problem"], row["answer"])
+                counts[row["id"]] = digest, correct + bool(row["correct"]), samples + 1
+        except (KeyError, TypeError, ValueError):
+            raise BadInput(f"{path}:{number}: not a row of an evaluation of this version; evaluate again") from None
+    if not counts or not all(samples for _, _, samples in counts.values()):
+        raise BadInput(f"{path}: holds no rows, or a problem without samples; evaluate again")
+    return {name: (digest, correct / samples) for name, (digest, correct, samples) in counts.items()}

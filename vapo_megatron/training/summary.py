@@ -70,7 +70,7 @@ def show_end(name: str, recorder: Recorder) -> None:
     """Show what evaluations have reached, and where everything is."""
     run_dir, rows = recorder.run_dir, read_metrics(recorder.run_dir) if recorder.is_main_rank else []
     reached: dict[str, object] = {
-        metric: f"{found[0]:.3f} -> {found[-1]:.3f}"
+        metric: f"{found[0]:.3f} -> {found[-1]:.3f}" if len(found) > 1 else f"{found[0]:.3f}"
         for metric in sorted({metric for row in rows for metric in row if "_avg@" in metric})
         if (found := [row[metric] for row in rows if metric in row])
     }

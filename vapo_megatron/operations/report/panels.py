@@ -162,7 +162,10 @@ def _accuracy(present: Iterable[str], rows: Rows) -> Panel:
         curves.append(
             Curve(name, name.removeprefix(names.EVALUATION).replace("_avg@", " avg@"), points=True, low=low, high=high)
         )
-    hint = "Training rises first, evaluation follows. Evaluation falls while training rises: the reward is being gamed."
+    hint = (
+        "Training rises first, evaluation follows. Evaluations sample in their own way (top_p), so that their height "
+        "is not training's: compare each with its own beginning. One that falls while training rises: read samples/."
+    )
     return Panel("Accuracy and reward", tuple(curves), hint)
 
 
