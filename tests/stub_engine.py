@@ -12,7 +12,7 @@ import urllib.request
 from pathlib import Path
 
 import vapo_megatron
-from vapo_megatron.engines.inside.heartbeat import HEALTH_PATH
+from vapo_megatron.engines.inside.heartbeat import HEALTH_PATH, lost_processes
 from vapo_megatron.engines.remote_engines import PROTOCOL
 from vapo_megatron.engines.server import EngineAddress
 
@@ -65,7 +65,11 @@ class StubServer:
             assert time.monotonic() < end
             time.sleep(0.05)
 
-    def set_log_aside(self) -> Path:
+    def lost(self) -> str | None:
+        return next(iter(lost_processes(self._scratch)), None) if self._scratch is not None else None
+
+    def end(self, cause: str) -> Path:
+        self.stop()
         return self._folder / "engine.ended1.log"
 
     def stop(self) -> None:

@@ -1,5 +1,6 @@
 """An engine that somebody else started is left out while it is gone, and taken back when it is ours to take."""
 
+import math
 import os
 import signal
 import time
@@ -11,8 +12,8 @@ import pytest
 from stub_engine import StubServer
 
 from vapo_megatron.config.rollout import HealthConfig, RolloutConfig
-from vapo_megatron.engines.engine_watch import EngineWatch
-from vapo_megatron.engines.keeper import LOOK_SECONDS, ask_health
+from vapo_megatron.engines.keeper import LOOK_SECONDS, EngineKeeper, ask_health
+from vapo_megatron.engines.remote_engines import ExternalServer
 
 CONFIG = RolloutConfig(health=HealthConfig(answer_s=1.0, max_failures=1))
 DEADLINE = 20
@@ -27,13 +28,15 @@ def stub(tmp_path: Path) -> Iterator[StubServer]:
     server.stop()
 
 
-def watched(stub: StubServer, agreed: dict[str, Any], lost: list[str]) -> EngineWatch:
-    watch = EngineWatch(stub.address, CONFIG, agreed)
+def watched(stub: StubServer, agreed: dict[str, Any], lost: list[str]) -> EngineKeeper:
+    server = ExternalServer(stub.address, CONFIG.health.answer_s, agreed)
+    watch = EngineKeeper(server, CONFIG, start_timeout_s=math.inf)
     watch.when_lost = lost.append
+    watch.wait_until_ready()
     return watch
 
 
-def wait_until(watch: EngineWatch, state: str) -> None:
+def wait_until(watch: EngineKeeper, state: str) -> None:
     end = time.monotonic() + DEADLINE
     while watch.look().state != state:
         assert time.monotonic() < end, f"not {state}: {watch.look()}"
@@ -46,7 +49,7 @@ def test_one_that_stands_still_is_left_out_and_comes_back(stub: StubServer, role
     watch = watched(stub, {}, lost)
     try:
         os.kill(stub.processes[role], signal.SIGSTOP)
-        wait_until(watch, "waiting")
+        wait_until(watch, "starting")
         assert cause in watch.look().cause and lost == [stub.address.url]
         stub.stop()  # as its owner does
         stub.start_again()
@@ -62,7 +65,7 @@ def test_one_that_lies_is_told_to_end_and_given_up_in_the_end(stub: StubServer) 
     watch = watched(stub, {}, [])
     try:
         watch.fail("a test")
-        assert watch.look().state == "waiting" and ask_health(stub.address, 1) is None
+        assert watch.look().state == "starting" and ask_health(stub.address, 1) is None
         stub.stop()
         stub.start_again()
         wait_until(watch, "serving")
@@ -80,7 +83,7 @@ def test_one_that_comes_back_as_another_is_not_taken(stub: StubServer, caplog: p
         stub.start_again()
         stub.wait_until_ready()
         time.sleep(5 * LOOK_SECONDS)
-        assert watch.look().state == "waiting" and "was started with rollout.tp=None and this run has 2" in caplog.text
+        assert watch.look().state == "starting" and "was started with rollout.tp=None and this run has 2" in caplog.text
     finally:
         watch.stop()
 
@@ -91,35 +94,28 @@ def test_what_its_watch_stumbles_over_is_told(stub: StubServer, monkeypatch: pyt
     def stumble(*_: Any) -> None:
         raise KeyError("lost")
 
-    monkeypatch.setattr("vapo_megatron.engines.engine_watch.what_is_wrong", stumble)
+    monkeypatch.setattr("vapo_megatron.engines.keeper.what_is_wrong", stumble)
     watch = watched(stub, {}, lost)
     try:
         wait_until(watch, "given up")
-        assert "its watch failed (KeyError: 'lost')" in watch.look().cause and lost == [stub.address.url]
+        assert "its keeper failed (KeyError: 'lost')" in watch.look().cause and lost == [stub.address.url]
     finally:
         watch.stop()
 
 
-def test_a_watch_that_stumbles_while_its_engine_is_gone_never_says_it_serves(
+def test_one_whose_keeper_stumbles_while_it_is_gone_is_given_up(
     stub: StubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    states: list[Any] = []
+    def stumble(*_: Any) -> None:
+        raise KeyError("lost")
 
-    class Told(EngineWatch):
-        def __setattr__(self, name: str, value: Any) -> None:
-            if name == "_state":
-                states.append(value)
-            super().__setattr__(name, value)
-
-        def _take_back(self) -> None:
-            raise KeyError("lost")
-
-    watch = Told(stub.address, CONFIG, {})
+    monkeypatch.setattr("vapo_megatron.engines.remote_engines.check_identity", stumble)
+    watch = watched(stub, {}, [])
     try:
         watch.fail("a test")
         stub.stop()
         stub.start_again()
         wait_until(watch, "given up")
-        assert states == ["serving", "waiting", "given up"] and watch.look().failures == 2
+        assert watch.look().failures == 2
     finally:
         watch.stop()

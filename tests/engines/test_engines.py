@@ -18,7 +18,7 @@ from vapo_megatron.data.sample import Prompt
 from vapo_megatron.engines import placement
 from vapo_megatron.engines.engines import Engines
 from vapo_megatron.engines.node_part import BESIDE_MEETING, NodePart
-from vapo_megatron.engines.placement import ColocatedPlacement, EngineSettings
+from vapo_megatron.engines.placement import EngineSettings, Placement
 from vapo_megatron.engines.request import GenerationRequest
 from vapo_megatron.engines.weight_sync.logprob_difference import Limits, LogprobDifference, probe_batch
 from vapo_megatron.errors import RunFailed
@@ -98,9 +98,9 @@ def test_resharded_weights_arrive_and_a_stale_engine_is_named(model_dir: Path, t
 def placed(model_dir: Path, tp: int, **server_args: Any) -> tuple[NodePart, list[int], bool] | None:
     """Of this rank's server on nodes of two GPUs: its part, its GPUs, whether requests come to it."""
     device = torch.device("cuda", dist.get_rank() % 2)
-    platform: Any = SimpleNamespace(device=device, device_count=lambda: 2)
+    platform: Any = SimpleNamespace(is_cuda=True, device=device, device_count=lambda: 2)
     config = RolloutConfig(tp=tp, server_args=server_args)
-    found = ColocatedPlacement(EngineSettings(config, model_dir, "bfloat16", Path("logs")), platform)
+    found = Placement(EngineSettings(config, model_dir, "bfloat16", Path("logs")), platform)
     if found.keeper is None:
         return None
     keeper: Any = found.keeper

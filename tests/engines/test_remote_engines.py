@@ -150,7 +150,7 @@ def test_engines_serve_one_trainer_at_a_time(fleet: Fleet, tmp_path: Path) -> No
     weights = [(name, tensors[name][:]) for name in sorted(tensors.names)]
     prompts = [Prompt("p", "", "", (3, 4, 5))]
     config, sampling = rollout_of(fleet.urls[0]), SamplingConfig(max_new_tokens=4)
-    first, second = (take_over_engines(config, fleet.agreed()).addresses[0] for _ in range(2))
+    first, second = (take_over_engines(config, fleet.agreed())[0][0] for _ in range(2))
     for address in (first, second):
         with WeightSync(DiskTransport([EngineClient(address, DEADLINE)], tmp_path)) as sync:
             sync.load([weights], version=1)

@@ -6,13 +6,14 @@ Ranks that are started again find their engines running; what earlier ranks have
 import asyncio
 import logging
 import multiprocessing
+import queue
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,16 @@ _logger = logging.getLogger(__name__)
 # Until the home listens: where processes are spawned it imports first.
 _START_SECONDS = 120.0
 _POLL_SECONDS = 0.1
+# While the home works on an answer it says so; what says nothing for longer is stopped.
+_STILL_SECONDS = 1.0
+_SILENT_SECONDS = 15.0
+# A call that takes longer, beside what a server may take to start, hangs in the home.
+_ANSWER_SECONDS = 120.0
+_STILL_AT_WORK = "still at work"
 
 
 class HomeLost(TryAgain):
-    """The process that keeps the engines is gone, and the engines with it."""
+    """The process that keeps the engines is gone or does not answer: another one has to take its place."""
 
 
 @dataclass(frozen=True)
@@ -92,22 +99,32 @@ _CALLS: dict[str, Callable[..., Any]] = {
 
 def _serve(home: _Home, connection: Connection) -> None:
     """Answer one rank's calls about its engine, until it hangs up."""
+    keeper: EngineKeeper | None = None
+
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def answer(call: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal keeper
+        try:
+            if call == "keep":
+                keeper, was_there = home.keep(*arguments)
+                answers.put((keeper.look() if was_there else None, None))
+            else:
+                answers.put((_CALLS[call](keeper, *arguments), None))
+        except VapoError as error:
+            answers.put((None, error))
+        except Exception:
+            answers.put((None, RunFailed(f"the process that keeps the engines: {traceback.format_exc()}")))
+
     with suppress(EOFError, OSError), connection:
-        keeper: EngineKeeper | None = None
         while True:
             call, arguments = connection.recv()
-            answer: Any = None
-            try:
-                if call == "keep":
-                    keeper, was_there = home.keep(*arguments)
-                    answer = keeper.look() if was_there else None
-                else:
-                    answer = _CALLS[call](keeper, *arguments)
-                connection.send((answer, None))
-            except VapoError as error:
-                connection.send((None, error))
-            except Exception:
-                connection.send((None, RunFailed(f"the process that keeps the engines: {traceback.format_exc()}")))
+            threading.Thread(target=answer, args=(call, arguments), daemon=True).start()
+            message: Any = _STILL_AT_WORK
+            while message == _STILL_AT_WORK:
+                with suppress(queue.Empty):
+                    message = answers.get(timeout=_STILL_SECONDS)
+                connection.send(message)
 
 
 def _take_over(keeper: EngineKeeper, config: RolloutConfig) -> None:
@@ -129,12 +146,13 @@ class HomedKeeper:
         may_take_over: whether one that runs already may be used.
 
     Raises:
-        HomeLost: here and in every call, where the home is gone.
+        HomeLost: here and in every call, where the home is gone, stopped or hangs.
         BadInput: see EngineServer.
     """
 
     def __init__(self, home: Path, index: int, engine: HomedEngine, may_take_over: bool) -> None:
         self._lock = threading.Lock()
+        self._seconds = engine.config.start_timeout_s + _ANSWER_SECONDS
         self._connection = _connect(home)
         before: Kept | None = self._ask("keep", index, engine, may_take_over)
         self.taken_over = before is not None
@@ -179,12 +197,23 @@ class HomedKeeper:
         try:
             with self._lock:
                 self._connection.send((call, arguments))
-                answer, error = self._connection.recv()
+                answer, error = self._receive(call)
         except (OSError, EOFError) as gone:
-            raise _lost() from gone
+            raise _lost("is gone") from gone
         if error is not None:
             raise error
         return answer
+
+    def _receive(self, call: str) -> tuple[Any, VapoError | None]:
+        end = time.monotonic() + self._seconds
+        while self._connection.poll(_SILENT_SECONDS):
+            message: Any = self._connection.recv()
+            if message != _STILL_AT_WORK:
+                answer, error = message
+                return answer, error
+            if time.monotonic() > end:
+                raise _lost(f"hangs: it has been at {call} for {self._seconds:.0f} s")
+        raise _lost(f"is stopped: it has said nothing for {_SILENT_SECONDS:.0f} s")
 
 
 def _connect(home: Path) -> Connection:
@@ -192,14 +221,22 @@ def _connect(home: Path) -> Connection:
     end = time.monotonic() + _START_SECONDS
     while True:
         try:
-            return Client(str(home), family="AF_UNIX", authkey=multiprocessing.current_process().authkey)
+            connection = Client(str(home), family="AF_UNIX")
+            if not connection.poll(_SILENT_SECONDS):  # the system takes calls for a process that is stopped
+                raise _lost(f"is stopped: it has said nothing for {_SILENT_SECONDS:.0f} s")
+            # What Client() does with a key, which would wait for ever.
+            answer_challenge(connection, multiprocessing.current_process().authkey)
+            deliver_challenge(connection, multiprocessing.current_process().authkey)
+            return connection
         except (OSError, EOFError, multiprocessing.AuthenticationError) as error:
             if time.monotonic() > end:
-                raise _lost() from error
+                raise _lost("is gone") from error
             time.sleep(_POLL_SECONDS)
 
 
-def _lost() -> HomeLost:
+def _lost(how: str) -> HomeLost:
     return HomeLost(
-        "the process that keeps the engines is gone: start the same command again with run.resume=auto", shared=True
+        f"the process that keeps the engines (engine-home in `ps`) {how}: start the same command again with "
+        "run.resume=auto",
+        shared=True,
     )

@@ -17,7 +17,7 @@ from vapo_megatron.config.rollout import Dtype, RolloutConfig
 from vapo_megatron.engines.client import EngineClient, MemoryTag, PauseMode
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.keeper import Kept
-from vapo_megatron.engines.placement import EngineSettings, place_engines
+from vapo_megatron.engines.placement import EngineSettings, Placement
 from vapo_megatron.engines.weight_sync.logprob_difference import (
     Limits,
     LogprobDifference,
@@ -74,9 +74,7 @@ class Engines:
         """
         self._config, self._dtype, self._fp8, self._stop_token_ids = config, dtype, fp8, stop_token_ids
         self._vocabulary = read_spec(model_dir).vocab_size
-        self._placement = place_engines(
-            EngineSettings(config, model_dir, dtype, log_dir, fp8), current_platform(), home
-        )
+        self._placement = Placement(EngineSettings(config, model_dir, dtype, log_dir, fp8), current_platform(), home)
         self._sync: WeightSync | None = None
         self._slots: DeviceSlots | SharedSlots | None = None
         self._dispatcher: Dispatcher | None = None
@@ -388,7 +386,7 @@ class Engines:
             self._failures += [one.cause] * (one.failures - self._seen.get(one.url, 0))
             self._seen[one.url] = one.failures
         given_up = [one for one in found if one.state == "given up"]
-        if given_up and (self._placement.needs_all or len(given_up) == len(found)):
+        if given_up and (not self._placement.is_external or len(given_up) == len(found)):
             self.failure = EnginesFailed(
                 f"an engine failed {given_up[0].in_a_row} times in a row, the last time {given_up[0].cause} "
                 "(rollout.health.max_failures): see its log; start the same command again with run.resume=auto",

@@ -1,7 +1,9 @@
-"""Keeps one server running: ends it when it is dead, stopped, silent or called wrong, and starts it again.
+"""Watches one server: ends it when it is dead, stopped, silent or found to be wrong, and has it started again.
 
-The address stays the same. Whoever has a request in a server that is ended hears of it at once, by a broken connection;
-a server that was started again has no weights of ours (NO_WEIGHTS) until the next weight sync.
+The server is this run's own, or one that somebody else owns (remote_engines.ExternalServer): that one is left out until
+its owner has started it again. The address stays the same. Whoever has a request in a server that is ended hears of it
+at once, by a broken connection; a server that was started again has no weights of ours (NO_WEIGHTS) until the next
+weight sync.
 """
 
 import contextlib
@@ -13,13 +15,15 @@ import threading
 import time
 import urllib.parse
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.engines.client import REQUEST_SECONDS
 from vapo_megatron.engines.inside.heartbeat import END_PATH, HEALTH_PATH
-from vapo_megatron.engines.server import DIRECT, EngineAddress, EngineServer
+from vapo_megatron.engines.server import DIRECT, EngineAddress
 from vapo_megatron.errors import BadInput
 
 _logger = logging.getLogger(__name__)
@@ -52,15 +56,44 @@ class Kept:
     cause: str
 
 
+class Server(Protocol):
+    """What is watched: server.EngineServer says what its methods do."""
+
+    @property
+    def address(self) -> EngineAddress: ...
+
+    def start(self) -> None: ...
+
+    def wait_until_ready(self) -> None: ...
+
+    def ended(self) -> str | None: ...
+
+    def lost(self) -> str | None: ...
+
+    def is_ready(self) -> bool: ...
+
+    def end(self, cause: str) -> Path: ...
+
+    def start_again(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
 class EngineKeeper:
-    """A thread beside the owner of a server. Its methods may be called from any other.
+    """A thread beside whoever owns or feeds a server. Its methods may be called from any other.
 
     Args:
         server: to be kept. Not started yet.
         config: the rollout section.
+        start_timeout_s: until a server that takes the place of another one must serve.
+
+    Attributes:
+        when_lost: called with its URL where it fails, from any thread.
     """
 
-    def __init__(self, server: EngineServer, config: RolloutConfig) -> None:
+    def __init__(self, server: Server, config: RolloutConfig, start_timeout_s: float | None = None) -> None:
+        self._start_seconds = config.start_timeout_s if start_timeout_s is None else start_timeout_s
+        self.when_lost: Callable[[str], None] | None = None
         self._server, self._config, self._health = server, config, config.health
         self._lock, self._first, self._stop = threading.RLock(), threading.Lock(), threading.Event()
         self._begun = False
@@ -102,6 +135,11 @@ class EngineKeeper:
         """How the server is."""
         with self._lock:
             return Kept(self.address.url, self._state, self._failures, self._in_a_row, self._cause)
+
+    def is_unhealthy(self) -> bool:
+        """Whether it says so itself now, or says nothing."""
+        health = ask_health(self.address, LOOK_SECONDS)
+        return health is None or what_is_wrong(health, self._config) is not None
 
     def fail(self, cause: str, served: bool = True) -> None:
         """The server was found to be wrong: it is ended, and started again.
@@ -147,6 +185,8 @@ class EngineKeeper:
                 except Exception:
                     _logger.exception("engine %s could not be ended", self.address.url)
                 self._state = "given up"
+            if self.when_lost is not None:
+                self.when_lost(self.address.url)
 
     def _look(self) -> None:
         is_ready = self._state == "starting" and self._server.is_ready()  # may take seconds: not under the lock
@@ -162,13 +202,15 @@ class EngineKeeper:
         """What is wrong with a server that serves. Not under the lock: it may take seconds."""
         if (ended := self._server.ended()) is not None:
             return f"it ended ({ended})"
+        if (lost := self._server.lost()) is not None:
+            return lost
         now = time.monotonic()
-        found = ask_health(self.address, LOOK_SECONDS)
-        if found is None:
+        health = ask_health(self.address, LOOK_SECONDS)
+        if health is None:
             silent = now - self._answered
             return f"no answer for {silent:.0f} s" if silent > self._health.answer_s else None
         self._answered = now
-        return what_is_wrong(found, self._config)
+        return what_is_wrong(health, self._config)
 
     def _replace(self, cause: str, served: bool = True) -> None:
         if served and self._state == "serving" and time.monotonic() - self._served > self._config.start_timeout_s:
@@ -176,11 +218,12 @@ class EngineKeeper:
         self._failures += 1
         self._in_a_row += 1
         self._cause = cause if is_named(self.address.url, cause) else f"{self.address.url}: {cause}"
-        self._server.stop()
-        self._ended = time.monotonic()
-        log = self._server.set_log_aside()
         given_up = self._in_a_row > self._health.max_failures
-        then = "not started again" if given_up else "it is started again"
+        then = "it is not taken again" if given_up else "it is left out until it is back"
+        if self.when_lost is not None:
+            self.when_lost(self.address.url)
+        log = self._server.end(cause)
+        self._ended = time.monotonic()
         _logger.warning("engine %s (log %s): %s, failure %d", self._cause, log, then, self._in_a_row)
         self._state = "given up" if given_up else "waiting"
         if not given_up and self._may_start:
@@ -193,11 +236,11 @@ class EngineKeeper:
         except (BadInput, OSError) as error:  # its port, which the old server may have for a moment; a full disk
             _logger.info("engine %s: %s", self.address.url, error)
             self._state = "waiting"
-            if time.monotonic() > self._ended + self._config.start_timeout_s:
+            if time.monotonic() > self._ended + self._start_seconds:
                 self._replace(str(error))
 
     def _look_at_start(self, is_ready: bool) -> None:
-        seconds, limit = time.monotonic() - self._started, self._config.start_timeout_s
+        seconds, limit = time.monotonic() - self._started, self._start_seconds
         if (ended := self._server.ended()) is not None:
             self._replace(f"it ended while starting ({ended})")
         elif is_ready:

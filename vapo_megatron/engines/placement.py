@@ -6,9 +6,9 @@ ranks owns one. Engines of rollout.external_urls run on devices of their own and
 feeds all of them, by one broadcast.
 """
 
+import math
 import os
 import socket
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,17 +16,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from typing_extensions import override
 
 from vapo_megatron.collectives import gather_values, on_rank_zero
-from vapo_megatron.config.rollout import Dtype, RolloutConfig, TransportName
+from vapo_megatron.config.rollout import Dtype, RolloutConfig
 from vapo_megatron.engines.client import REQUEST_SECONDS, EngineClient
 from vapo_megatron.engines.engine_home import HomedEngine, HomedKeeper
-from vapo_megatron.engines.engine_watch import EngineWatch
 from vapo_megatron.engines.inside.broadcast_group import address_towards
 from vapo_megatron.engines.keeper import EngineKeeper, Kept, is_named
 from vapo_megatron.engines.node_part import BESIDE_MEETING, WHOLE, NodePart, free_port, not_replaced, part_of_ranks
-from vapo_megatron.engines.remote_engines import RemoteEngines, take_over_engines, what_must_agree
+from vapo_megatron.engines.remote_engines import ExternalServer, take_over_engines, what_must_agree
 from vapo_megatron.engines.server import EngineAddress, EngineServer
 from vapo_megatron.engines.weight_sync.transports import (
     DiskTransport,
@@ -53,112 +51,53 @@ class EngineSettings:
     fp8: BlockFp8 | None = None
 
 
-class Placement(ABC):
+class Placement:
     """The engines of a run as one rank sees them.
 
-    keeper: of the server that this rank owns, to be started and stopped by whoever holds this object; None where it
-        owns none.
-    shares_memory: whether engines use memory of the trainer's device, so that the two have to take turns.
-    needs_all: whether the run ends where one engine is given up; else where all are.
+    Attributes:
+        keepers: of the engines that this rank feeds: of its own server, or on rank 0 of all external ones.
+        shares_memory: whether engines use memory of the trainer's device, so that the two have to take turns.
+        is_external: whether they run on devices of their own; then the run ends where all are given up, else at one.
+        leads: whether this rank's server takes requests; a further node's part of one does not.
     """
 
-    keeper: EngineKeeper | HomedKeeper | None = None
-    shares_memory = False
-    needs_all = True
-
     def __init__(self, settings: EngineSettings, platform: Platform, home: Path | None = None) -> None:
-        self._settings, self._config, self._platform, self._home = settings, settings.config, platform, home
-
-    @property
-    def taken_over(self) -> bool:
-        """Whether this rank's engine was there before it."""
-        return isinstance(self.keeper, HomedKeeper) and self.keeper.taken_over
-
-    @abstractmethod
-    def wait_for_addresses(self) -> list[EngineAddress]:
-        """Collective: every engine's address, once all of them answer; on other ranks than 0 possibly none."""
-
-    @abstractmethod
-    def transport(self) -> Transport:
-        """The way from this rank to the engines it feeds, once they answer; one without clients where it feeds none."""
-
-    @abstractmethod
-    def engines(self) -> list[Kept]:
-        """How the engines are that this rank feeds."""
-
-    @abstractmethod
-    def fail(self, cause: str, served: bool = True) -> None:
-        """An engine that this rank feeds was found to be wrong: the one that the cause names.
-
-        served: see EngineKeeper.fail.
-        """
-
-    @abstractmethod
-    def survived(self, url: str) -> None:
-        """An engine has served from one weight sync to the next."""
-
-    @abstractmethod
-    def tell(self, when_lost: Callable[[str], None]) -> None:
-        """Call when_lost with the URL of an engine that fails where no broken connection tells of it."""
-
-    def close(self) -> None:
-        """End this rank's server, and what watches others."""
-        if self.keeper is not None:
-            self.keeper.stop()
-
-    def _disk(self, clients: list[EngineClient]) -> DiskTransport:
-        return DiskTransport(clients, Path(self._config.sync.directory or self._settings.log_dir))
-
-
-class _OwnEngines(Placement):
-    """Servers that ranks of this run start on their machines. leads: whether this rank's takes requests."""
-
-    default_transport: TransportName
-    leads = True
-
-    def wait_for_addresses(self) -> list[EngineAddress]:
-        """See Placement.
+        """Collective. home: of engines that outlive ranks.
 
         Raises:
-            RunFailed: a server did not start; its log's cause is named.
+            BadInput: rollout.sync.transport, or asynchronous rollouts, are not possible on this machine.
         """
-        address = None
-        if self.keeper is not None:
-            self.keeper.wait_until_ready()
-            address = self.keeper.address if self.leads else None
-        return [found for found in gather_values(address) if found is not None]
+        self._settings, self._config, self._platform, self._home = settings, settings.config, platform, home
+        self.is_external = bool(self._config.external_urls)
+        self.shares_memory = platform.is_cuda and not self.is_external
+        self.keepers: list[EngineKeeper | HomedKeeper] = []
+        self.leads, self._addresses, self._group = True, list[EngineAddress](), None
+        self._engines_on_gpus = platform.is_cuda
+        if not platform.is_cuda and self._config.sync.transport == "ipc":
+            raise BadInput("rollout.sync.transport=ipc needs GPUs and there are none: set it to auto")
+        if self.shares_memory:
+            self._place_on_gpus()
+        elif not self.is_external:
+            host, rank = _reachable_host(), dist.get_rank()
+            if rank < self._config.num_engines:
+                self.keepers = [self._keeper(rank, None, host)]
 
-    @override
-    def transport(self) -> Transport:
-        client, config = self._own_client(), self._config
-        clients = [] if client is None else [client]
-        name = self.default_transport if config.sync.transport == "auto" else config.sync.transport
-        if name == "distributed":
-            return DistributedTransport(clients, config.tp, REQUEST_SECONDS)
-        return self._disk(clients) if name == "disk" else SharedMemoryTransport(client, config.tp)
-
-    def _own_client(self) -> EngineClient | None:
-        return EngineClient(self.keeper.address) if self.keeper is not None and self.leads else None
-
-    @override
-    def engines(self) -> list[Kept]:
-        found = [] if self.keeper is None else [self.keeper.look()]
-        # A part of an engine is reported when it fails: then the engine has.
-        return found if self.leads else [one for one in found if one.state != "serving"]
-
-    @override
-    def fail(self, cause: str, served: bool = True) -> None:
-        assert self.keeper is not None
-        self.keeper.fail(cause, served)
-
-    @override
-    def tell(self, when_lost: Callable[[str], None]) -> None:
-        """Their keepers end those that fail, which breaks their connections."""
-
-    @override
-    def survived(self, url: str) -> None:
-        assert self.keeper is not None
-        self.keeper.survived()
+    def _place_on_gpus(self) -> None:
+        if (staleness := self._config.asynchronous.max_staleness) > 0:
+            raise BadInput(
+                f"rollout.asynchronous.max_staleness={staleness} with engines on the trainer's GPUs: they cannot "
+                "generate while it updates, give rollout.external_urls (vapo-megatron engine), or set max_staleness=0"
+            )
+        host, rank, tp, platform = _reachable_host(), dist.get_rank(), self._config.tp, self._platform
+        self._group = _engine_group(tp)
+        part = part_of_ranks(rank, tp, platform.device_count())
+        beside = BESIDE_MEETING if self._config.attention_parts > 1 else ()
+        meeting = _meeting(host, self._group, beside) if tp > platform.device_count() else ""
+        if part is not None:
+            first, part, self.leads = platform.device.index, replace(part, meeting=meeting), part.leads
+            if part.of > 1:
+                self._config = not_replaced(self._config)
+            self.keepers = [self._keeper(rank // tp, range(first, first + tp // part.of), host, part)]
 
     def _keeper(
         self, index: int, devices: range | None, host: str, part: NodePart = WHOLE
@@ -169,6 +108,100 @@ class _OwnEngines(Placement):
         # How much of the trainer's GPU one holds that shares it is not known after a kill: those are started anew.
         return HomedKeeper(self._home, index, engine, may_take_over=not self.shares_memory)
 
+    @property
+    def keeper(self) -> EngineKeeper | HomedKeeper | None:
+        """Of the server that this rank owns; None where it owns none."""
+        return None if self.is_external or not self.keepers else self.keepers[0]
+
+    @property
+    def taken_over(self) -> bool:
+        """Whether this rank's engine was there before it."""
+        return isinstance(self.keeper, HomedKeeper) and self.keeper.taken_over
+
+    def wait_for_addresses(self) -> list[EngineAddress]:
+        """Collective: every engine's address, once all of them answer; external ones take requests again after the
+        first weight sync.
+
+        Raises:
+            RunFailed: a server did not start; its log's cause is named.
+            BadInput, TryAgain: see take_over_engines.
+        """
+        if self.is_external:
+            return self._take_over()
+        if self.keeper is not None:
+            self.keeper.wait_until_ready()
+            self._addresses = [self.keeper.address] if self.leads else []
+        return [address for addresses in gather_values(self._addresses) for address in addresses]
+
+    def _take_over(self) -> list[EngineAddress]:
+        made, config = self._settings, self._config
+        agreed = what_must_agree(config, read_spec(made.model_dir), made.dtype, made.fp8)
+        addresses, self._engines_on_gpus = on_rank_zero(lambda: take_over_engines(config, agreed))
+        if dist.get_rank() == 0:
+            self._addresses = list(addresses)
+            servers = [ExternalServer(address, config.health.answer_s, agreed) for address in addresses]
+            self.keepers = [EngineKeeper(server, config, start_timeout_s=math.inf) for server in servers]
+            for keeper in self.keepers:
+                keeper.wait_until_ready()
+        return list(addresses)
+
+    def transport(self) -> Transport:
+        """The way from this rank to the engines it feeds, once they answer; one without clients where it feeds none.
+
+        CUDA IPC takes part of every rank: each sends from the memory of its own GPU.
+        """
+        config, tp = self._config, self._config.tp
+        clients = [EngineClient(address) for address in self._addresses]
+        client, name = next(iter(clients), None), config.sync.transport
+        if name == "auto":
+            name = "distributed" if self.is_external else "ipc" if self.shares_memory else "shared_memory"
+        if name == "ipc":
+            return IpcTransport(client, self._platform.device, self._group if tp > 1 else None)
+        if name == "distributed":
+            on_gpus = self.is_external and self._engines_on_gpus
+            device = self._platform.device if on_gpus else torch.device("cpu")
+            return DistributedTransport(clients, tp, REQUEST_SECONDS, device)
+        if name == "disk":
+            return DiskTransport(clients, Path(config.sync.directory or self._settings.log_dir))
+        return SharedMemoryTransport(client, tp)
+
+    def engines(self) -> list[Kept]:
+        """How the engines are that this rank feeds."""
+        engines = [keeper.look() for keeper in self.keepers]
+        # A part of an engine is reported when it fails: then the engine has.
+        return engines if self.leads else [engine for engine in engines if engine.state != "serving"]
+
+    def fail(self, cause: str, served: bool = True) -> None:
+        """An engine that this rank feeds was found to be wrong: the one that the cause names, else those that are
+        unhealthy, else all.
+
+        served: see EngineKeeper.fail.
+        """
+        failed = self.keepers
+        if len(failed) > 1:
+            external = [keeper for keeper in self.keepers if isinstance(keeper, EngineKeeper)]
+            named = [keeper for keeper in external if is_named(keeper.address.url, cause)]
+            failed = [*(named or [keeper for keeper in external if keeper.is_unhealthy()] or external)]
+        for keeper in failed:
+            keeper.fail(cause, served)
+
+    def survived(self, url: str) -> None:
+        """An engine has served from one weight sync to the next."""
+        for keeper in self.keepers:
+            if keeper.address.url == url:
+                keeper.survived()
+
+    def tell(self, when_lost: Callable[[str], None]) -> None:
+        """Call when_lost with the URL of an engine that fails where no broken connection tells of it."""
+        for keeper in self.keepers:
+            if isinstance(keeper, EngineKeeper):
+                keeper.when_lost = when_lost
+
+    def close(self) -> None:
+        """End this rank's server, and what watches others."""
+        for keeper in self.keepers:
+            keeper.stop()
+
 
 def make_server(
     made: EngineSettings, index: int, devices: range | None, host: str, part: NodePart = WHOLE
@@ -176,139 +209,6 @@ def make_server(
     """The server with this number; devices: of the GPUs it uses, None without; part: of it, this node's."""
     log_file = made.log_dir / (f"engine_{index}.log" if part.leads else f"engine_{index}_node_{part.index}.log")
     return EngineServer(made.model_dir, made.config, made.dtype, log_file, devices, host=host, fp8=made.fp8, part=part)
-
-
-class CpuPlacement(_OwnEngines):
-    """Each of the first rollout.num_engines ranks owns a server on its machine's CPU."""
-
-    default_transport = "shared_memory"
-
-    def __init__(self, settings: EngineSettings, platform: Platform, home: Path | None = None) -> None:
-        """Collective.
-
-        Raises:
-            BadInput: rollout.sync.transport needs GPUs.
-        """
-        super().__init__(settings, platform, home)
-        _refuse_ipc(self._config)
-        host, rank = _reachable_host(), dist.get_rank()
-        if rank < self._config.num_engines:
-            self.keeper = self._keeper(rank, None, host)
-
-
-class ColocatedPlacement(_OwnEngines):
-    """rollout.tp consecutive ranks share their GPUs with one engine, whose server the first of them owns."""
-
-    default_transport = "ipc"
-    shares_memory = True
-
-    def __init__(self, settings: EngineSettings, platform: Platform, home: Path | None = None) -> None:
-        """Collective.
-
-        Raises:
-            BadInput: engines are to generate while the trainer updates.
-        """
-        super().__init__(settings, platform, home)
-        if (staleness := self._config.asynchronous.max_staleness) > 0:
-            raise BadInput(
-                f"rollout.asynchronous.max_staleness={staleness} with engines on the trainer's GPUs: they cannot "
-                "generate while it updates, give rollout.external_urls (vapo-megatron engine), or set max_staleness=0"
-            )
-        host, rank, tp = _reachable_host(), dist.get_rank(), self._config.tp
-        self._group = _engine_group(tp)
-        part = part_of_ranks(rank, tp, platform.device_count())
-        beside = BESIDE_MEETING if self._config.attention_parts > 1 else ()
-        meeting = _meeting(host, self._group, beside) if tp > platform.device_count() else ""
-        if part is not None:
-            first, part, self.leads = platform.device.index, replace(part, meeting=meeting), part.leads
-            if part.of > 1:
-                self._config = not_replaced(self._config)
-            self.keeper = self._keeper(rank // tp, range(first, first + tp // part.of), host, part)
-
-    def transport(self) -> Transport:
-        """See Placement. CUDA IPC takes part of every rank: each sends from the memory of its own GPU."""
-        if self._config.sync.transport not in ("auto", "ipc"):
-            return super().transport()
-        return IpcTransport(self._own_client(), self._platform.device, self._group if self._config.tp > 1 else None)
-
-
-class ExternalPlacement(Placement):
-    """Engines of rollout.external_urls, on devices of their own, which outlive the run; rank 0 feeds all of them."""
-
-    needs_all = False
-
-    def __init__(self, settings: EngineSettings, platform: Platform) -> None:
-        super().__init__(settings, platform)
-        if not platform.is_cuda:  # the transport is a GPU's alone, wherever engines are
-            _refuse_ipc(self._config)
-        self._engines: RemoteEngines | None = None
-        self._watches: dict[str, EngineWatch] = {}
-
-    def wait_for_addresses(self) -> list[EngineAddress]:
-        """See Placement. They take requests again after the first weight sync.
-
-        Raises:
-            BadInput, TryAgain: see take_over_engines.
-        """
-        made = self._settings
-        agreed = what_must_agree(self._config, read_spec(made.model_dir), made.dtype, made.fp8)
-        self._engines = on_rank_zero(lambda: take_over_engines(self._config, agreed))
-        if dist.get_rank() == 0:
-            self._watches = {
-                address.url: EngineWatch(address, self._config, agreed) for address in self._engines.addresses
-            }
-        return list(self._engines.addresses)
-
-    @override
-    def engines(self) -> list[Kept]:
-        return [watch.look() for watch in self._watches.values()]
-
-    @override
-    def fail(self, cause: str, served: bool = True) -> None:
-        named = [watch for url, watch in self._watches.items() if is_named(url, cause)]
-        unhealthy = named or [watch for watch in self._watches.values() if watch.is_unhealthy()]
-        for watch in unhealthy or self._watches.values():
-            watch.fail(cause)
-
-    @override
-    def survived(self, url: str) -> None:
-        self._watches[url].survived()
-
-    @override
-    def tell(self, when_lost: Callable[[str], None]) -> None:
-        for watch in self._watches.values():
-            watch.when_lost = when_lost
-
-    @override
-    def close(self) -> None:
-        for watch in self._watches.values():
-            watch.stop()
-
-    @override
-    def transport(self) -> Transport:
-        assert self._engines is not None
-        addresses, config = self._engines.addresses if dist.get_rank() == 0 else (), self._config
-        clients = [EngineClient(address) for address in addresses]
-        if config.sync.transport == "disk":
-            return self._disk(clients)
-        device = self._platform.device if self._engines.cuda else torch.device("cpu")
-        return DistributedTransport(clients, config.tp, REQUEST_SECONDS, device)
-
-
-def place_engines(settings: EngineSettings, platform: Platform, home: Path | None = None) -> Placement:
-    """Collective: the placement that a config asks for on this kind of machine. home: of engines that outlive ranks.
-
-    Raises:
-        BadInput: rollout.sync.transport is not possible there.
-    """
-    if settings.config.external_urls:
-        return ExternalPlacement(settings, platform)
-    return (ColocatedPlacement if platform.is_cuda else CpuPlacement)(settings, platform, home)
-
-
-def _refuse_ipc(config: RolloutConfig) -> None:
-    if config.sync.transport == "ipc":
-        raise BadInput("rollout.sync.transport=ipc needs GPUs and there are none: set it to auto")
 
 
 def _reachable_host() -> str:

@@ -6,20 +6,25 @@ is, and takes it over: what an earlier trainer may have begun on it ends.
 
 import asyncio
 import dataclasses
+import logging
 import secrets
 import socket
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import JsonValue, TypeAdapter
 
 from vapo_megatron.config.rollout import Dtype, RolloutConfig
 from vapo_megatron.engines.client import REQUEST_SECONDS, EngineClient
+from vapo_megatron.engines.keeper import LOOK_SECONDS, ask_health, end_server
 from vapo_megatron.engines.server import EngineAddress
-from vapo_megatron.errors import BadInput, TryAgain
+from vapo_megatron.errors import BadInput, TryAgain, VapoError
 from vapo_megatron.weights.fp8 import BlockFp8
 from vapo_megatron.weights.spec import ModelSpec
+
+_logger = logging.getLogger(__name__)
 
 PROTOCOL = 6
 """To be raised with every change of what engines and trainers say to each other: bucket_message.announce, the answers
@@ -59,19 +64,64 @@ def identity_of_engine(agreed: Mapping[str, JsonValue], is_cuda: bool, log_file:
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class RemoteEngines:
-    """The engines of a run, taken over. cuda: whether all of them run on GPUs."""
+class ExternalServer:
+    """An engine that somebody else started, and starts again, for an EngineKeeper: it serves already.
 
-    addresses: tuple[EngineAddress, ...]
-    cuda: bool
+    agreed: what engine and trainer must have in common (what_must_agree).
+    """
+
+    def __init__(self, address: EngineAddress, answer_s: float, agreed: Mapping[str, JsonValue]) -> None:
+        self.address, self._answer_s, self._agreed = address, answer_s, agreed
+        self._refusal = ""
+
+    def start(self) -> None:
+        """Its owner did."""
+
+    def wait_until_ready(self) -> None:
+        """It answered when it was taken over."""
+
+    def ended(self) -> None:
+        """Its process is not ours to see."""
+
+    def lost(self) -> None:
+        """Nor are its others."""
+
+    def end(self, cause: str) -> Path:
+        """Tell it to end, if it still can."""
+        end_server(self.address, cause)
+        return Path(self.address.log_file)
+
+    def start_again(self) -> None:
+        """Its owner does."""
+
+    def is_ready(self) -> bool:
+        """Whether it is back and taken over; one that is another one now is not taken."""
+        health = ask_health(self.address, LOOK_SECONDS)
+        if health is None or health["lost"]:
+            return False
+        try:
+            asyncio.run(self._take_back())
+        except VapoError as error:
+            if str(error) != self._refusal:
+                _logger.warning("engine %s is not taken back: %s", self.address.url, error)
+            self._refusal = str(error)
+            return False
+        return True
+
+    def stop(self) -> None:
+        """It lives on."""
+
+    async def _take_back(self) -> None:
+        identity = await meet(self.address.url, self.address.key, self._answer_s)
+        check_identity(self.address.url, identity, self._agreed)
+        await take_over(self.address)
 
 
-def take_over_engines(config: RolloutConfig, agreed: Mapping[str, JsonValue]) -> RemoteEngines:
+def take_over_engines(config: RolloutConfig, agreed: Mapping[str, JsonValue]) -> tuple[tuple[EngineAddress, ...], bool]:
     """Meet the engines of rollout.external_urls, which may still be starting, and leave nothing of an earlier
     trainer's.
 
-    They take requests again after the first weight sync.
+    They take requests again after the first weight sync. Returns their addresses, and whether all of them run on GPUs.
 
     Raises:
         BadInput: one is no engine of ours, wants another key, or differs in something that must agree.
@@ -81,7 +131,9 @@ def take_over_engines(config: RolloutConfig, agreed: Mapping[str, JsonValue]) ->
     return asyncio.run(_take_over_all(config, agreed, owner, key))
 
 
-async def _take_over_all(config: RolloutConfig, agreed: Mapping[str, JsonValue], owner: str, key: str) -> RemoteEngines:
+async def _take_over_all(
+    config: RolloutConfig, agreed: Mapping[str, JsonValue], owner: str, key: str
+) -> tuple[tuple[EngineAddress, ...], bool]:
     identities = await asyncio.gather(*(meet(url, key, config.start_timeout_s) for url in config.external_urls))
     addresses = []
     for url, identity in zip(config.external_urls, identities, strict=True):
@@ -90,7 +142,7 @@ async def _take_over_all(config: RolloutConfig, agreed: Mapping[str, JsonValue],
         log_file = identity["log_file"] if here else f"{identity['host']}:{identity['log_file']}"
         addresses.append(EngineAddress(url, log_file, key, owner))
     await asyncio.gather(*(take_over(address) for address in addresses))
-    return RemoteEngines(tuple(addresses), all(identity["cuda"] for identity in identities))
+    return tuple(addresses), all(identity["cuda"] for identity in identities)
 
 
 async def meet(url: str, key: str, deadline: float) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from pydantic import JsonValue
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.engines.engine_environment import engine_environment
 from vapo_megatron.engines.gpu_kernels import check_kernels
+from vapo_megatron.engines.inside.heartbeat import lost_processes, stands_still
 from vapo_megatron.engines.inside.owner_guard import remove_shared_memory, start_guard
 from vapo_megatron.engines.inside.server_main import KEY_VARIABLE
 from vapo_megatron.engines.node_part import BESIDE_SERVER, WHOLE, NodePart, free_port
@@ -214,6 +215,15 @@ class EngineServer:
         code = None if self._process is None else self._process.poll()
         return None if code is None else f"{_describe(code)}: {self.address.cause()}"
 
+    def lost(self) -> str | None:
+        """A process of the server that is dead or stopped, in words; None where there is none. Asks nobody."""
+        process, scratch = self._process, self._scratch
+        if process is None or scratch is None:
+            return None
+        if (state := stands_still(process.pid)) is not None:
+            return f"its HTTP server (process {process.pid}) is {state}"
+        return next(iter(lost_processes(str(scratch))), None)
+
     def is_ready(self) -> bool:
         """Whether it answers."""
         try:
@@ -237,15 +247,6 @@ class EngineServer:
                 if time.monotonic() > end:
                     raise
                 time.sleep(_POLL_SECONDS)
-
-    def set_log_aside(self) -> Path:
-        """Keep the log of a server that was ended from the one that takes its place. Returns where it is now."""
-        number = 1
-        while (kept := self._log_file.with_suffix(f".ended{number}{self._log_file.suffix}")).exists():
-            number += 1
-        if self._log_file.exists():
-            self._log_file.rename(kept)
-        return kept
 
     def wait_until_ready(self) -> None:
         """Return when the server answers.
@@ -271,6 +272,16 @@ class EngineServer:
                     f"{self._config.start_timeout_s:g} s (raise it for a large model): {self.address.cause()}"
                 )
             time.sleep(_POLL_SECONDS)
+
+    def end(self, cause: str) -> Path:
+        """End one that was found to be wrong, before another one takes its place. Returns where its log is kept."""
+        self.stop()
+        number = 1
+        while (aside := self._log_file.with_suffix(f".ended{number}{self._log_file.suffix}")).exists():
+            number += 1
+        if self._log_file.exists():
+            self._log_file.rename(aside)
+        return aside
 
     def stop(self) -> None:
         """End the server and all its processes. May be called at any time, any number of times."""

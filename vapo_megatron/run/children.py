@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import logging
 import multiprocessing
 import os
 import signal
@@ -10,8 +11,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 from vapo_megatron import logs
+from vapo_megatron.engines.inside.heartbeat import stands_still
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.signals import stop_signals_blocked
+
+_logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _GRACE_SECONDS = 15
@@ -62,10 +66,15 @@ class Companion:
         self._body, self._name = body, name
         self._process: Any = None
 
-    def ensure(self) -> None:
-        """Have it running, anew where it was killed."""
-        if self._process is not None and self._process.is_alive():
-            return
+    def ensure(self, hangs: bool = False) -> None:
+        """Have it running, anew where it was killed, is stopped, or hangs."""
+        if self._process is not None:
+            state = "hanging" if hangs else stands_still(self._process.pid)
+            if state is None:
+                return
+            _logger.warning("%s (process %d) is ended, as it is %s", self._name, self._process.pid, state)
+            self._process.kill()  # in order it would take a while, if it can at all
+            self._process.join()
         context: Any = multiprocessing.get_context(current_platform().start_method)
         self._process = context.Process(target=_run, args=(self._body, logs.configured_level()), name=self._name)
         with stop_signals_blocked():  # they are for ranks

@@ -50,12 +50,14 @@ def run_ranks(settings: Settings, count: int, body: Callable[[Start], None], sta
             if isinstance(settings, TrainConfig) and not settings.rollout.external_urls:
                 start = replace(start, home=memory / "engines")
                 home = stack.enter_context(Companion(partial(keep_engines, memory / "engines"), "engine-home"))
+        home_hangs = False
         while not start.finished:
             if home is not None:
-                home.ensure()
+                home.ensure(home_hangs)
             try:
                 return start_ranks(count, partial(body, start), timeout, memory)
             except (RankKilled, Hang, HomeLost, Damaged) as error:
+                home_hangs = isinstance(error, HomeLost)
                 again = _start_after(error, settings, start, lease)
                 left = settings.cluster.restarts if again.checkpoint != start.checkpoint else left
                 if left == 0 or stop_requested():

@@ -45,6 +45,21 @@ def processes_in(scratch: str) -> Iterator[tuple[str, int, Path]]:
         yield role, int(pid), path
 
 
+def lost_processes(scratch: str) -> list[str]:
+    """A line for each process of the server there that is dead or stopped."""
+    states = [(role, pid, stands_still(pid)) for role, pid, _ in processes_in(scratch)]
+    return sorted(f"its {role} (process {pid}) is {state}" for role, pid, state in states if state is not None)
+
+
+def stands_still(pid: int) -> str | None:
+    """Whether a process is dead or stopped, in words; None where it is neither."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        state = "X"
+    return _STATES.get(state)
+
+
 def beats_with(scheduler: Any, beat: Callable[[int], None]) -> None:
     """Have SGLang's scheduler class call beat before and after each batch."""
     run_batch, ended = scheduler.run_batch, 0
@@ -78,11 +93,8 @@ class Heartbeat:
         """lost: a line for each process that is dead or stopped. requests: that are open. silent_s: for how many
         seconds no batch has begun or ended while there were any, since it was paused last; 0 without. paused: whether
         it is. batches: that have ended so far."""
-        now, lost, beats, batches = time.monotonic(), [], [self._idle_at], 0
-        for role, pid, path in processes_in(tempfile.gettempdir()):
-            state = _STATES.get(_state(pid))
-            if state is not None:
-                lost.append(f"its {role} (process {pid}) is {state}")
+        now, beats, batches = time.monotonic(), [self._idle_at], 0
+        for _, _, path in processes_in(tempfile.gettempdir()):
             beat, ended = _BEAT.unpack(path.read_bytes())
             beats.append(beat)
             batches = max(batches, ended)
@@ -91,17 +103,10 @@ class Heartbeat:
             self._idle_at = now
             beats.append(now)
         self._was_paused, silent = paused, now - max(beats)
-        return {"lost": sorted(lost), "requests": requests, "silent_s": silent, "paused": paused, "batches": batches}
+        lost = lost_processes(tempfile.gettempdir())
+        return {"lost": lost, "requests": requests, "silent_s": silent, "paused": paused, "batches": batches}
 
     async def end(self, cause: str) -> None:
         """End the server, all its processes and this one: its owner starts it again, and finds the cause in the log."""
         print(f"EndedForError: {cause}", flush=True)
         os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
-def _state(pid: int) -> str:
-    """The state of a process, as in /proc/<pid>/stat; X where there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"
