@@ -18,6 +18,7 @@ from vapo_megatron.algorithms.gae import decoupled_gae, length_adaptive_lambda
 from vapo_megatron.algorithms.segments import place_terminal, to_tokens
 from vapo_megatron.config.model import (
     ActorConfig,
+    AdapterConfig,
     CriticConfig,
     LayoutConfig,
     ModelConfig,
@@ -30,7 +31,7 @@ from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.megatron.mesh import Mesh, make_mesh
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.training.losses import NegativeLogLikelihood, PolicyLoss, ValueLoss
-from vapo_megatron.weights.export import stream_hf
+from vapo_megatron.weights.export import stream_adapters, stream_hf
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.spec import read_spec
 
@@ -52,12 +53,14 @@ class Case:
     loss: str
     family: str = "qwen3"
     tied: bool = False
+    adapter: AdapterConfig | None = None
 
     @property
     def head(self) -> str:
         return "value" if self.loss.startswith("value") else "lm"
 
 
+ATTENTION = AdapterConfig(rank=4, layers=("linear_qkv", "linear_proj"))
 CASES = {
     case.name: case
     for case in (
@@ -69,6 +72,10 @@ CASES = {
         Case("nll-tied", "nll", tied=True),
         Case("terminal", "terminal"),
         Case("moe", "policy", family="qwen3_moe"),
+        Case("adapter", "policy", tied=True, adapter=AdapterConfig(rank=4, alpha=16)),
+        Case("adapter-value", "value", family="qwen2", adapter=AdapterConfig(rank=3)),
+        Case("adapter-fused", "nll", family="phi3", adapter=AdapterConfig(rank=4)),
+        Case("adapter-moe", "policy", family="qwen3_moe", adapter=ATTENTION),
     )
 }
 
@@ -183,9 +190,10 @@ def _train_case(
         "recompute": split.recompute,
         "max_tokens_per_microbatch": split.max_tokens,
         "offload": split.offload,
+        "kind": "adapter" if case.adapter else "model",
     }
     section = ActorConfig(**shared, logprob_chunk=7) if case.head == "lm" else CriticConfig(**shared)
-    model = ModelConfig(path=str(model_dir), dtype=split.dtype)  # type: ignore[arg-type]
+    model = ModelConfig(path=str(model_dir), dtype=split.dtype, adapter=case.adapter or AdapterConfig())  # type: ignore[arg-type]
     trainable = Trainable(spec, model, section, mesh, case.head, name="actor", seed=1, temperature=0.9)  # type: ignore[arg-type]
     load_hf(trainable.chunks, spec, model_dir, mesh, case.head)
     trainable.prepare()
@@ -211,6 +219,13 @@ def _tensors(trainable: Trainable) -> dict[str, np.ndarray]:
     return {name: tensor.detach().float().numpy().copy() for bucket in stream for name, tensor in bucket}
 
 
+def _adapters(trainable: Trainable) -> dict[str, np.ndarray]:
+    if trainable.adapter is None:
+        return {}
+    stream = stream_adapters(trainable.chunks, trainable.spec, trainable.mesh, trainable.adapter)
+    return {name: tensor.float().numpy().copy() for bucket in stream for name, tensor in bucket}
+
+
 @torch.no_grad()
 def _gradients(trainable: Trainable) -> dict[str, np.ndarray]:
     """Gradients of the last step by the names of the weights: they stand in for the weights in an export."""
@@ -222,13 +237,18 @@ def _gradients(trainable: Trainable) -> dict[str, np.ndarray]:
                     _gather_shards(bucket.grad_data, buffer.data_parallel_group)
     kept: list[tuple[Tensor, Tensor]] = []
     for chunk in chunks:
-        for parameter in chunk.parameters():
+        for parameter in filter(lambda parameter: parameter.requires_grad, chunk.parameters()):
             kept.append((parameter, parameter.detach().clone()))
             parameter.copy_(parameter.main_grad)
-    found = _tensors(trainable)
+    found = _tensors(trainable) if trainable.adapter is None else _adapters(trainable) | _head(trainable)
     for parameter, value in kept:
         parameter.copy_(value)
     return found
+
+
+def _head(trainable: Trainable) -> dict[str, np.ndarray]:
+    """A critic's, which is trained beside its adapters."""
+    return {name: tensor for name, tensor in _tensors(trainable).items() if name.startswith("score.")}
 
 
 def _gather_shards(data: Tensor, group: Any) -> None:

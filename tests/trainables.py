@@ -58,13 +58,17 @@ def make_trainable(
     optimizer: dict[str, Any] | None = None,
     temperature: float = 0.9,
     attention: str = "sdpa",
+    adapter: dict[str, Any] | None = None,
     **section: Any,
 ) -> Trainable:
-    """Collective: a loaded and prepared model. section: fields of ActorConfig or CriticConfig."""
-    settings = OptimizerSettings.model_validate({"lr": 1e-2, "warmup_steps": 0, **(optimizer or {})})
-    config = (ActorConfig if head == "lm" else CriticConfig).model_validate({"optimizer": settings, **section})
+    """Collective: a loaded and prepared model, with adapters where their settings are given. section: fields of
+    ActorConfig or CriticConfig."""
+    section["kind"] = "model" if adapter is None else "adapter"
+    adamw = OptimizerSettings.model_validate({"lr": 1e-2, "warmup_steps": 0, **(optimizer or {})})
+    config = (ActorConfig if head == "lm" else CriticConfig).model_validate({"optimizer": adamw, **section})
     spec, mesh = read_spec(model_dir), make_mesh(config.layout)
-    model = ModelConfig.model_validate({"path": str(model_dir), "dtype": dtype, "attention": attention})
+    settings = {"path": str(model_dir), "dtype": dtype, "attention": attention, "adapter": adapter or {}}
+    model = ModelConfig.model_validate(settings)
     name = "actor" if head == "lm" else "critic"
     trainable = Trainable(spec, model, config, mesh, head, name=name, seed=1, temperature=temperature)
     load_hf(trainable.chunks, spec, model_dir, mesh, head, head_init_std=0.05, seed=3)

@@ -15,7 +15,8 @@ from torch import Tensor
 from vapo_megatron.algorithms.segments import last_tokens
 from vapo_megatron.config.model import LayoutConfig, RecomputeConfig
 
-NAMES = ("policy", "value", "nll", "terminal")
+WHOLE_MODELS = ("policy", "value", "nll", "terminal")
+NAMES = (*WHOLE_MODELS, "adapter", "adapter-value")
 WHOLE = OPTIMIZER.model_copy(update={"distributed": False})
 OVERLAP = OPTIMIZER.model_copy(
     update={"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_elements": 4000}

@@ -187,9 +187,27 @@ class PrecisionConfig(Section):
         return _FP8_ROWS[self.fp8]
 
 
+AdaptedLayer = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+
+
+class AdapterConfig(Section):
+    """Low-rank adapters (LoRA): what is trained of actor and critic where their kind is adapter (docs/lora.md)."""
+
+    rank: int = Field(32, ge=1, description="columns of A and rows of B, of each Hugging Face projection")
+    alpha: float = Field(32.0, gt=0, description="B A is added to a weight alpha / rank times")
+    layers: tuple[AdaptedLayer, ...] = Field(
+        ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+        min_length=1,
+        description="the linear layers that have adapters, by Megatron's names; experts have none",
+    )
+
+
 class TrainableConfig(Section):
     """What actor and critic share."""
 
+    kind: Literal["model", "adapter"] = Field(
+        "model", description="what is trained: the whole model, or adapters (model.adapter) on its frozen weights"
+    )
     layout: LayoutConfig = LayoutConfig()
     optimizer: OptimizerSettings = OptimizerSettings()
     recompute: RecomputeConfig = RecomputeConfig()
@@ -275,6 +293,7 @@ class ModelConfig(Section):
         min_length=1, description="Hugging Face directory of the policy: config.json, safetensors, tokenizer"
     )
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="compute type of actor and critic")
+    adapter: AdapterConfig = AdapterConfig()
     attention: Literal["auto", "sdpa", "transformer_engine"] = Field(
         "auto", description="auto: Transformer Engine wherever it can be used, else PyTorch's"
     )

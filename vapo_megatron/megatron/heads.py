@@ -93,7 +93,9 @@ class _LogProbs(torch.autograd.Function):
         # Most losses have no entropy term, whose gradient would cost as much again.
         through_entropy = bool(grad_entropy.count_nonzero())
         grad_h = torch.zeros_like(h)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        # Nobody asks for it where the head is frozen.
+        size = weight.shape if ctx.needs_input_grad[1] else (0, weight.shape[1])
+        grad_weight = torch.zeros(size, dtype=torch.float32, device=weight.device)
         log_p, ctx.kept = ctx.kept, None
         for i in reversed(range(0, len(h) if real else 0, chunk)):
             part = slice(i, i + chunk)
@@ -112,9 +114,11 @@ class _LogProbs(torch.autograd.Function):
             log_p = None
             grad = grad.to(h.dtype)
             torch.mm(grad, words, out=grad_h[part])
-            _add_product(grad_weight[:real], grad.t(), h[part])
+            if len(grad_weight):
+                _add_product(grad_weight[:real], grad.t(), h[part])
             del grad  # else it lives on beside the next chunk's
-        return grad_h, grad_weight.to(weight.dtype), None, None, None, None, None
+        of_weight = grad_weight.to(weight.dtype) if len(grad_weight) else None
+        return grad_h, of_weight, None, None, None, None, None
 
 
 def logprobs_and_entropy(

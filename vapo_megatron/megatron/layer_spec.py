@@ -28,17 +28,27 @@ def uses_transformer_engine(attention: str, platform: Platform) -> bool:
     return attention != "sdpa" and platform.has_transformer_engine
 
 
-def layer_spec(qk_norm: bool, transformer_engine: bool, num_experts: int = 0) -> tuple[Any, Any]:
+def layer_spec(
+    qk_norm: bool, transformer_engine: bool, num_experts: int = 0, adapters: bool = False
+) -> tuple[Any, Any]:
     """Megatron's own layer spec, and the class of the final norm. num_experts: of a layer, 0 for a dense model.
+
+    adapters: linear layers may have some, whose input is the norm's output: no norm is then fused with them.
 
     Without Transformer Engine it is the local spec with norms and core attention exchanged; specs built by hand do not
     survive Megatron's releases, these exchanges did from 0.16 to 0.19.
     """
     if transformer_engine:
-        from megatron.core.extensions.transformer_engine import TENorm
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
         experts = {"num_experts": num_experts, "moe_grouped_gemm": True} if num_experts else {}
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm, **experts), TENorm
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm, **experts)
+        if adapters:
+            spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = TENorm
+            spec.submodules.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+            if not num_experts:
+                spec.submodules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+        return spec, TENorm
     spec = get_gpt_layer_local_spec(num_experts=num_experts or None, qk_layernorm=qk_norm, normalization="RMSNorm")
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
     if num_experts:

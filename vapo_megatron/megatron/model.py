@@ -132,6 +132,7 @@ def build_model(
     *,
     attention: str = "auto",
     logprob_chunk: int = 1024,
+    adapters: bool = False,
 ) -> list[GPTModel]:
     """This rank's chunks of a model, one a virtual pipeline stage, their weights not yet loaded.
 
@@ -143,12 +144,13 @@ def build_model(
             with n = spec.value_outputs.
         attention: which layers to use, see ModelConfig.attention.
         logprob_chunk: rows of logits held at once.
+        adapters: whether its linear layers will be given adapters.
     """
     cpu_torch.install()
     complete_megatron()
     fused = uses_transformer_engine(attention, current_platform())
-    layer, norm = layer_spec(spec.qk_norm, fused, spec.num_experts)
-    dense, _ = layer_spec(spec.qk_norm, fused)
+    layer, norm = layer_spec(spec.qk_norm, fused, spec.num_experts, adapters)
+    dense, _ = layer_spec(spec.qk_norm, fused, adapters=adapters)
     vpp = config.virtual_pipeline_model_parallel_size
     chunks = []
     for index in range(vpp or 1):

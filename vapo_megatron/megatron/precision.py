@@ -8,6 +8,7 @@ from megatron.core.fp8_utils import is_float8tensor
 
 from vapo_megatron.config.model import LayoutConfig, ModelConfig, PrecisionConfig, TrainableConfig
 from vapo_megatron.errors import BadInput
+from vapo_megatron.megatron.adapters import check_adapter
 from vapo_megatron.megatron.layer_spec import uses_transformer_engine
 from vapo_megatron.megatron.platform import Platform
 from vapo_megatron.weights.spec import ModelSpec
@@ -38,6 +39,7 @@ def check_trainable(
             f"model.attention_kernel=unfused with {name}.layout.cp={section.layout.cp}: it does not cut sequences, set "
             "auto"
         )
+    check_adapter(spec, model.adapter, section, name)
     _check_recompute(spec, section, name, fused)
     check_precision(spec, model, section, name, platform)
     if fused and section.dtype(model) == "float32":

@@ -16,6 +16,7 @@ from vapo_megatron.config.model import ActorConfig, ModelConfig, TrainableConfig
 from vapo_megatron.data.balance import Cost, MicrobatchPlan, plan_microbatches
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.data.microbatch import MicroBatch, Packed, Share
+from vapo_megatron.megatron.adapters import add_adapters, freeze_base
 from vapo_megatron.megatron.data_parallel import sum_model_grads, wrap
 from vapo_megatron.megatron.layer_spec import parameters_of
 from vapo_megatron.megatron.mesh import Mesh, check_model_layout
@@ -75,7 +76,11 @@ class Trainable:
             logprob_chunk=config.logprob_rows(spec.vocab_shard_size(mesh.tp_size))
             if isinstance(config, ActorConfig)
             else 1,
+            adapters=config.kind == "adapter",
         )
+        self.adapter = model.adapter if config.kind == "adapter" else None
+        if self.adapter is not None:
+            add_adapters(self._chunks, spec, self.adapter, mesh, self.transformer, seed)
         self._schedule = Schedule(spec, mesh, config.layout, self.transformer, head)
         self.wrapped: list[Any] = []
         self._optimizer: Any = None
@@ -93,6 +98,8 @@ class Trainable:
 
         frozen: parts of parameters' names; those parameters keep their weights.
         """
+        if self.adapter is not None:
+            freeze_base(self._chunks, self.head)
         for chunk in self._chunks:
             for parameter in parameters_of(chunk, frozen):
                 parameter.requires_grad_(False)

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.nn import Module, Parameter
 
+from vapo_megatron.config.model import AdapterConfig
 from vapo_megatron.errors import RunFailed
+from vapo_megatron.weights.adapters import adapter_entries, adapters_by_weight, local_adapters
 from vapo_megatron.weights.bucket import Bucket, DeviceSlots, SharedSlots, batches, share_memory
 from vapo_megatron.weights.gather import (
     BucketAssembler,
@@ -40,7 +42,7 @@ def stream_hf(
     times: PartTimes | None = None,
 ) -> Iterator[Bucket]:
     """The model as (Hugging Face name, whole tensor) pairs, on every rank of this rank's model-parallel group:
-    max(tp, ep) x pp ranks.
+    max(tp, ep) x pp ranks. Adapters are in the weights that they adapt.
 
     Collective over the model-parallel group's tensor-, expert- and pipeline-parallel groups: each of its ranks
     iterates to the end.
@@ -69,10 +71,30 @@ def stream_hf(
     local: dict[Entry, Parameter] = {}
     for entry, parameter in local_parameters(chunks, spec, head, mesh.tp_size):
         local.setdefault(entry, parameter)
-    source = ShardReader(local, spec, mesh, next(iter(local.values())).device)
-    slots = slots or DeviceSlots(source.device)
-    assembler, limit = _assembler(source, isinstance(slots, SharedSlots), bucket_bytes, times or PartTimes())
-    plan = list(batches(_owners(local, spec, mesh, head), lambda one: one.nbytes, limit))
+    device = next(iter(local.values())).device
+    source = ShardReader(local, adapters_by_weight(chunks), spec, mesh, device)
+    slots = slots or DeviceSlots(device)
+    yield from _stream(source, entries(spec, head), bucket_bytes, slots, times or PartTimes())
+
+
+@torch.no_grad()
+def stream_adapters(
+    chunks: Sequence[Module], spec: ModelSpec, mesh: MeshView, config: AdapterConfig
+) -> Iterator[Bucket]:
+    """The adapters of a model under PEFT's names for them, without the prefix of its classes; else as stream_hf."""
+    local = local_adapters(chunks, config.rank)
+    device = next(iter(local.values())).device
+    source = ShardReader(local, {}, spec, mesh, device)
+    yield from _stream(source, adapter_entries(spec, config), BUCKET_BYTES, DeviceSlots(device), PartTimes())
+
+
+def _stream(
+    source: ShardReader, every: list[Entry], bucket_bytes: int, slots: DeviceSlots | SharedSlots, times: PartTimes
+) -> Iterator[Bucket]:
+    """every: the entries to stream, in order, those of all stages."""
+    assembler, limit = _assembler(source, isinstance(slots, SharedSlots), bucket_bytes, times)
+    spec = source.spec
+    plan = list(batches(_owners(source, every), lambda shard: shard.nbytes, limit))
     sizes = [lay_out_entries(batch, spec)[1] for batch in plan]
     assembler.begin(plan[0], slots.take(0, sizes[0]))
     for i in range(1, len(plan) + 1):
@@ -105,9 +127,9 @@ def _assembler(source: ShardReader, shared: bool, bucket_bytes: int, times: Part
     return GatheringAssembler(source, piece, times), bucket_bytes - 2 * piece
 
 
-def _owners(local: dict[Entry, Parameter], spec: ModelSpec, mesh: MeshView, head: Head) -> list[ParamShard]:
-    """Every entry of the model with the first stage that holds it; the same on every rank."""
-    every = entries(spec, head)
+def _owners(source: ShardReader, every: list[Entry]) -> list[ParamShard]:
+    """Every entry with the first stage that holds it; the same on every rank."""
+    local, spec, mesh = source.local, source.spec, source.mesh
     mine = _over_experts({i: local[entry].dtype for i, entry in enumerate(every) if entry in local}, mesh)
     stages: list[dict[int, torch.dtype]] = [mine]
     if mesh.pp_size > 1:

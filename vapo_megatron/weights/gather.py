@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import override
 
+from vapo_megatron.weights.adapters import Adapter
 from vapo_megatron.weights.bucket import Bucket, Memory, Place, batches, lay_out
 from vapo_megatron.weights.mapping import Entry, MeshView
 from vapo_megatron.weights.part_times import PartTimes
@@ -72,17 +73,21 @@ class BucketAssembler(Protocol):
 
 @dataclass(frozen=True)
 class ShardReader:
-    """What an assembler reads: this rank's parameters, what they are shards of, and their layout over ranks."""
+    """What an assembler reads: this rank's parameters and their adapters, what they are shards of, and their layout
+    over ranks."""
 
     local: Mapping[Entry, Parameter]
+    adapters: Mapping[Parameter, Adapter]
     spec: ModelSpec
     mesh: MeshView
     device: torch.device
 
     def shard(self, entry: Entry) -> Tensor:
-        """This rank's shard of an entry, in floating point: of a parameter kept in FP8 what it stands for."""
-        parameter = self.local[entry].detach()
-        return fp8_utils.dequantize_fp8_tensor(parameter) if fp8_utils.is_float8tensor(parameter) else parameter
+        """This rank's shard of an entry, in floating point: of a parameter kept in FP8 what it stands for, of an
+        adapted one the sum with its adapter."""
+        parameter, adapter = self.local[entry].detach(), self.adapters.get(self.local[entry])
+        exact = fp8_utils.dequantize_fp8_tensor(parameter) if fp8_utils.is_float8tensor(parameter) else parameter
+        return exact if adapter is None else adapter.merged(exact)
 
     @property
     def group(self) -> Any:

@@ -18,6 +18,8 @@ FUSED_NAMES = {
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 LAYERS = "decoder.layers."
+# In the names of parameters that are no weights of the model but adapters of them (weights/adapters.py).
+ADAPTER = ".adapter."
 # An expert's parameter in its layer: under local layers a module of its own, under Transformer Engine's grouped ones a
 # numbered parameter. Either way the number counts the experts of this rank.
 _EXPERT_NAMES = (
@@ -81,7 +83,7 @@ def _layer_entries(spec: ModelSpec, layer: int) -> list[Entry]:
 def local_parameters(
     chunks: Sequence[Module], spec: ModelSpec, head: Head, tp_size: int
 ) -> list[tuple[Entry, Parameter]]:
-    """The parameters of this rank's chunks, wrapped or not, each with its entry.
+    """The parameters of this rank's chunks, wrapped or not, each with its entry; adapters are not among them.
 
     A stage that keeps a copy of tied word embeddings yields it with the embedding's entry.
 
@@ -116,6 +118,8 @@ def _named(chunk: Any) -> Iterator[tuple[str, tuple[str, int | None, int | None]
     while hasattr(chunk, "module"):
         chunk = chunk.module
     for name, parameter in chunk.named_parameters():
+        if ADAPTER in name:
+            continue
         if not name.startswith(LAYERS):
             yield name, (name, None, None), parameter
             continue

@@ -1,0 +1,188 @@
+"""Low-rank adapters compute and learn what transformers with the same adapters, written out, computes and learns.
+
+That every layout gives the same is in test_invariance.py.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from batches import LENGTHS, make_batch
+from hf_models import read_tensors, write_model
+from ranks import run_ranks
+from safetensors.torch import load_file
+from torch import Tensor
+from trainables import loss_of, make_trainable
+
+from vapo_megatron.config.model import ActorConfig, AdapterConfig
+from vapo_megatron.errors import BadInput
+from vapo_megatron.megatron.adapters import check_adapter, without_adapters
+from vapo_megatron.weights.export import stream_hf
+from vapo_megatron.weights.save import save_adapters, save_hf
+from vapo_megatron.weights.spec import read_spec
+
+ADAPTER = {"rank": 4, "alpha": 16.0}
+STEPS = 3
+
+
+class LowRank(torch.nn.Module):
+    """x W^T + alpha / rank x A^T B^T, as the paper has it."""
+
+    def __init__(self, base: torch.nn.Linear, a: Tensor, b: Tensor, alpha: float) -> None:
+        super().__init__()
+        self.base, self.scale = base.requires_grad_(False), alpha / len(a)
+        self.a, self.b = torch.nn.Parameter(a), torch.nn.Parameter(b)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + self.scale * F.linear(F.linear(x, self.a), self.b)
+        return out
+
+
+def read_adapters(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """A and B of every projection of PEFT's file, by the name of its module."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+    names = {
+        name.removeprefix("base_model.model.").removesuffix(".lora_A.weight") for name in tensors if "lora_A" in name
+    }
+    assert len(tensors) == 2 * len(names)
+    return {name: tuple(tensors[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB") for name in names}  # type: ignore[misc]
+
+
+def with_adapters(model_dir: Path, folder: Path) -> Any:
+    """transformers' model with the adapters of a PEFT directory, all else frozen."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).requires_grad_(False)
+    alpha = json.loads((folder / "adapter_config.json").read_text())["lora_alpha"]
+    for name, (a, b) in read_adapters(folder).items():
+        parent, _, leaf = name.rpartition(".")
+        module = model.get_submodule(parent)
+        setattr(module, leaf, LowRank(getattr(module, leaf), a, b, alpha))
+    return model
+
+
+def logprobs(model: Any) -> Tensor:
+    """[T, 2] log-probs and entropies, as Trainable.score gives them."""
+    batch, rows = make_batch(), []
+    for s, (prompt, _) in enumerate(LENGTHS):
+        ids = batch.tokens[batch.cu_seqlens[s] : batch.cu_seqlens[s + 1]].long()
+        log_p = (model(ids[None, :-1]).logits[0] / 0.9).log_softmax(-1)
+        rows.append(
+            torch.stack((log_p.gather(1, ids[1:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)), -1)[prompt - 1 :]
+        )
+    return torch.cat(rows)
+
+
+def train(model_dir: Path, out: Path, head: str, section: dict[str, Any]) -> tuple[list[float], np.ndarray, np.ndarray]:
+    """Gradient norms of some steps; scores after them, with adapters and without. Writes what there was before and
+    after them."""
+    trainable = make_trainable(model_dir, head, adapter=ADAPTER, max_tokens_per_microbatch=1000, **section)  # type: ignore[arg-type]
+    batch = make_batch()
+
+    def write(name: str) -> None:
+        model = trainable.chunks, trainable.spec, trainable.mesh
+        if head == "lm":
+            save_adapters(*model, trainable.adapter, model_dir, out / f"{name}-adapter")  # type: ignore[arg-type]
+        save_hf(*model, trainable.head, model_dir, out / name)
+
+    write("before")
+    losses = loss_of(trainable, batch)
+    norms = [trainable.train_step(batch, range(batch.samples), losses).grad_norm for _ in range(STEPS)]
+    write("after")
+    scores = trainable.score(batch).numpy()
+    with without_adapters(trainable.chunks):
+        return norms, scores, trainable.score(batch).numpy()
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("qwen2"), "qwen2")
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+def test_an_adapted_policy_learns_what_transformers_learns(tmp_path: Path, family: str) -> None:
+    model_dir = write_model(tmp_path / "model", family)
+    (norms, scores, _), *_ = run_ranks(2, train, model_dir, tmp_path, "lm", {"layout": {"tp": 2}})
+    model = with_adapters(model_dir, tmp_path / "before-adapter")
+    assert torch.equal(logprobs(model), logprobs(transformers.AutoModelForCausalLM.from_pretrained(model_dir)))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    batch, expected = make_batch(), []
+    advantages = torch.randn(batch.response_tokens, generator=torch.Generator().manual_seed(6))
+    correct = batch.correct.repeat_interleave(batch.response_lengths)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        out = logprobs(model)
+        ratio = (out[:, 0] - batch.rollout_logprobs).exp()
+        surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
+        loss = -surrogate.mean() - 0.1 * (correct / correct.sum() * out[:, 0]).sum() - 0.01 * out[:, 1].mean()
+        loss.backward()
+        expected.append(torch.nn.utils.clip_grad_norm_(trained, 1.0).item())
+        optimizer.step()
+    assert norms == pytest.approx(expected, rel=5e-5)
+    np.testing.assert_allclose(scores, logprobs(model).detach(), rtol=2e-4, atol=2e-4)
+
+
+def test_what_is_exported_computes_what_was_trained(tmp_path: Path, model_dir: Path) -> None:
+    (_, scores, without), *_ = run_ranks(2, train, model_dir, tmp_path, "lm", {"layout": {"pp": 2}})
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "after", dtype=torch.float32)
+    for model in (merged, with_adapters(model_dir, tmp_path / "after-adapter")):
+        np.testing.assert_allclose(logprobs(model).detach(), scores, rtol=1e-4, atol=1e-4)
+    base = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    np.testing.assert_allclose(logprobs(base).detach(), without, rtol=1e-4, atol=1e-4)
+    assert np.abs(scores - without).max() > 1e-2
+    config = json.loads((tmp_path / "after-adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, 16.0) and "gate_proj" in config["target_modules"]
+
+
+def test_a_critics_adapters_and_head_are_all_that_changes(tmp_path: Path, model_dir: Path) -> None:
+    run_ranks(1, train, model_dir, tmp_path, "value", {})
+    before, after = read_tensors(tmp_path / "before"), read_tensors(tmp_path / "after")
+    changed = {name.rpartition("layers.")[2][2:] for name in after if not torch.equal(before[name], after[name])}
+    projections = [f"self_attn.{x}_proj.weight" for x in "qkvo"] + [
+        f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")
+    ]
+    assert changed == {*projections, "ore.weight", "ore.bias"}
+
+
+def rounded_twice(model_dir: Path) -> float:
+    """In bfloat16: the share of exported numbers that are not the sum in float64, rounded."""
+    trainable = make_trainable(model_dir, "lm", adapter=ADAPTER, dtype="bfloat16")
+    linear = trainable.chunks[0].decoder.layers[1].self_attention.linear_proj
+    torch.nn.init.normal_(linear.adapter.b, generator=torch.Generator().manual_seed(1))
+    stream = stream_hf(trainable.chunks, trainable.spec, trainable.mesh, "lm")
+    exported = {name: tensor.clone() for bucket in stream for name, tensor in bucket}
+    merged = exported["model.layers.1.self_attn.o_proj.weight"]
+    exact = linear.weight.double() + 4.0 * (linear.adapter.b.double() @ linear.adapter.a.double())
+    assert merged.dtype == torch.bfloat16
+    return float((merged != exact.bfloat16()).float().mean())
+
+
+def test_weights_are_merged_in_float32_and_rounded_once(model_dir: Path) -> None:
+    assert run_ranks(1, rounded_twice, model_dir)[0] < 1e-3
+
+
+REFUSED = [
+    ("qwen3", {"rank": 33}, {}, "model.adapter.rank=33 is above 32"),
+    ("qwen3", {"rank": 25, "layers": ["linear_proj"]}, {}, None),
+    ("qwen3_moe", {"rank": 4}, {}, "experts of a qwen3_moe model have no adapters"),
+    ("qwen3_moe", {"rank": 4, "layers": ["linear_qkv"]}, {}, None),
+    ("qwen3", {"rank": 4}, {"precision": {"fp8": "tensorwise", "fp8_param_gather": True}}, "fp8_param_gather"),
+]
+
+
+@pytest.mark.parametrize("family,adapter,section,message", REFUSED)
+def test_adapters_that_a_model_cannot_have_are_refused(
+    tmp_path: Path, family: str, adapter: dict[str, Any], section: dict[str, Any], message: str | None
+) -> None:
+    spec, config = read_spec(write_model(tmp_path, family)), AdapterConfig.model_validate(adapter)
+    actor = ActorConfig.model_validate({"kind": "adapter", **section})
+    if message is None:
+        check_adapter(spec, config, actor, "actor")
+        return
+    with pytest.raises(BadInput, match=message):
+        check_adapter(spec, config, actor, "actor")
+    check_adapter(spec, config, actor.model_copy(update={"kind": "model"}), "actor")

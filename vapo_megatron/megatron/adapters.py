@@ -1,0 +1,177 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) in Megatron's linear layers, at any layout.
+
+An adapter is a module within its linear layer, and a hook on that layer adds what it computes: the layer itself, be it
+Megatron's or Transformer Engine's, stays as it is. A column-parallel layer has A on every tensor-parallel rank and its
+rows of B, a row-parallel one its columns of A and all of B. What goes between the two products is [tokens, rank].
+"""
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from torch import Tensor
+from torch.nn import Parameter
+
+from vapo_megatron.config.model import AdapterConfig, TrainableConfig
+from vapo_megatron.errors import BadInput
+from vapo_megatron.megatron.mesh import Mesh
+from vapo_megatron.weights.adapters import adapted_entries, adapted_layers, adapter_rules, is_row_parallel, linear_layer
+from vapo_megatron.weights.mapping import ADAPTER
+from vapo_megatron.weights.rules import Rule
+from vapo_megatron.weights.spec import Head, ModelSpec
+
+
+class LowRank(torch.nn.Module):
+    """A and B of one linear layer, as this rank holds them; B is 0 at first, so that the layer computes what it did."""
+
+    def __init__(
+        self, rule: Rule, config: AdapterConfig, spec: ModelSpec, mesh: Mesh, like: Tensor, sequence_cut: bool
+    ) -> None:
+        """
+        Args:
+            rule: of the layer's weight.
+            config: rank and alpha.
+            spec: of the model.
+            mesh: its layout.
+            like: the layer's weight, whose dtype and device both halves have.
+            sequence_cut: whether tensor-parallel ranks share out the tokens between layers (sequence parallelism).
+        """
+        super().__init__()
+        self.rule, self.rank, self.scale = rule, config.rank, config.alpha / config.rank
+        self.enabled, self.row, self.sequence_cut, self.tp_group = True, is_row_parallel(rule), sequence_cut, mesh.pg.tp
+        shapes = {
+            half: half_rule.shard_shape(spec, mesh.tp_size)
+            for half, half_rule in adapter_rules(rule, config.rank).items()
+        }
+        self.a = Parameter(torch.empty(shapes["a"], dtype=like.dtype, device=like.device))
+        self.b = Parameter(torch.zeros(shapes["b"], dtype=like.dtype, device=like.device))
+        cut, whole = (self.a, self.b) if self.row else (self.b, self.a)
+        # Megatron counts a parameter in the gradient norm once for each rank that has a part of it, or on the first.
+        cut.tensor_model_parallel = True  # type: ignore[attr-defined]
+        # Each rank sees the gradient of its own tokens alone: Megatron sums those of marked parameters.
+        whole.sequence_parallel = sequence_cut  # type: ignore[attr-defined]
+        rows = [part[0] // (1 if rule.cut is None or self.row else mesh.tp_size) for part in rule.parts(spec)]
+        self._groups = 1 if self.row else max(1, rule.groups(spec) // mesh.tp_size)
+        # Rows of B of each projection in a group; of a projection that Hugging Face has fused as well, all at once.
+        self._rows = [sum(rows) // self._groups] if len(rule.hf) == 1 else [size // self._groups for size in rows]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What is added to the layer's output: x [..., in] -> [..., out], both cut as the layer has them."""
+        low = F.linear(x, self.a) * self.scale
+        if self.row and self.sequence_cut:
+            low = tensor_parallel.reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
+        elif self.row:
+            low = tensor_parallel.reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
+        elif self.sequence_cut:
+            low = tensor_parallel.gather_from_sequence_parallel_region(low, group=self.tp_group)
+        else:
+            low = tensor_parallel.copy_to_tensor_model_parallel_region(low, group=self.tp_group)
+        if len(self._rows) == 1:
+            return F.linear(low, self.b)
+        outputs = [
+            F.linear(part, b.flatten(0, 1)).unflatten(-1, (self._groups, -1))
+            for part, b in zip(low.split(self.rank, -1), self._parts_of_b(self.b), strict=True)
+        ]
+        return torch.cat(outputs, -1).flatten(-2)
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor) -> Tensor:
+        """The layer's weight with the adapter in it, computed in float32 and rounded once to the weight's dtype."""
+        a, b = self.a.float().split(self.rank), self._parts_of_b(self.b.float())
+        products = [part_b @ part_a for part_a, part_b in zip(a, b, strict=True)]
+        return torch.cat(products, 1).flatten(0, 1).mul_(self.scale).add_(weight).to(weight.dtype)
+
+    def _parts_of_b(self, b: Tensor) -> Sequence[Tensor]:
+        """[groups, rows, rank] of each projection."""
+        return b.unflatten(0, (self._groups, -1)).split(self._rows, 1)
+
+
+def check_adapter(spec: ModelSpec, config: AdapterConfig, section: TrainableConfig, name: str) -> None:
+    """Raises BadInput where a model cannot have the adapters that are asked for; name is the config section."""
+    if section.kind == "model":
+        return
+    if spec.num_experts and any(layer.startswith("linear_fc") for layer in config.layers):
+        raise BadInput(
+            f"model.adapter.layers={list(config.layers)} with {name}.kind=adapter: experts of a {spec.family} model "
+            "have no adapters here, set [linear_qkv,linear_proj]"
+        )
+    for entry in adapted_entries(spec, config):
+        narrowest = min(min(part) for part in entry.rule.parts(spec))
+        if config.rank > narrowest:
+            raise BadInput(
+                f"model.adapter.rank={config.rank} is above {narrowest}, the least dimension of {entry.hf[0]} and its "
+                "like: lower it, or leave that layer out of model.adapter.layers"
+            )
+    if section.precision.fp8_param_gather:
+        raise BadInput(
+            f"{name}.precision.fp8_param_gather=true with {name}.kind=adapter: frozen weights are not gathered, leave "
+            "it out"
+        )
+
+
+def add_adapters(
+    chunks: Sequence[Any], spec: ModelSpec, config: AdapterConfig, mesh: Mesh, transformer: Any, seed: int
+) -> None:
+    """Give the linear layers of a model's chunks their adapters, whose values follow from the seed at any layout.
+
+    A's are drawn as PEFT draws them, uniformly within 1 / sqrt(in).
+    """
+    places = {(entry.layer, entry.rule): linear_layer(entry.rule) for entry in adapted_entries(spec, config)}
+    for chunk in chunks:
+        for layer in chunk.decoder.layers:
+            for (number, rule), path in places.items():
+                if number == layer.layer_number - 1 and path is not None:
+                    linear = layer.get_submodule(path)
+                    assert not hasattr(linear, "layer_norm_weight"), "its input is not what its weight is applied to"
+                    adapter = LowRank(rule, config, spec, mesh, linear.weight, transformer.sequence_parallel)
+                    _draw(adapter, number, spec, mesh, seed)
+                    linear.adapter = adapter
+                    linear.register_forward_hook(_add_low_rank)
+        if chunk.pre_process and transformer.recompute_granularity is not None:
+            # Layers that are computed again get gradients only where their input wants some.
+            chunk.embedding.register_forward_hook(_want_gradient)
+
+
+@torch.no_grad()
+def _draw(adapter: LowRank, layer: int | None, spec: ModelSpec, mesh: Mesh, seed: int) -> None:
+    rule = adapter_rules(adapter.rule, adapter.rank)["a"]
+    wholes = []
+    for name, shape in zip(rule.hf, rule.hf_shapes(spec), strict=True):
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name.format(layer=layer)}".encode()))
+        wholes.append((2 * torch.rand(shape, generator=generator) - 1) / shape[1] ** 0.5)
+    adapter.a.copy_(rule.to_shard(wholes, spec, mesh.tp_rank, mesh.tp_size))
+
+
+def _add_low_rank(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    if not linear.adapter.enabled:
+        return output
+    return output[0] + linear.adapter(inputs[0]), output[1]
+
+
+def _want_gradient(embedding: Any, inputs: Any, output: Tensor) -> Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() and output.is_leaf else output
+
+
+def freeze_base(chunks: Sequence[Any], head: Head) -> None:
+    """Leave adapters to be trained, and a critic's head, which is its own."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            of_critic = head == "value" and name.startswith("output_layer.")
+            parameter.requires_grad_(ADAPTER in name or of_critic)
+
+
+@contextmanager
+def without_adapters(chunks: Sequence[Any]) -> Iterator[None]:
+    """Have a model compute what its frozen weights alone give."""
+    adapters = [module.adapter for chunk in chunks for _, _, module in adapted_layers(chunk)]
+    for adapter in adapters:
+        adapter.enabled = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.enabled = True
