@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from vapo_megatron.checkpoint.dist_saver import ModelSaver, PlannedSave, load_training_state
 from vapo_megatron.checkpoint.manifest import Damaged, FileFacts
 from vapo_megatron.checkpoint.verified_reader import VerifyingReader
-from vapo_megatron.config.model import ActorConfig, CriticConfig, LayoutConfig, ModelConfig
+from vapo_megatron.config.model import ActorConfig, AdapterConfig, CriticConfig, LayoutConfig, ModelConfig
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron import dist_optimizer, optimizer_shards
@@ -28,6 +28,10 @@ from vapo_megatron.training.losses import ValueLoss
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.spec import read_spec
 
+ADAPTED: dict[str, Any] = {
+    "qwen3": ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+    "qwen3_moe": ("linear_qkv", "linear_proj"),
+}
 Steps = tuple[list[tuple[float, float]], float]
 
 
@@ -48,16 +52,20 @@ def model_dir(models: dict[str, Path]) -> Path:
 def build(
     model_dir: Path, layout: LayoutConfig, head: str, dtype: str, load: bool, freezes: bool = False, **optimizer: Any
 ) -> Trainable:
+    """dtype: "adapter" stands for adapters on frozen weights in float32, which are always loaded."""
+    adapter = dtype == "adapter"
     spec, mesh = read_spec(model_dir), make_mesh(layout)
     shared: dict[str, Any] = {
         "layout": layout,
         "optimizer": OPTIMIZER.model_copy(update={"warmup_steps": 6, **optimizer}),
         "max_tokens_per_microbatch": 1000,
+        "kind": "adapter" if adapter else "model",
     }
     section = ActorConfig(**shared) if head == "lm" else CriticConfig(**shared)
-    model = ModelConfig(path=str(model_dir), dtype=dtype)  # type: ignore[arg-type]
+    settings = AdapterConfig(rank=3, layers=ADAPTED[read_spec(model_dir).family])
+    model = ModelConfig(path=str(model_dir), dtype="float32" if adapter else dtype, adapter=settings)  # type: ignore[arg-type]
     trainable = Trainable(spec, model, section, mesh, head, name="actor", seed=1)  # type: ignore[arg-type]
-    if load:
+    if load or adapter:
         load_hf(trainable.chunks, spec, model_dir, mesh, head)  # type: ignore[arg-type]
     if freezes:
         trainable.freeze()
@@ -121,7 +129,10 @@ def resume(model_dir: Path, layout: LayoutConfig, head: str, dtype: str, folder:
     return train(trainable, 2)
 
 
-CASES = [
+CASES: list[Any] = [
+    ("qwen3", "lm", "adapter", 2, (2, {"tp": 2}), [(2, {"tp": 2}), (2, {}), (4, {"pp": 2, "vpp": 2})]),
+    ("qwen3", "value", "adapter", 2, (2, {"pp": 2}), [(2, {"pp": 2}), (2, {"tp": 2, "sequence_parallel": True})]),
+    ("qwen3_moe", "lm", "adapter", 1, (2, {"ep": 2}), [(2, {"ep": 2}), (1, {})]),
     # Family, head, dtype, updates before the save, the layout that saves, layouts that go on.
     ("qwen3", "lm", "float32", 2, (2, {"tp": 2}), [(2, {"tp": 2}), (2, {}), (1, {})]),
     # Tied embeddings on a pipeline have gradient buckets of their own, with padding before and after.
@@ -159,6 +170,16 @@ def test_training_goes_on_as_if_nothing_had_happened(
         for (norm, rate), (expected_norm, expected_rate) in zip(found[0], expected[0], strict=True):
             assert norm == pytest.approx(expected_norm, rel=1e-4)
             assert rate == expected_rate
+
+
+def test_of_a_model_with_adapters_these_alone_are_saved(model_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    run_ranks(1, save, model_dir, LayoutConfig(), "value", "adapter", folder, 1)
+    tensors = FileSystemReader(folder).read_metadata().state_dict_metadata
+    weights = {name for name in tensors if not name.startswith(("optimizer.", "scheduler"))}
+    assert {name for name in weights if ".adapter." not in name} == {"output_layer.weight", "output_layer.bias"}
+    states = {name.removeprefix("optimizer.state.exp_avg.") for name in tensors if ".exp_avg." in name}
+    assert states == weights and len(weights) == 2 + 4 * 4 * 2
 
 
 def save_again(model_dir: Path, layout: LayoutConfig, root: Path) -> tuple[list[int], Steps]:

@@ -173,7 +173,7 @@ def load_training_state(
     """
     reader = VerifyingReader(folder, files, before_reading)
     with torch.no_grad():
-        for chunk in trainable.chunks:
+        for chunk in trainable.chunks if trainable.adapter is None else ():
             for parameter in chunk.parameters():
                 parameter.zero_()  # rows of a vocabulary's padding are in no checkpoint of another layout
 

@@ -32,6 +32,7 @@ from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.megatron.mesh import world_timeout
 from vapo_megatron.megatron.rng import rng_state
 from vapo_megatron.monitoring.names import EVALUATION
+from vapo_megatron.weights.adapters import base_identity
 from vapo_megatron.weights.torch_dist import write_model_card
 
 # What other users of host memory are left with.
@@ -198,7 +199,8 @@ class StateSaver:
             for key, saved in run.models.items():
                 model = saved.model
                 dtype = str(model.dtype).removeprefix("torch.")
-                write_model_card(folder / key, model.spec, model.head, saved.source_dir, dtype)
+                base = None if model.adapter is None else base_identity(saved.source_dir)
+                write_model_card(folder / key, model.spec, model.head, saved.source_dir, dtype, base)
 
         return [write_small, write_cards]
 

@@ -19,6 +19,7 @@ from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import BadInput
 from vapo_megatron.monitoring.metrics import read_metrics
 from vapo_megatron.training.sft import load_demonstrations, planned_steps
+from vapo_megatron.weights.adapters import base_identity
 from vapo_megatron.weights.spec import read_spec
 from vapo_megatron.weights.torch_dist import read_model_card
 
@@ -133,12 +134,18 @@ def _check_fit(settings: Settings, checkpoint: Path) -> None:
     if isinstance(settings, TrainConfig) and settings.algorithm.uses_critic:
         models["critic"] = (settings.critic_key, settings.critic_source)
     for name, (key, path) in models.items():
-        saved, now = read_model_card(checkpoint / name).spec, read_spec(path)
+        card, now = read_model_card(checkpoint / name), read_spec(path)
+        saved = card.spec
         # The dtype is what the weights lie in at that path, which a resumed run does not read.
         if replace(now, dtype=saved.dtype, value_outputs=saved.value_outputs) != saved:
             raise BadInput(
                 f"{key}={path}: config.json is not that of the model in {checkpoint / name}: give back the model "
                 "that the run started from, or choose another run.name"
+            )
+        if card.base is not None and card.base != base_identity(path):
+            raise BadInput(
+                f"{key}={path}: its weights are not those that the adapters in {checkpoint / name} belong to: give "
+                "back the model that the run started from, or choose another run.name"
             )
 
 

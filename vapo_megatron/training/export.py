@@ -1,4 +1,4 @@
-"""Models of a run as Hugging Face directories: hf/<name>/actor and critic."""
+"""Models of a run as Hugging Face directories: hf/<name>/actor and critic; adapters also alone, actor_adapter."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.models import Models
 from vapo_megatron.training.state import RunState
-from vapo_megatron.weights.save import save_hf
+from vapo_megatron.weights.save import adapter_folder, save_adapters, save_hf
 
 
 def export(models: Models, engines: Engines, config: ExportConfig, state: RunState, recorder: Recorder) -> None:
@@ -49,7 +49,10 @@ def save_models(models: Models, engines: Engines, chosen: list[Trainable], state
         for model in chosen:
             models.memory.enter("export_policy" if model.name == "actor" else "export_critic")
             folder = state.run_dir / HF_FOLDER / name / model.name
-            save_hf(model.chunks, model.spec, model.mesh, model.head, models.sources[model.name], folder)
+            source = models.sources[model.name]
+            save_hf(model.chunks, model.spec, model.mesh, model.head, source, folder)
+            if model.adapter is not None and model.head == "lm":
+                save_adapters(model.chunks, model.spec, model.mesh, model.adapter, source, adapter_folder(folder))
         models.memory.enter("rollout")
 
 

@@ -85,7 +85,7 @@ def load_models(config: TrainConfig, resumed: Resumed | None) -> Models:
 def _load(name: str, source: Path, config: TrainConfig, meshes: dict[str, Mesh], resumed: Resumed | None) -> Trainable:
     model = _build(name, source, config, meshes)
     resumes = resumed is not None and name in resumed.manifest.models
-    if not resumes:
+    if not resumes or model.adapter is not None:  # of which a checkpoint has adapters alone
         _read_weights(model, source, config)
     if name == "reference":
         model.freeze()

@@ -26,7 +26,7 @@ from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.losses import NegativeLogLikelihood
 from vapo_megatron.training.skipped_updates import SkippedUpdates
 from vapo_megatron.weights.load import load_hf
-from vapo_megatron.weights.save import save_hf
+from vapo_megatron.weights.save import adapter_folder, save_adapters, save_hf
 from vapo_megatron.weights.spec import read_spec
 
 
@@ -91,7 +91,7 @@ def sft_rank(config: SftConfig, run_dir: Path, start: Start) -> None:
     spec = read_spec(Path(config.model.path))
     mesh = make_mesh(config.actor.layout, "actor")
     actor = Trainable(spec, config.model, config.actor, mesh, "lm", name="actor", seed=config.run.seed)
-    if resumed is None:
+    if resumed is None or actor.adapter is not None:  # of which a checkpoint has adapters alone
         load_hf(actor.chunks, spec, Path(config.model.path), mesh, "lm")
     actor.prepare()
     updates = SkippedUpdates(config.robustness.updates, resumed.progress.updates if resumed is not None else None)
@@ -150,6 +150,8 @@ def sft_rank(config: SftConfig, run_dir: Path, start: Start) -> None:
         final = final_dir(run_dir) / "actor"
         on_rank_zero(partial(begin_final, run_dir))
         save_hf(actor.chunks, spec, mesh, "lm", Path(config.model.path), final)
+        if actor.adapter is not None:
+            save_adapters(actor.chunks, spec, mesh, actor.adapter, Path(config.model.path), adapter_folder(final))
         on_rank_zero(partial(end_final, run_dir, max(steps, first - 1)))
         recorder.console.closing(
             f"{config.run.name} finished",

@@ -8,9 +8,12 @@ As above each other, and their Bs in the rows that the projections have in the f
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 from torch.nn import Module, Parameter
 
@@ -109,11 +112,32 @@ def local_adapters(chunks: Sequence[Module], rank: int) -> dict[Entry, Parameter
     }
 
 
-def is_split_in_two(rule: Rule) -> bool:
-    """Whether a rank's rows are of two halves, each of which tensor-parallel ranks share out."""
-    return isinstance(rule, GateUp)
+def has_adapters(chunk: Any) -> bool:
+    """Whether a chunk has any."""
+    return any(True for _ in adapted_layers(chunk))
 
 
+def sharded_adapters(chunk: Any) -> dict[str, Any]:
+    """What megatron.core.dist_checkpointing saves of a chunk's adapters, by parameter; no layout shows in the keys."""
+    groups = chunk.pg_collection
+    state: dict[str, Any] = {}
+    for name, layer, module in adapted_layers(chunk):
+        rule = module.adapter.rule
+        path = f"{LAYERS}{layer}.{rule.megatron.removesuffix(_WEIGHT)}.adapter"
+        for half, cut in (("a", 1 if is_row_parallel(rule) else None), ("b", None if is_row_parallel(rule) else 0)):
+            parameter = getattr(module.adapter, half)
+            shared: dict[str, Any] = {"tp_group": groups.tp, "dp_cp_group": groups.dp_cp}
+            if cut is None:
+                part = make_sharded_tensor_for_checkpoint(parameter, f"{path}.{half}", **shared)
+            else:
+                part = make_tp_sharded_tensor_for_checkpoint(parameter, f"{path}.{half}", tp_axis=cut, **shared)
+            if half == "b" and isinstance(rule, GateUp):
+                part = apply_swiglu_sharded_factory(part, ())
+            state[f"{name}.adapter.{half}"] = part
+    return state
+
+
+@cache
 def base_identity(hf_dir: Path) -> str:
     """What tells the weights of one Hugging Face directory from those of another: a digest of the model's type and of
     the name, shape and first row of each tensor."""

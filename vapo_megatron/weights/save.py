@@ -73,6 +73,11 @@ def save_hf(
         raise BadInput(refusal[0])
 
 
+def adapter_folder(exported: Path) -> Path:
+    """Where the adapters of a model are exported that is exported with them in its weights."""
+    return exported.with_name(f"{exported.name}_adapter")
+
+
 def save_adapters(
     chunks: Sequence[Module], spec: ModelSpec, mesh: MeshView, config: AdapterConfig, source_dir: Path, out_dir: Path
 ) -> None:

@@ -8,7 +8,8 @@ A saved model is a directory:
 
 The keys are those of GPTModel.sharded_state_dict() without prefix: no layout (tensor, pipeline, virtual pipeline,
 expert parallel) shows in them, nor whether Transformer Engine fuses norms into linear layers. Keys that begin with
-"optimizer." may be beside them.
+"optimizer." may be beside them. Of a model with adapters these are saved, and a critic's head; the card then says
+which weights they belong to.
 """
 
 import json
@@ -27,6 +28,7 @@ from torch.nn import Module
 
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.errors import BadInput, RunFailed
+from vapo_megatron.weights.adapters import has_adapters, sharded_adapters
 from vapo_megatron.weights.hf_card import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, copy_carried
 from vapo_megatron.weights.model_files import CARD_FILE
 from vapo_megatron.weights.spec import Head, ModelSpec
@@ -50,15 +52,19 @@ class ModelCard:
         head: its head.
         dtype: of the saved parameters, a torch dtype's name.
         hf_dir: the directory with config.json, tokenizer and so on, without weights.
+        base: of adapters: what tells the frozen weights that they belong to from others (adapters.base_identity).
     """
 
     spec: ModelSpec
     head: Head
     dtype: str
     hf_dir: Path
+    base: str | None = None
 
 
-def write_model_card(folder: Path, spec: ModelSpec, head: Head, hf_dir: Path, dtype: str) -> None:
+def write_model_card(
+    folder: Path, spec: ModelSpec, head: Head, hf_dir: Path, dtype: str, base: str | None = None
+) -> None:
     """Write model.json and hf/ into a saved model's folder.
 
     Args:
@@ -67,11 +73,13 @@ def write_model_card(folder: Path, spec: ModelSpec, head: Head, hf_dir: Path, dt
         head: their head.
         hf_dir: config.json, generation config, tokenizer and chat template are copied from here.
         dtype: of the saved parameters, a torch dtype's name.
+        base: see ModelCard.
 
     Raises:
         BadInput: a file cannot be written.
     """
     card = {"format": FORMAT, "family": spec.family, "head": head, "dtype": dtype, "spec": asdict(spec)}
+    card |= {} if base is None else {"base": base}
     try:
         copy_carried(hf_dir, folder / HF_FOLDER, (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES))
     except OSError as error:
@@ -103,6 +111,7 @@ def read_model_card(folder: Path) -> ModelCard:
             head=TypeAdapter(Head).validate_python(card["head"]),
             dtype=str(card["dtype"]),
             hf_dir=folder / HF_FOLDER,
+            base=card.get("base"),
         )
     except FileNotFoundError:
         raise BadInput(
@@ -136,6 +145,9 @@ def model_state(chunks: Sequence[Module]) -> dict[str, Any]:
                 module.tp_group = groups.tp
         with _data_parallel_rank(groups.dp_cp.rank()):
             sharded = chunk.sharded_state_dict(metadata=CONTENT_METADATA | {"dp_cp_group": groups.dp_cp})
+        if has_adapters(chunk):
+            names = _trained(chunk)
+            sharded = {key: value for key, value in sharded.items() if key in names} | sharded_adapters(chunk)
         state[f"model{index}"] = {key: value for key, value in sharded.items() if not _is_extra(key)}
     return state
 
@@ -148,6 +160,8 @@ def put_model_state(chunks: Sequence[Module], state: dict[str, Any]) -> None:
     """
     for index, chunk in enumerate(map(_unwrapped, chunks)):
         missing, unexpected = chunk.load_state_dict(state[f"model{index}"], strict=False)
+        if has_adapters(chunk):
+            missing = [key for key in missing if key in _trained(chunk)]
         wrong = [key for key in (*missing, *unexpected) if not _is_extra(key)]
         if wrong:
             raise RunFailed(f"Megatron parameter {wrong[0]}: in the checkpoint or in the model, expected in both")
@@ -172,6 +186,10 @@ def load_reason(error: BaseException) -> str:
     """One line on why a load failed with one of LOAD_ERRORS: what the first rank that failed met."""
     failures = list(error.failures.values()) if isinstance(error, CheckpointException) else []
     return " ".join(str(failures[0][0] if failures else error).split())[:300]
+
+
+def _trained(chunk: Module) -> set[str]:
+    return {name for name, parameter in chunk.named_parameters() if parameter.requires_grad}
 
 
 def _unwrapped(chunk: Any) -> Any:
