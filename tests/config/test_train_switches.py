@@ -42,6 +42,16 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
         (["algorithm.kl.coef=0.1"], "placement=none with coef=0.1"),
         (["preset=grpo", "value_pretraining.enabled=true"], "value_pretraining.enabled=true with algorithm.advantage"),
         (["preset=grpo", "critic.freeze_attention=true"], "critic.freeze_attention=true with algorithm.advantage"),
+        (["preset=grpo", "critic.kind=adapter"], "critic.kind=adapter with algorithm.advantage"),
+        (["critic.kind=adapter", "critic.freeze_attention=true"], "critic.freeze_attention=true with critic.kind"),
+        (
+            [
+                "actor.kind=adapter",
+                "algorithm.kl={placement: loss, coef: 0.1, estimator: k3, replace_reference_every: 2}",
+            ],
+            "replace_reference_every=2 with actor.kind=adapter",
+        ),
+        (["critic.kind=adapter", "model.adapter.layers=[q_proj]"], "model.adapter.layers.0"),
         (
             ["preset=grpo", "critic.init=reward_model", "critic.init_path=m"],
             "critic.init=reward_model with algorithm.advantage",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from called import called
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tools.make_tiny_model import app
@@ -55,7 +56,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run_dir(folder: Path) -> Path:
-    """Two steps at TP 2 on the CPU. Wrong answers cost a point, so that a model that is never right learns too."""
+    """Two steps at TP 2 on the CPU."""
+    return train(folder, "vapo.yaml", {})
+
+
+def train(folder: Path, example: str, changes: dict[str, Any]) -> Path:
+    """Two steps, in which wrong answers cost a point, so that a model that is never right learns too."""
     overrides = _readme_overrides() | {
         "model.path": folder / "model",
         "data.train": folder / "data" / "train.jsonl",
@@ -67,10 +73,12 @@ def run_dir(folder: Path) -> Path:
         "actor.optimizer.warmup_steps": 0,
         "critic.optimizer.warmup_steps": 0,
         "reward.incorrect": -1.0,
+        **changes,
     }
     arguments = [f"{key}={value}" for key, value in overrides.items()]
-    _python("-m", "vapo_megatron.cli", "train", EXAMPLE / "vapo.yaml", *arguments)
-    return folder / overrides["run.name"]
+    _python("-m", "vapo_megatron.cli", "train", EXAMPLE / example, *arguments)
+    directory: Path = folder / overrides["run.name"]
+    return directory
 
 
 def _readme_overrides() -> dict[str, Any]:
@@ -139,6 +147,30 @@ def test_a_problem_is_put_in_the_chat_form_of_the_model(folder: Path) -> None:
     assert "<|im_start|>user\nWhat is 2 + 3?\n\nPlease reason step by step, and put your final answer within" in text
     assert "\\boxed{}.<|im_end|>" in text
     assert tokenizer.decode(tokenizer.encode_prompt("What is 2 + 3?")).count("\\boxed{}") == 1
+
+
+@needs_data
+def test_adapters_are_trained_synced_resumed_and_exported(folder: Path) -> None:
+    small = {"run.name": "lora", "model.adapter.rank": 4, "value_pretraining.enabled": False, "checkpoint.at_end": True}
+    run_dir = train(folder, "vapo_lora.yaml", small | {"run.steps": 1})
+    assert train(folder, "vapo_lora.yaml", small | {"run.resume": "auto"}) == run_dir
+    rows = {row["step"]: row for row in map(json.loads, (run_dir / "metrics.jsonl").open())}
+    assert sorted(rows) == [0, 1, 2]
+    for step in (1, 2):
+        assert rows[step]["actor/train_infer_logprob_diff_max"] < 1e-4, "engine and trainer disagree on sampled tokens"
+        assert rows[step]["actor/grad_norm"] > 0 and rows[step]["critic/grad_norm"] > 0
+    exported = run_dir / "hf" / "final"
+    before, after = (
+        load_file(folder / "model" / "model.safetensors"),
+        load_file(exported / "actor" / "model.safetensors"),
+    )
+    moved = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert moved == {name for name in before if name.endswith("_proj.weight")}
+    halves = load_file(exported / "actor_adapter" / "adapter_model.safetensors")
+    name = "model.layers.1.mlp.down_proj"
+    a, b = (halves[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
+    merged = before[f"{name}.weight"] + 32 / 4 * b @ a
+    assert torch.allclose(merged, after[f"{name}.weight"], atol=1e-6)
 
 
 def test_both_configs_ask_in_the_same_way() -> None:

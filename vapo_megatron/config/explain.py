@@ -98,7 +98,7 @@ def named_here(key: str) -> str | None:
     """What is said of a key that another trainer has: its name here, or why there is none; None for other keys."""
     name, last_two = key.rpartition(".")[2], ".".join(key.split(".")[-2:])
     if "lora" in key.split(".") or name.startswith("lora_"):
-        return "there is no LoRA here, docs/lora.md says why and what helps instead"
+        return "here adapters are model.adapter, trained with actor.kind=adapter or critic.kind=adapter: docs/lora.md"
     if name == "val_only":
         return "evaluation alone is a command: vapo-megatron evaluate CONFIG --checkpoint final"
     if (ours := OURS.get(last_two) or OURS.get(name)) is not None:

@@ -67,6 +67,7 @@ class TrainConfig(Section):
             for key, on in (
                 ("value_pretraining.enabled=true", self.value_pretraining.enabled),
                 ("critic.freeze_attention=true", self.critic.freeze_attention),
+                ("critic.kind=adapter", self.critic.kind == "adapter"),
                 (f"critic.init={self.critic.init}", self.critic.init != "policy"),
                 (f"critic.model_path={self.critic.model_path}", self.critic.model_path is not None),
             ):
@@ -75,6 +76,7 @@ class TrainConfig(Section):
                         f"{key} with algorithm.advantage.estimator={estimator}: it has no critic, "
                         f"set {'value_pretraining.enabled=false' if key.startswith('value_') else 'it back'} or use gae"
                     )
+        self._adapters_fit()
         if algorithm.value_loss.has_bounds:
             self._values_fit()
         self._best_is_measured()
@@ -85,6 +87,18 @@ class TrainConfig(Section):
         self._windows_fit()
         check_preset(self)
         return self
+
+    def _adapters_fit(self) -> None:
+        if self.critic.kind == "adapter" and self.critic.freeze_attention:
+            raise ValueError(
+                "critic.freeze_attention=true with critic.kind=adapter: all weights are frozen there, leave it out, "
+                "and linear_qkv and linear_proj out of model.adapter.layers"
+            )
+        if self.actor.kind == "adapter" and self.algorithm.saves_reference:
+            raise ValueError(
+                f"algorithm.kl.replace_reference_every={self.algorithm.kl.replace_reference_every} with "
+                "actor.kind=adapter: the reference is the policy without its adapters, leave it out"
+            )
 
     def _best_is_measured(self) -> None:
         best = self.checkpoint.keep.best

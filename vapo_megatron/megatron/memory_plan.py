@@ -62,10 +62,13 @@ class MemoryPlan:
         self._phase = phase
         if phase == "rollout" and not self._shares_device:
             return
+        needed = ONLOADED[phase]
+        if phase == "score_reference" and "reference" not in self._models:
+            needed = ONLOADED["score_policy"]  # it is the actor without its adapters
         for name, model in self._models.items():
-            model.onload_only(*(model.onloaded & ONLOADED[phase].get(name, frozenset())))
+            model.onload_only(*(model.onloaded & needed.get(name, frozenset())))
         for name, model in self._models.items():
-            model.onload_only(*ONLOADED[phase].get(name, frozenset()))
+            model.onload_only(*needed.get(name, frozenset()))
 
     def settle(self) -> None:
         """Take account of the phase that is going on."""

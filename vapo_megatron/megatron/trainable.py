@@ -5,6 +5,7 @@ function of local tensors; everything about layout stays in here.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from vapo_megatron.config.model import ActorConfig, ModelConfig, TrainableConfig
 from vapo_megatron.data.balance import Cost, MicrobatchPlan, plan_microbatches
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.data.microbatch import MicroBatch, Packed, Share
-from vapo_megatron.megatron.adapters import add_adapters, freeze_base
+from vapo_megatron.megatron.adapters import add_adapters, freeze_base, without_adapters
 from vapo_megatron.megatron.data_parallel import sum_model_grads, wrap
 from vapo_megatron.megatron.layer_spec import parameters_of
 from vapo_megatron.megatron.mesh import Mesh, check_model_layout
@@ -86,7 +87,7 @@ class Trainable:
         self._optimizer: Any = None
         self.accepts: Callable[[str, float, dict[str, float]], bool] = lambda name, grad_norm, metrics: True
         self.scheduler: Any = None
-        self._gathering = False
+        self._gathering = self._is_base = False
         platform = current_platform()
         # A reference works once a step: it always makes room where room is short.
         asked = "auto" if name == "reference" and config.offload == "never" else config.offload
@@ -194,7 +195,18 @@ class Trainable:
     def replays(self) -> bool:
         """Whether tokens go through the engine's experts where these are known. A critic's experts and those of a
         reference policy have other weights: they choose for themselves."""
-        return bool(self.spec.num_experts) and self.head == "lm" and self._optimizer is not None
+        trained = self._optimizer is not None and not self._is_base
+        return bool(self.spec.num_experts) and self.head == "lm" and trained
+
+    @contextmanager
+    def as_base(self) -> Iterator[None]:
+        """Have it compute what its frozen weights give without their adapters: the policy that the run started from."""
+        self._is_base = True
+        try:
+            with without_adapters(self._chunks):
+                yield
+        finally:
+            self._is_base = False
 
     @property
     def cost(self) -> Cost:

@@ -24,6 +24,7 @@ class Models:
         actor: the policy.
         critic: None for algorithms without one.
         reference: the policy that the KL penalty keeps the actor near to; None without such a penalty.
+        has_base_as_reference: whether that is the actor without its adapters, and no model of its own.
         sources: the Hugging Face directory that each model started from, by name.
         saves_reference: whether the reference is not what the run started from, and so belongs into checkpoints.
         shares_device: with engines, for which models leave the device while responses are written.
@@ -34,6 +35,7 @@ class Models:
     actor: Trainable
     critic: Trainable | None = None
     reference: Trainable | None = None
+    has_base_as_reference: bool = False
     sources: Mapping[str, Path] = field(default_factory=dict)
     saves_reference: bool = False
     shares_device: bool = True
@@ -76,6 +78,7 @@ def load_models(config: TrainConfig, resumed: Resumed | None) -> Models:
         models["actor"],
         models.get("critic"),
         models.get("reference"),
+        has_base_as_reference=algorithm.uses_reference and "reference" not in models,
         sources=sources,
         saves_reference=algorithm.saves_reference,
         shares_device=not config.rollout.external_urls,
@@ -116,12 +119,13 @@ def replace_reference(models: Models, config: KlConfig, step: int) -> None:
 
 
 def model_sources(config: TrainConfig) -> dict[str, Path]:
-    """The Hugging Face directory that each model of the algorithm starts from, by name."""
+    """The Hugging Face directory that each model of the algorithm starts from, by name; a policy with adapters has its
+    reference in itself."""
     algorithm, policy_dir = config.algorithm, Path(config.model.path)
     sources = {"actor": policy_dir}
     if algorithm.uses_critic:
         sources["critic"] = config.critic_source
-    if algorithm.uses_reference:
+    if algorithm.uses_reference and config.actor.kind == "model":
         sources["reference"] = policy_dir
     return sources
 

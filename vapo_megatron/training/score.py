@@ -26,6 +26,10 @@ def score(models: Models, batch: ShardedBatch, config: AlgorithmConfig, recorder
     """
     if models.reference is not None:
         batch.own.ref_logprobs = of_all(models, models.reference, batch, "score_reference", recorder)[:, 0].contiguous()
+    elif models.has_base_as_reference:
+        with models.actor.as_base():
+            outputs = of_all(models, models.actor, batch, "score_reference", recorder)
+        batch.own.ref_logprobs = outputs[:, 0].contiguous()
     if not update_gives_logprobs(config, batch):
         record_policy(batch, of_all(models, models.actor, batch, "score_policy", recorder), recorder)
     if models.critic is not None:

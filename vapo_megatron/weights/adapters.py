@@ -82,11 +82,6 @@ def adapter_entries(spec: ModelSpec, config: AdapterConfig) -> list[Entry]:
     ]
 
 
-def adapter_count(spec: ModelSpec, config: AdapterConfig) -> int:
-    """Parameters of all adapters of a model."""
-    return sum(entry.rule.count(spec) for entry in adapter_entries(spec, config))
-
-
 def adapted_layers(chunk: Any) -> Iterator[tuple[str, int, Any]]:
     """(name in the chunk, layer in the whole model, linear layer) of everything that has an adapter in a chunk."""
     while hasattr(chunk, "module"):

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vapo_megatron.config.atomic import follow_umask
+from vapo_megatron.errors import BadInput
 from vapo_megatron.weights.bucket import batches
 from vapo_megatron.weights.hf_card import (
     CONFIG,
@@ -175,6 +176,11 @@ def megatron_to_hf(
         RunFailed: the verification found a difference. Nothing is left.
     """
     card = read_model_card(checkpoint)
+    if card.base is not None:
+        raise BadInput(
+            f"{checkpoint}: holds adapters and not the weights that they adapt: take the merged model that the run has "
+            "exported, in hf/ of its directory, or resume it with export.every=1"
+        )
     spec, head = replace(card.spec, vocab_divisible_by=1), card.head
     config = read_config(card.hf_dir)
     reader = PartReader(checkpoint, digests)
