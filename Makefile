@@ -151,6 +151,8 @@ $(STAMP): requirements/cpu.lock setup.py
 	$(PIP) "$(TORCH)"
 	echo "== [3/4] installing the rest of requirements/cpu.lock"
 	$(PIP) --no-deps -r requirements/cpu.lock
+	# Of earlier locks, and not to be loaded with every torch.
+	$(BIN)/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision 2>/dev/null
 	$(PIP) --no-deps --no-build-isolation --quiet --editable .
 	echo "== [4/4] compiling modules"
 	# A package may ship files that are no Python 3.11: those alone stay uncompiled.

@@ -49,11 +49,33 @@ def install() -> bool:
         return False
     if not _installed:
         make_torchvision_importable()
+        if importlib.util.find_spec("torchvision") is None:
+            _install_torchvision_names()
         if importlib.util.find_spec("sgl_kernel") is None:
             _install_kernel_names()
         _patch_sglang()
         _installed = True
     return True
+
+
+def _install_torchvision_names() -> None:
+    """What sglang.srt imports for models of pictures, and nothing of it is called for a model of texts.
+
+    torchvision is no part of the CPU environment: its wheels in the registry are built for a CUDA build of torch, and
+    one that fails to load takes plain transformers' models along.
+    """
+    from transformers.utils import is_torchvision_available
+
+    is_torchvision_available()  # remembered: transformers goes on without
+    names = ("torchvision", "torchvision.transforms", "torchvision.transforms.functional")
+    whole, transforms, functional = modules = [types.ModuleType(name) for name in names]
+    for name, module in zip(names, modules, strict=True):
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        sys.modules[name] = module
+    whole.__dict__["transforms"] = transforms
+    for module in (transforms, functional):
+        module.__dict__["InterpolationMode"] = types.SimpleNamespace()
+    transforms.__dict__["functional"] = functional
 
 
 def _install_kernel_names() -> None:

@@ -12,17 +12,21 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from sglang.srt.distributed import parallel_state
-from sglang.srt.distributed.device_communicators import shm_broadcast
-from sglang.srt.managers import load_snapshot
-from sglang.srt.managers.scheduler import Scheduler, get_serving, run_scheduler_process
-from sglang.srt.utils.common import kill_itself_when_parent_died
 from torch import Tensor
 
 from vapo_megatron.engines.inside import cpu_shim
-from vapo_megatron.engines.inside.heartbeat import beats_with, register
-from vapo_megatron.engines.inside.strict_loading import install_strict_loading
-from vapo_megatron.weights.fp8 import BLOCK, FP8, LARGEST, dequantize
+
+_on_cpu = cpu_shim.install()  # before SGLang, which imports what a CPU machine lacks
+
+from sglang.srt.distributed import parallel_state  # noqa: E402
+from sglang.srt.distributed.device_communicators import shm_broadcast  # noqa: E402
+from sglang.srt.managers import load_snapshot  # noqa: E402
+from sglang.srt.managers.scheduler import Scheduler, get_serving, run_scheduler_process  # noqa: E402
+from sglang.srt.utils.common import kill_itself_when_parent_died  # noqa: E402
+
+from vapo_megatron.engines.inside.heartbeat import beats_with, register  # noqa: E402
+from vapo_megatron.engines.inside.strict_loading import install_strict_loading  # noqa: E402
+from vapo_megatron.weights.fp8 import BLOCK, FP8, LARGEST, dequantize  # noqa: E402
 
 
 def install_cpu_fp8() -> None:
@@ -103,8 +107,6 @@ def cache_by_version(scheduler: Any) -> None:
 
     scheduler._add_request_to_queue, scheduler.record_weight_version_change = add_request, record_change
 
-
-_on_cpu = cpu_shim.install()
 
 # Servers are killed, not ended: a file in /dev/shm would stay. The folder of temporary files goes with the server.
 load_snapshot.shm_path_for = lambda instance: f"{tempfile.gettempdir()}/loads_{instance}.shm"
