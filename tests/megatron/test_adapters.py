@@ -126,6 +126,17 @@ def test_an_adapted_policy_learns_what_transformers_learns(tmp_path: Path, famil
     np.testing.assert_allclose(scores, logprobs(model).detach(), rtol=2e-4, atol=2e-4)
 
 
+def test_adapters_begin_as_those_of_peft(tmp_path: Path, model_dir: Path) -> None:
+    """Each A is drawn for itself, uniformly within 1 / sqrt(in); every B is zero."""
+    run_ranks(1, train, model_dir, tmp_path, "lm", {})
+    halves = list(read_adapters(tmp_path / "before-adapter").values())
+    assert not any(b.any() for _, b in halves)
+    scaled = [a * a.shape[1] ** 0.5 for a, _ in halves]
+    for number, one in enumerate(scaled):
+        assert one.abs().max() < 1 and one.max() > 0.8 and one.min() < -0.8 and abs(one.mean()) < 0.25
+        assert not any(one.shape == other.shape and torch.equal(one, other) for other in scaled[:number])
+
+
 def test_what_is_exported_computes_what_was_trained(tmp_path: Path, model_dir: Path) -> None:
     (_, scores, without), *_ = run_ranks(2, train, model_dir, tmp_path, "lm", {"layout": {"pp": 2}})
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "after", dtype=torch.float32)

@@ -8,7 +8,14 @@ import torch
 from hf_models import write_model
 from ranks import run_ranks
 
-from vapo_megatron.config.model import ActorConfig, CriticConfig, LayoutConfig, ModelConfig, RecomputeConfig
+from vapo_megatron.config.model import (
+    ActorConfig,
+    AdapterConfig,
+    CriticConfig,
+    LayoutConfig,
+    ModelConfig,
+    RecomputeConfig,
+)
 from vapo_megatron.megatron.mesh import make_mesh
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.operations.plan.activations import Activations
@@ -25,11 +32,18 @@ def storage_bytes(tensors: list[torch.Tensor]) -> int:
     return sum(storages.values())
 
 
-def held_by_rank(model_dir: Path, layout: LayoutConfig, dtype: str, head: str) -> tuple[int, dict[str, int]]:
+ADAPTER = AdapterConfig(rank=6, layers=("linear_qkv", "linear_fc1", "linear_fc2"))
+
+
+def section_of(layout: LayoutConfig, head: str, kind: str) -> ActorConfig | CriticConfig:
+    shared: dict[str, Any] = {"layout": layout, "kind": kind}
+    return CriticConfig(**shared) if head == "value" else ActorConfig(**shared)
+
+
+def held_by_rank(model_dir: Path, layout: LayoutConfig, dtype: str, head: str, kind: str) -> tuple[int, dict[str, int]]:
     """This rank's pipeline stage and the bytes of its tensors, once a step of the optimizer has made its states."""
-    mesh = make_mesh(layout)
-    section = CriticConfig(layout=layout) if head == "value" else ActorConfig(layout=layout)
-    model = ModelConfig(path="unread", dtype=dtype, attention="sdpa")  # type: ignore[arg-type]
+    mesh, section = make_mesh(layout), section_of(layout, head, kind)
+    model = ModelConfig(path="unread", dtype=dtype, attention="sdpa", adapter=ADAPTER)  # type: ignore[arg-type]
     trainable = Trainable(read_spec(model_dir), model, section, mesh, head, name="actor", seed=1)  # type: ignore[arg-type]
     with torch.no_grad():
         for chunk in trainable.chunks:
@@ -47,7 +61,7 @@ def held_by_rank(model_dir: Path, layout: LayoutConfig, dtype: str, head: str) -
         owned += storage_bytes([p for p in main if p.dtype == torch.float32])
     return mesh.pp_rank, {
         "weights": storage_bytes(parameters),
-        "gradients": storage_bytes([p.main_grad for p in parameters]),
+        "gradients": storage_bytes([p.main_grad for p in parameters if p.requires_grad]),
         "optimizer": owned,
     }
 
@@ -62,23 +76,25 @@ def is_moment(value: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("layout", "ranks", "dtype", "head", "tied"),
+    ("layout", "ranks", "dtype", "head", "tied", "kind"),
     [
-        (LayoutConfig(), 1, "float32", "lm", False),
-        (LayoutConfig(), 2, "bfloat16", "lm", True),
-        (LayoutConfig(tp=2, sequence_parallel=True), 4, "bfloat16", "value", False),
-        (LayoutConfig(tp=2, pp=2), 4, "bfloat16", "lm", True),
+        (LayoutConfig(), 1, "float32", "lm", False, "model"),
+        (LayoutConfig(), 2, "bfloat16", "lm", True, "model"),
+        (LayoutConfig(tp=2, sequence_parallel=True), 4, "bfloat16", "value", False, "model"),
+        (LayoutConfig(tp=2, pp=2), 4, "bfloat16", "lm", True, "model"),
+        (LayoutConfig(), 2, "bfloat16", "lm", True, "adapter"),
+        (LayoutConfig(tp=2, pp=2), 4, "float32", "value", False, "adapter"),
     ],
 )
 def test_weights_gradients_and_optimizer(
-    tmp_path: Path, layout: LayoutConfig, ranks: int, dtype: str, head: str, tied: bool
+    tmp_path: Path, layout: LayoutConfig, ranks: int, dtype: str, head: str, tied: bool, kind: str
 ) -> None:
     directory = write_model(tmp_path, "qwen2", tie_word_embeddings=tied, **SHAPE)
-    section = CriticConfig(layout=layout) if head == "value" else ActorConfig(layout=layout)
-    width = 4 if dtype == "float32" else 2
-    planned = PlannedModel("actor", read_spec(directory), head, section, ranks, width, False)  # type: ignore[arg-type]
+    section, width = section_of(layout, head, kind), 4 if dtype == "float32" else 2
+    adapter = ADAPTER if kind == "adapter" else None
+    planned = PlannedModel("actor", read_spec(directory), head, section, ranks, width, False, adapter)  # type: ignore[arg-type]
     padding = 4 * 512 * ranks
-    for stage, held in run_ranks(ranks, held_by_rank, directory, layout, dtype, head, deadline=120):
+    for stage, held in run_ranks(ranks, held_by_rank, directory, layout, dtype, head, kind, deadline=120):
         for part, size in held.items():
             expected = planned.bytes_of(part, stage)  # type: ignore[arg-type]
             # Megatron pads its buffers so that every rank's part begins at 128 bytes; the last rank's part is the rest.

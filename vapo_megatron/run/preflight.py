@@ -130,8 +130,7 @@ def check_train(config: TrainConfig, world_size: int | None, facts: list[str] | 
     with VerifierPool(config.reward) as verifier:
         verifier.try_out(prompts[0].problem, prompts[0].answer, prompts[0].extra)
     report.append(f"verifier: {config.reward.function or config.reward.verifier}, asked about the first problem")
-    parameters = {name: model.parameter_count() for name, model in specs.items()}
-    check_room(Path(config.run.directory), run_bytes(config, parameters) + record_bytes(config))
+    check_room(Path(config.run.directory), run_bytes(config, specs) + record_bytes(config))
     for caution in filter(None, (tokenizer.caution(), *cautions(config, prompts, evaluations))):
         print(f"vapo-megatron: caution: {caution}", file=sys.stderr, flush=True)
 

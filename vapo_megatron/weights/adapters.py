@@ -22,7 +22,7 @@ from vapo_megatron.weights.hf_files import HFTensors
 from vapo_megatron.weights.mapping import LAYERS, Entry, entries
 from vapo_megatron.weights.model_files import read_config
 from vapo_megatron.weights.rules import GateUp, Replicated, Row, Rule
-from vapo_megatron.weights.spec import ModelSpec
+from vapo_megatron.weights.spec import Head, ModelSpec
 
 # Of a weight's Hugging Face name, and what stands there in the names of its adapter's halves.
 _WEIGHT = ".weight"
@@ -80,6 +80,12 @@ def adapter_entries(spec: ModelSpec, config: AdapterConfig) -> list[Entry]:
         for entry in adapted_entries(spec, config)
         for rule in adapter_rules(entry.rule, config.rank).values()
     ]
+
+
+def adapter_parameter_count(spec: ModelSpec, config: AdapterConfig, head: Head) -> int:
+    """Parameters of all adapters of a model, and of a critic's head, which is trained beside them."""
+    rules = [entry.rule for entry in adapter_entries(spec, config)]
+    return sum(rule.count(spec) for rule in (*rules, *(spec.head_rules(head) if head == "value" else ())))
 
 
 def adapted_layers(chunk: Any) -> Iterator[tuple[str, int, Any]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from vapo_megatron.checkpoint.size import checkpoint_bytes
+from vapo_megatron.checkpoint.size import checkpoint_bytes, trained_parameters
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.prompts import eval_prompts, train_prompts
@@ -254,7 +254,7 @@ def _disk(examination: Examination) -> list[Line]:
     if config.algorithm.uses_critic:
         sources["critic"] = str(config.critic_source)
     specs = {name: read_spec(model_directory(path)) for name, path in sources.items()}
-    needed = checkpoint_bytes(config, {name: spec.parameter_count() for name, spec in specs.items()})
+    needed = checkpoint_bytes(config, trained_parameters(config, specs))
     return check_disk(Path(config.run.directory), needed)
 
 

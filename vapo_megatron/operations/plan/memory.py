@@ -38,7 +38,8 @@ def on_device(phase: Phase, name: str, config: TrainableConfig) -> tuple[Part, .
 def phases_of(config: TrainConfig) -> list[Phase]:
     """The phases that a step of this config has."""
     models = {"actor"} | ({"critic"} if config.algorithm.uses_critic else set())
-    models |= {"reference"} if config.algorithm.uses_reference else set()
+    # A policy with adapters is scored once more without them: as much as score_policy.
+    models |= {"reference"} if config.algorithm.uses_reference and config.actor.kind == "model" else set()
     found = [phase for phase, worker in PHASES.items() if worker is None or worker in models]
     if config.algorithm.update_gives_logprobs(config.samples, config.batch.prompts_per_step):
         found.remove("score_policy")

@@ -6,16 +6,18 @@ from dataclasses import dataclass
 from functools import cache
 
 from vapo_megatron.checkpoint.size import OPTIMIZER_BYTES
-from vapo_megatron.config.model import ActorConfig, LayoutConfig, TrainableConfig
+from vapo_megatron.config.model import ActorConfig, AdapterConfig, LayoutConfig, TrainableConfig
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
+from vapo_megatron.megatron.adapters import check_adapter
 from vapo_megatron.megatron.mesh import check_layout, check_model_layout
 from vapo_megatron.megatron.offload import Part
 from vapo_megatron.operations.hardware import Hardware
 from vapo_megatron.operations.plan.activations import Activations
 from vapo_megatron.operations.plan.lengths import Lengths
 from vapo_megatron.operations.plan.model_files import model_directory
+from vapo_megatron.weights.adapters import adapter_entries, adapter_parameter_count
 from vapo_megatron.weights.families.family import EMBEDDING, FINAL_NORM
 from vapo_megatron.weights.rules import Rule
 from vapo_megatron.weights.spec import Head, ModelSpec, read_spec
@@ -43,8 +45,7 @@ class Shard:
 @cache
 def shard(spec: ModelSpec, head: Head, layout: LayoutConfig, stage: int) -> Shard:
     """What a rank of pipeline stage `stage` holds under a layout that divides the model."""
-    chunks = layout.pp * (layout.vpp or 1)
-    layers = [layer for layer in range(spec.num_layers) if layer * chunks // spec.num_layers % layout.pp == stage]
+    layers = _layers(spec, layout, stage)
     first_kind = sum(layer < spec.dense_layers for layer in layers)
     first, last = stage == 0, stage == layout.pp - 1
     outside: list[Rule] = []
@@ -58,6 +59,20 @@ def shard(spec: ModelSpec, head: Head, layout: LayoutConfig, stage: int) -> Shar
     dense = sum(n * _held(rules, spec, layout.tp) for n, (_, rules) in zip(counts, spec.layer_kinds, strict=True))
     experts = counts[1] * (spec.num_experts // layout.ep) * _held(spec.table.expert, spec, layout.tp)
     return Shard(dense + _held(outside, spec, layout.tp), experts)
+
+
+def adapter_shard(spec: ModelSpec, head: Head, layout: LayoutConfig, stage: int, config: AdapterConfig) -> Shard:
+    """Of what such a rank holds, what is trained where the model has adapters: these, and a critic's head."""
+    layers = _layers(spec, layout, stage)
+    rules = [entry.rule for entry in adapter_entries(spec, config) if entry.layer in layers]
+    if head == "value" and stage == layout.pp - 1:
+        rules += spec.head_rules(head)
+    return Shard(_held(rules, spec, layout.tp), 0)
+
+
+def _layers(spec: ModelSpec, layout: LayoutConfig, stage: int) -> list[int]:
+    chunks = layout.pp * (layout.vpp or 1)
+    return [layer for layer in range(spec.num_layers) if layer * chunks // spec.num_layers % layout.pp == stage]
 
 
 def _held(rules: Iterable[Rule], spec: ModelSpec, tp_size: int) -> int:
@@ -75,6 +90,7 @@ class PlannedModel:
         world: ranks of the run.
         width: bytes of a weight and of an activation's element.
         fused: whether layers are Transformer Engine's.
+        adapter: the adapters that are trained in place of the model; None where all of it is.
     """
 
     name: str
@@ -84,6 +100,7 @@ class PlannedModel:
     world: int
     width: int
     fused: bool
+    adapter: AdapterConfig | None = None
 
     @property
     def layout(self) -> LayoutConfig:
@@ -107,14 +124,20 @@ class PlannedModel:
         return rank // (self.world // self.layout.pp)
 
     def shard(self, stage: int) -> Shard:
-        """Parameters of a rank."""
+        """Parameters of a rank, adapters aside."""
         return shard(self.spec, self.head, self.layout, stage)
+
+    def trained(self, stage: int) -> Shard:
+        """Parameters of a rank that have gradients and optimizer states, and are saved."""
+        if self.adapter is None:
+            return self.shard(stage)
+        return adapter_shard(self.spec, self.head, self.layout, stage, self.adapter)
 
     def bytes_of(self, part: Part, stage: int) -> float:
         """Bytes that a rank of a stage holds of one part while it is onloaded."""
-        held = self.shard(stage)
+        held = self.trained(stage)
         if part == "weights":
-            return held.parameters * self._bytes_a_weight()
+            return self.shard(stage).parameters * self._bytes_a_weight() + self._adapters(stage) * self.width
         if self.name == "reference":
             return 0.0
         if part == "gradients":
@@ -130,11 +153,23 @@ class PlannedModel:
 
         A unit has fp32 weights and both moments of every parameter that is trained, whatever the optimizer keeps.
         """
-        return self._bytes_a_saved_weight() * self._share(self.shard(stage))
+        return self._bytes_a_saved_weight() * self._share(self.trained(stage))
+
+    @property
+    def bytes_in_checkpoint(self) -> float:
+        """Bytes of its saved unit, to which each parameter belongs once."""
+        if self.adapter is not None:
+            return self._bytes_a_saved_weight() * adapter_parameter_count(self.spec, self.adapter, self.head)
+        stages = range(self.layout.pp)
+        return sum(self.bytes_saved(stage) * self.world / self.layout.pp for stage in stages)
 
     def bytes_held(self, stage: int) -> float:
         """Bytes of a saved unit that a rank of a stage and its replicas hold alike."""
-        return self._bytes_a_saved_weight() * float(self.shard(stage).parameters)
+        return self._bytes_a_saved_weight() * float(self.trained(stage).parameters)
+
+    def _adapters(self, stage: int) -> int:
+        """Parameters of a rank's adapters."""
+        return 0 if self.adapter is None else adapter_shard(self.spec, "lm", self.layout, stage, self.adapter).dense
 
     def _share(self, held: Shard) -> float:
         """Parameters of a rank, shared out among the ranks that hold the same ones."""
@@ -163,7 +198,7 @@ class PlannedRun:
 
 
 def planned_models(config: TrainConfig, world: int) -> dict[str, PlannedModel]:
-    """Actor, critic and reference, those that the algorithm has, by name.
+    """Actor, critic and reference, those that the algorithm has, by name; an actor with adapters is its own reference.
 
     Raises:
         BadInput: config.json cannot be read, or a layout cannot be made of these ranks and this model.
@@ -174,7 +209,7 @@ def planned_models(config: TrainConfig, world: int) -> dict[str, PlannedModel]:
         source = model_directory(str(config.critic_source))
         critic = read_spec(source, value_outputs=config.algorithm.value_loss.outputs)
         models["critic"] = _model("critic", critic, "value", config.critic, config, world)
-    if config.algorithm.uses_reference:
+    if config.algorithm.uses_reference and config.actor.kind == "model":
         models["reference"] = _model("reference", spec, "lm", config.actor, config, world)
     return models
 
@@ -189,10 +224,12 @@ def _model(
     name: str, spec: ModelSpec, head: Head, section: TrainableConfig, config: TrainConfig, world: int
 ) -> PlannedModel:
     width = 4 if section.dtype(config.model) == "float32" else 2
-    model = PlannedModel(name, spec, head, section, world, width, config.model.attention != "sdpa")
+    adapter = config.model.adapter if section.kind == "adapter" else None
+    model = PlannedModel(name, spec, head, section, world, width, config.model.attention != "sdpa", adapter)
     key = "actor" if name == "reference" else name
     check_layout(section.layout, world, key)
     check_model_layout(spec, section.layout, key)
+    check_adapter(spec, config.model.adapter, section, key)
     return model
 
 

@@ -39,7 +39,7 @@ def plan_saving(models: Mapping[str, PlannedModel], hardware: Hardware) -> Savin
     """Of the models that are saved, at their layouts; what is slower counts, a rank or the file system."""
     saved = list(models.values())
     world = saved[0].world
-    whole = sum(m.bytes_saved(stage) * world / m.layout.pp for m in saved for stage in range(m.layout.pp))
+    whole = sum(model.bytes_in_checkpoint for model in saved)
     # Of each model the fullest stage, whether or not these are of one rank.
     share = sum(max(map(model.bytes_saved, range(model.layout.pp))) for model in saved)
     held = sum(max(map(model.bytes_held, range(model.layout.pp))) for model in saved)

@@ -132,7 +132,7 @@ def update_seconds(run: PlannedRun, model: PlannedModel, samples: float) -> floa
 def optimizer_seconds(model: PlannedModel, hardware: Hardware) -> float:
     """Seconds of one optimizer step: gradients are reduced, states updated, weights gathered; nothing overlaps."""
     stages = range(model.layout.pp)
-    parameters = max(model.shard(stage).parameters for stage in stages)
+    parameters = max(model.trained(stage).parameters for stage in stages)
     state = max(model.bytes_of("optimizer", stage) for stage in stages)
     replicas = model.dp * model.layout.cp
     moved = parameters * (4 + model.width) * (replicas - 1) / replicas
@@ -187,6 +187,8 @@ def plan_time(run: PlannedRun, engine: PlannedEngine, evaluation_samples: float)
     for phase, name in (("score_reference", "reference"), ("score_policy", "actor"), ("score_values", "critic")):
         if phase in wanted:
             phases[phase] = score_seconds(run, models[name], samples)
+    if config.algorithm.uses_reference and config.actor.kind == "adapter":
+        phases["score_reference"] = score_seconds(run, actor, samples)
     if critic is not None:
         once = update_seconds(run, critic, samples)
         phases["update_critic"] = once * update.epochs * update.critic_updates_per_policy_update
