@@ -7,10 +7,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from attempts import End, World, config_of, kill_at, left_behind, live, metrics, world
 
 from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.engines import stream
 
 pytestmark = pytest.mark.full
 
@@ -56,6 +58,33 @@ def test_killed_wherever_it_goes_on_to_the_bit(shared: World) -> None:
     assert live(shared, config, 1) == End(0, "")
     assert metrics(killed) == metrics(straight)
     assert left_behind(killed) == left_behind(straight)
+
+
+def kill_while_old_groups_are_awaited(call: int) -> None:
+    """Have the scheduler of the only engine killed, once, in the call-th weight sync that waits, or a later one."""
+    wait, calls = stream.GroupStream.wait_until_graded, 0
+
+    def trap(self: stream.GroupStream) -> None:
+        nonlocal calls
+        calls += 1
+        if calls >= call and self._tasks:
+            calls = -99
+            schedulers = [p for p in psutil.Process().children(recursive=True) if "sglang::scheduler" in p.cmdline()[0]]
+            schedulers[0].kill()
+        wait(self)
+
+    stream.GroupStream.wait_until_graded = trap  # type: ignore[method-assign]
+
+
+def test_an_engine_that_comes_back_writes_old_groups_by_their_own_weights(shared: World) -> None:
+    """The actor is newer when a weight sync waits: they would be the next policy's, and marked as the last one's."""
+    own = ("sampling.max_new_tokens=40", "checkpoint.every=null", "checkpoint.every_minutes=null")
+    config, straight = ahead(shared, "alone", *own)
+    assert live(shared, config, 1, own_engines=True) == End(0, "")
+    config, run_dir = ahead(shared, "replaced", *own)
+    assert live(shared, config, 1, partial(kill_while_old_groups_are_awaited, 3), own_engines=True) == End(0, "")
+    assert sum(row.get("rollout/engine_failures", 0) for row in metrics(run_dir)) == 1
+    assert [samples(run_dir, step) for step in range(1, 6)] == [samples(straight, step) for step in range(1, 6)]
 
 
 def test_responses_go_on_under_new_weights_and_none_is_lost_or_trained_twice(shared: World) -> None:

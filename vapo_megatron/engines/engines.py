@@ -115,6 +115,11 @@ class Engines:
         """What becomes of responses under way when weights come (rollout.asynchronous.weight_sync)."""
         return self._config.sync_mode(self._config.computes_in(self._dtype), current_platform().is_cuda)
 
+    @property
+    def write_old_groups(self) -> bool:
+        """Whether groups that are under way when weights come are written by the old weights to their end."""
+        return self._config.asynchronous.max_staleness > 0 and self.sync_mode == "wait"
+
     def start(self) -> None:
         """Begin to start this rank's server; wait_until_ready follows once there is nothing better to do."""
         if self._placement.keeper is not None:

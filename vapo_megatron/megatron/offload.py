@@ -58,7 +58,8 @@ class _HostBuffer:
             done += span.numel()
 
 
-def _bytes_of(storage: UntypedStorage) -> Tensor:
+def bytes_of(storage: UntypedStorage) -> Tensor:
+    """All of a storage, without its type."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -139,7 +140,7 @@ class Offloader:
                 host, start = self._host[part], 0
                 host.reserve(sum(size for _, size in storages))
                 for storage, size in storages:
-                    source = _bytes_of(storage)
+                    source = bytes_of(storage)
                     for span, at in host.spans(start, size):
                         span.copy_(source[at : at + span.numel()], non_blocking=True)
                     start += size
@@ -157,12 +158,12 @@ class Offloader:
         for storage, size in storages:
             storage.resize_(size)
             if part == "gradients":
-                _bytes_of(storage).zero_()
+                bytes_of(storage).zero_()
         if part == "gradients":
             return
         with self._queue.behind_computation():
             for storage, size in storages:
-                target = _bytes_of(storage)
+                target = bytes_of(storage)
                 for span, at in self._host[part].spans(start, size):
                     target[at : at + span.numel()].copy_(span, non_blocking=True)
                 start += size

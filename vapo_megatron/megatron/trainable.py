@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from vapo_megatron.config.model import ActorConfig, ModelConfig, TrainableConfig
 from vapo_megatron.data.balance import Cost, MicrobatchPlan, plan_microbatches
@@ -23,7 +23,7 @@ from vapo_megatron.megatron.layer_spec import parameters_of
 from vapo_megatron.megatron.mesh import Mesh, check_model_layout
 from vapo_megatron.megatron.metrics import MetricTotals, StepResult, in_place, samples_done, sum_over_ranks
 from vapo_megatron.megatron.model import build_model, transformer_config
-from vapo_megatron.megatron.offload import PARTS, Footprint, Offloader, Part
+from vapo_megatron.megatron.offload import PARTS, Footprint, Offloader, Part, bytes_of, distinct_storages
 from vapo_megatron.megatron.optimizer import GuardedStep, make_optimizer, optimizer_tensors
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.precision import (
@@ -159,6 +159,20 @@ class Trainable:
         for mine, theirs in zip(self.chunks, other.chunks, strict=True):
             for parameter, source in zip(mine.parameters(), theirs.parameters(), strict=True):
                 parameter.copy_(source)
+
+    def weights_on_host(self) -> list[Tensor]:
+        """A copy of this rank's weights, byte by byte, which must be onloaded."""
+        return [bytes_of(storage).to("cpu", copy=True) for storage in self._weights()]
+
+    def put_weights(self, copy: Sequence[Tensor]) -> None:
+        """Have the weights that weights_on_host() gave. The optimizer has weights of its own, and keeps them."""
+        for storage, kept in zip(self._weights(), copy, strict=True):
+            bytes_of(storage).copy_(kept)
+        drop_fp8_copies(self._chunks)
+
+    def _weights(self) -> list[UntypedStorage]:
+        assert self.chunks  # complete, and on the device
+        return list(distinct_storages(self._tensors("weights")).values())
 
     def onload_only(self, *parts: Part) -> None:
         """Have exactly these parts on the device; the rest is offloaded (see TrainableConfig.offload)."""

@@ -114,6 +114,9 @@ def agree(config: TrainConfig, models: Models, rollouts: Rollouts, recorder: Rec
     elif config.rollout.load_format == "dummy" or config.rollout.external_urls or rollouts.engines.taken_over:
         sync_weights(models, rollouts, recorder)
     else:
+        if rollouts.engines.write_old_groups:
+            models.memory.enter("weight_sync")
+            models.served = models.actor.weights_on_host()
         check_engines(models, rollouts, recorder)
     if rollouts.engines.failure is not None:
         raise rollouts.engines.failure

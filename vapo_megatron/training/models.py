@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torch import Tensor
+
 from vapo_megatron.checkpoint.resume import Resumed, SavedModel
 from vapo_megatron.config.policy import KlConfig
 from vapo_megatron.config.robustness import SkippedUpdatesConfig
@@ -28,6 +30,8 @@ class Models:
         sources: the Hugging Face directory that each model started from, by name.
         saves_reference: whether the reference is not what the run started from, and so belongs into checkpoints.
         shares_device: with engines, for which models leave the device while responses are written.
+        served: the actor's weights as engines have them, where groups that are drawn are still to be written by these
+            when the actor has newer ones; in host memory.
         updates: judges their optimizer updates.
         memory: which parts of them are on the device in each phase.
     """
@@ -39,6 +43,7 @@ class Models:
     sources: Mapping[str, Path] = field(default_factory=dict)
     saves_reference: bool = False
     shares_device: bool = True
+    served: list[Tensor] | None = None
     memory: MemoryPlan = field(init=False)
     updates: SkippedUpdates = field(init=False, default_factory=lambda: SkippedUpdates(SkippedUpdatesConfig()))
 

@@ -21,6 +21,17 @@ def sync_weights(models: Models, rollouts: Rollouts, recorder: Recorder, again: 
         RunFailed: a tensor was not taken or not sent, or log-probs differ by more than the tolerance.
     """
     engines, at_step = rollouts.engines, not again
+    if again and models.served is not None:  # the actor may be newer: engines get what their groups are marked with
+        models.memory.enter("weight_sync")
+        newer, served = models.actor.weights_on_host(), models.served
+        models.actor.put_weights(served)
+        models.served = None
+        try:
+            return sync_weights(models, rollouts, recorder, again=True)
+        finally:
+            models.memory.enter("weight_sync")
+            models.actor.put_weights(newer)
+            models.served = served
     if at_step:
         with suppress(EnginesFailed), engines.attended():
             rollouts.prepare_sync(recorder)
@@ -30,6 +41,8 @@ def sync_weights(models: Models, rollouts: Rollouts, recorder: Recorder, again: 
         with recorder.timer("weight_sync"):
             engines.onload("weights")
             engines.update_weights(models.actor, again)
+        if at_step and engines.write_old_groups:
+            models.served = models.actor.weights_on_host()
         if engines.serving:
             recorder.add({f"weight_sync/{part}_seconds": seconds for part, seconds in engines.sync_seconds.items()})
             check_engines(models, rollouts, recorder)
