@@ -76,7 +76,9 @@ def train(
 
     if launch.launch(settings, partial(train_rank, settings), preflight.check_train):
         from vapo_megatron.operations.report.report import write_report
+        from vapo_megatron.signals import ignore_stop_signals
 
+        ignore_stop_signals()
         typer.echo(f"report  {write_report([Path(settings.run.directory)])}")
 
 

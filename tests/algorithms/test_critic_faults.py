@@ -128,6 +128,10 @@ def noisy(responses: int, slope: float, noise: float = 0.0) -> tuple[Figures, to
         (32, 3.9, 0.0, []),
         (32, 0.39, 0.0, ["scale"]),
         (32, 0.41, 0.0, []),
+        (64, 0.3, 0.2, ["scale"]),  # standard error 0.2 / 8
+        (64, 0.3, 0.3, []),
+        (64, 4.3, 0.5, ["scale"]),
+        (64, 4.3, 1.0, []),
     ],
 )
 def test_what_is_estimated_counts_beyond_three_standard_errors(

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.monitoring.samples import SampleWriter
 
@@ -52,3 +54,19 @@ def test_nothing_is_kept_where_nothing_is_asked_for(tmp_path: Path) -> None:
     assert SampleWriter(tmp_path, groups_per_step=0).write(1, [sample(0, 0)]) is None
     assert SampleWriter(tmp_path, groups_per_step=2).write(1, []) is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_samples_that_cannot_be_written_are_counted_and_do_without(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "samples").write_text("a full disk refuses as this file does")
+    writer = SampleWriter(tmp_path, groups_per_step=2)
+    for step in (1, 2):
+        assert writer.write(step, [sample(0, 0)]) is None and len(writer.take()) == 1
+    (tmp_path / "samples").unlink()
+    assert writer.write(3, [sample(0, 0)]) is not None
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.partition(" were not kept so far: ")[0] for line in lines] == [
+        "samples of 1 steps",
+        "samples of 2 steps",
+    ]

@@ -167,3 +167,26 @@ def test_a_job_that_was_suspended_has_not_hung_meanwhile(tmp_path: Path) -> None
     finally:
         child.kill()
         child.wait()
+
+
+def test_a_hang_ends_where_its_stacks_cannot_be_written(tmp_path: Path) -> None:
+    """The disk may be full or read-only: whoever waits would wait for ever."""
+    (tmp_path / "hang_00000.txt").mkdir()
+    (tmp_path / "heartbeat_00001.json").write_text("")  # cut off by the same disk
+    errors: list[VapoError] = []
+    watchdog = Watchdog(HangsConfig(floor_s=60, every_s=0.05), tmp_path, 0, 2, 0.5, errors.append)
+    end = time.monotonic() + 20
+    while not errors and time.monotonic() < end:
+        time.sleep(0.02)
+    watchdog.close()
+    assert "rank 0 has been in the phase" in str(errors[0])
+    assert f"stacks cannot be written to {tmp_path} (Is a directory)" in str(errors[0])
+
+
+def test_a_rank_that_is_done_is_not_said_to_be_in_a_phase() -> None:
+    beats = [
+        Heartbeat(0, "export", 4, 1.0, 9.9),
+        Heartbeat(1, "over", 9, 1.0, 9.9),
+        Heartbeat(2, "export", 4, 1.0, 9.9),
+    ]
+    assert describe(beats, 3, patience=1.0).startswith("rank 1 (done) did not arrive; ranks 0, 2 wait")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithms.critic_metrics import Figures, calibration, correlation, pooled
+from vapo_megatron.algorithms.critic_metrics import Figures, calibration, correlation, pooled, slope_error
 from vapo_megatron.algorithms.segments import last_tokens, to_tokens
 
 # What each fault means, for people. The keys are those of the metrics critic/fault_<name>.
@@ -52,9 +52,10 @@ def _estimated(figures: Figures) -> Iterator[str]:
     if found < 0:
         yield "sign"
         return
-    slope = float(calibration(figures).slope)
+    slope = calibration(figures).slope
+    margin = 3 * float(slope_error(figures, slope))
     # A critic that is still learning says too little, so that much is allowed on that side.
-    if not 0.4 < slope < 4:
+    if slope + margin < 0.4 or slope - margin > 4:
         yield "scale"
 
 

@@ -213,6 +213,17 @@ def calibration(figures: Figures) -> Calibration:
     return Calibration(slope, actual - slope * mean)
 
 
+def slope_error(figures: Figures, slope: Tensor) -> Tensor:
+    """Standard error of the slope of calibration(), responses taken as independent of each other; 0 where all values
+    are equal."""
+    tokens = figures.tokens
+    mean, actual = (pooled(tokens, means, means.new_zeros(()))[0] for means in (figures.values, figures.returns))
+    squares = figures.values_spread + tokens * (figures.values - mean).square()
+    products = figures.joint + tokens * (figures.values - mean) * (figures.returns - actual)
+    total = squares.sum()
+    return torch.where(total > 0, (products - slope * squares).square().sum().sqrt() / total, 0)
+
+
 class Reliability(NamedTuple):
     """Of each bin of values, from low to high, [B]: mean value, mean return, tokens."""
 

@@ -64,7 +64,7 @@ class AsynchronousConfig(Section):
     )
     weight_sync: Literal["auto", "wait", "retract", "in_place"] = Field(
         "auto",
-        description="responses under way when weights come: wait for their end (reproducible to the bit), retract "
+        description="responses under way when weights come: wait for their end (reproducible), retract "
         "(they go on under the new weights, what they have read and written is computed anew) or in_place (they go on "
         "with the KV cache of the old weights); auto: wait with rollout.deterministic, else retract",
     )

@@ -29,6 +29,7 @@ from vapo_megatron.engines.weight_sync.session import EngineLost, WeightSync, so
 from vapo_megatron.errors import RunFailed, TryAgain, VapoError
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.trainable import Trainable
+from vapo_megatron.signals import stop_requested
 from vapo_megatron.weights.bucket import DeviceSlots, NamedTensors, SharedSlots
 from vapo_megatron.weights.export import make_slots, stream_hf
 from vapo_megatron.weights.fp8 import BlockFp8
@@ -399,12 +400,19 @@ class Engines:
             )
 
     def _wait_for_one(self) -> bool:
-        """Collective: return once an engine answers; False where `failure` says that none will."""
+        """Collective: return once an engine answers; False where `failure` says that none will, or is waited for."""
         while self.failure is None:
-            found = [one for rank in gather_values(self._placement.engines()) for one in rank]
-            self._note(found)
-            if any(one.state == "serving" for one in found):
+            ranks = gather_values((self._placement.engines(), stop_requested()))
+            engines = [engine for rank, _ in ranks for engine in rank]
+            self._note(engines)
+            if any(engine.state == "serving" for engine in engines):
                 return True
+            if signals := [name for _, name in ranks if name is not None]:
+                self.failure = EnginesFailed(
+                    f"{signals[0]} came while no engine served, the last step is saved: start the same command again "
+                    "with run.resume=auto",
+                    shared=True,
+                )
             time.sleep(_POLL_SECONDS)
         return False
 

@@ -1,5 +1,6 @@
 """Responses of a run, kept for people to read; of some, what critic and advantages say of every token."""
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from torch import Tensor
 
 from vapo_megatron.data.jsonl import write_rows
 from vapo_megatron.data.sample import Sample
+from vapo_megatron.errors import BadInput
+
+_logger = logging.getLogger(__name__)
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -26,11 +30,12 @@ class SampleWriter:
         self._groups, self._with_tokens, self._decode = groups_per_step, with_tokens, decode
         self._kept: list[tuple[int, Sample]] = []
         self._rows: list[dict[str, Any]] = []
+        self._lost: set[int] = set()
 
     def write(self, step: int, samples: Sequence[Sample]) -> Path | None:
         """Write the samples of the step's first groups, in the order of group and index; the file, or None if none.
 
-        Raises BadInput where the file cannot be written; it is whole or not there.
+        A file is whole or not there: where it cannot be written the run goes on without it, and a warning counts them.
         """
         groups = set(sorted({sample.group for sample in samples})[: self._groups])
         chosen = [(place, sample) for place, sample in enumerate(samples) if sample.group in groups]
@@ -77,9 +82,14 @@ class SampleWriter:
         rows, self._rows, self._kept = self._rows, [], []
         return rows
 
-    def _save(self, step: int) -> Path:
+    def _save(self, step: int) -> Path | None:
         path = self._folder / f"step_{step:06d}.jsonl"
-        write_rows(path, self._rows)
+        try:
+            write_rows(path, self._rows)
+        except BadInput as error:
+            self._lost.add(step)
+            _logger.warning("samples of %d steps were not kept so far: %s", len(self._lost), error)
+            return None
         return path
 
 

@@ -24,7 +24,14 @@ from vapo_megatron.run.failures import DeviceFault, LostPeer, explain
 from vapo_megatron.run.memory_kills import MemoryKills
 from vapo_megatron.run.place import RankPlace, node_name
 from vapo_megatron.run.watchdog import Hang
-from vapo_megatron.signals import STOP_SIGNALS, listen, stop_requested, stop_signals_blocked
+from vapo_megatron.signals import (
+    STOP_SIGNALS,
+    heeded_signals,
+    leave_terminal,
+    listen,
+    stop_requested,
+    stop_signals_blocked,
+)
 
 # Ranks of one job start together; one that is not there by then does not come.
 _MEETING_TIMEOUT = timedelta(minutes=15)
@@ -173,11 +180,12 @@ def start_ranks(count: int, body: Callable[[], None], collective_timeout_s: floa
                 rank.start()
 
         def pass_on(number: int, *_: Any) -> None:
+            leave_terminal(number)
             for rank in ranks:
                 if rank.is_alive():
                     os.kill(rank.pid, number)
 
-        previous = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
+        previous = {number: signal.signal(number, pass_on) for number in heeded_signals()}
         if (earlier := stop_requested()) is not None:  # before there was anybody to pass it on to
             pass_on(signal.Signals[earlier])
         try:

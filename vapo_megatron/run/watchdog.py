@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -176,27 +177,38 @@ class Watchdog:
         return self._folder / f"heartbeat_{rank:05d}.json"
 
     def _tell(self, what: str, limit: float) -> None:
-        with (self._folder / f"hang_{self._rank:05d}.txt").open("w") as file:
-            faulthandler.dump_traceback(file)
-            told: list[str] = []
-            asked = threading.Thread(target=lambda: told.extend(last_collectives()), daemon=True)
-            asked.start()
-            asked.join(_PATIENCE_SECONDS)  # a driver that hangs may not let it end
-            print("\nCollectives that this rank began last:", *told, sep="\n", file=file)
+        where = f"stacks and collectives of the ranks are in {self._folder}/hang_*.txt"
+        try:
+            self._write_stacks(self._folder / f"hang_{self._rank:05d}.txt")
+        except OSError as error:  # a full disk must not keep the hang alive
+            where = f"stacks cannot be written to {self._folder} ({error.strerror})"
         beats = read_heartbeats(self._folder, self._world)
         self._end(
             Hang(
                 f"{describe(beats, self._world, 4 * self._config.every_s)}; {what} "
-                f"(limit {limit:.0f} s): stacks and collectives of the ranks are in {self._folder}/hang_*.txt, start "
-                "the same command again with run.resume=auto"
+                f"(limit {limit:.0f} s): {where}, start the same command again with run.resume=auto"
             )
         )
+
+    @staticmethod
+    def _write_stacks(path: Path) -> None:
+        with path.open("w") as file:
+            faulthandler.dump_traceback(file)
+            lines: list[str] = []
+            asked = threading.Thread(target=lambda: lines.extend(last_collectives()), daemon=True)
+            asked.start()
+            asked.join(_PATIENCE_SECONDS)  # a driver that hangs may not let it end
+            print("\nCollectives that this rank began last:", *lines, sep="\n", file=file)
 
 
 def read_heartbeats(folder: Path, world_size: int) -> list[Heartbeat]:
     """What ranks last said; ranks that never said anything are not in it."""
     paths = [folder / f"heartbeat_{rank:05d}.json" for rank in range(world_size)]
-    return [Heartbeat(**json.loads(path.read_text())) for path in paths if path.exists()]
+    beats = []
+    for path in paths:
+        with suppress(OSError, ValueError):
+            beats.append(Heartbeat(**json.loads(path.read_text())))
+    return beats
 
 
 def describe(heartbeats: list[Heartbeat], world_size: int, patience: float) -> str:
@@ -214,7 +226,11 @@ def describe(heartbeats: list[Heartbeat], world_size: int, patience: float) -> s
         last = {h.rank: h for h in heartbeats}
         late = [f"rank {r} ({f'silent since its phase {last[r].phase}' if r in last else 'silent'})" for r in silent]
     else:
-        late = [f"rank {h.rank} (in the phase {h.phase})" for h in alive if h.phase != usual]
+        late = [
+            f"rank {h.rank} ({'done' if h.phase == _OVER else f'in the phase {h.phase}'})"
+            for h in alive
+            if h.phase != usual
+        ]
     waiting = ", ".join(str(h.rank) for h in alive if h.phase == usual)
     if not late:
         return f"all ranks hang in the phase {usual}"

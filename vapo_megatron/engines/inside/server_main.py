@@ -39,7 +39,7 @@ def main(argv: list[str]) -> None:
     key = os.environ.pop(KEY_VARIABLE, "")
     # Slurm's signals to save and stop go to every process of a job; how a server ends is its owner's affair. Blocked
     # rather than ignored: SGLang sets handlers of its own, and its children inherit this.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP})
     if not is_guarded(int(owner_pid), scratch):
         return
     listener = socket.socket(fileno=int(listen_fd))
