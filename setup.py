@@ -3,6 +3,22 @@
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+TOOLS = ("prepare_data", "convert_hf_to_megatron", "convert_megatron_to_hf", "export_fp8", "grade", "make_tiny_model")
+
+
+class BuildWithTools(build_py):
+    """Puts scripts of tools/ into the package of a wheel, where `vapo-megatron grade` and the like find them."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            folder = Path(self.build_lib) / "vapo_megatron" / "tools"
+            self.mkpath(str(folder))
+            for name in TOOLS:
+                self.copy_file(f"tools/{name}.py", str(folder))
+
 
 setup(
     name="vapo-megatron",
@@ -10,8 +26,11 @@ setup(
     description="VAPO (value-based PPO for long chain-of-thought reasoning) on Megatron-Core with SGLang rollouts",
     long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
+    author="The vapo_megatron developers",
+    project_urls={"Paper": "https://arxiv.org/abs/2504.05118"},
     license="Apache-2.0",
     license_files=["LICENSE"],
+    cmdclass={"build_py": BuildWithTools},
     python_requires=">=3.11",
     packages=find_packages(include=["vapo_megatron", "vapo_megatron.*"]),
     package_data={

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from vapo_megatron.cli import PRESETS, app
+from vapo_megatron.cli import PRESETS, SCRIPTS, app
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.critic_probes import ProbedRunConfig
 from vapo_megatron.config.load import load_config
@@ -44,7 +44,7 @@ FOLDERS = ("benchmarks", "docs", "examples", "requirements", "slurm", "tests", "
 NAMED_FILE = re.compile(rf"(?<![\w/.$-])(?:{'|'.join(FOLDERS)})/[\w./-]*\.(?:py|sh|sbatch|yaml|md|txt|lock|jsonl?)\b")
 # A program of the project and what is given to it.
 WITH_ARGUMENTS = re.compile(
-    r"((?:vapo-megatron|(?<!from )vapo_megatron\.cli) [a-z]+|"
+    r"((?:vapo-megatron|(?<!from )vapo_megatron\.cli) [a-z][a-z0-9-]*|"
     r"(?:tools|benchmarks|examples)/[\w/]+\.py|benchmarks\.\w+)([^|;&#]*)"
 )
 TRAINING = re.compile(r"(?:vapo-megatron|vapo_megatron\.cli) train (examples/\S+\.yaml)([^|;&#\n]*)")
@@ -84,7 +84,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_commands_are_there(page: Path) -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     for code in code_in(page.read_text(encoding="utf-8")):
-        for name in re.findall(r"(?:vapo-megatron|-m vapo_megatron\.cli) ([a-z][a-z-]*)", code):
+        for name in re.findall(r"(?:vapo-megatron|-m vapo_megatron\.cli) ([a-z][a-z0-9-]*)", code):
             assert name in commands, code
 
 
@@ -148,10 +148,11 @@ def test_keys_are_known(page: Path) -> None:
 def options_of(command: str) -> frozenset[str]:
     """Of a command of the program, of a tool, or of a benchmark or example, these as their source has them."""
     name = re.split(r"[ /.]", command.removesuffix(".py"))[-1]
-    if "vapo" in command:
+    script = name.replace("-", "_") if name in SCRIPTS else name
+    if "vapo" in command and name not in SCRIPTS:
         made = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
-    elif command.startswith("tools/"):
-        module = import_module(f"tools.{name}")
+    elif command.startswith("tools/") or name in SCRIPTS:
+        module = import_module(f"tools.{script}")
         made = typer.main.get_command(getattr(module, "app", None) or typer_of(module.main))
     else:
         source = (ROOT / f"{command.removesuffix('.py').replace('.', '/')}.py").read_text(encoding="utf-8")

@@ -1,6 +1,8 @@
-"""The command line: vapo-megatron train | sft | engine | evaluate | critic | compare | plan | doctor | report."""
+"""The command line: vapo-megatron train | sft | engine | evaluate | critic | compare | plan | doctor | report | ..."""
 
 import os
+import runpy
+import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -252,6 +254,29 @@ def report(
     from vapo_megatron.operations.report.report import write_report
 
     typer.echo(write_report(run_dirs, out))
+
+
+# Scripts of tools/ that are commands too; a wheel has them inside the package (setup.py).
+SCRIPTS = {
+    "prepare-data": "Turn published sets of problems into the rows that training and evaluation read.",
+    "convert-hf-to-megatron": "Convert a Hugging Face directory to a Megatron checkpoint that loads at any layout.",
+    "convert-megatron-to-hf": "Convert a Megatron checkpoint, saved at any layout, to a Hugging Face directory.",
+    "export-fp8": "Quantise a Hugging Face directory to FP8 for serving.",
+    "grade": "Grade responses against reference answers.",
+    "make-tiny-model": "Make a small random model of any supported family.",
+}
+
+
+def _run_script(context: typer.Context) -> None:
+    here = Path(__file__).parent
+    folder = here / "tools" if (here / "tools").is_dir() else here.parent / "tools"
+    sys.argv = [f"vapo-megatron {context.info_name}", *context.args]
+    runpy.run_path(str(folder / f"{(context.info_name or '').replace('-', '_')}.py"), run_name="__main__")
+
+
+for _name, _help in SCRIPTS.items():
+    _settings = {"allow_extra_args": True, "ignore_unknown_options": True}
+    app.command(_name, help=_help, add_help_option=False, context_settings=_settings)(_run_script)
 
 
 def _look_first(settings: "TrainConfig | SftConfig | EvaluateConfig") -> None:
