@@ -137,6 +137,19 @@ def test_adapters_begin_as_those_of_peft(tmp_path: Path, model_dir: Path) -> Non
         assert not any(one.shape == other.shape and torch.equal(one, other) for other in scaled[:number])
 
 
+def replays(model_dir: Path) -> tuple[bool, bool, bool]:
+    trainable = make_trainable(model_dir, "lm", adapter={"rank": 4, "layers": ["linear_qkv", "linear_proj"]})
+    before = trainable.replays
+    with trainable.as_base():
+        as_base = trainable.replays
+    return before, as_base, trainable.replays
+
+
+def test_a_policy_without_its_adapters_chooses_experts_for_itself(tmp_path: Path) -> None:
+    """As a reference policy does: the engines' experts were chosen with the adapters."""
+    assert run_ranks(1, replays, write_model(tmp_path, "qwen3_moe"))[0] == (True, False, True)
+
+
 def test_what_is_exported_computes_what_was_trained(tmp_path: Path, model_dir: Path) -> None:
     (_, scores, without), *_ = run_ranks(2, train, model_dir, tmp_path, "lm", {"layout": {"pp": 2}})
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "after", dtype=torch.float32)

@@ -149,6 +149,13 @@ def test_nothing_leaves_for_rollouts_of_engines_elsewhere() -> None:
     assert memory.metrics()["memory/rollout/device_gib"] == 1
 
 
+def test_a_policy_that_is_its_own_reference_is_on_the_device_for_it() -> None:
+    actor, critic = Model(PARTS, []), Model(PARTS, [])
+    memory = MemoryPlan({"actor": actor, "critic": critic})
+    memory.enter("score_reference")
+    assert actor.onloaded == {"weights"} and not critic.onloaded
+
+
 def test_phases_hold_what_they_name_and_free_before_they_take() -> None:
     log: list[int] = []
     models = {"actor": Model(PARTS, log), "critic": Model(PARTS, log), "reference": Model(("weights",), log)}

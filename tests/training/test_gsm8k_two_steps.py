@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from called import called
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tools.make_tiny_model import app
@@ -171,6 +171,17 @@ def test_adapters_are_trained_synced_resumed_and_exported(folder: Path) -> None:
     a, b = (halves[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
     merged = before[f"{name}.weight"] + 32 / 4 * b @ a
     assert torch.allclose(merged, after[f"{name}.weight"], atol=1e-6)
+    checkpoint, out = run_dir / "checkpoints" / "step_000002", folder / "converted"
+    with pytest.raises(AssertionError, match="holds adapters and not the weights that they adapt"):
+        _python(TOOLS / "convert_megatron_to_hf.py", "--checkpoint", checkpoint, "--out", out)
+    weights = folder / "model" / "model.safetensors"
+    content = weights.read_bytes()
+    try:
+        save_file(before | {f"{name}.weight": before[f"{name}.weight"] + 1}, weights, metadata={"format": "pt"})
+        with pytest.raises(AssertionError, match="its weights are not those that the adapters in"):
+            train(folder, "vapo_lora.yaml", small | {"run.resume": "auto", "run.steps": 3})
+    finally:
+        weights.write_bytes(content)
 
 
 def test_both_configs_ask_in_the_same_way() -> None:

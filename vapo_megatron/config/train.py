@@ -97,7 +97,8 @@ class TrainConfig(Section):
         if self.actor.kind == "adapter" and self.algorithm.saves_reference:
             raise ValueError(
                 f"algorithm.kl.replace_reference_every={self.algorithm.kl.replace_reference_every} with "
-                "actor.kind=adapter: the reference is the policy without its adapters, leave it out"
+                "actor.kind=adapter: the reference is the policy without its adapters and stays so, set "
+                "algorithm.kl.replace_reference_every=null"
             )
 
     def _best_is_measured(self) -> None:
