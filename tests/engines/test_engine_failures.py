@@ -130,7 +130,8 @@ def test_other_engines_serve_on(model_dir: Path, tmp_path: Path) -> None:
     answers = run_ranks(2, with_engines, model_dir, tmp_path, 2, stop_lie_and_die, deadline=240)
     for stopped, lied, back, *_ in answers:
         serving, seconds, failures = stopped
-        assert serving == 1 and seconds < 30 and len(failures) == 1 and "no answer for" in failures[0], stopped
+        assert serving == 1 and seconds < 30 and len(failures) == 1, stopped
+        assert "its HTTP server (process" in failures[0]
         serving, worst, failures = lied
         assert serving == 1 and worst < 1e-4, "the liar's log-probs are not the run's"
         assert len(failures) == 1 and "its log-probs differ from the trainer's" in failures[0]
