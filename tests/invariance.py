@@ -96,7 +96,7 @@ class Split:
         extras = [self.layout.describe(self.world).replace(" ", "-"), f"{self.max_tokens}tok"]
         extras += [self.recompute.granularity] * (self.recompute.granularity != "none")
         extras += ["whole-optimizer"] * (not self.optimizer.distributed)
-        extras += ["overlap"] * (self.optimizer.overlap_grad_reduce is True)
+        extras += ["overlap"] * (self.optimizer.overlap is True)
         extras += ["sleep"] * (self.offload == "always")
         extras += ["bf16"] * (self.dtype == "bfloat16")
         return "-".join(extras)

@@ -79,9 +79,8 @@ NAMES = [CheckpointName(0, 4), CheckpointName(0), *(CheckpointName(step) for ste
         (RetentionConfig(last=2), [40, 50]),
         (RetentionConfig(last=1, every=20), [20, 40, 50]),
         (RetentionConfig(last=1, best="evaluation/a"), [20, 50]),
-        (RetentionConfig(last=1, best="evaluation/a", best_is="lowest"), [30, 50]),
         (RetentionConfig(last=1, best="evaluation/absent"), [50]),
-        (RetentionConfig(last=1, every=20, best="evaluation/a", best_is="lowest"), [20, 30, 40, 50]),
+        (RetentionConfig(last=1, every=30, best="evaluation/a"), [20, 30, 50]),
         (RetentionConfig(last=9), [0, 0, 10, 20, 30, 40, 50]),
     ],
 )

@@ -45,10 +45,8 @@ SERVER: dict[str, Any] = {"url": "http://host", "model": "m"}
             "decay_steps=50 with warmup_unit=rollouts",
         ),
         (OptimizerSettings, {"lr": 1e-6, "min_lr": 1e-5}, "min_lr=1e-05 is above lr"),
-        (OptimizerSettings, {"overlap_param_gather": True, "distributed": False}, "needs distributed=true"),
-        (OptimizerSettings, {"overlap_param_gather": True, "overlap_grad_reduce": False}, "overlap_grad_reduce not"),
         (PrecisionConfig, {"fp8_param_gather": True}, "fp8_param_gather=True with fp8=none"),
-        (PrecisionConfig, {"last_layers_bf16": 1}, "last_layers_bf16=1 with fp8=none: choose a recipe"),
+        (PrecisionConfig, {"bf16_layers": [0, 1]}, r"bf16_layers=\(0, 1\) with fp8=none: choose a recipe"),
         (PrecisionConfig, {"fp8": "mxfp8", "fp8_param_gather": True}, "fp8_param_gather with fp8=mxfp8"),
         (PrecisionConfig, {"fp8": "tensorwise", "dtype": "float32"}, "fp8=tensorwise with dtype=float32"),
         (

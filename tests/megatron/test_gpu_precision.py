@@ -98,7 +98,7 @@ def test_a_recipe_is_near_bfloat16(model_dir: Path, recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_layers_left_in_bfloat16_are(model_dir: Path, recipe: str) -> None:
     skip_unless(recipe)
-    half = {"fp8": recipe, "first_layers_bf16": LAYERS // 2, "last_layers_bf16": LAYERS // 2}
+    half = {"fp8": recipe, "bf16_layers": [LAYERS // 2, LAYERS // 2]}
     # A multiple of every recipe's rows: padding may change which kernel is chosen, hence its last bits.
     batch = make_batch([(3, 30), (5, 28), (1, 32), (9, 24)])
     exact, found = make(model_dir), make(model_dir, precision=half)

@@ -15,12 +15,12 @@ from torch import Tensor
 from vapo_megatron.algorithms.segments import last_tokens
 from vapo_megatron.config.model import LayoutConfig, RecomputeConfig
 
+pytestmark = pytest.mark.usefixtures("small_buckets")
+
 WHOLE_MODELS = ("policy", "value", "nll", "terminal")
 NAMES = (*WHOLE_MODELS, "adapter", "adapter-value")
 WHOLE = OPTIMIZER.model_copy(update={"distributed": False})
-OVERLAP = OPTIMIZER.model_copy(
-    update={"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_elements": 4000}
-)
+OVERLAP = OPTIMIZER.model_copy(update={"overlap": True})
 FULL, SELECTIVE = RecomputeConfig(granularity="full"), RecomputeConfig(granularity="selective")
 
 # Splits over ranks that cost most are given fewer cases; test_invariance_full.py gives all to all.

@@ -14,14 +14,14 @@ from invariance import CASES, OPTIMIZER, Split, assert_same, make_models, run_sp
 
 from vapo_megatron.config.model import LayoutConfig, OptimizerSettings, RecomputeConfig
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("small_buckets")]
 
 EXPERTS = tuple(name for name, case in CASES.items() if case.family == "qwen3_moe")
 DENSE = tuple(name for name in CASES if name not in EXPERTS)
 OPTIMIZERS: tuple[OptimizerSettings, ...] = (
     OPTIMIZER,
     OPTIMIZER.model_copy(update={"distributed": False}),
-    OPTIMIZER.model_copy(update={"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_elements": 4000}),
+    OPTIMIZER.model_copy(update={"overlap": True}),
 )
 RECOMPUTES = (
     RecomputeConfig(),

@@ -17,6 +17,8 @@ from vapo_megatron.megatron.offload import PARTS, Footprint, Offloader, Part, _H
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.trainable import Trainable
 
+pytestmark = pytest.mark.usefixtures("small_buckets")
+
 STEPS = 3
 
 
@@ -64,7 +66,7 @@ def train(model_dir: Path, dtype: str, optimizer: dict[str, Any], sleeps: bool) 
     "dtype,optimizer",
     [
         ("bfloat16", {}),
-        ("float32", {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_elements": 2000}),
+        ("float32", {"overlap": True}),
         ("float32", {"distributed": False}),  # the optimizer's tensors are then the model's own
     ],
 )

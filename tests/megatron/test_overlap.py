@@ -13,14 +13,13 @@ from trainables import loss_of, make_trainable, weights_digest
 from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.megatron import precision
 
+pytestmark = pytest.mark.usefixtures("small_buckets")
+
 STEPS = 3
-# A bucket for every few parameters, so that many are on their way at once.
-OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_elements": 2000}
 MODES: dict[str, dict[str, Any]] = {
-    "off": {"overlap_grad_reduce": False, "overlap_param_gather": False},
-    "both": OVERLAP,
-    "gradients": OVERLAP | {"overlap_param_gather": False},
-    "all_reduce": OVERLAP | {"overlap_param_gather": False, "distributed": False},
+    "off": {"overlap": False},
+    "both": {"overlap": True},
+    "all_reduce": {"overlap": True, "distributed": False},
 }
 
 
@@ -49,7 +48,7 @@ def train(model_dir: Path, layout: LayoutConfig, head: Any, mode: str) -> Any:
 @pytest.mark.parametrize(
     "world_size,layout,head,modes",
     [
-        (2, LayoutConfig(), "lm", ("both", "gradients", "all_reduce")),
+        (2, LayoutConfig(), "lm", ("both", "all_reduce")),
         (4, LayoutConfig(pp=2, vpp=2), "lm", ("both",)),
         (4, LayoutConfig(tp=2, cp=2, sequence_parallel=True), "value", ("both",)),
     ],
@@ -69,7 +68,7 @@ def test_overlap_changes_no_bit(
 def drop_after_gather(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether all that is kept of a weight in FP8 is dropped once a gather that was asked for has brought it up to
     date, and not before. The weights are those of the CPU, said to be in FP8."""
-    trainable = make_trainable(model_dir, "lm", optimizer=OVERLAP)
+    trainable = make_trainable(model_dir, "lm", optimizer={"overlap": True})
     weights = [p for chunk in trainable.chunks for p in chunk.parameters() if p.dim() > 1]
     seen: dict[int, torch.Tensor] = {}
     for index, weight in enumerate(weights):

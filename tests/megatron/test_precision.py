@@ -85,7 +85,7 @@ OLD_CUDA = Chip("cuda", "nccl", "spawn", cuda=(12, 8))
         (A100, {"precision": {"fp8": "tensorwise"}}, {}, "compute capability 8.9, this one has 8.0: choose none"),
         (H100, {"precision": {"fp8": "mxfp8"}}, {}, "10.0, this one has 9.0: choose tensorwise or blockwise"),
         (H100, {"precision": {"fp8": "tensorwise"}}, {"dtype": "float32"}, "set model.dtype=bfloat16"),
-        (H100, {"precision": {"fp8": "tensorwise", "first_layers_bf16": 5}}, {}, "first_layers_bf16=5"),
+        (H100, {"precision": {"fp8": "tensorwise", "bf16_layers": [5, 0]}}, {}, "bf16_layers=.5, 0"),
         (H100, {"precision": {"fp8": "tensorwise"}, "layout": {"tp": 2}}, {}, "MLP columns a rank, 24"),
         (B200, {"precision": {"fp8": "mxfp8"}}, {}, "MLP columns a rank, 48, are no multiple of 32"),
         (current_platform(), {"precision": {"dtype": "bfloat16"}}, {"dtype": "float32"}, "actor.precision.dtype"),
@@ -141,7 +141,7 @@ def test_what_can_work_is_not_refused(spec: ModelSpec, recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", CAPABILITY)
 def test_megatron_takes_the_settings(recipe: str) -> None:
-    precision = PrecisionConfig.model_validate({"fp8": recipe, "first_layers_bf16": 1, "last_layers_bf16": 2})
+    precision = PrecisionConfig.model_validate({"fp8": recipe, "bf16_layers": [1, 2]})
     config = TransformerConfig(
         num_layers=4, hidden_size=64, num_attention_heads=4, bf16=True, **fp8_settings(precision)
     )

@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_samples import sample
 
 from vapo_megatron.config.monitoring import MonitoringConfig, WandbConfig
+from vapo_megatron.monitoring import recorder as recorder_file
 from vapo_megatron.monitoring import tensorboard
 from vapo_megatron.monitoring.metrics import read_metrics
 from vapo_megatron.monitoring.recorder import Recorder
@@ -114,7 +115,7 @@ def test_an_offline_run_has_config_code_metrics_samples_and_alarms(
     monkeypatch.setenv("WANDB_MODE", "offline" if by_environment else "online")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"run": {"seed": 7}}))
     mode = None if by_environment else "offline"
-    config = WandbConfig(enabled=True, mode=mode, project="tests", tags=("one",), samples=2)
+    config = WandbConfig(enabled=True, mode=mode, project="tests", samples=2)
     for start in (0, 3):
         with recorder(tmp_path, start, tensorboard=False, wandb=config) as record:
             for step in (start + 1, start + 2):
@@ -172,13 +173,14 @@ def records_of(path: Path) -> list[Any]:
     return found
 
 
-def test_estimates_are_those_of_their_tokens(tmp_path: Path) -> None:
+def test_estimates_are_those_of_their_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = {5: "a ", 6: "b\N{REPLACEMENT CHARACTER}", 7: "c"}
 
     def decode(ids: Any) -> str:
         return "".join(texts[token] for token in ids).replace("\N{REPLACEMENT CHARACTER}c", "é")
 
-    config = MonitoringConfig(tensorboard=False, sample_groups_per_step=1, sample_token_estimates=1)
+    monkeypatch.setattr(recorder_file, "TOKEN_ESTIMATES", 1)
+    config = MonitoringConfig(tensorboard=False, sample_groups_per_step=1)
     with Recorder(tmp_path, config, is_main_rank=True, decode=decode) as record:
         record.samples(1, [sample(1, 0), sample(0, 1), sample(0, 0)])  # as the batch has them
         record.estimates(1, torch.arange(9) / 10, -torch.arange(9.0), torch.tensor([0, 3, 6, 9]))

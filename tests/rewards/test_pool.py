@@ -15,6 +15,7 @@ import pytest
 
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.errors import BadInput
+from vapo_megatron.rewards import pool as pool_module
 from vapo_megatron.rewards.grading import grades_of
 from vapo_megatron.rewards.math import Grade
 from vapo_megatron.rewards.pool import Case, VerifierPool
@@ -214,14 +215,17 @@ def test_there_are_as_many_workers_as_have_something_to_do() -> None:
 
 @pytest.mark.usefixtures("functions_importable")
 def test_workers_that_cannot_start_are_told_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BadInput, match=r"did not start in reward.startup_timeout_s=0.001\)"):
-        VerifierPool(_function_config("slow", startup_timeout_s=0.001))
+    with monkeypatch.context() as impatient:
+        impatient.setattr(pool_module, "STARTUP_SECONDS", 0.001)
+        with pytest.raises(BadInput, match=r"did not start in 0.001 s\)"):
+            VerifierPool(_function_config("slow"))
     monkeypatch.setenv("KILLED_AT_IMPORT", str(tmp_path / "always"))
     with pytest.raises(BadInput, match=r"\(ended with code -9\)"):
         VerifierPool(_function_config("slow"))
     assert (tmp_path / "always.times").read_text() == "xxx"
     monkeypatch.delenv("KILLED_AT_IMPORT")
-    with VerifierPool(RewardConfig(startup_timeout_s=0.001)) as pool:
+    monkeypatch.setattr(pool_module, "STARTUP_SECONDS", 0.001)
+    with VerifierPool(RewardConfig()) as pool:
         for _ in range(2):
             with pytest.raises(BadInput, match=r"a verifier worker could not start \(did not"):
                 pool.grade_batch([(r"\sin 2x", r"\boxed{2 \sin x \cos x}")])

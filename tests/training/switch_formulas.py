@@ -55,10 +55,10 @@ class ValueModel(Critic):
         return hidden @ self.weight.T + self.bias
 
     def edges(self) -> Tensor:
-        """Of the bins: `bins` of equal width, margin_bins of them outside low..high at either end."""
+        """Of the bins: `bins` of equal width, three of them outside low..high at either end."""
         config = self.loss
-        width = (config.high - config.low) / (config.bins - 2 * config.margin_bins)
-        start = config.low - config.margin_bins * width
+        width = (config.high - config.low) / (config.bins - 2 * 3)
+        start = config.low - 3 * width
         return start + width * torch.arange(config.bins + 1, dtype=torch.float64)
 
     def head_values(self, response: Response) -> Tensor:
@@ -82,7 +82,7 @@ class ValueModel(Critic):
         config = self.loss
         if config.kind == "hl_gauss":
             edges, logs = self.edges(), self.outputs(response).log_softmax(-1)
-            normal = torch.distributions.Normal(target[:, None], config.sigma_bins * float(edges[1] - edges[0]))
+            normal = torch.distributions.Normal(target[:, None], 0.75 * float(edges[1] - edges[0]))
             mass = normal.cdf(edges[None]).diff(dim=-1)
             return -(mass / mass.sum(-1, keepdim=True) * logs).sum(-1)
         values = self.head_values(response)

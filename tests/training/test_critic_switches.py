@@ -45,8 +45,8 @@ OPTIMIZER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "min_lr": ({OPT + "decay": "linear", **DECAY}, {OPT + "decay": "linear", **DECAY, OPT + "min_lr": 0.0}),
     "weight_decay": ({OPT + "weight_decay": 10.0}, {}),
-    "beta1": ({OPT + "beta1": 0.5}, {}),
-    "beta2": ({OPT + "beta2": 0.5}, {}),
+    "beta1": ({OPT + "betas": [0.5, 0.95]}, {}),
+    "beta2": ({OPT + "betas": [0.9, 0.5]}, {}),
     "eps": ({OPT + "eps": 1e-2}, {}),
     "clip_grad": ({OPT + "clip_grad": 0.05}, {}),
     "clip_grad=0": ({OPT + "clip_grad": 0.0}, {OPT + "clip_grad": 0.05}),
@@ -162,7 +162,7 @@ class ScheduledAdamW:
             {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
             {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
         ]
-        betas = settings.beta1, settings.beta2
+        betas = settings.betas
         self.adamw = torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.eps)
 
     def rate(self) -> float:
@@ -271,10 +271,10 @@ def test_a_layout_cuts_the_critic_and_changes_no_value(folder: Path) -> None:
     ("section", "expected"),
     [
         ({"fp8": "blockwise"}, {"fp8_recipe": "blockwise", "fp8": "e4m3"}),
-        ({"fp8": "tensorwise", "fp8_format": "e4m3"}, {"fp8_recipe": "tensorwise", "fp8": "e4m3", "fp8_param": False}),
-        ({"fp8": "blockwise", "fp8_format": "hybrid", "fp8_param_gather": True}, {"fp8": "hybrid", "fp8_param": True}),
+        ({"fp8": "tensorwise"}, {"fp8_recipe": "tensorwise", "fp8": "hybrid", "fp8_param": False}),
+        ({"fp8": "blockwise", "fp8_param_gather": True}, {"fp8": "e4m3", "fp8_param": True}),
         (
-            {"fp8": "blockwise", "first_layers_bf16": 1, "last_layers_bf16": 2},
+            {"fp8": "blockwise", "bf16_layers": [1, 2]},
             {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 2},
         ),
     ],

@@ -195,7 +195,7 @@ VALUE_CASES: dict[str, dict[str, Any]] = {
     "tanh": {"bounded": True, "squash": "tanh", **RANGE},
     "arctan": {"bounded": True, "squash": "arctan", **RANGE},
     "clipped_arctan": {"kind": "clipped", "clip": 0.1, "bounded": True, "squash": "arctan", **RANGE},
-    "hl_gauss": {"kind": "hl_gauss", "bins": 21, "sigma_bins": 1.2, "margin_bins": 2.0, **RANGE},
+    "hl_gauss": {"kind": "hl_gauss", "bins": 21, **RANGE},
     "hl_gauss_imitation": {"kind": "hl_gauss", "bins": 21, "self_imitation_coef": 0.7, **RANGE},
 }
 
@@ -213,8 +213,8 @@ def values_as_written(config: ValueLossConfig, head: Tensor) -> Tensor:
 
 
 def edges_of(config: ValueLossConfig) -> Tensor:
-    width = (config.high - config.low) / (config.bins - 2 * config.margin_bins)
-    return config.low + width * (torch.arange(config.bins + 1).double() - config.margin_bins)
+    width = (config.high - config.low) / (config.bins - 2 * 3)
+    return config.low + width * (torch.arange(config.bins + 1).double() - 3)
 
 
 @pytest.mark.parametrize("name", VALUE_CASES)
@@ -235,7 +235,7 @@ def test_a_value_loss_is_that_of_the_formula(name: str) -> None:
         per_token = torch.maximum(per_token, (near - targets) ** 2 / 2)
     if config.kind == "hl_gauss":
         edges = edges_of(config)
-        normal = torch.distributions.Normal(targets[:, None], config.sigma_bins * float(edges[1] - edges[0]))
+        normal = torch.distributions.Normal(targets[:, None], 0.75 * float(edges[1] - edges[0]))
         mass = normal.cdf(edges[None]).diff(dim=-1)
         per_token = -(mass / mass.sum(-1, keepdim=True) * exact.log_softmax(-1)).sum(-1)
     wanted = (weights * per_token).sum()

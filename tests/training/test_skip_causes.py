@@ -12,9 +12,10 @@ from threads import on_threads
 from vapo_megatron.checkpoint.checkpoints import list_checkpoints
 from vapo_megatron.config.robustness import SkippedUpdatesConfig
 from vapo_megatron.errors import RunFailed, TryAgain
+from vapo_megatron.training import skipped_updates
 from vapo_megatron.training.exchange import seat
 from vapo_megatron.training.shards import ShardedBatch
-from vapo_megatron.training.skipped_updates import CAUSES, RECORD_FILE, UNFINISHED, SkippedUpdates, first_prompt
+from vapo_megatron.training.skipped_updates import CAUSES, RECORD_FILE, SkippedUpdates, first_prompt
 
 NAN, INF = float("nan"), float("inf")
 
@@ -24,8 +25,14 @@ def judged(config: SkippedUpdatesConfig, rows: list[tuple[float, float]], state:
     return [judge.accepts("actor", norm, {"policy_loss": loss, "ratio_max": INF}) for norm, loss in rows], judge.state()
 
 
+def remember(monkeypatch: pytest.MonkeyPatch, fewest: int, window: int = 50) -> None:
+    """A short history, whose medians a test can say."""
+    monkeypatch.setattr(skipped_updates, "_FEWEST", fewest)
+    monkeypatch.setattr(skipped_updates, "_WINDOW", window)
+
+
 def spikes() -> tuple[Any, Any, Any]:
-    config = SkippedUpdatesConfig(grad_norm_spike=10, loss_spike=10, fewest=4, window=8)
+    config = SkippedUpdatesConfig(grad_norm_spike=10, loss_spike=10)
     rows = [
         (1.0, 0.1),
         (0.0, 0.0),
@@ -45,7 +52,8 @@ def spikes() -> tuple[Any, Any, Any]:
     return whole, first + rest, judged(SkippedUpdatesConfig(), rows)[0]
 
 
-def test_spikes_are_told_by_the_runs_own_history_which_a_resumed_run_has() -> None:
+def test_spikes_are_told_by_the_runs_own_history_which_a_resumed_run_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    remember(monkeypatch, fewest=4, window=8)
     whole, resumed, default = on_threads(1, spikes)[0]
     assert whole == [True] * 5 + [False, True, False, True]
     assert resumed == whole and default == [True] * 9
@@ -92,8 +100,6 @@ def test_no_signal_and_nothing_selected_are_skipped_and_do_no_harm() -> None:
     )
     assert judge.has_signal(some, some)
     assert not judge.has_signal(some, none)
-    unsaid = SkippedUpdates(SkippedUpdatesConfig(without_signal=False))
-    assert unsaid.has_signal(some, none) and not unsaid.has_signal(some, none, UNFINISHED)
     assert not judge.has_signal(none, none)
     assert not judge.has_signal(some, none)
     assert judge.metrics() == {
@@ -130,8 +136,9 @@ def norms(*sizes: float, model: str = "actor") -> list[tuple[str, float, dict[st
     return [(model, size, {}) for size in sizes]
 
 
-def test_a_spike_is_beyond_the_factor_of_enough_updates() -> None:
-    judge = SkippedUpdates(SkippedUpdatesConfig(grad_norm_spike=10, fewest=3, window=4))
+def test_a_spike_is_beyond_the_factor_of_enough_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    remember(monkeypatch, fewest=3, window=4)
+    judge = SkippedUpdates(SkippedUpdatesConfig(grad_norm_spike=10))
     assert verdicts(judge, norms(1, 1, 99)) == [True] * 3, "two are too few to compare with"
     assert verdicts(judge, norms(10, 10.5)) == [True, True], "the median of 1, 1, 10, 99 is 5.5"
     assert judge.state()["sizes"] == {"actor/grad_norm": [1, 99, 10, 10.5]}, "the last four"
@@ -141,13 +148,15 @@ def test_a_spike_is_beyond_the_factor_of_enough_updates() -> None:
     assert judge.metrics() == {"skipped_updates/total": 0}, "since the last call"
 
 
-def test_updates_without_a_gradient_are_nothing_to_compare_with() -> None:
-    judge = SkippedUpdates(SkippedUpdatesConfig(grad_norm_spike=10, fewest=3))
+def test_updates_without_a_gradient_are_nothing_to_compare_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    remember(monkeypatch, fewest=3)
+    judge = SkippedUpdates(SkippedUpdatesConfig(grad_norm_spike=10))
     assert verdicts(judge, norms(1, 0, 1, 11, 99)) == [True] * 4 + [False], "1, 1 and 11 are three"
 
 
-def test_a_loss_is_compared_with_its_own_size_and_model() -> None:
-    judge = SkippedUpdates(SkippedUpdatesConfig(loss_spike=2, fewest=2))
+def test_a_loss_is_compared_with_its_own_size_and_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    remember(monkeypatch, fewest=2)
+    judge = SkippedUpdates(SkippedUpdatesConfig(loss_spike=2))
     usual = [("actor", 1.0, {"policy_loss": -0.5, "nll_loss": 8.0, "entropy": 99.0})] * 3
     assert verdicts(judge, [*usual, ("critic", 5.0, {"value_loss": 3.0})]) == [True] * 4
     rows: list[tuple[str, float, dict[str, float]]] = [

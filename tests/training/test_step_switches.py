@@ -132,8 +132,6 @@ CASES = [
     Case(V + "bins", 21, 31, {V + "kind": "hl_gauss"}, "critic"),
     Case(V + "low", -1.5, context=BINS, changes="critic"),
     Case(V + "high", 1.5, context=BINS, changes="critic"),
-    Case(V + "sigma_bins", 1.5, context=BINS, changes="critic"),
-    Case(V + "margin_bins", 1.0, context=BINS, changes="critic"),
     Case(V + "self_imitation_coef", 0.5, changes="critic"),
     Case(V + "bounded", True, changes="critic"),
     Case(V + "bounded", True, context={V + "low": -1.5, V + "high": 1.1, V + "kind": "clipped"}, changes="critic"),

@@ -113,12 +113,11 @@ def to_remove(
 def best_checkpoint(
     metrics: Mapping[CheckpointName, Mapping[str, float]], config: RetentionConfig
 ) -> CheckpointName | None:
-    """The checkpoint with the best value of the metric that retention looks at, the earliest of equals."""
+    """The checkpoint with the highest value of the metric that retention looks at, the earliest of equals."""
     if config.best is None:
         return None
-    sign = 1 if config.best_is == "highest" else -1
-    found = {name: sign * values[config.best] for name, values in sorted(metrics.items()) if config.best in values}
-    return max(found, key=lambda name: found[name], default=None)
+    values = {name: row[config.best] for name, row in sorted(metrics.items()) if config.best in row}
+    return max(values, key=values.__getitem__, default=None)
 
 
 HF_FOLDER = "hf"

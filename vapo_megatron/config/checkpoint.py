@@ -1,7 +1,5 @@
 """How the state of a whole run is saved, so that it can go on (docs/checkpoints.md)."""
 
-from typing import Literal
-
 from pydantic import Field
 
 from vapo_megatron.config.base import Section
@@ -12,8 +10,7 @@ class RetentionConfig(Section):
 
     last: int = Field(2, ge=1, description="the newest")
     every: int | None = Field(None, ge=1, description="also those of steps that are a multiple of this")
-    best: str | None = Field(None, description="also the best by this metric, such as evaluation/aime24_avg@32")
-    best_is: Literal["highest", "lowest"] = Field("highest", description="which value of that metric is the best")
+    best: str | None = Field(None, description="also that of the highest of this metric: evaluation/aime24_avg@32")
 
 
 class CheckpointConfig(Section):

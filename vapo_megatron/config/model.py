@@ -1,11 +1,13 @@
 """The models of a run: where they come from, how they are laid out over ranks, how they are optimised."""
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeInt, model_validator
 
 from vapo_megatron.config.base import Section
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class LayoutConfig(Section):
@@ -70,21 +72,14 @@ class OptimizerSettings(Section):
     decay_steps: int | None = Field(None, ge=1, description="optimizer steps until min_lr; needed unless constant")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
     weight_decay: float = Field(0.1, ge=0, description="decoupled, as in AdamW")
-    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
-    beta2: float = Field(0.95, ge=0, lt=1, description="decay of the second moment")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay of the first and the second moment")
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
     clip_grad: float = Field(1.0, ge=0, description="global gradient-norm limit; 0 switches it off")
     distributed: bool = Field(True, description="Megatron's distributed optimizer: states cut over data-parallel ranks")
-    overlap_grad_reduce: bool | Literal["auto"] = Field(
-        "auto", description="gradients are summed over ranks while the backward pass goes on; auto: on GPUs"
-    )
-    overlap_param_gather: bool | Literal["auto"] = Field(
+    overlap: bool | Literal["auto"] = Field(
         "auto",
-        description="updated weights are gathered while the next forward pass goes on; auto: on GPUs where "
-        "overlap_grad_reduce and distributed are on",
-    )
-    bucket_elements: int | None = Field(
-        None, ge=1, description="gradients summed together with overlap_grad_reduce; none: Megatron's 40 million and up"
+        description="gradients are summed over ranks during the backward pass and, if distributed, updated weights are "
+        "gathered during the next forward pass; auto: on GPUs",
     )
 
     @model_validator(mode="after")
@@ -105,15 +100,6 @@ class OptimizerSettings(Section):
     def warmup_updates(self, updates_per_rollout: int) -> int:
         """Optimizer steps from 0 to lr, where a rollout has so many."""
         return self.warmup_steps * (updates_per_rollout if self.warmup_unit == "rollouts" else 1)
-
-    @model_validator(mode="after")
-    def _overlap_has_what_it_needs(self) -> "OptimizerSettings":
-        if self.overlap_param_gather is True and (not self.distributed or self.overlap_grad_reduce is False):
-            raise ValueError(
-                "overlap_param_gather=true needs distributed=true and overlap_grad_reduce not false: set them, or "
-                "leave overlap_param_gather out"
-            )
-        return self
 
 
 RecomputeModule = Literal["core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts"]
@@ -153,11 +139,9 @@ class PrecisionConfig(Section):
         description="scales of FP8 matrix products: of a tensor (tensorwise), or of blocks (blockwise: Hopper; mxfp8: "
         "Blackwell)",
     )
-    fp8_format: Literal["auto", "hybrid", "e4m3"] = Field(
-        "auto", description="hybrid: gradients in e5m2; auto: e4m3 for blockwise and mxfp8, else hybrid"
+    bf16_layers: tuple[NonNegativeInt, NonNegativeInt] = Field(
+        (0, 0), description="with FP8: layers at the start and at the end that stay in bfloat16"
     )
-    first_layers_bf16: int = Field(0, ge=0, description="layers at the start that stay in bfloat16")
-    last_layers_bf16: int = Field(0, ge=0, description="layers at the end that stay in bfloat16")
     fp8_param_gather: bool = Field(
         False, description="weights are kept and gathered in FP8; the optimizer keeps them in float32"
     )
@@ -165,8 +149,8 @@ class PrecisionConfig(Section):
     @model_validator(mode="after")
     def _switches_agree(self) -> "PrecisionConfig":
         if self.fp8 == "none":
-            for key in ("first_layers_bf16", "last_layers_bf16", "fp8_param_gather"):
-                if getattr(self, key):
+            for key, on in (("bf16_layers", any(self.bf16_layers)), ("fp8_param_gather", self.fp8_param_gather)):
+                if on:
                     raise ValueError(f"{key}={getattr(self, key)} with fp8=none: choose a recipe, or leave {key} out")
         if self.fp8 == "mxfp8" and self.fp8_param_gather:
             raise ValueError("fp8_param_gather with fp8=mxfp8: its scales do not fit Megatron's buffers, leave it out")
@@ -176,10 +160,8 @@ class PrecisionConfig(Section):
 
     @property
     def format(self) -> Literal["hybrid", "e4m3"]:
-        """fp8_format with auto resolved."""
-        if self.fp8_format == "auto":
-            return "e4m3" if self.fp8 in ("blockwise", "mxfp8") else "hybrid"
-        return self.fp8_format
+        """Of FP8 numbers: hybrid has gradients in e5m2."""
+        return "e4m3" if self.fp8 in ("blockwise", "mxfp8") else "hybrid"
 
     @property
     def rows(self) -> int:

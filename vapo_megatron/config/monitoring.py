@@ -32,17 +32,15 @@ class AlarmsConfig(Section):
 
 
 class WandbConfig(Section):
-    """Weights & Biases; needs `pip install vapo-megatron[wandb]`. The run's id is kept in its directory."""
+    """Weights & Biases; needs `pip install vapo-megatron[wandb]`. WANDB_ENTITY and WANDB_TAGS say team and tags."""
 
     enabled: bool = Field(False, description="whether it is used")
     project: str = Field("vapo-megatron", min_length=1, max_length=128, description="project that the run belongs to")
-    entity: str | None = Field(None, min_length=1, description="team or user; default: that of the login")
     mode: Literal["online", "offline"] | None = Field(
         None,
         description="offline: written under wandb/ in the run directory, sent later by `wandb sync`; none: what "
         "WANDB_MODE in the environment says, else online",
     )
-    tags: tuple[str, ...] = Field((), description="tags of the run")
     samples: int = Field(8, ge=0, description="responses a step in the table of samples; 0: none")
 
 
@@ -52,7 +50,4 @@ class MonitoringConfig(Section):
     tensorboard: bool = Field(True, description="scalars under tensorboard/")
     wandb: WandbConfig = WandbConfig()
     sample_groups_per_step: int = Field(8, ge=0, description="groups whose responses are kept under samples/; 0: none")
-    sample_token_estimates: int = Field(
-        4, ge=0, description="of the kept responses, those whose values and advantages are kept token by token; 0: none"
-    )
     alarms: AlarmsConfig = AlarmsConfig()

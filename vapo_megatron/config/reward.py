@@ -42,7 +42,6 @@ class RewardConfig(Section):
         description="time for one response, then its worker is replaced: for mathematics time of its processor, and "
         "ten times that by the clock; for a function by the clock",
     )
-    startup_timeout_s: float = Field(60.0, gt=0, description="time for a worker to import the verifier")
     memory_mib: int = Field(2048, ge=256, description="address space of a worker, MiB")
 
     @model_validator(mode="after")

@@ -14,13 +14,6 @@ class SkippedUpdatesConfig(Section):
     loss_spike: float | None = Field(
         None, gt=1, description="skip where a part of the loss is above so many times its median size; null: never"
     )
-    window: int = Field(50, ge=2, description="updates that the medians are of")
-    fewest: int = Field(20, ge=2, description="updates before anything is called a spike")
-    without_signal: bool = Field(
-        True,
-        description="skip the policy's updates on a rollout, or a mini-batch of it, whose advantages are all 0, where "
-        "no other part of the loss is on; false: momentum and weight decay move it",
-    )
     most_in_a_row: int | None = Field(
         10,
         ge=1,

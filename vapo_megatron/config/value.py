@@ -9,6 +9,8 @@ from vapo_megatron.config.base import Section
 
 # VAPO's "50 steps", read as gradient steps; prompts that value pretraining is measured on.
 DEFAULT_STEPS, HELD_OUT_SHARE = 50, 1 / 8
+# Bins beyond low and beyond high: with 4 widths of the Gaussian a target at the edge is learnt as it is.
+MARGIN_BINS = 3
 
 
 class ValueLossConfig(Section):
@@ -16,16 +18,9 @@ class ValueLossConfig(Section):
 
     kind: Literal["mse", "clipped", "hl_gauss"] = Field("mse", description="(V - R)^2 / 2, PPO's clipped one, HL-Gauss")
     clip: float = Field(0.2, gt=0, description="how far a value may move from the old one, kind=clipped")
-    bins: int = Field(51, ge=2, description="outputs of the value head, kind=hl_gauss")
+    bins: int = Field(51, ge=2 * MARGIN_BINS + 1, description="outputs of the value head, kind=hl_gauss")
     low: float = Field(-1.0, description="least return, for kind=hl_gauss and bounded")
     high: float = Field(1.0, description="greatest return, for kind=hl_gauss and bounded")
-    sigma_bins: float = Field(0.75, gt=0, description="width of the Gaussian in bins, kind=hl_gauss")
-    margin_bins: float = Field(
-        3.0,
-        ge=0,
-        description="bins beyond low and beyond high, kind=hl_gauss: with 4 sigma_bins of them a target at the edge is "
-        "learnt as it is",
-    )
     bounded: bool = Field(
         False, description="values are squashed into low..high; the bins of hl_gauss have bounds of their own"
     )
@@ -50,18 +45,13 @@ class ValueLossConfig(Section):
     @property
     def support(self) -> tuple[float, float]:
         """From the outer edge of the first bin to that of the last, margins included (kind=hl_gauss)."""
-        margin = self.margin_bins * (self.high - self.low) / (self.bins - 2 * self.margin_bins)
+        margin = MARGIN_BINS * (self.high - self.low) / (self.bins - 2 * MARGIN_BINS)
         return self.low - margin, self.high + margin
 
     @model_validator(mode="after")
     def _bins_span_a_range(self) -> Self:
         if self.low >= self.high:
             raise ValueError(f"low={self.low} is not below high={self.high}: give the range of the returns")
-        if self.kind == "hl_gauss" and self.bins - 2 * self.margin_bins < 1:
-            raise ValueError(
-                f"bins={self.bins} with margin_bins={self.margin_bins:g} on either side: none is left for low..high, "
-                "raise bins"
-            )
         if self.bounded and self.kind == "hl_gauss":
             raise ValueError("bounded=true with kind=hl_gauss: its bins bound the values already, remove bounded")
         return self

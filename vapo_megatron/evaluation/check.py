@@ -56,7 +56,7 @@ class Evaluation:
 
     def graded_by(self, name: str) -> str:
         """Fingerprint of what the grades on a set depend on besides the responses: ground truth and verifier."""
-        reward = self.settings.reward.model_dump(mode="json", exclude={"workers", "startup_timeout_s"})
+        reward = self.settings.reward.model_dump(mode="json", exclude={"workers"})
         ground_truths = [[one.id, one.answer, *([one.extra] if one.extra else [])] for one in self.prompts[name]]
         return _fingerprint({"reward": reward, "ground_truths": ground_truths})
 

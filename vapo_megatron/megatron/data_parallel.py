@@ -1,7 +1,7 @@
 """Data parallelism of a model: flat buffers of weights and gradients, and which traffic goes on beside the work.
 
-With overlap_grad_reduce a bucket of gradients is summed as soon as the last micro-batch's backward pass has filled it;
-with overlap_param_gather a bucket of updated weights is gathered when the next forward pass reaches its layers.
+With optimizer.overlap a bucket of gradients is summed as soon as the last micro-batch's backward pass has filled it, a
+bucket of updated weights gathered when the next forward pass reaches its layers.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,8 @@ from vapo_megatron.config.model import OptimizerSettings, TrainableConfig
 from vapo_megatron.megatron.mesh import Mesh
 from vapo_megatron.megatron.platform import Platform, current_platform
 from vapo_megatron.megatron.precision import keeps_fp8
+
+BUCKET_ELEMENTS: int | None = None  # gradients that are summed together; none: Megatron's choice, 40 million and up
 
 
 def wrap(
@@ -28,9 +30,9 @@ def wrap(
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=settings.distributed,
-        overlap_grad_reduce=overlaps_grad_reduce(settings, platform),
-        overlap_param_gather=overlaps_param_gather(settings, platform),
-        bucket_size=settings.bucket_elements,
+        overlap_grad_reduce=overlaps(settings, platform),
+        overlap_param_gather=settings.distributed and overlaps(settings, platform),
+        bucket_size=BUCKET_ELEMENTS,
         fp8_param_gather=section.precision.fp8_param_gather,
     )
     wrapped = [
@@ -54,13 +56,6 @@ def sum_model_grads(model: list[Any], num_tokens: Tensor | None = None, **kwargs
     finalize_model_grads(model, None, **kwargs)
 
 
-def overlaps_grad_reduce(settings: OptimizerSettings, platform: Platform) -> bool:
-    """Whether gradients are reduced beside the backward pass."""
-    return platform.is_cuda if settings.overlap_grad_reduce == "auto" else settings.overlap_grad_reduce
-
-
-def overlaps_param_gather(settings: OptimizerSettings, platform: Platform) -> bool:
-    """Whether updated weights are gathered beside the next forward pass."""
-    if settings.overlap_param_gather != "auto":
-        return settings.overlap_param_gather
-    return platform.is_cuda and settings.distributed and overlaps_grad_reduce(settings, platform)
+def overlaps(settings: OptimizerSettings, platform: Platform) -> bool:
+    """Whether gradients are summed beside the backward pass, and weights gathered beside the forward pass."""
+    return platform.is_cuda if settings.overlap == "auto" else settings.overlap

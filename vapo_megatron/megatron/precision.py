@@ -117,12 +117,11 @@ def check_precision(
 
 
 def _check_layers(layers: int, precision: PrecisionConfig, name: str) -> None:
-    for key in ("first_layers_bf16", "last_layers_bf16"):
-        if getattr(precision, key) > layers:
-            raise BadInput(
-                f"{name}.precision.{key}={getattr(precision, key)} is above the {layers} layers of a pipeline stage: "
-                "lower it"
-            )
+    if max(precision.bf16_layers) > layers:
+        raise BadInput(
+            f"{name}.precision.bf16_layers={list(precision.bf16_layers)} is above the {layers} layers of a pipeline "
+            "stage: lower it"
+        )
 
 
 def _check_shapes(spec: ModelSpec, layout: LayoutConfig, precision: PrecisionConfig, key: str) -> None:
@@ -153,9 +152,9 @@ def fp8_settings(precision: PrecisionConfig) -> dict[str, Any]:
         fp8=precision.format,
         fp8_recipe=precision.fp8,
         fp8_param=precision.fp8_param_gather,
-        first_last_layers_bf16=bool(precision.first_layers_bf16 or precision.last_layers_bf16),
-        num_layers_at_start_in_bf16=precision.first_layers_bf16,
-        num_layers_at_end_in_bf16=precision.last_layers_bf16,
+        first_last_layers_bf16=any(precision.bf16_layers),
+        num_layers_at_start_in_bf16=precision.bf16_layers[0],
+        num_layers_at_end_in_bf16=precision.bf16_layers[1],
     )
 
 

@@ -121,7 +121,7 @@ class Trainable:
     @property
     def chunks(self) -> list[Any]:
         """This rank's shards, one a virtual pipeline stage, their weights onloaded and complete. Collective after a
-        train_step whose gather of updated weights is still to come (optimizer.overlap_param_gather)."""
+        train_step whose gather of updated weights is still to come (optimizer.overlap)."""
         self._finish_gathering()
         self._offloader.require("weights")
         return self._chunks

@@ -19,6 +19,8 @@ from vapo_megatron.monitoring.samples import Decode, SampleWriter
 from vapo_megatron.monitoring.timers import PhaseTimer
 from vapo_megatron.monitoring.trackers import Record, Row, Trackers, start_trackers
 
+TOKEN_ESTIMATES = 4  # of a step's kept responses, whose values and advantages are kept token by token
+
 
 class Recorder:
     """What rank 0 prints and writes. On other ranks it only keeps time, so that the loop need not ask for the rank."""
@@ -42,7 +44,7 @@ class Recorder:
         self._row: dict[str, float] = {}
         self._metrics = MetricsWriter(run_dir, start_step) if is_main_rank else None
         kept = self._metrics.kept if self._metrics is not None else []
-        self._samples = SampleWriter(run_dir, config.sample_groups_per_step, config.sample_token_estimates, decode)
+        self._samples = SampleWriter(run_dir, config.sample_groups_per_step, TOKEN_ESTIMATES, decode)
         self._alarms = Alarms(config.alarms, kept)
         self._trackers = Trackers(self.console.note)
         if is_main_rank:

@@ -132,9 +132,7 @@ class WeightsAndBiases:
         self._counters: dict[str, str] = {}
         self._run = wandb.init(
             project=config.project,
-            entity=config.entity,
             name=run_dir.name,
-            tags=list(config.tags),
             id=_run_id(run_dir),
             resume="allow",
             mode=mode,  # type: ignore[arg-type]

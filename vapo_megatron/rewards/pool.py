@@ -21,6 +21,7 @@ OnDone = Callable[[int, Grade], None]
 
 # Workers that may be killed one after the other while they start, before their function is to blame.
 _STARTS = 3
+STARTUP_SECONDS = 60.0  # for a worker to import the verifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +208,7 @@ class VerifierPool:
             "memory_mib": config.memory_mib,
             "response_timeout_s": config.response_timeout_s,
         }
-        self._workers.append(WorkerProcess(greeting, config.startup_timeout_s))
+        self._workers.append(WorkerProcess(greeting, STARTUP_SECONDS))
 
     def _submit(self, jobs: Sequence[_Job]) -> None:
         with self._lock:
@@ -315,8 +316,8 @@ class VerifierPool:
             self._killed_starting += 1
             if killed and self._killed_starting < _STARTS:
                 return
-            ended = "did not start in reward.startup_timeout_s" if reason == "timeout" else f"ended with code {code}"
-            raise self._cannot_start(f"{ended}={self._config.startup_timeout_s:g}" if reason == "timeout" else ended)
+            slow = f"did not start in {STARTUP_SECONDS:g} s"
+            raise self._cannot_start(slow if reason == "timeout" else f"ended with code {code}")
         if (job := worker.job) is not None:
             if killed and not job.killed:
                 job.killed = True

@@ -171,7 +171,7 @@ class ValueLoss:
         """outputs [t, n]: values (n = 1), or logits of the bins (hl_gauss)."""
         config, targets, weights = self.config, local.gather(self.targets), local.gather(self.weights)
         if config.kind == "hl_gauss":
-            per_token = value_loss.hl_gauss(outputs, targets, *config.support, config.sigma_bins)
+            per_token = value_loss.hl_gauss(outputs, targets, *config.support)
         elif config.kind == "clipped":
             assert self.old_values is not None, "value_loss.kind=clipped needs the old values"
             old = local.gather(self.old_values)

@@ -34,6 +34,8 @@ CAUSES = (
     UNFINISHED,
 )
 RECORD_FILE = "skipped_updates.json"
+_WINDOW = 50  # updates whose median a spike is measured by
+_FEWEST = 20  # updates before anything is called a spike
 
 
 class SkippedUpdates:
@@ -60,7 +62,7 @@ class SkippedUpdates:
             return False
         self._in_row[model] = 0
         for name, size in sizes.items():
-            self._sizes[name] = [*self._sizes.get(name, []), size][-self._config.window :]
+            self._sizes[name] = [*self._sizes.get(name, []), size][-_WINDOW:]
         return True
 
     def is_sound(self, batch: ShardedBatch) -> bool:
@@ -91,7 +93,7 @@ class SkippedUpdates:
         """
         if not carries.any():
             cause = "empty"
-        elif not signal.any() and (self._config.without_signal or lacking != "no_signal"):
+        elif not signal.any():
             cause = lacking
         else:
             return True
@@ -153,7 +155,7 @@ class SkippedUpdates:
     def _is_spike(self, name: str, size: float, factor: float) -> bool:
         # Rollouts without signal leave zeros, which nothing can be compared with.
         usual = [before for before in self._sizes.get(name, []) if before > 0]
-        return len(usual) >= self._config.fewest and size > factor * median(usual)
+        return len(usual) >= _FEWEST and size > factor * median(usual)
 
     def _skip(self, model: str, cause: str) -> None:
         self._in_row[model] += 1

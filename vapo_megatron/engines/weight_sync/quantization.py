@@ -17,6 +17,6 @@ def engine_fp8(config: RolloutConfig, precision: PrecisionConfig, spec: ModelSpe
     if config.quantization == "none":
         return None
     check_blocks(spec, config.tp, config.tp // config.experts_on, config.tp // config.attention_parts)
-    first, last = precision.first_layers_bf16, precision.last_layers_bf16
+    first, last = precision.bf16_layers
     kept = frozenset((*range(first), *range(spec.num_layers - last, spec.num_layers)))
     return BlockFp8(precision.fp8 == "blockwise", kept)

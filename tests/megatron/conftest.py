@@ -1,0 +1,11 @@
+"""What tests of this folder share."""
+
+import pytest
+
+from vapo_megatron.megatron import data_parallel
+
+
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket of gradients for every few parameters, so that many are on their way at once. Ranks are forked."""
+    monkeypatch.setattr(data_parallel, "BUCKET_ELEMENTS", 2000)
