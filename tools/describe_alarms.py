@@ -12,8 +12,7 @@ from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.monitoring import AlarmsConfig
 from vapo_megatron.errors import told_in_one_line
 from vapo_megatron.monitoring import names
-from vapo_megatron.monitoring.alarm_rules import ALARMS
-from vapo_megatron.monitoring.alarms import Alarms
+from vapo_megatron.monitoring.alarms import ALARMS, Alarms
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "alarms.md"
@@ -27,7 +26,7 @@ Read = Callable[[Mapping[str, float]], Row]
 INTRODUCTION = """\
 # Alarms
 
-<!-- Written by tools/describe_alarms.py from vapo_megatron/monitoring/alarm_rules.py; do not edit. -->
+<!-- Written by tools/describe_alarms.py from vapo_megatron/monitoring/alarms.py; do not edit. -->
 
 After each step its metrics are compared with limits and with what they were before in the same run: medians, and
 median absolute deviations, which single steps do not move. What goes wrong is told in red on the console when it

@@ -1,4 +1,4 @@
-"""docs/ablation.md and its images, from the measured figures alone: tabular, sweep and transformer.json in measured/.
+"""docs/ablation.md and its images, from the figures of measured/ alone: tabular, sweep, price and transformer.json.
 
     python -m examples.ablation.page
 
@@ -15,7 +15,7 @@ from examples.ablation import transformer_tables as transformer
 from examples.ablation.figures import save_tabular_figure, save_transformer_figure
 from examples.ablation.intervals import Interval, shown
 from examples.ablation.results import Figures, read_figures
-from examples.ablation.tabular.settings import ABOUT, CHOSEN
+from examples.ablation.tabular.settings import ABOUT, CHOSEN, PRICE_ROWS
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.errors import told_in_one_line
 
@@ -40,7 +40,7 @@ QUESTIONS = {
 }
 
 
-def render(tabular: Figures, sweep: Figures, measured: Figures | None) -> str:
+def render(tabular: Figures, sweep: Figures, price: Figures, measured: Figures | None) -> str:
     """The page as Markdown; without figures of the transformer it says that there are none."""
     environment = Environment(
         loader=FileSystemLoader(HERE),
@@ -58,6 +58,7 @@ def render(tabular: Figures, sweep: Figures, measured: Figures | None) -> str:
         "transformer": transformer,
     }
     facts |= {"techniques": _techniques(tabular), "table": tabular_table, "budgets": budget_table, "behind": _behind}
+    facts |= {"price": price, "price_table": price_table, "price_findings": price_findings}
     facts |= {"sweep": sweep, "sweep_table": sweep_table, "questions": QUESTIONS}
     return environment.get_template("ablation.md.j2").render(facts)
 
@@ -118,6 +119,40 @@ def tabular_table(figures: Figures) -> str:
     return "\n".join(lines)
 
 
+def price_table(price: Figures, kind: str) -> str:
+    """Area of every row in every setting, at the setting's learning rate (common) or its own (tuned), and its rank."""
+    settings = price["settings"]
+    lines = [f"| | {' | '.join(f'{name}: area | less reinforce_direct' for name in settings)} |"]
+    lines.append("|---|" + "---:|---:|" * len(settings))
+    for row, about in PRICE_ROWS.items():
+        cells = [about.title]
+        for figures in settings.values():
+            found = figures["tables"][kind][row]
+            rate = f" (x{figures['rates'][row]['best']:g})" if kind == "tuned" else ""
+            cells += [f"{found['area'][0]:.3f}{rate}", shown(_interval(found.get("less_reinforce_direct")))]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def price_findings(price: Figures) -> list[str]:
+    """What the tuned rows say of a critic, of its price, and of a critic that knows nothing."""
+
+    def lead(row: str, other: str) -> str:
+        """In each setting, the row less the other."""
+        tables = {name: figures["tables"]["tuned"] for name, figures in price["settings"].items()}
+        return ", ".join(f"{shown(_interval(table[row][f'less_{other}']))} ({name})" for name, table in tables.items())
+
+    return [
+        f"vapo_direct less reinforce_direct, the best without a critic: {lead('direct', 'reinforce_direct')}",
+        f"vapo_direct less vapo_without_critic, VAPO's loss with the group's mean: {lead('direct', 'without_critic')}",
+        f"vapo_direct with a critic of noise less reinforce_direct: {lead('direct_noise', 'reinforce_direct')}",
+        f"the same less vapo_direct, which is what the critic itself brings: {lead('direct_noise', 'direct')}",
+        f"VAPO with value pretraining less reinforce_direct: {lead('vapo', 'reinforce_direct')}",
+        f"vapo_direct with the prompt's history in place of no group (SPO's tracker) less vapo_direct without: "
+        f"{lead('direct_tracker', 'direct')}",
+    ]
+
+
 def sweep_table(figures: Figures, question: str) -> str:
     """The probes of one question: what was changed, and by how much the first row is ahead of each other."""
     lines = ["| changed | first row | compared with | first less this, final | mean | clipped high, first row |"]
@@ -155,16 +190,16 @@ def write_page(docs: Path, measured: Path = MEASURED) -> Path:
     """Write ablation.md and its images into docs; return the page's path.
 
     Raises:
-        BadInput: measured/tabular.json or sweep.json is missing.
+        BadInput: measured/tabular.json, sweep.json or price.json is missing.
     """
-    tabular, sweep = read_figures(measured / "tabular.json"), read_figures(measured / "sweep.json")
+    tabular, sweep, price = (read_figures(measured / f"{name}.json") for name in ("tabular", "sweep", "price"))
     path = measured / "transformer.json"
     found = read_figures(path) if path.is_file() else None
     save_tabular_figure(tabular, docs / "images" / "ablation_tabular.png")
     if found is not None and transformer.finished(found):
         save_transformer_figure(found, docs / "images" / "ablation.png")
     with atomic_write(docs / "ablation.md") as file:
-        file.write(render(tabular, sweep, found))
+        file.write(render(tabular, sweep, price, found))
     return docs / "ablation.md"
 
 

@@ -26,7 +26,6 @@ from vapo_megatron.config.monitoring import MonitoringConfig
 from vapo_megatron.config.run_directory import make_run_dir
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.data.batch import ExperienceBatch, from_samples
-from vapo_megatron.data.demonstrations import read_demonstrations
 from vapo_megatron.data.jsonl import read_rows
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import told_in_one_line
@@ -36,6 +35,7 @@ from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rewards.math import grade_response
 from vapo_megatron.run.ranks import start_ranks
 from vapo_megatron.training.losses import ValueLoss
+from vapo_megatron.training.sft import read_demonstrations
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.save import save_hf
 from vapo_megatron.weights.spec import read_spec

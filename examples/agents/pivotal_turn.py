@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms.advantages import grpo, rloo
-from vapo_megatron.algorithms.gae import segmented_gae
-from vapo_megatron.algorithms.turns import turn_gae
+from vapo_megatron.algorithms.gae import segmented_gae, turn_gae
 
 TURNS, PIVOT, GROUP, GROUPS, BATCHES, LAMBDA = 6, 3, 8, 128, 30, 0.95
 EPISODES = GROUP * GROUPS

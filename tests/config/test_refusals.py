@@ -46,7 +46,7 @@ SERVER: dict[str, Any] = {"url": "http://host", "model": "m"}
         ),
         (OptimizerSettings, {"lr": 1e-6, "min_lr": 1e-5}, "min_lr=1e-05 is above lr"),
         (PrecisionConfig, {"fp8_param_gather": True}, "fp8_param_gather=True with fp8=none"),
-        (PrecisionConfig, {"bf16_layers": [0, 1]}, r"bf16_layers=\(0, 1\) with fp8=none: choose a recipe"),
+        (PrecisionConfig, {"bf16_layers": [0, 1]}, "bf16_layers=(0, 1) with fp8=none: choose a recipe"),
         (PrecisionConfig, {"fp8": "mxfp8", "fp8_param_gather": True}, "fp8_param_gather with fp8=mxfp8"),
         (PrecisionConfig, {"fp8": "tensorwise", "dtype": "float32"}, "fp8=tensorwise with dtype=float32"),
         (

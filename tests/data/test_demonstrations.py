@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from vapo_megatron.data.demonstrations import read_demonstrations
 from vapo_megatron.data.jsonl import write_rows
 from vapo_megatron.data.sample import Sample
 from vapo_megatron.errors import BadInput
+from vapo_megatron.training.sft import read_demonstrations
 
 EOS = 9
 

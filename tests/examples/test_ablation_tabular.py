@@ -2,18 +2,26 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 from examples.ablation.intervals import interval, paired, shown
 from examples.ablation.tabular import sweep
+from examples.ablation.tabular.price import accuracy_at, area, choose_rate
+from examples.ablation.tabular.price import main as price_command
 from examples.ablation.tabular.run import change, main, parse_seeds, run_row
-from examples.ablation.tabular.settings import INSIGHT, PAPER_ROWS, ROWS, SETTINGS, STEPS
+from examples.ablation.tabular.settings import INSIGHT, PAPER_ROWS, PRICE_ROWS, ROWS, SETTINGS, STEPS
 from examples.ablation.tabular.summary import summarise
-from examples.ablation.tabular.task import exact_accuracy, make_tasks, sample
-from examples.ablation.tabular.training import Training
+from examples.ablation.tabular.task import Rollout, exact_accuracy, make_tasks, sample
+from examples.ablation.tabular.training import Course, Training
+from vapo_megatron.algorithms.baselines import tracked_values, with_responses
+from vapo_megatron.algorithms.gae import length_adaptive_lambda
+from vapo_megatron.algorithms.segments import place_terminal
 from vapo_megatron.errors import BadInput
+from vapo_megatron.training.calibration import ReturnHistory, calibrated_advantages
 
 SMALL = change(STEPS, ["steps=6", "prompts=20", "prompts_per_step=4", "rollouts=2", "pretraining=1", "minibatches=4"])
 
@@ -109,3 +117,72 @@ def test_the_command_writes_a_summary(tmp_path: Path) -> None:
     main(small, ["steps"], ["grpo"], "0-1", tmp_path)
     found = json.loads((tmp_path / "summary.json").read_text())
     assert set(found["settings"]["steps"]["rows"]) == {"vapo", "grpo"} and found["seeds"] == [0, 1]
+
+
+def test_calibrated_advantages_are_those_of_the_trainer() -> None:
+    """The tabular stage's advantages beside training/calibration.py, on two steps of a rollout."""
+    training = Training(SMALL, PRICE_ROWS["direct"], [3, 4])
+    history = [ReturnHistory(), ReturnHistory()]
+    for _ in range(2):
+        rollout = sample(SMALL, training.tasks, training.tasks.logits, training.generators, groups=False)
+        values = torch.randn(len(rollout.state), generator=torch.Generator().manual_seed(5))
+        lam = length_adaptive_lambda(rollout.tokens.flatten(), 0.05, floor=0.95)
+        rewards = place_terminal(rollout.rewards, rollout.bounds, len(rollout.state))
+        for seed in range(2):
+            found, trust = training.calibrated(seed, rollout, values, rewards, lam)
+            expected = from_trainer(seed, rollout, values, rewards, lam, history[seed])
+            assert torch.allclose(found, expected, atol=1e-6) and 0 <= trust <= 1
+
+
+def from_trainer(
+    seed: int, rollout: Rollout, values: Tensor, rewards: Tensor, lam: Tensor, history: ReturnHistory
+) -> Tensor:
+    """What training/calibration.py makes of a seed's responses, held by one rank."""
+    samples = rollout.group.shape[1]
+    bounds = rollout.bounds[seed * samples : (seed + 1) * samples + 1]
+    tokens, responses = slice(int(bounds[0]), int(bounds[-1])), slice(seed * samples, (seed + 1) * samples)
+    table = SimpleNamespace(
+        shaped_rewards=rollout.rewards[responses],
+        group_ids=rollout.group[seed],
+        response_lengths=rollout.tokens[seed],
+    )
+    batch = SimpleNamespace(
+        own=SimpleNamespace(values=values[tokens], response_cu_seqlens=bounds - bounds[0]),
+        table=table,
+        samples=samples,
+        at_home=torch.arange(samples),
+        everywhere=lambda per_response: per_response,
+    )
+    known = torch.ones(samples, dtype=torch.bool)
+    advantages, _ = calibrated_advantages(batch, rewards[tokens], lam[responses], known, history, trusted=True)  # type: ignore[arg-type]
+    return advantages
+
+
+def test_the_learning_rate_grid_grows_until_the_best_is_inside() -> None:
+    assert max(choose_rate(lambda rate: -abs(rate - 2))) == 8 and 0.5 not in choose_rate(lambda rate: -abs(rate - 2))
+    assert sorted(choose_rate(lambda rate: -abs(rate - 30))) == [1, 2, 4, 8, 16, 32, 64]
+    assert sorted(choose_rate(lambda rate: -abs(rate - 0.4)))[:2] == [0.25, 0.5]
+
+
+def test_area_counts_responses_and_not_rollouts() -> None:
+    course = Course(accuracy=[0.2, 0.4, 0.6], responses=[100, 200, 300])
+    assert accuracy_at(course, 50) == 0.2 and accuracy_at(course, 250) == pytest.approx(0.5)
+    assert accuracy_at(course, 900) == 0.6 and area(course, 300) == pytest.approx((0.2 + 0.3 + 0.5) / 3, abs=0.005)
+
+
+def test_a_tracked_value_is_of_the_past_alone_and_fades() -> None:
+    sums, weights = torch.zeros(2, 3, dtype=torch.float64)
+    assert tracked_values(sums, weights, 0.3).tolist() == [0.3] * 3, "nobody has answered yet"
+    sums, weights = with_responses(sums, weights, torch.tensor([2.0, -1.0, 0.0]), torch.tensor([2.0, 1.0, 0.0]))
+    assert tracked_values(sums, weights, 0.0).tolist() == pytest.approx([2 / 3, -0.5, 0.0])
+    sums, weights = with_responses(sums, weights, torch.tensor([-1.0, 0, 0]), torch.tensor([1.0, 0, 0]))
+    assert float(tracked_values(sums, weights, 0.0)[0]) == pytest.approx((0.875 * 2 - 1) / (0.875 * 2 + 2))
+
+
+def test_the_price_of_a_small_task_is_told(tmp_path: Path) -> None:
+    small = ["steps=4", "prompts=10", "prompts_per_step=4", "rollouts=2", "pretraining=1", "minibatches=4"]
+    rows = ["direct", "direct_tracker", "tracker", "reinforce_direct", "without_critic"]
+    price_command(small, ["steps"], rows, "0-1", tmp_path / "price.json")
+    figures = json.loads((tmp_path / "price.json").read_text())["settings"]["steps"]
+    assert set(figures["rates"]) == set(figures["tables"]["tuned"]) == set(rows)
+    assert "less_reinforce_direct" in figures["tables"]["common"]["direct"]

@@ -85,7 +85,7 @@ OLD_CUDA = Chip("cuda", "nccl", "spawn", cuda=(12, 8))
         (A100, {"precision": {"fp8": "tensorwise"}}, {}, "compute capability 8.9, this one has 8.0: choose none"),
         (H100, {"precision": {"fp8": "mxfp8"}}, {}, "10.0, this one has 9.0: choose tensorwise or blockwise"),
         (H100, {"precision": {"fp8": "tensorwise"}}, {"dtype": "float32"}, "set model.dtype=bfloat16"),
-        (H100, {"precision": {"fp8": "tensorwise", "bf16_layers": [5, 0]}}, {}, "bf16_layers=.5, 0"),
+        (H100, {"precision": {"fp8": "tensorwise", "bf16_layers": [5, 0]}}, {}, "bf16_layers=[5, 0]"),
         (H100, {"precision": {"fp8": "tensorwise"}, "layout": {"tp": 2}}, {}, "MLP columns a rank, 24"),
         (B200, {"precision": {"fp8": "mxfp8"}}, {}, "MLP columns a rank, 48, are no multiple of 32"),
         (current_platform(), {"precision": {"dtype": "bfloat16"}}, {"dtype": "float32"}, "actor.precision.dtype"),

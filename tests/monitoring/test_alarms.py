@@ -18,8 +18,7 @@ from tools.describe_alarms import (
     read_curve,
 )
 from vapo_megatron.config.monitoring import AlarmName, AlarmsConfig
-from vapo_megatron.monitoring.alarm_rules import ALARMS
-from vapo_megatron.monitoring.alarms import Alarms
+from vapo_megatron.monitoring.alarms import ALARMS, Alarms
 
 STEPS, ONSET = 120, 60
 Row = dict[str, Any]

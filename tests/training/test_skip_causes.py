@@ -184,8 +184,9 @@ def test_a_loss_is_compared_with_its_own_size_and_model(monkeypatch: pytest.Monk
         (99.0, 1.0, "grad_norm_spike"),
     ],
 )
-def test_the_first_cause_counts(norm: float, loss: float, cause: str) -> None:
-    judge = SkippedUpdates(SkippedUpdatesConfig(grad_norm_spike=10, loss_spike=10, fewest=2))
+def test_the_first_cause_counts(norm: float, loss: float, cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    remember(monkeypatch, fewest=2)
+    judge = SkippedUpdates(SkippedUpdatesConfig(grad_norm_spike=10, loss_spike=10))
     row = ("actor", 1.0, {"policy_loss": 1.0})
     assert verdicts(judge, [row, row, ("actor", norm, {"policy_loss": loss})]) == [True, True, False]
     assert judge.metrics() == {"skipped_updates/total": 1, f"skipped_updates/{cause}": 1} and cause in CAUSES

@@ -17,7 +17,6 @@ import httpx
 import numpy as np
 
 from vapo_megatron.agents.endpoint import Endpoint, Episode
-from vapo_megatron.agents.environments import is_environment, run_environment
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
@@ -25,6 +24,34 @@ from vapo_megatron.engines.dispatcher import Dispatcher, response_seed
 from vapo_megatron.engines.loop_thread import LoopThread
 from vapo_megatron.engines.request import GroupRequest
 from vapo_megatron.errors import BadInput, RunFailed, reason_of
+
+
+def is_environment(kind: type) -> bool:
+    """Whether a class has the async methods reset(task) -> messages and step(message) -> messages, reward, done."""
+    return all(inspect.iscoroutinefunction(getattr(kind, name, None)) for name in ("reset", "step"))
+
+
+def run_environment(kind: type) -> Callable[[dict[str, Any], str, Any], Awaitable[dict[str, Any]]]:
+    """An agent that plays an environment to its end. The episode's reward is the sum over its steps.
+
+    A class attribute `tools` is sent with every request.
+    """
+
+    async def run(task: dict[str, Any], base_url: str, http_client: Any) -> dict[str, Any]:
+        environment = kind()
+        messages, total, done = list(await environment.reset(task)), 0.0, False
+        while not done:
+            body = {"messages": messages, "tools": getattr(environment, "tools", None)}
+            answer = await http_client.post(f"{base_url}/chat/completions", json=body)
+            answer.raise_for_status()
+            message = answer.json()["choices"][0]["message"]
+            new, reward, done = await environment.step(message)
+            total += reward
+            messages += [message, *new]
+        return {"reward": total}
+
+    return run
+
 
 _logger = logging.getLogger(__name__)
 _NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithms.segments import check_bounds, last_tokens, to_tokens
+from vapo_megatron.algorithms.segments import check_bounds, last_tokens, segment_sum, to_tokens
 from vapo_megatron.algorithms.suffix_scan import suffix_scan_
 
 
@@ -193,3 +193,42 @@ def decay(lam: float | Tensor, gamma: float, responses: int, device: torch.devic
     if not bool(((per_response >= 0) & (per_response <= 1)).all()):
         raise ValueError("lambda must be in [0, 1] for every response")
     return per_response * gamma
+
+
+def turn_bounds(places: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Where turns begin among T response tokens, and which of them belong to which response.
+
+    Args:
+        places: int64 [T], where each response token stands in its packed sequence; observations lie in the gaps.
+        cu_seqlens: int64 [S + 1], of the responses; none is empty.
+
+    Returns:
+        int64 [U + 1], bounds of U turns among tokens; int64 [S + 1], bounds of responses among turns.
+    """
+    begins = torch.ones(len(places), dtype=torch.bool)
+    begins[1:] = places.diff() != 1
+    begins[cu_seqlens[:-1]] = True
+    starts = begins.nonzero().squeeze(1)
+    return torch.cat((starts, cu_seqlens[-1:])), torch.searchsorted(starts, cu_seqlens)
+
+
+@torch.no_grad()
+def turn_gae(
+    rewards: Tensor,
+    values: Tensor,
+    turns: Tensor,
+    responses: Tensor,
+    lam_policy: float | Tensor,
+    lam_critic: float | Tensor,
+    gamma: float = 1.0,
+    bootstrap_values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Advantages under lam_policy and value targets under lam_critic, both [T] and the same within a turn.
+
+    turns, responses: of turn_bounds(). The others are as in decoupled_gae; lambdas may be one for each response.
+    """
+    per_turn, first = segment_sum(rewards, turns), values[turns[:-1]]
+    advantages, targets = decoupled_gae(
+        per_turn, first, responses, lam_policy, lam_critic, gamma, bootstrap_values=bootstrap_values
+    )
+    return to_tokens(advantages, turns), to_tokens(targets, turns)

@@ -1,11 +1,348 @@
 """Which alarms of a run hold after each of its steps."""
 
-from collections.abc import Iterable
+import math
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean, median
+
+from scipy.stats import median_abs_deviation
 
 from vapo_megatron.config.monitoring import AlarmsConfig
 from vapo_megatron.monitoring import names
-from vapo_megatron.monitoring.alarm_rules import ALARMS
-from vapo_megatron.monitoring.history import History, Metrics
+
+Metrics = Mapping[str, float | None]
+
+
+class History:
+    """The finite values of every metric, in the order of steps, up to the newest row."""
+
+    def __init__(self, rows: Iterable[Metrics] = ()) -> None:
+        """rows: of the steps before (read_metrics)."""
+        self._values: dict[str, array[float]] = {}
+        self._rows: dict[str, array[int]] = {}
+        self._count = 0
+        self.newest: Metrics = {}
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Metrics) -> None:
+        """Take in the row of a step; it is the newest from now on."""
+        self._count += 1
+        self.newest = row
+        for name, value in row.items():
+            if value is not None and math.isfinite(value):
+                self._values.setdefault(name, array("d")).append(value)
+                self._rows.setdefault(name, array("q")).append(self._count)
+
+    def named(self, prefix: str) -> list[str]:
+        """Metrics of any row whose names begin so."""
+        return [name for name in self._values if name.startswith(prefix)]
+
+    def values(self, name: str) -> list[float]:
+        """All values of a metric; empty where the newest row has none, or one that is not finite."""
+        value = self.newest.get(name)
+        return list(self._values[name]) if value is not None and math.isfinite(value) else []
+
+    def recent(self, name: str, count: int) -> float | None:
+        """Median of the last `count` values; None before there are as many, or where the newest row has none."""
+        values = self.values(name)
+        return median(values[-count:]) if len(values) >= count else None
+
+    def before(self, name: str, recent: int, fewest: int, window: int = 0) -> list[float]:
+        """The last `window` values (0: all) before the `recent` newest; empty where they are fewer than `fewest`."""
+        values = self.values(name)[: -recent or None][-window:]
+        return values if len(values) >= fewest else []
+
+    def highest(self, name: str, count: int) -> float | None:
+        """The largest mean of `count` values in a row; None before there are as many."""
+        values = self.values(name)
+        if len(values) < count:
+            return None
+        total = best = sum(values[:count])
+        for gone, new in zip(values, values[count:], strict=False):
+            total += new - gone
+            best = max(best, total)
+        return best / count
+
+    def around(self, name: str, other: str, index: int, width: int) -> float | None:
+        """Mean of the last `width` values of `name` up to the row of the index-th value of `other`."""
+        end = self._rows[other][index]
+        values = [
+            value for value, row in zip(self._values.get(name, ()), self._rows.get(name, ()), strict=True) if row <= end
+        ][-width:]
+        return fmean(values) if values else None
+
+
+_RECENT = 3  # newest steps, whose median is compared
+_REFERENCE = 8  # the fewest steps before them that they are compared with
+_WINDOW = 50  # and the most
+_SHORT = 0.25  # mean response length, of its highest
+_NO_ENTROPY = 0.02  # of its first steps
+_ENTROPY_TIMES = 3.5  # times the usual entropy
+_ENTROPY = 4.0  # nats per token
+_ACCURACY = 0.4  # of its best
+_GAIN = -0.05  # critic/gain, share of the returns' variance
+_BIAS = 0.5  # difference of the values' bias along the response
+_FALL = 0.05  # of an evaluation below the best one
+_GAP = 0.05  # mean KL of the trainer's policy to the rollout policy, nats per token
+_GAP_TIMES = 10.0  # times the usual KL
+_GRADIENT_TIMES = 8.0  # times the usual gradient norm
+_TRUNCATED = 0.5  # share of responses
+_FAILED = 0.05  # share of responses
+_EVALUATIONS = 2  # in a row that have to be below the best one
+_CURVE = 20  # steps whose mean accuracy or reward is compared: single steps say little
+_SURE_ACCURACY = 0.9  # from here on a policy without entropy is one that has solved its problems
+_deviation = partial(median_abs_deviation, scale="normal")  # as the standard deviation of normal values
+
+Rule = Callable[[History], str | None]
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """Trouble that metrics give away.
+
+    Attributes:
+        name: as in monitoring.alarms, and metric alarm/<name>.
+        rule: what is wrong after the newest row of a history, or None.
+        threshold: when it holds, for a person.
+        meaning: of the trouble, for a person.
+        remedy: what to look at or change first.
+    """
+
+    name: str
+    rule: Rule
+    threshold: str
+    meaning: str
+    remedy: str
+
+
+ALARMS: list[Alarm] = []
+
+
+def _alarm(threshold: str, remedy: str) -> Callable[[Rule], Rule]:
+    """Makes an alarm of a rule, under its name."""
+
+    def add(rule: Rule) -> Rule:
+        ALARMS.append(Alarm(rule.__name__, rule, threshold, (rule.__doc__ or "").rstrip("."), remedy))
+        return rule
+
+    return add
+
+
+@_alarm(
+    "`response_length/mean` below 0.25 of its highest (8 steps each)",
+    "look at `critic/value_bias_*`; value pretraining on; `algorithm.shaping` off",
+)
+def length_collapse(history: History) -> str | None:
+    """Responses lose their reasoning: the critic, or a length penalty, pushes towards early ends."""
+    recent = history.recent(names.LENGTH, _REFERENCE)
+    longest = history.highest(names.LENGTH, _REFERENCE)
+    if recent is None or longest is None or recent >= _SHORT * longest:
+        return None
+    return f"responses fell to {recent:.4g} tokens from {longest:.4g}"
+
+
+@_alarm(
+    "`actor/entropy` below 0.02 of its first 8 steps, accuracy below 0.9",
+    "a lower `actor.optimizer.lr`; a higher `algorithm.policy_loss.clip_high`",
+)
+def entropy_collapse(history: History) -> str | None:
+    """The policy stopped exploring before it could do what it is asked."""
+    recent, all_values = history.recent(names.ENTROPY, _RECENT), history.values(names.ENTROPY)
+    accuracy = history.recent(names.ACCURACY, _RECENT)
+    if recent is None or len(all_values) < _REFERENCE + _RECENT:
+        return None
+    first = median(all_values[:_REFERENCE])
+    if recent >= _NO_ENTROPY * first or (accuracy is not None and accuracy >= _SURE_ACCURACY):
+        return None
+    return f"entropy fell to {recent:.3g} nats from {first:.3g} at first"
+
+
+@_alarm(
+    "`actor/entropy` above 4 nats, or over 8 steps above 3.5 times the median before",
+    "read `samples/`; go back to the last good checkpoint with a lower `actor.optimizer.lr`; "
+    "right after the first update: a broken weight sync",
+)
+def entropy_explosion(history: History) -> str | None:
+    """The policy writes noise, or is on the way there."""
+    now = history.newest.get(names.ENTROPY)
+    if now is not None and now > _ENTROPY:
+        return f"entropy is {now:.3g} nats: text of near random tokens (limit {_ENTROPY:g})"
+    recent = history.recent(names.ENTROPY, _REFERENCE)
+    # All of them: what rises slowly would carry a window along.
+    before = history.before(names.ENTROPY, _REFERENCE, _REFERENCE)
+    if recent is None or not before:
+        return None
+    usual = median(before)
+    if recent <= _ENTROPY_TIMES * usual or recent <= usual + 3 * _deviation(before):
+        return None
+    return f"entropy rose to {recent:.3g} nats from {usual:.3g}"
+
+
+@_alarm(
+    "`accuracy/mean` of 20 steps below 0.4 of its best 20 steps",
+    "go back to a checkpoint before the fall, with a lower `actor.optimizer.lr`; read `samples/`",
+)
+def accuracy_collapse(history: History) -> str | None:
+    """What the policy could do before it cannot do any more."""
+    best, values = history.highest(names.ACCURACY, _CURVE), history.values(names.ACCURACY)
+    if best is None or len(values) < 2 * _CURVE:
+        return None
+    recent = fmean(values[-_CURVE:])
+    if recent >= _ACCURACY * best:
+        return None
+    return f"accuracy fell to {recent:.3f} from {best:.3f} (means of {_CURVE} steps)"
+
+
+@_alarm(
+    "`critic/gain` below -0.05 (median of 8 steps)",
+    "more `value_pretraining`; a higher `critic.optimizer.lr`; or a group estimator",
+)
+def value_below_baseline(history: History) -> str | None:
+    """The critic explains less of the returns than what is free (critic.md)."""
+    gain = history.recent(names.CRITIC_GAIN, _REFERENCE)
+    if gain is None or gain >= _GAIN:
+        return None
+    return f"the critic explains {-gain:.3f} less of the returns' variance than the best free baseline"
+
+
+@_alarm(
+    "`critic/value_bias_*` differ by more than 0.5 along the response (medians of 3 steps)",
+    "`algorithm.advantage.lambda_critic` 1; value pretraining until `stop_bias`",
+)
+def value_bias(history: History) -> str | None:
+    """The values' bias grows along the response: one end of it is pushed by the critic's error alone."""
+    biases = {p: history.recent(f"{names.VALUE_BIAS}{p}", _RECENT) for p in names.BIAS_POSITIONS}
+    known = {p: bias for p, bias in biases.items() if bias is not None}
+    if len(known) < 2:
+        return None
+    low, high = min(known, key=known.__getitem__), max(known, key=known.__getitem__)
+    if known[high] - known[low] <= _BIAS:
+        return None
+    return f"values are off by {known[low]:+.3f} at {low} % of the response and by {known[high]:+.3f} at {high} %"
+
+
+@_alarm(
+    "a `critic/fault_<name>` in the step",
+    "critic.md says what each is",
+)
+def critic_fault(history: History) -> str | None:
+    """The critic's values have the signature of a fault."""
+    shown = (name for name, value in history.newest.items() if name.startswith(names.CRITIC_FAULT) and value)
+    faults = sorted(name.removeprefix(names.CRITIC_FAULT) for name in shown)
+    return f"the critic's values show: {', '.join(faults)}" if faults else None
+
+
+@_alarm(
+    "two evaluations in a row 0.05 below the best, with a higher reward than then",
+    "read `samples/` of the last steps and the verifier's reasons; take the best checkpoint; more data",
+)
+def evaluation_falls(history: History) -> str | None:
+    """The reward rises for something else than new problems: training problems learnt by heart, a verifier that is
+    deceived, or probability that evaluation.top_p leaves out."""
+    for name in history.named(names.EVALUATION):
+        values = history.values(name)
+        if len(values) <= _EVALUATIONS:
+            continue
+        best = max(range(len(values)), key=values.__getitem__)
+        last = values[-_EVALUATIONS:]
+        then = history.around(names.REWARD, name, best, _CURVE)
+        now = history.around(names.REWARD, name, len(values) - 1, _CURVE)
+        if then is None or now is None or now <= then or max(last) >= values[best] - _FALL:
+            continue
+        return f"{name} fell to {last[-1]:.3f} from {values[best]:.3f} while reward rose to {now:.3f} from {then:.3f}"
+    return None
+
+
+@_alarm(
+    "`actor/train_infer_kl` above 0.05 nats, or 10 times its median of 50 steps",
+    "weight_sync.md; a jump: a wrong sync; a slow rise: the engine's precision (FP8)",
+)
+def train_infer_gap(history: History) -> str | None:
+    """Engine and trainer do not compute the same policy."""
+    now = history.newest.get(names.TRAIN_INFER_KL)
+    if now is None or not math.isfinite(now):
+        return None
+    if now > _GAP:
+        return f"KL of trainer to engine is {now:.3g} nats per token (limit {_GAP:g})"
+    recent = history.recent(names.TRAIN_INFER_KL, _RECENT)
+    before = history.before(names.TRAIN_INFER_KL, _RECENT, _REFERENCE, _WINDOW)
+    floor = _GAP / 10
+    if recent is None or not before or recent <= max(floor, _GAP_TIMES * median(before)):
+        return None
+    return f"KL of trainer to engine rose to {recent:.3g} nats per token from {median(before):.3g}"
+
+
+@_alarm(
+    "`actor/grad_norm` or `critic/grad_norm` not finite, or above 8 times its median of 50 steps",
+    "once: nothing. Again and again: a lower learning rate; read the step's `samples/`",
+)
+def gradient_spike(history: History) -> str | None:
+    """A batch that the model cannot bear, or numbers that overflow."""
+    for name in (names.ACTOR_GRAD_NORM, names.CRITIC_GRAD_NORM):
+        if name not in history.newest:
+            continue
+        now = history.newest[name]
+        if now is None or not math.isfinite(now):
+            return f"{name} is not finite"
+        before = [value for value in history.before(name, 1, 0, _WINDOW) if value > 0]
+        if len(before) < _REFERENCE:
+            continue
+        usual = median(before)
+        if now > _GRADIENT_TIMES * usual and now > usual + 6 * _deviation(before):
+            return f"{name} is {now:.3g}, usually {usual:.3g}"
+    return None
+
+
+@_alarm(
+    "`skipped_updates/total` above `skipped_updates/unfinished`",
+    "`skipped_updates/<cause>` in the row says why; robustness.md says what to look at",
+)
+def skipped_updates(history: History) -> str | None:
+    """Updates would have harmed a model, and were not made (robustness.md)."""
+    expected = names.SKIPPED_UPDATES, names.UNFINISHED
+    total, unfinished = (history.newest.get(name) or 0.0 for name in expected)
+    skipped = total - unfinished
+    if not skipped:
+        return None
+    named = (name for name, value in history.newest.items() if name.startswith(names.SKIPPED) and value)
+    causes = (name.removeprefix(names.SKIPPED) for name in named if name not in expected)
+    return f"{skipped:.0f} skipped: {', '.join(sorted(causes))}"
+
+
+@_alarm(
+    "`response_length/truncated` above 0.5 (median of 3 steps)",
+    "a larger `sampling.max_new_tokens`; where `response_length/repeated` is high, a lower `actor.optimizer.lr`",
+)
+def truncated_text(history: History) -> str | None:
+    """Responses end for want of room, and count as wrong."""
+    return _above(history, names.TRUNCATED, _TRUNCATED, _RECENT, "of responses are truncated")
+
+
+@_alarm(
+    "`reward/failed` above 0.05",
+    "the verifier's reasons in `samples/`; `reward.response_timeout_s`",
+)
+def failed_grades(history: History) -> str | None:
+    """Verifications fail: their rewards are no grades."""
+    return _above(history, names.FAILED_GRADES, _FAILED, 1, "of verifications failed")
+
+
+@_alarm(
+    "`rollout/engine_failures` above 0",
+    "the logs named in the console, `logs/engine_*.ended*.log`: memory, the device",
+)
+def engine_failures(history: History) -> str | None:
+    """An engine died, stood still or computed something else, and was started again (operations.md)."""
+    failures = history.newest.get(names.ENGINE_FAILURES)
+    return f"{failures:.0f} engine failures since the last weight sync" if failures else None
+
+
+def _above(history: History, name: str, limit: float, steps: int, what: str) -> str | None:
+    recent = history.recent(name, steps)
+    return f"{recent:.0%} {what} (limit {limit:.0%})" if recent is not None and recent > limit else None
 
 
 class Alarms:

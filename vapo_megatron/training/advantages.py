@@ -10,12 +10,18 @@ from vapo_megatron.algorithms import advantages, importance, shaping
 from vapo_megatron.algorithms.baselines import leave_one_out
 from vapo_megatron.algorithms.critic_faults import value_faults
 from vapo_megatron.algorithms.critic_metrics import Figures, figures_of, sign_agreement, signs_of
-from vapo_megatron.algorithms.gae import bootstrap_of_truncated, decoupled_gae, length_adaptive_lambda, segmented_gae
+from vapo_megatron.algorithms.gae import (
+    bootstrap_of_truncated,
+    decoupled_gae,
+    length_adaptive_lambda,
+    segmented_gae,
+    turn_bounds,
+    turn_gae,
+)
 from vapo_megatron.algorithms.importance import corrected_gae
 from vapo_megatron.algorithms.kl import k1
 from vapo_megatron.algorithms.segments import place_terminal, segment_sum, to_tokens, tokens_from
 from vapo_megatron.algorithms.selection import loss_mask
-from vapo_megatron.algorithms.turns import turn_bounds, turn_gae
 from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig, Lambda, ShapingConfig
 from vapo_megatron.config.policy import KlConfig
 from vapo_megatron.config.value import ValueLossConfig

@@ -3,9 +3,11 @@
 import hashlib
 import math
 import random
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -17,7 +19,8 @@ from vapo_megatron.checkpoint.state_saver import SavedRun, Snapshot, run_id_of
 from vapo_megatron.collectives import on_rank_zero
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.data.batch import ExperienceBatch, from_samples
-from vapo_megatron.data.demonstrations import read_demonstrations
+from vapo_megatron.data.jsonl import read_rows
+from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.mesh import make_mesh
@@ -28,6 +31,38 @@ from vapo_megatron.training.skipped_updates import SkippedUpdates
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.save import adapter_folder, save_adapters, save_hf
 from vapo_megatron.weights.spec import read_spec
+
+
+def read_demonstrations(
+    path: Path,
+    encode_prompt: Callable[[str], list[int]],
+    encode_response: Callable[[str], list[int]],
+    eos_token_id: int,
+    max_tokens: int,
+) -> list[Sample]:
+    """Rows {problem, response} as samples whose responses end with EOS.
+
+    Raises:
+        BadInput: no such file, a row that is not JSON or lacks a field, a row that is too long, no row at all.
+    """
+    samples: list[Sample] = []
+    for number, row in read_rows(path, "data.path"):
+        for name in ("problem", "response"):
+            if not isinstance(row.get(name), str) or not row[name]:
+                raise BadInput(f"{path}:{number}: field {name!r} is missing or empty: every row needs text there")
+        prompt_ids = tuple(encode_prompt(row["problem"]))
+        response_ids = np.array([*encode_response(row["response"]), eos_token_id])
+        if len(prompt_ids) + len(response_ids) > max_tokens:
+            raise BadInput(
+                f"{path}:{number}: {len(prompt_ids) + len(response_ids)} tokens are above "
+                f"data.max_tokens={max_tokens}: raise it or drop the row"
+            )
+        prompt = Prompt(str(row.get("id", number)), row["problem"], "", prompt_ids, cursor=len(samples))
+        no_logprobs = np.zeros(len(response_ids), dtype=np.float32)
+        samples.append(Sample(prompt, len(samples), 0, 0, response_ids, no_logprobs, "stop", 0, 0, reward=0.0))
+    if not samples:
+        raise BadInput(f"{path}: holds no row: give demonstrations with the fields problem and response")
+    return samples
 
 
 def load_demonstrations(config: SftConfig) -> ExperienceBatch:

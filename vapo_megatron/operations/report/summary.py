@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vapo_megatron.monitoring import names
-from vapo_megatron.monitoring.alarm_rules import ALARMS
+from vapo_megatron.monitoring.alarms import ALARMS
 from vapo_megatron.operations.report.panels import series
 from vapo_megatron.operations.report.runs import Run
 

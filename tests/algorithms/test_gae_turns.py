@@ -2,8 +2,7 @@
 
 import torch
 
-from vapo_megatron.algorithms.gae import decoupled_gae
-from vapo_megatron.algorithms.turns import turn_bounds, turn_gae
+from vapo_megatron.algorithms.gae import decoupled_gae, turn_bounds, turn_gae
 
 
 def test_turns_begin_after_observations_and_at_responses() -> None:
