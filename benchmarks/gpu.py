@@ -133,7 +133,7 @@ def measure(shape: Shape, recipe: str, given: argparse.Namespace) -> dict[str, A
         max_tokens_per_microbatch=given.length * given.sequences,
         precision=PrecisionConfig(fp8=recipe),  # type: ignore[arg-type]
         # The update is timed apart: the gather of its weights must not wait for the next forward pass.
-        optimizer=OptimizerSettings(overlap_param_gather=False),
+        optimizer=OptimizerSettings(overlap=False),
     )
     batch = sample_batch([given.length] * given.sequences, shape.vocab)
     update = fits_with_optimizer(shape)

@@ -125,7 +125,7 @@ def _alarm(threshold: str, remedy: str) -> Callable[[Rule], Rule]:
     """Makes an alarm of a rule, under its name."""
 
     def add(rule: Rule) -> Rule:
-        ALARMS.append(Alarm(rule.__name__, rule, threshold, (rule.__doc__ or "").rstrip("."), remedy))
+        ALARMS.append(Alarm(rule.__name__, rule, threshold, " ".join((rule.__doc__ or "").split()).rstrip("."), remedy))
         return rule
 
     return add
