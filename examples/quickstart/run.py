@@ -9,11 +9,13 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from scipy.stats import t as student
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -36,6 +38,8 @@ ONE_GPU = (
 )
 # Files and names by which one stage finds what the one before has made.
 _OURS = ("run.root", "run.name", "model.path", "data.path", "data.train", "data.eval")
+
+LAST_STEPS = 10  # single steps of 256 responses say little
 
 console = Console(highlight=False)
 
@@ -83,16 +87,28 @@ def what_the_critic_explains(rows: Sequence[Mapping[str, Any]]) -> str:
     """Explained variance of the returns on rollouts that the critic has not learnt from, beside what is free."""
     measured = [row for row in rows if names.EXPLAINED_VARIANCE in row]
 
-    def told(row: Mapping[str, Any]) -> str:
-        return (
-            f"{row[names.EXPLAINED_VARIANCE]:.2f} (mean of the other responses to the prompt "
-            f"{row[names.BASELINE_LOO]:.2f}, position alone {row[names.BASELINE_POSITION]:.2f})"
+    def means(steps: Sequence[Mapping[str, Any]]) -> str:
+        critic, siblings, position = (
+            _mean([row[name] for row in steps])
+            for name in (names.EXPLAINED_VARIANCE, names.BASELINE_LOO, names.BASELINE_POSITION)
         )
+        return f"{critic} (mean of the other responses to the prompt {siblings}, position alone {position})"
 
+    last = measured[-LAST_STEPS:]
     return (
         "Of the variance of the result, at every token, the critic explains\n"
-        f"  {told(measured[0])} before the policy moves,\n  {told(measured[-1])} in the last step"
+        f"  {means(measured[:1])} before the policy moves,\n"
+        f"  {means(last)} over the last {len(last)} steps (mean and half of a 95 % interval)"
     )
+
+
+def _mean(values: Sequence[float]) -> str:
+    """0.21, or 0.21 ± 0.05 where there is more than one value (Student's t)."""
+    mean = fmean(values)
+    if len(values) < 2:
+        return f"{mean:.2f}"
+    half = stdev(values) / len(values) ** 0.5 * float(student.ppf(0.975, len(values) - 1))
+    return f"{mean:.2f} ± {half:.2f}"
 
 
 def main(

@@ -35,9 +35,9 @@ def test_the_quickstart_keeps_the_papers_proportions() -> None:
 def test_the_last_lines_say_what_the_critic_explains_beside_what_is_free(script: ModuleType) -> None:
     measured = [
         {"critic/explained_variance": ev, "critic/baseline_loo_ev": loo, "critic/baseline_position_ev": -0.01}
-        for ev, loo in ((0.25, -0.11), (0.2, 0.0), (0.31, 0.05))
+        for ev, loo in ((0.25, -0.11), *[(0.9, 0.9)] * 5, *[(0.1, 0.0), (0.3, 0.2)] * 5)
     ]
-    told = script.what_the_critic_explains([{"step": 0}, *measured])
-    before, last = told.splitlines()[1:]
-    assert "0.25" in before and "-0.11" in before and "before the policy moves" in before
-    assert "0.31" in last and "0.05" in last and "last step" in last
+    before, last = script.what_the_critic_explains([{"step": 0}, *measured]).splitlines()[1:]
+    assert "0.25 (mean of the other responses to the prompt -0.11," in before and "before the policy moves" in before
+    # Ten values of 0.2 on average, 0.1 beside it: t(9) 2.262 * 0.1054 / sqrt(10).
+    assert "0.20 ± 0.08 (mean of the other responses to the prompt 0.10 ± 0.08," in last and "last 10 steps" in last
