@@ -95,6 +95,9 @@ async def _talk(process: asyncio.subprocess.Process, code: bytes) -> tuple[bytes
     while chunk := await process.stdout.read(_MOST_OUTPUT):
         output += chunk
         if len(output) > _MOST_OUTPUT:
+            _kill(process)
+            while await process.stdout.read(_MOST_OUTPUT):  # asyncio ends a process only when its pipe is empty
+                pass
             return output[:_MOST_OUTPUT], "\n[cut: too much output]"
     await process.wait()
     return output, ""
