@@ -143,8 +143,9 @@ def price_findings(price: Figures) -> list[str]:
         return ", ".join(f"{shown(_interval(table[row][f'less_{other}']))} ({name})" for name, table in tables.items())
 
     return [
-        f"vapo_direct less reinforce_direct, the best without a critic: {lead('direct', 'reinforce_direct')}",
+        f"vapo_direct less reinforce_direct, the batch's mean as baseline: {lead('direct', 'reinforce_direct')}",
         f"vapo_direct less vapo_without_critic, VAPO's loss with the group's mean: {lead('direct', 'without_critic')}",
+        f"the prompt's history alone (SPO's tracker, no critic) less vapo_direct: {lead('tracker', 'direct')}",
         f"vapo_direct with a critic of noise less reinforce_direct: {lead('direct_noise', 'reinforce_direct')}",
         f"the same less vapo_direct, which is what the critic itself brings: {lead('direct_noise', 'direct')}",
         f"VAPO with value pretraining less reinforce_direct: {lead('vapo', 'reinforce_direct')}",

@@ -15,13 +15,20 @@ import pytest
 from stub_engine import StubServer
 
 from vapo_megatron.config.rollout import HealthConfig, RolloutConfig
+from vapo_megatron.engines import keeper as keeper_module
 from vapo_megatron.engines.inside import heartbeat
 from vapo_megatron.engines.inside.heartbeat import Heartbeat, beats_with, register
-from vapo_megatron.engines.keeper import LOOK_SECONDS, EngineKeeper, ask_health, end_server, is_named, what_is_wrong
+from vapo_megatron.engines.keeper import EngineKeeper, ask_health, end_server, is_named, what_is_wrong
 from vapo_megatron.engines.server import EngineAddress, EngineServer
 
 HEALTH = HealthConfig(answer_s=2, max_failures=2)
 DEADLINE = 30
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server is looked at ten times a second."""
+    monkeypatch.setattr(keeper_module, "LOOK_SECONDS", 0.1)
 
 
 @pytest.fixture
@@ -55,7 +62,7 @@ def is_alive(pid: int) -> bool:
         ("scheduler", signal.SIGKILL, r"its scheduler \(process \d+\) is dead"),
         ("scheduler", signal.SIGSTOP, r"its scheduler \(process \d+\) is stopped"),
         ("server", signal.SIGKILL, r"it ended \(exit code -9\)"),
-        ("server", signal.SIGSTOP, r"no answer for [2-4] s"),
+        ("server", signal.SIGSTOP, r"no answer for [23] s"),
     ],
 )
 def test_a_server_with_a_dead_or_stopped_process_is_replaced(
@@ -71,7 +78,7 @@ def test_a_server_with_a_dead_or_stopped_process_is_replaced(
     wait_until(keeper, "serving")
     assert keeper.address == address and stub.processes.keys() == before.keys()
     assert re.search(cause, keeper.look().cause), keeper.look().cause
-    time.sleep(5 * LOOK_SECONDS)
+    time.sleep(5 * keeper_module.LOOK_SECONDS)
     assert keeper.look().state == "serving" and keeper.look().failures == 1
 
 
@@ -79,7 +86,7 @@ def test_a_server_that_is_told_to_end_starts_again_when_it_may(keeper: EngineKee
     keeper.let_start(False)
     end_server(keeper.address, "a test")
     wait_until(keeper, "waiting")
-    time.sleep(3 * LOOK_SECONDS)
+    time.sleep(3 * keeper_module.LOOK_SECONDS)
     assert keeper.look().state == "waiting" and ask_health(keeper.address, 1) is None and stub.starts == 1
     keeper.let_start(True)
     wait_until(keeper, "starting")
@@ -101,7 +108,7 @@ def test_failures_in_a_row_end_it(keeper: EngineKeeper, stub: StubServer) -> Non
     told = keeper.look()
     assert (told.state, told.failures) == ("given up", 4)
     assert told.cause == f"{keeper.address.url}: log-probs differ again"
-    time.sleep(5 * LOOK_SECONDS)
+    time.sleep(5 * keeper_module.LOOK_SECONDS)
     assert keeper.look().state == "given up" and stub.starts == 4
 
 

@@ -12,11 +12,18 @@ import pytest
 from stub_engine import StubServer
 
 from vapo_megatron.config.rollout import HealthConfig, RolloutConfig
-from vapo_megatron.engines.keeper import LOOK_SECONDS, EngineKeeper, ask_health
+from vapo_megatron.engines import keeper
+from vapo_megatron.engines.keeper import EngineKeeper, ask_health
 from vapo_megatron.engines.remote_engines import ExternalServer
 
 CONFIG = RolloutConfig(health=HealthConfig(answer_s=1.0, max_failures=1))
 DEADLINE = 20
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server is looked at ten times a second."""
+    monkeypatch.setattr(keeper, "LOOK_SECONDS", 0.1)
 
 
 @pytest.fixture
@@ -43,7 +50,7 @@ def wait_until(watch: EngineKeeper, state: str) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(("role", "cause"), [("server", "no answer for"), ("scheduler", "its scheduler")])
+@pytest.mark.parametrize(("role", "cause"), [("server", "no answer for 1 s"), ("scheduler", "its scheduler")])
 def test_one_that_stands_still_is_left_out_and_comes_back(stub: StubServer, role: str, cause: str) -> None:
     lost: list[str] = []
     watch = watched(stub, {}, lost)
@@ -82,7 +89,7 @@ def test_one_that_comes_back_as_another_is_not_taken(stub: StubServer, caplog: p
         stub.stop()
         stub.start_again()
         stub.wait_until_ready()
-        time.sleep(5 * LOOK_SECONDS)
+        time.sleep(5 * keeper.LOOK_SECONDS)
         assert watch.look().state == "starting" and "was started with rollout.tp=None and this run has 2" in caplog.text
     finally:
         watch.stop()
@@ -103,19 +110,28 @@ def test_what_its_watch_stumbles_over_is_told(stub: StubServer, monkeypatch: pyt
         watch.stop()
 
 
-def test_one_whose_keeper_stumbles_while_it_is_gone_is_given_up(
+def test_one_whose_keeper_stumbles_while_it_is_gone_never_says_it_serves(
     stub: StubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stumble(*_: Any) -> None:
         raise KeyError("lost")
 
+    states: list[Any] = []
+
+    class Told(EngineKeeper):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "_state":
+                states.append(value)
+            super().__setattr__(name, value)
+
+    watch = Told(ExternalServer(stub.address, CONFIG.health.answer_s, {}), CONFIG, start_timeout_s=math.inf)
+    watch.wait_until_ready()
     monkeypatch.setattr("vapo_megatron.engines.remote_engines.check_identity", stumble)
-    watch = watched(stub, {}, [])
     try:
         watch.fail("a test")
         stub.stop()
         stub.start_again()
         wait_until(watch, "given up")
-        assert watch.look().failures == 2
+        assert states == ["starting", "serving", "waiting", "starting", "given up"] and watch.look().failures == 2
     finally:
         watch.stop()

@@ -111,8 +111,10 @@ def test_without_login_the_run_goes_on(
 def test_an_offline_run_has_config_code_metrics_samples_and_alarms(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_environment: bool
 ) -> None:
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline" if by_environment else "online")
+    monkeypatch.setenv("WANDB_TAGS", "one")
+    wandb.teardown()  # the environment is read once a process
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"run": {"seed": 7}}))
     mode = None if by_environment else "offline"
     config = WandbConfig(enabled=True, mode=mode, project="tests", samples=2)
@@ -125,7 +127,7 @@ def test_an_offline_run_has_config_code_metrics_samples_and_alarms(
     assert {file.name for file in files} == {f"run-{(tmp_path / 'wandb' / 'run_id').read_text()}.wandb"}
     first, second = map(records_when_ended, files)
     (run,) = [record.run for record in first if record.WhichOneof("record_type") == "run"][:1]
-    assert (run.project, run.display_name) == ("tests", tmp_path.name)
+    assert (run.project, list(run.tags), run.display_name) == ("tests", ["one"], tmp_path.name)
     given = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert given["run"] == {"seed": 7}
     assert given["environment"]["packages"]["torch"].startswith("2.")
