@@ -2,7 +2,9 @@
 
 import gc
 import os
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,12 +15,22 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pytest
 
 from vapo_megatron.data.torchvision_ops import make_torchvision_importable
+from vapo_megatron.signals import STOP_SIGNALS
 
 make_torchvision_importable()
 # Ranks that a test forks never collect what it left: a process group's end waits for threads that they do not have.
 os.register_at_fork(after_in_child=gc.freeze)
 
 pytest_plugins = ["engine_server"]
+
+
+@pytest.fixture(autouse=True)
+def stop_signals_as_before() -> Iterator[None]:
+    """A command that ends in the test's own process ignores stop signals from then on, as do all it starts."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -56,7 +56,9 @@ def test_residual_baselines_are_of_shaped_rewards(monkeypatch: pytest.MonkeyPatc
     batch, zeros = spread(whole), torch.zeros(whole.response_tokens, 2)
     monkeypatch.setattr("vapo_megatron.training.score.of_all", lambda *given: zeros)
     with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
-        models: Any = type("M", (), {"reference": None, "actor": None, "critic": object()})()
+        models: Any = type(
+            "M", (), {"reference": None, "has_base_as_reference": False, "actor": None, "critic": object()}
+        )()
         score(models, batch, config, recorder)
     assert batch.own.baselines is not None
     assert batch.own.baselines.tolist() == pytest.approx([0.5, 0.0, 0.3, -1.0])
