@@ -32,7 +32,6 @@ from benchmarks.common import (
     sample_batch,
     sft_loss,
 )
-from vapo_megatron.config.hardware import EfficiencyConfig
 from vapo_megatron.config.model import (
     ActorConfig,
     LayoutConfig,
@@ -40,6 +39,7 @@ from vapo_megatron.config.model import (
     PrecisionConfig,
     RecomputeConfig,
 )
+from vapo_megatron.config.plan import EfficiencyConfig
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.errors import BadInput, RunFailed
 from vapo_megatron.megatron.platform import current_platform

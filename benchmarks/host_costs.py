@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from benchmarks.common import Planner, growth, heavy_tailed_lengths, over_ranks, parser, publish
 from vapo_megatron.config.algorithm import AlgorithmConfig
-from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.data.batch import ExperienceBatch, SampleTable, from_samples
 from vapo_megatron.data.microbatch import pack
 from vapo_megatron.data.sample import Prompt, Sample

@@ -26,8 +26,8 @@ from vapo_megatron.checkpoint.background_save import Outcome
 from vapo_megatron.checkpoint.progress import Progress
 from vapo_megatron.checkpoint.resume import SavedModel
 from vapo_megatron.checkpoint.state_saver import SavedRun, Snapshot, StateSaver
-from vapo_megatron.config.checkpoint import RetentionConfig
 from vapo_megatron.config.model import ActorConfig
+from vapo_megatron.config.run import RetentionConfig
 
 SAMPLE_TOKENS = 64
 PARTS = ("step", "saved", "left")

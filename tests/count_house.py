@@ -19,7 +19,7 @@ def assigned_names(tree: ast.Module) -> list[str]:
 
 def house() -> dict[str, float]:
     """Lines and files of Python, keys of a training config, and vague names of a thousand that are assigned."""
-    from vapo_megatron.config.suggest import known_keys
+    from vapo_megatron.config.base import known_keys
     from vapo_megatron.config.train import TrainConfig
 
     sources = [path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))]

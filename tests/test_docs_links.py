@@ -10,12 +10,11 @@ import pytest
 import typer
 
 from vapo_megatron.cli import PRESETS, SCRIPTS, app
-from vapo_megatron.config.base import Section
+from vapo_megatron.config.base import Section, known_keys
 from vapo_megatron.config.critic_probes import ProbedRunConfig
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.sft import SftConfig
-from vapo_megatron.config.suggest import known_keys
 from vapo_megatron.config.train import EvaluateConfig, TrainConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.plan.model_files import SHIPPED

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from count_house import house
 
+from vapo_megatron.config.base import known_keys
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.sft import SftConfig
-from vapo_megatron.config.suggest import known_keys
 from vapo_megatron.config.train import EvaluateConfig, TrainConfig
 
 ROOT = Path(__file__).parents[1]

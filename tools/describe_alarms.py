@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from vapo_megatron.config.atomic import atomic_write
-from vapo_megatron.config.monitoring import AlarmsConfig
+from vapo_megatron.config.run import AlarmsConfig
 from vapo_megatron.errors import told_in_one_line
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.alarms import ALARMS, Alarms

@@ -247,7 +247,7 @@ def report(
 ) -> None:
     """Write report.html and curves.png of a run or an evaluation; of several runs, one page that overlays them."""
     if serve:
-        from vapo_megatron.operations.report.serve import serve as serve_report
+        from vapo_megatron.operations.report.report import serve as serve_report
 
         serve_report(run_dirs, port)
         return

@@ -22,7 +22,7 @@ from examples.ablation.ablation_config import RewardModelConfig
 from vapo_megatron.config.data import PromptTemplate
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.model import CriticConfig
-from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.config.run_directory import make_run_dir
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.data.batch import ExperienceBatch, from_samples

@@ -22,9 +22,9 @@ ROOT = HERE.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from vapo_megatron.cli import PRESETS  # noqa: E402
+from vapo_megatron.config.base import known_keys, nearest  # noqa: E402
 from vapo_megatron.config.load import load_config  # noqa: E402
 from vapo_megatron.config.sft import SftConfig  # noqa: E402
-from vapo_megatron.config.suggest import known_keys, nearest  # noqa: E402
 from vapo_megatron.config.train import TrainConfig  # noqa: E402
 from vapo_megatron.errors import BadInput  # noqa: E402
 from vapo_megatron.monitoring import names  # noqa: E402

@@ -15,7 +15,7 @@ from vapo_megatron.checkpoint.checkpoints import (
     remove_leftovers,
     to_remove,
 )
-from vapo_megatron.config.checkpoint import RetentionConfig
+from vapo_megatron.config.run import RetentionConfig
 
 
 def save(run_dir: Path, name: CheckpointName) -> Path:

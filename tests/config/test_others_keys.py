@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from vapo_megatron.config.base import known_keys
 from vapo_megatron.config.explain import OURS, named_here
-from vapo_megatron.config.suggest import known_keys
 from vapo_megatron.config.train import TrainConfig
 
 

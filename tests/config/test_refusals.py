@@ -7,11 +7,10 @@ from pydantic import ValidationError
 
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.base import Section
-from vapo_megatron.config.data import EvalSet, EvaluationDataConfig, PromptTemplate
+from vapo_megatron.config.data import EvalSet, EvaluationDataConfig, PromptTemplate, ServerConfig
 from vapo_megatron.config.model import CriticConfig, LayoutConfig, OptimizerSettings, PrecisionConfig, TrainableConfig
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.config.run import SftDataConfig
-from vapo_megatron.config.server import ServerConfig
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.config.train import EvaluateConfig, TrainConfig

@@ -3,8 +3,7 @@
 import pytest
 from pydantic import Field
 
-from vapo_megatron.config.base import Section
-from vapo_megatron.config.suggest import known_keys, nearest
+from vapo_megatron.config.base import Section, known_keys, nearest
 
 
 class Inner(Section):

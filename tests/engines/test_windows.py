@@ -21,7 +21,7 @@ from vapo_megatron.engines.server import EngineAddress
 from vapo_megatron.engines.stream import GroupStream, Work, pack_groups, unpack_groups
 from vapo_megatron.rewards.grading import TRUNCATED, grade_samples
 from vapo_megatron.rewards.pool import VerifierPool
-from vapo_megatron.training.rollout_times import age_metrics
+from vapo_megatron.training.rollouts import age_metrics
 
 WINDOW, GROUPS, SIZE, STEPS = 4, 3, 2, 8
 LONGEST = [10, 12]  # three windows; in the first case the last of them has two tokens

@@ -18,7 +18,7 @@ from vapo_megatron.data.prompts import eval_prompts
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.request import GenerationRequest
 from vapo_megatron.evaluation import command as evaluation_command
-from vapo_megatron.training.evaluation import evaluate_sets
+from vapo_megatron.training.outputs import evaluate_sets
 from vapo_megatron.training.rollouts import Rollouts
 
 

@@ -21,7 +21,7 @@ from vapo_megatron.algorithms.baselines import tracked_values, with_responses
 from vapo_megatron.algorithms.gae import length_adaptive_lambda
 from vapo_megatron.algorithms.segments import place_terminal
 from vapo_megatron.errors import BadInput
-from vapo_megatron.training.calibration import ReturnHistory, calibrated_advantages
+from vapo_megatron.training.advantages import ReturnHistory, calibrated_advantages
 
 SMALL = change(STEPS, ["steps=6", "prompts=20", "prompts_per_step=4", "rollouts=2", "pretraining=1", "minibatches=4"])
 
@@ -120,7 +120,7 @@ def test_the_command_writes_a_summary(tmp_path: Path) -> None:
 
 
 def test_calibrated_advantages_are_those_of_the_trainer() -> None:
-    """The tabular stage's advantages beside training/calibration.py, on two steps of a rollout."""
+    """The tabular stage's advantages beside training/advantages.py, on two steps of a rollout."""
     training = Training(SMALL, PRICE_ROWS["direct"], [3, 4])
     history = [ReturnHistory(), ReturnHistory()]
     for _ in range(2):
@@ -137,7 +137,7 @@ def test_calibrated_advantages_are_those_of_the_trainer() -> None:
 def from_trainer(
     seed: int, rollout: Rollout, values: Tensor, rewards: Tensor, lam: Tensor, history: ReturnHistory
 ) -> Tensor:
-    """What training/calibration.py makes of a seed's responses, held by one rank."""
+    """What training/advantages.py makes of a seed's responses, held by one rank."""
     samples = rollout.group.shape[1]
     bounds = rollout.bounds[seed * samples : (seed + 1) * samples + 1]
     tokens, responses = slice(int(bounds[0]), int(bounds[-1])), slice(seed * samples, (seed + 1) * samples)

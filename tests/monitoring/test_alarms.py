@@ -17,7 +17,7 @@ from tools.describe_alarms import (
     first_alarms,
     read_curve,
 )
-from vapo_megatron.config.monitoring import AlarmName, AlarmsConfig
+from vapo_megatron.config.run import AlarmName, AlarmsConfig
 from vapo_megatron.monitoring.alarms import ALARMS, Alarms
 
 STEPS, ONSET = 120, 60

@@ -11,7 +11,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_samples import sample
 
-from vapo_megatron.config.monitoring import MonitoringConfig, WandbConfig
+from vapo_megatron.config.run import MonitoringConfig, WandbConfig
 from vapo_megatron.monitoring import recorder as recorder_file
 from vapo_megatron.monitoring import tensorboard
 from vapo_megatron.monitoring.metrics import read_metrics

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from vapo_megatron.cli import PRESETS
-from vapo_megatron.config.hardware import HardwareConfig
 from vapo_megatron.config.load import load_config
-from vapo_megatron.config.plan import PlanConfig
+from vapo_megatron.config.plan import HardwareConfig, PlanConfig
 from vapo_megatron.operations.doctor import allreduce, checks, gpu
 from vapo_megatron.operations.doctor.allreduce import Reduced
 from vapo_megatron.operations.doctor.node import (

@@ -10,9 +10,8 @@ from plans import ROOT
 from vapo_megatron.checkpoint.size import checkpoint_bytes
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.algorithm import DynamicSamplingConfig
-from vapo_megatron.config.hardware import HardwareConfig
 from vapo_megatron.config.load import load_config
-from vapo_megatron.config.plan import PlanConfig
+from vapo_megatron.config.plan import HardwareConfig, PlanConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.hardware import GIB
 from vapo_megatron.operations.plan.lengths import Lengths

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from vapo_megatron.operations.report.report import write_report
-from vapo_megatron.operations.report.serve import make_server
+from vapo_megatron.operations.report.report import make_server, write_report
 
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\"> \u2028"
 Browse = Callable[[str], str]

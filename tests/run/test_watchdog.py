@@ -16,7 +16,7 @@ import ranks  # noqa: F401  (imports what ranks need before they are forked)
 import torch.distributed as dist
 
 from vapo_megatron import logs
-from vapo_megatron.config.robustness import HangsConfig
+from vapo_megatron.config.run import HangsConfig
 from vapo_megatron.errors import TryAgain, VapoError
 from vapo_megatron.megatron.mesh import group_timeout
 from vapo_megatron.monitoring.timers import PhaseTimer
@@ -141,7 +141,7 @@ SUSPENDED = """
 import sys, time
 from pathlib import Path
 from vapo_megatron.run.watchdog import Watchdog
-from vapo_megatron.config.robustness import HangsConfig
+from vapo_megatron.config.run import HangsConfig
 
 told = []
 Watchdog(HangsConfig(floor_s=9.0, every_s=0.2), Path(sys.argv[1]), 0, 1, 3.0, told.append)

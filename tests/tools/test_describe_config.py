@@ -8,7 +8,7 @@ import typer
 from called import called
 
 from tools import describe_config
-from vapo_megatron.config.suggest import known_keys
+from vapo_megatron.config.base import known_keys
 
 
 def test_the_page_is_up_to_date() -> None:

@@ -15,7 +15,7 @@ from hf_models import VOCAB, read_tensors, write_model, write_tensors
 from step_formulas import Policy, Response, State, responses_of
 from switch_formulas import ADAM
 
-from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.batch import ExperienceBatch, from_samples
 from vapo_megatron.data.sample import Prompt, Sample

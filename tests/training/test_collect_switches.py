@@ -12,16 +12,15 @@ from threads import on_threads
 from written_rollouts import CUT, END, RIGHT, WRONG, write_rollouts
 
 from vapo_megatron.config.algorithm import AlgorithmConfig, DynamicSamplingConfig
-from vapo_megatron.config.monitoring import MonitoringConfig
 from vapo_megatron.config.rollout import AsynchronousConfig, PartialResponsesConfig, RolloutConfig
-from vapo_megatron.config.run import BatchConfig
+from vapo_megatron.config.run import BatchConfig, MonitoringConfig
 from vapo_megatron.data.batch import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.engines.ledger import StepRule
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.collect import collect, spread, step_rule
-from vapo_megatron.training.exchange import seat
 from vapo_megatron.training.metrics import rollout_metrics
+from vapo_megatron.training.shards import seat
 
 SIZE = BatchConfig(prompts_per_step=4, samples_per_prompt=3)
 GOOD, BAD, LATE = (RIGHT, END), (WRONG, END), (RIGHT, CUT)

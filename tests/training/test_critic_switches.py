@@ -19,7 +19,7 @@ from switch_formulas import Iteration
 from switch_rollout import Seen, config_of, iterate, load_seen, read_rollout, responses, state_of, write_models
 
 from vapo_megatron.config.model import OptimizerSettings, PrecisionConfig
-from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.megatron.offload import PARTS
 from vapo_megatron.megatron.precision import fp8_settings
 from vapo_megatron.monitoring.recorder import Recorder

@@ -12,7 +12,7 @@ from trainables import make_trainable
 
 from vapo_megatron.algorithms.policy_loss import ppo_clip
 from vapo_megatron.config.algorithm import AlgorithmConfig
-from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import estimate_advantages

@@ -17,7 +17,7 @@ from threads import on_threads
 from torch import Tensor
 
 from vapo_megatron.config.algorithm import AlgorithmConfig
-from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.data.batch import ExperienceBatch, from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.monitoring import names

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from vapo_megatron.algorithms import policy_loss, value_loss
 from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig
-from vapo_megatron.config.monitoring import MonitoringConfig
 from vapo_megatron.config.policy import ImportanceSamplingConfig
+from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.data.batch import ExperienceBatch, from_samples
 from vapo_megatron.data.microbatch import Share

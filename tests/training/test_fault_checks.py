@@ -16,17 +16,16 @@ from switch_rollout import config_of, models_of_this_process, read_rollout, writ
 from vapo_megatron.algorithms.critic_faults import FAULTS
 from vapo_megatron.algorithms.segments import last_tokens
 from vapo_megatron.config.algorithm import AlgorithmConfig
-from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training import updates
 from vapo_megatron.training.advantages import estimate_advantages, gae, token_rewards
-from vapo_megatron.training.fault_checks import _tolerance
 from vapo_megatron.training.losses import ValueLoss
 from vapo_megatron.training.models import Models, load_models
 from vapo_megatron.training.score import score
 from vapo_megatron.training.shards import Part, ShardedBatch
-from vapo_megatron.training.updates import update_critic
+from vapo_megatron.training.updates import _tolerance, update_critic
 
 Plant = Callable[[ShardedBatch, AlgorithmConfig, Models], None]
 

@@ -9,7 +9,7 @@ from batches import spread
 from ranks import run_ranks
 from switch_rollout import config_of, read_rollout, write_models
 
-from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training import updates
 from vapo_megatron.training.advantages import estimate_advantages

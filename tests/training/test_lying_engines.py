@@ -8,8 +8,8 @@ import pytest
 
 from vapo_megatron.data.batch import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
-from vapo_megatron.training.lying_engines import end_lying_engines
 from vapo_megatron.training.shards import ShardedBatch, cut
+from vapo_megatron.training.sync import end_lying_engines
 
 TOKENS = 100
 

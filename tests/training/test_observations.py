@@ -10,7 +10,7 @@ from batches import make_batch, spread, with_observation
 
 from vapo_megatron.algorithms.gae import decoupled_gae, length_adaptive_lambda
 from vapo_megatron.config.algorithm import AlgorithmConfig
-from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.data.batch import ExperienceBatch, from_samples
 from vapo_megatron.data.microbatch import Share, pack
 from vapo_megatron.data.sample import Prompt, Sample

@@ -12,7 +12,7 @@ from trainables import make_trainable, policy_loss
 
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.model import LayoutConfig
-from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.data.batch import offsets
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.models import Models

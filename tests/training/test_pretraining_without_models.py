@@ -17,9 +17,7 @@ from torch import Tensor
 from written_rollouts import CUT, END, RIGHT, write_rollouts
 
 from vapo_megatron.config.algorithm import AlgorithmConfig
-from vapo_megatron.config.checkpoint import CheckpointConfig
-from vapo_megatron.config.robustness import SkippedUpdatesConfig
-from vapo_megatron.config.run import BatchConfig, RunConfig
+from vapo_megatron.config.run import BatchConfig, CheckpointConfig, RunConfig, SkippedUpdatesConfig
 from vapo_megatron.config.value import ValuePretrainingConfig
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.errors import RunFailed

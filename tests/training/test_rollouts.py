@@ -15,7 +15,7 @@ from written_rollouts import CUT, END, RIGHT, WRONG, WordVerifier, WrittenEngine
 
 from vapo_megatron.checkpoint.checkpoints import CheckpointName
 from vapo_megatron.checkpoint.progress import Progress
-from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.batch import from_samples
 from vapo_megatron.data.sample import Sample

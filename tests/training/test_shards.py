@@ -16,14 +16,13 @@ from ranks import run_ranks
 
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.model import LayoutConfig
-from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.data.balance import Cost, plan_microbatches
 from vapo_megatron.data.batch import ExperienceBatch, from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.megatron.mesh import make_mesh
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.training.advantages import estimate_advantages
-from vapo_megatron.training.calibration import ReturnHistory
+from vapo_megatron.training.advantages import ReturnHistory, estimate_advantages
 from vapo_megatron.training.shards import ShardedBatch, cut
 from vapo_megatron.training.updates import correct_for_rollout
 

@@ -14,8 +14,7 @@ from threads import on_threads
 from vapo_megatron.data.balance import Cost, plan_microbatches
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.errors import BadInput
-from vapo_megatron.training.exchange import exchange, seat
-from vapo_megatron.training.shards import at_home, cut, scatter
+from vapo_megatron.training.shards import at_home, cut, exchange, scatter, seat
 
 
 @dataclass

@@ -15,7 +15,7 @@ from trainables import make_trainable, weights_digest
 
 from vapo_megatron.algorithms.gae import monte_carlo_returns
 from vapo_megatron.config.algorithm import AlgorithmConfig
-from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.megatron.optimizer import optimizer_tensors
 from vapo_megatron.monitoring.recorder import Recorder

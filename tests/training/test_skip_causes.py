@@ -10,11 +10,10 @@ from batches import make_batch, spread
 from threads import on_threads
 
 from vapo_megatron.checkpoint.checkpoints import list_checkpoints
-from vapo_megatron.config.robustness import SkippedUpdatesConfig
+from vapo_megatron.config.run import SkippedUpdatesConfig
 from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.training import skipped_updates
-from vapo_megatron.training.exchange import seat
-from vapo_megatron.training.shards import ShardedBatch
+from vapo_megatron.training.shards import ShardedBatch, seat
 from vapo_megatron.training.skipped_updates import CAUSES, RECORD_FILE, SkippedUpdates, first_prompt
 
 NAN, INF = float("nan"), float("inf")

@@ -17,7 +17,7 @@ from hf_models import write_model
 from ranks import run_ranks
 from trainables import make_trainable, policy_loss, weights_digest
 
-from vapo_megatron.config.robustness import SkippedUpdatesConfig
+from vapo_megatron.config.run import SkippedUpdatesConfig
 from vapo_megatron.megatron import trainable as trainable_module
 from vapo_megatron.megatron.optimizer import optimizer_tensors
 from vapo_megatron.training import updates

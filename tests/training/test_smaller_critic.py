@@ -13,7 +13,7 @@ from tiny_runs import WORDS, make_model, train_config, write_config
 from vapo_megatron.checkpoint.size import OPTIMIZER_BYTES, checkpoint_bytes
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.load import load_config
-from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput

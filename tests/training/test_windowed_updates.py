@@ -8,7 +8,7 @@ import torch
 from batches import spread
 
 from vapo_megatron.config.algorithm import AlgorithmConfig
-from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.data.batch import from_samples

@@ -11,7 +11,7 @@ from batches import make_batch, spread
 from vapo_megatron.algorithms.gae import decoupled_gae, length_adaptive_lambda
 from vapo_megatron.algorithms.segments import place_terminal, to_tokens
 from vapo_megatron.config.algorithm import AlgorithmConfig
-from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.data.microbatch import Share
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.monitoring.recorder import Recorder

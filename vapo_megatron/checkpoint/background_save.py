@@ -36,7 +36,7 @@ from vapo_megatron.checkpoint.manifest import (
 )
 from vapo_megatron.checkpoint.nodes import Nodes, send_to_keepers
 from vapo_megatron.collectives import gather_values
-from vapo_megatron.config.checkpoint import RetentionConfig
+from vapo_megatron.config.run import RetentionConfig
 from vapo_megatron.errors import BadInput, reason_of
 
 # What a person has to mend: a full disk, an exceeded quota or limit, missing rights. Other errors may pass.

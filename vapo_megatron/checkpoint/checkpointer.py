@@ -18,8 +18,8 @@ from vapo_megatron.checkpoint.resume import Resumed
 from vapo_megatron.checkpoint.state_saver import SavedRun, Snapshot, StateSaver
 from vapo_megatron.checkpoint.time_limit import TimeLimit, earliest_deadline, process_start
 from vapo_megatron.collectives import on_rank_zero
-from vapo_megatron.config.checkpoint import CheckpointConfig, RetentionConfig
-from vapo_megatron.config.suggest import nearest
+from vapo_megatron.config.base import nearest
+from vapo_megatron.config.run import CheckpointConfig, RetentionConfig
 from vapo_megatron.errors import BadInput, RunFailed, TryAgain, VapoError
 from vapo_megatron.monitoring.names import EVALUATION
 from vapo_megatron.monitoring.recorder import Recorder

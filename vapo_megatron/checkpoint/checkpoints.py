@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Self
 
 from vapo_megatron.config.atomic import atomic_write, sync
-from vapo_megatron.config.checkpoint import RetentionConfig
+from vapo_megatron.config.run import RetentionConfig
 from vapo_megatron.errors import BadInput
 
 CHECKPOINT_FOLDER = "checkpoints"

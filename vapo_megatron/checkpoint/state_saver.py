@@ -25,8 +25,8 @@ from vapo_megatron.checkpoint.progress import GROUPS_FILE, PROGRESS_FILE, Progre
 from vapo_megatron.checkpoint.resume import RUN_FILES, Resumed, SavedModel, layouts
 from vapo_megatron.collectives import on_rank_zero
 from vapo_megatron.config.atomic import atomic_write, sync
-from vapo_megatron.config.checkpoint import RetentionConfig
 from vapo_megatron.config.load import dump_config
+from vapo_megatron.config.run import RetentionConfig
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.megatron.mesh import world_timeout

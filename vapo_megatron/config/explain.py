@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from vapo_megatron.config.suggest import known_keys, nearest
+from vapo_megatron.config.base import known_keys, nearest
 
 OURS = {
     # verl

@@ -14,9 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from vapo_megatron.config.atomic import atomic_write
-from vapo_megatron.config.base import Section
+from vapo_megatron.config.base import Section, nearest
 from vapo_megatron.config.explain import LONGEST_VALUE, explain
-from vapo_megatron.config.suggest import nearest
 from vapo_megatron.errors import BadInput
 
 SectionT = TypeVar("SectionT", bound=Section)

@@ -1,10 +1,90 @@
 """The config of `vapo-megatron plan` and `vapo-megatron doctor`: a training config and two sections of their own."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from vapo_megatron.config.base import Section
-from vapo_megatron.config.hardware import HardwareConfig
 from vapo_megatron.config.train import TrainConfig
+
+# Measured: python -m benchmarks.saving, one rank, into memory (docs/performance.md).
+SAVE_GBS, LOAD_GBS = 0.9, 0.8
+
+Kind = Literal["a100-40g", "a100-80g", "h100-80g", "h200-141g", "b200-180g"]
+
+
+class EfficiencyConfig(Section):
+    """Shares of stated rates that a run reaches. Assumptions until benchmarks/ has measured them on your machines."""
+
+    linear: float = Field(
+        0.45,
+        gt=0,
+        le=1,
+        description="dense bf16 rate that matrix products reach; Megatron-LM's README states 0.41 to 0.48 for whole "
+        "pretraining steps on H100",
+    )
+    attention: float = Field(0.35, gt=0, le=1, description="likewise, for core attention, forward and backward")
+    fp8_gain: float = Field(1.3, ge=1, le=2, description="speed of the linear layers in FP8, relative to bf16")
+    memory: float = Field(0.7, gt=0, le=1, description="memory bandwidth that decoding and optimizer steps reach")
+    nvlink: float = Field(0.7, gt=0, le=1, description="NVLink bandwidth, one direction, that collectives reach")
+    network: float = Field(0.7, gt=0, le=1, description="network bandwidth of a GPU that collectives reach")
+    pcie: float = Field(0.6, gt=0, le=1, description="PCIe bandwidth that copies between host and device reach")
+    layer_overhead: float = Field(
+        0.0002,
+        ge=0,
+        description="least seconds of one layer's pass over a micro-batch, however few its tokens: kernel launches",
+    )
+    deterministic: float = Field(
+        0.66,
+        gt=0,
+        le=1,
+        description="speed of an engine with rollout.deterministic, in units of one without; SGLang measured 34 % less",
+    )
+    decode_overhead: float = Field(
+        0.005, ge=0, description="seconds of a decoding step that are neither memory traffic nor products"
+    )
+
+
+class HardwareConfig(Section):
+    """The accelerators that `plan` plans for and that `doctor` measures against."""
+
+    kind: Kind = Field("h100-80g", description="fills in the rates below that are not given")
+    gpus_per_node: int = Field(8, ge=1, description="GPUs of a node; they are linked by NVLink")
+    device_memory_gib: float | None = Field(None, gt=0, description="memory of a GPU; none: that of the kind")
+    node_memory_gib: float = Field(2048.0, gt=0, description="memory of a node; an HGX or DGX of eight GPUs has 2 TiB")
+    bf16_tflops: float | None = Field(
+        None, gt=0, description="stated dense bf16 rate of a GPU, 10^12 operations per second"
+    )
+    memory_gbs: float | None = Field(None, gt=0, description="stated memory bandwidth of a GPU, 10^9 bytes per second")
+    nvlink_gbs: float | None = Field(None, gt=0, description="stated NVLink bandwidth of a GPU, one direction")
+    network_gbs: float | None = Field(
+        None, gt=0, description="network bandwidth of a GPU, one direction: 50 is one 400 Gb/s adapter a GPU"
+    )
+    pcie_gbs: float | None = Field(None, gt=0, description="stated bandwidth between host and GPU, one direction")
+    trainer_overhead_gib: float = Field(
+        3.0, ge=0, description="GPU memory of a rank beside its tensors: CUDA context, NCCL, workspaces; an assumption"
+    )
+    engine_overhead_gib: float = Field(
+        2.5, ge=0, description="GPU memory of an offloaded engine: CUDA context, NCCL, captured graphs; an assumption"
+    )
+    fragmentation: float = Field(
+        0.05, ge=0, lt=0.5, description="share of GPU memory that the allocator cannot use; an assumption"
+    )
+    rank_memory_gib: float = Field(
+        6.0,
+        ge=0,
+        description="node memory of a rank and its engine beside tensors: libraries, pinned buffers; an assumption",
+    )
+    storage_gbs: float = Field(
+        20.0, gt=0, description="rate of the file system of run.root, of all nodes together; an assumption"
+    )
+    rank_save_gbs: float = Field(
+        SAVE_GBS, gt=0, description="rate at which a rank puts tensors into files and makes digests of them"
+    )
+    rank_load_gbs: float = Field(
+        LOAD_GBS, gt=0, description="rate at which a rank reads them, compares them with their digests and uses them"
+    )
+    efficiency: EfficiencyConfig = EfficiencyConfig()
 
 
 class SimulationConfig(Section):

@@ -1,4 +1,4 @@
-"""Sections about the run itself: its name and place, its ranks, its batches, what it keeps."""
+"""Sections about the run itself: its name and place, its ranks, its batches, its checkpoints, what it watches."""
 
 from typing import Literal
 
@@ -113,3 +113,116 @@ class SftDataConfig(Section):
         if self.steps is not None and self.epochs != 1:
             raise ValueError(f"steps={self.steps} and epochs={self.epochs} both say how long to train: give one")
         return self
+
+
+class SkippedUpdatesConfig(Section):
+    """Which optimizer updates are skipped, and when the run goes back. NaN and infinity always are."""
+
+    grad_norm_spike: float | None = Field(
+        None, gt=1, description="skip where the gradient norm is above so many times its median; null: never"
+    )
+    loss_spike: float | None = Field(
+        None, gt=1, description="skip where a part of the loss is above so many times its median size; null: never"
+    )
+    most_in_a_row: int | None = Field(
+        10,
+        ge=1,
+        description="so many skipped updates of a model in a row: back to the last checkpoint, with other prompts "
+        "(exit 75); null: never",
+    )
+    restarts: int = Field(2, ge=0, description="how often to go back to one checkpoint; after that the run fails")
+
+
+class HangsConfig(Section):
+    """When a phase that does not end is a hang: ranks then leave stacks under logs/ and start again, or end (75)."""
+
+    enabled: bool = Field(True, description="whether anybody watches")
+    floor_s: float = Field(1800.0, gt=0, description="least limit of a phase, and for a rank that says nothing")
+    factor: float = Field(5.0, gt=1, description="limit: so many times the slowest of the phase so far")
+    every_s: float = Field(5.0, gt=0, description="between two heartbeats of a rank")
+
+
+class RobustnessConfig(Section):
+    """What keeps a run from harm, and from standing still."""
+
+    updates: SkippedUpdatesConfig = SkippedUpdatesConfig()
+    hangs: HangsConfig = HangsConfig()
+
+
+AlarmName = Literal[
+    "length_collapse",
+    "entropy_collapse",
+    "entropy_explosion",
+    "accuracy_collapse",
+    "value_below_baseline",
+    "value_bias",
+    "critic_fault",
+    "evaluation_falls",
+    "train_infer_gap",
+    "gradient_spike",
+    "skipped_updates",
+    "truncated_text",
+    "failed_grades",
+    "engine_failures",
+]
+
+
+class AlarmsConfig(Section):
+    """What alarms do besides being told (docs/alarms.md)."""
+
+    stop: tuple[AlarmName, ...] = Field((), description="alarms that end the run after the step (exit 1)")
+    off: tuple[AlarmName, ...] = Field((), description="alarms that are never raised")
+
+
+class WandbConfig(Section):
+    """Weights & Biases; needs `pip install vapo-megatron[wandb]`. WANDB_ENTITY and WANDB_TAGS say team and tags."""
+
+    enabled: bool = Field(False, description="whether it is used")
+    project: str = Field("vapo-megatron", min_length=1, max_length=128, description="project that the run belongs to")
+    mode: Literal["online", "offline"] | None = Field(
+        None,
+        description="offline: written under wandb/ in the run directory, sent later by `wandb sync`; none: what "
+        "WANDB_MODE in the environment says, else online",
+    )
+    samples: int = Field(8, ge=0, description="responses a step in the table of samples; 0: none")
+
+
+class MonitoringConfig(Section):
+    """Where the metrics go besides metrics.jsonl."""
+
+    tensorboard: bool = Field(True, description="scalars under tensorboard/")
+    wandb: WandbConfig = WandbConfig()
+    sample_groups_per_step: int = Field(8, ge=0, description="groups whose responses are kept under samples/; 0: none")
+    alarms: AlarmsConfig = AlarmsConfig()
+
+
+class RetentionConfig(Section):
+    """Which checkpoints stay; all that are not named here are removed."""
+
+    last: int = Field(2, ge=1, description="the newest")
+    every: int | None = Field(None, ge=1, description="also those of steps that are a multiple of this")
+    best: str | None = Field(None, description="also that of the highest of this metric: evaluation/aime24_avg@32")
+
+
+class CheckpointConfig(Section):
+    """Checkpoints of saved state under checkpoints/, from which run.resume=auto goes on."""
+
+    every: int | None = Field(10, ge=1, description="steps between saves; none: no saves by steps")
+    every_minutes: float | None = Field(
+        30.0, gt=0, description="time between saves, within value pretraining too; none: no saves by time"
+    )
+    at_end: bool = Field(True, description="save after the last step, so that a larger run.steps can go on from there")
+    in_memory_every: int | None = Field(
+        1,
+        ge=1,
+        description="least steps between copies in host memory (/dev/shm), from which ranks that were killed are "
+        "started again; further apart where they would take above 5 % of the time; none: from the last checkpoint",
+    )
+    asynchronous: bool = Field(True, description="write while training goes on, from a copy in host memory")
+    keep: RetentionConfig = RetentionConfig()
+    job_timeout_s: float | None = Field(
+        None, gt=0, description="seconds after which the run saves and ends; SLURM_JOB_END_TIME counts besides"
+    )
+    margin_s: float = Field(
+        180.0, ge=0, description="seconds left before a time limit, over the longest step and the longest save"
+    )

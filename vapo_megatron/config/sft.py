@@ -3,11 +3,15 @@
 from pydantic import model_validator
 
 from vapo_megatron.config.base import Section
-from vapo_megatron.config.checkpoint import CheckpointConfig
 from vapo_megatron.config.model import ActorConfig, ModelConfig
-from vapo_megatron.config.monitoring import MonitoringConfig
-from vapo_megatron.config.robustness import RobustnessConfig
-from vapo_megatron.config.run import ClusterConfig, ResumableRun, SftDataConfig
+from vapo_megatron.config.run import (
+    CheckpointConfig,
+    ClusterConfig,
+    MonitoringConfig,
+    ResumableRun,
+    RobustnessConfig,
+    SftDataConfig,
+)
 
 
 class SftConfig(Section):

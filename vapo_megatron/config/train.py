@@ -1,23 +1,28 @@
 """The configs of `vapo-megatron train` and `vapo-megatron evaluate`: all sections, and what holds between them."""
 
+from functools import reduce
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, model_validator
 
 from vapo_megatron.config.algorithm import GROUP_ESTIMATORS, AlgorithmConfig
-from vapo_megatron.config.base import Section
-from vapo_megatron.config.checkpoint import CheckpointConfig
-from vapo_megatron.config.data import DataConfig, EvaluationDataConfig
+from vapo_megatron.config.base import Section, nearest
+from vapo_megatron.config.data import DataConfig, EvaluationDataConfig, ServerConfig
 from vapo_megatron.config.model import ActorConfig, CriticConfig, ModelConfig
-from vapo_megatron.config.monitoring import MonitoringConfig
-from vapo_megatron.config.preset_checks import check_preset
 from vapo_megatron.config.reward import RewardConfig
-from vapo_megatron.config.robustness import RobustnessConfig
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
-from vapo_megatron.config.run import BatchConfig, ClusterConfig, EvaluationConfig, ExportConfig, RunConfig, RunPlace
-from vapo_megatron.config.server import ServerConfig
-from vapo_megatron.config.suggest import nearest
+from vapo_megatron.config.run import (
+    BatchConfig,
+    CheckpointConfig,
+    ClusterConfig,
+    EvaluationConfig,
+    ExportConfig,
+    MonitoringConfig,
+    RobustnessConfig,
+    RunConfig,
+    RunPlace,
+)
 from vapo_megatron.config.value import ValuePretrainingConfig
 
 # Beginnings of the names of metrics that every step has.
@@ -85,7 +90,7 @@ class TrainConfig(Section):
         self._agents_fit()
         self._old_responses_fit()
         self._windows_fit()
-        check_preset(self)
+        _check_preset(self)
         return self
 
     def _adapters_fit(self) -> None:
@@ -301,6 +306,53 @@ class TrainConfig(Section):
         if self.algorithm.uses_critic:
             sizes["critic"] = self.critic.layout.model_size
         return sizes
+
+
+def _check_preset(config: TrainConfig) -> None:
+    """Raise ValueError, in one line, where a file or an override takes back what the preset is named after."""
+    advantage, loss = config.algorithm.advantage, config.algorithm.policy_loss
+    # The key that a preset is named after, whether its value is still of that kind, and what would be.
+    kept: dict[str, tuple[str, bool, str]] = {
+        "value_pretraining": ("value_pretraining.enabled", not config.value_pretraining.enabled, "false"),
+        "decoupled_gae": ("algorithm.advantage.lambda_critic", advantage.lambda_critic != 1, "less than 1"),
+        "length_adaptive_gae": (
+            "algorithm.advantage.lambda_policy",
+            advantage.lambda_policy != "length_adaptive",
+            "a number",
+        ),
+        "clip_higher": (
+            "algorithm.policy_loss.clip_high",
+            loss.clip_high == loss.clip_low,
+            f"clip_low={loss.clip_low:g}",
+        ),
+        "token_level_loss": (
+            "algorithm.policy_loss.aggregation",
+            loss.aggregation != "token_mean",
+            "sequence_mean",
+        ),
+        "positive_nll": ("algorithm.policy_loss.positive_nll.coef", loss.positive_nll.coef == 0, "0"),
+        "critic": ("algorithm.advantage.estimator", advantage.estimator != "gae", "one without a critic, such as grpo"),
+        "group_sampling": (
+            "batch.samples_per_prompt",
+            config.batch.samples_per_prompt == 1,
+            "1, and as many prompts_per_step as there were responses",
+        ),
+    }
+    preset = config.preset or ""
+    updates = config.updates_per_rollout("actor") // config.algorithm.update.epochs
+    if preset in ("rloo", "remax") and updates != 1:
+        undone, expected = f"algorithm.update: updates of a rollout={updates}", "one: set minibatches=1 there"
+    elif preset.startswith("vapo_direct") and advantage.calibration == "none":
+        undone, expected = "algorithm.advantage.calibration=none", "trust, or values"
+    elif (left_out := preset.removeprefix("vapo_without_")) in kept and not kept[left_out][1]:
+        key, _, expected = kept[left_out]
+        undone = f"{key}={reduce(getattr, key.split('.'), config)}"
+    else:
+        return
+    raise ValueError(
+        f"{undone} undoes preset={preset}, which wants {expected}: take it out of the file or the overrides, or choose "
+        "another preset"
+    )
 
 
 class EvaluateConfig(Section):

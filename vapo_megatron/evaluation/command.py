@@ -3,8 +3,8 @@
 import json
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,20 +12,58 @@ from vapo_megatron.checkpoint.lease import Lease
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.data import EvalSet
 from vapo_megatron.config.load import dump_config
+from vapo_megatron.config.model import ModelConfig
+from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.config.run_directory import make_run_dir
 from vapo_megatron.config.train import EvaluateConfig
 from vapo_megatron.data.jsonl import write_rows
+from vapo_megatron.engines.dispatcher import Dispatcher
+from vapo_megatron.engines.server import EngineServer
 from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.check import Evaluation, check_evaluation, facts
 from vapo_megatron.evaluation.evaluator import EngineGenerator, Evaluator, Generator
 from vapo_megatron.evaluation.metrics import PROBLEMS
 from vapo_megatron.evaluation.openai_client import OpenAIClient
-from vapo_megatron.evaluation.own_engines import WEIGHT_VERSION, engines_of
 from vapo_megatron.evaluation.responses import Response, ResponseLog, read_outputs
 from vapo_megatron.evaluation.sets import SetResult, problem_results, summarise
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.monitoring.console import RunConsole
 from vapo_megatron.rewards.pool import VerifierPool
+
+# Engines that read a checkpoint and are never handed weights stay at the version they start with.
+WEIGHT_VERSION = 0
+
+
+@contextmanager
+def engines_of(
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    devices: Sequence[range | None],
+    stop_tokens: Sequence[int],
+    log_dir: Path,
+    console: RunConsole,
+) -> Iterator[Dispatcher]:
+    """A server on each of some devices (None: the CPU) that has read model.path; all of them end with the block.
+
+    Raises:
+        RunFailed, TryAgain: one does not start.
+    """
+    # There is no trainer to give memory to.
+    config = rollout.model_copy(update={"memory_saver": False})
+    servers = [
+        EngineServer(model.path, config, model.dtype, log_dir / f"engine_{index}.log", place, WEIGHT_VERSION)
+        for index, place in enumerate(devices)
+    ]
+    with ExitStack() as stack:
+        with console.phase("starting engines", total=len(servers)) as advance:
+            for server in servers:
+                stack.callback(server.stop)
+                server.start()
+            for server in servers:
+                server.wait_until_ready()
+                advance(1)
+        yield stack.enter_context(Dispatcher([server.address for server in servers], rollout, stop_tokens))
+
 
 _PARTIAL = ".partial.jsonl"
 

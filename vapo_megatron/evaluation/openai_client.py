@@ -19,9 +19,8 @@ from openai import (
 from openai.types import Completion, CompletionChoice
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
 
-from vapo_megatron.config.data import PromptTemplate
+from vapo_megatron.config.data import PromptTemplate, ServerConfig
 from vapo_megatron.config.rollout import SamplingConfig
-from vapo_megatron.config.server import ServerConfig
 from vapo_megatron.data.sample import Prompt
 from vapo_megatron.engines.dispatcher import response_seed
 from vapo_megatron.engines.loop_thread import LoopThread

@@ -9,7 +9,7 @@ from statistics import fmean, median
 
 from scipy.stats import median_abs_deviation
 
-from vapo_megatron.config.monitoring import AlarmsConfig
+from vapo_megatron.config.run import AlarmsConfig
 from vapo_megatron.monitoring import names
 
 Metrics = Mapping[str, float | None]

@@ -8,7 +8,7 @@ from typing import Self
 from torch import Tensor
 
 from vapo_megatron import logs
-from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.data.sample import Sample
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.alarms import Alarms

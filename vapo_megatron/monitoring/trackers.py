@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import yaml
 
 from vapo_megatron.config.atomic import atomic_write
-from vapo_megatron.config.monitoring import MonitoringConfig, WandbConfig
+from vapo_megatron.config.run import MonitoringConfig, WandbConfig
 from vapo_megatron.errors import reason_of
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.facts import environment_facts

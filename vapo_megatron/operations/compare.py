@@ -21,7 +21,7 @@ from vapo_megatron.evaluation.sets import digest_of
 from vapo_megatron.monitoring.console import RunConsole
 from vapo_megatron.operations.report.runs import read_evaluation
 
-_OF_STEP = re.compile(r"step_\d+_(?P<set>.+)\.jsonl")  # training/evaluation.py writes them
+_OF_STEP = re.compile(r"step_\d+_(?P<set>.+)\.jsonl")  # training/outputs.py writes them
 _RESAMPLES = 100_000  # flips; where there are no more than these in all, every one is tried
 _FLIPPED_AT_ONCE = 1 << 20  # differences, which bounds the memory of a test
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from vapo_megatron.config.hardware import HardwareConfig, Kind
+from vapo_megatron.config.plan import HardwareConfig, Kind
 
 GIB = 2**30
 _TERA, _GIGA = 1e12, 1e9

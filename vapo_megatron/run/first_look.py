@@ -4,7 +4,7 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-from vapo_megatron.config.monitoring import MonitoringConfig
+from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.config.run_directory import check_place
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import EvaluateConfig, TrainConfig

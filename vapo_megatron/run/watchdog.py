@@ -13,7 +13,7 @@ from typing import Any
 from torch._C import _distributed_c10d
 
 from vapo_megatron import logs
-from vapo_megatron.config.robustness import HangsConfig
+from vapo_megatron.config.run import HangsConfig
 from vapo_megatron.errors import TryAgain, VapoError
 
 # Of NCCL's groups, and of all others.

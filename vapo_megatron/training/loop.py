@@ -4,15 +4,13 @@ from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import estimate_advantages
 from vapo_megatron.training.collect import collect, spread, step_rule
-from vapo_megatron.training.evaluation import evaluate
-from vapo_megatron.training.export import export, export_critic, export_final
-from vapo_megatron.training.lying_engines import end_lying_engines
 from vapo_megatron.training.models import Models, replace_reference
+from vapo_megatron.training.outputs import evaluate, export, export_critic, export_final
 from vapo_megatron.training.rollouts import Rollouts
 from vapo_megatron.training.score import score
 from vapo_megatron.training.state import RunState
 from vapo_megatron.training.summary import record_step, show_end
-from vapo_megatron.training.sync import sync_weights
+from vapo_megatron.training.sync import end_lying_engines, sync_weights
 from vapo_megatron.training.updates import update_critic, update_policy
 from vapo_megatron.training.value_pretraining import pretrain_value
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vapo_megatron.checkpoint.resume import Resumed, SavedModel
 from vapo_megatron.config.policy import KlConfig
-from vapo_megatron.config.robustness import SkippedUpdatesConfig
+from vapo_megatron.config.run import SkippedUpdatesConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.megatron.memory_plan import MemoryPlan
 from vapo_megatron.megatron.mesh import Mesh, make_mesh

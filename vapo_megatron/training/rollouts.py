@@ -30,10 +30,51 @@ from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rewards.grading import failed_share, grade_samples
 from vapo_megatron.rewards.pool import VerifierPool
-from vapo_megatron.training.rollout_times import Waits, age_metrics
 from vapo_megatron.training.skipped_updates import first_prompt
 from vapo_megatron.weights.routed_experts import ExpertChoices
 from vapo_megatron.weights.spec import ModelSpec
+
+
+def age_metrics(samples: Sequence[Sample], version: int) -> dict[str, float]:
+    """Ages of tokens, in weight syncs since the weights that drew them, and the share of tokens of each.
+
+    version: of the weights that are about to be trained.
+    """
+    tokens: Counter[int] = Counter()
+    for sample in samples:
+        trained = sample.window_start or 0  # in earlier steps
+        for drawn_by, count in sample.versions:
+            if count > trained:
+                tokens[version - drawn_by] += count - trained
+            trained = max(0, trained - count)
+    total = tokens.total()
+    row = {f"rollout/age_{age}_share": count / total for age, count in sorted(tokens.items())}
+    mean = sum(age * count for age, count in tokens.items()) / total
+    return row | {"rollout/age_mean": mean, "rollout/age_max": float(max(tokens))}
+
+
+class Waits:
+    """Times between one step's groups and the next one's."""
+
+    def __init__(self) -> None:
+        self._taken_at: float | None = None
+        self._busy = 0.0
+
+    def row(self, asked_at: float, tokens: int, engines: Engines, ledger: Ledger) -> dict[str, float]:
+        """When a step's groups have just been taken: idle shares since the last time, and what is on its way.
+
+        asked_at: when the trainer began to wait for them, by the dispatcher's clock. tokens: of their responses.
+        """
+        now, busy = engines.dispatcher.loop.time(), engines.dispatcher.busy_seconds()
+        row = {"throughput/queued_groups": float(ledger.graded), "throughput/groups_in_flight": float(ledger.in_flight)}
+        if self._taken_at is not None:
+            seconds = now - self._taken_at
+            row["throughput/trainer_idle"] = (now - asked_at) / seconds
+            row["throughput/engines_idle"] = 1 - (busy - self._busy) / (seconds * engines.count)
+            if ledger.rule.staleness:  # engines have generated all the time, not only while they were waited for
+                row[names.ROLLOUT_SPEED] = tokens / seconds
+        self._taken_at, self._busy = now, busy
+        return row
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vapo_megatron.checkpoint.checkpoints import CheckpointName, latest_checkpoint
 from vapo_megatron.checkpoint.manifest import write_json
-from vapo_megatron.config.robustness import SkippedUpdatesConfig
+from vapo_megatron.config.run import SkippedUpdatesConfig
 from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.monitoring import names
 from vapo_megatron.training.shards import ShardedBatch

@@ -12,10 +12,9 @@ from vapo_megatron.checkpoint.recorded_rollouts import RecordedRollouts
 from vapo_megatron.checkpoint.resume import Resumed
 from vapo_megatron.checkpoint.state_saver import Snapshot
 from vapo_megatron.collectives import on_rank_zero
-from vapo_megatron.config.checkpoint import CheckpointConfig
-from vapo_megatron.config.run import RunConfig
+from vapo_megatron.config.run import CheckpointConfig, RunConfig
 from vapo_megatron.engines.engines import EnginesFailed
-from vapo_megatron.training.calibration import ReturnHistory
+from vapo_megatron.training.advantages import ReturnHistory
 from vapo_megatron.training.rollouts import Rollouts
 from vapo_megatron.training.skipped_updates import SkippedUpdates
 

@@ -30,12 +30,11 @@ from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import baselines_of, returns_known, shaped_rewards
 from vapo_megatron.training.collect import collect
-from vapo_megatron.training.exchange import seat
 from vapo_megatron.training.losses import values_of
 from vapo_megatron.training.metrics import mean_of, value_metrics
 from vapo_megatron.training.rollouts import Rollouts
 from vapo_megatron.training.score import score_all, with_baselines
-from vapo_megatron.training.shards import ShardedBatch, at_home, cut
+from vapo_megatron.training.shards import ShardedBatch, at_home, cut, seat
 from vapo_megatron.training.state import RunState
 from vapo_megatron.training.updates import critic_step
 

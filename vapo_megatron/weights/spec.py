@@ -8,7 +8,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 from torch import Tensor
 
-from vapo_megatron.config.suggest import nearest
+from vapo_megatron.config.base import nearest
 from vapo_megatron.errors import BadInput
 from vapo_megatron.weights.families import FAMILIES
 from vapo_megatron.weights.families.family import (

@@ -214,7 +214,7 @@ class Training:
     def calibrated(
         self, seed: int, rollout: Rollout, values: Tensor, rewards: Tensor, lam: Tensor
     ) -> tuple[Tensor, float]:
-        """A = g GAE(V~) + (1 - g) (R - V~) of a seed's tokens, and g; as training/calibration.py has it on ranks."""
+        """A = g GAE(V~) + (1 - g) (R - V~) of a seed's tokens, and g; as training/advantages.py has it on ranks."""
         samples = rollout.group.shape[1]
         of = slice(seed * samples, (seed + 1) * samples)
         bounds = rollout.bounds[of.start : of.stop + 1]

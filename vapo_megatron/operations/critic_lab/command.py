@@ -20,7 +20,7 @@ from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.devices import engine_devices
 from vapo_megatron.engines.server import EngineServer
 from vapo_megatron.errors import BadInput
-from vapo_megatron.evaluation.own_engines import engines_of
+from vapo_megatron.evaluation.command import engines_of
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.monitoring.console import RunConsole
 from vapo_megatron.operations.critic_lab.page import probed, write_page

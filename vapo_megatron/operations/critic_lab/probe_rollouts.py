@@ -18,7 +18,7 @@ from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.request import GenerationRequest
 from vapo_megatron.errors import BadInput
-from vapo_megatron.evaluation.own_engines import WEIGHT_VERSION
+from vapo_megatron.evaluation.command import WEIGHT_VERSION
 from vapo_megatron.rewards.grading import grade_samples
 from vapo_megatron.rewards.pool import VerifierPool
 from vapo_megatron.training.advantages import baselines_of, shaped_rewards

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
-from vapo_megatron.config.hardware import HardwareConfig
+from vapo_megatron.config.plan import HardwareConfig
 from vapo_megatron.operations.doctor.report import Line
 from vapo_megatron.operations.hardware import RATES, Hardware
 

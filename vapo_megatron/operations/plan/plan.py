@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vapo_megatron.config.hardware import EfficiencyConfig, Kind
-from vapo_megatron.config.plan import PlanConfig
+from vapo_megatron.config.plan import EfficiencyConfig, Kind, PlanConfig
 from vapo_megatron.engines.node_part import check_engine_size
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.hardware import Hardware

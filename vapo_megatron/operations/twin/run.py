@@ -20,8 +20,7 @@ from vapo_megatron.operations.twin.engine import SimulatedEngines
 from vapo_megatron.operations.twin.scenario import Scenario
 from vapo_megatron.operations.twin.virtual_loop import VirtualLoop
 from vapo_megatron.training.collect import step_rule
-from vapo_megatron.training.rollout_times import Waits, age_metrics
-from vapo_megatron.training.rollouts import Rollouts
+from vapo_megatron.training.rollouts import Rollouts, Waits, age_metrics
 
 WAIT = "time/wait_for_engines"
 _PROMPTS = 4096
