@@ -19,7 +19,7 @@ SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 # hadolint ignore=DL3008
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends \
-      build-essential git ibverbs-providers libibverbs1 librdmacm1 ninja-build numactl procps python3.12 python3.12-dev python3.12-venv \
+      build-essential git ibverbs-providers ibverbs-utils libibverbs1 librdmacm1 ninja-build numactl procps python3.12 python3.12-dev python3.12-venv \
  && rm -rf /var/lib/apt/lists/* \
  && python3.12 -m venv /opt/vapo
 

@@ -2,9 +2,7 @@
 
 import dataclasses
 import resource
-import shutil
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,19 +12,19 @@ import pytest
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.plan import HardwareConfig, PlanConfig
-from vapo_megatron.operations.doctor import allreduce, checks, gpu
+from vapo_megatron.operations.doctor import allreduce, checks, node
 from vapo_megatron.operations.doctor.allreduce import Reduced
 from vapo_megatron.operations.doctor.node import (
+    MATRIX,
     Port,
-    chosen_by_nccl,
+    check_versions,
+    judge_gpus,
     judge_limits,
     judge_network,
     read_ports,
     usable_adapters,
 )
-from vapo_megatron.operations.doctor.nodes import Meeting
-from vapo_megatron.operations.doctor.report import Line, NodeReport, as_json, broken_nodes, from_json
-from vapo_megatron.operations.doctor.toolkit import MATRIX, check_versions
+from vapo_megatron.operations.doctor.nodes import Line, Meeting, NodeReport, as_json, broken_nodes, from_json
 
 ROOT = Path(__file__).parents[2]
 H100 = HardwareConfig()
@@ -46,7 +44,6 @@ class FakeGpu:
     failure: str = "No"
     mig: str = "Disabled"
     mode: str = "Default"
-    links: tuple[str, ...] = ("26.562 GB/s",) * 18
 
     def xml(self) -> str:
         return (
@@ -72,20 +69,11 @@ class FakeDriver:
         (self.folder / "log.xml").write_text(
             f"<?xml version='1.0' ?><nvidia_smi_log><driver_version>580.95.05</driver_version>{gpus}</nvidia_smi_log>"
         )
-        states = [
-            f"GPU {index}: {gpu.name} (UUID: GPU-{index})\n"
-            + "".join(f"\t Link {link}: {state}\n" for link, state in enumerate(gpu.links))
-            for index, gpu in enumerate(self.gpus)
-        ]
-        (self.folder / "links.txt").write_text("".join(states))
-        script(
-            self.folder / "nvidia-smi",
-            f'[ "$1" = nvlink ] && exec cat {self.folder}/links.txt; exec cat {self.folder}/log.xml',
-        )
+        script(self.folder / "nvidia-smi", f"exec cat {self.folder}/log.xml")
 
-    def read(self) -> list[gpu.Gpu]:
+    def judge(self) -> list[Line]:
         self.write()
-        return gpu.read_gpus()
+        return judge_gpus(node.read_gpus(), H100, usable=8)
 
 
 def script(path: Path, text: str) -> None:
@@ -105,10 +93,11 @@ def statuses(lines: list[Line]) -> list[str]:
 
 
 def test_healthy_gpus(driver: FakeDriver) -> None:
-    gpus = driver.read()
-    assert len(gpus) == 8 and gpus[3].index == 3 and gpus[3].driver == "580.95.05" and gpus[3].memory_mib == 81559
-    assert statuses(gpu.judge_gpus(gpus, H100)) == ["ok"], "corrected errors are no fault"
-    assert statuses(gpu.judge_links(gpus, H100)) == ["ok"]
+    (line,) = driver.judge()
+    assert line.status == "ok", "corrected errors are no fault"
+    assert line.found.startswith(f"8 x {NAME}, driver 580.95.05")
+    (line,) = judge_gpus(node.read_gpus(), H100, usable=3)
+    assert line.status == "fault" and line.found == "PyTorch can use 3 of 8 GPUs"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +116,7 @@ def test_healthy_gpus(driver: FakeDriver) -> None:
 )
 def test_a_bad_gpu_is_named(driver: FakeDriver, number: int, change: dict[str, Any], status: str, named: str) -> None:
     driver.gpus[number] = FakeGpu(**change)
-    bad = [line for line in gpu.judge_gpus(driver.read(), H100) if line.status == status and named in line.found]
+    bad = [line for line in driver.judge() if line.status == status and named in line.found]
     assert bad and all(line.remedy for line in bad)
 
 
@@ -157,33 +146,19 @@ def test_a_tool_that_fails_is_named_in_one_line(
     monkeypatch.setenv("PATH", str(tmp_path))
     if text is not None:
         script(tmp_path / "nvidia-smi", text)
-    with pytest.raises(gpu.Unreadable, match=named) as error:
-        gpu.read_gpus()
+    with pytest.raises(node.Unreadable, match=named) as error:
+        node.read_gpus()
     assert "nvidia-smi" in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("links", [("26.562 GB/s",) * 17, ("26.562 GB/s",) * 17 + ("<inactive>",), ()])
-def test_a_link_that_is_down(driver: FakeDriver, links: tuple[str, ...]) -> None:
-    driver.gpus[0].links = links
-    (line,) = gpu.judge_links(driver.read(), H100)
-    assert line.status == "fault" and line.found.startswith("GPUs 0: ")
-
-
-@pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H800"])
-def test_a_card_with_fewer_links_than_the_module_is_no_fault(driver: FakeDriver, name: str) -> None:
-    driver.gpus = [FakeGpu(name=name, links=("26.562 GB/s",) * 12)] * 8
-    (line,) = gpu.judge_links(driver.read(), H100)
-    assert line.status == "warning" and name in line.found
 
 
 def test_the_makers_diagnosis_decides_by_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert statuses(gpu.diagnose()) == ["skipped"]
+    assert statuses(node.diagnose()) == ["skipped"]
     script(tmp_path / "dcgmi", "echo '| Memory Bandwidth | Fail - GPU 3 |'; exit 226")
-    (line,) = gpu.diagnose()
+    (line,) = node.diagnose()
     assert line.status == "fault" and "GPU 3" in line.found
     script(tmp_path / "dcgmi", "exit 0")
-    assert statuses(gpu.diagnose()) == ["ok"]
+    assert statuses(node.diagnose()) == ["ok"]
 
 
 def write_port(root: Path, name: str, state: str, rate: str) -> None:
@@ -206,62 +181,40 @@ ADAPTERS = [f"mlx5_{index}" for index in range(10)]
 
 def test_network_adapters(tmp_path: Path, ports: list[Port]) -> None:
     assert [port.rate for port in ports] == [400.0] * 8
-    assert statuses(judge_network(ports, ADAPTERS, {}, 1)) == ["not applicable"]
-    assert statuses(judge_network([], [], {}, 2)) == ["warning"]
-    (line,) = judge_network(ports, ADAPTERS, {}, 2)
+    assert statuses(judge_network(ports, ADAPTERS, 1)) == ["not applicable"]
+    assert statuses(judge_network([], [], 2)) == ["warning"]
+    (line,) = judge_network(ports, ADAPTERS, 2)
     assert line.status == "ok" and "8 ports at 400 Gb/s" in line.found
     write_port(tmp_path, "mlx5_8", "1: DOWN", "40 Gb/sec (4X QDR)")
     write_port(tmp_path, "mlx5_9", "4: ACTIVE", "100 Gb/sec (2X HDR)")
-    lines = judge_network(read_ports(tmp_path), ADAPTERS, {}, 2)
+    lines = judge_network(read_ports(tmp_path), ADAPTERS, 2)
     assert statuses(lines) == ["warning", "warning"]
     assert "mlx5_9" in lines[0].found and "mlx5_8" in lines[1].found
     down = [dataclasses.replace(port, state="DOWN") for port in ports]
-    assert statuses(judge_network(down, ADAPTERS, {}, 2)) == ["fault"]
+    assert statuses(judge_network(down, ADAPTERS, 2)) == ["fault"]
 
 
 def test_adapters_without_a_provider_are_a_fault_though_the_kernel_shows_them(ports: list[Port]) -> None:
-    (line,) = judge_network(ports, [], {}, 2)
+    (line,) = judge_network(ports, [], 2)
     assert line.status == "fault" and "TCP" in line.found
     assert "ibverbs-providers" in line.remedy and "MELLANOX_VISIBLE_DEVICES" in line.remedy
 
 
-@pytest.mark.parametrize(
-    ("environment", "chosen"),
-    [
-        ({}, range(8)),
-        ({"NCCL_IB_DISABLE": "1"}, []),
-        ({"NCCL_NET": "Socket"}, []),
-        ({"NCCL_IB_HCA": "mlx5"}, range(8)),
-        ({"NCCL_IB_HCA": "mlx5_1,mlx5_2"}, [1, 2]),
-        ({"NCCL_IB_HCA": "=mlx5"}, []),
-        ({"NCCL_IB_HCA": "=mlx5_3:1"}, [3]),
-        ({"NCCL_IB_HCA": "^mlx5_0,mlx5_1"}, range(2, 8)),
-        ({"NCCL_IB_HCA": "rocep"}, []),
-    ],
-)
-def test_what_nccl_would_choose(ports: list[Port], environment: dict[str, str], chosen: Sequence[int]) -> None:
-    assert [port.name for port in chosen_by_nccl(ports, ADAPTERS, environment)] == [f"mlx5_{i}:1" for i in chosen]
-    status = "ok" if chosen else "fault"
-    assert statuses(judge_network(ports, ADAPTERS, environment, 2)) == [status]
-
-
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="compiles a stand-in for libibverbs")
-def test_adapters_are_counted_as_libibverbs_counts_them(tmp_path: Path) -> None:
-    (tmp_path / "verbs.c").write_text(
-        'static char *names[] = {"mlx5_0", "mlx5_3", 0};\n'
-        "char **ibv_get_device_list(int *count) { *count = 2; return names; }\n"
-        "const char *ibv_get_device_name(char *device) { return device; }\n"
-        "void ibv_free_device_list(char **list) {}\n"
-    )
-    library = tmp_path / "libverbs.so"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "verbs.c"], check=True)
-    assert usable_adapters(str(library)) == ["mlx5_0", "mlx5_3"]
-    assert usable_adapters("libnothing.so.1") == []
+def test_adapters_are_those_that_ibv_devices_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ports: list[Port]
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert usable_adapters() is None and statuses(judge_network(ports, None, 2)) == ["warning"]
+    head = "    device                 node GUID\\n    ------              ----------------\\n"
+    script(tmp_path / "ibv_devices", f"printf '{head}    mlx5_0              b8cef6030055a2a6\\n'")
+    assert usable_adapters() == ["mlx5_0"]
+    script(tmp_path / "ibv_devices", f"printf '{head}'")
+    assert usable_adapters() == []
 
 
 def test_the_image_brings_what_opens_the_adapters() -> None:
     image = (ROOT / "docker" / "h100.Dockerfile").read_text()
-    assert "ibverbs-providers" in image and "MELLANOX_VISIBLE_DEVICES=all" in image
+    assert "ibverbs-providers ibverbs-utils" in image and "MELLANOX_VISIBLE_DEVICES=all" in image
 
 
 @pytest.mark.parametrize(
@@ -294,6 +247,13 @@ def test_bandwidth(rates: list[float | str], expected: float | None, status: str
     (line,) = allreduce.judge(measured, expected, "see clocks")
     assert line.status == status and named in line.found
     assert ("over IB" in line.found) == (status != "fault" or isinstance(rates[1], float))
+
+
+def test_tcp_beside_active_adapters_is_a_fault() -> None:
+    (line,) = allreduce.judge([Reduced(3e11, network="Socket")], None, "see NCCL_NET", beside_adapters=True)
+    assert line.status == "fault" and "TCP" in line.found
+    (line,) = allreduce.judge([Reduced(3e11, network="IB")], None, "see NCCL_NET", beside_adapters=True)
+    assert line.status == "ok"
 
 
 def test_the_network_that_nccl_chose_is_read_from_its_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from vapo_megatron.operations.doctor import toolkit
-from vapo_megatron.operations.doctor.toolkit import check_toolkit
+from vapo_megatron.operations.doctor import node as node_checks
+from vapo_megatron.operations.doctor.node import check_toolkit
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     (include / "Python.h").touch()
     real = sysconfig.get_path
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(include) if name == "include" else real(name))
-    monkeypatch.setattr(toolkit, "_COMPILED", {})
+    monkeypatch.setattr(node_checks, "_COMPILED", {})
     return {**os.environ, "PATH": str(tools), "HOME": str(tmp_path)}
 
 
@@ -73,7 +73,7 @@ def test_a_compiled_module_that_does_not_load_is_named_with_its_error(
         "raise ImportError('libcudart.so.12: cannot open shared object file')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(toolkit, "_COMPILED", {"broken_kernels": "engines do not start", "not_there_at_all": "x"})
+    monkeypatch.setattr(node_checks, "_COMPILED", {"broken_kernels": "engines do not start", "not_there_at_all": "x"})
     ((status, said),) = faults({**node, "PYTHONPATH": str(tmp_path)})
     assert status == "fault" and "broken_kernels does not load" in said and "libcudart.so.12" in said
     assert "engines do not start" in said

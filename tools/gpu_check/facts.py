@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from vapo_megatron.monitoring.facts import environment_facts
-from vapo_megatron.operations.doctor.toolkit import check_toolkit, check_versions
+from vapo_megatron.operations.doctor.node import check_toolkit, check_versions
 
 
 def main() -> int:

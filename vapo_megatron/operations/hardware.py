@@ -18,7 +18,6 @@ class Rates(NamedTuple):
         nvlink_gbs: to the other GPUs of the node.
         network_gbs: adapter that such nodes usually have for each GPU.
         pcie_gbs: to the host.
-        nvlinks: links of a GPU.
     """
 
     memory_mib: int
@@ -27,16 +26,15 @@ class Rates(NamedTuple):
     nvlink_gbs: float
     network_gbs: float
     pcie_gbs: float
-    nvlinks: int
 
 
 # NVIDIA's data sheets of the SXM modules; memory as nvidia-smi shows it.
 RATES: dict[Kind, Rates] = {
-    "a100-40g": Rates(40960, 312, 1555, 300, 25, 32, 12),
-    "a100-80g": Rates(81920, 312, 2039, 300, 25, 32, 12),
-    "h100-80g": Rates(81559, 989, 3350, 450, 50, 64, 18),
-    "h200-141g": Rates(143771, 989, 4800, 450, 50, 64, 18),
-    "b200-180g": Rates(183359, 2250, 8000, 900, 50, 64, 18),
+    "a100-40g": Rates(40960, 312, 1555, 300, 25, 32),
+    "a100-80g": Rates(81920, 312, 2039, 300, 25, 32),
+    "h100-80g": Rates(81559, 989, 3350, 450, 50, 64),
+    "h200-141g": Rates(143771, 989, 4800, 450, 50, 64),
+    "b200-180g": Rates(183359, 2250, 8000, 900, 50, 64),
 }
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from vapo_megatron.operations.doctor.report import Line
+from vapo_megatron.operations.doctor.nodes import Line
 
 _ROUNDS = 10
 _REDUCED = {"cuda": 1 << 28, "cpu": 1 << 22}
@@ -79,14 +79,21 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def judge(measured: Sequence[Reduced], expected: float | None, remedy: str) -> list[Line]:
-    """A line on an all-reduce; expected: bytes per second, None where nothing is known."""
+def judge(
+    measured: Sequence[Reduced], expected: float | None, remedy: str, beside_adapters: bool = False
+) -> list[Line]:
+    """A line on an all-reduce; expected: bytes per second, None where nothing is known.
+
+    beside_adapters: whether this node has active adapters of InfiniBand or RoCE, which NCCL should take.
+    """
     failed = [index for index, result in enumerate(measured) if result.error]
     if failed:
         found = f"device {failed[0]} ({len(failed)} of {len(measured)}): {measured[failed[0]].error}"
         return [Line("fault", found, remedy)]
     slowest = min(result.rate for result in measured)
     network = f" over {measured[0].network}" if measured[0].network else ""
+    if beside_adapters and measured[0].network == "Socket":
+        return [Line("fault", f"{slowest / 1e9:.1f} GB/s: NCCL goes over TCP beside active adapters", remedy)]
     if expected is None:
         return [Line("ok", f"{slowest / 1e9:.1f} GB/s{network}; nothing to compare with")]
     found = f"{slowest / 1e9:.1f} GB/s{network}, expected {expected / 1e9:.1f}"

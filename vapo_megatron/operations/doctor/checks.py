@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from xml.etree.ElementTree import Element
 
 import psutil
 import torch
@@ -27,18 +28,22 @@ from vapo_megatron.engines.weight_sync.quantization import engine_fp8
 from vapo_megatron.errors import VapoError
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.monitoring.facts import installed_version
-from vapo_megatron.operations.doctor import allreduce, gpu
+from vapo_megatron.operations.doctor import allreduce
 from vapo_megatron.operations.doctor.node import (
+    Unreadable,
     check_disk,
     check_hostname,
     check_limits,
+    check_toolkit,
+    check_versions,
+    diagnose,
+    judge_gpus,
     judge_network,
+    read_gpus,
     read_ports,
     usable_adapters,
 )
-from vapo_megatron.operations.doctor.nodes import Meeting, check_alike, check_shared_files
-from vapo_megatron.operations.doctor.report import Line
-from vapo_megatron.operations.doctor.toolkit import check_toolkit, check_versions
+from vapo_megatron.operations.doctor.nodes import Line, Meeting, check_alike, check_shared_files
 from vapo_megatron.operations.hardware import GIB, Hardware
 from vapo_megatron.operations.plan.model_files import model_directory
 from vapo_megatron.run.first_checks import check_critic_source
@@ -161,9 +166,9 @@ class Examination:
         return not self.passes_over_gpus and bool(self.gpus or has_nvidia_driver())
 
     @cached_property
-    def gpu_rows(self) -> list[gpu.Gpu]:
-        """What nvidia-smi says of the node's GPUs; raises gpu.Unreadable."""
-        return gpu.read_gpus()
+    def gpu_log(self) -> Element:
+        """What nvidia-smi says of the node's GPUs; raises Unreadable."""
+        return read_gpus()
 
 
 @dataclass(frozen=True)
@@ -172,7 +177,7 @@ class Check:
 
     Attributes:
         name: as it stands in the report.
-        run: the check; may raise VapoError (a fault, in its own words) or gpu.Unreadable (a warning).
+        run: the check; may raise VapoError (a fault, in its own words) or Unreadable (a warning).
         deadline: seconds after which it hangs, which is a fault.
         gpu: whether it says something about GPUs alone.
         between: whether it says something about several nodes alone.
@@ -219,20 +224,10 @@ def _guarded(check: Check, examination: Examination) -> list[Line]:
         return check.run(examination)
     except VapoError as error:
         return [Line("fault", str(error), "see the message")]
-    except gpu.Unreadable as error:
+    except Unreadable as error:
         return [Line("warning", str(error), "install or mend the tool to have this checked")]
     except Exception as error:
         return [Line("fault", f"{type(error).__name__}: {error}", "report it: this was not foreseen")]
-
-
-def _gpus(examination: Examination) -> list[Line]:
-    lines = gpu.judge_gpus(examination.gpu_rows, examination.config.hardware)
-    listed, usable = len(examination.gpu_rows), examination.gpus
-    if usable < listed:
-        found = f"PyTorch can use {usable} of {listed} GPUs"
-        remedy = "see CUDA_VISIBLE_DEVICES, --gpus-per-task, and that PyTorch is a CUDA build the driver can serve"
-        lines.append(Line("fault", found, remedy))
-    return lines
 
 
 def _allreduce_in_node(examination: Examination) -> list[Line]:
@@ -244,7 +239,7 @@ def _allreduce_in_node(examination: Examination) -> list[Line]:
     devices = [f"cuda:{rank}" if gpus else "cpu" for rank in range(count)]
     processes = [allreduce.start(device, rank, count, "127.0.0.1", port) for rank, device in enumerate(devices)]
     expected = hardware.nvlink * hardware.efficiency.nvlink if gpus else None
-    remedy = "see the line on nvlink; NCCL_DEBUG=INFO says which way it went"
+    remedy = "see `nvidia-smi nvlink --status`, that nvidia-fabricmanager runs, and NCCL_DEBUG=INFO"
     return allreduce.judge(allreduce.results(processes, 150), expected, remedy)
 
 
@@ -263,7 +258,7 @@ def _alike(examination: Examination) -> list[Line]:
     facts["files"] = fingerprint(examination.config)
     if examination.gpus:
         facts["gpu"] = torch.cuda.get_device_name()
-        facts["driver"] = examination.gpu_rows[0].driver
+        facts["driver"] = examination.gpu_log.findtext("driver_version", "")
     return check_alike(examination.meeting, facts, examination.wait)
 
 
@@ -279,10 +274,9 @@ def checks(config: PlanConfig, wait: float) -> tuple[Check, ...]:
         Check("toolkit", lambda _: check_toolkit(torch.version.cuda), 240, gpu=True),
         Check("hostname", lambda node: check_hostname(node.nodes), 30),
         Check("limits", lambda node: check_limits(bool(node.gpus), node.nodes), 30),
-        Check("gpus", _gpus, 120, gpu=True),
-        Check("nvlink", lambda node: gpu.judge_links(node.gpu_rows, config.hardware), 120, gpu=True),
-        Check("diagnosis", lambda _: gpu.diagnose(), 300, gpu=True, slow=True),
-        Check("network", lambda node: judge_network(read_ports(), usable_adapters(), os.environ, node.nodes), 30),
+        Check("gpus", lambda node: judge_gpus(node.gpu_log, config.hardware, node.gpus), 120, gpu=True),
+        Check("diagnosis", lambda _: diagnose(), 300, gpu=True, slow=True),
+        Check("network", lambda node: judge_network(read_ports(), usable_adapters(), node.nodes), 90),
         Check("model", lambda _: check_model(config), 300),
         Check("data", lambda _: check_data(config), 300),
         Check("disk", _disk, 180),

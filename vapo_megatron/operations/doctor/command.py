@@ -16,8 +16,8 @@ from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.operations.doctor import allreduce
 from vapo_megatron.operations.doctor.checks import Check, Examination, checks, perform
-from vapo_megatron.operations.doctor.nodes import Meeting
-from vapo_megatron.operations.doctor.report import Line, NodeReport, as_json, broken_nodes, from_json, show
+from vapo_megatron.operations.doctor.node import read_ports
+from vapo_megatron.operations.doctor.nodes import Line, Meeting, NodeReport, as_json, broken_nodes, from_json, show
 from vapo_megatron.operations.hardware import Hardware
 from vapo_megatron.run.first_look import look_first
 from vapo_megatron.run.place import node_name, place_from_environment
@@ -159,7 +159,6 @@ def _all_reduce(examination: Examination) -> list[Line]:
     hardware = Hardware(examination.config.hardware)
     expected = hardware.network * hardware.efficiency.network if gpus else None
     measured = allreduce.results(processes, 180)
-    remedy = (
-        "see the lines on the network; NCCL_DEBUG=INFO says which way it went, NCCL_IB_HCA which adapters it may use"
-    )
-    return allreduce.judge(measured, expected, remedy)
+    remedy = "see the lines on the network, NCCL_IB_HCA, NCCL_IB_DISABLE and NCCL_NET; NCCL_DEBUG=INFO says more"
+    active = any(port.state == "ACTIVE" for port in read_ports())
+    return allreduce.judge(measured, expected, remedy, beside_adapters=bool(gpus) and active)
