@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": _DATA | {"megatron", "monitoring"},
     "engines": _DATA | {"megatron"},
     "agents": _DATA | {"engines"},
-    "evaluation": _TOOLS,
+    "evaluation": _TOOLS | {"agents"},
     "training": _TOOLS | {"agents", "algorithms", "evaluation"},
     "run": _TOOLS | {"agents", "evaluation", "training"},
     "operations": _TOOLS | {"algorithms", "evaluation", "training", "run"},

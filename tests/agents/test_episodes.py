@@ -1,8 +1,10 @@
 """Episodes through the endpoint: tokens as drawn, observations between, what breaks, what begins a segment."""
 
 import asyncio
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,7 +24,11 @@ from vapo_megatron.engines.request import GroupRequest
 from vapo_megatron.engines.server import EngineServer
 from vapo_megatron.engines.stream import pack_groups, unpack_groups
 from vapo_megatron.errors import BadInput
+from vapo_megatron.evaluation.evaluator import EngineGenerator, Evaluator
+from vapo_megatron.evaluation.responses import read_outputs
 from vapo_megatron.rewards.grading import grade_samples
+from vapo_megatron.rewards.math import Grade
+from vapo_megatron.rewards.pool import Case, VerifierPool
 from vapo_megatron.weights.tiny import word_tokenizer
 
 TEMPLATE = (
@@ -165,6 +171,36 @@ def test_a_rewritten_history_begins_a_segment_and_the_verifier_reads_the_last_an
     assert row["agent/segments"] == 2 and row["agent/tokens_rewritten"] > 0
     assert all(sample.loss_mask is None and sample.reward is None for sample in samples)
     assert tokenizer.decode_all(list(samples[0].prompt.token_ids)) == "<bos> user w6 w7 <eos> <bos> assistant"
+
+
+def test_evaluation_plays_episodes_and_grades_what_the_agent_did_not(
+    dispatcher: Dispatcher, tokenizer: TextTokenizer, tmp_path: Path
+) -> None:
+    problems = [replace(group(tokenizer).prompt, id=f"p{n}", cursor=n) for n in range(2)]
+    sampling = SamplingConfig(max_new_tokens=12)
+    for name, reason in (("Echo", "agent"), ("forgets", "asked"), ("raises", "broken: error")):
+        settings = RolloutConfig(agent=f"{__name__}:{name}", episode=EpisodeConfig(max_tokens=200))
+        agents = Agents(dispatcher, tokenizer, settings)
+        generator = EngineGenerator(agents.collect, tokenizer.decode, sampling, 11, 0, RewardConfig())
+        evaluator = Evaluator(cast(VerifierPool, AskedVerifier()), RewardConfig())
+        try:
+            responses = evaluator.answer("set", problems, 2, generator)
+        finally:
+            agents.close()
+        for response in responses:
+            response.finish_reason = "stop"  # what this policy writes ends at its limit
+        result, _ = evaluator.conclude("set", problems, responses, 2, tmp_path / f"{name}.jsonl")
+        assert result.avg_at_k == (name != "raises") and {one.grade_reason for one in responses} == {reason}
+        again = read_outputs(tmp_path / f"{name}.jsonl")
+        assert again == responses and all(bool(one.episode) is (name == "Echo") for one in again)
+        assert all(one.episode.endswith(one.text) and one.episode != one.text for one in again if one.episode)
+
+
+class AskedVerifier:
+    """Finds everything right that it is asked about."""
+
+    def grade_batch(self, cases: Sequence[Case], on_done: Callable[..., None]) -> list[Grade]:
+        return [Grade(True, cast(Any, "asked")) for _ in cases]
 
 
 def test_environments_are_stepped_and_their_rewards_summed(dispatcher: Dispatcher, tokenizer: TextTokenizer) -> None:

@@ -89,7 +89,7 @@ def evaluate(
 ) -> SetResult:
     evaluator = Evaluator(cast(VerifierPool, verifier), RewardConfig())
     problems = numbered(name, prompts)
-    generator = EngineGenerator((engine or Engine()).collect, decode, SAMPLING, 7, 3)
+    generator = EngineGenerator((engine or Engine()).collect, decode, SAMPLING, 7, 3, RewardConfig())
     responses = evaluator.answer(name, problems, 4, generator)
     return evaluator.conclude(name, problems, responses, 4, outputs / f"{name}.jsonl")[0]
 
@@ -132,7 +132,7 @@ def test_every_problem_has_a_cursor_of_its_own_that_depends_on_its_place_alone(t
 def test_what_an_earlier_time_has_answered_is_not_asked_for_again(tmp_path: Path) -> None:
     evaluator, problems = Evaluator(cast(VerifierPool, Verifier()), RewardConfig()), numbered("sums", PROMPTS)
     engine = Engine()
-    generator = EngineGenerator(engine.collect, decode, SAMPLING, 7, 3)
+    generator = EngineGenerator(engine.collect, decode, SAMPLING, 7, 3, RewardConfig())
     with ResponseLog(tmp_path / "log", "origin") as log:
         first = evaluator.answer("sums", problems[1:2], 4, generator, log)
     with ResponseLog(tmp_path / "log", "origin") as log:

@@ -18,11 +18,11 @@ import numpy as np
 
 from vapo_megatron.agents.endpoint import Endpoint, Episode
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.data.sample import Prompt, Sample
+from vapo_megatron.data.sample import BROKEN, Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.dispatcher import Dispatcher, response_seed
 from vapo_megatron.engines.loop_thread import LoopThread
-from vapo_megatron.engines.request import GroupRequest
+from vapo_megatron.engines.request import GenerationRequest, GroupRequest
 from vapo_megatron.errors import BadInput, RunFailed, reason_of
 
 
@@ -32,35 +32,35 @@ def is_environment(kind: type) -> bool:
 
 
 def run_environment(kind: type) -> Callable[[dict[str, Any], str, Any], Awaitable[dict[str, Any]]]:
-    """An agent that plays an environment to its end. The episode's reward is the sum over its steps.
+    """An agent that plays an environment to its end. Its reward is the sum over all steps; where one of them is None,
+    the verifier grades the last message.
 
     A class attribute `tools` is sent with every request.
     """
 
     async def run(task: dict[str, Any], base_url: str, http_client: Any) -> dict[str, Any]:
         environment = kind()
-        messages, total, done = list(await environment.reset(task)), 0.0, False
+        messages, rewards, done = list(await environment.reset(task)), [], False
         while not done:
             body = {"messages": messages, "tools": getattr(environment, "tools", None)}
             answer = await http_client.post(f"{base_url}/chat/completions", json=body)
             answer.raise_for_status()
             message = answer.json()["choices"][0]["message"]
             new, reward, done = await environment.step(message)
-            total += reward
+            rewards.append(reward)
             messages += [message, *new]
-        return {"reward": total}
+        return {} if None in rewards else {"reward": sum(rewards)}
 
     return run
 
 
 _logger = logging.getLogger(__name__)
 _NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
-_BROKEN = "broken: "
 # Why an episode is not trained on: too slow, the agent raised, the chat template failed, engines were stopped, no turn.
 CAUSES = ("timeout", "error", "template", "stopped", "no_turn")
 _KEY = "rollout.agent"
 # Groups that break one after another, with none that is whole between them: the agent itself is wrong then.
-_MOST_BROKEN_GROUPS = 16
+_MOSTBROKEN_GROUPS = 16
 
 Agent = Callable[[dict[str, Any], str, Any], Awaitable[Any]]
 
@@ -117,13 +117,22 @@ class Agents:
             running = [tasks.create_task(self._episode(group, index)) for index in range(group.samples)]
         samples = [task.result() for task in running]
         self._broken_in_a_row = 0 if is_whole(samples) else self._broken_in_a_row + 1
-        if self._broken_in_a_row == _MOST_BROKEN_GROUPS:
+        if self._broken_in_a_row == _MOSTBROKEN_GROUPS:
             causes = ", ".join(f"{cause} {count}" for cause, count in self.broken.most_common())
             raise RunFailed(
-                f"{_KEY}: an episode broke in each of {_MOST_BROKEN_GROUPS} groups one after another ({causes}): look "
+                f"{_KEY}: an episode broke in each of {_MOSTBROKEN_GROUPS} groups one after another ({causes}): look "
                 "at the warnings above, and try the agent on one row"
             )
         return samples
+
+    def collect(
+        self,
+        request: GenerationRequest,
+        on_done: Callable[[int], None] | None = None,
+        on_group: Callable[[list[Sample]], None] | None = None,
+    ) -> list[Sample]:
+        """Dispatcher.collect() with an episode for each response."""
+        return self._dispatcher.collect(request, on_done, on_group, self.generate)
 
     def broken_metrics(self) -> dict[str, float]:
         """Episodes broken since the last call, by cause."""
@@ -169,7 +178,7 @@ class Agents:
                 "stop",
                 version,
                 version,
-                grade_reason=_BROKEN + cause,
+                grade_reason=BROKEN + cause,
             )
         return self._sample(group, index, episode, answer or {}, time.monotonic() - start)
 
@@ -211,7 +220,7 @@ def task_of(prompt: Prompt, tokenizer: TextTokenizer) -> dict[str, Any]:
 
 def is_whole(group: Sequence[Sample]) -> bool:
     """Whether no episode of a group broke: one that did has no tokens, and its group is not trained on."""
-    return not any(sample.grade_reason.startswith(_BROKEN) for sample in group)
+    return not any(sample.grade_reason.startswith(BROKEN) for sample in group)
 
 
 def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:

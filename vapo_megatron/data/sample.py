@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
+# How the grade_reason begins of an episode whose agent graded it, and of one that broke: no verifier is asked.
+BROKEN = "broken: "
+GRADED_BY_AGENT = ("agent", BROKEN)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import queue
 import struct
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -121,6 +121,7 @@ class Dispatcher:
         request: GenerationRequest,
         on_done: Callable[[int], None] | None = None,
         on_group: Callable[[list[Sample]], None] | None = None,
+        generate: Callable[[GroupRequest], Awaitable[list[Sample]]] | None = None,
     ) -> list[Sample]:
         """The responses to a request, ordered by (group, index); group is the prompt's place in request.prompts.
 
@@ -128,6 +129,7 @@ class Dispatcher:
             request: what to generate.
             on_done: called with the number of responses that have just finished.
             on_group: called with the responses to a prompt as soon as they are there.
+            generate: answers the request for a prompt in place of generate(): an agent.
 
         Raises:
             RunFailed: a server refused a request, or has weights of another run; or the last one answers with weights
@@ -135,7 +137,7 @@ class Dispatcher:
             TryAgain: the last server is gone, or rollout.collect_timeout_s passed.
         """
         finished: queue.SimpleQueue[list[Sample] | None] = queue.SimpleQueue()
-        work = self.loop.start(self._collect(request, finished.put))
+        work = self.loop.start(self._collect(request, finished.put, generate or self.generate))
         work.add_done_callback(lambda _: finished.put(None))
         try:
             while (samples := self._next(finished)) is not None:
@@ -280,12 +282,17 @@ class Dispatcher:
                 loop.run_in_executor(None, end_server, address, str(error))
             loop.create_task(engine.client.close())  # its other requests fail now, not when their deadline passes
 
-    async def _collect(self, request: GenerationRequest, on_group: Callable[[list[Sample]], None]) -> list[Sample]:
+    async def _collect(
+        self,
+        request: GenerationRequest,
+        on_group: Callable[[list[Sample]], None],
+        generate: Callable[[GroupRequest], Awaitable[list[Sample]]],
+    ) -> list[Sample]:
         finished = 0
 
         async def sample_group(group: GroupRequest) -> list[Sample]:
             nonlocal finished
-            samples = await self.generate(group)
+            samples = await generate(group)
             finished += len(samples)
             on_group(samples)
             return samples

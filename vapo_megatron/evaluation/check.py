@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from vapo_megatron.agents.episodes import load_agent
 from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_FOLDER, HF_FOLDER
 from vapo_megatron.config.data import EvaluationDataConfig, ProblemsConfig
 from vapo_megatron.config.model import ModelConfig
@@ -76,6 +77,8 @@ class Evaluation:
             files = sorted(Path(settings.model.path).glob("*.safetensors"))
             depends_on["model"] = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
             depends_on["dtype"] = [settings.model.dtype, settings.rollout.dtype]
+            if settings.rollout.agent is not None:
+                depends_on["agent"] = [settings.rollout.agent, settings.rollout.episode.model_dump(mode="json")]
         return _fingerprint(depends_on)
 
 
@@ -90,11 +93,18 @@ def check_evaluation(settings: EvaluateConfig, platform: Platform) -> Evaluation
         BadInput: for anything that cannot work.
     """
     if settings.server is not None:
+        if settings.rollout.agent is not None:
+            raise BadInput(
+                f"rollout.agent={settings.rollout.agent} with server.url={settings.server.url}: episodes are "
+                "played on engines of our own, give model.path in place of server"
+            )
         settings.server.api_key()
         check_room(Path(settings.run.directory))
         return Evaluation(settings, _prompts(settings, None), None)
     assert settings.model is not None
     spec, tokenizer = _read_model(settings, settings.model)
+    if settings.rollout.agent is not None:
+        load_agent(settings.rollout.agent)
     devices = engine_devices(settings.rollout, platform)
     on_gpus = devices[0] is not None
     check_kernels(settings.rollout, settings.rollout.computes_in(settings.model.dtype), on_gpus)

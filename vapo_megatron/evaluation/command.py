@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from vapo_megatron.agents.episodes import Agents
 from vapo_megatron.checkpoint.lease import Lease
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.data import EvalSet
@@ -21,7 +22,7 @@ from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.server import EngineServer
 from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.check import Evaluation, check_evaluation, facts
-from vapo_megatron.evaluation.evaluator import EngineGenerator, Evaluator, Generator
+from vapo_megatron.evaluation.evaluator import Collect, EngineGenerator, Evaluator, Generator
 from vapo_megatron.evaluation.metrics import PROBLEMS
 from vapo_megatron.evaluation.openai_client import OpenAIClient
 from vapo_megatron.evaluation.responses import Response, ResponseLog, read_outputs
@@ -183,8 +184,14 @@ def _generator(plan: Evaluation, run_dir: Path, console: RunConsole, stack: Exit
     assert plan.model is not None and settings.model is not None
     tokenizer, devices, logs = plan.model.tokenizer, plan.model.engine_devices, run_dir / "logs"
     started = engines_of(settings.model, settings.rollout, devices, tokenizer.eos_token_ids, logs, console)
-    collect = stack.enter_context(started).collect
-    return EngineGenerator(collect, tokenizer.decode, settings.sampling, settings.run.seed, WEIGHT_VERSION)
+    dispatcher = stack.enter_context(started)
+    collect: Collect = dispatcher.collect
+    if settings.rollout.agent is not None:
+        agents = Agents(dispatcher, tokenizer, settings.rollout)
+        stack.callback(agents.close)
+        collect = agents.collect
+    sampling, seed = settings.sampling, settings.run.seed
+    return EngineGenerator(collect, tokenizer.decode, sampling, seed, WEIGHT_VERSION, settings.reward)
 
 
 def _write(plan: Evaluation, results: Sequence[SetResult], run_dir: Path) -> None:

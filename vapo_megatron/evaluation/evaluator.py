@@ -13,15 +13,18 @@ from typing import Protocol
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.rollout import SamplingConfig
 from vapo_megatron.data.jsonl import write_rows
-from vapo_megatron.data.sample import Prompt, Sample
+from vapo_megatron.data.sample import GRADED_BY_AGENT, Prompt, Sample
 from vapo_megatron.engines.request import GenerationRequest
 from vapo_megatron.evaluation.responses import Response, ResponseLog, response_of
 from vapo_megatron.evaluation.sets import ProblemResult, SetResult, problem_results, summarise
-from vapo_megatron.rewards.grading import TRUNCATED, case_of, grades_of
+from vapo_megatron.rewards.grading import TRUNCATED, case_of, graded_by_its_agent, grades_of
 from vapo_megatron.rewards.pool import VerifierPool
 
 OnDone = Callable[[int], None]
 """Is told how many more are done."""
+
+Collect = Callable[[GenerationRequest, OnDone | None, Callable[[list[Sample]], None] | None], list[Sample]]
+"""Answers a request; is given who is told of what is done, and of each group."""
 
 Phase = Callable[[str, int], AbstractContextManager[OnDone]]
 """Shows a part of the work, by its name and size."""
@@ -40,22 +43,24 @@ class EngineGenerator:
     """Our own engines, a run's or those of an evaluation.
 
     Args:
-        collect: Dispatcher.collect.
+        collect: Dispatcher.collect, or Agents.collect for episodes.
         decode: from token ids to text.
         sampling: how responses are drawn.
         seed: of the responses.
         weight_version: that the engines have.
+        reward: from which reward on an episode counts as correct.
     """
 
     def __init__(
         self,
-        collect: Callable[[GenerationRequest, OnDone | None, Callable[[list[Sample]], None] | None], list[Sample]],
+        collect: Collect,
         decode: Callable[[Sequence[int]], str],
         sampling: SamplingConfig,
         seed: int,
         weight_version: int,
+        reward: RewardConfig,
     ) -> None:
-        self._collect, self._decode = collect, decode
+        self._collect, self._decode, self._reward = collect, decode, reward
         self._sampling, self._seed, self._weight_version = sampling, seed, weight_version
 
     def generate(
@@ -68,7 +73,9 @@ class EngineGenerator:
         """
 
         def keep(samples: list[Sample]) -> None:
-            on_group([response_of(sample, self._decode(sample.response_ids.tolist())) for sample in samples])
+            for sample in samples:
+                graded_by_its_agent(sample, self._reward)
+            on_group([response_of(sample, self._decode) for sample in samples])
 
         request = GenerationRequest(prompts, k, self._sampling, self._seed, self._weight_version)
         self._collect(request, on_done, keep)
@@ -123,10 +130,11 @@ class Evaluator:
             outputs: where every raw response goes, as jsonl.
         """
         by_id = {prompt.id: prompt for prompt in prompts}
-        cases = [case_of(by_id[one.id], one.text, one.truncated, self.reward) for one in responses]
+        open_cases = [response for response in responses if not response.grade_reason.startswith(GRADED_BY_AGENT)]
+        cases = [case_of(by_id[one.id], one.text, one.truncated, self.reward) for one in open_cases]
         with self.phase(f"{name}: grades", len(cases)) as on_done:
             grades = grades_of(cases, self.verifier, on_done)
-        for response, grade in zip(responses, grades, strict=True):
+        for response, grade in zip(open_cases, grades, strict=True):
             if grade is None:
                 response.correct, response.grade_reason, response.extracted = False, TRUNCATED, ""
             else:

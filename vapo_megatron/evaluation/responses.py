@@ -1,7 +1,7 @@
 """One answer of a model under evaluation, wherever it came from, and the file that keeps all of them as they come."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -15,7 +15,7 @@ from vapo_megatron.errors import BadInput
 @dataclass(slots=True)
 class Response:
     """A response to the problem of this id. tokens: its length; weight_version: None where an external server made
-    it."""
+    it; episode: all that was said in an agent's episode, whose last message is the text."""
 
     id: str
     index: int
@@ -26,6 +26,7 @@ class Response:
     correct: bool = False
     grade_reason: str = ""
     extracted: str = ""
+    episode: str = ""
 
     @property
     def truncated(self) -> bool:
@@ -46,18 +47,22 @@ class Response:
             "tokens": self.tokens,
             "finish_reason": self.finish_reason,
             "weight_version": self.weight_version,
+            **({"episode": self.episode} if self.episode else {}),
         }
 
 
-def response_of(sample: Sample, text: str) -> Response:
-    """A sample of our own engines, not graded yet."""
+def response_of(sample: Sample, decode: Callable[[Sequence[int]], str]) -> Response:
+    """A sample of our own engines, not graded yet, unless its agent did."""
     return Response(
         id=sample.prompt.id,
         index=sample.index,
-        text=text,
-        tokens=len(sample.response_ids),
+        text=decode(sample.last_turn.tolist()),
+        tokens=len(sample.response_ids) if sample.loss_mask is None else int(sample.loss_mask.sum()),
         finish_reason=sample.finish_reason,
         weight_version=sample.weight_version,
+        correct=bool(sample.correct),
+        grade_reason=sample.grade_reason,
+        episode="" if sample.loss_mask is None else decode(sample.response_ids.tolist()),
     )
 
 
@@ -71,7 +76,8 @@ def read_outputs(path: Path) -> list[Response]:
     for number, row in read_rows(path):
         row["text"] = row.pop("response", None)
         try:
-            responses.append(Response(**{name: row[name] for name in Response.__dataclass_fields__}))
+            names = Response.__dataclass_fields__.keys() - {"episode"}
+            responses.append(Response(**{name: row[name] for name in names}, episode=row.get("episode", "")))
         except KeyError as error:
             raise BadInput(f"{path}:{number}: no field {error}: remove the file to answer again") from None
     return responses

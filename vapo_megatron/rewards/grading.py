@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from vapo_megatron.config.reward import RewardConfig
-from vapo_megatron.data.sample import Prompt, Sample
+from vapo_megatron.data.sample import GRADED_BY_AGENT, Prompt, Sample
 from vapo_megatron.rewards.math import FAILED, Grade
 from vapo_megatron.rewards.pool import Case, VerifierPool
 
@@ -32,7 +32,7 @@ def grade_samples(
     """
     for sample in samples:
         sample.text = decode(sample.response_ids.tolist())
-    samples = [sample for sample in samples if not _graded_by_its_agent(sample, config)]
+    samples = [sample for sample in samples if not graded_by_its_agent(sample, config)]
     if not samples:
         return
     answers = [s.text if s.loss_mask is None else decode(s.last_turn.tolist()) for s in samples]
@@ -48,8 +48,8 @@ def grade_samples(
         sample.extracted = grade.extracted
 
 
-def _graded_by_its_agent(sample: Sample, config: RewardConfig) -> bool:
-    """Whether an agent said what its episode is worth, or the episode broke and nothing is to be said of it."""
+def graded_by_its_agent(sample: Sample, config: RewardConfig) -> bool:
+    """Whether an agent said what its episode is worth, or the episode broke and counts as wrong; that is filled in."""
     if not len(sample.response_ids):
         sample.reward, sample.correct = config.incorrect, False
         return True
@@ -57,7 +57,7 @@ def _graded_by_its_agent(sample: Sample, config: RewardConfig) -> bool:
         return False
     if sample.correct is None:
         sample.correct = config.correct_above is not None and sample.reward > config.correct_above
-    sample.grade_reason = sample.grade_reason or "agent"
+    sample.grade_reason = sample.grade_reason or GRADED_BY_AGENT[0]
     return True
 
 

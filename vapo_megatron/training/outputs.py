@@ -17,7 +17,7 @@ from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.data import EvalSet
 from vapo_megatron.config.run import EVALUATION_SEED, EvaluationConfig, ExportConfig
 from vapo_megatron.engines.engines import Engines, EnginesFailed
-from vapo_megatron.evaluation.evaluator import EngineGenerator, Evaluator
+from vapo_megatron.evaluation.evaluator import Evaluator
 from vapo_megatron.evaluation.sets import SetResult, numbered
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.monitoring.recorder import Recorder
@@ -97,11 +97,10 @@ def evaluate_sets(
     rollouts: Rollouts, sets: Sequence[EvalSet], config: EvaluationConfig, run_dir: Path, step: int
 ) -> list[SetResult]:
     """On rank 0: the result of every set; raw outputs and evaluation.json go into the run directory."""
-    verifier, engines = rollouts.verifier, rollouts.engines
+    verifier = rollouts.verifier
     assert verifier is not None, "responses are graded on rank 0"
     sampling = config.sampling_beside(rollouts.sampling)
-    seed, decode = rollouts.seed + EVALUATION_SEED, rollouts.tokenizer.decode
-    generator = EngineGenerator(engines.dispatcher.collect, decode, sampling, seed, engines.version)
+    generator = rollouts.generator(sampling, rollouts.seed + EVALUATION_SEED)
     evaluator, results = Evaluator(verifier, rollouts.reward), []
     for entry, prompts in zip(sets, rollouts.evaluation_prompts, strict=True):
         problems = numbered(entry.name, prompts)

@@ -26,6 +26,7 @@ from vapo_megatron.engines.ledger import DROPPED, FILLED, NO_SIGNAL, Ledger, Ste
 from vapo_megatron.engines.request import GenerationRequest, GroupRequest
 from vapo_megatron.engines.stream import GroupStream, Work, pack_groups, unpack_groups
 from vapo_megatron.engines.weight_sync.logprob_difference import prompt_sequences, sequences_of
+from vapo_megatron.evaluation.evaluator import EngineGenerator
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rewards.grading import failed_share, grade_samples
@@ -96,7 +97,7 @@ class Rollouts:
         written_by: on rank 0, for each sample of the step that was taken last the URL of the engine that wrote it under
             the weights that the trainer has; empty where there is no such.
         saved: what the stream of training goes on from, in a resumed run.
-        agents: whose episodes are trained on, from begin() on; None: responses of the engines.
+        agents: whose episodes are trained and evaluated; None: responses of the engines, or not started yet.
         agent_settings: of rollout.agent, on rank 0; None without one.
     """
 
@@ -144,8 +145,7 @@ class Rollouts:
             )
 
         useful = has_signal if rule.most_draws is not None else is_whole
-        if self.agents is None and self.agent_settings is not None:
-            self.agents = Agents(dispatcher, self.tokenizer, self.agent_settings)
+        self._open_agents()
         generate = None if self.agents is None else self.agents.generate
         responses, timeout = rule.groups * samples_per_prompt, self.engines.collect_timeout_s
         work = Work(request, self._grade, useful, responses, timeout, generate)
@@ -161,8 +161,18 @@ class Rollouts:
             self.stream.close()
             self.stream = None
 
+    def generator(self, sampling: SamplingConfig, seed: int) -> EngineGenerator:
+        """On rank 0: what answers evaluation sets, by episodes where agents are trained."""
+        self._open_agents()
+        collect = self.engines.dispatcher.collect if self.agents is None else self.agents.collect
+        return EngineGenerator(collect, self.tokenizer.decode, sampling, seed, self.engines.version, self.reward)
+
+    def _open_agents(self) -> None:
+        if self.agents is None and self.agent_settings is not None:
+            self.agents = Agents(self.engines.dispatcher, self.tokenizer, self.agent_settings)
+
     def close_agents(self) -> None:
-        """End what begin() started of them."""
+        """End what was started of them."""
         if self.agents is not None:
             self.agents.close()
             self.agents = None
