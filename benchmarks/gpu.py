@@ -12,7 +12,7 @@ The 32B slice is 6 of 64 layers at full width, what a rank of a pipeline holds. 
 multiplies it (word embeddings do not, the output layer does), and 12 x layers x heads x head size x half the length for
 causal attention; logits computed again are not counted. MFU is that of the whole step, `MFU f+b` without the optimizer;
 the peak is that of dense BF16, for FP8 rows too, so that rows compare. `linear` is what a plan has to assume as
-hardware.efficiency.linear to get these seconds: give the JSON as plan.gpu_benchmark.
+hardware.efficiency.linear to get these seconds.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def flops_per_token(shape: Shape, length: int) -> float:
 
 def planned_efficiency(shape: Shape, length: int, sequences: int, seconds: float) -> float:
     """The share of the peak with which a plan's linear layers take these seconds of forward and backward, attention
-    keeping its assumed ratio to it; what `plan.gpu_benchmark` reads."""
+    keeping its assumed ratio to it."""
     assumed, peak, spec = EfficiencyConfig(), peak_flops(), shape.spec()
     assert peak is not None, "the rate of this GPU is not known"
     tokens = sequences * (length - 1)

@@ -15,7 +15,7 @@ import yaml
 from benchmarks.published import ROOT, plan_of
 from vapo_megatron.config.rollout import AsynchronousConfig
 from vapo_megatron.operations.plan.plan import Plan
-from vapo_megatron.operations.twin.planned import lengths_of, on_own_gpus, on_shared_gpus
+from vapo_megatron.operations.twin.modes import lengths_of, on_own_gpus, on_shared_gpus
 from vapo_megatron.operations.twin.run import simulate
 from vapo_megatron.operations.twin.scenario import EngineSpeed, Scenario
 

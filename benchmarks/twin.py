@@ -31,8 +31,8 @@ from vapo_megatron.engines.client import EngineClient, PauseMode
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.inside import columns
 from vapo_megatron.engines.server import EngineAddress
-from vapo_megatron.operations.plan.lengths import Lengths
-from vapo_megatron.operations.twin.planned import ResponseLengths
+from vapo_megatron.operations.plan.inputs import Lengths
+from vapo_megatron.operations.twin.modes import ResponseLengths
 from vapo_megatron.operations.twin.run import Outcome, SimulatedRollouts, simulate, steps
 from vapo_megatron.operations.twin.scenario import Scenario
 

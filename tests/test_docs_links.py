@@ -17,7 +17,7 @@ from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import EvaluateConfig, TrainConfig
 from vapo_megatron.errors import BadInput
-from vapo_megatron.operations.plan.model_files import SHIPPED
+from vapo_megatron.operations.plan.inputs import SHIPPED
 from vapo_megatron.operations.plan.plan import default_world, make_plan
 
 ROOT = Path(__file__).parents[1]

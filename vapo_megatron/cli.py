@@ -199,7 +199,7 @@ def plan(
     from vapo_megatron.config.plan import PlanConfig
 
     settings = load_config(PlanConfig, config, overrides or [], PRESETS)
-    from vapo_megatron.operations.plan.model_files import model_directory
+    from vapo_megatron.operations.plan.inputs import model_directory
 
     _read_model(str(model_directory(settings.model.path)))
     from vapo_megatron.operations.plan.command import plan_run

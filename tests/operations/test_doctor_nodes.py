@@ -20,7 +20,7 @@ from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.operations.doctor import allreduce, checks, command, nodes
 from vapo_megatron.operations.doctor.checks import Check, Examination, check_engine, perform
 from vapo_megatron.operations.doctor.nodes import Line, Meeting
-from vapo_megatron.operations.plan.model_files import SHIPPED
+from vapo_megatron.operations.plan.inputs import SHIPPED
 
 pytestmark = pytest.mark.full
 

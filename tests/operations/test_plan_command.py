@@ -11,7 +11,6 @@ from tiny_runs import make_model
 from vapo_megatron import cli
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.plan import PlanConfig
-from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.plan.plan import Plan, make_plan
 from vapo_megatron.operations.plan.search import largest_budget, propose
 
@@ -35,14 +34,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_dir(tmp_path_factory.mktemp("large"), LARGE)
-
-
-def test_engines_on_gpus_of_their_own_are_not_planned(small: Path) -> None:
-    config = planned_config(small, "rollout.external_urls=[http://10.0.0.7:30000]")
-    with pytest.raises(
-        BadInput, match=r"rollout\.external_urls: a plan knows engines that share the GPUs of the run alone"
-    ):
-        make_plan(config, 8)
 
 
 def with_budget(config: PlanConfig, name: str, budget: int) -> PlanConfig:

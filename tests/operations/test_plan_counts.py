@@ -12,7 +12,7 @@ from plans import hf_config, model_dir
 from torch.utils.flop_counter import FlopCounterMode
 
 from vapo_megatron.config.model import LayoutConfig, RecomputeConfig
-from vapo_megatron.operations.plan.lengths import Lengths
+from vapo_megatron.operations.plan.inputs import Lengths
 from vapo_megatron.operations.plan.models import can_be_cut, shard
 from vapo_megatron.operations.plan.rollout import forward_flops, training_flops
 from vapo_megatron.weights.spec import ModelSpec, read_spec
@@ -103,5 +103,7 @@ def test_lengths_have_the_mean_and_the_longest_that_they_state(mean: float) -> N
     drawn = lengths.longest * torch.linspace(0, 1, 200_001, dtype=torch.float64) ** lengths.exponent
     assert float(drawn.mean()) == pytest.approx(mean, rel=1e-3)
     assert float((drawn**2).mean()) == pytest.approx(lengths.mean_square, rel=1e-3)
+    # A response is seen at each of its lengths: those that run at one moment have weights drawn, and half of them each.
+    assert lengths.running == pytest.approx(float((drawn**2).sum() / (2 * drawn.sum())), rel=1e-3)
     for tokens in (10.0, 300.0, 900.0):
         assert lengths.still_running(tokens) == pytest.approx(float((drawn > tokens).double().mean()), abs=1e-3)

@@ -8,7 +8,7 @@ from vapo_megatron.config.base import Section
 from vapo_megatron.config.train import TrainConfig
 
 # Measured: python -m benchmarks.saving, one rank, into memory (docs/performance.md).
-SAVE_GBS, LOAD_GBS = 0.9, 0.8
+SAVE_GBS = 0.9
 
 Kind = Literal["a100-40g", "a100-80g", "h100-80g", "h200-141g", "b200-180g"]
 
@@ -29,11 +29,6 @@ class EfficiencyConfig(Section):
     nvlink: float = Field(0.7, gt=0, le=1, description="NVLink bandwidth, one direction, that collectives reach")
     network: float = Field(0.7, gt=0, le=1, description="network bandwidth of a GPU that collectives reach")
     pcie: float = Field(0.6, gt=0, le=1, description="PCIe bandwidth that copies between host and device reach")
-    layer_overhead: float = Field(
-        0.0002,
-        ge=0,
-        description="least seconds of one layer's pass over a micro-batch, however few its tokens: kernel launches",
-    )
     deterministic: float = Field(
         0.66,
         gt=0,
@@ -81,16 +76,13 @@ class HardwareConfig(Section):
     rank_save_gbs: float = Field(
         SAVE_GBS, gt=0, description="rate at which a rank puts tensors into files and makes digests of them"
     )
-    rank_load_gbs: float = Field(
-        LOAD_GBS, gt=0, description="rate at which a rank reads them, compares them with their digests and uses them"
-    )
     efficiency: EfficiencyConfig = EfficiencyConfig()
 
 
 class SimulationConfig(Section):
     """What `plan --simulate` takes for granted besides (docs/async.md)."""
 
-    steps: int = Field(6, ge=1, description="that are counted, after those in which the run settles")
+    steps: int = Field(4, ge=1, description="that are counted, after those in which the run settles")
     engine_gpus: int | None = Field(
         None, ge=1, description="GPUs of engines of their own; none: the split of GPUs that is best"
     )
@@ -100,8 +92,6 @@ class SimulationConfig(Section):
         description="sigma of response lengths that are log-normal, cut at sampling.max_new_tokens; none: the tail of "
         "a plan",
     )
-    engine_hours_between_failures: float = Field(24.0, gt=0, description="of one engine, in the column with failures")
-    restart_seconds: float = Field(300.0, ge=0, description="until an engine that failed answers again")
 
 
 class PlannedRunConfig(Section):
@@ -121,11 +111,6 @@ class PlannedRunConfig(Section):
     )
     grade_seconds: float = Field(
         0.02, ge=0, description="of one response on one of reward.workers, while others are generated"
-    )
-    gpu_benchmark: str | None = Field(
-        None,
-        description="JSON of `python -m benchmarks.gpu --json FILE` on such a GPU: what it reached stands in for "
-        "hardware.efficiency.linear, .attention and .fp8_gain",
     )
     simulation: SimulationConfig = SimulationConfig()
 

@@ -57,7 +57,6 @@ class Hardware:
         self.rank_memory = config.rank_memory_gib * GIB
         self.storage = config.storage_gbs * _GIGA
         self.rank_save = config.rank_save_gbs * _GIGA
-        self.rank_load = config.rank_load_gbs * _GIGA
 
     @property
     def usable_memory(self) -> float:

@@ -45,7 +45,7 @@ from vapo_megatron.operations.doctor.node import (
 )
 from vapo_megatron.operations.doctor.nodes import Line, Meeting, check_alike, check_shared_files
 from vapo_megatron.operations.hardware import GIB, Hardware
-from vapo_megatron.operations.plan.model_files import model_directory
+from vapo_megatron.operations.plan.inputs import model_directory
 from vapo_megatron.run.first_checks import check_critic_source
 from vapo_megatron.weights.load import check_weights
 from vapo_megatron.weights.spec import read_spec

@@ -9,8 +9,8 @@ from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.megatron.memory_plan import ONLOADED, Phase
 from vapo_megatron.megatron.offload import PARTS, Part
 from vapo_megatron.operations.hardware import GIB
-from vapo_megatron.operations.plan.engines import PlannedEngine
 from vapo_megatron.operations.plan.models import PlannedModel, PlannedRun, saved_models
+from vapo_megatron.operations.plan.rollout import PlannedEngine
 
 # The phases of a step in the order of training/loop.py, and the model that computes in each.
 PHASES: dict[Phase, str | None] = {
@@ -136,7 +136,9 @@ def _engine(run: PlannedRun) -> PlannedEngine:
     """The engine on the GPU that leaves it least."""
     config, models, hardware, actor = run.config, run.models, run.hardware, run.models["actor"]
     width = {"auto": actor.width, "float32": 4, "bfloat16": 2}[config.rollout.dtype]
-    taken = max(_offloaded(stages, models) for stages in _ranks(models)) + hardware.trainer_overhead
+    taken = 0.0
+    if not config.rollout.external_urls:
+        taken = max(_offloaded(stages, models) for stages in _ranks(models)) + hardware.trainer_overhead
     return PlannedEngine(actor.spec, config.rollout, width, hardware, taken)
 
 
@@ -159,12 +161,13 @@ def _device(run: PlannedRun, phase: Phase, stages: dict[str, int], engine: Plann
     quantised = config.rollout.quantization == "fp8"
     buckets = _BUCKETS + _GATHERED + 2 * quantised if phase == "weight_sync" else 0
     parts["weight sync buffers"] = buckets * _bucket(config, models["actor"])
-    onloaded = phase in ENGINE_ONLOADED or not config.rollout.memory_saver
-    if onloaded or phase in ENGINE_WEIGHTS:
-        parts["engine weights"] = engine.weights
-    if onloaded:
-        parts["KV cache"] = engine.cache
-    parts["engine workspace"] = engine.workspace if onloaded else hardware.engine_overhead
+    if not config.rollout.external_urls:
+        onloaded = phase in ENGINE_ONLOADED or not config.rollout.memory_saver
+        if onloaded or phase in ENGINE_WEIGHTS:
+            parts["engine weights"] = engine.weights
+        if onloaded:
+            parts["KV cache"] = engine.cache
+        parts["engine workspace"] = engine.workspace if onloaded else hardware.engine_overhead
     parts["trainer beside tensors"] = hardware.trainer_overhead
     return Holding(phase, {name: size for name, size in parts.items() if size})
 

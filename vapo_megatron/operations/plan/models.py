@@ -15,8 +15,7 @@ from vapo_megatron.megatron.mesh import check_layout, check_model_layout
 from vapo_megatron.megatron.offload import Part
 from vapo_megatron.operations.hardware import Hardware
 from vapo_megatron.operations.plan.activations import Activations
-from vapo_megatron.operations.plan.lengths import Lengths
-from vapo_megatron.operations.plan.model_files import model_directory
+from vapo_megatron.operations.plan.inputs import Lengths, model_directory
 from vapo_megatron.weights.adapters import adapter_entries, adapter_parameter_count
 from vapo_megatron.weights.families.family import EMBEDDING, FINAL_NORM
 from vapo_megatron.weights.rules import Rule
@@ -163,10 +162,6 @@ class PlannedModel:
         stages = range(self.layout.pp)
         return sum(self.bytes_saved(stage) * self.world / self.layout.pp for stage in stages)
 
-    def bytes_held(self, stage: int) -> float:
-        """Bytes of a saved unit that a rank of a stage and its replicas hold alike."""
-        return self._bytes_a_saved_weight() * float(self.trained(stage).parameters)
-
     def _adapters(self, stage: int) -> int:
         """Parameters of a rank's adapters."""
         return 0 if self.adapter is None else adapter_shard(self.spec, "lm", self.layout, stage, self.adapter).dense
@@ -195,6 +190,11 @@ class PlannedRun:
     models: dict[str, PlannedModel]
     hardware: Hardware
     lengths: Lengths
+
+    @property
+    def engines(self) -> int:
+        """Servers: those elsewhere, or as many as the run's GPUs hold."""
+        return len(self.config.rollout.external_urls) or self.models["actor"].world // self.config.rollout.tp
 
 
 def planned_models(config: TrainConfig, world: int) -> dict[str, PlannedModel]:

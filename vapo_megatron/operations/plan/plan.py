@@ -1,86 +1,234 @@
-"""A config with all that follows from it: models, memory, time."""
+"""A config with all that follows from it: models, memory, seconds of a step by phase.
 
-import json
-from collections.abc import Mapping
+Seconds come of operations, bytes, stated rates and the shares of them that are reached.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from vapo_megatron.config.plan import EfficiencyConfig, Kind, PlanConfig
+from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.engines.node_part import check_engine_size
 from vapo_megatron.errors import BadInput
+from vapo_megatron.megatron.memory_plan import Phase
 from vapo_megatron.operations.hardware import Hardware
-from vapo_megatron.operations.plan.lengths import planned_lengths
-from vapo_megatron.operations.plan.memory import Memory, plan_memory
+from vapo_megatron.operations.plan.activations import EXPERT_IMBALANCE
+from vapo_megatron.operations.plan.inputs import planned_lengths
+from vapo_megatron.operations.plan.memory import (
+    Memory,
+    microbatches,
+    minibatch_samples,
+    on_device,
+    phases_of,
+    plan_memory,
+)
 from vapo_megatron.operations.plan.models import PlannedModel, PlannedRun, planned_models, saved_models
-from vapo_megatron.operations.plan.time import StepTime, plan_time
+from vapo_megatron.operations.plan.rollout import (
+    Flops,
+    PlannedEngine,
+    drawn_prompts,
+    forward_flops,
+    mlp_share,
+    rollout_seconds,
+    training_flops,
+)
+
+# Seconds of a bucket of weights beside its bytes: requests, opened handles, the engine's loop over tensors, checks. An
+# assumption; of SGLang on a CPU, a bucket of a tiny model takes 14 to 29 ms.
+_BUCKET_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of each phase of one step, of value pretraining before the first, and of one evaluation problem set."""
+
+    phases: dict[str, float]
+    value_pretraining: dict[str, float]
+    evaluation: float
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step."""
+        return sum(self.phases.values())
+
+    @property
+    def pretraining(self) -> float:
+        """Seconds of value pretraining as a whole."""
+        return sum(self.value_pretraining.values())
+
+
+def _compute_seconds(model: PlannedModel, flops: Flops, hardware: Hardware) -> float:
+    """Seconds of a rank's products."""
+    efficiency = hardware.efficiency
+    gain = efficiency.fp8_gain if model.config.precision.fp8 != "none" else 1.0
+    # Only the ranks of a pipeline's last stage compute the head, and all others wait for them.
+    head = flops.head * model.layout.pp / efficiency.linear
+    # Where experts are spread over ranks, all wait for the one whose experts get most tokens.
+    waiting = (EXPERT_IMBALANCE - 1) * mlp_share(model.spec) if model.layout.ep > 1 else 0.0
+    body = flops.linear * (1 + waiting) / (efficiency.linear * gain) + flops.attention / efficiency.attention
+    return (body + head) / (hardware.bf16 * model.world)
+
+
+def _pass_bytes_seconds(model: PlannedModel, tokens: float, training: bool, hardware: Hardware) -> float:
+    """Seconds that a rank waits for other ranks in passes over some tokens of the whole run."""
+    layout, spec, width = model.layout, model.spec, model.width
+    layers = spec.num_layers / layout.pp
+    mine = tokens / (model.dp * layout.cp)
+    full = training and model.config.recompute.granularity == "full"
+    seconds = 0.0
+    if layout.tp > 1:
+        # Gather and scatter round attention and MLP (or sums of twice the bytes), backward as well and once more for
+        # the gradients of weights.
+        times = 4 + (6 if training else 0) + (4 if full else 0)
+        moved = times * layers * mine * spec.hidden_size * width * (layout.tp - 1) / layout.tp
+        seconds += moved / hardware.link(layout.tp)
+    if layout.cp > 1:
+        times = 1 + (2 if training else 0) + (1 if full else 0)
+        moved = times * layers * mine * 2 * spec.kv_size / layout.tp * width * (layout.cp - 1)
+        seconds += moved / hardware.link(layout.tp * layout.cp)
+    if layout.ep > 1:
+        times = 2 * (1 + (2 if training else 0) + (1 if full else 0))
+        share = mine / (layout.tp if layout.sequence_parallel else 1) * spec.experts_per_token
+        seconds += (
+            times * layers * share * spec.hidden_size * width * (layout.ep - 1) / layout.ep / hardware.link(layout.ep)
+        )
+    if layout.pp > 1:
+        times = (2 if training else 1) * (layout.vpp or 1)
+        cut = layout.tp if layout.sequence_parallel else 1
+        seconds += times * mine * spec.hidden_size * width / cut / hardware.link(model.world // layout.pp + 1)
+    return seconds
+
+
+def _bubble(model: PlannedModel, count: int) -> float:
+    """Time of a pipelined pass in units of the time without waiting (Narayanan et al. 2021, section 2.2)."""
+    return 1 + (model.layout.pp - 1) / (count * (model.layout.vpp or 1))
+
+
+def score_seconds(run: PlannedRun, model: PlannedModel, samples: float) -> float:
+    """Seconds of one forward pass over some samples."""
+    lengths, hardware = run.lengths, run.hardware
+    tokens = samples * lengths.sample
+    flops = forward_flops(model.spec, model.head, tokens, samples * lengths.mean_square, samples * lengths.mean)
+    count = max(1, math.ceil(tokens / model.dp / (model.config.max_tokens_per_microbatch * model.layout.cp)))
+    seconds = _compute_seconds(model, flops, hardware)
+    return (seconds + _pass_bytes_seconds(model, tokens, False, hardware)) * _bubble(model, count)
+
+
+def update_seconds(run: PlannedRun, model: PlannedModel, samples: float) -> float:
+    """Seconds of training once on some samples, in optimizer steps of a mini-batch each."""
+    lengths, hardware, minibatch = run.lengths, run.hardware, minibatch_samples(run.config)
+    tokens = samples * lengths.sample
+    forward = forward_flops(model.spec, model.head, tokens, samples * lengths.mean_square, samples * lengths.mean)
+    flops = training_flops(model.spec, forward, model.layout, model.config.recompute)
+    steps, count = max(1.0, samples / minibatch), microbatches(run, model)
+    seconds = _compute_seconds(model, flops, hardware)
+    seconds = (seconds + _pass_bytes_seconds(model, tokens, True, hardware)) * _bubble(model, count)
+    return seconds + steps * optimizer_seconds(model, hardware)
+
+
+def optimizer_seconds(model: PlannedModel, hardware: Hardware) -> float:
+    """Seconds of one optimizer step: gradients are reduced, states updated, weights gathered; nothing overlaps."""
+    stages = range(model.layout.pp)
+    parameters = max(model.trained(stage).parameters for stage in stages)
+    state = max(model.bytes_of("optimizer", stage) for stage in stages)
+    replicas = model.dp * model.layout.cp
+    moved = parameters * (4 + model.width) * (replicas - 1) / replicas
+    # The ranks of one stage stand side by side.
+    seconds = moved / hardware.link(model.world // model.layout.pp) if replicas > 1 else 0.0
+    touched = 2 * state + parameters * (8 + model.width) / replicas
+    return seconds + touched / (hardware.memory_rate * hardware.efficiency.memory)
+
+
+def move_seconds(model: PlannedModel, phases: Sequence[Phase], hardware: Hardware) -> float:
+    """Seconds of a step in which parts of a model are onloaded and offloaded; gradients are allocated anew."""
+    link, seconds = hardware.pcie * hardware.efficiency.pcie, 0.0
+    held = [{*on_device(phase, model.name, model.config)} - {"gradients"} for phase in phases]
+    changes = [part for before, after in itertools.pairwise([*held, held[0]]) for part in before ^ after]
+    for stage in range(model.layout.pp):
+        seconds = max(seconds, sum(model.bytes_of(part, stage) for part in changes) / link)
+    return seconds
+
+
+def sync_seconds(run: PlannedRun, engine: PlannedEngine) -> float:
+    """Seconds in which every rank gathers the whole model, bucket by bucket, and the engines copy their part of it."""
+    hardware, actor = engine.hardware, run.models["actor"]
+    size = actor.spec.parameter_count() * actor.width
+    block = actor.layout.tp * actor.layout.pp * actor.layout.ep
+    spans = actor.world if actor.layout.pp > 1 else block
+    seconds = size * (block - 1) / block / hardware.link(spans) if block > 1 else 0.0
+    if run.config.rollout.external_urls:  # rank 0 sends it to all of them at once
+        seconds += size / (hardware.network * hardware.efficiency.network)
+    seconds += (2 * size + 2 * engine.weights) / (hardware.memory_rate * hardware.efficiency.memory)
+    return seconds + _BUCKET_SECONDS * math.ceil(size / (run.config.rollout.sync.bucket_mib << 20))
+
+
+def plan_time(run: PlannedRun, engine: PlannedEngine, evaluation_samples: float) -> StepTime:
+    """Seconds of every phase; evaluation_samples: responses of one evaluation over all sets."""
+    config, models = run.config, run.models
+    actor, critic, batch = models["actor"], models.get("critic"), config.batch
+    update, n = config.algorithm.update, batch.samples_per_prompt
+    samples = float(config.samples)
+
+    def generate(prompts: float, responses: float) -> float:
+        return rollout_seconds(engine, run.engines, prompts, responses, run.lengths)
+
+    def grade(responses: float) -> float:
+        return responses * config.plan.grade_seconds / config.reward.workers
+
+    drawn = drawn_prompts(batch.prompts_per_step, config.algorithm.dynamic_sampling, config.plan.informative_share)
+    rollout = generate(drawn, drawn * n)
+    # Groups are graded while others are generated: the last one follows, or what the workers could not keep up with.
+    phases: dict[str, float] = {"rollout": rollout, "verify": max(grade(n), grade(drawn * n) - rollout)}
+    if config.algorithm.advantage.estimator == "remax":
+        phases["rollout_greedy"] = generate(batch.prompts_per_step, batch.prompts_per_step)
+    wanted = phases_of(config)
+    for phase, name in (("score_reference", "reference"), ("score_policy", "actor"), ("score_values", "critic")):
+        if phase in wanted:
+            phases[phase] = score_seconds(run, models[name], samples)
+    if config.algorithm.uses_reference and config.actor.kind == "adapter":
+        phases["score_reference"] = score_seconds(run, actor, samples)
+    if critic is not None:
+        once = update_seconds(run, critic, samples)
+        phases["update_critic"] = once * update.epochs * update.critic_updates_per_policy_update
+    phases["update_policy"] = update.epochs * update_seconds(run, actor, samples)
+    phases["offload_and_onload"] = sum(move_seconds(model, wanted, run.hardware) for model in models.values())
+    phases["weight_sync"] = sync_seconds(run, engine)
+    if config.rollout.external_urls and config.rollout.asynchronous.max_staleness:
+        # Engines work ahead: the trainer waits for what takes them longer than it takes itself.
+        waited = phases["rollout"] + phases.pop("verify") + phases.pop("rollout_greedy", 0.0)
+        phases["rollout"] = max(0.0, waited - sum(phases.values()) + phases["rollout"])
+    pretraining: dict[str, float] = {}
+    if critic is not None and config.value_pretraining.enabled:
+        settings = config.value_pretraining
+        trained = settings.updates(config.samples) * settings.minibatch_size
+        # Every group that the policy writes is learnt from: one round.
+        generated = generate(batch.prompts_per_step, samples)
+        collected = max(generated + grade(n), grade(samples))
+        pretraining = {
+            "rollouts": settings.rollouts(config.samples) * collected,
+            "critic updates": update_seconds(run, critic, trained),
+        }
+    evaluation = 0.0
+    if evaluation_samples:
+        evaluation = generate(evaluation_samples, evaluation_samples) + grade(evaluation_samples)
+    return StepTime(phases, pretraining, evaluation)
 
 
 @dataclass(frozen=True)
 class Saving:
-    """Of one checkpoint of a run.
-
-    Attributes:
-        bytes: of all its tensors.
-        waits: seconds for which training stands still: the state is put together and copied to host memory.
-        writes: seconds until it is on the disk, while training goes on.
-        resumes: seconds until models have it again; each byte is read and compared once. What starts a run anew
-            (processes, engines) is not counted.
-    """
+    """Bytes of one checkpoint, and seconds until it is on the disk, while training goes on."""
 
     bytes: float
-    waits: float
     writes: float
-    resumes: float
 
 
 def plan_saving(models: Mapping[str, PlannedModel], hardware: Hardware) -> Saving:
     """Of the models that are saved, at their layouts; what is slower counts, a rank or the file system."""
-    saved = list(models.values())
-    world = saved[0].world
-    whole = sum(model.bytes_in_checkpoint for model in saved)
+    whole = sum(model.bytes_in_checkpoint for model in models.values())
     # Of each model the fullest stage, whether or not these are of one rank.
-    share = sum(max(map(model.bytes_saved, range(model.layout.pp))) for model in saved)
-    held = sum(max(map(model.bytes_held, range(model.layout.pp))) for model in saved)
-    copied = share / (hardware.pcie * hardware.efficiency.pcie)
-    return Saving(
-        bytes=whole,
-        # Optimizers that sleep come to the device first; replicas hand each other what each of them saves.
-        waits=2 * copied + share / hardware.link(world),
-        writes=max(share / hardware.rank_save, whole / hardware.storage),
-        # What one of several replicas has read goes to the others.
-        resumes=max(share / hardware.rank_load, whole / hardware.storage) + (held - share) / hardware.link(world),
-    )
-
-
-def measured_efficiency(path: Path, kind: Kind, parameters: int, assumed: EfficiencyConfig) -> EfficiencyConfig:
-    """The efficiencies of a file that `python -m benchmarks.gpu --json FILE` wrote.
-
-    Those of the measured shape whose parameters are nearest to the model's; linear and attention keep their ratio, as a
-    step was timed as a whole. What was not measured stays as it is assumed.
-
-    Raises:
-        BadInput: the file cannot be read, was made on another GPU, or has no row in BF16 that was timed.
-    """
-    expected = "expected what `python -m benchmarks.gpu --json FILE` writes on the GPU that is planned for"
-    try:
-        content = json.loads(path.read_text())
-        hardware = str(content["machine"]["hardware"])
-        rows = [row for row in content["rows"] if isinstance(row.get("linear"), float)]
-        shapes = {row["shape"]: int(row["parameters"]) for row in rows if row["precision"] == "bf16"}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadInput(f"plan.gpu_benchmark={path}: cannot be read ({error!r}): {expected}") from None
-    if kind.partition("-")[0].upper() not in hardware.upper():
-        raise BadInput(f"plan.gpu_benchmark={path} was measured on {hardware}, hardware.kind is {kind}: {expected}")
-    if not shapes:
-        raise BadInput(f"plan.gpu_benchmark={path} has no timed row in bf16: {expected}")
-    nearest = min(shapes, key=lambda shape: abs(shapes[shape] - parameters))
-    linear: dict[str, Any] = {row["precision"]: row["linear"] for row in rows if row["shape"] == nearest}
-    found = float(min(linear["bf16"], 1.0))
-    fp8 = max((value for precision, value in linear.items() if precision != "bf16"), default=None)
-    gain = assumed.fp8_gain if fp8 is None else min(2.0, max(1.0, fp8 / linear["bf16"]))
-    attention = min(1.0, found * assumed.attention / assumed.linear)
-    return assumed.model_copy(update={"linear": found, "attention": attention, "fp8_gain": gain})
+    share = sum(max(map(model.bytes_saved, range(model.layout.pp))) for model in models.values())
+    return Saving(whole, max(share / hardware.rank_save, whole / hardware.storage))
 
 
 @dataclass(frozen=True)
@@ -113,8 +261,9 @@ class Plan(PlannedRun):
 
     @property
     def gpu_hours(self) -> float:
-        """GPU-hours of the whole run."""
-        return self.world * sum(self.seconds.values()) / 3600
+        """GPU-hours of the whole run, those of engines elsewhere included."""
+        elsewhere = len(self.config.rollout.external_urls) * self.config.rollout.tp
+        return (self.world + elsewhere) * sum(self.seconds.values()) / 3600
 
 
 def default_world(config: PlanConfig) -> int:
@@ -131,21 +280,13 @@ def make_plan(config: PlanConfig, world: int, evaluation_samples: int = 0) -> Pl
     """
     hardware, lengths = Hardware(config.hardware), planned_lengths(config)
     models = planned_models(config, world)
-    if config.rollout.external_urls:
-        raise BadInput(
-            "rollout.external_urls: a plan knows engines that share the GPUs of the run alone: leave it out, and "
-            "what plan says of the trainer's memory is an upper bound"
-        )
-    check_engine_size(config.rollout.tp, min(world, hardware.gpus_per_node), world)
+    if not config.rollout.external_urls:
+        check_engine_size(config.rollout.tp, min(world, hardware.gpus_per_node), world)
     if world > hardware.gpus_per_node and world % hardware.gpus_per_node:
         raise BadInput(
             f"{world} GPUs are no whole number of nodes of hardware.gpus_per_node={hardware.gpus_per_node}: choose a "
             "multiple"
         )
-    if config.plan.gpu_benchmark is not None:
-        parameters = models["actor"].spec.parameter_count()
-        reached = measured_efficiency(Path(config.plan.gpu_benchmark), hardware.kind, parameters, hardware.efficiency)
-        hardware = Hardware(config.hardware.model_copy(update={"efficiency": reached}))
     run = PlannedRun(config, models, hardware, lengths)
     memory = plan_memory(run)
     time = plan_time(run, memory.engine, evaluation_samples)

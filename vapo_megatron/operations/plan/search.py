@@ -12,8 +12,7 @@ from vapo_megatron.megatron.offload import PARTS
 from vapo_megatron.operations.hardware import GIB
 from vapo_megatron.operations.plan.memory import plan_memory
 from vapo_megatron.operations.plan.models import PlannedModel, PlannedRun, can_be_cut, planned_models
-from vapo_megatron.operations.plan.plan import Plan, make_plan
-from vapo_megatron.operations.plan.time import score_seconds, update_seconds
+from vapo_megatron.operations.plan.plan import Plan, make_plan, score_seconds, update_seconds
 
 _BUDGET_STEP = 1024
 _LARGEST_BUDGET = 1 << 20

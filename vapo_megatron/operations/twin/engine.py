@@ -3,7 +3,6 @@
 import asyncio
 import heapq
 import itertools
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +15,12 @@ from vapo_megatron.engines.client import Completion, EngineClient, PauseMode
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.server import EngineAddress
 from vapo_megatron.errors import TryAgain
-from vapo_megatron.operations.twin.scenario import Failures, Scenario
-from vapo_megatron.operations.twin.virtual_loop import VirtualLoop
+from vapo_megatron.operations.twin.scenario import Scenario, VirtualLoop
 
 # Of a decoding step: times are floating point numbers.
 _ROUNDING = 1e-6
+# Of every response, as many as it has tokens; the pages are never touched.
+_IDS, _LOGPROBS = np.zeros(1 << 24, dtype=np.int32), np.zeros(1 << 24, dtype=np.float32)
 
 
 @dataclass(eq=False)
@@ -67,10 +67,10 @@ class _Response:
 
     def completion(self, finish: FinishReason, version: int) -> Completion:
         """With tokens and log-probs that say nothing, and take no memory."""
-        ids = np.broadcast_to(np.int32(0), self.counted)
         versions = tuple(self.versions) or ((version, 0),)
-        logprobs = np.broadcast_to(np.float32(0), self.counted)
-        return Completion(ids, logprobs, finish, versions[0][0], versions[-1][0], versions=versions)
+        return Completion(
+            _IDS[: self.counted], _LOGPROBS[: self.counted], finish, versions[0][0], versions[-1][0], versions=versions
+        )
 
 
 class SimulatedEngine(EngineClient):
@@ -94,7 +94,6 @@ class SimulatedEngine(EngineClient):
         self._timer: asyncio.TimerHandle | None = None
         self._is_paused = False
         self._weights = 0
-        self.is_up = True
 
     async def generate(
         self,
@@ -106,8 +105,6 @@ class SimulatedEngine(EngineClient):
     ) -> list[Completion]:
         """As EngineClient's."""
         assert ids is not None
-        if not self.is_up:
-            raise self._gone()
         call = _Call(asyncio.get_running_loop().create_future(), len(prompts))
         self._calls.add(call)
         for place, (name, prompt, params) in enumerate(zip(ids, prompts, sampling_params, strict=True)):
@@ -146,11 +143,6 @@ class SimulatedEngine(EngineClient):
             self._weights, self._is_paused = version, False
 
         self._change(go_on)
-
-    def fail(self) -> None:
-        """The server dies."""
-        self.is_up = False
-        self._change(self._forget)
 
     def _change(self, change: Callable[[], None]) -> None:
         """Do something to who runs, now; what follows from it is waited for."""
@@ -270,7 +262,6 @@ class SimulatedEngines:
     Attributes:
         version: of the last weight sync.
         count: of engines.
-        failures: of engines, so far.
         share_device: Rollouts asks for it where the policy stands still.
     """
 
@@ -278,7 +269,7 @@ class SimulatedEngines:
 
     def __init__(self, scenario: Scenario) -> None:
         self.clock, self.count, self.sync_mode = VirtualLoop(), scenario.engines, scenario.sync_mode
-        self.version, self.failures, self._scenario = 0, 0, scenario
+        self.version, self._scenario = 0, scenario
         addresses = [EngineAddress(f"http://engine{number}", "no log") for number in range(self.count)]
         self._engines = {address: SimulatedEngine(address, scenario, self.clock) for address in addresses}
         self.dispatcher = Dispatcher(
@@ -289,10 +280,6 @@ class SimulatedEngines:
             loop=self.clock,
             client=lambda address, _: self._engines[address],
         )
-        self.dispatcher.when_stranded = lambda: self._sync(self.version)
-        if (failing := scenario.failures) is not None:
-            for number, engine in enumerate(self._engines.values()):
-                self._let_fail(engine, random.Random(f"{failing.seed}/{number}"), failing)
 
     @property
     def collect_timeout_s(self) -> float:
@@ -300,32 +287,15 @@ class SimulatedEngines:
         return self._scenario.rollout.collect_timeout_s
 
     def update_weights(self) -> None:
-        """Those that are up get weights of the next version."""
+        """All get weights of the next version."""
         self.version += 1
-        self._sync(self.version)
-
-    def _sync(self, version: int) -> None:
         pause: PauseMode = "abort" if self.sync_mode == "wait" else self.sync_mode
-        while not (fed := [engine for engine in self._engines.values() if engine.is_up]):
-            self.clock.sleep(1.0)
-        for engine in fed:
+        for engine in self._engines.values():
             self.clock.run(engine.pause(pause))
         self.clock.sleep(self._scenario.sync_seconds)
-        for engine in fed:
-            self.clock.run(engine.resume(version))
-        self.dispatcher.use([engine.address.url for engine in fed if engine.is_up])
-
-    def _let_fail(self, engine: SimulatedEngine, chance: random.Random, failures: Failures) -> None:
-        def die() -> None:
-            self.failures += 1
-            engine.fail()
-            self.clock.call_at(self.clock.time() + failures.restart_seconds, come_back)
-
-        def come_back() -> None:
-            engine.is_up = True
-            self.clock.call_at(self.clock.time() + chance.expovariate(1 / failures.mean_seconds), die)
-
-        come_back()
+        for engine in self._engines.values():
+            self.clock.run(engine.resume(self.version))
+        self.dispatcher.use([engine.address.url for engine in self._engines.values()])
 
     def close(self) -> None:
         """End all."""

@@ -17,8 +17,7 @@ from vapo_megatron.engines.ledger import DROPPED
 from vapo_megatron.engines.stream import GRADED_AT_ONCE
 from vapo_megatron.errors import BadInput, TryAgain
 from vapo_megatron.operations.twin.engine import SimulatedEngines
-from vapo_megatron.operations.twin.scenario import Scenario
-from vapo_megatron.operations.twin.virtual_loop import VirtualLoop
+from vapo_megatron.operations.twin.scenario import Scenario, VirtualLoop
 from vapo_megatron.training.collect import step_rule
 from vapo_megatron.training.rollouts import Rollouts, Waits, age_metrics
 
@@ -36,14 +35,14 @@ class Outcome:
         rows: of each of them, the metrics that a run writes: idle shares and ages of tokens.
         counts: of the ledger, over all steps.
         under_way: groups neither trained nor dropped at the end.
-        failures: of engines, over all steps.
+        tokens: of the responses of each of those steps.
     """
 
     step_seconds: list[float] = field(default_factory=list)
     rows: list[dict[str, float]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     under_way: int = 0
-    failures: int = 0
+    tokens: list[int] = field(default_factory=list)
 
     @property
     def step(self) -> float:
@@ -57,8 +56,13 @@ class Outcome:
         return stdev(seconds) / math.sqrt(len(seconds)) if len(seconds) > 1 else 0.0
 
     @property
+    def tokens_per_second(self) -> float:
+        """Response tokens of the steps over their seconds."""
+        return sum(self.tokens) / sum(self.step_seconds)
+
+    @property
     def engines_idle(self) -> float:
-        """Share of the time in which an engine has nothing to do."""
+        """Share of the time in which an engine has nothing at all to do; one with a single response is busy."""
         return max(0.0, self.mean("throughput/engines_idle"))
 
     @property
@@ -164,11 +168,13 @@ def steps(scenario: Scenario, engines: Any, sleep: Callable[[float], None], roll
     for step in range(last):
         asked = clock.time()
         samples = [sample for group in stream.take(lambda _: None) for sample in group]
-        tokens = sum(len(sample.prompt.token_ids) + len(sample.response_ids) for sample in samples)
+        written = sum(len(sample.response_ids) for sample in samples)
+        tokens = written + sum(len(sample.prompt.token_ids) for sample in samples)
         row = age_metrics(samples, engines.version) | waits.row(asked, tokens, engines, stream.ledger)
         taken, seconds = clock.time(), clock.time() - taken
         if step >= settled:
             outcome.step_seconds.append(seconds)
+            outcome.tokens.append(written)
             outcome.rows.append(row | {WAIT: waited})
         sleep(scenario.trainer_seconds(tokens))
         trained = clock.time()
@@ -178,6 +184,5 @@ def steps(scenario: Scenario, engines: Any, sleep: Callable[[float], None], roll
         rollouts.advance()
     outcome.counts = stream.ledger.counts.copy()
     outcome.under_way = stream.ledger.in_flight + stream.ledger.graded
-    outcome.failures = engines.failures
     rollouts.end()
     return outcome

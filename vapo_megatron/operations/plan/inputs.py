@@ -1,9 +1,32 @@
-"""How long the samples of a run are taken to be."""
+"""What a plan takes as given: the sizes of models, the lengths of samples. Light to import."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.errors import BadInput
+
+# The numbers of config.json, as the makers publish them, of models that plans are made for before their weights are
+# there; by the last part of their path.
+SHIPPED = Path(__file__).parent / "sizes"
+
+
+def model_directory(path: str) -> Path:
+    """Where the config.json of a model is: its own directory, or where that has none what is shipped under its name.
+
+    Raises:
+        BadInput: there is no such directory, and none of that name is shipped.
+    """
+    shipped = SHIPPED / Path(path).name
+    if shipped.is_dir() and not (Path(path) / "config.json").exists():
+        return shipped
+    if not Path(path).exists():
+        names = sorted(folder.name for folder in SHIPPED.iterdir())
+        raise BadInput(
+            f"{path}: no such directory; give a Hugging Face model directory (its config.json is enough), or plan with "
+            f"the sizes of a model of the same shape: model.path={'|'.join(names)}"
+        )
+    return Path(path)
 
 
 @dataclass(frozen=True)
@@ -38,6 +61,11 @@ class Lengths:
     def mean_square(self) -> float:
         """Mean of the squared tokens of a sample, which attention costs."""
         return self.prompt**2 + 2 * self.prompt * self.mean + self.longest**2 / (1 + 2 * self.exponent)
+
+    @property
+    def running(self) -> float:
+        """Mean tokens that a running response has in the cache: E[L^2] / 2E[L] of its own, as long ones run longer."""
+        return self.prompt + self.longest**2 / (1 + 2 * self.exponent) / (2 * self.mean)
 
     def still_running(self, tokens: float) -> float:
         """Share of responses longer than this."""
