@@ -32,7 +32,7 @@ import torch
 import transformers
 
 from benchmarks.common import SHAPES, Shape, anonymous_bytes, parser, publish
-from vapo_megatron.weights.hf_writer import HFWriter
+from vapo_megatron.weights.hf_writer import hf_writer
 
 TOOLS = Path(__file__).parents[1] / "tools"
 
@@ -46,7 +46,7 @@ def write_model(shape: Shape, folder: Path, shard_bytes: int) -> int:
     if shape.tied:
         del tensors["lm_head.weight"]
     generator = torch.Generator().manual_seed(0)
-    with HFWriter(folder, json.loads(config.to_json_string()), folder, (), shard_bytes) as writer:
+    with hf_writer(folder, json.loads(config.to_json_string()), folder, (), shard_bytes) as writer:
         for name, like in tensors.items():
             writer.add(name, torch.empty(like.shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator))
     return sum(like.numel() * torch.bfloat16.itemsize for like in tensors.values())

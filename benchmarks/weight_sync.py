@@ -52,7 +52,7 @@ from vapo_megatron.engines.engines import Engines
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.weights.export import make_slots, stream_hf
-from vapo_megatron.weights.part_times import PartTimes
+from vapo_megatron.weights.gather import PartTimes
 
 REPEATS = 5
 PARTS = ("gather", "convert", "send", "load")

@@ -180,7 +180,7 @@ def test_the_map_of_the_code_has_every_room_and_names_files_that_are_there() -> 
         r"^\| `([\w/]+)/` \|(.*)\|$", (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"), re.M
     )
     rooms = {path.parent.relative_to(package).as_posix() for path in package.glob("**/__init__.py")}
-    within_one_room = {"weights/families", "engines/inside/served_models", "."}
+    within_one_room = {"engines/inside/served_models", "."}
     within_one_room |= {room for room in rooms if room.startswith("operations/")}
     assert {room for room, _ in rows} == rooms - within_one_room
     for room, row in rows:

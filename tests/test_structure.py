@@ -50,10 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 CALLED_BY_LIBRARIES = {"get_replay_topk"}
 # Their owners are about to remove them.
 UNUSED_YET: set[str] = set()
-LIBRARIES = {
-    "megatron": ("megatron/", "weights/", "checkpoint/dist_saver.py", "checkpoint/verified_reader.py"),
-    "sglang": ("engines/inside/",),
-}
+LIBRARIES = {"megatron": ("megatron/", "weights/", "checkpoint/dist_saver.py"), "sglang": ("engines/inside/",)}
 
 # megatron/platform.py answers what a device is. These use CUDA streams, events and generators themselves, are given a
 # tensor whose device is what counts, or run in an engine, where there is no platform.
@@ -62,7 +59,7 @@ ASK_FOR_THE_DEVICE = {
     "megatron/cpu_torch.py",
     "megatron/heads.py",
     "megatron/offload.py",
-    "megatron/rng.py",
+    "megatron/dist_optimizer.py",
     "operations/doctor/allreduce.py",
     "operations/doctor/checks.py",
     "operations/quantized_export.py",
@@ -71,7 +68,6 @@ ASK_FOR_THE_DEVICE = {
     "engines/inside/strict_loading.py",
     "weights/export.py",
     "weights/gather.py",
-    "weights/part_times.py",
 }
 
 

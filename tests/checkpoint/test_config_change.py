@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from vapo_megatron.checkpoint.config_change import check_config_change, differences
+from vapo_megatron.checkpoint.resume import check_config_change, differences
 from vapo_megatron.config.load import dump_config
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput

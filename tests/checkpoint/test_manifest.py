@@ -8,16 +8,18 @@ import pytest
 from damage import flip
 
 from vapo_megatron.checkpoint.manifest import (
+    PROGRESS_FILE,
     Manifest,
     ModelPart,
+    Progress,
     check_contents,
     check_structure,
     file_facts,
     needed_files,
     read_manifest,
+    read_progress,
     write_json,
 )
-from vapo_megatron.checkpoint.progress import PROGRESS_FILE, Progress, read_progress
 from vapo_megatron.errors import BadInput
 
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 import time
 
-from vapo_megatron.checkpoint.time_limit import TimeLimit, earliest_deadline
+from vapo_megatron.checkpoint.checkpointer import TimeLimit, earliest_deadline
 from vapo_megatron.signals import job_end_time
 
 
@@ -47,7 +47,9 @@ def test_a_long_stretch_is_expected_again_however_long_ago_it_was() -> None:
 
 
 def test_a_limit_counts_from_the_start_of_the_process() -> None:
-    code = "import time; time.sleep(4); from vapo_megatron.checkpoint.time_limit import process_start as p; print(p())"
+    code = (
+        "import time; time.sleep(4); from vapo_megatron.checkpoint.checkpointer import process_start as p; print(p())"
+    )
     before = time.time()
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     started = float(told.stdout)

@@ -8,7 +8,7 @@ import pytest
 from commands import CONFIGS, Command, assert_refused
 from tiny_runs import problems, train_config, write_config, write_rows
 
-from vapo_megatron.checkpoint.config_change import check_config_change
+from vapo_megatron.checkpoint.resume import check_config_change
 from vapo_megatron.config.load import dump_config, load_config
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.engines.server import EngineServer

@@ -2,10 +2,10 @@
 
 import pytest
 
-from vapo_megatron.megatron import data_parallel
+from vapo_megatron.megatron import optimizer
 
 
 @pytest.fixture
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket of gradients for every few parameters, so that many are on their way at once. Ranks are forked."""
-    monkeypatch.setattr(data_parallel, "BUCKET_ELEMENTS", 2000)
+    monkeypatch.setattr(optimizer, "BUCKET_ELEMENTS", 2000)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vapo_megatron.megatron.attention import attend_packed, packed_segments
+from vapo_megatron.megatron.layer_spec import attend_packed, packed_segments
 
 HEADS, KV_HEADS, SIZE, SCALE = 4, 2, 8, 0.3
 

@@ -15,13 +15,12 @@ from ranks import run_ranks
 from test_train_step import OPTIMIZER, ROLLOUT, policy_loss, token_tensors
 from torch.distributed.checkpoint import FileSystemReader
 
-from vapo_megatron.checkpoint.dist_saver import ModelSaver, PlannedSave, load_training_state
+from vapo_megatron.checkpoint.dist_saver import ModelSaver, PlannedSave, VerifyingReader, load_training_state
 from vapo_megatron.checkpoint.manifest import Damaged, FileFacts
-from vapo_megatron.checkpoint.verified_reader import VerifyingReader
 from vapo_megatron.config.model import ActorConfig, AdapterConfig, CriticConfig, LayoutConfig, ModelConfig
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.errors import BadInput
-from vapo_megatron.megatron import dist_optimizer, optimizer_shards
+from vapo_megatron.megatron import dist_optimizer
 from vapo_megatron.megatron.mesh import make_mesh
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.training.losses import ValueLoss
@@ -157,7 +156,7 @@ def test_training_goes_on_as_if_nothing_had_happened(
     going_on: list[tuple[int, dict[str, Any]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(optimizer_shards, "_GATHERED_BYTES", 150_000)  # several parameters each time, and several times
+    monkeypatch.setattr(dist_optimizer, "_GATHERED_BYTES", 150_000)  # several parameters each time, and several times
     model_dir, folder = models[family], tmp_path / "saved"
     world, layout = saving
     expected = run_ranks(world, save, model_dir, LayoutConfig(**layout), head, dtype, folder, before)[0]

@@ -12,8 +12,7 @@ from ranks import run_ranks
 from trainables import loss_of, make_trainable, weights_digest
 
 from vapo_megatron.config.model import LayoutConfig
-from vapo_megatron.megatron.memory_plan import ONLOADED, MemoryPlan
-from vapo_megatron.megatron.offload import PARTS, Footprint, Offloader, Part, _HostBuffer
+from vapo_megatron.megatron.offload import ONLOADED, PARTS, Footprint, MemoryPlan, Offloader, Part, _HostBuffer
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.trainable import Trainable
 

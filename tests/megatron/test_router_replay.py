@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from vapo_megatron.errors import RunFailed
-from vapo_megatron.megatron.router_replay import install_router_replay, replay_experts, replaying
+from vapo_megatron.megatron.moe import install_router_replay, replay_experts, replaying
 
 SCORES = torch.rand(3, 6, generator=torch.Generator().manual_seed(1))
 

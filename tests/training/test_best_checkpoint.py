@@ -8,7 +8,7 @@ from ranks import run_ranks
 
 from vapo_megatron.checkpoint.checkpointer import Checkpointer
 from vapo_megatron.checkpoint.checkpoints import list_checkpoints
-from vapo_megatron.checkpoint.progress import Progress
+from vapo_megatron.checkpoint.manifest import Progress
 from vapo_megatron.checkpoint.state_saver import SavedRun, Snapshot
 from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.config.train import TrainConfig

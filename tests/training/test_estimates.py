@@ -17,7 +17,7 @@ from vapo_megatron.data.batch import ExperienceBatch, from_samples
 from vapo_megatron.data.microbatch import Share
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.errors import BadInput
-from vapo_megatron.megatron.metrics import StepResult
+from vapo_megatron.megatron.token_loss import StepResult
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import baselines_of, gae, returns_known, token_rewards, whiten
 from vapo_megatron.training.losses import values_of

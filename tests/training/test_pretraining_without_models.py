@@ -21,7 +21,7 @@ from vapo_megatron.config.run import BatchConfig, CheckpointConfig, RunConfig, S
 from vapo_megatron.config.value import ValuePretrainingConfig
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.errors import RunFailed
-from vapo_megatron.megatron.metrics import StepResult
+from vapo_megatron.megatron.token_loss import StepResult
 from vapo_megatron.monitoring import names
 from vapo_megatron.training import value_pretraining
 from vapo_megatron.training.skipped_updates import SkippedUpdates

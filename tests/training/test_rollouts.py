@@ -14,7 +14,7 @@ from tiny_runs import make_model, train_config
 from written_rollouts import CUT, END, RIGHT, WRONG, WordVerifier, WrittenEngines, write_rollouts
 
 from vapo_megatron.checkpoint.checkpoints import CheckpointName
-from vapo_megatron.checkpoint.progress import Progress
+from vapo_megatron.checkpoint.manifest import Progress
 from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.batch import from_samples

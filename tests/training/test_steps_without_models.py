@@ -22,7 +22,7 @@ from torch import Tensor
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.data.batch import ExperienceBatch, from_samples
 from vapo_megatron.data.sample import Prompt, Sample
-from vapo_megatron.megatron.metrics import StepResult
+from vapo_megatron.megatron.token_loss import StepResult
 from vapo_megatron.training.advantages import estimate_advantages
 from vapo_megatron.training.models import Models
 from vapo_megatron.training.score import score

@@ -17,8 +17,7 @@ from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.weights import export
 from vapo_megatron.weights.bucket import Bucket, DeviceSlots, SharedSlots, checksum, lay_out, pack, packed_size
 from vapo_megatron.weights.export import make_slots, stream_hf
-from vapo_megatron.weights.families import FAMILIES
-from vapo_megatron.weights.families.family import EMBEDDING, FINAL_NORM
+from vapo_megatron.weights.families import EMBEDDING, FAMILIES, FINAL_NORM
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.mapping import entries
 from vapo_megatron.weights.rules import Rule

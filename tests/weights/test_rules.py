@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from vapo_megatron.weights.families import FAMILIES
-from vapo_megatron.weights.families.family import EMBEDDING, GATED_MLP, QKV_WEIGHT
+from vapo_megatron.weights.families import EMBEDDING, FAMILIES, GATED_MLP, QKV_WEIGHT
 from vapo_megatron.weights.mapping import entries
 from vapo_megatron.weights.spec import ModelSpec
 

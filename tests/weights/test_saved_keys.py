@@ -10,9 +10,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from ranks import run_ranks
 
 from vapo_megatron.config.model import LayoutConfig
-from vapo_megatron.weights.saved_keys import places
 from vapo_megatron.weights.spec import Head, read_spec
 from vapo_megatron.weights.torch_dist import model_state
+from vapo_megatron.weights.torch_dist_files import places
 
 Part = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -16,7 +17,6 @@ from vapo_megatron.checkpoint.manifest import readable_manifests
 from vapo_megatron.checkpoint.recorded_rollouts import remove_unneeded
 from vapo_megatron.checkpoint.resume import Resumed
 from vapo_megatron.checkpoint.state_saver import SavedRun, Snapshot, StateSaver
-from vapo_megatron.checkpoint.time_limit import TimeLimit, earliest_deadline, process_start
 from vapo_megatron.collectives import on_rank_zero
 from vapo_megatron.config.base import nearest
 from vapo_megatron.config.run import CheckpointConfig, RetentionConfig
@@ -53,15 +53,8 @@ class Checkpointer:
         resumed: Resumed | None,
         memory: Path | None = None,
     ) -> None:
-        """Collective.
-
-        Args:
-            config: the checkpoint section.
-            run: what is saved.
-            recorder: times saves and tells of them.
-            resumed: the checkpoint that this attempt of the run goes on from; None for a new run.
-            memory: where copies in host memory are kept; None for none.
-        """
+        """Collective. recorder: times saves and shows failures. resumed: the checkpoint that this attempt goes on from;
+        None for a new run. memory: where copies in host memory are kept; None for none."""
         self._config, self._run_dir, self._recorder = config, run.run_dir, recorder
         self._began_at = resumed.name if resumed is not None else None
         is_on_disk = resumed is not None and resumed.checkpoint.is_relative_to(run.run_dir)
@@ -95,9 +88,9 @@ class Checkpointer:
 
         Raises:
             RunFailed: an alarm is set to stop the run, and holds.
-            TryAgain: the run is saved and stops here: a signal asked for it, or a time limit is near.
-            BadInput, TryAgain: a save failed, and so did a second one; by whether trying again could help. The
-            checkpoints before it are untouched.
+            TryAgain: the run is saved and stops here: a signal asked for it, or a time limit is near; or two saves
+                failed.
+            BadInput: two saves failed, for a reason that stays. The checkpoints before it are untouched.
         """
         self._limit.reached_point()
         decision = self._agree(snapshot, due)
@@ -144,14 +137,14 @@ class Checkpointer:
             minutes = (time.monotonic() - self._saved_at) / 60
             by_time = self._config.every_minutes is not None and minutes >= self._config.every_minutes
             better = self._is_best(snapshot)
-        said = [
+        flags_here = [
             stop_requested() is not None or short,
             due or by_time or better,
             self._disk.has_failed,
             self._recorder.stopping is not None,
             self._is_too_soon(),
         ]
-        flags = torch.tensor(said, dtype=torch.int32)
+        flags = torch.tensor(flags_here, dtype=torch.int32)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return _Decision(*flags.bool().tolist())
 
@@ -239,3 +232,50 @@ class Checkpointer:
             "checkpoints saved before are untouched",
             shared=True,
         )
+
+
+class TimeLimit:
+    """Watches a deadline; times are seconds of the given clock."""
+
+    def __init__(self, deadline: float | None, margin: float, clock: Callable[[], float] = time.time) -> None:
+        """deadline None: there is none. margin: left besides the longest stretch and the longest save."""
+        self._deadline, self._margin, self._clock = deadline, margin, clock
+        # Of this attempt: an evaluation or an export comes once in many steps, and comes again.
+        self._longest_stretch = self._longest_save = 0.0
+        self._last: float | None = None
+
+    def reached_point(self) -> None:
+        """The run is where it could end; the time since the last such point counts as a stretch."""
+        now = self._clock()
+        if self._last is not None:
+            self._longest_stretch = max(self._longest_stretch, now - self._last)
+        self._last = now
+
+    def left_point(self) -> None:
+        """The run goes on; what happened at the point (a save) does not count as work."""
+        self._last = self._clock()
+
+    def saved(self, seconds: float) -> None:
+        """A save took this long, from its begin until it was committed."""
+        self._longest_save = max(self._longest_save, seconds)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether another stretch might not end, and be saved, before the deadline."""
+        if self._deadline is None:
+            return False
+        needed = self._longest_stretch + self._longest_save + self._margin
+        return self._clock() + needed > self._deadline
+
+
+def earliest_deadline(started: float, limit_s: float | None, job_end: float | None) -> float | None:
+    """The earlier of the config's limit, counted from `started`, and the job's end (Unix times); None for neither."""
+    ends = [job_end] if job_end is not None else []
+    if limit_s is not None:
+        ends.append(started + limit_s)
+    return min(ends, default=None)
+
+
+def process_start() -> float:
+    """When this process started (Unix time); loading models and starting engines takes minutes of a time limit."""
+    return float(psutil.Process().create_time())

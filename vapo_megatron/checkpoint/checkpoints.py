@@ -39,10 +39,10 @@ class CheckpointName:
     @classmethod
     def parse(cls, name: str) -> Self | None:
         """None for what is no checkpoint's name."""
-        found = _NAME.fullmatch(name)
-        if found is None:
+        match = _NAME.fullmatch(name)
+        if match is None:
             return None
-        return cls(int(found[1]), int(found[2]) if found[2] else float("inf"))
+        return cls(int(match[1]), int(match[2]) if match[2] else float("inf"))
 
 
 def list_checkpoints(run_dir: Path) -> dict[CheckpointName, Path]:
@@ -50,8 +50,8 @@ def list_checkpoints(run_dir: Path) -> dict[CheckpointName, Path]:
     folder = run_dir / CHECKPOINT_FOLDER
     if not folder.is_dir():
         return {}
-    found = {name: path for path in folder.iterdir() if (name := CheckpointName.parse(path.name)) is not None}
-    return dict(sorted(found.items()))
+    checkpoints = {name: path for path in folder.iterdir() if (name := CheckpointName.parse(path.name)) is not None}
+    return dict(sorted(checkpoints.items()))
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
@@ -95,13 +95,7 @@ def remove_checkpoint(path: Path) -> None:
 def to_remove(
     names: Sequence[CheckpointName], metrics: Mapping[CheckpointName, Mapping[str, float]], config: RetentionConfig
 ) -> list[CheckpointName]:
-    """The checkpoints that retention does not keep.
-
-    Args:
-        names: of all checkpoints.
-        metrics: evaluation metrics of their steps, by checkpoint.
-        config: how many stay, and which.
-    """
+    """The checkpoints that retention does not keep; metrics: of evaluations at their steps, by checkpoint."""
     ordered = sorted(names)
     kept = set(ordered[-config.last :])
     if config.every is not None:

@@ -6,12 +6,15 @@ rank's part is written by whatever thread calls write(), and nothing but ModelSa
 """
 
 import copy
+import hashlib
 import inspect
+import io
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -21,20 +24,23 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 
 from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_HELP
-from vapo_megatron.checkpoint.manifest import DigestedFile, FileFacts
-from vapo_megatron.checkpoint.verified_reader import VerifyingReader, VerifyingStrategy, refuse_damage
+from vapo_megatron.checkpoint.manifest import Damaged, DigestedFile, FileFacts, changed, damaged
 from vapo_megatron.config.atomic import sync
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron import dist_optimizer
+from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.precision import keeps_fp8, stored_bytes
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.weights.torch_dist import LOAD_ERRORS, load_reason
@@ -59,12 +65,8 @@ class PlannedSave:
         return sum(tensor.nbytes for _, _, (_, tensors) in buckets for _, tensor in tensors)
 
     def write(self) -> tuple[list[Any], dict[str, FileFacts]]:
-        """Write this rank's tensors; no communication. What rank 0 needs to close the checkpoint, and what is now in
-        which file of the folder.
-
-        Raises:
-            OSError: the file system refuses.
-        """
+        """Write this rank's tensors; no communication. Returns what rank 0 needs to close the checkpoint, and what is
+        now in which file of the folder. Raises OSError where the file system refuses."""
         results: list[Any] = []
         facts: dict[str, FileFacts] = {}
         for path, key, (data, tensors) in self.writer.write_buckets or ():
@@ -146,8 +148,8 @@ class ModelSaver:
 
     def _is_as_before(self, parts: list[ShardedBase]) -> bool:
         """Collective: whether every rank saves what it saved last, and all agree whether plans are known."""
-        known = self._planner is not None and self._planner.validated_cache_reuse
-        flags = torch.tensor([parts == self._parts, known, not known], dtype=torch.int32)
+        planned = self._planner is not None and self._planner.validated_cache_reuse
+        flags = torch.tensor([parts == self._parts, planned, not planned], dtype=torch.int32)
         dist.all_reduce(flags, op=dist.ReduceOp.MIN)
         same, all_know, none_knows = flags.bool().tolist()
         return self._planner is not None and same and (all_know or none_knows)
@@ -162,8 +164,7 @@ def load_training_state(
     """Collective: fill a prepared model, its optimizer and its schedule from a checkpoint, saved at whatever layout.
 
     Args:
-        trainable: to be filled.
-        folder: of the model in the checkpoint.
+        trainable, folder: what is filled, and its folder in the checkpoint.
         files: of the folder, those in pieces; what is read is compared with their digests, and so is what nobody needs.
         before_reading: called on all ranks together, each time with the files of the folder that this one reads next.
 
@@ -197,12 +198,12 @@ def load_training_state(
 
 def _live_tensors(trainable: Trainable) -> list[torch.Tensor]:
     """Tensors that training changes in place."""
-    found = [parameter for chunk in trainable.chunks for parameter in (*chunk.parameters(), *chunk.buffers())]
+    tensors = [parameter for chunk in trainable.chunks for parameter in (*chunk.parameters(), *chunk.buffers())]
     if trainable.optimizer is not None:
         for part in getattr(trainable.optimizer, "chained_optimizers", None) or [trainable.optimizer]:
             for parameter, values in part.optimizer.state.items():
-                found += [parameter, *(value for value in values.values() if isinstance(value, torch.Tensor))]
-    return found
+                tensors += [parameter, *(value for value in values.values() if isinstance(value, torch.Tensor))]
+    return tensors
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -214,3 +215,105 @@ def _copied(tensor: torch.Tensor, live: set[int]) -> torch.Tensor:
     whole = fp8_utils.dequantize_fp8_tensor(tensor) if keeps_fp8(tensor) else tensor
     on_host = whole.detach().to("cpu")
     return on_host.clone() if on_host.untyped_storage().data_ptr() in live else on_host
+
+
+class VerifyingReader(FileSystemReader):
+    """torch's reader of a folder, whose metadata is read once, and no piece of which is used that has changed. files
+    without digests are read as they are. before_reading: called with the files that are read next, on all ranks
+    together."""
+
+    def __init__(
+        self, folder: Path, files: Mapping[str, FileFacts], before_reading: Callable[[set[str]], None] | None = None
+    ) -> None:
+        super().__init__(folder)
+        self._folder, self._files, self._before_reading = folder, files, before_reading
+        self._metadata: Any = None
+        self._loaded: set[tuple[str, int]] = set()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's, from memory after the first time."""
+        if self._metadata is None:
+            self._metadata = super().read_metadata(*args, **kwargs)
+        return self._metadata
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        """As torch's."""
+        if self._before_reading is not None:
+            self._before_reading({self.storage_data[item.storage_index].relative_path for item in plan.items})
+        return super().read_data(plan, planner)
+
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        """What torch reads of a file: a piece. Raises Damaged."""
+        if sinfo.relative_path not in self._files:
+            return super()._slice_file(file, sinfo)
+        content, wrong = self._piece(file, sinfo.relative_path, sinfo.offset, sinfo.length)
+        if wrong is not None:
+            raise damaged(self._folder.parent, wrong)
+        self._loaded.add((sinfo.relative_path, sinfo.offset))
+        return io.BytesIO(content)
+
+    def check_rest(self) -> None:
+        """Collective: compare the pieces that no rank has loaded, each rank a share of them. Raises Damaged."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        places = [
+            (name, *ends)
+            for name, facts in self._files.items()
+            for ends in pairwise([*sorted(facts.pieces), facts.bytes])
+        ]
+        unread = torch.tensor([(name, start) not in self._loaded for name, start, _ in places], dtype=torch.uint8)
+        unread = unread.to(current_platform().device)
+        if places:
+            dist.all_reduce(unread, op=dist.ReduceOp.MIN)
+        rest = [place for place, is_unread in zip(places, unread.tolist(), strict=True) if is_unread]
+        refuse_together(self._folder.parent, next(filter(None, map(self._check, rest[rank::world])), None))
+
+    def _check(self, place: tuple[str, int, int]) -> str | None:
+        name, start, stop = place
+        try:
+            with (self._folder / name).open("rb") as file:
+                return self._piece(file, name, start, stop - start)[1]
+        except OSError as error:
+            return f"{self._folder.name}/{name} cannot be read ({error.strerror})"
+
+    def _piece(self, file: Any, name: str, start: int, length: int) -> tuple[bytes, str | None]:
+        """The bytes of a piece, and what is wrong with them."""
+        file.seek(start)
+        content = file.read(length)
+        digest, expected = hashlib.sha256(content).hexdigest(), self._files[name].pieces.get(start, "nothing of it")
+        return content, None if digest == expected else changed(f"{self._folder.name}/{name}", digest, expected)
+
+
+class VerifyingStrategy(torch_strategies.TorchDistLoadShardedStrategy):
+    """Megatron's, with a reader of ours."""
+
+    def __init__(self, reader: VerifyingReader) -> None:
+        super().__init__()
+        self._reader = reader
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+        """As Megatron's, which makes a reader of its own."""
+        theirs = torch_strategies._get_filesystem_reader
+        torch_strategies._get_filesystem_reader = lambda *_, **__: self._reader
+        try:
+            return super().load(sharded_state_dict, checkpoint_dir)
+        finally:
+            torch_strategies._get_filesystem_reader = theirs
+
+
+def refuse_damage(error: BaseException) -> None:
+    """Raises Damaged where that is what a load failed with on some rank; torch tells all ranks."""
+    failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+    for cause, _ in failures:
+        if isinstance(cause, Damaged):
+            raise Damaged(str(cause), shared=True) from None
+
+
+def refuse_together(checkpoint: Path, wrong: str | None) -> None:
+    """Collective: raises Damaged on every rank where something is wrong that one of them has read."""
+    faults: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(faults, wrong)
+    first = next((text for text in faults if text is not None), None)
+    if first is not None:
+        error = damaged(checkpoint, first)
+        error.shared = True
+        raise error

@@ -48,27 +48,27 @@ def job_memory(run_dir: Path, is_first: bool, environment: Mapping[str, str] = o
     """
     if _JOB_VARIABLE not in environment:
         return None
-    own, here = host_memory_of(run_dir, environment), Holder.here(environment)
-    link, record = own / RECORD_FOLDER, run_dir.absolute() / RECORD_FOLDER
+    folder, here = host_memory_of(run_dir, environment), Holder.here(environment)
+    link, record = folder / RECORD_FOLDER, run_dir.absolute() / RECORD_FOLDER
     if is_first:
-        _remove_abandoned(here, own)
+        _remove_abandoned(here, folder)
     try:
-        own.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         # Its name can be guessed, and what it holds is trusted.
-        if own.is_symlink() or own.stat().st_uid != os.getuid():
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
             raise PermissionError("it is somebody else's")
         if is_first:
             if link.is_symlink() and link.readlink() != record:
-                shutil.rmtree(own / CHECKPOINT_FOLDER, ignore_errors=True)
+                shutil.rmtree(folder / CHECKPOINT_FOLDER, ignore_errors=True)
                 link.unlink()
-            with atomic_write(own / _OWNER_FILE, "w") as file:
+            with atomic_write(folder / _OWNER_FILE, "w") as file:
                 file.write(json.dumps(asdict(here)))
         with suppress(FileExistsError):
             link.symlink_to(record)
     except (OSError, BadInput) as error:
-        _logger.warning("%s: cannot be used (%s): there are no copies in host memory", own, error)
+        _logger.warning("%s: cannot be used (%s): there are no copies in host memory", folder, error)
         return None
-    return own
+    return folder
 
 
 @contextmanager
@@ -77,15 +77,15 @@ def host_memory(run_dir: Path) -> Iterator[Path | None]:
 
     It is removed at the end, and so are those of processes of this machine that were killed.
     """
-    own, here = host_memory_of(run_dir), Holder.here(os.environ)
+    place, here = host_memory_of(run_dir), Holder.here(os.environ)
     _remove_abandoned(here)
-    shutil.rmtree(own, ignore_errors=True)
+    shutil.rmtree(place, ignore_errors=True)
     try:
         folder = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=ROOT))
         (folder / _OWNER_FILE).write_text(json.dumps(asdict(here)))
         # A checkpoint names what value pretraining has recorded by its place in the run directory.
         (folder / RECORD_FOLDER).symlink_to(run_dir.absolute() / RECORD_FOLDER)
-        folder.rename(own)
+        folder.rename(place)
     except OSError as error:
         _logger.warning(
             "%s: cannot be used (%s): ranks that are killed are not started again from a copy", ROOT, error.strerror
@@ -93,25 +93,25 @@ def host_memory(run_dir: Path) -> Iterator[Path | None]:
         yield None
         return
     try:
-        yield own
+        yield place
     finally:
-        shutil.rmtree(own, ignore_errors=True)
+        shutil.rmtree(place, ignore_errors=True)
 
 
-def _remove_abandoned(here: Holder, own: Path | None = None) -> None:
+def _remove_abandoned(here: Holder, ours: Path | None = None) -> None:
     """own: stays, whoever of an earlier attempt has made it and however long ago it was written to."""
     for path in (*ROOT.glob(f"{_PREFIX}*"), *ROOT.glob(f".{_PREFIX}*"), *ROOT.glob(f"{_JOB_PREFIX}*")):
         with suppress(OSError, ValueError, TypeError):  # another user's, or one that is just being made
             owner = Holder(**json.loads((path / _OWNER_FILE).read_text()))
             is_over = owner.lives(here) is False and not _is_waiting(path)
-            if path != own and (is_over or (own is not None and _is_of_earlier_start(path, own))):
+            if path != ours and (is_over or (ours is not None and _is_of_earlier_start(path, ours))):
                 shutil.rmtree(path)
 
 
-def _is_of_earlier_start(path: Path, own: Path) -> bool:
+def _is_of_earlier_start(path: Path, ours: Path) -> bool:
     """Whether it is of this job before Slurm requeued it; names are vapo-job-JOB.RESTART.NODE (slurm/task.sh)."""
-    (job, start, _), (own_job, own_start, _) = path.name.split(".", 2), own.name.split(".", 2)
-    return job == own_job and int(start) < int(own_start)
+    (job, start, _), (our_job, our_start, _) = path.name.split(".", 2), ours.name.split(".", 2)
+    return job == our_job and int(start) < int(our_start)
 
 
 def _is_waiting(path: Path) -> bool:

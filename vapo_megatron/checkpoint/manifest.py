@@ -1,4 +1,5 @@
-"""The manifest of a checkpoint: what belongs to it, of which size and content, so that damage is found by name."""
+"""The manifest of a checkpoint: what belongs to it, of which size and content, so that damage is found by name; and how
+far the run was."""
 
 import hashlib
 import json
@@ -105,12 +106,12 @@ class DigestedFile:
 
 def file_facts(root: Path, paths: Iterable[Path]) -> dict[str, FileFacts]:
     """Size and digest of files below root, by their path from there. Raises OSError where one cannot be read."""
-    found = {}
+    facts = {}
     for path in paths:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-            found[path.relative_to(root).as_posix()] = FileFacts(bytes=os.fstat(file.fileno()).st_size, sha256=digest)
-    return found
+            facts[path.relative_to(root).as_posix()] = FileFacts(bytes=os.fstat(file.fileno()).st_size, sha256=digest)
+    return facts
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -122,11 +123,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of a committed checkpoint.
-
-    Raises:
-        BadInput: it is not there, cannot be read, or is of a format that this version does not know.
-    """
+    """The manifest of a committed checkpoint. Raises BadInput where it is missing, unreadable or of a newer format."""
     path = checkpoint / MANIFEST_FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -147,17 +144,17 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 def readable_manifests(run_dir: Path) -> dict[CheckpointName, Manifest]:
     """Those of a run's checkpoints, oldest first, without those that are damaged, which a resume will say."""
-    found = {}
+    manifests = {}
     for name, path in list_checkpoints(run_dir).items():
         with suppress(BadInput):
-            found[name] = read_manifest(path)
-    return found
+            manifests[name] = read_manifest(path)
+    return manifests
 
 
 def needed_files(checkpoint: Path, manifest: Manifest) -> dict[Path, FileFacts]:
     """The files of a checkpoint with their paths: its own, and those it needs of the run directory."""
-    own = {checkpoint / name: facts for name, facts in manifest.files.items()}
-    return own | {checkpoint.parents[1] / name: facts for name, facts in manifest.record.items()}
+    files = {checkpoint / name: facts for name, facts in manifest.files.items()}
+    return files | {checkpoint.parents[1] / name: facts for name, facts in manifest.record.items()}
 
 
 def check_structure(checkpoint: Path, manifest: Manifest) -> None:
@@ -189,30 +186,30 @@ def check_contents(checkpoint: Path, files: Mapping[Path, FileFacts]) -> str | N
     for path, facts in files.items():
         name = _shown(path, checkpoint)
         try:
-            (found,) = (
+            (actual,) = (
                 [_facts_in_pieces(path, facts.pieces)] if facts.pieces else file_facts(path.parent, [path]).values()
             )
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
-        if found != facts:
-            return changed(name, found.sha256, facts.sha256)
+        if actual != facts:
+            return changed(name, actual.sha256, facts.sha256)
     return None
 
 
 def _facts_in_pieces(path: Path, pieces: Mapping[int, str]) -> FileFacts:
-    found = {}
+    digests = {}
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         for start, stop in pairwise([*sorted(pieces), size]):
-            found[start] = hashlib.sha256(file.read(max(0, stop - start))).hexdigest()
-    joined = hashlib.sha256("".join(found.values()).encode())
-    return FileFacts(bytes=size, sha256=joined.hexdigest(), pieces=found)
+            digests[start] = hashlib.sha256(file.read(max(0, stop - start))).hexdigest()
+    joined = hashlib.sha256("".join(digests.values()).encode())
+    return FileFacts(bytes=size, sha256=joined.hexdigest(), pieces=digests)
 
 
-def changed(name: str, found: str, expected: str) -> str:
+def changed(name: str, actual: str, expected: str) -> str:
     """What is wrong with a file that has another digest than it should have."""
     return (
-        f"the content of {name} has changed since it was saved (sha256 {found[:12]}…, the manifest says "
+        f"the content of {name} has changed since it was saved (sha256 {actual[:12]}…, the manifest says "
         f"{expected[:12]}…)"
     )
 
@@ -222,6 +219,51 @@ def _shown(path: Path, checkpoint: Path) -> str:
     return path.relative_to(checkpoint).as_posix() if path.is_relative_to(checkpoint) else str(path)
 
 
-def damaged(checkpoint: Path, what: str) -> "Damaged":
+def damaged(checkpoint: Path, fault: str) -> "Damaged":
     """The error for a checkpoint that must not be loaded."""
-    return Damaged(f"{checkpoint}: {what}: the checkpoint is damaged; {CHECKPOINT_HELP}")
+    return Damaged(f"{checkpoint}: {fault}: the checkpoint is damaged; {CHECKPOINT_HELP}")
+
+
+PROGRESS_FILE = "progress.json"
+# Groups that were graded and not trained yet.
+GROUPS_FILE = "graded_groups.safetensors"
+
+
+class PretrainingProgress(Section):
+    """How far value pretraining is."""
+
+    iterations: int = Field(0, ge=0, description="rollouts recorded")
+    updates: int = Field(0, ge=0, description="critic updates of the replay that are made")
+    finished: bool = Field(False, description="the critic is as good as it is to be")
+
+    @property
+    def count(self) -> int:
+        """Grows with every bit of progress."""
+        return self.iterations + self.updates
+
+
+class Progress(Section):
+    """How far a run is. sft has neither engines nor prompts nor value pretraining, and demonstrations instead."""
+
+    step: int = Field(ge=0, description="steps done")
+    pretraining: PretrainingProgress = PretrainingProgress()
+    prompts: dict[str, Any] = Field(default_factory=dict, description="PromptSource.state()")
+    groups: dict[str, Any] = Field(default_factory=dict, description="Ledger.state(), of a run that works ahead")
+    demonstrations: str | None = Field(None, description="fingerprint of sft's data; older checkpoints have none")
+    weight_version: int = Field(0, description="weight syncs to the engines; samples are marked with it")
+    updates: dict[str, Any] = Field(default_factory=dict, description="SkippedUpdates.state()")
+    returns: list[Any] = Field(default_factory=list, description="ReturnHistory.state(), of calibrated values")
+    probe: list[list[int]] = Field(default_factory=list, description="sequences on which engines are compared next")
+
+
+def read_progress(checkpoint: Path, manifest: Manifest) -> Progress:
+    """How far the run was when a checkpoint was saved. Raises BadInput where it is not what was saved."""
+    path = checkpoint / PROGRESS_FILE
+    facts = manifest.files.get(PROGRESS_FILE)
+    wrong = check_contents(checkpoint, {path: facts}) if facts is not None else f"its manifest knows no {PROGRESS_FILE}"
+    if wrong is not None:
+        raise damaged(checkpoint, wrong)
+    try:
+        return Progress.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except (ValidationError, ValueError) as error:
+        raise damaged(checkpoint, f"{PROGRESS_FILE} cannot be read ({' '.join(str(error).split())[:200]})") from None

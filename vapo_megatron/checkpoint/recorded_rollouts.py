@@ -30,20 +30,13 @@ _OVER_TOKENS = ("tokens", "rollout_logprobs", "loss_mask")
 
 
 class RecordedRollouts:
-    """Recorded rollouts in the order in which they were recorded; groups of several rollouts stay apart.
-
-    Attributes:
-        files: size and digest of each file, by its path from the run directory.
-        table: what goes by samples, of all of them.
-        prompt_ids: int64 [S], the same for samples of one prompt in whichever rollout: a digest of its tokens.
-    """
+    """Recorded rollouts in the order in which they were recorded; groups of several rollouts stay apart. `files` has
+    the size and digest of each by its path from the run directory, `table` what goes by samples, and prompt_ids, int64
+    [S], is the same for samples of one prompt in whichever rollout: a digest of its tokens."""
 
     def __init__(self, run_dir: Path, files: Mapping[str, FileFacts] | None = None) -> None:
-        """files: of an earlier attempt of the run, which were found whole.
-
-        Raises:
-            BadInput: one of them cannot be mapped.
-        """
+        """files: of an earlier attempt of the run, which were found whole. Raises BadInput where one cannot be
+        mapped."""
         self._run_dir = run_dir
         self.files: dict[str, FileFacts] = {}
         self._tokens: list[Tensor] = []
@@ -116,13 +109,8 @@ def _prompt_ids(rollout: ExperienceBatch) -> Tensor:
 
 
 def write_rollout(batch: ExperienceBatch, path: Path) -> FileFacts:
-    """On rank 0: a rollout as a file, whole and on the disk when this returns; its size and digest.
-
-    What phases fill in and routed_experts are left out.
-
-    Raises:
-        BadInput: it cannot be written.
-    """
+    """On rank 0: a rollout as a file, whole and on the disk when this returns; its size and digest. What phases fill in
+    and routed_experts are left out. Raises BadInput where it cannot be written."""
     content = save(batch.rollout_tensors())
     with atomic_write(path, "wb") as file:
         file.write(content)
@@ -134,11 +122,8 @@ def write_rollout(batch: ExperienceBatch, path: Path) -> FileFacts:
 
 
 def remove_unneeded(run_dir: Path) -> None:
-    """On rank 0, while no checkpoint is being written and nothing is being recorded: remove the files that no
-    checkpoint names, nor copy in host memory.
-
-    Nothing goes where a checkpoint cannot be read: it may name any of them.
-    """
+    """On rank 0, while nothing is being written or recorded: remove the files that no checkpoint names, nor copy in
+    host memory. Nothing goes where a checkpoint cannot be read: it may name any of them."""
     folder = run_dir / RECORD_FOLDER
     if not folder.is_dir():
         return

@@ -1,33 +1,36 @@
-"""Going on from a checkpoint: it is proven whole while it is read, and then the run directory is put back to where the
-checkpoint was saved."""
+"""Going on from a checkpoint: its config fits, it is proven whole while it is read, and then the run directory is put
+back to where the checkpoint was saved."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
+from pydantic import ValidationError
 
 from vapo_megatron.checkpoint.checkpoints import CheckpointName, remove_leftovers
-from vapo_megatron.checkpoint.dist_saver import load_training_state
+from vapo_megatron.checkpoint.dist_saver import load_training_state, refuse_together
 from vapo_megatron.checkpoint.manifest import (
+    GROUPS_FILE,
     Manifest,
+    Progress,
     check_contents,
     check_structure,
     needed_files,
     read_manifest,
+    read_progress,
 )
 from vapo_megatron.checkpoint.nodes import NodeCopy
-from vapo_megatron.checkpoint.progress import GROUPS_FILE, Progress, read_progress
 from vapo_megatron.checkpoint.recorded_rollouts import remove_unneeded
-from vapo_megatron.checkpoint.verified_reader import refuse_together
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.load import dump_config
 from vapo_megatron.errors import BadInput, TryAgain
-from vapo_megatron.megatron.rng import set_rng_state
+from vapo_megatron.megatron.dist_optimizer import set_rng_state
 from vapo_megatron.megatron.trainable import Trainable
 
 # Files of the run directory that go along with a checkpoint, so that a resumed run has them as they were.
@@ -37,15 +40,9 @@ _STEP_FILE = re.compile(r"step_(\d+)[_.].*")
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins, and what outlives its ranks.
-
-    Attributes:
-        checkpoint: the saved state; None for a new run.
-        finished: there is nothing to do.
-        memory: where copies of the run's state are kept in host memory; None for none.
-        home: socket of the process that keeps the engines; None where ranks do.
-        copy: the saved state, where it is a copy of which each node holds a part.
-    """
+    """Where a run begins, and what outlives its ranks: the saved state (None for a new run); whether nothing is left to
+    do; where copies in host memory are kept; the socket of the process that keeps the engines (None where ranks do);
+    and the saved state as a copy of which each node holds a part."""
 
     checkpoint: Path | None = None
     finished: bool = False
@@ -78,24 +75,20 @@ class Resumed:
     copy: NodeCopy | None = None
 
     def load(self, model: Trainable, name: str) -> None:
-        """Collective: fill a prepared (or frozen) model.
-
-        Raises:
-            BadInput: on every rank, naming what is wrong with the checkpoint.
-            TryAgain: likewise, with a copy: nobody can mend one, and the last checkpoint is there.
-        """
-        copy, own = self.copy, f"{name}/"
+        """Collective: fill a prepared (or frozen) model. Raises BadInput, on every rank, naming what is wrong with the
+        checkpoint; TryAgain with a copy: nobody can mend one, and the last checkpoint is there."""
+        copy, prefix = self.copy, f"{name}/"
         if copy is not None:  # every byte was compared when it was found
             try:
                 load_training_state(
-                    model, self.checkpoint / name, {}, lambda files: copy.fetch(own + file for file in files)
+                    model, self.checkpoint / name, {}, lambda files: copy.fetch(prefix + file for file in files)
                 )
             except BadInput as error:
                 raise TryAgain(str(error), shared=error.shared) from None
             return
-        files = {path: facts for path, facts in self.manifest.files.items() if path.startswith(own) and facts.pieces}
+        files = {path: facts for path, facts in self.manifest.files.items() if path.startswith(prefix) and facts.pieces}
         load_training_state(
-            model, self.checkpoint / name, {path.removeprefix(own): facts for path, facts in files.items()}
+            model, self.checkpoint / name, {path.removeprefix(prefix): facts for path, facts in files.items()}
         )
 
     @property
@@ -117,13 +110,10 @@ def layouts(models: Mapping[str, SavedModel]) -> dict[str, str]:
 
 
 def open_resumed(checkpoint: Path, copy: NodeCopy | None = None) -> Resumed:
-    """Collective: read a checkpoint but for the models, and compare every byte with its manifest, each rank a share
-    of the files. Resumed.load does so with the models.
+    """Collective: read a checkpoint but for the models, and compare every byte with its manifest, each rank a share of
+    the files; Resumed.load does so with the models. Of a copy on several nodes all of that was done when it was found.
 
-    copy: what it is of a copy on several nodes, where all of that was done when it was found.
-
-    Raises:
-        BadInput: on every rank, naming what is wrong with the checkpoint.
+    Raises BadInput on every rank, naming what is wrong with the checkpoint.
     """
     name = CheckpointName.parse(checkpoint.name)
     assert name is not None
@@ -140,11 +130,8 @@ def open_resumed(checkpoint: Path, copy: NodeCopy | None = None) -> Resumed:
 
 
 def restore_run_files(run_dir: Path, resumed: Resumed, settings: Section) -> None:
-    """On rank 0: config.yaml is of this attempt, metrics and evaluation as they were at the checkpoint; what came
-    later goes.
-
-    Exported models stay: the same step writes the same ones again.
-    """
+    """On rank 0: config.yaml is of this attempt, metrics and evaluation as they were at the checkpoint; what came later
+    goes. Exported models stay: the same step writes the same ones again."""
     remove_leftovers(run_dir)
     dump_config(settings, run_dir / "config.yaml")
     for name in RUN_FILES:
@@ -155,7 +142,59 @@ def restore_run_files(run_dir: Path, resumed: Resumed, settings: Section) -> Non
             (run_dir / name).unlink(missing_ok=True)
     for folder in ("samples", "evaluation"):
         for path in (run_dir / folder).glob("step_*"):
-            found = _STEP_FILE.fullmatch(path.name)
-            if found is not None and int(found[1]) > resumed.progress.step:
+            match = _STEP_FILE.fullmatch(path.name)
+            if match is not None and int(match[1]) > resumed.progress.step:
                 path.unlink()
     remove_unneeded(run_dir)
+
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+# What changes how far, where, how fast or how visibly a run goes, and not what it learns from: layouts change rounding
+# alone. Everything else is what the run is.
+_HARMLESS = (
+    *("preset", "run.name", "run.root", "run.steps", "run.overwrite", "run.resume", "run.allow_config_change"),
+    *("cluster", "evaluation", "data.eval", "data.steps", "data.epochs", "export", "monitoring", "checkpoint"),
+    *("actor.layout", "actor.recompute", "actor.max_tokens_per_microbatch", "actor.logprob_chunk"),
+    *("critic.layout", "critic.recompute", "critic.max_tokens_per_microbatch"),
+    *("rollout.num_engines", "rollout.tp", "rollout.max_running_requests", "rollout.max_total_tokens", "rollout.sync"),
+    *("rollout.mem_fraction_static", "rollout.memory_saver", "rollout.start_timeout_s", "rollout.collect_timeout_s"),
+    *("rollout.load_format", "rollout.context_length", "rollout.external_urls", "rollout.api_key_variable"),
+    *("reward.workers", "reward.response_timeout_s", "reward.memory_mib"),
+)
+
+
+def check_config_change(now: SectionT, checkpoint: Path, allowed: Sequence[str]) -> None:
+    """Raises BadInput, naming every such key, where the config is not the one that a checkpoint was saved with.
+    allowed: keys, or sections, in which a change is meant (run.allow_config_change)."""
+    path = checkpoint / "config.yaml"
+    try:
+        before = type(now).model_validate(OmegaConf.to_container(OmegaConf.load(path), resolve=True))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise BadInput(
+            f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}: go on with the version of vapo_megatron that "
+            "saved it"
+        ) from None
+    changes = differences(before.model_dump(mode="json"), now.model_dump(mode="json"))
+    changed = [(key, old, new) for key, old, new in changes if not _within(key, (*_HARMLESS, *allowed))]
+    if changed:
+        reason = "; ".join(f"{key}={new}: the run was saved with {old}" for key, old, new in changed)
+        it, keys = "it" if len(changed) == 1 else "them", ",".join(key for key, _, _ in changed)
+        raise BadInput(
+            f"{reason} ({checkpoint}); set {it} back, start another run, or mean {it} with "
+            f"run.allow_config_change=[{keys}]"
+        )
+
+
+def differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, old value, new value) of every value in which two nested mappings differ."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in [*old, *(name for name in new if name not in old)]:
+            yield from differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+    elif old != new:
+        yield key, old, new
+
+
+def _within(key: str, sections: Sequence[str]) -> bool:
+    return any(key == section or key.startswith(f"{section}.") for section in sections)

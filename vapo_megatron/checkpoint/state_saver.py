@@ -19,9 +19,8 @@ import torch.distributed as dist
 from vapo_megatron.checkpoint.background_save import BackgroundSave, CheckpointJob, Outcome, Problem
 from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_FOLDER, CheckpointName, open_checkpoint
 from vapo_megatron.checkpoint.dist_saver import ModelSaver
-from vapo_megatron.checkpoint.manifest import FileFacts, Manifest, write_json
+from vapo_megatron.checkpoint.manifest import GROUPS_FILE, PROGRESS_FILE, FileFacts, Manifest, Progress, write_json
 from vapo_megatron.checkpoint.nodes import Nodes
-from vapo_megatron.checkpoint.progress import GROUPS_FILE, PROGRESS_FILE, Progress
 from vapo_megatron.checkpoint.resume import RUN_FILES, Resumed, SavedModel, layouts
 from vapo_megatron.collectives import on_rank_zero
 from vapo_megatron.config.atomic import atomic_write, sync
@@ -29,10 +28,11 @@ from vapo_megatron.config.load import dump_config
 from vapo_megatron.config.run import RetentionConfig
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.megatron.dist_optimizer import rng_state
 from vapo_megatron.megatron.mesh import world_timeout
-from vapo_megatron.megatron.rng import rng_state
 from vapo_megatron.monitoring.names import EVALUATION
-from vapo_megatron.weights.adapters import base_identity
+from vapo_megatron.weights.adapters import adapter_parameter_count, base_identity
+from vapo_megatron.weights.spec import ModelSpec
 from vapo_megatron.weights.torch_dist import write_model_card
 
 # What other users of host memory are left with.
@@ -41,14 +41,9 @@ _ROOM_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint holds besides models, generators and files.
-
-    Attributes:
-        progress: how far the run is.
-        metrics: of the step that was done last, by name; rank 0's count.
-        record: the files of what value pretraining has recorded, where that is not over.
-        groups: of graded groups that wait for the trainer (engines/stream.py); empty where there are none.
-    """
+    """What a checkpoint holds besides models, generators and files: how far the run is, rank 0's metrics of the last
+    step, the files of what value pretraining has recorded where that is not over, and graded groups that wait for the
+    trainer."""
 
     progress: Progress
     metrics: Mapping[str, float]
@@ -66,15 +61,8 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """What of a run stays the same from save to save.
-
-    Attributes:
-        settings: the whole config.
-        kind: the command.
-        run_dir: of the run.
-        models: by the name of their folder.
-        run_id: of the run, over all its attempts.
-    """
+    """What of a run stays the same from save to save: its config, command, directory, models by folder, and id over all
+    attempts."""
 
     settings: TrainConfig | SftConfig
     kind: Literal["train", "sft"]
@@ -91,11 +79,8 @@ def run_id_of(resumed: Resumed | None) -> str:
 class StateSaver:
     """Saves of a run in one place, one after the other. All methods are collective, its making included.
 
-    Args:
-        run: what is saved.
-        place: has the folder of checkpoints; of another name on each node where it is host memory.
-        keep: which of them stay.
-        in_memory: whether the place is host memory, which is not to be filled up.
+    place: has the folder of checkpoints, of which `keep` stay; in_memory: it is host memory, of which some is left
+    free.
     """
 
     def __init__(self, run: SavedRun, place: Path, keep: RetentionConfig, in_memory: bool = False) -> None:
@@ -118,10 +103,8 @@ class StateSaver:
         return self._unopened is not None or (self._running is not None and self._running.has_failed)
 
     def begin(self, snapshot: Snapshot, making_room: Callable[[], AbstractContextManager[None]]) -> None:
-        """Copy what is saved and begin to write it; finish() has ended the save before.
-
-        making_room: entered while tensors are gathered, which takes memory of the device.
-        """
+        """Copy what is saved and begin to write it; finish() has ended the save before. making_room: entered while
+        tensors are gathered, which takes memory of the device."""
         run, name, rank = self._run, snapshot.name, dist.get_rank()
         opened = on_rank_zero(partial(self._open, name))
         if isinstance(opened, Problem):
@@ -223,3 +206,43 @@ def _write_generators(rank: int, state: dict[str, Any], folder: Path) -> None:
     path = folder / "ranks" / f"{rank:05d}.pt"
     torch.save(state, path)
     sync(path)
+
+
+# Of a parameter, saved: the main weight and both moments in fp32; float32 models save their weights twice so.
+OPTIMIZER_BYTES = 12
+
+
+def bytes_per_weight(dtype: str) -> int:
+    """Bytes of one weight in a checkpoint."""
+    return 2 if dtype == "bfloat16" else 4
+
+
+def checkpoint_bytes(config: TrainConfig, parameters: Mapping[str, int]) -> int:
+    """Bytes of one checkpoint: weights and optimizer of what is trained of actor and critic, counted by name
+    (trained_parameters), and weights of a reference that is replaced."""
+    widths = {name: bytes_per_weight(config.trainable(name).dtype(config.model)) for name in parameters}
+    reference = parameters["actor"] * widths["actor"] if config.algorithm.saves_reference else 0
+    return sum(count * (widths[name] + OPTIMIZER_BYTES) for name, count in parameters.items()) + reference
+
+
+def trained_parameters(config: TrainConfig, specs: Mapping[str, ModelSpec]) -> dict[str, int]:
+    """Parameters of actor and critic, by name, that are trained: all, or adapters and a critic's head."""
+    return {
+        name: adapter_parameter_count(spec, config.model.adapter, "value" if name == "critic" else "lm")
+        if config.trainable(name).kind == "adapter"
+        else spec.parameter_count()
+        for name, spec in specs.items()
+    }
+
+
+def run_bytes(config: TrainConfig, specs: Mapping[str, ModelSpec]) -> int:
+    """Bytes that the last export and the checkpoint take at least: those that stay, and the one being written.
+
+    specs: of actor and critic, by name.
+    """
+    saves, trained = config.checkpoint, trained_parameters(config, specs)
+    exported = sum(spec.parameter_count() for name, spec in specs.items() if name == "actor" or config.export.critic)
+    checkpoints = (
+        saves.keep.last + 1 if saves.every is not None or saves.every_minutes is not None else int(saves.at_end)
+    )
+    return exported * bytes_per_weight(config.model.dtype) + checkpoints * checkpoint_bytes(config, trained)

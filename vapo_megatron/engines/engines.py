@@ -33,7 +33,7 @@ from vapo_megatron.signals import stop_requested
 from vapo_megatron.weights.bucket import DeviceSlots, NamedTensors, SharedSlots
 from vapo_megatron.weights.export import make_slots, stream_hf
 from vapo_megatron.weights.fp8 import BlockFp8
-from vapo_megatron.weights.part_times import PartTimes
+from vapo_megatron.weights.gather import PartTimes
 from vapo_megatron.weights.spec import read_spec
 
 _logger = logging.getLogger(__name__)

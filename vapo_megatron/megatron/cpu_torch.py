@@ -19,67 +19,34 @@ import torch
 from vapo_megatron.megatron.platform import current_platform
 
 _CPU = torch.device("cpu")
-_TENSOR_FACTORIES = [
-    "tensor",
-    "empty",
-    "zeros",
-    "ones",
-    "full",
-    "arange",
-    "rand",
-    "randn",
-    "randint",
-    "as_tensor",
-    "empty_like",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "linspace",
-    "eye",
-    "empty_strided",
-]
+_TENSOR_FACTORIES = (
+    *("tensor", "empty", "zeros", "ones", "full", "arange", "rand", "randn", "randint", "as_tensor", "linspace", "eye"),
+    *("empty_like", "zeros_like", "ones_like", "full_like", "empty_strided"),
+)
 # Modules that Megatron imports late; they have to be there before the view is installed.
-_LATE_MODULES = [
-    "tensor_parallel",
-    "parallel_state",
-    "hyper_comm_grid",
-    "pipeline_parallel.schedules",
-    "pipeline_parallel.p2p_communication",
-    "distributed",
-    "optimizer",
-    "optimizer.distrib_optimizer",
-    "optimizer.clip_grads",
-    "optimizer_param_scheduler",
-    "dist_checkpointing",
-    "dist_checkpointing.strategies.torch",
-    "dist_checkpointing.strategies.async_utils",
-    "dist_checkpointing.strategies.fully_parallel",
-    "models.gpt",
-    "models.gpt.gpt_layer_specs",
-    "transformer.attention",
-]
+_LATE_MODULES = (
+    *("tensor_parallel", "parallel_state", "hyper_comm_grid", "pipeline_parallel.schedules", "distributed"),
+    *("pipeline_parallel.p2p_communication", "optimizer", "optimizer.distrib_optimizer", "optimizer.clip_grads"),
+    *("optimizer_param_scheduler", "dist_checkpointing", "dist_checkpointing.strategies.torch"),
+    *("dist_checkpointing.strategies.async_utils", "dist_checkpointing.strategies.fully_parallel", "models.gpt"),
+    *("models.gpt.gpt_layer_specs", "transformer.attention"),
+)
 
 
-class _Stream:
-    """A queue of work on a device that does everything at once."""
-
-    def wait_stream(self, *_: Any) -> None: ...
-    def wait_event(self, *_: Any) -> None: ...
-    def synchronize(self) -> None: ...
-    def record_event(self, event: "_Event | None" = None) -> "_Event":
-        return event or _Event()
-
-    def query(self) -> bool:
-        return True
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
 
 
 class _Event:
-    """A mark in such a queue: passed as soon as it is made."""
+    """A queue of work, or a mark in one, on a device that does everything at once."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
-    def record(self, *_: Any) -> None: ...
-    def wait(self, *_: Any) -> None: ...
-    def synchronize(self) -> None: ...
+
+    wait_stream = wait_event = synchronize = record = wait = _nothing
+
+    def record_event(self, event: "_Event | None" = None) -> "_Event":
+        return event or _Event()
+
     def query(self) -> bool:
         return True
 
@@ -95,22 +62,16 @@ def _to_cpu(device: Any) -> Any:
     return _CPU if torch.device(device).type == "cuda" else device
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
-
-
 def _cuda_on_cpu() -> types.ModuleType:
     module = types.ModuleType("torch.cuda (CPU)")
     module.__dict__.update(torch.cuda.__dict__)
-    stream = _Stream()
+    stream = _Event()
     no_context = lambda *_, **__: contextlib.nullcontext()  # noqa: E731
     zero = lambda *_, **__: 0  # noqa: E731
     module.__dict__.update(
         current_device=lambda: _CPU,
         device_count=lambda: 1,
         set_device=_nothing,
-        synchronize=_nothing,
-        empty_cache=_nothing,
         current_stream=lambda *_: stream,
         default_stream=lambda *_: stream,
         stream=no_context,
@@ -121,13 +82,10 @@ def _cuda_on_cpu() -> types.ModuleType:
         set_rng_state=lambda state, *_, **__: torch.set_rng_state(state),
         manual_seed=torch.manual_seed,
         manual_seed_all=torch.manual_seed,
-        memory_allocated=zero,
-        max_memory_allocated=zero,
-        memory_reserved=zero,
-        max_memory_reserved=zero,
-        reset_peak_memory_stats=_nothing,
         is_current_stream_capturing=lambda: False,
         nvtx=types.SimpleNamespace(range_push=_nothing, range_pop=_nothing, range=no_context),
+        **dict.fromkeys(("synchronize", "empty_cache", "reset_peak_memory_stats"), _nothing),
+        **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), zero),
     )
     return module
 

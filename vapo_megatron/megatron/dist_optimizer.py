@@ -1,20 +1,34 @@
 """The training state of a Trainable as one sharded state dict: weights, optimizer and schedule, for any layout.
 
-Optimizer states are written in the shapes of the parameters (megatron/optimizer_shards.py), under keys that begin with
-"optimizer.", so that they load at another tensor, pipeline, context or data-parallel size.
+Optimizer states are written in the shapes of the parameters, under keys that begin with "optimizer.", so that they load
+at another tensor, pipeline, context or data-parallel size. Each data-parallel rank holds a range of most parameters; a
+parameter's states are put together on one rank, another one for each parameter, so that no rank holds more than its
+share. Megatron's own way ("fully_reshardable", 0.16.1) puts all of them together on every rank, or on the first: 12
+bytes a parameter of the whole model-parallel shard; and it takes them from wrong places where a buffer has padding
+between its parameters. Keys and shapes are the same, so either reads what the other wrote.
 """
 
-from collections.abc import Callable
-from typing import Any
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
 from torch.optim import Adam
 
-from vapo_megatron.megatron.optimizer_shards import empty_states, gathered_states, put_states, reads
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.trainable import Trainable
+from vapo_megatron.weights.bucket import batches
 from vapo_megatron.weights.torch_dist import CONTENT_METADATA, model_state, put_model_state
 
 # Of an optimizer's parameter group: how far it is. All else in it comes from the config.
@@ -25,35 +39,29 @@ Load = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def training_state(trainable: Trainable) -> dict[str, Any]:
-    """Collective: what dist_checkpointing saves of a model.
-
-    A model without an optimizer (a reference policy) has weights alone.
-    """
+    """Collective: what dist_checkpointing saves of a model: of one without an optimizer (a reference) weights alone."""
     state = _state(trainable, loading=False)
-    for part, found in _optimizer_states(trainable, state):
+    for part, saved in _optimizer_states(trainable, state):
         if isinstance(part, DistributedOptimizer):
-            found[_STATES] = gathered_states(part, _weights(state))
+            saved[_STATES] = gathered_states(part, _weights(state))
     return state
 
 
 def load_training_state(trainable: Trainable, load: Load) -> None:
     """Collective: fill a prepared (or frozen) model, a portion of its optimizer's states after the other.
 
-    Learning rates and decay follow the config of today, at the step that was saved.
-
-    Args:
-        trainable: to be filled.
-        load: collective; a sharded state dict as dist_checkpointing.load fills it.
+    Learning rates and decay follow the config of today, at the step that was saved. load: collective; a sharded state
+    dict as dist_checkpointing.load fills it.
     """
     _prime(trainable)
     loaded = load(_state(trainable, loading=True))
     put_model_state(trainable.chunks, loaded)
     if trainable.optimizer is None:
         return
-    for part, found in _optimizer_states(trainable, loaded):
+    for part, saved in _optimizer_states(trainable, loaded):
         groups = part.optimizer.param_groups
         settings = [{key: value for key, value in group.items() if key not in _PROGRESS} for group in groups]
-        _load(part, found)
+        _load(part, saved)
         for group, before in zip(part.optimizer.param_groups, settings, strict=True):
             group.update(before)
     trainable.scheduler.num_steps = loaded["scheduler"]["num_steps"]
@@ -74,13 +82,13 @@ def _state(trainable: Trainable, loading: bool) -> dict[str, Any]:
     parts = _parts(trainable)
     if len(parts) > 1:
         trainable.optimizer._synchronize_steps()
-    found: list[dict[str, Any]] = []
+    states: list[dict[str, Any]] = []
     for part in parts:
         if isinstance(part, DistributedOptimizer):
-            found.append(part.state_dict())
+            states.append(part.state_dict())
         else:
-            found.append(part.sharded_state_dict(dict(state), is_loading=loading, metadata=CONTENT_METADATA))
-    state["optimizer"] = found[0] if len(found) == 1 else dict(enumerate(found))
+            states.append(part.sharded_state_dict(dict(state), is_loading=loading, metadata=CONTENT_METADATA))
+    state["optimizer"] = states[0] if len(states) == 1 else dict(enumerate(states))
     state["scheduler"] = {"num_steps": trainable.scheduler.num_steps}
     return state
 
@@ -93,8 +101,8 @@ def _optimizer_states(trainable: Trainable, state: dict[str, Any]) -> list[tuple
     """Each optimizer of a model with what a state dict has of it."""
     if trainable.optimizer is None:
         return []
-    parts, found = _parts(trainable), state["optimizer"]
-    return [(part, found if len(parts) == 1 else found[index]) for index, part in enumerate(parts)]
+    parts, states = _parts(trainable), state["optimizer"]
+    return [(part, states if len(parts) == 1 else states[index]) for index, part in enumerate(parts)]
 
 
 def _load_states(part: Any, weights: dict[str, Any], load: Load) -> None:
@@ -128,9 +136,9 @@ def _prime(trainable: Trainable) -> None:
 def _set_steps(inner: Adam) -> None:
     """torch's Adam counts steps in a tensor of each parameter."""
     for values in inner.state.values():
-        found = values.get("step")
+        step = values.get("step")
         # A tensor of its own each: one that all of them shared would count a step for every parameter.
-        values["step"] = torch.zeros(()) if found is None else found.detach().clone()
+        values["step"] = torch.zeros(()) if step is None else step.detach().clone()
 
 
 def _load(part: Any, state: dict[str, Any]) -> None:
@@ -147,3 +155,168 @@ def _load(part: Any, state: dict[str, Any]) -> None:
     for group in inner.param_groups:
         if "step" in group:
             group["step"] = int(group["step"])  # fused ones take no float, and torch's Adam saves one
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of Python's, numpy's, torch's and Megatron's generators; torch.load(weights_only=True) reads it."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+        "megatron": dict(tensor_parallel.get_cuda_rng_tracker().get_states()),
+    }
+    if current_platform().is_cuda:
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Go on from rng_state() of a rank at the same place."""
+    random.setstate(state["python"])
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    torch.set_rng_state(state["torch"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["megatron"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
+
+# float32 in a checkpoint, whatever the optimizer keeps.
+_SAVED = ("param", "exp_avg", "exp_avg_sq")
+_BYTES = 4 * len(_SAVED)
+# Host memory of what is read together; a larger parameter is read alone.
+_READ_BYTES = 2 << 30
+# Of the device, twice, of what is gathered together; a larger parameter is gathered alone.
+_GATHERED_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class WholeParameter:
+    """A parameter as a checkpoint sees it: its index among the optimizer's, the same on all data-parallel ranks; this
+    rank's parameter, whole as far as data parallelism goes; its place in the saved model; and the ranges [start, stop)
+    of the flattened parameter whose states each data-parallel rank holds, perhaps empty."""
+
+    index: int
+    parameter: Tensor
+    sharded: Sharded
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of its states in a checkpoint."""
+        return self.parameter.numel() * _BYTES
+
+    def states(self, tensors: Mapping[str, Tensor], sharded: Sharded) -> dict[str, Sharded]:
+        """Tensors of its shape, by state, as the checkpoint holds them."""
+        return {
+            name: make_sharded_optimizer_tensor(sharded, tensor, f"optimizer.state.{name}")
+            for name, tensor in tensors.items()
+        }
+
+
+def whole_parameters(part: Any, model_state: Mapping[str, Any]) -> list[WholeParameter]:
+    """Those of a DistributedOptimizer, in its order. model_state: weights.torch_dist.model_state of the same chunks."""
+    sharded, _ = extract_sharded_tensors_and_factories(dict(model_state))
+    by_parameter = {id(value.data): value for value in nested_values(sharded)}
+    count = part.data_parallel_group.size()
+    parameters: list[WholeParameter] = []
+    for buffer in part.buffers:
+        for parameter, (start, stop, number) in buffer.param_index_map.items():
+            bucket = buffer.buckets[number]
+            share = bucket.grad_data.numel() // count
+            cuts = (min(max(bucket.offset + rank * share, start), stop) - start for rank in range(count + 1))
+            ranges = tuple(pairwise(cuts))
+            parameters.append(WholeParameter(len(parameters), parameter, by_parameter[id(parameter)], ranges))
+    return parameters
+
+
+def gathered_states(part: Any, model_state: Mapping[str, Any]) -> dict[int, dict[str, Sharded]]:
+    """Collective: states to be saved, in host memory, by a parameter's index; each parameter's on one rank of its own.
+
+    Ranks that hold nothing but copies of what others save (tensor-parallel ones of a norm, the last pipeline stage of
+    tied embeddings) get none.
+    """
+    group = part.data_parallel_group
+    parameters = whole_parameters(part, model_state)
+    # Whoever saves a parameter's states does so as the first of the ranks that hold them.
+    box = [[whole.sharded.replica_id for whole in parameters]]
+    dist.broadcast_object_list(box, src=dist.get_process_group_ranks(group)[0], group=group)
+    placed: list[tuple[WholeParameter, int]] = []
+    held = [0] * group.size()
+    for whole, replica_id in zip(parameters, box[0], strict=True):
+        if is_main_replica(replica_id):
+            owner = held.index(min(held))
+            held[owner] += whole.parameter.numel()
+            placed.append((replace(whole, sharded=replace(whole.sharded, replica_id=replica_id)), owner))
+    saved: dict[int, dict[str, Sharded]] = {}
+    for batch in batches(placed, lambda pair: pair[0].nbytes, _GATHERED_BYTES):
+        saved |= _gather(part, batch)
+    return saved
+
+
+def reads(part: Any, model_state: Mapping[str, Any]) -> list[list[WholeParameter]]:
+    """The parameters in portions that are read one after the other, so that a rank holds one portion at a time."""
+    return list(batches(whole_parameters(part, model_state), lambda whole: whole.nbytes, _READ_BYTES))
+
+
+def empty_states(portion: Sequence[WholeParameter]) -> dict[int, dict[str, Sharded]]:
+    """What dist_checkpointing.load is to fill."""
+    return {
+        whole.index: whole.states(
+            {name: torch.empty(whole.parameter.shape, dtype=torch.float32) for name in _SAVED}, whole.sharded
+        )
+        for whole in portion
+    }
+
+
+def put_states(part: Any, portion: Sequence[WholeParameter], loaded: Mapping[int, Mapping[str, Tensor]]) -> None:
+    """Take this rank's ranges of what was loaded."""
+    rank = part.data_parallel_group.rank()
+    for whole in portion:
+        start, stop = whole.ranges[rank]
+        if start == stop:
+            continue
+        # Megatron sets all states there are, the step counter of torch's Adam among them.
+        tensors = dict(part._get_main_param_and_optimizer_states(whole.parameter))
+        tensors |= {name: loaded[whole.index][name].flatten()[start:stop] for name in _SAVED}
+        with torch.no_grad():
+            part._set_main_param_and_optimizer_states(whole.parameter, tensors)
+
+
+def _gather(part: Any, batch: Sequence[tuple[WholeParameter, int]]) -> dict[int, dict[str, Sharded]]:
+    """Collective over the data-parallel ranks: states of parameters, in host memory, each on its owner; one exchange.
+
+    A rank sends what it holds and no more, for each owner parameter by parameter, and of a parameter state by state.
+    """
+    group, device = part.data_parallel_group, current_platform().device
+    rank, pieces, sent = group.rank(), [torch.empty(0, dtype=torch.float32, device=device)], [0] * group.size()
+    for receiver in range(group.size()):
+        for whole, owner in batch:
+            start, stop = whole.ranges[rank]
+            if owner == receiver and stop > start:
+                held = part._get_main_param_and_optimizer_states(whole.parameter)
+                pieces += [held[name].detach().flatten().to(device, torch.float32) for name in _SAVED]
+                sent[receiver] += len(_SAVED) * (stop - start)
+    mine = [whole for whole, owner in batch if owner == rank]
+    received = [
+        len(_SAVED) * sum(stop - start for start, stop in (w.ranges[r] for w in mine)) for r in range(len(sent))
+    ]
+    came = torch.empty(sum(received), dtype=torch.float32, device=device)
+    dist.all_to_all_single(came, torch.cat(pieces), received, sent, group=group)
+    streams = list(came.to("cpu").split(received))
+
+    def take(sender: int, count: int) -> Tensor:
+        values, streams[sender] = streams[sender][:count], streams[sender][count:]
+        return values
+
+    states = {}
+    for whole in mine:
+        cut = [
+            {name: take(sender, stop - start) for name in _SAVED} for sender, (start, stop) in enumerate(whole.ranges)
+        ]
+        tensors = {name: torch.cat([piece[name] for piece in cut]).view(whole.parameter.shape) for name in _SAVED}
+        states[whole.index] = whole.states(tensors, whole.sharded)
+    return states

@@ -1,25 +1,260 @@
-"""The one place that decides which modules a transformer layer is made of."""
+"""Which modules a transformer layer is made of, and core attention and norm for machines without Transformer Engine.
 
+Megatron's own DotProductAttention refuses context parallelism and packed sequences, its WrappedTorchNorm refuses
+sequence parallelism; the ones here take their places in its layer spec.
+"""
+
+import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
 from torch.nn import Module, Parameter
 
+from vapo_megatron.data.zigzag import local_positions, natural_order
 from vapo_megatron.errors import BadInput
-from vapo_megatron.megatron.attention import RMSNorm, SDPACoreAttention
 from vapo_megatron.megatron.platform import Platform
 
 
-def uses_transformer_engine(attention: str, platform: Platform) -> bool:
-    """Whether layers come from Transformer Engine: by default wherever it is there.
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin, 1)
 
-    Raises:
-        BadInput: it was asked for and is not there.
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(grads[0], cos, sin, -1), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    turned = 2 * cos.shape[-1]
+    result[..., turned:] = x[..., turned:]
+    (real, imaginary), (out_real, out_imaginary) = x[..., :turned].chunk(2, -1), result[..., :turned].chunk(2, -1)
+    torch.mul(real, cos, out=out_real).addcmul_(imaginary, sin, value=-sign)
+    torch.mul(imaginary, cos, out=out_imaginary).addcmul_(real, sin, value=sign)
+    return result
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn x [t, heads, d], whose halves are real and imaginary parts, by angles given as cos and sin [t, 1, d / 2].
+
+    Where they are fewer, the first channels alone are turned."""
+    turned: Tensor = _Rotate.apply(x, cos, sin)
+    return turned
+
+
+class RotaryTables:
+    """Cosines and sines of the positions that a context-parallel rank holds, shared by the layers of a model."""
+
+    def __init__(self, inv_freq: Tensor, cp_size: int, cp_rank: int) -> None:
+        """inv_freq: float32 [d / 2], angle between neighbouring positions."""
+        self._inv_freq, self._cp = inv_freq, (cp_size, cp_rank)
+        self._key: weakref.ref[Tensor] | None = None
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def of(self, cu_seqlens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Both [t, 1, d / 2] in dtype, where cu_seqlens [sequences + 1] lies; kept from the last call where it is the
+        same tensor, which nobody must change."""
+        last = self._key() if self._key is not None else None
+        if last is not cu_seqlens or self._tables is None or self._tables[0].dtype != dtype:
+            lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
+            positions = torch.cat([torch.arange(n) for n in lengths])[local_positions(lengths, *self._cp)]
+            angles = torch.outer(positions.float(), self._inv_freq)[:, None]
+            device = cu_seqlens.device
+            self._tables = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+            self._key = weakref.ref(cu_seqlens)
+        return self._tables
+
+
+# Mean tokens of packed sequences from which each is attended to on its own rather than in a padded batch.
+_LONG = 64
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm whose weight gradient Megatron sums over tensor-parallel ranks under sequence parallel."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+class _GatherSequence(torch.autograd.Function):
+    """[t, ...] on each rank -> [cp * t, ...] rank by rank; backward sums and scatters."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        out = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].contiguous()
+        out = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
+        dist.reduce_scatter_tensor(out, grad, group=ctx.group)
+        return out, None
+
+
+class Segment(NamedTuple):
+    """A run of queries of one sequence and the keys that they may see: the last query sees the last key."""
+
+    q_start: int
+    q_length: int
+    k_start: int
+    k_length: int
+
+
+def packed_segments(lengths: list[int], cp: int, rank: int) -> list[Segment]:
+    """Causal segments of the packed sequences `lengths` (tokens, padding included) that a CP rank computes: with cp > 1
+    each sequence is cut in 2 * cp chunks, of which it holds `rank` and `2 * cp - 1 - rank`. Keys are in natural packed
+    order, queries in the rank's own."""
+    segments, q, k = [], 0, 0
+    for n in lengths:
+        if cp == 1:
+            segments.append(Segment(q, n, k, n))
+            q += n
+        else:
+            chunk = n // (2 * cp)
+            for index in (rank, 2 * cp - 1 - rank):
+                segments.append(Segment(q, chunk, k, (index + 1) * chunk))
+                q += chunk
+        k += n
+    return segments
+
+
+def _batches(segments: list[Segment]) -> list[list[int]]:
+    """Segments grouped so that a batch padded to its longest is at most half padding."""
+    order = sorted(range(len(segments)), key=lambda i: (segments[i].q_length, segments[i].k_length))
+    batches: list[list[int]] = []
+    for i in order:
+        if batches and segments[i].k_length <= 2 * segments[batches[-1][0]].k_length:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return batches
+
+
+def _attend_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention of sequences of one length: q [b, t, heads, d], k and v [b, t, kv_heads, d] -> like q."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)
+
+
+def _attend_batch(q: Tensor, k: Tensor, v: Tensor, segments: list[Segment], scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of several segments as one padded batch: rows [sum q_length, heads, d] and where they belong in q.
+
+    q [t, heads, d]; k, v [t', kv_heads, d]. Padding is on the right: a causal mask hides it from every real row.
     """
+    device = q.device
+    q_index = torch.arange(max(s.q_length for s in segments), device=device)
+    k_index = torch.arange(max(s.k_length for s in segments), device=device)
+    q_start, q_length, k_start, k_length = torch.tensor(segments, device=device).T[..., None]
+    q_at = (q_start + q_index).clamp_max(q.shape[0] - 1)
+    k_at = (k_start + k_index).clamp_max(k.shape[0] - 1)
+    square = all(s.q_length == s.k_length for s in segments)
+    mask = None if square else (k_index <= (q_index + (k_length - q_length))[..., None])[:, None]
+    out = F.scaled_dot_product_attention(
+        q[q_at].transpose(1, 2),
+        k[k_at].transpose(1, 2),
+        v[k_at].transpose(1, 2),
+        attn_mask=mask,
+        is_causal=square,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    real = q_index < q_length
+    return out.transpose(1, 2)[real], q_at[real]
+
+
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, segments: list[Segment], scale: float) -> Tensor:
+    """Causal attention over packed sequences: q [t, heads, d]; k, v [t', kv_heads, d], keys and values in natural
+    packed order -> [t, heads, d]. segments: from packed_segments; together they cover q. scale: of the scores."""
+    if all((s.q_start, s.q_length) == (s.k_start, s.k_length) for s in segments):
+        lengths = [s.q_length for s in segments]
+        if len(set(lengths)) == 1:
+            rows = (-1, lengths[0])
+            return _attend_rows(q.unflatten(0, rows), k.unflatten(0, rows), v.unflatten(0, rows), scale).flatten(0, 1)
+        if len(q) >= _LONG * len(segments):
+            # Cutting and joining are cheap, in backward too; indices that pick rows out of a pack are not.
+            whole = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+            return torch.cat([_attend_rows(a[None], b[None], c[None], scale)[0] for a, b, c in whole])
+    outputs, places = zip(
+        *(_attend_batch(q, k, v, [segments[i] for i in batch], scale) for batch in _batches(segments)), strict=True
+    )
+    return torch.cat(outputs)[torch.cat(places).argsort()]
+
+
+class SDPACoreAttention(MegatronModule):
+    """Megatron's core attention on torch's scaled_dot_product_attention: packed (thd), causal, context-parallel; given
+    rotary tables, it turns queries and keys by their positions before."""
+
+    rotary: RotaryTables | None = None
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.cp = pg_collection.cp
+        self.scale = softmax_scale or config.kv_channels**-0.5
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        """query [t, heads, d], key and value [t, kv_heads, d] of this CP rank -> [t, heads * d]."""
+        size, rank = self.cp.size(), self.cp.rank()
+        cu = packed_seq_params.cu_seqlens_q_padded
+        if cu is None:
+            cu = packed_seq_params.cu_seqlens_q
+        lengths = (cu[1:] - cu[:-1]).tolist()
+        if self.rotary is not None:
+            cos, sin = self.rotary.of(cu, query.dtype)
+            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        if size > 1:
+            both = _GatherSequence.apply(torch.stack((key, value), dim=1), self.cp)
+            both = both[natural_order(lengths, size).to(both.device)]
+            key, value = both.unbind(1)
+        out = attend_packed(query, key, value, packed_segments(lengths, size, rank), self.scale)
+        return out.reshape(out.shape[0], -1)
+
+
+def uses_transformer_engine(attention: str, platform: Platform) -> bool:
+    """Whether layers come from Transformer Engine: wherever it is there. Raises BadInput where it is asked for and is
+    not."""
     if attention == "transformer_engine" and not platform.has_transformer_engine:
         raise BadInput(
             "model.attention=transformer_engine: Transformer Engine is not usable here; install it on a CUDA machine "
@@ -31,12 +266,11 @@ def uses_transformer_engine(attention: str, platform: Platform) -> bool:
 def layer_spec(
     qk_norm: bool, transformer_engine: bool, num_experts: int = 0, adapters: bool = False
 ) -> tuple[Any, Any]:
-    """Megatron's own layer spec, and the class of the final norm. num_experts: of a layer, 0 for a dense model.
+    """Megatron's own layer spec, and the class of the final norm.
 
-    adapters: linear layers may have some, whose input is the norm's output: no norm is then fused with them.
-
-    Without Transformer Engine it is the local spec with norms and core attention exchanged; specs built by hand do not
-    survive Megatron's releases, these exchanges did from 0.16 to 0.19.
+    num_experts: of a layer, 0 for a dense model. adapters: linear layers may have some, whose input is the norm's
+    output: no norm is then fused with them. Without Transformer Engine it is the local spec with norms and core
+    attention exchanged; specs built by hand do not survive Megatron's releases, these exchanges did from 0.16 to 0.19.
     """
     if transformer_engine:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
@@ -62,11 +296,8 @@ def layer_spec(
 
 
 def parameters_of(model: Module, parts: Sequence[str]) -> Iterator[Parameter]:
-    """The parameters of some parts of a model, given as parts of their names, whichever layers it has.
-
-    Transformer Engine's linear layers hold the norm before them, which without it is a module beside: that norm is no
-    part of the attention, or MLP, whose linear layer it is in.
-    """
+    """The parameters of some parts of a model, given as parts of their names, whichever layers it has: the norm that
+    Transformer Engine's linear layers hold is no part of the attention, or MLP."""
     for name, parameter in model.named_parameters():
         if any(part in name for part in parts) and not name.endswith(".layer_norm_weight"):
             yield parameter

@@ -66,7 +66,7 @@ class Mesh:
 
 
 def check_layout(layout: LayoutConfig, world_size: int, name: str) -> None:
-    """Raises BadInput where the world is no multiple of the ranks that one replica takes, or of its experts' ranks."""
+    """Raises BadInput where a replica's ranks do not divide the world's, or its experts' ranks a stage's."""
     if world_size % layout.model_size:
         raise BadInput(
             f"{name}.layout: tp {layout.tp} x pp {layout.pp} x cp {layout.cp} = {layout.model_size} ranks a replica do "
@@ -81,14 +81,14 @@ def check_layout(layout: LayoutConfig, world_size: int, name: str) -> None:
 
 def check_model_layout(spec: ModelSpec, layout: LayoutConfig, name: str) -> None:
     """Raises BadInput where a model cannot be cut as the layout asks; name is the config section."""
-    for what, count in (
+    for part, count in (
         ("attention heads", spec.num_heads),
         ("key-value heads", spec.num_kv_heads),
         # Experts are whole on their ranks.
         *(("MLP columns", size) for size in spec.mlp_sizes),
     ):
         if count % layout.tp:
-            raise BadInput(f"{name}.layout.tp={layout.tp} does not divide the model's {count} {what}: choose a divisor")
+            raise BadInput(f"{name}.layout.tp={layout.tp} does not divide the model's {count} {part}: choose a divisor")
     stages = layout.pp * (layout.vpp or 1)
     if spec.num_layers % stages:
         raise BadInput(
@@ -117,11 +117,7 @@ def check_model_layout(spec: ModelSpec, layout: LayoutConfig, name: str) -> None
 
 
 def make_mesh(layout: LayoutConfig, name: str = "model") -> Mesh:
-    """Collective over all ranks: make the groups of a layout.
-
-    Raises:
-        BadInput: the world size is no multiple of tp x pp x cp, or a stage's ranks none of ep.
-    """
+    """Collective over all ranks: make the groups of a layout. Raises BadInput where they do not divide the world."""
     from megatron.core import parallel_state
     from megatron.core.hyper_comm_grid import HyperCommGrid
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -154,32 +150,24 @@ def make_mesh(layout: LayoutConfig, name: str = "model") -> Mesh:
     pg.intra_dp_cp, pg.intra_expt_dp = pg.dp_cp, pg.expt_dp
     pg.inter_dist_opt, pg.intra_dist_opt, pg.hcp = None, dist.group.WORLD, None
     pg.embd, pg.pos_embd = _embedding_groups(grid.get_rank_enum("pp"), backend)
-    return Mesh(
-        layout=layout,
-        pg=pg,
-        tp_size=pg.tp.size(),
-        tp_rank=pg.tp.rank(),
-        pp_size=pg.pp.size(),
-        pp_rank=pg.pp.rank(),
-        cp_size=pg.cp.size(),
-        cp_rank=pg.cp.rank(),
-        dp_size=pg.dp.size(),
-        dp_rank=pg.dp.rank(),
-        ep_size=pg.ep.size(),
-        ep_rank=pg.ep.rank(),
-    )
+    sizes_and_ranks = {
+        f"{name}_{kind}": getattr(getattr(pg, name), kind)()
+        for name in ("tp", "pp", "cp", "dp", "ep")
+        for kind in ("size", "rank")
+    }
+    return Mesh(layout=layout, pg=pg, **sizes_and_ranks)
 
 
 def world_timeout() -> timedelta:
     """How long ranks wait for each other in the world's collectives: new groups have torch's default unless told."""
     world: Any = dist.group.WORLD
-    found: timedelta = world._get_backend(torch.device("cpu")).options._timeout
-    return found
+    timeout: timedelta = world._get_backend(torch.device("cpu")).options._timeout
+    return timeout
 
 
 def group_timeout(backend: str) -> timedelta:
-    """How long a rank waits in a collective of the model's groups: NCCL's are entered by all ranks within minutes,
-    what takes hours (a rollout) is waited for in the world over gloo."""
+    """How long a rank waits in a collective of the model's groups: NCCL's are entered by all ranks within minutes; what
+    takes hours (a rollout) is waited for in the world over gloo."""
     return min(world_timeout(), NCCL_TIMEOUT) if backend == "nccl" else world_timeout()
 
 

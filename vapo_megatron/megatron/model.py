@@ -20,14 +20,18 @@ from torch import Tensor
 
 from vapo_megatron.config.model import ModelConfig, TrainableConfig
 from vapo_megatron.megatron import cpu_torch
-from vapo_megatron.megatron.attention import RotaryTables, SDPACoreAttention
 from vapo_megatron.megatron.heads import LogProbHead, ValueHead
-from vapo_megatron.megatron.layer_spec import layer_spec, uses_transformer_engine
+from vapo_megatron.megatron.layer_spec import RotaryTables, SDPACoreAttention, layer_spec, uses_transformer_engine
 from vapo_megatron.megatron.mesh import Mesh
-from vapo_megatron.megatron.moe import add_expert_biases, complete_megatron, mark_experts, moe_settings
+from vapo_megatron.megatron.moe import (
+    add_expert_biases,
+    complete_megatron,
+    install_router_replay,
+    mark_experts,
+    moe_settings,
+)
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.precision import fp8_settings
-from vapo_megatron.megatron.router_replay import install_router_replay
 from vapo_megatron.weights.spec import Head, ModelSpec
 
 
@@ -43,17 +47,17 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (x, activated), (grad,) = ctx.saved_tensors, grads
         gate, up = x.chunk(2, -1)
-        found = torch.empty_like(x)
-        of_gate, of_up = found.chunk(2, -1)
+        gradient = torch.empty_like(x)
+        of_gate, of_up = gradient.chunk(2, -1)
         torch.mul(grad, activated, out=of_up)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=of_gate)
-        return found
+        return gradient
 
 
 def swiglu(x: Tensor) -> Tensor:
     """silu(gate) * up of x [..., 2 * n], gate first -> [..., n] (Shazeer 2020, eq. 6)."""
-    found: Tensor = _SwiGLU.apply(x)
-    return found
+    activated: Tensor = _SwiGLU.apply(x)
+    return activated
 
 
 def install_swiglu(model: torch.nn.Module) -> None:
@@ -137,11 +141,9 @@ def build_model(
     """This rank's chunks of a model, one a virtual pipeline stage, their weights not yet loaded.
 
     Args:
-        spec: the model's shape.
-        config: from transformer_config.
-        mesh: the layout's process groups.
-        head: "lm" yields [1, t, 2] log-probs and entropies once labels are set (logits before), "value" [1, t, n]
-            with n = spec.value_outputs.
+        spec, config, mesh: the model's shape, transformer_config of it, and its layout.
+        head: "lm" yields [1, t, 2] log-probs and entropies once labels are set (logits before), "value" [1, t, n] with
+            n = spec.value_outputs.
         attention: which layers to use, see ModelConfig.attention.
         logprob_chunk: rows of logits held at once.
         adapters: whether its linear layers will be given adapters.

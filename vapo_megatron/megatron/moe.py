@@ -1,5 +1,16 @@
-"""A mixture of experts as Megatron is to build and train it."""
+"""A mixture of experts as Megatron builds and trains it, and router replay.
 
+Router replay sends tokens of the trainer through the experts that the engine chose for them. Engine and trainer compute
+a router's logits in other kernels, and where two experts are close a rounding difference chooses the other one: the
+same weights then give a token another log-prob. Replaying the choice, with weights still from the trainer's own logits,
+takes that difference away and lets the router's gradient flow (R3, arXiv 2510.11370, section 3). Megatron-Core has a
+class for this, whose instances are one list over all models of the process; with several models and pipeline schedules
+each router keeps its own here.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,6 +20,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from vapo_megatron.config.model import LayoutConfig
+from vapo_megatron.errors import RunFailed
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.weights.spec import ModelSpec
 
@@ -17,10 +29,8 @@ def moe_settings(spec: ModelSpec, layout: LayoutConfig, grouped: bool) -> dict[s
     """Fields of TransformerConfig for a model with experts.
 
     No auxiliary loss, no change of expert biases and no dropped tokens: what is trained is what the engines sample
-    from. Logits and
-    weights of the router are float32, as small differences choose other experts. Weights that are not normalised
-    (norm_topk_prob false) are the softmax over all experts, normalised ones that over the chosen: Megatron's
-    moe_router_pre_softmax.
+    from. Logits and weights of the router are float32, as small differences choose other experts. Weights that are not
+    normalised (norm_topk_prob false) are the softmax over all experts (moe_router_pre_softmax), else over the chosen.
 
     grouped: one grouped matrix product for all experts of a rank (Transformer Engine) rather than one each.
     """
@@ -51,8 +61,8 @@ def moe_settings(spec: ModelSpec, layout: LayoutConfig, grouped: bool) -> dict[s
 def add_expert_biases(model: Module) -> None:
     """Give each router the bias that its experts are chosen by, float32 and not trained.
 
-    Megatron has a buffer for it, which comes with counts of tokens by which it moves the bias after every step. Here it
-    stays what the checkpoint has, and a parameter is loaded, synced, offloaded and saved as every other.
+    Megatron has a buffer for it, which it moves after every step. Here it stays what the checkpoint has, and a
+    parameter is loaded, synced, offloaded and saved as every other.
     """
     for module in model.modules():
         if isinstance(module, TopKRouter):
@@ -61,12 +71,10 @@ def add_expert_biases(model: Module) -> None:
 
 
 def mark_experts(model: Module) -> None:
-    """Tell Megatron which parameters are an expert's, hence reduced over the ranks that hold the same expert.
-
-    It marks them itself where ep > 1 alone. At ep 1 under sequence parallelism every tensor-parallel rank sends tokens
-    of its own through its own copy, whose gradients have to be summed just so. Nor is such a parameter a duplicate of
-    one on tensor-parallel rank 0, which alone would count in the gradient norm.
-    """
+    """Tell Megatron which parameters are an expert's, hence reduced over the ranks that hold the same expert: it marks
+    them itself where ep > 1 alone. At ep 1 under sequence parallelism every tensor-parallel rank sends tokens of its
+    own through its copy, whose gradients have to be summed just so. Nor are they duplicates of rank 0's in the gradient
+    norm."""
     for name, parameter in model.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False  # type: ignore[attr-defined]
@@ -85,3 +93,91 @@ def complete_megatron() -> None:
 def _on_cpu_already(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """maybe_move_tensor_to_cpu of what is there."""
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+
+class ExpertReplay:
+    """Which experts the tokens of one layer are to go through; in the place of TopKRouter.router_replay."""
+
+    def __init__(self) -> None:
+        self._chosen: Tensor | None = None
+        self._training = False
+        self._again: deque[Tensor] = deque()
+
+    def set(self, chosen: Tensor | None, training: bool) -> None:
+        """chosen: integers [t, k], of the next tokens; None: the router chooses. training: a backward pass follows."""
+        self._chosen, self._training = chosen, training
+
+    def forget(self) -> int:
+        """Forget what was to be passed again; how many passes that were."""
+        left = len(self._again)
+        self._again.clear()
+        return left
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and indices [t, k] of the experts chosen (megatron.core's RouterReplay.get_replay_topk).
+
+        A layer whose activations are recomputed is passed twice: without gradients first, and with them in the backward
+        pass, by which time other micro-batches have gone forward. Backward passes follow in the order of the forward
+        ones.
+        """
+        chosen = self._chosen
+        if torch.is_grad_enabled() and self._again:
+            chosen = self._again.popleft()
+        elif self._training and not torch.is_grad_enabled() and chosen is not None:
+            self._again.append(chosen)
+        if chosen is None:
+            assert default_compute_topk is not None
+            return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        index = chosen.to(device=scores.device, dtype=torch.int64)
+        return scores.gather(1, index), index
+
+
+def install_router_replay(model: Module) -> None:
+    """Make every router of a chunk able to replay."""
+    for _, router in _routers(model):
+        router.router_replay = ExpertReplay()
+
+
+def replay_experts(model: Module, experts: Tensor | None, sequence_rank: int = 0, sequence_size: int = 1) -> None:
+    """Have a chunk's next forward pass go through experts, integers [t, layers of the whole model, k] of the
+    context-parallel rank's tokens, of which the router sees a part under sequence parallelism; None lets the routers
+    choose."""
+    for layer, router in _routers(model):
+        chosen = None if experts is None else experts[:, layer].chunk(sequence_size)[sequence_rank]
+        router.router_replay.set(chosen, router.training)
+
+
+@contextmanager
+def replaying(chunks: Sequence[Module]) -> Iterator[None]:
+    """Around the forward and backward passes of an update: none goes through what an earlier one has left behind.
+
+    Raises RunFailed where a layer's activations were to be computed again and were not: the next would be other
+    tokens'.
+    """
+    routers = [router for chunk in chunks for router in _routers(chunk)]
+    for _, router in routers:
+        router.router_replay.forget()
+    yield
+    for layer, router in routers:
+        left = router.router_replay.forget()
+        if left:
+            raise RunFailed(
+                f"layer {layer}: the experts of {left} micro-batches were not replayed in the backward pass, expected "
+                "all of them: set actor.recompute.granularity=none, or rollout.router_replay=false"
+            )
+
+
+def _routers(model: Any) -> list[tuple[int, Any]]:
+    """The routers of a chunk, each with the index of its layer in the whole model."""
+    while hasattr(model, "module"):
+        model = model.module
+    return [
+        (layer.layer_number - 1, layer.mlp.router) for layer in model.decoder.layers if hasattr(layer.mlp, "router")
+    ]

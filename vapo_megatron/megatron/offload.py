@@ -1,13 +1,13 @@
-"""Parts of a model that leave the device and return, storage by storage.
+"""Parts of models that leave the device and return, storage by storage, and which are on it in each phase of a step.
 
 A part's tensors keep their identity: their storages are emptied and filled again under them, so that views into
 Megatron's flat buffers, optimizer states and cached shards stay what they were. On CUDA copies go through pinned
 memory on a stream of their own; on the CPU the same code moves the same bytes.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -79,14 +79,9 @@ class Offloader:
         enabled: bool,
         before_release: Callable[[], None] = lambda: None,
     ) -> None:
-        """
-        Args:
-            tensors: all tensors of a part, also of one that is offloaded; a storage that several parts share belongs to
-                the first of PARTS.
-            platform: where they are onloaded.
-            enabled: without it everything stays onloaded, and is only accounted for.
-            before_release: called before anything leaves, to end what is under way on the tensors.
-        """
+        """tensors: all of a part, also of one that is offloaded; a storage that several parts share belongs to the
+        first of PARTS. enabled: without it everything stays onloaded, and is only accounted for. before_release: called
+        before anything leaves, to end what is under way on the tensors."""
         self._tensors, self._platform, self._enabled = tensors, platform, enabled
         self._before_release = before_release
         self._queue = platform.copy_queue()
@@ -121,11 +116,11 @@ class Offloader:
 
     def _storages(self, part: Part) -> list[UntypedStorage]:
         kind = self._platform.device_type
-        found = distinct_storages(t for t in self._tensors(part) if t.device.type == kind)
+        storages = distinct_storages(t for t in self._tensors(part) if t.device.type == kind)
         for earlier in PARTS[: PARTS.index(part)]:
             for identity in distinct_storages(self._tensors(earlier)):
-                found.pop(identity, None)
-        return list(found.values())
+                storages.pop(identity, None)
+        return list(storages.values())
 
     def _release(self, parts: list[Part]) -> None:
         if not parts:
@@ -141,8 +136,8 @@ class Offloader:
                 host.reserve(sum(size for _, size in storages))
                 for storage, size in storages:
                     source = bytes_of(storage)
-                    for span, at in host.spans(start, size):
-                        span.copy_(source[at : at + span.numel()], non_blocking=True)
+                    for span, offset in host.spans(start, size):
+                        span.copy_(source[offset : offset + span.numel()], non_blocking=True)
                     start += size
         self._queue.finish()
         for storages in leaving.values():
@@ -164,7 +159,116 @@ class Offloader:
         with self._queue.behind_computation():
             for storage, size in storages:
                 target = bytes_of(storage)
-                for span, at in self._host[part].spans(start, size):
-                    target[at : at + span.numel()].copy_(span, non_blocking=True)
+                for span, offset in self._host[part].spans(start, size):
+                    target[offset : offset + span.numel()].copy_(span, non_blocking=True)
                 start += size
         self._arriving[part] = self._queue.mark()
+
+
+Phase = Literal[
+    "rollout",
+    "score_reference",
+    "score_policy",
+    "score_values",
+    "update_critic",
+    "update_policy",
+    "replace_reference",
+    "weight_sync",
+    "export_policy",
+    "export_critic",
+]
+
+WEIGHTS: frozenset[Part] = frozenset({"weights"})
+ALL: frozenset[Part] = frozenset(PARTS)
+
+# What is not named sleeps. While engines write responses they have the device to themselves.
+ONLOADED: Mapping[Phase, Mapping[str, frozenset[Part]]] = {
+    "rollout": {},
+    "score_reference": {"reference": WEIGHTS},
+    "score_policy": {"actor": WEIGHTS},
+    "score_values": {"critic": WEIGHTS},
+    "update_critic": {"critic": ALL},
+    "update_policy": {"actor": ALL},
+    "replace_reference": {"actor": WEIGHTS, "reference": WEIGHTS},
+    "weight_sync": {"actor": WEIGHTS},
+    "export_policy": {"actor": WEIGHTS},
+    "export_critic": {"critic": WEIGHTS},
+}
+
+_GIB = 2**30
+
+
+class Offloadable(Protocol):
+    """A model that can leave the device in parts."""
+
+    @property
+    def onloaded(self) -> frozenset[Part]: ...
+    def onload_only(self, *parts: Part) -> None: ...
+    def footprint(self) -> dict[Part, Footprint]: ...
+
+
+class MemoryPlan:
+    """Moves models between phases, and keeps what each phase held when it ended."""
+
+    def __init__(self, models: Mapping[str, Offloadable], shares_device: bool = True) -> None:
+        """models by name: actor, critic, reference. shares_device: with engines; else nothing sleeps for rollouts."""
+        self._models, self._shares_device = dict(models), shares_device
+        self._phase: Phase | None = None
+        self._held: dict[Phase, dict[tuple[str, Part], Footprint]] = {}
+
+    def enter(self, phase: Phase) -> None:
+        """Have on the device what a phase needs of every model, and nothing else: first what goes, then what comes."""
+        self.settle()
+        self._phase = phase
+        if phase == "rollout" and not self._shares_device:
+            return
+        needed = ONLOADED[phase]
+        if phase == "score_reference" and "reference" not in self._models:
+            needed = ONLOADED["score_policy"]  # it is the actor without its adapters
+        for name, model in self._models.items():
+            model.onload_only(*(model.onloaded & needed.get(name, frozenset())))
+        for name, model in self._models.items():
+            model.onload_only(*needed.get(name, frozenset()))
+
+    def settle(self) -> None:
+        """Take account of the phase that is going on."""
+        if self._phase is not None:
+            self._held[self._phase] = {
+                (name, part): footprint
+                for name, model in self._models.items()
+                for part, footprint in model.footprint().items()
+                if footprint.device or footprint.host
+            }
+
+    def metrics(self) -> dict[str, float]:
+        """GiB of this rank: memory/<phase>/<place>_gib as each phase last ended, and memory/<model>/<part>_gib."""
+        metrics: dict[str, float] = {}
+        for phase, parts in self._held.items():
+            metrics[f"memory/{phase}/device_gib"] = sum(p.device for p in parts.values()) / _GIB
+            metrics[f"memory/{phase}/host_gib"] = sum(p.host for p in parts.values()) / _GIB
+        return metrics | {f"memory/{name}/{part}_gib": size / _GIB for (name, part), size in self._sizes().items()}
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Titles and rows: each part's GiB, and where it was in each phase; a last row with what the device held."""
+        phases = [phase for phase in ONLOADED if phase in self._held]
+        rows = []
+        for key, size in self._sizes().items():
+            places = [self._place(self._held[phase].get(key)) for phase in phases]
+            rows.append([" ".join(key), f"{size / _GIB:.3f}", *places])
+        sums = [f"{sum(p.device for p in self._held[phase].values()) / _GIB:.3f}" for phase in phases]
+        return ["part", "GiB", *phases], [*rows, ["on the device", "", *sums]]
+
+    def _sizes(self) -> dict[tuple[str, Part], int]:
+        """Bytes of every part that any phase knew, where it was largest."""
+        sizes: dict[tuple[str, Part], int] = {}
+        for parts in self._held.values():
+            for key, footprint in parts.items():
+                sizes[key] = max(sizes.get(key, 0), footprint.device or footprint.host)
+        order = {name: index for index, name in enumerate(self._models)}
+        return dict(sorted(sizes.items(), key=lambda item: (order[item[0][0]], PARTS.index(item[0][1]))))
+
+    @staticmethod
+    def _place(footprint: Footprint | None) -> str:
+        if footprint is None:
+            return "-"
+        return "device" if footprint.device else "host"

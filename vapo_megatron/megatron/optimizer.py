@@ -1,16 +1,65 @@
-"""AdamW on Megatron's (distributed) optimizer, and its learning-rate schedule."""
+"""AdamW on Megatron's (distributed) optimizer, its learning-rate schedule, and the buffers that data parallelism needs.
 
-from collections.abc import Callable, Iterator
+With optimizer.overlap a bucket of gradients is summed as soon as the last micro-batch's backward pass has filled it, a
+bucket of updated weights gathered when the next forward pass reaches its layers.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from vapo_megatron.config.model import TrainableConfig
+from vapo_megatron.config.model import OptimizerSettings, TrainableConfig
 from vapo_megatron.megatron.mesh import Mesh
+from vapo_megatron.megatron.platform import Platform, current_platform
+from vapo_megatron.megatron.precision import keeps_fp8
+
+BUCKET_ELEMENTS: int | None = None  # gradients that are summed together; none: Megatron's choice, 40 million and up
+
+
+def wrap(
+    chunks: Sequence[Any], section: TrainableConfig, transformer: Any, mesh: Mesh
+) -> list[DistributedDataParallel]:
+    """Collective: a model's loaded chunks with their buffers; their weights are those of data-parallel rank 0.
+    Megatron's config of the model gets the hook that keeps gradients from being summed before the last micro-batch."""
+    settings, platform = section.optimizer, current_platform()
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=settings.distributed,
+        overlap_grad_reduce=overlaps(settings, platform),
+        overlap_param_gather=settings.distributed and overlaps(settings, platform),
+        bucket_size=BUCKET_ELEMENTS,
+        fp8_param_gather=section.precision.fp8_param_gather,
+    )
+    wrapped = [
+        DistributedDataParallel(
+            config=transformer, ddp_config=config, module=chunk, disable_bucketing=index > 0, pg_collection=mesh.pg
+        )
+        for index, chunk in enumerate(chunks)
+    ]
+    # A parameter kept in FP8 cannot be sent as it is; every rank has read the same files.
+    if not any(keeps_fp8(parameter) for chunk in chunks for parameter in chunk.parameters()):
+        for chunk in wrapped:
+            chunk.broadcast_params()
+    if config.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return wrapped
+
+
+def sum_model_grads(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+    """Megatron's reduction of gradients without its division by tokens: the loss weights hold the denominators."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def overlaps(settings: OptimizerSettings, platform: Platform) -> bool:
+    """Whether gradients are summed beside the backward pass, and weights gathered beside the forward pass."""
+    return platform.is_cuda if settings.overlap == "auto" else settings.overlap
+
 
 # "Constant" still wants a length; longer than any run.
 _ENDLESS = 1 << 40
@@ -59,8 +108,8 @@ def make_optimizer(
 
 def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
     """Main weights and moments of Megatron's optimizer, those of every optimizer in a chain."""
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = getattr(one, "optimizer", None)  # none where this rank has nothing to optimise
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(part, "optimizer", None)  # none where this rank has nothing to optimise
         if inner is None:
             continue
         for group in inner.param_groups:
@@ -71,10 +120,7 @@ def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
 
 class GuardedStep:
     """Stands between the two halves of an optimizer's step: gradients, their norm and the clip; then weights.
-
-    Megatron's own step runs, with the same numbers; where it would begin to write (step_with_ready_grads, which updates
-    weights and moments of all optimizers of a chain and gathers them), `accepts` is asked first.
-    """
+    Megatron's own step runs; where it would begin to write (step_with_ready_grads), `accepts` is asked first."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer, self._apply = optimizer, optimizer.step_with_ready_grads
@@ -86,10 +132,8 @@ class GuardedStep:
         self._norms: list[float] = []
 
     def __call__(self, accepts: Callable[[float], bool]) -> tuple[float, bool]:
-        """Collective: the norm of the gradient before its clip, and whether the step was made.
-
-        accepts has to say the same on every rank.
-        """
+        """Collective: the gradient's norm before its clip, and whether the step was made. accepts says the same on
+        every rank."""
         self._accepts = accepts
         self._norms.clear()
         updated, _, _ = self._optimizer.step()

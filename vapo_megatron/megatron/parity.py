@@ -31,42 +31,33 @@ _BYTES_PER_PARAMETER = 6
 
 
 def comparison(checkpoint: Path, hf_dir: Path) -> str:
-    """Compare a saved Megatron model with a Hugging Face directory where there is memory for it; say what came of it.
-
-    Log-probs, or what a value head gives, over TOKENS tokens, both in float32. The models are in memory one after the
-    other. Not to be called where torch.distributed is initialised.
-
-    Args:
-        checkpoint: a saved model with its card.
-        hf_dir: the directory that it came from, or was converted to.
-
-    Raises:
-        RunFailed: they differ by more than TOLERANCE.
-    """
+    """Compare a saved Megatron model with the Hugging Face directory that it came from, or was converted to, in float32
+    over TOKENS tokens, where there is memory for one model after the other; the result in one line. Not to be called
+    where torch.distributed is initialised. Raises RunFailed where they differ by more than TOLERANCE."""
     card = read_model_card(checkpoint)
-    what = "log-probs" if card.head == "lm" else "values"
+    outputs = "log-probs" if card.head == "lm" else "values"
     if card.head == "value" and not score_names(HFTensors(hf_dir)):
-        return f"{what} not compared with transformers': the head is new"
+        return f"{outputs} not compared with transformers': the head is new"
     needed = card.spec.parameter_count(card.head) * _BYTES_PER_PARAMETER
     # transformers' model is computed by the CPU, Megatron's by the device.
     available = min(psutil.virtual_memory().available, current_platform().free_bytes())
     if needed > available:
         return (
-            f"{what} not compared with transformers': that needs {needed / 2**30:.1f} GiB of memory and "
+            f"{outputs} not compared with transformers': that needs {needed / 2**30:.1f} GiB of memory and "
             f"{available / 2**30:.1f} GiB are free"
         )
     ids = _input(card.spec)
     expected = _of_transformers(hf_dir, card.head, ids)
     if not expected.any():
-        return f"{what} not compared with transformers': the head is all zeros"
-    found = _of_megatron(checkpoint, replace(card.spec, vocab_divisible_by=1), card.head, ids)
-    difference = float((found - expected).abs().max())
+        return f"{outputs} not compared with transformers': the head is all zeros"
+    actual = _of_megatron(checkpoint, replace(card.spec, vocab_divisible_by=1), card.head, ids)
+    difference = float((actual - expected).abs().max())
     if not difference <= TOLERANCE:  # NaN differs
         raise RunFailed(
-            f"{what} of Megatron and of transformers differ by up to {difference:.2g}, expected at most {TOLERANCE:g}; "
-            "nothing was kept"
+            f"{outputs} of Megatron and of transformers differ by up to {difference:.2g}, expected at most "
+            f"{TOLERANCE:g}; nothing was kept"
         )
-    return f"{what} of {len(ids)} tokens equal transformers' to {difference:.1e}"
+    return f"{outputs} of {len(ids)} tokens equal transformers' to {difference:.1e}"
 
 
 def _input(spec: ModelSpec) -> Tensor:

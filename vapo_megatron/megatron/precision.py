@@ -98,11 +98,11 @@ def check_precision(
         )
     if not uses_transformer_engine(model.attention, platform):
         raise BadInput(f"{key} with model.attention={model.attention}: FP8 needs Transformer Engine's layers, set auto")
-    least, found = CAPABILITY[precision.fp8], platform.compute_capability
-    if found < least:
-        possible = [recipe for recipe, needed in CAPABILITY.items() if needed <= found] or ["none"]
+    least, actual = CAPABILITY[precision.fp8], platform.compute_capability
+    if actual < least:
+        possible = [recipe for recipe, needed in CAPABILITY.items() if needed <= actual] or ["none"]
         raise BadInput(
-            f"{key} needs a GPU of compute capability {least[0]}.{least[1]}, this one has {found[0]}.{found[1]}: "
+            f"{key} needs a GPU of compute capability {least[0]}.{least[1]}, this one has {actual[0]}.{actual[1]}: "
             f"choose {' or '.join(possible)}"
         )
     if precision.fp8 == "blockwise" and platform.cuda_version < BLOCKWISE_CUDA:
@@ -131,7 +131,7 @@ def _check_shapes(spec: ModelSpec, layout: LayoutConfig, precision: PrecisionCon
             f"{key} with layout.sequence_parallel=true: the model's hidden size, {spec.hidden_size}, is no multiple of "
             "128, the columns of a block that is gathered: set sequence_parallel=false, or choose tensorwise"
         )
-    for what, size in (
+    for part, size in (
         ("hidden size", spec.hidden_size),
         ("attention columns a rank", spec.num_heads * spec.head_dim // layout.tp),
         ("key and value columns a rank", 2 * spec.num_kv_heads * spec.head_dim // layout.tp),
@@ -140,7 +140,7 @@ def _check_shapes(spec: ModelSpec, layout: LayoutConfig, precision: PrecisionCon
     ):
         if size % multiple:
             raise BadInput(
-                f"{key}: the model's {what}, {size}, are no multiple of {multiple}: set fp8=none, or lower tp"
+                f"{key}: the model's {part}, {size}, are no multiple of {multiple}: set fp8=none, or lower tp"
             )
 
 
@@ -166,18 +166,15 @@ def keeps_fp8(parameter: torch.Tensor) -> bool:
 def stored_bytes(parameter: torch.Tensor) -> torch.Tensor:
     """The uint8 tensor that holds a parameter kept in FP8, which itself has no memory."""
     blocks = getattr(parameter, "_rowwise_data", None)
-    found: torch.Tensor = parameter._data if blocks is None else blocks  # type: ignore[attr-defined]
-    return found
+    data: torch.Tensor = parameter._data if blocks is None else blocks  # type: ignore[attr-defined]
+    return data
 
 
 def drop_fp8_copies(chunks: Iterable[torch.nn.Module]) -> None:
-    """Free what Transformer Engine has made of weights and makes again in the next forward pass.
-
-    That is the FP8 copies of a step's weights, which its layers keep from the first micro-batch on, and the transposes
-    of parameters kept in FP8. The optimizer leaves the latter as they were before its step, and Megatron brings them up
-    to date in a gather that goes on beside a forward pass, but not in one that is asked for (start_param_sync with
-    force_sync): backward passes would go through the weights of an earlier step.
-    """
+    """Free what Transformer Engine has made of weights and makes again in the next forward pass: FP8 copies of a step's
+    weights, which its layers keep from the first micro-batch on, and transposes of parameters kept in FP8. The
+    optimizer leaves the latter as they were before its step, and a gather that is asked for (start_param_sync with
+    force_sync) does not bring them up to date: backward passes would go through the weights of an earlier step."""
     for chunk in chunks:
         for module in chunk.modules():
             copies = getattr(module, "_fp8_workspaces", None)

@@ -16,8 +16,8 @@ from torch import Tensor
 from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.data.microbatch import MicroBatch, Packed
 from vapo_megatron.megatron.mesh import Mesh
+from vapo_megatron.megatron.moe import replay_experts, replaying
 from vapo_megatron.megatron.platform import current_platform
-from vapo_megatron.megatron.router_replay import replay_experts, replaying
 from vapo_megatron.weights.spec import Head, ModelSpec
 
 # Tokens; shorter sequences are not told apart.
@@ -35,12 +35,9 @@ def packed_sequences(lengths: Sequence[int], device: torch.device) -> PackedSeqP
 
 
 def longest_position(length: int) -> int:
-    """A number that no sequence is longer than, of which there are few: two an octave.
-
-    Megatron's rotary tables, those of layers with Transformer Engine, are made and kept for each such number, and
-    cuDNN's attention before version 9.6 plans its execution for each. All take the lengths themselves from where the
-    sequences begin; a bound above the longest one is as good as its length.
-    """
+    """A bound on a sequence's length of which there are few: two an octave. Megatron's rotary tables with Transformer
+    Engine are made and kept for each such number, and cuDNN's attention before version 9.6 plans its execution for
+    each; all take the lengths themselves from where the sequences begin."""
     step = max((1 << length.bit_length()) >> 2, _LEAST // 2)
     return max(-(-length // step) * step, _LEAST)
 

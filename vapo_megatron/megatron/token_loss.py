@@ -1,16 +1,18 @@
-"""How a loss meets the layout: it gets a model's outputs at local positions, and tensors over response tokens there."""
+"""How a loss meets the layout (a model's outputs at local positions), and the numbers that ranks report together."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vapo_megatron.data.microbatch import MicroBatch
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.microbatch import MicroBatch, Share
 from vapo_megatron.data.zigzag import local_positions
 from vapo_megatron.megatron.mesh import Mesh
+from vapo_megatron.megatron.platform import current_platform
 
 
 class TokenLoss(Protocol):
@@ -27,8 +29,7 @@ class TokenLoss(Protocol):
     def __call__(self, outputs: Tensor, local: "LocalTokens") -> tuple[Tensor, dict[str, Tensor]]:
         """outputs: [t, 2] log-probs and entropies, or [t, n] of the value head, float32, of the local positions; where
         no response token is, the loss must have weight 0. Returns the local sum (denominators are already in its
-        weights) and the metrics, detached scalars.
-        """
+        weights) and the metrics, detached scalars."""
 
 
 class LocalTokens(Protocol):
@@ -60,9 +61,90 @@ class PackedTokens:
         lengths = list(self.microbatch.lengths)
         owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
         owner = owner[local_positions(lengths, self.mesh.cp_size, self.mesh.cp_rank)].to(self.device)
-        found = (self.microbatch.response_index >= 0).to(self.device)
+        is_response = (self.microbatch.response_index >= 0).to(self.device)
         sums = torch.zeros(2, len(lengths), dtype=torch.float64, device=self.device)
-        sums.index_add_(1, owner, torch.stack((torch.where(found, x, 0), found)).double())
+        sums.index_add_(1, owner, torch.stack((torch.where(is_response, x, 0), is_response)).double())
         if self.mesh.cp_size > 1:
             dist.all_reduce(sums, group=self.mesh.pg.cp)
-        return torch.where(found, (sums[0] / sums[1].clamp(min=1))[owner], 0).to(x.dtype)
+        return torch.where(is_response, (sums[0] / sums[1].clamp(min=1))[owner], 0).to(x.dtype)
+
+
+@dataclass
+class StepResult:
+    """What one optimizer step reports, the same on every rank. updated: it was made, and not refused."""
+
+    grad_norm: float
+    lr: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    outputs: Tensor | None = None
+    updated: bool = True
+
+
+def sum_over_ranks(values: Tensor, group: Any = None) -> Tensor:
+    """Collective: sum over all ranks, or those of a model's group, of CPU tensors; one contributes to each token."""
+    return _over_ranks(values, dist.ReduceOp.SUM, group)
+
+
+def largest_over_ranks(*values: float) -> list[float]:
+    """Collective: the largest that any rank has of each value."""
+    largest: list[float] = _over_ranks(torch.tensor(values), dist.ReduceOp.MAX).tolist()
+    return largest
+
+
+def _over_ranks(values: Tensor, op: dist.ReduceOp.RedOpType, group: Any = None) -> Tensor:
+    moved = values.to(current_platform().device)
+    dist.all_reduce(moved, op=op, group=group)
+    return moved.cpu()
+
+
+def in_place(
+    mesh: Mesh, batch: ExperienceBatch, samples: Sequence[int], parts: Sequence[tuple[MicroBatch, Tensor]], width: int
+) -> Tensor:
+    """Collective: outputs of micro-batches of some samples at their response tokens of a batch, [T, width]; of a Share
+    on the ranks that have its outputs, and [0, width] on the others."""
+    if isinstance(samples, Share) and not mesh.is_output_rank:
+        return torch.zeros(0, width)
+    outputs = torch.zeros(batch.response_tokens, width)
+    for microbatch, part in parts:
+        microbatch.scatter(outputs, part.cpu())
+    if not isinstance(samples, Share):
+        return sum_over_ranks(outputs)
+    return sum_over_ranks(outputs, mesh.pg.cp) if mesh.cp_size > 1 else outputs
+
+
+class MetricTotals:
+    """A loss's metrics: added up, or compared, over micro-batches on the device and over ranks at the end."""
+
+    def __init__(self, loss: TokenLoss, device: torch.device) -> None:
+        self._sums = {name: torch.zeros((), device=device) for name in loss.sums}
+        self._maxima = {name: torch.full((), float("-inf"), device=device) for name in loss.maxima}
+
+    def add(self, metrics: Mapping[str, Tensor]) -> None:
+        """Take in what the loss said of one micro-batch."""
+        for name, total in self._sums.items():
+            total += metrics[name]
+        for name, largest in self._maxima.items():
+            self._maxima[name] = torch.maximum(largest, metrics[name])
+
+    def over_ranks(self) -> dict[str, float]:
+        """Collective: the metrics of all ranks, the same on each. Waits for the device."""
+        totals: dict[str, float] = {}
+        for metrics, op in ((self._sums, dist.ReduceOp.SUM), (self._maxima, dist.ReduceOp.MAX)):
+            if metrics:
+                values = _over_ranks(torch.stack([value.cpu() for value in metrics.values()]), op)
+                totals |= dict(zip(metrics, values.tolist(), strict=True))
+        return totals
+
+
+def samples_done(samples: int, on_done: Callable[[int], None] | None) -> Callable[[float], None]:
+    """From the share of the work that is done, 0 to 1, to the number of samples done since the last call."""
+    reported = 0
+
+    def on_forward(share: float) -> None:
+        nonlocal reported
+        if on_done is not None:
+            done = round(share * samples)
+            on_done(done - reported)
+            reported = done
+
+    return on_forward

@@ -18,13 +18,11 @@ from vapo_megatron.data.balance import Cost, MicrobatchPlan, plan_microbatches
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.data.microbatch import MicroBatch, Packed, Share
 from vapo_megatron.megatron.adapters import add_adapters, freeze_base, without_adapters
-from vapo_megatron.megatron.data_parallel import sum_model_grads, wrap
 from vapo_megatron.megatron.layer_spec import parameters_of
 from vapo_megatron.megatron.mesh import Mesh, check_model_layout
-from vapo_megatron.megatron.metrics import MetricTotals, StepResult, in_place, samples_done, sum_over_ranks
 from vapo_megatron.megatron.model import build_model, transformer_config
 from vapo_megatron.megatron.offload import PARTS, Footprint, Offloader, Part, bytes_of, distinct_storages
-from vapo_megatron.megatron.optimizer import GuardedStep, make_optimizer, optimizer_tensors
+from vapo_megatron.megatron.optimizer import GuardedStep, make_optimizer, optimizer_tensors, sum_model_grads, wrap
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.precision import (
     check_trainable,
@@ -34,7 +32,15 @@ from vapo_megatron.megatron.precision import (
     stored_bytes,
 )
 from vapo_megatron.megatron.schedule import Schedule
-from vapo_megatron.megatron.token_loss import PackedTokens, TokenLoss
+from vapo_megatron.megatron.token_loss import (
+    MetricTotals,
+    PackedTokens,
+    StepResult,
+    TokenLoss,
+    in_place,
+    samples_done,
+    sum_over_ranks,
+)
 from vapo_megatron.weights.spec import Head, ModelSpec
 
 
@@ -262,7 +268,8 @@ class Trainable:
         read: Callable[[Tensor], Tensor] | None = None,
         share: Share | None = None,
     ) -> Tensor:
-        """Collective: outputs for every response token of a batch.
+        """Collective: outputs for every response token of a batch: float32 [T, 2] log-probs and entropies, or [T, 1]
+        values; the same on every rank, of a share on the ranks that have its outputs.
 
         Args:
             batch: what to score, the same on every rank unless there is a share.
@@ -270,13 +277,9 @@ class Trainable:
             temperature: stands in for the model's own.
             read: from a value head's outputs [t, n] to values [t]; None takes the first.
             share: all of the batch, which is what this rank's part of a plan comes to.
-
-        Returns:
-            float32 [T, 2] log-probs and entropies, or [T, 1] values; the same on every rank, of a share on the ranks
-            that have its outputs.
         """
         self._offloader.require("weights")
-        found: list[tuple[MicroBatch, Tensor]] = []
+        parts: list[tuple[MicroBatch, Tensor]] = []
         samples = range(batch.samples) if share is None else share
         microbatches = self.microbatches(batch, samples)
 
@@ -285,7 +288,7 @@ class Trainable:
                 outputs = output[0].float()
                 if self.head == "value":
                     outputs = (outputs[:, 0] if read is None else read(outputs))[:, None]
-                found.append((microbatch, outputs))
+                parts.append((microbatch, outputs))
 
         self._schedule.run(
             self.wrapped or self._chunks,
@@ -295,7 +298,7 @@ class Trainable:
             forward_only=True,
             on_forward=samples_done(batch.samples if share is None else share.of, on_done),
         )
-        return in_place(self.mesh, batch, samples, found, 2 if self.head == "lm" else 1)
+        return in_place(self.mesh, batch, samples, parts, 2 if self.head == "lm" else 1)
 
     def train_step(
         self, batch: ExperienceBatch, samples: Sequence[int], loss: TokenLoss, keep_outputs: bool = False

@@ -24,8 +24,8 @@ from torch import Tensor
 from vapo_megatron.config.atomic import follow_umask, sync
 from vapo_megatron.errors import BadInput
 from vapo_megatron.weights.fp8 import SCALE_SUFFIX, BlockFp8, check_blocks, dequantize
-from vapo_megatron.weights.hf_card import GENERATION_CONFIG, TOKENIZER_FILES, copy_carried
 from vapo_megatron.weights.hf_files import HFTensors
+from vapo_megatron.weights.hf_writer import GENERATION_CONFIG, TOKENIZER_FILES, copy_carried
 from vapo_megatron.weights.load import check_weights
 from vapo_megatron.weights.model_files import read_config
 from vapo_megatron.weights.spec import ModelSpec, read_spec

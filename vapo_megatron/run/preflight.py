@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vapo_megatron.agents.episodes import load_agent
 from vapo_megatron.checkpoint.recorded_rollouts import BYTES_PER_TOKEN
-from vapo_megatron.checkpoint.size import bytes_per_weight, run_bytes
+from vapo_megatron.checkpoint.state_saver import bytes_per_weight, run_bytes
 from vapo_megatron.config.model import TrainableConfig
 from vapo_megatron.config.proportions import proportions_left
 from vapo_megatron.config.run_directory import check_room
@@ -23,11 +23,7 @@ from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.precision import check_trainable
 from vapo_megatron.rewards.pool import VerifierPool
-from vapo_megatron.run.first_checks import (
-    check_capacity,
-    check_sft_numbers,
-    check_train_numbers,
-)
+from vapo_megatron.run.first_checks import check_capacity, check_sft_numbers, check_train_numbers
 from vapo_megatron.run.first_look import check_trackers
 from vapo_megatron.training.sft import load_demonstrations
 from vapo_megatron.training.user_functions import check_functions

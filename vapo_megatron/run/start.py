@@ -7,10 +7,8 @@ from itertools import count
 from pathlib import Path
 
 from vapo_megatron.checkpoint.checkpoints import HF_FOLDER, final_step, latest_checkpoint
-from vapo_megatron.checkpoint.config_change import check_config_change
-from vapo_megatron.checkpoint.manifest import check_structure, read_manifest
-from vapo_megatron.checkpoint.progress import Progress, read_progress
-from vapo_megatron.checkpoint.resume import Start
+from vapo_megatron.checkpoint.manifest import Progress, check_structure, read_manifest, read_progress
+from vapo_megatron.checkpoint.resume import Start, check_config_change
 from vapo_megatron.config.run_directory import check_place, make_run_dir
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import TrainConfig

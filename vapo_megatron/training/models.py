@@ -10,8 +10,8 @@ from vapo_megatron.checkpoint.resume import Resumed, SavedModel
 from vapo_megatron.config.policy import KlConfig
 from vapo_megatron.config.run import SkippedUpdatesConfig
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.megatron.memory_plan import MemoryPlan
 from vapo_megatron.megatron.mesh import Mesh, make_mesh
+from vapo_megatron.megatron.offload import MemoryPlan
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.training.skipped_updates import SkippedUpdates
 from vapo_megatron.weights.load import load_hf

@@ -9,7 +9,7 @@ from vapo_megatron.algorithms.segments import to_tokens
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.data.batch import ExperienceBatch
-from vapo_megatron.megatron.memory_plan import Phase
+from vapo_megatron.megatron.offload import Phase
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import baselines_of, shaped_rewards

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from vapo_megatron.checkpoint.checkpointer import Checkpointer
 from vapo_megatron.checkpoint.checkpoints import begin_final, end_final, final_dir
-from vapo_megatron.checkpoint.progress import Progress
+from vapo_megatron.checkpoint.manifest import Progress
 from vapo_megatron.checkpoint.resume import SavedModel, Start, open_resumed, restore_run_files
 from vapo_megatron.checkpoint.state_saver import SavedRun, Snapshot, run_id_of
 from vapo_megatron.collectives import on_rank_zero

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from vapo_megatron.checkpoint.checkpointer import Checkpointer
-from vapo_megatron.checkpoint.progress import PretrainingProgress, Progress
+from vapo_megatron.checkpoint.manifest import PretrainingProgress, Progress
 from vapo_megatron.checkpoint.recorded_rollouts import RecordedRollouts
 from vapo_megatron.checkpoint.resume import Resumed
 from vapo_megatron.checkpoint.state_saver import Snapshot

@@ -9,7 +9,7 @@ from vapo_megatron.checkpoint.checkpoints import final_dir
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.batch import offsets
 from vapo_megatron.engines.gpu_kernels import rope_note
-from vapo_megatron.megatron.memory_plan import MemoryPlan
+from vapo_megatron.megatron.offload import MemoryPlan
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.metrics import read_metrics

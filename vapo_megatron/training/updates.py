@@ -16,7 +16,7 @@ from vapo_megatron.config.policy import ImportanceSamplingConfig, PositiveNllCon
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.data.batch import SampleTable
 from vapo_megatron.errors import BadInput
-from vapo_megatron.megatron.metrics import StepResult, largest_over_ranks, sum_over_ranks
+from vapo_megatron.megatron.token_loss import StepResult, largest_over_ranks, sum_over_ranks
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder

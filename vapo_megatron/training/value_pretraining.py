@@ -24,7 +24,7 @@ from vapo_megatron.config.value import HELD_OUT_SHARE, ValueLossConfig, ValuePre
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.engines.ledger import StepRule
 from vapo_megatron.errors import RunFailed
-from vapo_megatron.megatron.memory_plan import MemoryPlan
+from vapo_megatron.megatron.offload import MemoryPlan
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder

@@ -140,8 +140,8 @@ def sharded_adapters(chunk: Any) -> dict[str, Any]:
 
 @cache
 def base_identity(hf_dir: Path) -> str:
-    """What tells the weights of one Hugging Face directory from those of another: a digest of the model's type and of
-    the name, shape and first row of each tensor."""
+    """Tells the weights of one directory from another's: a digest of the model's type and of each tensor's name, shape
+    and first row."""
     tensors = HFTensors(hf_dir)
     digest = hashlib.sha256(str(read_config(hf_dir).get("model_type")).encode())
     for name in sorted(tensors.names):

@@ -66,13 +66,7 @@ def view(buffer: Tensor, place: Place) -> Tensor:
 
 
 class Bucket(list[tuple[str, Tensor]]):
-    """(name, tensor) pairs whose tensors are contiguous views of one buffer.
-
-    Attributes:
-        memory: what the buffer lies in.
-        buffer: uint8 [bytes].
-        places: of the tensors in it, in their order.
-    """
+    """(name, tensor) pairs whose tensors are contiguous views of one uint8 buffer, in some memory, at `places`."""
 
     def __init__(self, memory: "Memory", places: Sequence[Place], size: int) -> None:
         self.memory, self.places = memory, places
@@ -103,10 +97,7 @@ def packed_size(bucket: NamedTensors) -> int:
 
 
 def checksum(tensor: Tensor) -> int:
-    """The sum of a contiguous tensor's bytes as 64-bit words, modulo 2^64: one pass at the speed of memory.
-
-    Any one damaged word, and bytes that are another tensor's, change it.
-    """
+    """The sum of a contiguous tensor's bytes as 64-bit words, modulo 2^64: any one damaged word changes it."""
     return int(_sum_of_words(tensor.reshape(-1).view(torch.uint8)))
 
 
@@ -145,11 +136,9 @@ class DeviceSlots:
 
 
 class SharedSlots:
-    """Two buffers of host memory that all ranks of a group on one machine see, and any process of the same user.
-
-    Anonymous (memfd): it goes with the processes that hold it, however they end, and is not bound by the size of
-    /dev/shm. Collective over the group in all its methods. Without a group it is one process's.
-    """
+    """Two buffers of host memory that all ranks of a group on one machine see, and any process of the same user; of one
+    process without a group. Anonymous (memfd): it goes with the processes that hold it, however they end, and is not
+    bound by the size of /dev/shm. All methods are collective over the group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group

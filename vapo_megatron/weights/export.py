@@ -17,13 +17,13 @@ from vapo_megatron.weights.gather import (
     BucketAssembler,
     GatheringAssembler,
     ParamShard,
+    PartTimes,
     ShardReader,
     SharedMemoryAssembler,
     lay_out_entries,
     model_parallel_group,
 )
 from vapo_megatron.weights.mapping import Entry, MeshView, entries, local_parameters
-from vapo_megatron.weights.part_times import PartTimes
 from vapo_megatron.weights.spec import Head, ModelSpec
 
 BUCKET_BYTES = 512 << 20
@@ -41,25 +41,19 @@ def stream_hf(
     slots: DeviceSlots | SharedSlots | None = None,
     times: PartTimes | None = None,
 ) -> Iterator[Bucket]:
-    """The model as (Hugging Face name, whole tensor) pairs, on every rank of this rank's model-parallel group:
-    max(tp, ep) x pp ranks. Adapters are in the weights that they adapt.
+    """The model as (Hugging Face name, whole tensor) pairs, on every rank of this rank's model-parallel group: max(tp,
+    ep) x pp ranks. Adapters are merged into the weights that they adapt.
 
-    Collective over the model-parallel group's tensor-, expert- and pipeline-parallel groups: each of its ranks
-    iterates to the end.
-    Other groups need not. The order is the model's from input to output, whatever the layout; tied weights come once,
-    padding rows of the vocabulary not at all, as transformers' save_pretrained does.
-
-    Memory beyond the shards: two buckets, what is gathered included. A parameter larger than a bucket is a bucket of
-    its own, and is gathered beside it.
+    Collective over the model-parallel group, each of whose ranks iterates to the end; other groups need not. The order
+    is the model's from input to output, whatever the layout; tied weights come once, padding rows of the vocabulary not
+    at all, as in transformers' save_pretrained. Memory beyond the shards: two buckets, what is gathered included; a
+    parameter larger than bucket_bytes is a bucket of its own, and is gathered beside it.
 
     Args:
-        chunks: this rank's, also wrapped in DistributedDataParallel.
-        spec: what they were built from.
-        mesh: their layout.
-        head: their head.
-        bucket_bytes: bound on a bucket, in bytes.
-        slots: the two places where buckets are put in turn: the next bucket is made while the last one is in use, and a
-            bucket's tensors are gone when the next but one is asked for. None: memory of this rank's own.
+        chunks, spec, mesh, head: this rank's part of a model, what it was built from, its layout and its head.
+        bucket_bytes: bound on a bucket.
+        slots: the two places where buckets are put in turn: a bucket's tensors are gone when the next but one is asked
+            for. None: memory of this rank's own.
         times: gets the seconds of "gather" (collectives) and "convert" (copies into place).
 
     Yields:
@@ -152,4 +146,4 @@ def _over_experts(mine: dict[int, torch.dtype], mesh: MeshView) -> dict[int, tor
         return mine
     held: list[dict[int, torch.dtype]] = [{}] * mesh.ep_size
     dist.all_gather_object(held, mine, group=mesh.pg.ep)
-    return {i: dtype for one in held for i, dtype in one.items()}
+    return {i: dtype for part in held for i, dtype in part.items()}

@@ -32,11 +32,9 @@ _QUANTIZED = re.compile(
 class BlockFp8:
     """How weights are quantised.
 
-    Attributes:
-        power_of_two: scales are rounded up to powers of two, as Transformer Engine's blockwise recipe does by default.
-            A block then has the values that the trainer's own matrix products use, if it is a block there as well:
-            the trainer counts blocks from the edges of what its rank stacks (see docs/weight_sync.md).
-        kept_layers: transformer layers that stay as they are.
+    power_of_two rounds scales up to powers of two, as Transformer Engine's blockwise recipe does by default: a block
+    then has the values that the trainer's own matrix products use, if it is a block there as well
+    (docs/weight_sync.md). kept_layers: transformer layers that stay as they are.
     """
 
     power_of_two: bool = False
@@ -66,10 +64,7 @@ class BlockFp8:
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": [BLOCK, BLOCK],
-            "modules_to_not_convert": [
-                "lm_head",
-                *(f"model.layers.{layer}" for layer in sorted(self.kept_layers)),
-            ],
+            "modules_to_not_convert": ["lm_head", *(f"model.layers.{layer}" for layer in sorted(self.kept_layers))],
         }
 
 
@@ -108,7 +103,7 @@ def check_blocks(
     expert_tp, attention_tp: ranks that an expert, or attention, is cut over; None: all of them.
     """
     attention_tp = attention_tp or engine_tp
-    for what, size, ranks in (
+    for part, size, ranks in (
         ("queries", spec.query_size, attention_tp),
         # Fewer heads than ranks are copied.
         ("keys", max(spec.kv_size, spec.head_dim * attention_tp), attention_tp),
@@ -117,7 +112,7 @@ def check_blocks(
     ):
         if size % (BLOCK * ranks):
             raise BadInput(
-                f"rollout.quantization=fp8: the model's {what} have {size} features, expected a multiple of {BLOCK} x "
+                f"rollout.quantization=fp8: the model's {part} have {size} features, expected a multiple of {BLOCK} x "
                 f"{ranks}, the GPUs of rollout.tp={engine_tp} that they are cut over: lower rollout.tp, or set "
                 "rollout.quantization=none"
             )

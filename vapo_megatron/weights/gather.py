@@ -1,15 +1,18 @@
-"""The two ways in which the shards of a model-parallel group's ranks become buckets of whole Hugging Face tensors.
+"""Shards of a model-parallel group's ranks become buckets of whole Hugging Face tensors, in one of two ways.
 
-Ranks that see the same memory each copy their shards to where they belong in it: every byte is moved once, by nobody
-but its owner. Others (GPUs, machines) gather shards in pieces and arrange them in a bucket of their own.
+Ranks that see the same memory each copy their shards to where they belong in it: every byte is moved once, by its
+owner. Others (GPUs, machines) gather shards in pieces and arrange them in a bucket of their own.
 """
 
 import itertools
 import math
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, Protocol
 
 import torch
@@ -22,9 +25,49 @@ from typing_extensions import override
 from vapo_megatron.weights.adapters import Adapter
 from vapo_megatron.weights.bucket import Bucket, Memory, Place, batches, lay_out
 from vapo_megatron.weights.mapping import Entry, MeshView
-from vapo_megatron.weights.part_times import PartTimes
 from vapo_megatron.weights.rules import Placing
 from vapo_megatron.weights.spec import ModelSpec
+
+
+class PartTimes:
+    """Seconds by part. On a GPU what a part enqueues on its stream is timed, and read only when asked for."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._lock = Lock()  # a part may be at work in several threads
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def part(self, name: str, device: torch.device | None = None) -> Iterator[None]:
+        """Add what happens inside to a part; on a CUDA device its current stream's time, else wall-clock time."""
+        if device is None or device.type != "cuda":
+            start = time.perf_counter()
+            try:
+                yield
+            finally:
+                self.add(name, time.perf_counter() - start)
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        try:
+            yield
+        finally:
+            end.record()
+            self._events.append((name, begin, end))
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add seconds that were measured elsewhere."""
+        with self._lock:
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def read(self) -> dict[str, float]:
+        """Seconds by part so far; waits for the device."""
+        for name, begin, end in self._events:
+            end.synchronize()
+            self.add(name, begin.elapsed_time(end) / 1e3)
+        self._events.clear()
+        return dict(self._seconds)
+
 
 # Bytes of a tensor that one thread copies before it looks for more.
 _COPIED_AT_ONCE = 32 << 20
@@ -32,8 +75,8 @@ _COPIED_AT_ONCE = 32 << 20
 
 @dataclass(frozen=True)
 class ParamShard:
-    """An entry, the pipeline stage that holds it, of an expert's the expert-parallel rank of the stage that does; its
-    dtype, and the size of its Hugging Face tensors in bytes."""
+    """An entry, the pipeline stage (and expert-parallel rank) that holds it, its dtype, its bytes as Hugging Face
+    tensors."""
 
     entry: Entry
     stage: int
@@ -45,9 +88,9 @@ class ParamShard:
 def lay_out_entries(batch: list[ParamShard], spec: ModelSpec) -> tuple[list[Place], int]:
     """Places for all Hugging Face tensors of some entries, and the bytes they take."""
     return lay_out(
-        (name, one.dtype, shape)
-        for one in batch
-        for name, shape in zip(one.entry.hf, one.entry.rule.hf_shapes(spec), strict=True)
+        (name, shard.dtype, shape)
+        for shard in batch
+        for name, shape in zip(shard.entry.hf, shard.entry.rule.hf_shapes(spec), strict=True)
     )
 
 
@@ -73,8 +116,7 @@ class BucketAssembler(Protocol):
 
 @dataclass(frozen=True)
 class ShardReader:
-    """What an assembler reads: this rank's parameters and their adapters, what they are shards of, and their layout
-    over ranks."""
+    """What an assembler reads: this rank's parameters and their adapters, and their layout over ranks."""
 
     local: Mapping[Entry, Parameter]
     adapters: Mapping[Parameter, Adapter]
@@ -100,12 +142,12 @@ class ShardReader:
         group = self.group
         return 0 if group is None else group.rank() % (group.size() // self.mesh.pp_size)
 
-    def places(self, one: ParamShard) -> bool:
+    def places(self, shard: ParamShard) -> bool:
         """Whether this rank has a shard that no other rank of the model-parallel group places as well."""
-        if one.stage != self.mesh.pp_rank:
+        if shard.stage != self.mesh.pp_rank:
             return False
-        if one.expert_rank is not None:
-            return self.mesh.ep_rank == one.expert_rank and self.position < self.mesh.ep_size
+        if shard.expert_rank is not None:
+            return self.mesh.ep_rank == shard.expert_rank and self.position < self.mesh.ep_size
         return self.position < self.mesh.tp_size
 
 
@@ -130,12 +172,12 @@ class SharedMemoryAssembler(BucketAssembler):
         source, mesh = self._source, self._source.mesh
         self._bucket = Bucket(memory, *lay_out_entries(batch, source.spec))
         tensors = iter(self._bucket)
-        for one in batch:
-            wholes = [tensor for _, tensor in itertools.islice(tensors, len(one.entry.hf))]
-            if source.places(one):
+        for shard in batch:
+            wholes = [tensor for _, tensor in itertools.islice(tensors, len(shard.entry.hf))]
+            if source.places(shard):
                 # An expert is whole, whichever rank holds it.
-                cut = (mesh.tp_rank, mesh.tp_size) if one.expert_rank is None else (0, 1)
-                for placing in one.entry.rule.placings(source.shard(one.entry), wholes, source.spec, *cut):
+                cut = (mesh.tp_rank, mesh.tp_size) if shard.expert_rank is None else (0, 1)
+                for placing in shard.entry.rule.placings(source.shard(shard.entry), wholes, source.spec, *cut):
                     self._left.extend(_rows(placing))
         self._helper = self._pool.submit(self._copy)
 
@@ -172,9 +214,9 @@ class GatheringAssembler(BucketAssembler):
     """Every rank of the model-parallel group gets every shard and arranges them in memory of its own.
 
     A piece of a bucket travels at once: over tp by all-gather (experts by broadcast from the one rank of ep that holds
-    them) within its stage, then over pp by broadcast. On a GPU all of it is enqueued on a stream beside the current
-    one when the bucket is begun. On a CPU one piece is under way while the one before is arranged, or the bucket before
-    in use.
+    them) within its stage, then over pp by broadcast. On a GPU all of it is enqueued on a stream beside the current one
+    when the bucket is begun; on a CPU one piece is under way while the one before is arranged, or the last bucket in
+    use.
     """
 
     def __init__(self, source: ShardReader, piece_bytes: int, times: PartTimes) -> None:
@@ -221,13 +263,13 @@ class GatheringAssembler(BucketAssembler):
         """Start the first collective of a piece; with `wait` later work on this stream waits for it."""
         source, mesh = self._source, self._source.mesh
         first = piece[0]
-        shapes = [one.entry.rule.shard_shape(source.spec, mesh.tp_size) for one in piece]
+        shapes = [shard.entry.rule.shard_shape(source.spec, mesh.tp_size) for shard in piece]
         size = sum(math.prod(shape) for shape in shapes)
         holders = mesh.tp_size if first.expert_rank is None else 1
         gathered = torch.empty(holders, size, dtype=first.dtype, device=source.device)
         work = None
         if first.stage == mesh.pp_rank:
-            mine = [source.shard(one.entry).reshape(-1) for one in piece if one.entry in source.local]
+            mine = [source.shard(shard.entry).reshape(-1) for shard in piece if shard.entry in source.local]
             with self._times.part("gather", source.device):
                 if first.expert_rank is not None:
                     if mesh.ep_rank == first.expert_rank:
@@ -254,12 +296,12 @@ class GatheringAssembler(BucketAssembler):
                 dist.broadcast(flight.gathered, src=stage, group=mesh.pg.pp)
         offset = 0
         with self._times.part("convert", source.device):
-            for one, shape in zip(flight.piece, flight.shapes, strict=True):
-                wholes = [tensor for _, tensor in itertools.islice(self._tensors, len(one.entry.hf))]
+            for param, shape in zip(flight.piece, flight.shapes, strict=True):
+                wholes = [tensor for _, tensor in itertools.islice(self._tensors, len(param.entry.hf))]
                 end = offset + math.prod(shape)
                 for rank, row in enumerate(flight.gathered):
                     shard = row[offset:end].view(shape)
-                    one.entry.rule.place(shard, wholes, source.spec, rank, len(flight.gathered))
+                    param.entry.rule.place(shard, wholes, source.spec, rank, len(flight.gathered))
                 offset = end
 
 
@@ -282,5 +324,5 @@ def _rows(placing: Placing) -> Iterator[Placing]:
 
 def _pieces(bucket: list[ParamShard], limit: int) -> Iterator[list[ParamShard]]:
     """Like batches, and all of one dtype and held by the same ranks: what a single collective can move."""
-    for _, alike in itertools.groupby(bucket, key=lambda one: (one.stage, one.expert_rank, one.dtype)):
-        yield from batches(alike, lambda one: one.nbytes, limit)
+    for _, alike in itertools.groupby(bucket, key=lambda shard: (shard.stage, shard.expert_rank, shard.dtype)):
+        yield from batches(alike, lambda shard: shard.nbytes, limit)

@@ -28,13 +28,11 @@ class FileTensor:
 
 
 class HFTensors:
-    """The tensors of a directory with model.safetensors, or with shards and their index.
+    """The tensors of a directory with model.safetensors, or with shards and their index. Opening reads the headers
+    alone, which are checked against the size of the files.
 
-    Opening reads the headers alone; they are checked against the size of the files.
-
-    Raises:
-        BadInput: no such files, a shard that is missing, truncated or otherwise unreadable, an index that does not
-            agree with its shards.
+    Raises BadInput where a file is missing, truncated or otherwise unreadable, or the index does not agree with its
+    shards.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -1,123 +1,190 @@
-"""Writing a Hugging Face directory: shards of bounded size as tensors come, all of it or nothing."""
+"""A Hugging Face directory in the making: shards of bounded size as tensors come, all of it or nothing."""
 
+import json
 import os
 import secrets
 import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from vapo_megatron.config.atomic import follow_umask, sync
 from vapo_megatron.errors import BadInput
-from vapo_megatron.weights.hf_card import CONFIG, copy_carried, shard_names, write_index, write_json
+from vapo_megatron.weights.hf_files import INDEX_FILE, SINGLE_FILE
+from vapo_megatron.weights.spec import Head, ModelSpec
 
 MAX_SHARD_BYTES = 2 << 30
 
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "tekken.json"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates"),
+)
 
-class HFWriter:
-    """A directory in the making, beside the place where it will be; a context manager.
 
-    On leaving without an exception the directory takes its place, replacing a model directory that is there; on any
-    exception it vanishes. Memory: one shard.
+def check_replaceable(directory: Path, mark: str = CONFIG) -> None:
+    """Raises BadInput where something is there that is neither empty nor a model's directory, which holds `mark`."""
+    is_empty = directory.is_dir() and not any(directory.iterdir())
+    if directory.exists() and not (directory / mark).is_file() and not is_empty:
+        raise BadInput(f"{directory}: exists and is not a model directory; name another place")
 
-    Raises:
-        BadInput: at any point where the file system refuses (full disk, no permission), or where out_dir holds
-            something that is not a model.
+
+@contextmanager
+def new_directory(target: Path) -> Iterator[Path]:
+    """A hidden folder beside `target` that takes its place on leaving without an exception, and else vanishes.
+
+    Raises BadInput where the file system refuses (full disk, no permission), in the body too.
     """
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    old = target.with_name(f"{temporary.name}.old")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        sync(temporary)
+        if target.exists():  # it cannot be exchanged in one step: the old one moves aside for an instant
+            os.replace(target, old)
+        os.replace(temporary, target)
+        sync(target.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    except (SafetensorError, OSError) as error:
+        raise cannot_write(target, error) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
-    def __init__(
-        self,
-        out_dir: Path,
-        config: dict[str, Any],
-        source_dir: Path,
-        carried: tuple[str, ...],
-        max_shard_bytes: int = MAX_SHARD_BYTES,
-    ) -> None:
-        """config: content of config.json. carried: names that are copied from source_dir where they are there."""
-        self._out_dir, self._config, self._source_dir, self._carried = out_dir, config, source_dir, carried
-        self._max_bytes = max_shard_bytes
-        self._temporary = out_dir.with_name(f".{out_dir.name}.{secrets.token_hex(4)}")
+
+def cannot_write(path: Path, error: Exception) -> BadInput:
+    """The error that says why nothing can be written at a path."""
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error).partition("\n")[0]
+    return BadInput(f"{path}: cannot be written ({reason}): free or name another place")
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file, and have it on the disk. Raises OSError or SafetensorError."""
+    save_file(tensors, path, metadata={"format": "pt"})
+    follow_umask(path)
+    sync(path)
+
+
+class _Shards:
+    """Files of a folder, each written when it is full. Memory: one of them."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self._folder, self._max_bytes = folder, max_bytes
         self._pending: dict[str, Tensor] = {}
-        self._pending_bytes = 0
-        self._shards: list[list[str]] = []
-        self._total = 0
-
-    def __enter__(self) -> Self:
-        check_replaceable(self._out_dir)
-        try:
-            self._temporary.mkdir(parents=True)
-        except OSError as error:
-            raise self._refused(error) from None
-        return self
+        self._pending_bytes = self._total = 0
+        self._names: list[list[str]] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take a tensor; it is copied off its device now and written when its shard is full."""
         size = tensor.numel() * tensor.element_size()
         if self._pending and self._pending_bytes + size > self._max_bytes:
-            self._write_shard()
+            self._write()
         self._pending[name] = tensor.detach().to("cpu", copy=True)
         self._pending_bytes += size
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        finally:
-            shutil.rmtree(self._temporary, ignore_errors=True)
+    def finish(self) -> None:
+        """Write what is left, name the files by their number, and write their index."""
+        self._write()
+        for i, name in enumerate(shard_names(len(self._names))):
+            os.replace(self._folder / f"{i:05d}", self._folder / name)
+        write_index(self._folder, self._names, self._total)
 
-    def _write_shard(self) -> None:
-        path = self._temporary / f"{len(self._shards):05d}"
-        try:
-            save_file(self._pending, path, metadata={"format": "pt"})
-            follow_umask(path)
-            sync(path)
-        except (SafetensorError, OSError) as error:
-            raise self._refused(error) from None
-        self._shards.append(list(self._pending))
+    def _write(self) -> None:
+        save_tensors(self._pending, self._folder / f"{len(self._names):05d}")
+        self._names.append(list(self._pending))
         self._total += self._pending_bytes
         self._pending, self._pending_bytes = {}, 0
 
-    def _finish(self) -> None:
-        self._write_shard()
-        try:
-            self._name_shards()
-            write_json(self._temporary / CONFIG, self._config)
-            copy_carried(self._source_dir, self._temporary, self._carried)
-            sync(self._temporary)
-            self._put_in_place()
-        except OSError as error:
-            raise self._refused(error) from None
 
-    def _name_shards(self) -> None:
-        for i, name in enumerate(shard_names(len(self._shards))):
-            os.replace(self._temporary / f"{i:05d}", self._temporary / name)
-        write_index(self._temporary, self._shards, self._total)
+@contextmanager
+def hf_writer(
+    out_dir: Path,
+    config: dict[str, Any],
+    source_dir: Path,
+    carried: tuple[str, ...],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Iterator[_Shards]:
+    """Something to add() tensors to; on leaving they are a model directory, in place of one that is there.
 
-    def _put_in_place(self) -> None:
-        """A directory cannot be exchanged in one step where it exists: the old one moves aside for an instant."""
-        old = self._out_dir.with_name(f"{self._temporary.name}.old")
-        if self._out_dir.exists():
-            os.replace(self._out_dir, old)
-        os.replace(self._temporary, self._out_dir)
-        sync(self._out_dir.parent)
-        shutil.rmtree(old, ignore_errors=True)
+    config: content of config.json. carried: names that are copied from source_dir where they are there.
 
-    def _refused(self, error: Exception) -> BadInput:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error).partition("\n")[0]
-        return BadInput(f"{self._out_dir}: cannot be written ({reason}): free or name another place")
+    Raises:
+        BadInput: the file system refuses, or out_dir holds something that is not a model.
+    """
+    check_replaceable(out_dir)
+    with new_directory(out_dir) as folder:
+        shards = _Shards(folder, max_shard_bytes)
+        yield shards
+        shards.finish()
+        write_json(folder / CONFIG, config)
+        copy_carried(source_dir, folder, carried)
 
 
-def check_replaceable(directory: Path) -> None:
-    """Raises BadInput where something is there that is neither a model's directory nor an empty one."""
-    if (
-        directory.exists()
-        and not (directory / CONFIG).is_file()
-        and not (directory.is_dir() and not any(directory.iterdir()))
-    ):
-        raise BadInput(f"{directory}: exists and is not a model directory; name another place")
+def carried_files(head: Head) -> tuple[str, ...]:
+    """Names, of files and folders, that an export takes over as they are."""
+    return TOKENIZER_FILES if head == "value" else (GENERATION_CONFIG, *TOKENIZER_FILES)
+
+
+def copy_carried(source_dir: Path, folder: Path, names: Sequence[str]) -> None:
+    """Copy what is there of names, files or directories, from source_dir into folder, which is made. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        source, target = source_dir / name, folder / name
+        if source.is_dir():
+            shutil.copytree(source, target, dirs_exist_ok=True)
+        elif source.is_file():
+            shutil.copyfile(source, target)
+            sync(target)
+    sync(folder)
+
+
+def exported_config(source: dict[str, Any], spec: ModelSpec, head: Head, dtype: torch.dtype) -> dict[str, Any]:
+    """config.json of an exported model: the source's, with class, labels, layers and dtype as they are now."""
+    config = {key: value for key, value in source.items() if key not in ("auto_map", "_name_or_path")}
+    table = spec.table
+    config["architectures"] = [table.causal_lm if head == "lm" else table.token_classification]
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+        if key in config:
+            config[key] = 0  # layers that predict further tokens are left out
+    for key in ("id2label", "label2id", "num_labels", "problem_type"):
+        config.pop(key, None)
+    if head == "value":
+        labels = ["value"] if spec.value_outputs == 1 else [f"bin_{i}" for i in range(spec.value_outputs)]
+        config["id2label"] = {str(i): label for i, label in enumerate(labels)}
+        config["label2id"] = {label: i for i, label in enumerate(labels)}
+        config["classifier_dropout"] = 0.0
+    return config
+
+
+def shard_names(count: int) -> list[str]:
+    """Names of the weight files of a directory with so many of them."""
+    if count == 1:
+        return [SINGLE_FILE]
+    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def write_index(folder: Path, shards: Sequence[Sequence[str]], total_size: int) -> None:
+    """Write the index of several shards; one alone needs none. Raises OSError.
+
+    shards: names of the tensors in each. total_size: bytes of all of them.
+    """
+    if len(shards) == 1:
+        return
+    files = shard_names(len(shards))
+    places = {tensor: name for name, tensors in zip(files, shards, strict=True) for tensor in tensors}
+    write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_size}, "weight_map": places})
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a file in the form transformers has, and have it on the disk. Raises OSError."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    sync(path)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from vapo_megatron.errors import BadInput
-from vapo_megatron.weights.families.family import EMBEDDING, IGNORED, LM_HEAD, VALUE_HEAD_BIAS, VALUE_HEAD_WEIGHT
+from vapo_megatron.weights.families import EMBEDDING, IGNORED, LM_HEAD, VALUE_HEAD_BIAS, VALUE_HEAD_WEIGHT
 from vapo_megatron.weights.hf_files import HFTensors
 from vapo_megatron.weights.mapping import Entry, MeshView, entries, local_parameters
 from vapo_megatron.weights.model_files import read_config
@@ -42,20 +42,15 @@ def load_hf(
     spec.value_outputs labels; a reward model without bias gives a bias of zero.
 
     Args:
-        chunks: from build_model, also wrapped in DistributedDataParallel.
-        spec: of hf_dir.
+        chunks, spec, mesh, head: what build_model made, the spec of hf_dir, the layout and the head of the chunks.
         hf_dir: what to read; only this rank's rows and columns are.
-        mesh: the layout of chunks.
-        head: of chunks.
         value_head: for head "value": "new" makes one and hf_dir is a language model, "saved" reads that of hf_dir.
-        head_init_std: standard deviation of a new head's weight (normal); 0 gives zeros. Its bias is zero.
-        seed: of the new head, so that it is the same on every rank.
+        head_init_std: standard deviation of a new head's weight (normal), drawn from seed on every rank; its bias is 0.
 
     Raises:
-        BadInput: a tensor is missing, unknown, of another shape or not of floating point; a file is missing or
-            truncated; a saved head has other labels than spec.value_outputs; a tied head has weights of its own; a
-            weight of this rank is not finite. Every rank checks every tensor's header, and reads the whole of a tied
-            head that the files have, so all of them raise the same.
+        BadInput: a tensor is missing, unknown, of another shape, not of floating point or not finite; a file is missing
+            or truncated; a saved head has other labels than spec.value_outputs; a tied head has weights of its own.
+            Every rank checks every tensor's header, and the whole of a tied head, so all of them raise the same.
     """
     tensors = HFTensors(hf_dir)
     names = checked_names(tensors, spec, head, value_head)
@@ -74,8 +69,8 @@ def load_hf(
 
 
 def _fill(parameter: Tensor, value: Tensor) -> None:
-    """Put values into a parameter. To one that is kept in FP8 Transformer Engine attaches the exact values that it was
-    made with, and Megatron's optimizer starts from those: they have to become the loaded ones."""
+    """Put values into a parameter. To one kept in FP8 Transformer Engine attaches the exact values that it was made
+    with, from which Megatron's optimizer starts: they have to become the loaded ones."""
     parameter.copy_(value)
     if hasattr(parameter, "_high_precision_init_val"):
         parameter._high_precision_init_val = value.to("cpu", parameter.dtype)
@@ -153,7 +148,7 @@ def _check_tied(tensors: HFTensors) -> None:
         (words[start : start + _ROWS_AT_ONCE], outputs[start : start + _ROWS_AT_ONCE])
         for start in range(0, words.shape[0], _ROWS_AT_ONCE)
     )
-    if words.shape != outputs.shape or not all(bool((one == other).all()) for one, other in tables):
+    if words.shape != outputs.shape or not all(bool((word == output).all()) for word, output in tables):
         raise BadInput(
             f"{tensors.directory}: {head} is not {embedding}, but config.json has tie_word_embeddings: it would not be "
             f"used; set tie_word_embeddings to false to train it, or remove {head} from the files"
@@ -167,22 +162,22 @@ def score_names(tensors: HFTensors) -> list[str]:
 
 def _saved_head(tensors: HFTensors, outputs: int) -> dict[str, str]:
     """Names of the value head's tensors; checked to have a label for each output."""
-    found = score_names(tensors)
-    if len(found) != 1:
+    scores = score_names(tensors)
+    if len(scores) != 1:
         raise BadInput(
-            f"{tensors.directory}: {len(found)} tensors named {SCORE_WEIGHT}, expected one: give a directory of "
+            f"{tensors.directory}: {len(scores)} tensors named {SCORE_WEIGHT}, expected one: give a directory of "
             "...ForSequenceClassification or ...ForTokenClassification form, or start from a policy with a new head"
         )
-    labels = tensors[found[0]].shape[0]
+    labels = tensors[scores[0]].shape[0]
     listed = read_config(tensors.directory).get("id2label")
     if labels != outputs or (isinstance(listed, dict) and len(listed) != outputs):
-        why = "a value is one number" if outputs == 1 else "as many as algorithm.value_loss.bins"
+        reason = "a value is one number" if outputs == 1 else "as many as algorithm.value_loss.bins"
         raise BadInput(
-            f"{tensors.directory}: {found[0]} has {labels} rows and config.json "
-            f"{len(listed) if isinstance(listed, dict) else 'no'} labels, expected {outputs} of each: {why}"
+            f"{tensors.directory}: {scores[0]} has {labels} rows and config.json "
+            f"{len(listed) if isinstance(listed, dict) else 'no'} labels, expected {outputs} of each: {reason}"
         )
-    bias = found[0].removesuffix(SCORE_WEIGHT) + SCORE_BIAS
-    return {SCORE_WEIGHT: found[0]} | ({SCORE_BIAS: bias} if bias in tensors.names else {})
+    bias = scores[0].removesuffix(SCORE_WEIGHT) + SCORE_BIAS
+    return {SCORE_WEIGHT: scores[0]} | ({SCORE_BIAS: bias} if bias in tensors.names else {})
 
 
 def new_head(entry: Entry, spec: ModelSpec, std: float, seed: int) -> Tensor:

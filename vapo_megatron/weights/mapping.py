@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch.nn import Module, Parameter
 
 from vapo_megatron.errors import RunFailed
-from vapo_megatron.weights.families.family import EMBEDDING, FINAL_NORM, LM_HEAD
+from vapo_megatron.weights.families import EMBEDDING, FINAL_NORM, LM_HEAD
 from vapo_megatron.weights.rules import Rule
 from vapo_megatron.weights.spec import Head, ModelSpec
 
@@ -85,32 +85,29 @@ def local_parameters(
 ) -> list[tuple[Entry, Parameter]]:
     """The parameters of this rank's chunks, wrapped or not, each with its entry; adapters are not among them.
 
-    A stage that keeps a copy of tied word embeddings yields it with the embedding's entry.
-
-    Raises:
-        RunFailed: a parameter that no rule knows, one of another shape than the rule's, or a layer or expert without a
-            parameter that it should have: the model was not built from this spec.
+    A stage that keeps a copy of tied word embeddings yields it with the embedding's entry. Raises RunFailed where the
+    model was not built from this spec: a parameter that no rule knows, that has another shape, or that is not there.
     """
-    known = {(entry.rule.megatron, entry.layer, entry.expert): entry for entry in entries(spec, head)}
+    by_place = {(entry.rule.megatron, entry.layer, entry.expert): entry for entry in entries(spec, head)}
     if spec.tied and head == "lm":
-        known[LM_HEAD.megatron, None, None] = Entry(EMBEDDING)
-    found = []
+        by_place[LM_HEAD.megatron, None, None] = Entry(EMBEDDING)
+    parameters = []
     for chunk in chunks:
         for name, place, parameter in _named(chunk):
-            entry = known.get(place)
+            entry = by_place.get(place)
             if entry is None:
                 raise RunFailed(f"Megatron parameter {name}: no rule of family {spec.family} (head {head}) knows it")
             expected = entry.rule.shard_shape(spec, tp_size)
             if tuple(parameter.shape) != expected:
                 raise RunFailed(f"Megatron parameter {name}: shape {list(parameter.shape)}, expected {list(expected)}")
-            found.append((entry, parameter))
-    there = {entry for entry, _ in found}
-    for layer, expert in {(entry.layer, entry.expert) for entry in there if entry.layer is not None}:
+            parameters.append((entry, parameter))
+    held = {entry for entry, _ in parameters}
+    for layer, expert in {(entry.layer, entry.expert) for entry in held if entry.layer is not None}:
         for rule in spec.layer_rules(layer) if expert is None else spec.table.expert:
-            if Entry(rule, layer, expert) not in there:
-                where = f"layer {layer}" if expert is None else f"layer {layer}, expert {expert}"
-                raise RunFailed(f"{where}: Megatron parameter {rule.megatron} is not there, expected by the spec")
-    return found
+            if Entry(rule, layer, expert) not in held:
+                place_name = f"layer {layer}" if expert is None else f"layer {layer}, expert {expert}"
+                raise RunFailed(f"{place_name}: Megatron parameter {rule.megatron} is not there, expected by the spec")
+    return parameters
 
 
 def _named(chunk: Any) -> Iterator[tuple[str, tuple[str, int | None, int | None], Parameter]]:

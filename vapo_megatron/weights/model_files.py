@@ -10,11 +10,7 @@ CARD_FILE = "model.json"
 
 
 def read_config(hf_dir: Path) -> dict[str, Any]:
-    """config.json of a Hugging Face directory.
-
-    Raises:
-        BadInput: no such directory, no config.json in it, or not a JSON object.
-    """
+    """config.json of a Hugging Face directory. Raises BadInput where it is not there, or not a JSON object."""
     path = hf_dir / "config.json"
     if not hf_dir.is_dir():
         raise BadInput(f"{hf_dir}: no such directory; give a Hugging Face model directory (config.json, *.safetensors)")

@@ -20,12 +20,9 @@ _YARN_NOT_SHARED = ("attention_factor", "attn_factor", "extrapolation_factor", "
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Frequencies stretched for longer contexts.
-
-    "linear" divides all by factor; "llama3" divides the low ones and blends up to the high ones (Llama 3.1); "yarn"
-    blends between the channels that turn beta_fast and beta_slow times within the original context (arXiv 2309.00071,
-    section 3.2), and stretches queries and keys (attention_factor).
-    """
+    """Frequencies stretched for longer contexts: "linear" divides all by factor; "llama3" divides the low ones and
+    blends up to the high ones (Llama 3.1); "yarn" blends between the channels that turn beta_fast and beta_slow times
+    within the original context (arXiv 2309.00071, section 3.2), and stretches queries and keys (attention_factor)."""
 
     kind: Literal["linear", "llama3", "yarn"]
     factor: float
@@ -43,11 +40,8 @@ class RopeScaling:
 
 
 def read_rope(config: Mapping[str, Any], path: str) -> tuple[float, RopeScaling | None]:
-    """Base and scaling of a config.json: rope_theta and rope_scaling (transformers 4) or rope_parameters (5).
-
-    Raises:
-        BadInput: the scaling is not one that Megatron can represent; or a number is missing.
-    """
+    """Base and scaling of a config.json: rope_theta and rope_scaling (transformers 4) or rope_parameters (5). Raises
+    BadInput where a number is missing, or Megatron cannot represent the scaling."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(parameters, Mapping):
         raise BadInput(f"{path}: rope_parameters is {parameters!r}, expected an object such as {{'rope_theta': 1e6}}")
@@ -68,44 +62,36 @@ def read_rope(config: Mapping[str, Any], path: str) -> tuple[float, RopeScaling 
         return value
 
     theta = float(number("rope_theta", DEFAULT_THETA))
+    if kind == "default":
+        return theta, None
     if kind == "linear":
         return theta, RopeScaling("linear", number("factor"))
+    factor = number("factor")
+    original = int(number("original_max_position_embeddings", config.get("max_position_embeddings")))
     if kind == "llama3":
-        return theta, RopeScaling(
-            "llama3",
-            factor=number("factor"),
-            low_freq_factor=number("low_freq_factor"),
-            high_freq_factor=number("high_freq_factor"),
-            original_max_position_embeddings=int(
-                number("original_max_position_embeddings", config.get("max_position_embeddings"))
-            ),
-        )
-    if kind == "yarn":
-        for key in _YARN_NOT_SHARED:
-            if parameters.get(key) is not None:
-                raise BadInput(
-                    f"{path}: {key} of YaRN is {parameters[key]}, and transformers and SGLang do not read it alike: "
-                    "remove it, or choose another checkpoint"
-                )
-        return theta, RopeScaling(
-            "yarn",
-            factor=number("factor"),
-            original_max_position_embeddings=int(
-                number("original_max_position_embeddings", config.get("max_position_embeddings"))
-            ),
-            beta_fast=number("beta_fast", 32.0),
-            beta_slow=number("beta_slow", 1.0),
-            truncate=bool(parameters.get("truncate", True)),
-        )
-    return theta, None
+        low, high = number("low_freq_factor"), number("high_freq_factor")
+        return theta, RopeScaling("llama3", factor, low, high, original)
+    for key in _YARN_NOT_SHARED:
+        if parameters.get(key) is not None:
+            raise BadInput(
+                f"{path}: {key} of YaRN is {parameters[key]}, and transformers and SGLang do not read it alike: "
+                "remove it, or choose another checkpoint"
+            )
+    return theta, RopeScaling(
+        "yarn",
+        factor,
+        original_max_position_embeddings=original,
+        beta_fast=number("beta_fast", 32.0),
+        beta_slow=number("beta_slow", 1.0),
+        truncate=bool(parameters.get("truncate", True)),
+    )
 
 
 def partial_rotary(config: Mapping[str, Any], allowed: bool, head_dim: int, path: str) -> float:
     """Share of a head's channels that are turned, in either spelling.
 
-    Raises:
-        BadInput: no number above 0 and up to 1; below 1 where the family does not allow it, or no even number of
-            channels.
+    Raises BadInput where it is no share, is below 1 and the family does not allow it, or gives no even number of
+    channels.
     """
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     share = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
@@ -128,7 +114,7 @@ def _refuse_two_spellings(config: Mapping[str, Any], path: str) -> None:
         return
     named = {"rope_type": new.get("rope_type", "default")}, {"rope_type": old.get("rope_type", old.get("type"))}
     for key in sorted(({*new, *old} | {"rope_type"}) - {"type", "rope_theta"}):
-        first, second = ({**one, **name}.get(key) for one, name in zip((new, old), named, strict=True))
+        first, second = ({**spelling, **name}.get(key) for spelling, name in zip((new, old), named, strict=True))
         if first != second:
             raise BadInput(
                 f"{path}: rope_parameters has {key} {first} and rope_scaling beside it {second}: trainer and engine "

@@ -1,8 +1,5 @@
-"""The experts that an engine says each token went through: decoded and checked in its server, before training goes by
-them.
-
-At 94 layers with eight experts each a thousand tokens take a core some 30 ms, which rank 0 would work through for all
-engines; a server has those of its own."""
+"""The experts that an engine says each token went through: decoded and checked in its server, since at 94 layers with
+eight experts each a thousand tokens take a core some 30 ms, which rank 0 would spend for all engines."""
 
 import itertools
 from dataclasses import dataclass
@@ -36,14 +33,8 @@ class ExpertChoices:
         return np.uint8 if self.experts <= 256 else np.int16
 
     def decode(self, flat: NDArray[Any] | None, rows: int) -> NDArray[Any]:
-        """In a server: what SGLang says of `rows` tokens, whole numbers, layer by layer.
-
-        Returns:
-            uint8 or int16 [rows * layers * per_token].
-
-        Raises:
-            ValueError: saying what is wrong with it.
-        """
+        """In a server: what SGLang says of `rows` tokens, whole numbers, layer by layer, as uint8 or int16 [rows *
+        layers * per_token]. Raises ValueError saying what is wrong with it."""
         flat = self._all(flat, rows)
         if int(flat.min()) < 0 or int(flat.max()) >= self.experts:
             raise ValueError(
@@ -61,10 +52,9 @@ class ExpertChoices:
         return chosen.reshape(-1)
 
     def read(self, sent: NDArray[Any] | None, rows: int) -> Tensor:
-        """In the trainer: what decode() found of `rows` tokens, as it came; uint8 or int16 [rows, layers * per_token].
+        """In the trainer: what decode() made of `rows` tokens, as uint8 or int16 [rows, layers * per_token].
 
-        Raises:
-            ValueError: saying what is wrong with it.
+        Raises ValueError saying what is wrong with it.
         """
         sent = self._all(sent, rows)
         if sent.dtype != self.dtype:
@@ -88,6 +78,6 @@ def _first_repetition(chosen: NDArray[Any]) -> int | None:
     # Column against column: some thirty times quicker than to sort rows of eight.
     columns = np.ascontiguousarray(chosen.reshape(-1, chosen.shape[-1]).T)
     repeated = np.zeros(columns.shape[1], dtype=bool)
-    for one, other in itertools.combinations(columns, 2):
-        repeated |= one == other
+    for column, other in itertools.combinations(columns, 2):
+        repeated |= column == other
     return int(repeated.argmax()) if repeated.any() else None

@@ -116,15 +116,15 @@ class Rule:
 
     def _mine(self, spec: "ModelSpec", tp_rank: int, tp_size: int) -> list[tuple[int, tuple[slice, ...]]]:
         """For each part the number of the Hugging Face tensor that it is in, and where this rank's share of it is."""
-        found, above = [], 0
+        places, above = [], 0
         for number, part in enumerate(self.parts(spec)):
             share = self._share(part, tp_size)
             starts = [tp_rank * size if dim == self.cut else 0 for dim, size in enumerate(share)]
             starts[0] += above
             index = tuple(slice(start, start + size) for start, size in zip(starts, share, strict=True))
-            found.append((0 if self.fused else number, index))
+            places.append((0 if self.fused else number, index))
             above += part[0] if self.fused else 0
-        return found
+        return places
 
 
 @dataclass(frozen=True)

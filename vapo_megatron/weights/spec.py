@@ -10,9 +10,9 @@ from torch import Tensor
 
 from vapo_megatron.config.base import nearest
 from vapo_megatron.errors import BadInput
-from vapo_megatron.weights.families import FAMILIES
-from vapo_megatron.weights.families.family import (
+from vapo_megatron.weights.families import (
     EMBEDDING,
+    FAMILIES,
     FINAL_NORM,
     KEY_NORM,
     LM_HEAD,
@@ -39,18 +39,14 @@ class ModelSpec:
         ffn_size: width of the gated MLP of a dense layer; unused where all have experts.
         vocab_size: words, padding rows aside.
         tied: whether the language-model head is the word embedding.
-        max_position_embeddings: longest input, in tokens, for which full attention is what the model computes; where
-            layers attend in a sliding window, that window.
+        max_position_embeddings: longest input for which full attention is what the model computes: at most its window.
         dtype: of the checkpoint, a torch dtype's name.
-        vocab_divisible_by: Megatron's make_vocab_size_divisible_by: its tables are padded to a multiple of this times
-            the tensor-parallel size.
+        vocab_divisible_by: Megatron's tables are padded to a multiple of this times the tensor-parallel size.
         value_outputs: of a value model's head: 1, or the bins of a histogram over values.
-        num_experts: experts of a layer; 0 for a dense model.
-        experts_per_token: how many of them a token goes through.
-        expert_ffn_size: width of an expert's gated MLP.
+        num_experts, experts_per_token: experts of a layer (0: dense), and how many of them a token goes through.
         norm_topk_prob: whether the weights of a token's experts are scaled to sum up to 1.
         dense_layers: how many of the first layers have no experts, of a model that has some.
-        shared_ffn_size: width of the gated MLP beside the experts that every token goes through.
+        expert_ffn_size, shared_ffn_size: widths of the gated MLPs of an expert, and of what all tokens share beside.
         routed_scaling: what the weights of a token's experts are multiplied with after that.
         partial_rotary: share of a head's channels, the first, that the rotary embedding turns.
     """
@@ -112,8 +108,8 @@ class ModelSpec:
         return self.padded_vocab_size(tp_size) // tp_size
 
     def rope_inv_freq(self) -> Tensor:
-        """Inverse frequencies of the rotary embedding, scaling included, float32, on the CPU: one for two channels that
-        it turns."""
+        """Inverse frequencies of the rotary embedding, scaling included, float32, on the CPU: one for two turned
+        channels."""
         return inverse_frequencies(int(self.head_dim * self.partial_rotary), self.rope_theta, self.rope_scaling)
 
     @property
@@ -206,8 +202,6 @@ class _HFConfig(BaseModel):
 def read_spec(hf_dir: Path, *, vocab_divisible_by: int = 1, value_outputs: int = 1) -> ModelSpec:
     """The spec of a Hugging Face model directory (causal LM, sequence or token classification alike).
 
-    vocab_divisible_by and value_outputs are what is asked for, see ModelSpec; the directory does not say.
-
     Raises:
         BadInput: the directory or its config.json is missing, a value is missing or of the wrong kind, the family is
             unknown, or the model has a feature that Megatron's layers here cannot represent.
@@ -215,45 +209,45 @@ def read_spec(hf_dir: Path, *, vocab_divisible_by: int = 1, value_outputs: int =
     config, path = read_config(hf_dir), hf_dir / "config.json"
     family = _family(config.get("model_type"), path)
     try:
-        read = _HFConfig.model_validate({**family.defaults, **config})
+        hf = _HFConfig.model_validate({**family.defaults, **config})
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        found = "missing" if first["type"] == "missing" else repr(first["input"])
-        raise BadInput(f"{path}: {key} is {found}, expected {first['msg'].removeprefix('Input should be ')}") from None
-    _check_representable(read, family, path)
-    kv_heads = read.num_key_value_heads or read.num_attention_heads
-    head_dim = read.head_dim or read.hidden_size // read.num_attention_heads
-    if read.num_attention_heads % kv_heads or head_dim % 2:
+        given = "missing" if first["type"] == "missing" else repr(first["input"])
+        raise BadInput(f"{path}: {key} is {given}, expected {first['msg'].removeprefix('Input should be ')}") from None
+    _check_representable(hf, family, path)
+    kv_heads = hf.num_key_value_heads or hf.num_attention_heads
+    head_dim = hf.head_dim or hf.hidden_size // hf.num_attention_heads
+    if hf.num_attention_heads % kv_heads or head_dim % 2:
         raise BadInput(
-            f"{path}: num_attention_heads {read.num_attention_heads}, num_key_value_heads {kv_heads}, head_dim "
+            f"{path}: num_attention_heads {hf.num_attention_heads}, num_key_value_heads {kv_heads}, head_dim "
             f"{head_dim}: the second must divide the first and head_dim must be even"
         )
     theta, scaling = read_rope(config, str(path))
-    longest = read.max_position_embeddings
-    if read.use_sliding_window and read.sliding_window:
-        longest = min(longest, read.sliding_window)
+    longest = hf.max_position_embeddings
+    if hf.use_sliding_window and hf.sliding_window:
+        longest = min(longest, hf.sliding_window)
     return ModelSpec(
         family=family.model_type,
-        num_layers=read.num_hidden_layers,
-        hidden_size=read.hidden_size,
-        num_heads=read.num_attention_heads,
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        num_heads=hf.num_attention_heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        ffn_size=read.intermediate_size,
-        vocab_size=read.vocab_size,
-        tied=read.tie_word_embeddings,
-        qkv_bias=read.attention_bias if family.qkv_bias is None else family.qkv_bias,
-        qk_norm=read.use_qk_norm if family.qk_norm is None else family.qk_norm,
-        rms_norm_eps=read.rms_norm_eps,
+        ffn_size=hf.intermediate_size,
+        vocab_size=hf.vocab_size,
+        tied=hf.tie_word_embeddings,
+        qkv_bias=hf.attention_bias if family.qkv_bias is None else family.qkv_bias,
+        qk_norm=hf.use_qk_norm if family.qk_norm is None else family.qk_norm,
+        rms_norm_eps=hf.rms_norm_eps,
         rope_theta=theta,
         rope_scaling=scaling,
         max_position_embeddings=longest,
-        dtype=_dtype(read, path),
+        dtype=_dtype(hf, path),
         vocab_divisible_by=vocab_divisible_by,
         value_outputs=value_outputs,
         partial_rotary=partial_rotary({**family.defaults, **config}, family.partial_rotary, head_dim, str(path)),
-        **(_experts(read, family, path) if family.expert else {}),
+        **(_experts(hf, family, path) if family.expert else {}),
     )
 
 
@@ -265,61 +259,45 @@ def _family(model_type: Any, path: Path) -> Family:
     raise BadInput(f"{path}: model_type is {model_type!r}, expected one of {', '.join(sorted(FAMILIES))}{hint}")
 
 
-def _check_representable(read: _HFConfig, family: Family, path: Path) -> None:
-    for key, found, expected in (
-        ("hidden_act", read.hidden_act, "silu"),
-        ("attention_bias", read.attention_bias and family.qkv_bias is False, False),
-        ("mlp_bias", read.mlp_bias, False),
+def _check_representable(hf: _HFConfig, family: Family, path: Path) -> None:
+    for key, given, expected in (
+        ("hidden_act", hf.hidden_act, "silu"),
+        ("attention_bias", hf.attention_bias and family.qkv_bias is False, False),
+        ("mlp_bias", hf.mlp_bias, False),
     ):
-        if found != expected:
+        if given != expected:
             raise BadInput(
-                f"{path}: {key} is {found!r}, expected {expected!r} for {family.model_type} models here: "
+                f"{path}: {key} is {given!r}, expected {expected!r} for {family.model_type} models here: "
                 "choose another checkpoint"
             )
-    if read.quantization_config is not None:
+    if hf.quantization_config is not None:
         raise BadInput(
             f"{path}: quantization_config is set: quantised weights cannot be trained; give the bf16 or fp32 original"
         )
 
 
-def _experts(read: _HFConfig, family: Family, path: Path) -> dict[str, Any]:
+def _experts(hf: _HFConfig, family: Family, path: Path) -> dict[str, Any]:
     """The spec's fields of a mixture of experts. transformers 5 calls their number num_local_experts."""
     sigmoid = family.sigmoid_router
-    count = read.n_routed_experts if sigmoid else read.num_experts or read.num_local_experts
-    chosen = read.num_experts_per_tok
-    if count is None or read.moe_intermediate_size is None:
+    count = hf.n_routed_experts if sigmoid else hf.num_experts or hf.num_local_experts
+    chosen, dense = hf.num_experts_per_tok, hf.first_k_dense_replace
+    if count is None or hf.moe_intermediate_size is None:
         key = ("n_routed_experts" if sigmoid else "num_experts") if count is None else "moe_intermediate_size"
         raise BadInput(f"{path}: {key} is missing, expected a positive number for a model with experts")
-    for key, found, expected in (
-        ("decoder_sparse_step", read.decoder_sparse_step, 1),
-        ("mlp_only_layers", read.mlp_only_layers or [], []),
+    every = "every layer must have experts"
+    for key, given, expected, fits in (
+        ("decoder_sparse_step", hf.decoder_sparse_step, f"1: {every}", hf.decoder_sparse_step == 1),
+        ("mlp_only_layers", hf.mlp_only_layers, f"[]: {every}", not hf.mlp_only_layers),
+        ("n_group", hf.n_group, "1: Megatron and transformers choose groups of experts differently", hf.n_group == 1),
+        ("norm_topk_prob", hf.norm_topk_prob, "true: Megatron always normalises them", hf.norm_topk_prob),
+        ("n_shared_experts", hf.n_shared_experts, "at least 1", hf.n_shared_experts > 0),
+        ("first_k_dense_replace", dense, f"less than the {hf.num_hidden_layers} layers", dense < hf.num_hidden_layers),
     ):
-        if found != expected:
-            raise BadInput(
-                f"{path}: {key} is {found}, expected {expected}: every layer must have experts; choose another "
-                "checkpoint"
-            )
-    for key, found, wanted, fits in (
-        (
-            "n_group",
-            read.n_group,
-            "1: Megatron and transformers choose groups of experts differently",
-            read.n_group == 1,
-        ),
-        ("norm_topk_prob", read.norm_topk_prob, "true: Megatron always normalises them", read.norm_topk_prob),
-        ("n_shared_experts", read.n_shared_experts, "at least 1", read.n_shared_experts > 0),
-        (
-            "first_k_dense_replace",
-            read.first_k_dense_replace,
-            f"less than the {read.num_hidden_layers} layers",
-            read.first_k_dense_replace < read.num_hidden_layers,
-        ),
-    ):
-        if sigmoid and not fits:
-            raise BadInput(f"{path}: {key} is {found}, expected {wanted}; choose another checkpoint")
+        if not fits and (sigmoid or key in ("decoder_sparse_step", "mlp_only_layers")):
+            raise BadInput(f"{path}: {key} is {given}, expected {expected}; choose another checkpoint")
     if chosen > count:
         raise BadInput(f"{path}: num_experts_per_tok is {chosen}, expected at most the {count} experts")
-    if chosen == 1 and read.norm_topk_prob:
+    if chosen == 1 and hf.norm_topk_prob:
         raise BadInput(
             f"{path}: norm_topk_prob is true with num_experts_per_tok 1: every chosen expert has weight 1 then and the "
             "router no gradient, expected 2 or more experts per token"
@@ -327,16 +305,16 @@ def _experts(read: _HFConfig, family: Family, path: Path) -> dict[str, Any]:
     return {
         "num_experts": count,
         "experts_per_token": chosen,
-        "expert_ffn_size": read.moe_intermediate_size,
-        "norm_topk_prob": read.norm_topk_prob,
-        "dense_layers": read.first_k_dense_replace if family.dense_layer else 0,
-        "shared_ffn_size": read.n_shared_experts * read.moe_intermediate_size if sigmoid else 0,
-        "routed_scaling": read.routed_scaling_factor if sigmoid else 1.0,
+        "expert_ffn_size": hf.moe_intermediate_size,
+        "norm_topk_prob": hf.norm_topk_prob,
+        "dense_layers": dense if family.dense_layer else 0,
+        "shared_ffn_size": hf.n_shared_experts * hf.moe_intermediate_size if sigmoid else 0,
+        "routed_scaling": hf.routed_scaling_factor if sigmoid else 1.0,
     }
 
 
-def _dtype(read: _HFConfig, path: Path) -> str:
-    name = (read.dtype or read.torch_dtype or "float32").removeprefix("torch.")
+def _dtype(hf: _HFConfig, path: Path) -> str:
+    name = (hf.dtype or hf.torch_dtype or "float32").removeprefix("torch.")
     if name not in ("float32", "bfloat16", "float16"):
         raise BadInput(f"{path}: dtype is {name!r}, expected float32, bfloat16 or float16")
     return name

@@ -1,7 +1,5 @@
 """Small random models in the form of ordinary Hugging Face directories, for the quickstart and for tests."""
 
-import secrets
-import shutil
 from pathlib import Path
 
 import torch
@@ -11,7 +9,7 @@ from vapo_megatron.config.atomic import follow_umask
 from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.data.torchvision_ops import make_torchvision_importable
 from vapo_megatron.errors import BadInput
-from vapo_megatron.weights.hf_writer import check_replaceable
+from vapo_megatron.weights.hf_writer import check_replaceable, new_directory
 
 make_torchvision_importable()
 
@@ -78,11 +76,9 @@ def hf_config(shape: TinyModel, tokenizer: PreTrainedTokenizerBase) -> PreTraine
 
 
 def save_tiny_model(shape: TinyModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> int:
-    """Write config, float32 weights drawn from shape.seed, and tokenizer to directory; return the parameter count.
-
-    The directory appears whole or not at all; one that is there is replaced only if it holds a model.
-    Raises BadInput if the tokenizer does not fit the vocabulary or the place cannot be written.
-    """
+    """Write config, float32 weights drawn from shape.seed, and tokenizer to directory; return the parameter count. It
+    appears whole or not at all, in place of a model if there is one. Raises BadInput where the tokenizer does not fit
+    the vocabulary or the place cannot be written."""
     if len(tokenizer) > shape.vocab_size:
         raise BadInput(
             f"vocab_size {shape.vocab_size}: the tokenizer has {len(tokenizer)} tokens; give at least that many"
@@ -92,20 +88,11 @@ def save_tiny_model(shape: TinyModel, tokenizer: PreTrainedTokenizerBase, direct
         torch.manual_seed(shape.seed)
         model = AutoModelForCausalLM.from_config(hf_config(shape, tokenizer), dtype=torch.float32)
     logging.disable_progress_bar()
-    temporary = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}")
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(temporary)
-        for weights in temporary.glob("*.safetensors"):
+    with new_directory(directory) as folder:
+        model.save_pretrained(folder)
+        for weights in folder.glob("*.safetensors"):
             follow_umask(weights)
-        tokenizer.save_pretrained(temporary)
-        if directory.exists():
-            shutil.rmtree(directory)
-        temporary.replace(directory)
-    except OSError as error:
-        raise BadInput(f"{directory}: cannot be written ({error.strerror or error}); choose another place") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        tokenizer.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -29,7 +29,7 @@ from torch.nn import Module
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.errors import BadInput, RunFailed
 from vapo_megatron.weights.adapters import has_adapters, sharded_adapters
-from vapo_megatron.weights.hf_card import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, copy_carried
+from vapo_megatron.weights.hf_writer import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, copy_carried
 from vapo_megatron.weights.model_files import CARD_FILE
 from vapo_megatron.weights.spec import Head, ModelSpec
 
@@ -45,15 +45,9 @@ CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What a saved model is.
-
-    Attributes:
-        spec: the numbers of the model; its dtype is that of the Hugging Face directory it came from.
-        head: its head.
-        dtype: of the saved parameters, a torch dtype's name.
-        hf_dir: the directory with config.json, tokenizer and so on, without weights.
-        base: of adapters: what tells the frozen weights that they belong to from others (adapters.base_identity).
-    """
+    """What a saved model is. spec.dtype is that of the Hugging Face directory it came from, dtype that of the saved
+    parameters; hf_dir has config.json, tokenizer and so on, without weights; base, of adapters, tells the frozen
+    weights that they belong to from others (adapters.base_identity)."""
 
     spec: ModelSpec
     head: Head
@@ -65,18 +59,10 @@ class ModelCard:
 def write_model_card(
     folder: Path, spec: ModelSpec, head: Head, hf_dir: Path, dtype: str, base: str | None = None
 ) -> None:
-    """Write model.json and hf/ into a saved model's folder.
+    """Write model.json and hf/ into a saved model's folder, which is made if it is not there: see ModelCard.
 
-    Args:
-        folder: where the model is saved; made if it is not there.
-        spec: what its chunks were built from.
-        head: their head.
-        hf_dir: config.json, generation config, tokenizer and chat template are copied from here.
-        dtype: of the saved parameters, a torch dtype's name.
-        base: see ModelCard.
-
-    Raises:
-        BadInput: a file cannot be written.
+    hf_dir: config.json, generation config, tokenizer and chat template are copied from here. Raises BadInput where a
+    file cannot be written.
     """
     card = {"format": FORMAT, "family": spec.family, "head": head, "dtype": dtype, "spec": asdict(spec)}
     card |= {} if base is None else {"base": base}
@@ -92,11 +78,7 @@ def write_model_card(
 
 
 def read_model_card(folder: Path) -> ModelCard:
-    """The card of a saved model.
-
-    Raises:
-        BadInput: no such folder, no card in it, one of another format, or one that cannot be read.
-    """
+    """The card of a saved model. Raises BadInput where it is missing, of another format or cannot be read."""
     path = folder / CARD_FILE
     if not folder.is_dir():
         raise BadInput(
@@ -127,8 +109,8 @@ def read_model_card(folder: Path) -> ModelCard:
 def model_state(chunks: Sequence[Module]) -> dict[str, Any]:
     """The sharded state dict of a model: for megatron.core.dist_checkpointing's save and load.
 
-    Its tensors are the parameters themselves. What Transformer Engine calls extra state (scales of FP8
-    recipes that keep some) is left out: a checkpoint of a machine without it has none.
+    Its tensors are the parameters themselves. What Transformer Engine calls extra state (scales of FP8 recipes that
+    keep some) is left out: a checkpoint of a machine without it has none.
 
     Args:
         chunks: this rank's, one a virtual pipeline stage, wrapped in DistributedDataParallel or not.
@@ -153,11 +135,8 @@ def model_state(chunks: Sequence[Module]) -> dict[str, Any]:
 
 
 def put_model_state(chunks: Sequence[Module], state: dict[str, Any]) -> None:
-    """Fill the chunks from what dist_checkpointing.load returned for model_state(chunks).
-
-    Raises:
-        RunFailed: a parameter is not in it, or it holds what the model does not have.
-    """
+    """Fill the chunks from what dist_checkpointing.load returned for model_state(chunks). Raises RunFailed where they
+    differ."""
     for index, chunk in enumerate(map(_unwrapped, chunks)):
         missing, unexpected = chunk.load_state_dict(state[f"model{index}"], strict=False)
         if has_adapters(chunk):
@@ -169,10 +148,7 @@ def put_model_state(chunks: Sequence[Module], state: dict[str, Any]) -> None:
 
 def load_model(chunks: Sequence[Module], folder: Path) -> None:
     """Fill every parameter of a model from a saved one, whatever layout that was saved at. Collective over all ranks.
-
-    Raises:
-        BadInput: the folder is no torch_dist checkpoint, lacks a parameter, or has it in another shape.
-    """
+    Raises BadInput where the folder is no torch_dist checkpoint, lacks a parameter, or has it in another shape."""
     try:
         state = dist_checkpointing.load(model_state(chunks), str(folder))
     except LOAD_ERRORS as error:

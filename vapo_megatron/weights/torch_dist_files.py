@@ -2,13 +2,19 @@
 
 The format is torch.distributed.checkpoint's, and so are reader and writer; only the planning is done here, because
 tensors are made when their turn comes.
+
+Megatron stacks layers of one kind: the parameters of all layers are one tensor with the layer as first axis; those of
+experts have the expert as second. Layers of two kinds (dense ones before those with experts) have a key each. Keys
+carry the names of Transformer Engine's fused layers whatever the layers are
+(TransformerLayerSubmodules.sharded_state_dict_keys_map). tests/weights/test_saved_keys.py compares this with the
+sharded_state_dict of live models.
 """
 
 import hashlib
 import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,7 +35,60 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from vapo_megatron.errors import BadInput
-from vapo_megatron.weights.saved_keys import Place
+from vapo_megatron.weights.mapping import FUSED_NAMES, LAYERS, Entry, entries
+from vapo_megatron.weights.spec import Head, ModelSpec
+
+_FUSED = {separate: fused for fused, separate in FUSED_NAMES.items()}
+_EXPERTS = "mlp.experts."
+# A router's layer keeps the norm before it apart: there is no linear layer that it could be fused with.
+_NORM_BEFORE_EXPERTS = "pre_mlp_layernorm.weight"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Part of a saved tensor: its key, indices on the axes that layers and experts are stacked along (none outside the
+    layers), the part's shape without those axes, and the full shape of the tensor."""
+
+    key: str
+    stacked: tuple[int, ...]
+    shape: tuple[int, ...]
+    full: tuple[int, ...]
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where the part begins in the tensor."""
+        return (*self.stacked, *(0 for _ in self.shape))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes of the part with the stacked axes."""
+        return (*(1 for _ in self.stacked), *self.shape)
+
+
+def place_of(entry: Entry, spec: ModelSpec) -> Place:
+    """Where an entry's parameter is, whole and unpadded."""
+    shape = entry.rule.shard_shape(spec, 1)
+    name = entry.rule.megatron
+    if entry.layer is None:
+        return Place(name, (), shape, shape)
+    stacked: tuple[int, ...] = ()
+    full: tuple[int, ...] = ()
+    if spec.dense_layers:
+        layers = f"{LAYERS}{entry.layer}."
+    else:
+        stacked, full, layers = (entry.layer,), (spec.num_layers,), LAYERS
+    if entry.expert is not None:
+        key = f"{layers}{_EXPERTS}experts.{name.removeprefix(_EXPERTS)}"
+        return Place(key, (*stacked, entry.expert), shape, (*full, spec.num_experts, *shape))
+    if not (spec.has_experts(entry.layer) and name == _NORM_BEFORE_EXPERTS):
+        name = _FUSED.get(name, name)
+    return Place(layers + name, stacked, shape, (*full, *shape))
+
+
+def places(spec: ModelSpec, head: Head) -> dict[Entry, Place]:
+    """Every entry of a model with its place, from input to output."""
+    return {entry: place_of(entry, spec) for entry in entries(spec, head)}
+
 
 METADATA_FILE = ".metadata"
 
@@ -49,11 +108,8 @@ class _LazyPlanner(DefaultSavePlanner):
 
 
 class PartWriter:
-    """Writes a checkpoint file after file.
-
-    Files may come from several runs of the program: what write() returns is plain data that can be kept, and is given
-    to close() in the end.
-    """
+    """Writes a checkpoint file after file, perhaps in several runs of the program: what write() returns is plain data
+    that can be kept, and is given to close() in the end."""
 
     def __init__(self, folder: Path, parts: Sequence[Sequence[tuple[Place, torch.dtype]]]) -> None:
         """parts: the content of each file, and its dtype."""
@@ -71,38 +127,25 @@ class PartWriter:
         return f"__{part}_0.distcp"
 
     def write(self, part: int, make: Callable[[int], Tensor]) -> list[dict[str, Any]]:
-        """Write a file, and wait until it is on the disk.
+        """Write a file, and wait until it is on the disk; returns the byte range of each place in it.
 
-        Args:
-            part: its number.
-            make: the tensor, on the CPU and with the stacked axes, of the n-th place of the part.
-
-        Returns:
-            The byte range of each place in the file.
+        make: the tensor, on the CPU and with the stacked axes, of the n-th place of the part.
         """
         plan = self._plans[part]
         number = {item.index: i for i, item in enumerate(plan.items)}
         results = self._writer.write_data(plan, _LazyPlanner(lambda index: make(number[index]))).wait()
         return [
-            {
-                "place": number[result.index],
-                "size": result.size_in_bytes,
-                "storage": asdict(result.storage_data),
-            }
+            {"place": number[result.index], "size": result.size_in_bytes, "storage": asdict(result.storage_data)}
             for result in results
         ]
 
     def close(self, written: Sequence[Sequence[dict[str, Any]]], common: dict[str, Any]) -> None:
-        """Write what makes a checkpoint of the files.
-
-        Args:
-            written: what write() returned, of every part in its order.
-            common: content of common.pt.
-        """
+        """Write what makes a checkpoint of the files: what write() returned, of every part in order, and content of
+        common.pt."""
         results = [
             [
-                WriteResult(plan.items[one["place"]].index, one["size"], _StorageInfo(**one["storage"]))
-                for one in results_of_part
+                WriteResult(plan.items[result["place"]].index, result["size"], _StorageInfo(**result["storage"]))
+                for result in results_of_part
             ]
             for plan, results_of_part in zip(self._plans, written, strict=True)
         ]
@@ -161,13 +204,10 @@ class _ComparingReader(FileSystemReader):
 
 
 class PartReader:
-    """The tensors of a torch_dist checkpoint, saved at whatever layout. Opening reads its metadata alone.
+    """The tensors of a torch_dist checkpoint, saved at whatever layout. Opening reads its metadata alone, which is a
+    pickle, as Megatron has it: open only what you would run. What is read is compared with the digests that are given.
 
-    The metadata is a pickle, as Megatron has it: open only what you would run. What is read is compared with the
-    digests that are given.
-
-    Raises:
-        BadInput: no such checkpoint, or a file that is missing or shorter than the metadata says.
+    Raises BadInput where there is no such checkpoint, or a file is missing or shorter than the metadata says.
     """
 
     def __init__(self, folder: Path, digests: Digests | None = None) -> None:
@@ -209,11 +249,8 @@ class PartReader:
         return self.tensors[key].properties.dtype
 
     def read(self, place: Place) -> Tensor:
-        """Part of a tensor, without its stacked axes, on the CPU and in the dtype that it is saved in.
-
-        Raises:
-            BadInput: it is not there in full, or its file is damaged.
-        """
+        """Part of a tensor, without its stacked axes, on the CPU and in the dtype that it is saved in. Raises BadInput
+        where it is not there in full, or its file is damaged."""
         wanted = ChunkStorageMetadata(offsets=torch.Size(place.offsets), sizes=torch.Size(place.sizes))
         items = create_read_items_for_chunk_list(place.key, self._near(place), [wanted])
         if sum(item.lengths.numel() for item in items) != wanted.sizes.numel():
@@ -227,10 +264,8 @@ class PartReader:
         return target.view(place.shape)
 
     def _near(self, place: Place) -> TensorStorageMetadata:
-        """The tensor's metadata with only the chunks at the place's stacked indices.
-
-        Of 128 experts in 48 layers every one would else be looked at for each.
-        """
+        """The metadata of only the chunks at the place's stacked indices: with 128 experts in 48 layers to look at all
+        is slow."""
         whole, stacked = self.tensors[place.key], len(place.stacked)
         if place.key not in self._chunks:
             groups: dict[tuple[int, ...], list[ChunkStorageMetadata]] = {}
@@ -238,5 +273,5 @@ class PartReader:
                 groups.setdefault(tuple(chunk.offsets[:stacked]), []).append(chunk)
             regular = all(tuple(chunk.sizes[:stacked]) == (1,) * stacked for chunk in whole.chunks)
             self._chunks[place.key] = groups if regular else None
-        found = self._chunks[place.key]
-        return whole if found is None else replace(whole, chunks=found.get(place.stacked, []))
+        near = self._chunks[place.key]
+        return whole if near is None else replace(whole, chunks=near.get(place.stacked, []))

@@ -22,12 +22,11 @@ def check_absent(out: Path) -> None:
 
 
 class WorkFolder:
-    """OUT.partial, which becomes OUT; a context manager.
+    """OUT.partial, which becomes OUT on leaving without an exception; a context manager.
 
-    On leaving without an exception it takes the name OUT. After a reported error it is removed: what it was
-    made from has to change, or the disk is full. Where the program is stopped (signal, lost machine) it stays, and the
-    next start that asks for the same goes on from the files that were finished; one that asks for something else starts
-    anew.
+    After a reported error it is removed: what it was made from has to change, or the disk is full. Where the program is
+    stopped (signal, lost machine) it stays, and the next start that asks for the same goes on from the files that were
+    finished; one that asks for something else starts anew.
 
     Raises:
         BadInput: OUT is there already, another process is writing it, or the file system refuses.
@@ -63,7 +62,7 @@ class WorkFolder:
 
     def check_space(self, nbytes: int) -> None:
         """Raises BadInput where the disk has no room for so many bytes, less those of the finished files."""
-        missing = nbytes - sum(found["size"] for found in self._finished.values())
+        missing = nbytes - sum(file["size"] for file in self._finished.values())
         free = shutil.disk_usage(self.path).free
         if missing > free:
             raise BadInput(
@@ -73,11 +72,11 @@ class WorkFolder:
 
     def note_of(self, name: str) -> Any | None:
         """What finish() was given with a file that is there in full, or None."""
-        found = self._finished.get(name)
+        finished = self._finished.get(name)
         path = self.path / name
-        if found is None or not path.is_file() or path.stat().st_size != found["size"]:
+        if finished is None or not path.is_file() or path.stat().st_size != finished["size"]:
             return None
-        return found["note"]
+        return finished["note"]
 
     def finish(self, name: str, note: Any) -> None:
         """Remember that a file is complete. note: plain data, not None."""

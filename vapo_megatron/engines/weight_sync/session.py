@@ -12,7 +12,7 @@ from vapo_megatron.engines.weight_sync.logprob_difference import LogprobDifferen
 from vapo_megatron.engines.weight_sync.transports import NOTHING, Transport
 from vapo_megatron.errors import RunFailed, TryAgain, VapoError
 from vapo_megatron.weights.bucket import NamedTensors
-from vapo_megatron.weights.part_times import PartTimes
+from vapo_megatron.weights.gather import PartTimes
 
 _NAMED_IN_AN_ERROR = 8
 

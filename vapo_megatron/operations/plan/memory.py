@@ -6,8 +6,7 @@ from typing import Literal
 
 from vapo_megatron.config.model import TrainableConfig
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.megatron.memory_plan import ONLOADED, Phase
-from vapo_megatron.megatron.offload import PARTS, Part
+from vapo_megatron.megatron.offload import ONLOADED, PARTS, Part, Phase
 from vapo_megatron.operations.hardware import GIB
 from vapo_megatron.operations.plan.models import PlannedModel, PlannedRun, saved_models
 from vapo_megatron.operations.plan.rollout import PlannedEngine

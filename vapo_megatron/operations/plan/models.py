@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from vapo_megatron.checkpoint.size import OPTIMIZER_BYTES
+from vapo_megatron.checkpoint.state_saver import OPTIMIZER_BYTES
 from vapo_megatron.config.model import ActorConfig, AdapterConfig, LayoutConfig, TrainableConfig
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.train import TrainConfig
@@ -17,7 +17,7 @@ from vapo_megatron.operations.hardware import Hardware
 from vapo_megatron.operations.plan.activations import Activations
 from vapo_megatron.operations.plan.inputs import Lengths, model_directory
 from vapo_megatron.weights.adapters import adapter_entries, adapter_parameter_count
-from vapo_megatron.weights.families.family import EMBEDDING, FINAL_NORM
+from vapo_megatron.weights.families import EMBEDDING, FINAL_NORM
 from vapo_megatron.weights.rules import Rule
 from vapo_megatron.weights.spec import Head, ModelSpec, read_spec
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.engines.node_part import check_engine_size
 from vapo_megatron.errors import BadInput
-from vapo_megatron.megatron.memory_plan import Phase
+from vapo_megatron.megatron.offload import Phase
 from vapo_megatron.operations.hardware import Hardware
 from vapo_megatron.operations.plan.activations import EXPERT_IMBALANCE
 from vapo_megatron.operations.plan.inputs import planned_lengths

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from vapo_megatron.checkpoint.config_change import differences
+from vapo_megatron.checkpoint.resume import differences
 from vapo_megatron.config.model import LayoutConfig, RecomputeConfig, TrainableConfig
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.megatron.offload import PARTS
