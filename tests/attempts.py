@@ -21,6 +21,7 @@ import torch.distributed as dist
 from tiny_runs import make_model, problems, write_config, write_rows
 
 import vapo_megatron.checkpoint.background_save as background_save
+import vapo_megatron.engines.ledger as ledger
 import vapo_megatron.engines.placement as placement
 import vapo_megatron.engines.stream as stream
 import vapo_megatron.training.updates as updates
@@ -202,8 +203,10 @@ def _start(
     os._exit(code)
 
 
-def kill_at(place: str, call: int, victim: int = 0, once: Path | None = None) -> None:
-    """Have a rank kill itself with SIGKILL in its call-th call of a place; once: only where this file is not there."""
+def kill_at(
+    place: str, call: int, victim: int = 0, once: Path | None = None, number: signal.Signals = signal.SIGKILL
+) -> None:
+    """Have a rank kill itself in its call-th call of a place; once: only where this file is not there."""
     module, name = PLACES[place]
     original, calls = getattr(module, name), 0
 
@@ -213,7 +216,7 @@ def kill_at(place: str, call: int, victim: int = 0, once: Path | None = None) ->
         if calls == call and dist.get_rank() == victim and not (once is not None and once.exists()):
             if once is not None:
                 once.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
         return original(*args, **kwargs)
 
     setattr(module, name, trap)
@@ -221,6 +224,7 @@ def kill_at(place: str, call: int, victim: int = 0, once: Path | None = None) ->
 
 PLACES: dict[str, tuple[Any, str]] = {
     "rollout": (stream.GroupStream, "take"),
+    "grading": (ledger.Ledger, "grade"),
     "value pretraining": (value_pretraining, "critic_step"),
     "policy update": (updates, "policy_loss"),
     "save": (background_save, "commit_checkpoint"),

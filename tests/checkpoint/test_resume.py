@@ -4,6 +4,7 @@ import errno
 import json
 import re
 import shutil
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -116,7 +117,13 @@ def test_asked_to_stop_and_killed(shared: World, straight: Callable[[int], Path]
     end = live(shared, config, 1, stop="samples/step_000001.jsonl")
     assert end.code == 75 and "because of SIGUSR1" in end.said and "\n" not in end.said
     assert checkpoint_names(config)[-1] in end.said
-    assert live(shared, config, 1, partial(kill_at, "policy update", 2)).code == 75
+    # In the rollout of step 3, when one of its groups is graded: nothing of step 2, and not that group, is lost.
+    rare = config_of(shared, "stopped", LAYOUTS[1], RESUME, "checkpoint.every_minutes=null", "checkpoint.every=100")
+    groups = config.batch.prompts_per_step
+    end = live(shared, rare, 1, partial(kill_at, "grading", groups + 1, number=signal.SIGUSR1))
+    assert end.code == 75 and "because of SIGUSR1" in end.said and "step_000002" in end.said
+    assert list((Path(config.run.directory) / "checkpoints" / "step_000002").rglob("graded_groups.safetensors"))
+    assert live(shared, config, 1, partial(kill_at, "policy update", 1)).code == 75
     assert live(shared, config, 1) == End(0, "")
     assert_equal(Path(config.run.directory), straight(1))
 

@@ -54,7 +54,7 @@ class Run:
         yield from (1, 2)
 
     @contextmanager
-    def saved_without_engines(self) -> Iterator[None]:
+    def saved_without_engines(self, rollouts: Any) -> Iterator[None]:
         before = len(self.calls)
         yield
         assert self.calls[before:] == ["collect", "spread"], "models and generators are as they were"

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,11 +17,19 @@ from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.ledger import Ledger
 from vapo_megatron.engines.request import GroupRequest
+from vapo_megatron.errors import TryAgain
 
 # Groups that are decoded and graded at once; their responses share the verifier's processes.
 GRADED_AT_ONCE = 16
 
+# While a step is waited for, seconds between looks at whether the run is asked to stop.
+_LOOK_SECONDS = 0.5
+
 Group = list[Sample]
+
+
+class StopAsked(TryAgain):
+    """The run is asked to stop while groups of a step are generated: nothing was taken."""
 
 
 @dataclass(frozen=True)
@@ -67,18 +76,23 @@ class GroupStream:
         """Of a step."""
         return self._work.responses
 
-    def take(self, on_generated: Callable[[int], None]) -> list[Group]:
+    def take(
+        self, on_generated: Callable[[int], None], interruption: Callable[[], str | None] | None = None
+    ) -> list[Group]:
         """The groups of the next step, their samples numbered by their place in it; of a group that is trained window
         by window those responses of which there is more than in the step before.
 
-        on_generated: gets the number of responses that have just come, of whichever step.
+        Args:
+            on_generated: gets the number of responses that have just come, of whichever step.
+            interruption: why to give up waiting for them; None where there is no reason.
 
         Raises:
+            StopAsked: by `interruption`; state() has what was graded.
             What generating or grading a group raised. TryAgain: Work.timeout_s passed.
         """
         self._on_generated = on_generated
         try:
-            groups = self._dispatcher.wait(self._dispatcher.loop.start(self._take()))
+            groups = self._dispatcher.wait(self._dispatcher.loop.start(self._take(interruption)))
         finally:
             self._on_generated = _ignore
         for number, group in enumerate(groups):
@@ -117,14 +131,14 @@ class GroupStream:
         self._closed = True
         await self._abort(list(self._tasks))
 
-    async def _take(self) -> list[Group]:
+    async def _take(self, interruption: Callable[[], str | None] | None) -> list[Group]:
         expired = self.ledger.expired()
         await self._abort([number for number in expired if number in self._tasks])
         self._begun = {number: group for number, group in self._begun.items() if number in self.ledger}
         for number in [number for number in self._begun if number not in self._tasks]:
             self._start(number)
         self._fill()
-        await self._wait_for(self.ledger.is_ready)
+        await self._wait_for(self.ledger.is_ready, interruption)
         unfinished = [number for number, group in self._graded.items() if _goes_on(group)]
         taken = {number: self._graded.pop(number) for number in self.ledger.take(unfinished)}
         self._begun |= {number: _next_window(taken[number]) for number in unfinished if number in taken}
@@ -134,14 +148,20 @@ class GroupStream:
             await self._stop()
         return [[sample for sample in group if not sample.is_trained] for group in taken.values()]
 
-    async def _wait_for(self, condition: Callable[[], bool]) -> None:
+    async def _wait_for(
+        self, condition: Callable[[], bool], interruption: Callable[[], str | None] | None = None
+    ) -> None:
         try:
             async with asyncio.timeout(self._work.timeout_s):
                 while not condition():
                     if self._failure is not None:
                         raise self._failure
+                    if interruption is not None and (reason := interruption()):
+                        raise StopAsked(reason)
                     self._changed.clear()
-                    await self._changed.wait()
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(None if interruption is None else _LOOK_SECONDS):
+                            await self._changed.wait()
         except TimeoutError:
             came = sum(len(group) for group in self._graded.values())
             raise self._dispatcher.overdue(came, self._work.responses) from None

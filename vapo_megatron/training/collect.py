@@ -7,12 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vapo_megatron.collectives import broadcast_value
 from vapo_megatron.config.algorithm import AlgorithmConfig, DynamicSamplingConfig, ShapingConfig
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.config.run import BatchConfig
 from vapo_megatron.data.batch import ExperienceBatch, from_samples
 from vapo_megatron.data.sample import Sample
 from vapo_megatron.engines.ledger import StepRule
+from vapo_megatron.engines.stream import StopAsked
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import shaped_rewards
 from vapo_megatron.training.metrics import rollout_metrics
@@ -32,15 +34,25 @@ def step_rule(size: BatchConfig, sampling: DynamicSamplingConfig, steps: int, ro
 
 
 def collect(rollouts: Rollouts, config: AlgorithmConfig, step: int, recorder: Recorder) -> ExperienceBatch | None:
-    """Collective: the groups of the next step that Rollouts.begin has said how to choose, graded, on rank 0."""
-    batch = None
+    """Collective: the groups of the next step that Rollouts.begin has said how to choose, graded, on rank 0.
+
+    Raises:
+        StopAsked: on all ranks, where rank 0 is asked to stop meanwhile.
+    """
+    batch, interruption = None, None
     with rollouts.engines.attended():
         if dist.get_rank() == 0:
-            samples = rollouts.take(recorder)
-            recorder.samples(step, samples)
-            batch = from_samples(samples)
-            if config.advantage.estimator == "remax":
-                batch.greedy_rewards = greedy_rewards(rollouts, samples, config.shaping, recorder)
+            try:
+                samples = rollouts.take(recorder)
+            except StopAsked as stop:
+                interruption = str(stop)
+            else:
+                recorder.samples(step, samples)
+                batch = from_samples(samples)
+                if config.advantage.estimator == "remax":
+                    batch.greedy_rewards = greedy_rewards(rollouts, samples, config.shaping, recorder)
+    if interruption := broadcast_value(interruption):
+        raise StopAsked(interruption, shared=True)
     rollouts.remember_probe(batch)
     if batch is not None:
         if batch.greedy_rewards is not None:

@@ -36,7 +36,7 @@ def train(config: TrainConfig, models: Models, rollouts: Rollouts, state: RunSta
     rule = step_rule(config.batch, algorithm.dynamic_sampling, config.run.steps, config.rollout)
     rollouts.begin(rule, config.batch.samples_per_prompt, state.step)
     for step in state.steps():
-        with state.saved_without_engines():
+        with state.saved_without_engines(rollouts):
             batch = spread(collect(rollouts, algorithm, step, recorder), recorder)
         engines.offload()
         score(models, batch, algorithm, recorder)

@@ -31,6 +31,7 @@ from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rewards.grading import failed_share, grade_samples
 from vapo_megatron.rewards.pool import VerifierPool
+from vapo_megatron.signals import stop_requested
 from vapo_megatron.training.skipped_updates import first_prompt
 from vapo_megatron.weights.routed_experts import ExpertChoices
 from vapo_megatron.weights.spec import ModelSpec
@@ -97,6 +98,7 @@ class Rollouts:
         written_by: on rank 0, for each sample of the step that was taken last the URL of the engine that wrote it under
             the weights that the trainer has; empty where there is no such.
         saved: what the stream of training goes on from, in a resumed run.
+        is_interruptible: whether a signal to stop ends take().
         agents: whose episodes are trained and evaluated; None: responses of the engines, or not started yet.
         agent_settings: of rollout.agent, on rank 0; None without one.
     """
@@ -114,6 +116,7 @@ class Rollouts:
     stream: GroupStream | None = None
     written_by: list[str] = field(default_factory=list)
     saved: tuple[dict[str, Any], dict[int, list[Sample]]] | None = None
+    is_interruptible: bool = False
     agents: Agents | None = None
     agent_settings: RolloutConfig | None = None
     _fixed_policy: bool = False
@@ -178,12 +181,16 @@ class Rollouts:
             self.agents = None
 
     def take(self, recorder: Recorder) -> list[Sample]:
-        """On rank 0: the graded responses of the next step, in the order of group and index."""
+        """On rank 0: the graded responses of the next step, in the order of group and index.
+
+        Raises:
+            StopAsked: a signal asks the run to stop.
+        """
         assert self.stream is not None and self.prompts is not None and self.verifier is not None, "begin() comes first"
         ledger, clock = self.stream.ledger, self.engines.dispatcher.loop
         start = clock.time()
         with recorder.phase("rollout", total=self.stream.responses) as advance:
-            groups = self.stream.take(advance)
+            groups = self.stream.take(advance, stop_requested if self.is_interruptible else None)
         self.prompts.cursor = ledger.first
         samples = [sample for group in groups for sample in group]
         version = self.engines.version

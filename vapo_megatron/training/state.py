@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from vapo_megatron.checkpoint.state_saver import Snapshot
 from vapo_megatron.collectives import on_rank_zero
 from vapo_megatron.config.run import CheckpointConfig, RunConfig
 from vapo_megatron.engines.engines import EnginesFailed
+from vapo_megatron.engines.stream import StopAsked
 from vapo_megatron.training.advantages import ReturnHistory
 from vapo_megatron.training.rollouts import Rollouts
 from vapo_megatron.training.skipped_updates import SkippedUpdates
@@ -122,16 +124,30 @@ class RunState:
             raise failure
 
     @contextmanager
-    def saved_without_engines(self) -> Iterator[None]:
-        """Collective: where engines fail for good in here, the state of the last safe point is saved.
+    def saved_without_engines(self, rollouts: Rollouts) -> Iterator[None]:
+        """Collective: where engines fail for good or a signal to stop comes in here, the state of the last safe point
+        is saved; in the latter case with the groups that have been graded since.
 
         Models and generators must still be as they were then.
         """
+        rollouts.is_interruptible = self._whole is not None
         try:
             yield
         except EnginesFailed:
             if self._whole is not None:
                 self._checkpointer.safe_point(self._whole, due=True, last=True)
+            raise
+        except StopAsked:
+            assert self._whole is not None
+            ledger, graded = rollouts.state()
+            progress = self._whole.progress.model_copy(update={"groups": ledger})
+            rollouts.end()  # engines that are idle can give memory
+            self._checkpointer.safe_point(
+                replace(self._whole, progress=progress, groups=graded),
+                due=True,
+                last=False,
+                making_room=rollouts.engines.kv_cache_offloaded,
+            )
             raise
 
     def _is_multiple_of(self, every: int | None) -> bool:
