@@ -1,7 +1,4 @@
-"""Convert a Hugging Face directory to a Megatron checkpoint (torch_dist) that loads at any layout.
-
-An interrupted conversion goes on where it was when it is started again with the same arguments.
-"""
+"""Convert a Hugging Face directory to a Megatron checkpoint (torch_dist) that loads at any layout."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,8 +8,7 @@ import typer
 from vapo_megatron.command_line import run_app
 from vapo_megatron.config.tiny_model import DtypeOption, ShardSizeOption, VerifyOption
 from vapo_megatron.errors import BadInput, told_in_one_line
-from vapo_megatron.weights.model_files import read_config
-from vapo_megatron.weights.work_folder import check_absent
+from vapo_megatron.weights.model_files import check_absent, read_config
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -1,7 +1,6 @@
 """Convert a Megatron checkpoint, saved at any layout, to a Hugging Face directory.
 
 The checkpoint is the output of tools/convert_hf_to_megatron.py, or one of a run (runs/NAME/checkpoints/step_N).
-An interrupted conversion goes on where it was when it is started again with the same arguments.
 """
 
 from pathlib import Path
@@ -13,8 +12,7 @@ from vapo_megatron.checkpoint.manifest import MANIFEST_FILE, check_contents, dam
 from vapo_megatron.command_line import run_app
 from vapo_megatron.config.tiny_model import DtypeOption, ShardSizeOption, VerifyOption
 from vapo_megatron.errors import BadInput, told_in_one_line
-from vapo_megatron.weights.model_files import CARD_FILE
-from vapo_megatron.weights.work_folder import check_absent
+from vapo_megatron.weights.model_files import CARD_FILE, check_absent
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -151,12 +151,8 @@ class Checkpointer:
     def _copies(self, snapshot: Snapshot, decision: _Decision) -> bool:
         """Whether a copy in host memory is to be made now."""
         every = self._config.in_memory_every
-        return (
-            self._memory is not None
-            and every is not None
-            and snapshot.progress.step % every == 0
-            and not decision.too_soon
-        )
+        is_due = every is not None and snapshot.progress.step % every == 0
+        return self._memory is not None and is_due and not decision.too_soon
 
     def _is_too_soon(self) -> bool:
         """Whether the last copy in host memory is still being written on this rank, or copying takes up the run."""

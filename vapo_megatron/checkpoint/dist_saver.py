@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_
 
 from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_HELP
 from vapo_megatron.checkpoint.manifest import Damaged, DigestedFile, FileFacts, changed, damaged
+from vapo_megatron.collectives import gather_values
 from vapo_megatron.config.atomic import sync
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron import dist_optimizer
@@ -108,11 +109,9 @@ class _PlanningStrategy(TorchDistSaveShardedStrategy):
 
 
 class ModelSaver:
-    """Plans the saves of one model, one after the other.
-
-    While no rank's tensors change their names, shapes or places, it is agreed once who writes what. Plans are gathered
-    in the first two saves, the second to see that they are the same; from the third on none is.
-    """
+    """Plans the saves of one model, one after the other. While no rank's tensors change their names, shapes or
+    places, it is agreed once who writes what. Plans are gathered in the first two saves, the second to see that they
+    are the same; from the third on none is."""
 
     def __init__(self, trainable: Trainable) -> None:
         self._trainable = trainable
@@ -122,9 +121,7 @@ class ModelSaver:
 
     def plan(self, folder: Path) -> PlannedSave:
         """Collective: agree on who writes what of the model's training state, and copy this rank's part to the host.
-
-        Data-parallel copies share the writing. Training may go on when this returns.
-        """
+        Data-parallel copies share the writing. Training may go on when this returns."""
         # Megatron would start a manager process for results; here they stay in this process.
         filesystem_async._results_queue = queue.SimpleQueue()
         state = dist_optimizer.training_state(self._trainable)
@@ -310,9 +307,7 @@ def refuse_damage(error: BaseException) -> None:
 
 def refuse_together(checkpoint: Path, wrong: str | None) -> None:
     """Collective: raises Damaged on every rank where something is wrong that one of them has read."""
-    faults: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(faults, wrong)
-    first = next((text for text in faults if text is not None), None)
+    first = next((fault for fault in gather_values(wrong) if fault is not None), None)
     if first is not None:
         error = damaged(checkpoint, first)
         error.shared = True

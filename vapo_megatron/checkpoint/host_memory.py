@@ -42,10 +42,8 @@ def host_memory_of(run_dir: Path, environment: Mapping[str, str] = os.environ) -
 
 def job_memory(run_dir: Path, is_first: bool, environment: Mapping[str, str] = os.environ) -> Path | None:
     """The folder that the job has named for this node, made where it is not there; None where none is, or the system
-    refuses. Its copies are of this run: those of another one of the job go.
-
-    is_first: this process is the first of the job on its node, and stands for it.
-    """
+    refuses. Its copies are of this run: those of another one of the job go. is_first: this process is the first of
+    the job on its node, and stands for it."""
     if _JOB_VARIABLE not in environment:
         return None
     folder, here = host_memory_of(run_dir, environment), Holder.here(environment)
@@ -73,10 +71,8 @@ def job_memory(run_dir: Path, is_first: bool, environment: Mapping[str, str] = o
 
 @contextmanager
 def host_memory(run_dir: Path) -> Iterator[Path | None]:
-    """A new folder for copies of a run that this process holds the lease of; None where the system refuses.
-
-    It is removed at the end, and so are those of processes of this machine that were killed.
-    """
+    """A new folder for copies of a run that this process holds the lease of; None where the system refuses. It is
+    removed at the end, and so are those of processes of this machine that were killed."""
     place, here = host_memory_of(run_dir), Holder.here(os.environ)
     _remove_abandoned(here)
     shutil.rmtree(place, ignore_errors=True)

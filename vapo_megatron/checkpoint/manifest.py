@@ -62,10 +62,8 @@ class Manifest(ModelPart):
 
 
 class DigestedFile:
-    """A new file in pieces, whose size and digests are known once it is written, without reading it again.
-
-    As much of a binary stream as torch.save writes into: bytes go to its end alone. Use as a context manager.
-    """
+    """A new file in pieces, whose size and digests are known once it is written, without reading it again. As much
+    of a binary stream as torch.save writes into: bytes go to its end alone. Use as a context manager."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
@@ -106,12 +104,21 @@ class DigestedFile:
 
 def file_facts(root: Path, paths: Iterable[Path]) -> dict[str, FileFacts]:
     """Size and digest of files below root, by their path from there. Raises OSError where one cannot be read."""
-    facts = {}
-    for path in paths:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            facts[path.relative_to(root).as_posix()] = FileFacts(bytes=os.fstat(file.fileno()).st_size, sha256=digest)
-    return facts
+    return {path.relative_to(root).as_posix(): _facts_of(path) for path in paths}
+
+
+def _facts_of(path: Path, starts: Iterable[int] = ()) -> FileFacts:
+    """Size and digest of a file; of one in pieces, the digest of those of the pieces that begin at `starts`."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if not starts:
+            return FileFacts(bytes=size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+        digests = {
+            start: hashlib.sha256(file.read(max(0, stop - start))).hexdigest()
+            for start, stop in pairwise([*sorted(starts), size])
+        }
+    joined = hashlib.sha256("".join(digests.values()).encode())
+    return FileFacts(bytes=size, sha256=joined.hexdigest(), pieces=digests)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -186,24 +193,12 @@ def check_contents(checkpoint: Path, files: Mapping[Path, FileFacts]) -> str | N
     for path, facts in files.items():
         name = _shown(path, checkpoint)
         try:
-            (actual,) = (
-                [_facts_in_pieces(path, facts.pieces)] if facts.pieces else file_facts(path.parent, [path]).values()
-            )
+            actual = _facts_of(path, facts.pieces)
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
         if actual != facts:
             return changed(name, actual.sha256, facts.sha256)
     return None
-
-
-def _facts_in_pieces(path: Path, pieces: Mapping[int, str]) -> FileFacts:
-    digests = {}
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        for start, stop in pairwise([*sorted(pieces), size]):
-            digests[start] = hashlib.sha256(file.read(max(0, stop - start))).hexdigest()
-    joined = hashlib.sha256("".join(digests.values()).encode())
-    return FileFacts(bytes=size, sha256=joined.hexdigest(), pieces=digests)
 
 
 def changed(name: str, actual: str, expected: str) -> str:

@@ -35,8 +35,7 @@ class RecordedRollouts:
     [S], is the same for samples of one prompt in whichever rollout: a digest of its tokens."""
 
     def __init__(self, run_dir: Path, files: Mapping[str, FileFacts] | None = None) -> None:
-        """files: of an earlier attempt of the run, which were found whole. Raises BadInput where one cannot be
-        mapped."""
+        """files: of an earlier attempt of the run, found whole. Raises BadInput where one cannot be mapped."""
         self._run_dir = run_dir
         self.files: dict[str, FileFacts] = {}
         self._tokens: list[Tensor] = []

@@ -110,11 +110,9 @@ def layouts(models: Mapping[str, SavedModel]) -> dict[str, str]:
 
 
 def open_resumed(checkpoint: Path, copy: NodeCopy | None = None) -> Resumed:
-    """Collective: read a checkpoint but for the models, and compare every byte with its manifest, each rank a share of
-    the files; Resumed.load does so with the models. Of a copy on several nodes all of that was done when it was found.
-
-    Raises BadInput on every rank, naming what is wrong with the checkpoint.
-    """
+    """Collective: read a checkpoint but for the models, and compare every byte with its manifest, each rank a share
+    of the files; Resumed.load does so with the models. Of a copy on several nodes all of that was done when it was
+    found. Raises BadInput on every rank, naming what is wrong with the checkpoint."""
     name = CheckpointName.parse(checkpoint.name)
     assert name is not None
     if copy is not None:

@@ -41,9 +41,8 @@ _ROOM_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint holds besides models, generators and files: how far the run is, rank 0's metrics of the last
-    step, the files of what value pretraining has recorded where that is not over, and graded groups that wait for the
-    trainer."""
+    """What a checkpoint holds besides models, generators and files. metrics: rank 0's of the last step; record:
+    files of what value pretraining has recorded, until it is over; groups: graded ones that wait for the trainer."""
 
     progress: Progress
     metrics: Mapping[str, float]
@@ -61,8 +60,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """What of a run stays the same from save to save: its config, command, directory, models by folder, and id over all
-    attempts."""
+    """What of a run stays the same from save to save; run_id is the same over all attempts."""
 
     settings: TrainConfig | SftConfig
     kind: Literal["train", "sft"]
@@ -77,11 +75,8 @@ def run_id_of(resumed: Resumed | None) -> str:
 
 
 class StateSaver:
-    """Saves of a run in one place, one after the other. All methods are collective, its making included.
-
-    place: has the folder of checkpoints, of which `keep` stay; in_memory: it is host memory, of which some is left
-    free.
-    """
+    """Saves of a run in one place, one after the other. All methods are collective, its making included. place: has
+    the folder of checkpoints, of which `keep` stay; in_memory: it is host memory, of which some is left free."""
 
     def __init__(self, run: SavedRun, place: Path, keep: RetentionConfig, in_memory: bool = False) -> None:
         self._run, self._place, self._keep, self._in_memory = run, place, keep, in_memory
@@ -237,9 +232,7 @@ def trained_parameters(config: TrainConfig, specs: Mapping[str, ModelSpec]) -> d
 
 def run_bytes(config: TrainConfig, specs: Mapping[str, ModelSpec]) -> int:
     """Bytes that the last export and the checkpoint take at least: those that stay, and the one being written.
-
-    specs: of actor and critic, by name.
-    """
+    specs: of actor and critic, by name."""
     saves, trained = config.checkpoint, trained_parameters(config, specs)
     exported = sum(spec.parameter_count() for name, spec in specs.items() if name == "actor" or config.export.critic)
     checkpoints = (

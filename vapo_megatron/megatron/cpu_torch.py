@@ -170,10 +170,8 @@ def _patch_optimizers() -> None:
 
 
 def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """A collective from or into a part of its own buffer, left out where one rank's part is the whole buffer.
-
-    There it changes nothing, and NCCL does nothing; gloo copies the buffer out and back.
-    """
+    """A collective from or into a part of its own buffer, left out where one rank's part is the whole buffer. There
+    it changes nothing, and NCCL does nothing; gloo copies the buffer out and back."""
 
     @functools.wraps(collective)
     def call(output: torch.Tensor, buffer: torch.Tensor, *args: Any, group: Any, **kwargs: Any) -> Any:

@@ -48,11 +48,9 @@ def training_state(trainable: Trainable) -> dict[str, Any]:
 
 
 def load_training_state(trainable: Trainable, load: Load) -> None:
-    """Collective: fill a prepared (or frozen) model, a portion of its optimizer's states after the other.
-
-    Learning rates and decay follow the config of today, at the step that was saved. load: collective; a sharded state
-    dict as dist_checkpointing.load fills it.
-    """
+    """Collective: fill a prepared (or frozen) model, a portion of its optimizer's states after the other. Learning
+    rates and decay follow the config of today, at the step that was saved. load: collective; a sharded state dict as
+    dist_checkpointing.load fills it."""
     _prime(trainable)
     loaded = load(_state(trainable, loading=True))
     put_model_state(trainable.chunks, loaded)
@@ -122,10 +120,8 @@ def _parts(trainable: Trainable) -> list[Any]:
 
 
 def _prime(trainable: Trainable) -> None:
-    """Give an optimizer that has made no step yet the states that its first step would begin with.
-
-    Megatron can neither save nor load one without, and its own way to make them is a step.
-    """
+    """Give an optimizer that has made no step yet the states that its first step would begin with. Megatron can
+    neither save nor load one without, and its own way to make them is a step."""
     for part in _parts(trainable) if trainable.optimizer is not None else ():
         inner = part.optimizer
         part.init_state_fn(inner, part.config)
@@ -234,11 +230,9 @@ def whole_parameters(part: Any, model_state: Mapping[str, Any]) -> list[WholePar
 
 
 def gathered_states(part: Any, model_state: Mapping[str, Any]) -> dict[int, dict[str, Sharded]]:
-    """Collective: states to be saved, in host memory, by a parameter's index; each parameter's on one rank of its own.
-
-    Ranks that hold nothing but copies of what others save (tensor-parallel ones of a norm, the last pipeline stage of
-    tied embeddings) get none.
-    """
+    """Collective: states to be saved, in host memory, by a parameter's index; each parameter's on one rank of its
+    own. Ranks that hold nothing but copies of what others save (tensor-parallel ones of a norm, the last pipeline
+    stage of tied embeddings) get none."""
     group = part.data_parallel_group
     parameters = whole_parameters(part, model_state)
     # Whoever saves a parameter's states does so as the first of the ranks that hold them.
@@ -287,10 +281,9 @@ def put_states(part: Any, portion: Sequence[WholeParameter], loaded: Mapping[int
 
 
 def _gather(part: Any, batch: Sequence[tuple[WholeParameter, int]]) -> dict[int, dict[str, Sharded]]:
-    """Collective over the data-parallel ranks: states of parameters, in host memory, each on its owner; one exchange.
-
-    A rank sends what it holds and no more, for each owner parameter by parameter, and of a parameter state by state.
-    """
+    """Collective over the data-parallel ranks: states of parameters, in host memory, each on its owner; one
+    exchange. A rank sends what it holds and no more, for each owner parameter by parameter, and of a parameter state
+    by state."""
     group, device = part.data_parallel_group, current_platform().device
     rank, pieces, sent = group.rank(), [torch.empty(0, dtype=torch.float32, device=device)], [0] * group.size()
     for receiver in range(group.size()):

@@ -49,7 +49,6 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn x [t, heads, d], whose halves are real and imaginary parts, by angles given as cos and sin [t, 1, d / 2].
-
     Where they are fewer, the first channels alone are turned."""
     turned: Tensor = _Rotate.apply(x, cos, sin)
     return turned
@@ -161,10 +160,9 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def _attend_batch(q: Tensor, k: Tensor, v: Tensor, segments: list[Segment], scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of several segments as one padded batch: rows [sum q_length, heads, d] and where they belong in q.
-
-    q [t, heads, d]; k, v [t', kv_heads, d]. Padding is on the right: a causal mask hides it from every real row.
-    """
+    """Attention of several segments as one padded batch, of q [t, heads, d] and k, v [t', kv_heads, d]: rows [sum
+    q_length, heads, d] and where they belong in q. Padding is on the right: a causal mask hides it from every real
+    row."""
     device = q.device
     q_index = torch.arange(max(s.q_length for s in segments), device=device)
     k_index = torch.arange(max(s.k_length for s in segments), device=device)
@@ -253,8 +251,7 @@ class SDPACoreAttention(MegatronModule):
 
 
 def uses_transformer_engine(attention: str, platform: Platform) -> bool:
-    """Whether layers come from Transformer Engine: wherever it is there. Raises BadInput where it is asked for and is
-    not."""
+    """Whether layers are Transformer Engine's: where it is there. Raises BadInput where it is asked for in vain."""
     if attention == "transformer_engine" and not platform.has_transformer_engine:
         raise BadInput(
             "model.attention=transformer_engine: Transformer Engine is not usable here; install it on a CUDA machine "
@@ -266,12 +263,10 @@ def uses_transformer_engine(attention: str, platform: Platform) -> bool:
 def layer_spec(
     qk_norm: bool, transformer_engine: bool, num_experts: int = 0, adapters: bool = False
 ) -> tuple[Any, Any]:
-    """Megatron's own layer spec, and the class of the final norm.
-
-    num_experts: of a layer, 0 for a dense model. adapters: linear layers may have some, whose input is the norm's
-    output: no norm is then fused with them. Without Transformer Engine it is the local spec with norms and core
-    attention exchanged; specs built by hand do not survive Megatron's releases, these exchanges did from 0.16 to 0.19.
-    """
+    """Megatron's own layer spec, and the class of the final norm. num_experts: of a layer, 0 for a dense model.
+    adapters: linear layers may have some, whose input is the norm's output: no norm is then fused with them. Without
+    Transformer Engine it is the local spec with norms and core attention exchanged; specs built by hand do not
+    survive Megatron's releases, these exchanges did from 0.16 to 0.19."""
     if transformer_engine:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 

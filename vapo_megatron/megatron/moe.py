@@ -59,11 +59,9 @@ def moe_settings(spec: ModelSpec, layout: LayoutConfig, grouped: bool) -> dict[s
 
 
 def add_expert_biases(model: Module) -> None:
-    """Give each router the bias that its experts are chosen by, float32 and not trained.
-
-    Megatron has a buffer for it, which it moves after every step. Here it stays what the checkpoint has, and a
-    parameter is loaded, synced, offloaded and saved as every other.
-    """
+    """Give each router the bias that its experts are chosen by, float32 and not trained. Megatron has a buffer for
+    it, which it moves after every step. Here it stays what the checkpoint has, and a parameter is loaded, synced,
+    offloaded and saved as every other."""
     for module in model.modules():
         if isinstance(module, TopKRouter):
             bias = torch.zeros(module.num_experts, dtype=torch.float32, device=module.weight.device)
@@ -121,12 +119,10 @@ class ExpertReplay:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Scores and indices [t, k] of the experts chosen (megatron.core's RouterReplay.get_replay_topk).
-
-        A layer whose activations are recomputed is passed twice: without gradients first, and with them in the backward
+        """Scores and indices [t, k] of the experts chosen (megatron.core's RouterReplay.get_replay_topk). A layer
+        whose activations are recomputed is passed twice: without gradients first, and with them in the backward
         pass, by which time other micro-batches have gone forward. Backward passes follow in the order of the forward
-        ones.
-        """
+        ones."""
         chosen = self._chosen
         if torch.is_grad_enabled() and self._again:
             chosen = self._again.popleft()
@@ -157,10 +153,8 @@ def replay_experts(model: Module, experts: Tensor | None, sequence_rank: int = 0
 @contextmanager
 def replaying(chunks: Sequence[Module]) -> Iterator[None]:
     """Around the forward and backward passes of an update: none goes through what an earlier one has left behind.
-
     Raises RunFailed where a layer's activations were to be computed again and were not: the next would be other
-    tokens'.
-    """
+    tokens'."""
     routers = [router for chunk in chunks for router in _routers(chunk)]
     for _, router in routers:
         router.router_replay.forget()

@@ -132,8 +132,7 @@ class GuardedStep:
         self._norms: list[float] = []
 
     def __call__(self, accepts: Callable[[float], bool]) -> tuple[float, bool]:
-        """Collective: the gradient's norm before its clip, and whether the step was made. accepts says the same on
-        every rank."""
+        """Collective: the gradient's norm before its clip, and whether the step was made."""
         self._accepts = accepts
         self._norms.clear()
         updated, _, _ = self._optimizer.step()

@@ -189,11 +189,9 @@ def _c_library() -> Any:
 
 
 def _keep_freed_memory() -> None:
-    """Let the heap keep up to 1 GiB of what a micro-batch frees for the next one, until empty_cache.
-
-    glibc by itself gives it back to the system whenever the end of the heap happens to be free; to fault it in again
-    takes up to a tenth of a step.
-    """
+    """Let the heap keep up to 1 GiB of what a micro-batch frees for the next one, until empty_cache. glibc by itself
+    gives it back to the system whenever the end of the heap happens to be free; to fault it in again takes up to a
+    tenth of a step."""
     mmap_threshold, trim_threshold = -3, -1  # <malloc.h>; setting one of them ends glibc's own choice of both
     if _c_library() is not None:
         _c_library().mallopt(mmap_threshold, 32 << 20)

@@ -16,10 +16,8 @@ from vapo_megatron.megatron.platform import current_platform
 
 
 class TokenLoss(Protocol):
-    """What one optimizer step minimises, as a sum over local positions.
-
-    sums and maxima name the metrics it returns: sums are added up over all ranks and micro-batches, maxima compared.
-    """
+    """What one optimizer step minimises, as a sum over local positions. sums and maxima name the metrics it returns:
+    sums are added up over all ranks and micro-batches, maxima compared."""
 
     @property
     def sums(self) -> Sequence[str]: ...
@@ -40,9 +38,7 @@ class LocalTokens(Protocol):
 
     def sequence_mean(self, x: Tensor) -> Tensor:
         """The mean of x [t] over the whole response that each position belongs to [t]; 0 where no response token is.
-
-        Carries no gradient. Collective: to be called on all ranks or on none.
-        """
+        Carries no gradient. Collective: to be called on all ranks or on none."""
 
 
 @dataclass(frozen=True)

@@ -101,10 +101,8 @@ class Trainable:
         self._offloader = Offloader(self._tensors, platform, sleeps, self._before_offload)
 
     def prepare(self, frozen: Sequence[str] = ()) -> None:
-        """Wrap the loaded shards for data parallelism and make the optimizer. Call once, after loading.
-
-        frozen: parts of parameters' names; those parameters keep their weights.
-        """
+        """Wrap the loaded shards for data parallelism and make the optimizer. Call once, after loading. frozen:
+        parts of parameters' names; those parameters keep their weights."""
         if self.adapter is not None:
             freeze_base(self._chunks, self.head)
         for chunk in self._chunks:
@@ -304,11 +302,9 @@ class Trainable:
         self, batch: ExperienceBatch, samples: Sequence[int], loss: TokenLoss, keep_outputs: bool = False
     ) -> StepResult:
         """Collective: one optimizer step on some samples of a batch; none where `accepts` refuses it, by the model's
-        name, gradient norm and the loss's metrics: weights, optimizer and schedule then stay as they are.
-
-        Samples may be a Share of the batch, which is this rank's alone. keep_outputs: also return what score() would
-        have returned before the step, for these samples; 0 elsewhere.
-        """
+        name, gradient norm and the loss's metrics: weights, optimizer and schedule then stay as they are. Samples
+        may be a Share of the batch, which is this rank's alone. keep_outputs: also return what score() would have
+        returned before the step, for these samples; 0 elsewhere."""
         kept: list[tuple[MicroBatch, Tensor]] | None = [] if keep_outputs else None
         totals = self._backward(batch, samples, loss, kept)
         self._offloader.require("optimizer")

@@ -140,8 +140,7 @@ def sharded_adapters(chunk: Any) -> dict[str, Any]:
 
 @cache
 def base_identity(hf_dir: Path) -> str:
-    """Tells the weights of one directory from another's: a digest of the model's type and of each tensor's name, shape
-    and first row."""
+    """A digest of a model's type and of each tensor's name, shape and first row, which tells weights apart."""
     tensors = HFTensors(hf_dir)
     digest = hashlib.sha256(str(read_config(hf_dir).get("model_type")).encode())
     for name in sorted(tensors.names):

@@ -3,11 +3,14 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from vapo_megatron.collectives import gather_values
 
 NamedTensors = Sequence[tuple[str, Tensor]]
 
@@ -115,9 +118,8 @@ class Memory:
 
 
 class DeviceSlots:
-    """Two buffers on a device that are filled in turn, and grow to the largest bucket.
-
-    What was put there two buckets before is gone."""
+    """Two buffers on a device that are filled in turn, and grow to the largest bucket. What was put there two
+    buckets before is gone."""
 
     def __init__(self, device: torch.device) -> None:
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -171,22 +173,18 @@ class SharedSlots:
 
 def share_memory(group: dist.ProcessGroup) -> bool:
     """Collective: whether every rank of a group can map what the first of them shares."""
-    token: list[Any] = [None]
-    fd = -1
+    fd, token = -1, [("", b"")]
     if group.rank() == 0:
         fd = os.memfd_create("vapo-probe")
-        secret = os.urandom(16)
-        os.write(fd, secret)
-        token = [(f"/proc/{os.getpid()}/fd/{fd}", secret)]
+        token = [(f"/proc/{os.getpid()}/fd/{fd}", os.urandom(16))]
+        os.write(fd, token[0][1])
     dist.broadcast_object_list(token, group=group, group_src=0)
     path, secret = token[0]
     try:
-        with open(path, "rb") as file:
-            same = file.read() == secret
+        same = Path(path).read_bytes() == secret
     except OSError:
         same = False
-    answers = [False] * group.size()
-    dist.all_gather_object(answers, same, group=group)
+    answers = gather_values(same, group)
     if fd >= 0:
         os.close(fd)
     return all(answers)

@@ -1,42 +1,29 @@
 """Between Hugging Face directories and torch_dist checkpoints, in streams: memory of one file, not of the model.
 
-Both directions write into a WorkFolder: an interrupted conversion goes on from its finished files, and the output has
-its name only once it is whole and equals what it was made from: every name, every shape, every bit.
+The output has its name only once it is whole and equals what it was made from: every name, every shape, every bit.
 """
 
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from vapo_megatron.config.atomic import follow_umask
 from vapo_megatron.errors import BadInput, RunFailed
 from vapo_megatron.weights.bucket import batches
 from vapo_megatron.weights.hf_files import HFTensors
-from vapo_megatron.weights.hf_writer import (
-    CONFIG,
-    carried_files,
-    copy_carried,
-    exported_config,
-    shard_names,
-    write_index,
-    write_json,
-)
+from vapo_megatron.weights.hf_writer import cannot_write, carried_files, exported_config, hf_writer, new_directory
 from vapo_megatron.weights.load import checked_names, left_out_layers, new_head, score_names
 from vapo_megatron.weights.mapping import Entry, entries
 from vapo_megatron.weights.model_files import read_config
 from vapo_megatron.weights.rules import Vocabulary
 from vapo_megatron.weights.spec import Head, ModelSpec, read_spec
 from vapo_megatron.weights.torch_dist import CONTENT_METADATA, OPTIMIZER_PREFIX, read_model_card, write_model_card
-from vapo_megatron.weights.torch_dist_files import METADATA_FILE, Digests, PartReader, PartWriter, place_of, places
-from vapo_megatron.weights.work_folder import WorkFolder
-
-_VERSION = 1
+from vapo_megatron.weights.torch_dist_files import Digests, LazyTensor, PartReader, place_of, places, write_parts
 
 Check = Callable[[Path], None]
 """Looks at the finished directory before it gets its name; raises where something is wrong."""
@@ -48,21 +35,19 @@ BeginStage = Callable[[str, int], Advance]
 
 @dataclass(frozen=True)
 class Converted:
-    """What was made. files: of weights; resumed: of these, left by an earlier start; left_out: layers, in one line."""
+    """What was made: parameters, their bytes, files of weights, and a line on layers that were left out."""
 
     parameters: int
     nbytes: int
     files: int
-    resumed: int
     left_out: str = ""
 
     @property
     def described(self) -> str:
         """For the person who asked for it."""
-        earlier = f" ({self.resumed} of them by an earlier start)" if self.resumed else ""
-        size = f"{self.parameters:,} parameters, {self.nbytes / 2**30:.2f} GiB"
         left_out = f"\n{self.left_out}" if self.left_out else ""
-        return f"{size} in {self.files} file{'s' if self.files > 1 else ''}{earlier}{left_out}"
+        size = f"{self.parameters:,} parameters, {self.nbytes / 2**30:.2f} GiB"
+        return f"{size} in {self.files} file{'s' if self.files > 1 else ''}{left_out}"
 
 
 def hf_to_megatron(
@@ -96,51 +81,30 @@ def hf_to_megatron(
     """
     spec = read_spec(hf_dir, value_outputs=value_outputs)
     source = HFSource(hf_dir, spec, head, dtype)
-    parts = _parts(spec, head, source.dtype, shard_bytes)
-    request = _request("hf_to_megatron", hf_dir, sorted(hf_dir.glob("*.safetensors")), spec, head, dtype, shard_bytes)
-    total = _total(spec, parts, source.dtype)
-    with WorkFolder(out, request) as work:
-        work.check_space(total)
+    model = entries(spec, head)
+    total = sum(map(source.nbytes, model))
+    with new_directory(out, replace=False) as folder:
+        _check_space(out, total)
         advance = progress("writing", total)
-        layout = [[(place_of(entry, spec), source.dtype(entry)) for entry in part] for part in parts]
-        writer = PartWriter(work.path, layout)
-        resumed, notes = work.resumed, []
-        for number, part in enumerate(parts):
-            notes.append(_written_part(work, writer, number, part, source, advance))
+
+        def parameter(entry: Entry) -> Tensor:
+            advance(source.nbytes(entry))
+            return source.parameter(entry)
+
+        parts = [
+            [LazyTensor(place_of(entry, spec), source.dtype(entry), partial(parameter, entry)) for entry in part]
+            for part in batches(model, source.nbytes, shard_bytes)
+        ]
         try:
-            writer.close(notes, {"content_metadata": CONTENT_METADATA})
-        except (OSError, RuntimeError) as error:
-            raise work.refused(error) from None
-        write_model_card(work.path, spec, head, hf_dir, _name(source.dtype(entries(spec, head)[0])))
+            write_parts(folder, parts, {"content_metadata": CONTENT_METADATA})
+        except RuntimeError as error:
+            raise cannot_write(out, error) from None
+        write_model_card(folder, spec, head, hf_dir, str(source.dtype(model[0])).removeprefix("torch."))
         if verify:
-            compare_with_hf(PartReader(work.path), source, progress("verifying", total))
+            compare_with_hf(PartReader(folder), source, progress("verifying", total))
         if check is not None:
-            check(work.path)
-    return Converted(spec.parameter_count(head), total, len(parts), resumed, source.left_out)
-
-
-def _written_part(
-    work: WorkFolder, writer: PartWriter, number: int, part: list[Entry], source: "HFSource", advance: Advance
-) -> list[dict[str, Any]]:
-    """Write a part unless an earlier start did. Returns where its tensors are."""
-    name = writer.file_name(number)
-    note = work.note_of(name)
-    if note is not None:
-        for entry in part:
-            advance(_nbytes(entry, source.spec, source.dtype(entry)))
-        return note
-
-    def tensor(index: int) -> Tensor:
-        entry = part[index]
-        advance(_nbytes(entry, source.spec, source.dtype(entry)))
-        return source.parameter(entry).reshape(place_of(entry, source.spec).sizes)
-
-    try:
-        note = writer.write(number, tensor)
-    except (OSError, RuntimeError) as error:
-        raise work.refused(error) from None
-    work.finish(name, note)
-    return note
+            check(folder)
+    return Converted(spec.parameter_count(head), total, len(parts), source.left_out)
 
 
 def megatron_to_hf(
@@ -155,11 +119,9 @@ def megatron_to_hf(
     digests: Digests | None = None,
 ) -> Converted:
     """Write a Hugging Face directory that transformers and SGLang load, from a checkpoint saved at any layout.
-
     Arguments and errors are those of hf_to_megatron, the other way round. A language model becomes ...ForCausalLM, a
     value model ...ForTokenClassification with a label for each of its numbers. digests: what the checkpoint's files
-    were saved as, where that is known.
-    """
+    were saved as, where that is known."""
     card = read_model_card(checkpoint)
     if card.base is not None:
         raise BadInput(
@@ -174,91 +136,43 @@ def megatron_to_hf(
     def dtype_of(entry: Entry) -> torch.dtype:
         return entry.rule.cast(dtype, reader.dtype(place_of(entry, spec).key))
 
-    parts = _parts(spec, head, dtype_of, shard_bytes)
-    names = shard_names(len(parts))
-    total = _total(spec, parts, dtype_of)
-    request = _request("megatron_to_hf", checkpoint, [checkpoint / METADATA_FILE], spec, head, dtype, shard_bytes)
-    with WorkFolder(out, request) as work:
-        work.check_space(total)
-        resumed = work.resumed
-        advance = progress("writing", total)
-        for name, part in zip(names, parts, strict=True):
-            if work.note_of(name) is None:
-                _write_shard(work, name, part, reader, spec, dtype)
-                work.finish(name, True)
-            advance(_total(spec, [part], dtype_of))
-        try:
-            write_index(work.path, [[name for entry in part for name in entry.hf] for part in parts], total)
-            write_json(work.path / CONFIG, exported_config(config, spec, head, dtype_of(parts[0][0])))
-            copy_carried(card.hf_dir, work.path, carried_files(head))
-        except OSError as error:
-            raise work.refused(error) from None
+    def verified(folder: Path) -> None:
         if verify:
-            compare_with_checkpoint(work.path, reader, spec, head, dtype, progress("verifying", total))
+            compare_with_checkpoint(folder, reader, spec, head, dtype, progress("verifying", total))
         if check is not None:
-            check(work.path)
-    return Converted(spec.parameter_count(head), total, len(parts), resumed)
+            check(folder)
+
+    model = entries(spec, head)
+    total = sum(entry.rule.count(spec) * dtype_of(entry).itemsize for entry in model)
+    exported = exported_config(config, spec, head, dtype_of(model[0]))
+    files = hf_writer(out, exported, card.hf_dir, carried_files(head), shard_bytes, replace=False, check=verified)
+    with files as writer:
+        _check_space(out, total)
+        advance = progress("writing", total)
+        for entry in model:
+            tensors = entry.rule.to_hf([reader.read(place_of(entry, spec))], spec)
+            for name, tensor in zip(entry.hf, tensors, strict=True):
+                writer.add(name, tensor.to(dtype_of(entry)))
+                advance(tensor.numel() * dtype_of(entry).itemsize)
+    return Converted(spec.parameter_count(head), total, writer.count)
 
 
-def _write_shard(
-    work: WorkFolder, name: str, part: list[Entry], reader: PartReader, spec: ModelSpec, dtype: torch.dtype | None
-) -> None:
-    tensors: dict[str, Tensor] = {}
-    for entry in part:
-        parameter = reader.read(place_of(entry, spec))
-        for hf_name, tensor in zip(entry.hf, entry.rule.to_hf([parameter], spec), strict=True):
-            # A copy also where the dtype is kept: two tensors of one parameter may share its memory.
-            tensors[hf_name] = tensor.to(entry.rule.cast(dtype, tensor.dtype), copy=True)
-    try:
-        save_file(tensors, work.path / name, metadata={"format": "pt"})
-        follow_umask(work.path / name)
-    except (SafetensorError, OSError) as error:
-        raise work.refused(error) from None
-
-
-def _parts(spec: ModelSpec, head: Head, dtype: Callable[[Entry], torch.dtype], shard_bytes: int) -> list[list[Entry]]:
-    """The entries of each file."""
-    return list(batches(entries(spec, head), lambda entry: _nbytes(entry, spec, dtype(entry)), shard_bytes))
-
-
-def _nbytes(entry: Entry, spec: ModelSpec, dtype: torch.dtype) -> int:
-    return entry.rule.count(spec) * dtype.itemsize
-
-
-def _total(spec: ModelSpec, parts: Sequence[list[Entry]], dtype: Callable[[Entry], torch.dtype]) -> int:
-    return sum(_nbytes(entry, spec, dtype(entry)) for part in parts for entry in part)
-
-
-def _request(
-    kind: str, source: Path, files: list[Path], spec: ModelSpec, head: Head, dtype: torch.dtype | None, shard_bytes: int
-) -> dict[str, Any]:
-    """All that decides what the files of a conversion hold; a changed source is another one."""
-    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return {
-        "version": _VERSION,
-        "kind": kind,
-        "source": str(source.resolve()),
-        "files": stats,
-        "spec": repr(spec),
-        "head": head,
-        "dtype": None if dtype is None else _name(dtype),
-        "shard_bytes": shard_bytes,
-    }
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _check_space(out: Path, nbytes: int) -> None:
+    free = shutil.disk_usage(out.parent).free
+    if nbytes > free:
+        raise BadInput(
+            f"{out}: {nbytes / 2**30:.1f} GiB are needed and {free / 2**30:.1f} GiB are free on its disk: free or name "
+            "another place"
+        )
 
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class HFSource:
-    """Every parameter of a model, whole, from a directory whose names and shapes are checked on opening.
-
-    Raises BadInput for what load_hf refuses and, where no dtype is asked for, tensors of one Megatron key that differ
-    in theirs.
-    """
+    """Every parameter of a model, whole, from a directory whose names and shapes are checked on opening. Raises
+    BadInput for what load_hf refuses and, where no dtype is asked for, tensors of one Megatron key that differ in
+    theirs."""
 
     def __init__(self, hf_dir: Path, spec: ModelSpec, head: Head, dtype: torch.dtype | None) -> None:
         """dtype: of what comes out; None leaves each tensor as it is. A new value head has the spec's."""
@@ -286,6 +200,10 @@ class HFSource:
         """Of what parameter() and tensors() give."""
         return self._dtypes[place_of(entry, self.spec).key]
 
+    def nbytes(self, entry: Entry) -> int:
+        """Bytes of a parameter."""
+        return entry.rule.count(self.spec) * self.dtype(entry).itemsize
+
     def tensors(self, entry: Entry) -> list[Tensor]:
         """The entry's Hugging Face tensors, whole. A new head's are zeros."""
         shapes = entry.rule.hf_shapes(self.spec)
@@ -304,10 +222,8 @@ class HFSource:
 
 
 def check_saved_model(reader: PartReader, spec: ModelSpec, head: Head) -> None:
-    """Raises BadInput where a checkpoint's keys and shapes are not those of the model, its optimizer's aside.
-
-    A vocabulary's table may be longer than the vocabulary: it is padded to suit the layout that it was saved at.
-    """
+    """Raises BadInput where a checkpoint's keys and shapes are not those of the model, its optimizer's aside. A
+    vocabulary's table may be longer than the vocabulary: it is padded to suit the layout that it was saved at."""
     wanted = places(spec, head)
     expected = {place.key: place.full for place in wanted.values()}
     padded = {place.key for entry, place in wanted.items() if isinstance(entry.rule, Vocabulary)}

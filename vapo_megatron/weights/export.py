@@ -6,9 +6,9 @@ The one way out of Megatron: checkpoint export, conversion and the weight sync t
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from torch.nn import Module, Parameter
 
+from vapo_megatron.collectives import gather_values
 from vapo_megatron.config.model import AdapterConfig
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.weights.adapters import adapter_entries, adapters_by_weight, local_adapters
@@ -102,9 +102,7 @@ def _stream(
 
 def make_slots(mesh: MeshView, device: torch.device) -> DeviceSlots | SharedSlots:
     """Collective over a model-parallel group: two places for the buckets of its streams, to be closed at the end.
-
-    Without a GPU the ranks of one machine share them, with each other and with the engines.
-    """
+    Without a GPU the ranks of one machine share them, with each other and with the engines."""
     group = model_parallel_group(mesh)
     if device.type == "cpu" and (group is None or share_memory(group)):
         return SharedSlots(group)
@@ -124,11 +122,10 @@ def _assembler(source: ShardReader, shared: bool, bucket_bytes: int, times: Part
 def _owners(source: ShardReader, every: list[Entry]) -> list[ParamShard]:
     """Every entry with the first stage that holds it; the same on every rank."""
     local, spec, mesh = source.local, source.spec, source.mesh
-    mine = _over_experts({i: local[entry].dtype for i, entry in enumerate(every) if entry in local}, mesh)
-    stages: list[dict[int, torch.dtype]] = [mine]
-    if mesh.pp_size > 1:
-        stages = [{}] * mesh.pp_size
-        dist.all_gather_object(stages, mine, group=mesh.pg.pp)
+    mine = {i: local[entry].dtype for i, entry in enumerate(every) if entry in local}
+    if mesh.ep_size > 1:  # the experts of the other ranks of this stage too
+        mine = {i: dtype for held in gather_values(mine, mesh.pg.ep) for i, dtype in held.items()}
+    stages = gather_values(mine, mesh.pg.pp) if mesh.pp_size > 1 else [mine]
     shards = []
     for i, entry in enumerate(every):
         stage = next((stage for stage, held in enumerate(stages) if i in held), None)
@@ -138,12 +135,3 @@ def _owners(source: ShardReader, every: list[Entry]) -> list[ParamShard]:
         nbytes = entry.rule.count(spec) * dtype.itemsize
         shards.append(ParamShard(entry, stage, entry.owner(spec, mesh.ep_size), dtype, nbytes))
     return shards
-
-
-def _over_experts(mine: dict[int, torch.dtype], mesh: MeshView) -> dict[int, torch.dtype]:
-    """What this rank's stage holds of the model: its own entries and the experts of the other ranks of its ep group."""
-    if mesh.ep_size == 1:
-        return mine
-    held: list[dict[int, torch.dtype]] = [{}] * mesh.ep_size
-    dist.all_gather_object(held, mine, group=mesh.pg.ep)
-    return {i: dtype for part in held for i, dtype in part.items()}

@@ -30,12 +30,9 @@ _QUANTIZED = re.compile(
 
 @dataclass(frozen=True)
 class BlockFp8:
-    """How weights are quantised.
-
-    power_of_two rounds scales up to powers of two, as Transformer Engine's blockwise recipe does by default: a block
-    then has the values that the trainer's own matrix products use, if it is a block there as well
-    (docs/weight_sync.md). kept_layers: transformer layers that stay as they are.
-    """
+    """How weights are quantised. power_of_two rounds scales up to powers of two, as Transformer Engine's blockwise
+    recipe does by default: a block then has the values that the trainer's own matrix products use, if it is a block
+    there as well (docs/weight_sync.md). kept_layers: transformer layers that stay as they are."""
 
     power_of_two: bool = False
     kept_layers: frozenset[int] = frozenset()
@@ -70,9 +67,7 @@ class BlockFp8:
 
 def quantize(weight: Tensor, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
     """A weight [rows, columns] of floating point as values [rows, columns] and scales (see above), on its device.
-
-    The scale of a block is its largest magnitude / 448; of a block of zeros 1.
-    """
+    The scale of a block is its largest magnitude / 448; of a block of zeros 1."""
     rows, columns = weight.shape
     padding = (0, -columns % BLOCK, 0, -rows % BLOCK)
     # The only copy in float32: a weight sync has little memory beside the model.
@@ -98,10 +93,8 @@ def dequantize(values: Tensor, scales: Tensor) -> Tensor:
 def check_blocks(
     spec: ModelSpec, engine_tp: int, expert_tp: int | None = None, attention_tp: int | None = None
 ) -> None:
-    """Raises BadInput where a tensor-parallel rank of an engine would hold parts of blocks.
-
-    expert_tp, attention_tp: ranks that an expert, or attention, is cut over; None: all of them.
-    """
+    """Raises BadInput where a tensor-parallel rank of an engine would hold parts of blocks. expert_tp, attention_tp:
+    ranks that an expert, or attention, is cut over; None: all of them."""
     attention_tp = attention_tp or engine_tp
     for part, size, ranks in (
         ("queries", spec.query_size, attention_tp),

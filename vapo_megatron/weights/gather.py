@@ -75,8 +75,7 @@ _COPIED_AT_ONCE = 32 << 20
 
 @dataclass(frozen=True)
 class ParamShard:
-    """An entry, the pipeline stage (and expert-parallel rank) that holds it, its dtype, its bytes as Hugging Face
-    tensors."""
+    """An entry, the pipeline stage and expert-parallel rank that hold it, its dtype and bytes."""
 
     entry: Entry
     stage: int
@@ -152,11 +151,9 @@ class ShardReader:
 
 
 class SharedMemoryAssembler(BucketAssembler):
-    """Every rank of the model-parallel group copies its shards into memory that all of them see.
-
-    The copies are made in a thread while the bucket before is in use, and who asks for the bucket helps with what is
-    left of them. Collectives stay in the main thread.
-    """
+    """Every rank of the model-parallel group copies its shards into memory that all of them see. The copies are made
+    in a thread while the bucket before is in use, and who asks for the bucket helps with what is left of them.
+    Collectives stay in the main thread."""
 
     def __init__(self, source: ShardReader, times: PartTimes) -> None:
         self._source, self._times = source, times

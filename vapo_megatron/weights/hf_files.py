@@ -29,11 +29,8 @@ class FileTensor:
 
 class HFTensors:
     """The tensors of a directory with model.safetensors, or with shards and their index. Opening reads the headers
-    alone, which are checked against the size of the files.
-
-    Raises BadInput where a file is missing, truncated or otherwise unreadable, or the index does not agree with its
-    shards.
-    """
+    alone, which are checked against the size of the files. Raises BadInput where a file is missing, truncated or
+    otherwise unreadable, or the index does not agree with its shards."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

@@ -4,7 +4,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 from vapo_megatron.config.atomic import follow_umask, sync
 from vapo_megatron.errors import BadInput
 from vapo_megatron.weights.hf_files import INDEX_FILE, SINGLE_FILE
+from vapo_megatron.weights.model_files import check_absent
 from vapo_megatron.weights.spec import Head, ModelSpec
 
 MAX_SHARD_BYTES = 2 << 30
@@ -38,17 +39,26 @@ def check_replaceable(directory: Path, mark: str = CONFIG) -> None:
 
 
 @contextmanager
-def new_directory(target: Path) -> Iterator[Path]:
-    """A hidden folder beside `target` that takes its place on leaving without an exception, and else vanishes.
-
-    Raises BadInput where the file system refuses (full disk, no permission), in the body too.
-    """
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+def new_directory(target: Path, replace: bool = True) -> Iterator[Path]:
+    """A folder beside `target` that takes its place on leaving without an exception, and else vanishes. Without
+    `replace` target must not exist, and one process at a time can make it. Raises BadInput where the file system
+    refuses (full disk, no permission), in the body too."""
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}" if replace else f"{target.name}.partial")
     old = target.with_name(f"{temporary.name}.old")
+    if not replace:
+        check_absent(target)
     try:
         temporary.mkdir(parents=True)
+    except FileExistsError:
+        raise BadInput(
+            f"{temporary}: another process is writing it, or was killed at it: wait for it, or remove it"
+        ) from None
+    except OSError as error:
+        raise cannot_write(target, error) from None
+    try:
         yield temporary
-        sync(temporary)
+        for parent, _, _ in os.walk(temporary):
+            sync(Path(parent))
         if target.exists():  # it cannot be exchanged in one step: the old one moves aside for an instant
             os.replace(target, old)
         os.replace(temporary, target)
@@ -97,6 +107,11 @@ class _Shards:
             os.replace(self._folder / f"{i:05d}", self._folder / name)
         write_index(self._folder, self._names, self._total)
 
+    @property
+    def count(self) -> int:
+        """How many files there are so far."""
+        return len(self._names)
+
     def _write(self) -> None:
         save_tensors(self._pending, self._folder / f"{len(self._names):05d}")
         self._names.append(list(self._pending))
@@ -111,21 +126,22 @@ def hf_writer(
     source_dir: Path,
     carried: tuple[str, ...],
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    replace: bool = True,
+    check: Callable[[Path], None] = lambda folder: None,
 ) -> Iterator[_Shards]:
-    """Something to add() tensors to; on leaving they are a model directory, in place of one that is there.
-
-    config: content of config.json. carried: names that are copied from source_dir where they are there.
-
-    Raises:
-        BadInput: the file system refuses, or out_dir holds something that is not a model.
-    """
-    check_replaceable(out_dir)
-    with new_directory(out_dir) as folder:
+    """Something to add() tensors to; on leaving they are a model directory, in place of one that is there. config:
+    content of config.json. carried: names that are copied from source_dir where they are there. check: a look at the
+    finished folder before it gets its name. replace: see new_directory. Raises BadInput: the file system refuses, or
+    out_dir holds something that is not a model."""
+    if replace:
+        check_replaceable(out_dir)
+    with new_directory(out_dir, replace) as folder:
         shards = _Shards(folder, max_shard_bytes)
         yield shards
         shards.finish()
         write_json(folder / CONFIG, config)
         copy_carried(source_dir, folder, carried)
+        check(folder)
 
 
 def carried_files(head: Head) -> tuple[str, ...]:
@@ -173,10 +189,8 @@ def shard_names(count: int) -> list[str]:
 
 
 def write_index(folder: Path, shards: Sequence[Sequence[str]], total_size: int) -> None:
-    """Write the index of several shards; one alone needs none. Raises OSError.
-
-    shards: names of the tensors in each. total_size: bytes of all of them.
-    """
+    """Write the index of several shards; one alone needs none. Raises OSError. shards: names of the tensors in each.
+    total_size: bytes of all of them."""
     if len(shards) == 1:
         return
     files = shard_names(len(shards))

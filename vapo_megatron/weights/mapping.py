@@ -83,11 +83,9 @@ def _layer_entries(spec: ModelSpec, layer: int) -> list[Entry]:
 def local_parameters(
     chunks: Sequence[Module], spec: ModelSpec, head: Head, tp_size: int
 ) -> list[tuple[Entry, Parameter]]:
-    """The parameters of this rank's chunks, wrapped or not, each with its entry; adapters are not among them.
-
-    A stage that keeps a copy of tied word embeddings yields it with the embedding's entry. Raises RunFailed where the
-    model was not built from this spec: a parameter that no rule knows, that has another shape, or that is not there.
-    """
+    """The parameters of this rank's chunks, wrapped or not, each with its entry; adapters are not among them. A
+    stage that keeps a copy of tied word embeddings yields it with the embedding's entry. Raises RunFailed where the
+    model was not built from this spec: a parameter that no rule knows, that has another shape, or that is not there."""
     by_place = {(entry.rule.megatron, entry.layer, entry.expert): entry for entry in entries(spec, head)}
     if spec.tied and head == "lm":
         by_place[LM_HEAD.megatron, None, None] = Entry(EMBEDDING)

@@ -23,3 +23,9 @@ def read_config(hf_dir: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise BadInput(f"{path}: a {type(config).__name__} was found, expected a JSON object")
     return config
+
+
+def check_absent(out: Path) -> None:
+    """Raises BadInput where there is something that would be written over."""
+    if out.exists() or out.is_symlink():
+        raise BadInput(f"{out}: exists already; name another place, or remove it")

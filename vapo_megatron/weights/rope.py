@@ -88,11 +88,8 @@ def read_rope(config: Mapping[str, Any], path: str) -> tuple[float, RopeScaling 
 
 
 def partial_rotary(config: Mapping[str, Any], allowed: bool, head_dim: int, path: str) -> float:
-    """Share of a head's channels that are turned, in either spelling.
-
-    Raises BadInput where it is no share, is below 1 and the family does not allow it, or gives no even number of
-    channels.
-    """
+    """Share of a head's channels that are turned, in either spelling. Raises BadInput where it is no share, is below
+    1 and the family does not allow it, or gives no even number of channels."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     share = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
@@ -123,10 +120,8 @@ def _refuse_two_spellings(config: Mapping[str, Any], path: str) -> None:
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """Radians a position for each pair of channels, float32 [head_dim / 2], on the CPU.
-
-    Source: transformers' modeling_rope_utils, operation by operation, so that both round alike.
-    """
+    """Radians a position for each pair of channels, float32 [head_dim / 2], on the CPU. Source: transformers'
+    modeling_rope_utils, operation by operation, so that both round alike."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
     frequencies = 1.0 / (theta**exponents)
     if scaling is None:

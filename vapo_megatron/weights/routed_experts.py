@@ -52,10 +52,8 @@ class ExpertChoices:
         return chosen.reshape(-1)
 
     def read(self, sent: NDArray[Any] | None, rows: int) -> Tensor:
-        """In the trainer: what decode() made of `rows` tokens, as uint8 or int16 [rows, layers * per_token].
-
-        Raises ValueError saying what is wrong with it.
-        """
+        """In the trainer: what decode() made of `rows` tokens, as uint8 or int16 [rows, layers * per_token]. Raises
+        ValueError saying what is wrong with it."""
         sent = self._all(sent, rows)
         if sent.dtype != self.dtype:
             raise ValueError(f"routed experts came as {sent.dtype}, expected {np.dtype(self.dtype)}")

@@ -86,10 +86,8 @@ class Rule:
     def placings(
         self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
     ) -> list[Placing]:
-        """Where a rank's shard belongs in the Hugging Face tensors, which are contiguous, tensor by tensor.
-
-        The shards of all ranks, each copied once and in any order, fill them; where each has all of it rank 0's does.
-        """
+        """Where a rank's shard belongs in the Hugging Face tensors, which are contiguous, tensor by tensor. The
+        shards of all ranks, each copied once and in any order, fill them; where each has all of it rank 0's does."""
         if self.cut is None and tp_rank > 0:
             return []
         groups, mine = max(1, self.groups(spec) // tp_size), self._mine(spec, tp_rank, tp_size)
@@ -195,11 +193,9 @@ class ExpertGateUp(GateUp):
 
 @dataclass(frozen=True)
 class QKV(Rule):
-    """Query, key and value projections, weights or biases, interleaved by key-value group.
-
-    Megatron's linear_qkv holds, group after group, the group's queries, its key and its value (SelfAttention's
-    get_query_key_value_tensors); a rank holds whole groups.
-    """
+    """Query, key and value projections, weights or biases, interleaved by key-value group. Megatron's linear_qkv
+    holds, group after group, the group's queries, its key and its value (SelfAttention's
+    get_query_key_value_tensors); a rank holds whole groups."""
 
     @override
     def parts(self, spec: "ModelSpec") -> list[tuple[int, ...]]:

@@ -44,8 +44,7 @@ def save_hf(
     model) generation config are those of source_dir, the directory that the model came from. out_dir appears whole, in
     place of a model that is there, or not at all. max_shard_bytes bounds a file, and what rank 0 holds in memory.
 
-    Raises:
-        BadInput: on every rank, where source_dir has no config.json or the file system refuses.
+    Raises BadInput: on every rank, where source_dir has no config.json or the file system refuses.
     """
     stream = stream_hf(chunks, spec, mesh, head) if mesh.in_first_model_parallel_group else iter(())
 
@@ -72,9 +71,7 @@ def save_adapters(
     chunks: Sequence[Module], spec: ModelSpec, mesh: MeshView, config: AdapterConfig, source_dir: Path, out_dir: Path
 ) -> None:
     """Write a language model's adapters as PEFT's PeftModel.from_pretrained reads them; collective as save_hf.
-
-    adapter_config.json names source_dir, the model that they adapt. Raises BadInput where the file system refuses.
-    """
+    adapter_config.json names source_dir, the model that they adapt. Raises BadInput where the file system refuses."""
     tensors: dict[str, Tensor] = {}
     for bucket in stream_adapters(chunks, spec, mesh, config) if mesh.in_first_model_parallel_group else ():
         if dist.get_rank() == 0:

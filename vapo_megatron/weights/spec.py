@@ -108,8 +108,7 @@ class ModelSpec:
         return self.padded_vocab_size(tp_size) // tp_size
 
     def rope_inv_freq(self) -> Tensor:
-        """Inverse frequencies of the rotary embedding, scaling included, float32, on the CPU: one for two turned
-        channels."""
+        """Inverse frequencies of the rotary embedding, scaling included, float32, one for two turned channels."""
         return inverse_frequencies(int(self.head_dim * self.partial_rotary), self.rope_theta, self.rope_scaling)
 
     @property
@@ -200,12 +199,9 @@ class _HFConfig(BaseModel):
 
 
 def read_spec(hf_dir: Path, *, vocab_divisible_by: int = 1, value_outputs: int = 1) -> ModelSpec:
-    """The spec of a Hugging Face model directory (causal LM, sequence or token classification alike).
-
-    Raises:
-        BadInput: the directory or its config.json is missing, a value is missing or of the wrong kind, the family is
-            unknown, or the model has a feature that Megatron's layers here cannot represent.
-    """
+    """The spec of a Hugging Face model directory (causal LM, sequence or token classification alike). Raises
+    BadInput: the directory or its config.json is missing, a value is missing or of the wrong kind, the family is
+    unknown, or the model has a feature that Megatron's layers here cannot represent."""
     config, path = read_config(hf_dir), hf_dir / "config.json"
     family = _family(config.get("model_type"), path)
     try:

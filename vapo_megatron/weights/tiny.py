@@ -116,10 +116,7 @@ def word_tokenizer(words: list[str], max_length: int, chat_template: str) -> Pre
 
 
 def tokenizer_from(directory: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of directory; a bare Qwen vocab.json and merges.txt gets its special tokens and ChatML template.
-
-    Raises BadInput if directory holds neither form.
-    """
+    """The tokenizer of directory; bare Qwen vocab.json and merges.txt get special tokens and ChatML template."""
     if (directory / "tokenizer_config.json").is_file() or (directory / "tokenizer.json").is_file():
         try:
             return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)

@@ -59,11 +59,9 @@ class ModelCard:
 def write_model_card(
     folder: Path, spec: ModelSpec, head: Head, hf_dir: Path, dtype: str, base: str | None = None
 ) -> None:
-    """Write model.json and hf/ into a saved model's folder, which is made if it is not there: see ModelCard.
-
-    hf_dir: config.json, generation config, tokenizer and chat template are copied from here. Raises BadInput where a
-    file cannot be written.
-    """
+    """Write model.json and hf/ into a saved model's folder, which is made if it is not there: see ModelCard. hf_dir:
+    config.json, generation config, tokenizer and chat template are copied from here. Raises BadInput where a file
+    cannot be written."""
     card = {"format": FORMAT, "family": spec.family, "head": head, "dtype": dtype, "spec": asdict(spec)}
     card |= {} if base is None else {"base": base}
     try:
@@ -135,8 +133,7 @@ def model_state(chunks: Sequence[Module]) -> dict[str, Any]:
 
 
 def put_model_state(chunks: Sequence[Module], state: dict[str, Any]) -> None:
-    """Fill the chunks from what dist_checkpointing.load returned for model_state(chunks). Raises RunFailed where they
-    differ."""
+    """Fill the chunks from dist_checkpointing.load of model_state(chunks). Raises RunFailed where they differ."""
     for index, chunk in enumerate(map(_unwrapped, chunks)):
         missing, unexpected = chunk.load_state_dict(state[f"model{index}"], strict=False)
         if has_adapters(chunk):

@@ -14,7 +14,7 @@ import hashlib
 import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,7 +32,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import WriteResult
 
 from vapo_megatron.errors import BadInput
 from vapo_megatron.weights.mapping import FUSED_NAMES, LAYERS, Entry, entries
@@ -99,69 +98,49 @@ Digests = Mapping[str, Mapping[int, str]]
 class _LazyPlanner(DefaultSavePlanner):
     """Makes a tensor when the writer asks for it."""
 
-    def __init__(self, make: Callable[[MetadataIndex], Tensor]) -> None:
+    def __init__(self, makers: Mapping[MetadataIndex, Callable[[], Tensor]]) -> None:
         super().__init__()
-        self._make = make
+        self._makers = makers
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._make(write_item.index)
+        return self._makers[write_item.index]().reshape(write_item.tensor_data.chunk.sizes)  # type: ignore[union-attr]
 
 
-class PartWriter:
-    """Writes a checkpoint file after file, perhaps in several runs of the program: what write() returns is plain data
-    that can be kept, and is given to close() in the end."""
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor that is made, on the CPU, when it is written, and its place."""
 
-    def __init__(self, folder: Path, parts: Sequence[Sequence[tuple[Place, torch.dtype]]]) -> None:
-        """parts: the content of each file, and its dtype."""
-        self._folder = folder
-        # Nothing is copied ahead: tensors are made one by one.
-        self._writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
-        plans, self._metadata = create_default_global_save_plan(
-            [SavePlan([_write_item(place, dtype) for place, dtype in part]) for part in parts]
-        )
-        self._plans = self._writer.prepare_global_plan(plans)
-
-    @staticmethod
-    def file_name(part: int) -> str:
-        """Name of the file of a part."""
-        return f"__{part}_0.distcp"
-
-    def write(self, part: int, make: Callable[[int], Tensor]) -> list[dict[str, Any]]:
-        """Write a file, and wait until it is on the disk; returns the byte range of each place in it.
-
-        make: the tensor, on the CPU and with the stacked axes, of the n-th place of the part.
-        """
-        plan = self._plans[part]
-        number = {item.index: i for i, item in enumerate(plan.items)}
-        results = self._writer.write_data(plan, _LazyPlanner(lambda index: make(number[index]))).wait()
-        return [
-            {"place": number[result.index], "size": result.size_in_bytes, "storage": asdict(result.storage_data)}
-            for result in results
-        ]
-
-    def close(self, written: Sequence[Sequence[dict[str, Any]]], common: dict[str, Any]) -> None:
-        """Write what makes a checkpoint of the files: what write() returned, of every part in order, and content of
-        common.pt."""
-        results = [
-            [
-                WriteResult(plan.items[result["place"]].index, result["size"], _StorageInfo(**result["storage"]))
-                for result in results_of_part
-            ]
-            for plan, results_of_part in zip(self._plans, written, strict=True)
-        ]
-        torch.save(common, self._folder / "common.pt")
-        self._writer.finish(replace(self._metadata), results)
-        save_config(CheckpointingConfig("torch_dist", 1), str(self._folder))
+    place: Place
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
 
 
-def _write_item(place: Place, dtype: torch.dtype) -> WriteItem:
-    offsets = torch.Size(place.offsets)
+def write_parts(folder: Path, parts: Sequence[Sequence[LazyTensor]], common: dict[str, Any]) -> None:
+    """Write a checkpoint, a file for each part, tensor by tensor. common: content of common.pt. Raises OSError, or
+    RuntimeError from torch's own writer, where the file system refuses."""
+    writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
+    plans, metadata = create_default_global_save_plan([SavePlan([*map(_write_item, part)]) for part in parts])
+    plans, results = writer.prepare_global_plan(plans), []
+    for plan, part in zip(plans, parts, strict=True):
+        planner = _LazyPlanner({_index(tensor.place): tensor.make for tensor in part})
+        results.append(writer.write_data(plan, planner).wait())
+    torch.save(common, folder / "common.pt")
+    writer.finish(metadata, results)
+    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+
+
+def _index(place: Place) -> MetadataIndex:
+    return MetadataIndex(place.key, torch.Size(place.offsets))
+
+
+def _write_item(tensor: LazyTensor) -> WriteItem:
+    place = tensor.place
     return WriteItem(
-        index=MetadataIndex(place.key, offsets),
+        index=_index(place),
         type=WriteItemType.SHARD,
         tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(place.sizes)),
-            properties=TensorProperties(dtype=dtype),
+            chunk=ChunkStorageMetadata(offsets=torch.Size(place.offsets), sizes=torch.Size(place.sizes)),
+            properties=TensorProperties(dtype=tensor.dtype),
             size=torch.Size(place.full),
         ),
     )
@@ -205,10 +184,8 @@ class _ComparingReader(FileSystemReader):
 
 class PartReader:
     """The tensors of a torch_dist checkpoint, saved at whatever layout. Opening reads its metadata alone, which is a
-    pickle, as Megatron has it: open only what you would run. What is read is compared with the digests that are given.
-
-    Raises BadInput where there is no such checkpoint, or a file is missing or shorter than the metadata says.
-    """
+    pickle, as Megatron has it: open only what you would run. What is read is compared with the digests that are
+    given. Raises BadInput where there is no such checkpoint, or a file is missing or shorter than the metadata says."""
 
     def __init__(self, folder: Path, digests: Digests | None = None) -> None:
         self.folder = folder
@@ -264,8 +241,7 @@ class PartReader:
         return target.view(place.shape)
 
     def _near(self, place: Place) -> TensorStorageMetadata:
-        """The metadata of only the chunks at the place's stacked indices: with 128 experts in 48 layers to look at all
-        is slow."""
+        """The metadata of only the chunks at the place's stacked indices, of which experts make thousands."""
         whole, stacked = self.tensors[place.key], len(place.stacked)
         if place.key not in self._chunks:
             groups: dict[tuple[int, ...], list[ChunkStorageMetadata]] = {}
