@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.data import PromptTemplate
@@ -44,10 +44,25 @@ class ResumableRun(RunPlace):
     )
 
 
+class ProfileConfig(Section):
+    """Steps that are traced with torch.profiler, under profile/ in the run directory; `report` links the traces."""
+
+    steps: tuple[PositiveInt, ...] = Field((), description="iterations that are traced")
+    ranks: tuple[NonNegativeInt, ...] = Field((0,), description="ranks that are traced")
+
+
 class RunConfig(ResumableRun):
     """Name, place and length of a training run."""
 
     steps: int = Field(100, ge=1, description="iterations: one rollout and its updates each")
+    profile: ProfileConfig = ProfileConfig()
+
+    @model_validator(mode="after")
+    def _traced_steps_come(self) -> "RunConfig":
+        late = [step for step in self.profile.steps if step > self.steps]
+        if late:
+            raise ValueError(f"profile.steps={late[0]} is above steps={self.steps}: name steps that the run has")
+        return self
 
 
 class ClusterConfig(Section):

@@ -25,6 +25,7 @@ _BEFORE_RESULTS = {
     "tensorboard",
     "wandb",
 }
+PROFILE = "profile"  # folder of traces
 # What commands leave in a run directory in the end.
 _RESULTS = {
     *(
@@ -34,7 +35,7 @@ _RESULTS = {
         "evaluation",
         "evaluation.json",
         "hf",
-        "profile",
+        PROFILE,
         "recorded_rollouts",
     ),
     *("report.html", "skipped_updates.json"),

@@ -143,6 +143,18 @@ class Platform:
             return int(torch.cuda.memory_allocated())
         return int(psutil.Process().memory_info().rss)
 
+    @contextlib.contextmanager
+    def allocations_recorded(self) -> Iterator[Callable[[str], None]]:
+        """Keep the history of allocations inside; yields what writes it to a file, which does nothing off CUDA."""
+        if not self.is_cuda:
+            yield lambda path: None
+            return
+        torch.cuda.memory._record_memory_history(max_entries=200_000)
+        try:
+            yield torch.cuda.memory._dump_snapshot
+        finally:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
     def memory_gauges(self) -> dict[str, tuple[Callable[[], object], Callable[[], int]]]:
         """High-water marks beside the host's, by name: how to reset one, and the bytes reached since."""
         if not self.is_cuda:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from torch.profiler import record_function
 
 from vapo_megatron import logs
 
@@ -80,8 +81,9 @@ class PhaseTimer:
         self._synchronize()
         start = time.perf_counter()
         try:
-            yield
-            self._synchronize()
+            with record_function(phase):  # a name in traces
+                yield
+                self._synchronize()
         except Exception as error:
             error.add_note(_NOTE + phase)
             raise

@@ -17,6 +17,7 @@ from vapo_megatron.config.run import CheckpointConfig, RunConfig
 from vapo_megatron.engines.engines import EnginesFailed
 from vapo_megatron.engines.stream import StopAsked
 from vapo_megatron.training.advantages import ReturnHistory
+from vapo_megatron.training.profiler import profiled
 from vapo_megatron.training.rollouts import Rollouts
 from vapo_megatron.training.skipped_updates import SkippedUpdates
 
@@ -74,7 +75,8 @@ class RunState:
         """The numbers of the iterations, from 1, or from where the run goes on."""
         for step in range(self.step + 1, self.last_step + 1):
             self.step, self.started = step, time.perf_counter()
-            yield step
+            with profiled(step, self._run.profile, self.run_dir):
+                yield step
 
     def is_due(self, every: int | None) -> bool:
         """Whether this step is one of every `every`, or the last one."""

@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.config.run_directory import PROFILE
 from vapo_megatron.errors import BadInput
 from vapo_megatron.monitoring import names
 from vapo_megatron.operations.report.panels import Curve, Panel, Rows, panels_of, series
@@ -208,6 +209,7 @@ def _run_content(run: Run, name: str, metrics: set[str]) -> dict[str, Any]:
         "phases": [asdict(row) for row in phases(run.rows)],
         "table": [asdict(row) for row in summarise(run.rows)],
         "samples": run.samples(),
+        "traces": sorted(path.name for path in (run.directory / PROFILE).glob("step_*")),
         "environment": _flat(run.environment),
         "config": run.config,
     }

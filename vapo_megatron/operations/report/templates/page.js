@@ -38,6 +38,10 @@ function timeSection(runs) {
     const titles = ["phase", "seconds", "share", "", ...gauges.map((gauge) => (gauge === "memory" ? "peak, host GiB" : `peak, ${gauge.replaceAll("_", " ")} GiB`))];
     return [runs.length > 1 ? element("h3", {}, run.name) : null, table(titles, rows, [1, 2, ...gauges.map((_, i) => i + 4)])];
   });
+  const traces = runs.flatMap((run) => run.traces.map((name) => element("li", {},
+    element("a", { href: `${runs.length > 1 ? run.directory + "/" : ""}profile/${name}`, download: "" }, name))));
+  if (traces.length) parts.push([element("h3", {}, "Traces"), element("p", {},
+    "Open traces (.json.gz) in ui.perfetto.dev, histories of GPU memory (.pickle) in pytorch.org/memory_viz."), element("ul", {}, traces)]);
   return parts.length ? titled("time", "Time and memory", ...parts.flat()) : null;
 }
 
