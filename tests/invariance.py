@@ -130,9 +130,9 @@ def make_loss(name: str, batch: ExperienceBatch) -> Any:
     if name == "terminal":  # nothing but the tokens on which the rewards are
         return NegativeLogLikelihood(place_terminal(batch.rewards, bounds, batch.response_tokens))
     if name.startswith("value"):
-        config = ValueLossConfig(kind="clipped" if name == "value_clipped" else "mse", self_imitation_coef=0.3)
+        config = ValueLossConfig(kind="clipped" if name == "value_clipped" else "mse")
         return ValueLoss(config, batch.returns, batch.values, mean)
-    shared: dict[str, Any] = {"entropy_coef": 0.01, "self_imitation_coef": 0.2}
+    shared: dict[str, Any] = {"entropy_coef": 0.01}
     if name == "gspo":
         config = PolicyLossConfig(kind="gspo", aggregation="sequence_mean", **shared)
     else:
@@ -144,7 +144,6 @@ def make_loss(name: str, batch: ExperienceBatch) -> Any:
         rollout_logprobs=batch.rollout_logprobs,
         ref_logprobs=batch.ref_logprobs,
         advantages=batch.advantages,
-        positive_advantages=(batch.returns - batch.values).clamp(min=0),
         importance=torch.linspace(0.5, 1.5, batch.response_tokens),
         weights=to_tokens(token_weights(lengths, config.aggregation), bounds),
         nll_weights=to_tokens(nll_weights(lengths, batch.correct), bounds),

@@ -31,7 +31,6 @@ def policy_loss(
         rollout_logprobs=batch.rollout_logprobs,
         ref_logprobs=zeros,
         advantages=torch.randn(total, generator=torch.Generator().manual_seed(6)),
-        positive_advantages=zeros,
         importance=torch.ones(total),
         weights=mean,
         nll_weights=correct / correct.sum(),

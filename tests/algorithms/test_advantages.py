@@ -132,11 +132,6 @@ def test_whiten_of_nothing_to_compare_is_finite(kept: int) -> None:
     assert not adv.whiten(torch.full((3,), 0.7), mask).any()
 
 
-def test_self_imitation_keeps_what_was_better_than_expected() -> None:
-    got = adv.self_imitation(torch.tensor([1.0, 0.0]), torch.tensor([0.25, 0.5], requires_grad=True))
-    assert got.tolist() == [0.75, 0.0] and not got.requires_grad
-
-
 def test_reinforce_pp_discounts_the_reward_and_the_penalty() -> None:
     found = adv.reinforce_pp(torch.tensor([1.0]), torch.tensor([0.0, 0.5]), torch.tensor([0, 2]), 0.5)
     assert found.tolist() == [0.25, 0.5]

@@ -178,9 +178,7 @@ def test_gspo_has_value_and_gradient_of_the_sequence_loss(scale: float) -> None:
     torch.testing.assert_close(gradient, expected)
 
 
-def test_self_imitation_and_entropy() -> None:
-    logprobs = torch.tensor([-1.0, -2.0, -3.0])
-    assert loss.self_imitation(logprobs, torch.tensor([0.5, 0.0, 2.0])).tolist() == [0.5, 0.0, 6.0]
+def test_entropy() -> None:
     assert loss.entropy_bonus(torch.tensor([0.7])).tolist() == pytest.approx([-0.7])
 
 
@@ -194,7 +192,6 @@ def smooth_losses() -> dict[str, tuple]:
         "ppo_clip": (lambda x: loss.ppo_clip(x, old, a, 0.2, 0.28, 3.0), point),
         "reinforce": (lambda x: loss.reinforce(x, a), point),
         "sao": (lambda x: loss.sao(x, old, a, 0.2, 0.28), point),
-        "self_imitation": (lambda x: loss.self_imitation(x, a.clamp(min=0)), point),
         "k2": (lambda x: kl.k2(x, old), point),
         "k3": (lambda x: kl.k3(x, old), point),
     }

@@ -27,11 +27,9 @@ def test_groups_of_equal_rewards_are_counted() -> None:
     assert frac_zero_std_groups(torch.ones(10), GROUPS) == 1
 
 
-def test_positives_are_correct_or_above_a_bound_and_never_truncated() -> None:
+def test_positives_are_correct_and_never_truncated() -> None:
     correct, truncated = torch.tensor([True, False, True, False]), torch.tensor([False, False, True, True])
     assert positive_responses(correct, truncated).tolist() == [True, False, False, False]
-    rewards = torch.tensor([0.5, 0.75, 1.0, 1.0])
-    assert positive_responses(correct, truncated, rewards, 0.5).tolist() == [False, True, False, False]
     assert positive_responses(correct, truncated, rewards - 0.5).tolist() == [False, True, False, False]
 
 

@@ -26,10 +26,6 @@ def test_clipped() -> None:
         vl.clipped_value_loss(values, values, values, clip=0)
 
 
-def test_self_imitation() -> None:
-    assert vl.self_imitation_value_loss(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0])).tolist() == [0.5, 0.0]
-
-
 def test_hl_gauss_target_has_the_return_as_its_mean() -> None:
     returns = torch.tensor([-0.5, 0.0, 0.37])
     logits = torch.zeros(3, 51, requires_grad=True)
@@ -86,7 +82,6 @@ def test_gradients_by_finite_differences() -> None:
     old = torch.randn(5, generator=generator, dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda v: vl.value_mse(v, returns), values)
     assert torch.autograd.gradcheck(lambda v: vl.clipped_value_loss(v, old, returns, 0.2), values)
-    assert torch.autograd.gradcheck(lambda v: vl.self_imitation_value_loss(v, returns), values)
     logits = torch.randn(3, 7, generator=generator, dtype=torch.float64, requires_grad=True)
     point = torch.tensor([-0.4, 0.1, 0.6])
     assert torch.autograd.gradcheck(lambda x: vl.hl_gauss(x, point, -1, 1), logits)

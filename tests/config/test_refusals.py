@@ -9,7 +9,7 @@ from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.data import EvalSet, EvaluationDataConfig, PromptTemplate, ServerConfig
 from vapo_megatron.config.model import CriticConfig, LayoutConfig, OptimizerSettings, PrecisionConfig, TrainableConfig
-from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
+from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.config.run import SftDataConfig
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.tiny_model import TinyModel
@@ -53,7 +53,6 @@ SERVER: dict[str, Any] = {"url": "http://host", "model": "m"}
             {"precision": {"fp8": "tensorwise", "fp8_param_gather": True}, "optimizer": {"distributed": False}},
             "fp8_param_gather needs optimizer.distributed=true",
         ),
-        (SamplingConfig, {"max_new_tokens": 1, "top_k": 0}, "top_k=0 leaves nothing to sample from"),
         (RolloutConfig, {"quantization": "fp8"}, "quantization=fp8 with load_format=auto"),
         (RolloutConfig, {"server_args": {"--tp": 2}}, "server_args.--tp: write it as in"),
         (PromptTemplate, {"user_template": "{problem} {problem}"}, "has 2 times {problem}"),

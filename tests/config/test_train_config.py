@@ -50,7 +50,6 @@ def test_a_section_given_in_part_keeps_the_rest_of_the_default_of_its_place() ->
     [
         ({"sampling": {"max_new_tokens": 16, "temperature": 0}}, "sampling.temperature=0 is greedy"),
         ({"sampling": {"max_new_tokens": 16, "top_p": 0.9}}, "sampling.top_p=0.9: the trainer's log-probs"),
-        ({"sampling": {"max_new_tokens": 16, "top_k": 50}}, "sampling.top_k=50: the trainer's log-probs"),
         ({"reward": {"grade_truncated": True}}, "grade_truncated=true with verifier=math"),
         ({"cluster": {"collective_timeout_s": 3600}}, "rollout.collect_timeout_s=7200 s is not below"),
     ],

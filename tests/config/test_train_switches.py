@@ -99,8 +99,8 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
             ["preset=vapo_without_decoupled_gae", "algorithm.advantage.lambda_critic=1.0"],
             "lambda_critic=1.0 undoes",
         ),
-        ([*SCORES, "preset=raft"], "raft_needs_correct=true needs the verifier's grade"),
-        (SCORES, "positive_nll.positives=correct needs the verifier's grade"),
+        ([*SCORES, "preset=raft"], "advantage.estimator=raft needs the verifier's grade"),
+        (SCORES, "positive_nll.coef needs the verifier's grade"),
         ([*SCORES, "preset=dapo"], "dynamic_sampling.enabled=true needs the verifier's grade"),
         (["reward.correct_above=null"], "correct_above=null with verifier=math"),
     ],
@@ -115,7 +115,6 @@ def test_contradictions_between_sections_are_refused_by_name(tmp_path: Path, ove
     "overrides",
     [
         [*SCORES, "algorithm.policy_loss.positive_nll.coef=0"],
-        [*SCORES, "algorithm.policy_loss.positive_nll.positives=reward"],
         ["algorithm.value_loss.kind=hl_gauss", "reward.correct=2.0", "algorithm.value_loss.high=2.0"],
         ["preset=grpo", "algorithm.kl.replace_reference_every=25"],
         ["algorithm.value_loss={bounded: true, residual: true, low: -2, high: 2}"],

@@ -11,8 +11,6 @@ from vapo_megatron.errors import BadInput
         {"temperature": -0.1},
         {"top_p": 0.0},
         {"top_p": 1.1},
-        {"top_k": 0},
-        {"top_k": -2},
         {"max_new_tokens": 0},
     ],
 )

@@ -28,7 +28,6 @@ RECOMPUTES = (
     RecomputeConfig(granularity="selective"),
     RecomputeConfig(granularity="selective", modules=("mlp",)),
     RecomputeConfig(granularity="full"),
-    RecomputeConfig(granularity="full", method="block", layers=1),
 )
 
 

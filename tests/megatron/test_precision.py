@@ -285,8 +285,7 @@ def test_a_critic_has_a_precision_of_its_own(model_dir: Path) -> None:
     "recompute",
     [
         {"granularity": "selective", "modules": ["core_attn", "mlp"]},
-        {"granularity": "full", "method": "uniform", "layers": 2},
-        {"granularity": "full", "method": "block", "layers": 1},
+        {"granularity": "full", "layers": 2},
     ],
 )
 def test_recomputation_changes_nothing(model_dir: Path, recompute: dict[str, Any]) -> None:
@@ -305,8 +304,8 @@ def test_recomputation_reaches_megatron(spec: ModelSpec) -> None:
 
     selective = config(granularity="selective", modules=("mlp",))
     assert (selective.recompute_granularity, selective.recompute_modules) == ("selective", ["mlp"])
-    block = config(granularity="full", method="block", layers=3)
-    assert (block.recompute_method, block.recompute_num_layers) == ("block", 3)
+    block = config(granularity="full", layers=3)
+    assert (block.recompute_method, block.recompute_num_layers) == ("uniform", 3)
 
 
 def test_flash_attention_is_there_where_its_kernels_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

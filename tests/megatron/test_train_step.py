@@ -65,7 +65,6 @@ def policy_loss(batch: ExperienceBatch) -> PolicyLoss:
         rollout_logprobs=batch.rollout_logprobs,
         ref_logprobs=zeros,
         advantages=t["advantages"],
-        positive_advantages=zeros,
         importance=torch.ones_like(zeros),
         weights=t["weights"],
         nll_weights=t["nll_weights"],

@@ -90,7 +90,7 @@ class ValueModel(Critic):
         if config.kind == "clipped":
             near = old + (values - old).clamp(-config.clip, config.clip)
             losses = torch.maximum(losses, (near - target) ** 2 / 2)
-        return losses + config.self_imitation_coef * (target - values).clamp(min=0) ** 2 / 2
+        return losses
 
 
 def gae(rewards: Tensor, values: Tensor, lam: float, gamma: float, after: float) -> Tensor:
@@ -170,8 +170,7 @@ class Estimates:
                 found = group_advantage(advantage.estimator, s, others_of(responses, s), totals, responses)
                 self.advantages.append(torch.full((response.length,), found, dtype=torch.float64))
                 if advantage.estimator == "raft":
-                    wanted = response.correct or not advantage.raft_needs_correct
-                    self.selected[s] = self.selected[s] and found > 0 and wanted
+                    self.selected[s] = self.selected[s] and found > 0 and response.correct
         if advantage.function is not None:
             self.advantages = [tilted(r, self.rewards[s], old[s]) for s, r in enumerate(responses)]
         if advantage.whiten != "none":
@@ -383,10 +382,6 @@ class Iteration:
             if config.kl.placement == "loss" and config.kl.estimator == "k3":
                 losses = losses + config.kl.coef * ((self.ref[s] - new).exp() - (self.ref[s] - new) - 1)
             losses = losses - settings.entropy_coef * entropy
-            if settings.self_imitation_coef:
-                assert self.values is not None
-                better = (estimates.targets[s] - self.values[s]).clamp(min=0)
-                losses = losses - settings.self_imitation_coef * better * new
             whole = {i: self.responses[i].length for i in counted}
             loss = loss + share(settings, whole, s) * losses.sum() + share(settings, lengths, s) * corrected.sum()
             if s in positive:
@@ -394,7 +389,5 @@ class Iteration:
         return loss
 
     def _is_positive(self, s: int) -> bool:
-        nll, response = self.config.policy_loss.positive_nll, self.responses[s]
-        if nll.positives == "reward":
-            return self.estimates.rewards[s] > nll.reward_above and not response.truncated
+        response = self.responses[s]
         return response.correct and not response.truncated

@@ -174,9 +174,5 @@ def of_policy_update(found: Iteration) -> dict[str, float]:
         row["actor/clip_fraction_dual"] = 0
     if config.kl.placement == "loss":
         row["actor/kl_loss"] = mean([k3(found.ref[s] - found.old[s]) for s in counted])
-    if config.policy_loss.self_imitation_coef:
-        assert found.values is not None
-        better = {s: (estimates.targets[s] - found.values[s]).clamp(min=0) for s in counted}
-        row["actor/self_imitation_loss"] = mean([-better[s] * found.old[s] for s in counted])
     parameters = list(found.policy.model.parameters())
     return row | of_update("actor", norm_of(found.policy_loss(range(len(responses))), parameters))

@@ -151,7 +151,7 @@ def test_a_problem_is_put_in_the_chat_form_of_the_model(folder: Path) -> None:
 
 @needs_data
 def test_adapters_are_trained_synced_resumed_and_exported(folder: Path) -> None:
-    small = {"run.name": "lora", "model.adapter.rank": 4, "value_pretraining.enabled": False, "checkpoint.at_end": True}
+    small = {"run.name": "lora", "model.adapter.rank": 4, "value_pretraining.enabled": False, "checkpoint.every": 100}
     run_dir = train(folder, "vapo_lora.yaml", small | {"run.steps": 1})
     assert train(folder, "vapo_lora.yaml", small | {"run.resume": "auto"}) == run_dir
     rows = {row["step"]: row for row in map(json.loads, (run_dir / "metrics.jsonl").open())}

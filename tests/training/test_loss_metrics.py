@@ -56,7 +56,6 @@ def loss_of(settings: dict[str, Any], kl: dict[str, Any], **changed: Any) -> Pol
         "rollout_logprobs": NEW + noise(4, 0.2),
         "ref_logprobs": NEW + noise(5, 0.2),
         "advantages": noise(6),
-        "positive_advantages": noise(7).clamp(min=0),
         "importance": noise(8).exp(),
         "weights": CHOSEN * noise(9).exp(),
         "nll_weights": CHOSEN * noise(10).exp(),
@@ -95,7 +94,6 @@ def expected(loss: PolicyLoss, new: Tensor) -> tuple[Tensor, dict[str, float]]:
         "policy_loss": (weights * of(loss.importance) * surrogates).sum(),
         "nll_loss": -(of(loss.nll_weights) * here).sum(),
         "kl_loss": (weights * ((ref - here).exp() - (ref - here) - 1)).sum(),
-        "self_imitation_loss": -(weights * of(loss.positive_advantages) * here).sum(),
     }
     if kl.estimator == "k2":
         terms["kl_loss"] = (weights * (here - ref) ** 2 / 2).sum()
@@ -103,7 +101,6 @@ def expected(loss: PolicyLoss, new: Tensor) -> tuple[Tensor, dict[str, float]]:
         "policy_loss": 1.0,
         "nll_loss": config.positive_nll.coef,
         "kl_loss": kl.coef if kl.placement == "loss" else 0.0,
-        "self_imitation_loss": config.self_imitation_coef,
     }
     total = sum((coefficients[name] * term for name, term in terms.items()), torch.zeros(()).double())
     total = total - config.entropy_coef * (weights * entropies).sum()
@@ -158,7 +155,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "cispo": ({"kind": "cispo", "clip_low": 0.3, "clip_high": 0.1}, {}),
     "sao": ({"kind": "sao", **TIGHT}, {}),
     "dppo": ({"kind": "dppo", "clip_low": 0.01, "clip_high": 0.02}, {}),
-    "all": (TIGHT | {"entropy_coef": 0.3, "self_imitation_coef": 0.4, "positive_nll": {"coef": 0.6}}, K3),
+    "all": (TIGHT | {"entropy_coef": 0.3, "positive_nll": {"coef": 0.6}}, K3),
     "k2": (TIGHT, K2),
 }
 
@@ -190,13 +187,10 @@ RANGE = {"low": -1.5, "high": 2.5}
 VALUE_CASES: dict[str, dict[str, Any]] = {
     "mse": {},
     "clipped": {"kind": "clipped", "clip": 0.1},
-    "imitation": {"self_imitation_coef": 0.7},
-    "imitation_of_clipped": {"kind": "clipped", "clip": 0.1, "self_imitation_coef": 0.7},
     "tanh": {"bounded": True, "squash": "tanh", **RANGE},
     "arctan": {"bounded": True, "squash": "arctan", **RANGE},
     "clipped_arctan": {"kind": "clipped", "clip": 0.1, "bounded": True, "squash": "arctan", **RANGE},
     "hl_gauss": {"kind": "hl_gauss", "bins": 21, **RANGE},
-    "hl_gauss_imitation": {"kind": "hl_gauss", "bins": 21, "self_imitation_coef": 0.7, **RANGE},
 }
 
 
@@ -242,7 +236,6 @@ def test_a_value_loss_is_that_of_the_formula(name: str) -> None:
     assert {key: float(value) for key, value in metrics.items()} == {
         "value_loss": pytest.approx(float(wanted.detach()), rel=1e-4)
     }
-    wanted = wanted + config.self_imitation_coef * (weights * (targets - values).clamp(min=0) ** 2 / 2).sum()
     assert (
         float(found.detach()) == pytest.approx(float(wanted.detach()), rel=1e-4)
         and not metrics["value_loss"].requires_grad

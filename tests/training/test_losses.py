@@ -50,7 +50,6 @@ def policy_loss(batch: ExperienceBatch, scored: torch.Tensor, settings: dict[str
         rollout_logprobs=scored + 0.2 * noise(2, total),
         ref_logprobs=scored + 0.2 * noise(3, total),
         advantages=noise(4, total),
-        positive_advantages=torch.zeros(total),
         importance=noise(6, total).exp(),
         weights=(1 / (batch.samples * batch.response_lengths)).repeat_interleave(batch.response_lengths),
         nll_weights=torch.zeros(total),

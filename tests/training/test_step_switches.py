@@ -66,7 +66,6 @@ KL_LOSS = {K + "placement": "loss", K + "estimator": "k3", K + "coef": 0.5}
 NO_KL = {K + "placement": "none", K + "estimator": "k1", K + "coef": 0.0}
 TIS, MIS = {W + "kind": "tis"}, {W + "kind": "mis"}
 BINS = {V + "kind": "hl_gauss", V + "bins": 21}
-BY_REWARD = {L + "positive_nll.positives": "reward", L + "positive_nll.coef": 0.5}
 TILT = "switch_functions:tilt"
 
 CASES = [
@@ -80,8 +79,6 @@ CASES = [
     Case(A + "estimator", "remax", "rloo"),
     Case(A + "estimator", "raft", "dr_grpo"),
     Case(A + "estimator", "function", {A + "estimator": "grpo", A + "function": "unset"}, {A + "function": TILT}),
-    Case(A + "raft_needs_correct", False, True, {A + "estimator": "raft"}),
-    Case(A + "raft_needs_correct", True, False, {A + "estimator": "raft"}),
     Case(A + "function", TILT),
     Case(A + "gamma", 0.8),
     Case(A + "gamma", 0.8, context={A + "estimator": "reinforce_pp", **KL_REWARD}),
@@ -119,12 +116,7 @@ CASES = [
         {L + "constant": 24.0},
     ),
     Case(L + "entropy_coef", 0.3),
-    Case(L + "self_imitation_coef", 0.5),
     Case(L + "positive_nll.coef", 0.5),
-    Case(L + "positive_nll.positives", "correct", "reward", {L + "positive_nll.coef": 0.5}),
-    Case(L + "positive_nll.positives", "reward", context={L + "positive_nll.coef": 0.5}),
-    Case(L + "positive_nll.reward_above", 0.4, context=BY_REWARD),
-    Case(L + "positive_nll.reward_above", -0.75, context=BY_REWARD),
     Case(V + "kind", "mse", "clipped", changes="critic"),
     Case(V + "kind", "clipped", changes="critic"),
     Case(V + "kind", "hl_gauss", changes="critic"),
@@ -132,7 +124,6 @@ CASES = [
     Case(V + "bins", 21, 31, {V + "kind": "hl_gauss"}, "critic"),
     Case(V + "low", -1.5, context=BINS, changes="critic"),
     Case(V + "high", 1.5, context=BINS, changes="critic"),
-    Case(V + "self_imitation_coef", 0.5, changes="critic"),
     Case(V + "bounded", True, changes="critic"),
     Case(V + "bounded", True, context={V + "low": -1.5, V + "high": 1.1, V + "kind": "clipped"}, changes="critic"),
     Case(V + "squash", "tanh", "arctan", {V + "bounded": True}, "critic"),
@@ -203,7 +194,7 @@ REPORTED: dict[str, dict[str, Any]] = {
     "reported": ONE_STEP
     | KL_LOSS
     | {W + "kind": "tis", W + "cap": 1.05, A + "gamma": 0.9, A + "length_adaptive_floor": 0.7}
-    | {L + "self_imitation_coef": 0.5, L + "dual_clip": 3.0, S + "length_reward_coef": 0.5},
+    | {L + "dual_clip": 3.0, S + "length_reward_coef": 0.5},
     "reported_of_finished_responses": ONE_STEP | {S + "truncated": "bootstrap", L + "kind": "sao"},
     "reported_masked": ONE_STEP | {S + "truncated": "mask", A + "lambda_policy": 0.9},
     "reported_without_a_critic": ONE_STEP | {A + "estimator": "grpo"},

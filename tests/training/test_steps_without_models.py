@@ -15,7 +15,7 @@ from switch_metrics import of_scores
 from switch_rollout import Watched
 from test_estimate_switches import algorithm_of, noise, scored
 from test_shards_on_threads import Planner
-from test_step_switches import CASES, CUTS, OLD_LOGPROBS, REPORTED, A, K, L, S, U, V, W
+from test_step_switches import CASES, CUTS, OLD_LOGPROBS, REPORTED, K, L, S, U, V, W
 from threads import on_threads
 from torch import Tensor
 
@@ -37,7 +37,6 @@ COMBINED: dict[str, dict[str, Any]] = {
     | {W + "rejected": "dropped", U + "minibatch_size": 5},
     "dropped_of_constant": {L + "aggregation": "constant", L + "constant": 24.0, W + "kind": "mis", W + "low": 0.8}
     | {W + "rejected": "dropped", U + "minibatch_size": 5},
-    "imitation_alone": {A + "estimator": "gae", L + "self_imitation_coef": 0.5, U + "minibatch_size": 5},
 }
 SWITCHES |= COMBINED
 REFUSED = 2  # by the judge: the second step of each model
@@ -228,7 +227,6 @@ def test_each_step_minimises_what_the_formula_says(name: str, ranks: int) -> Non
         first_alone = model == "critic" and config.value_loss.outputs == 1
         assert kept == [one_pass if model == "actor" else first_alone and n == 0 for n in range(len(kept))]
         needed = {"critic": {"values", "returns"}, "actor": {"advantages"}}[model]
-        needed |= {"values", "returns"} if config.policy_loss.self_imitation_coef else set()
         assert by_model[model][2] == [needed] * len(steps), "nothing else is sent"
         rounds = update.epochs * (update.critic_updates_per_policy_update if model == "critic" else 1)
         phase = "update_policy" if model == "actor" else "update_critic"
@@ -239,7 +237,7 @@ def test_each_step_minimises_what_the_formula_says(name: str, ranks: int) -> Non
         if ranks == 1 and model == "actor":
             entropies = [formula.mean_entropy(parts[0][0]) for n, parts in enumerate(steps, 1) if n != REFUSED]
             assert row["actor/update_entropy"] == pytest.approx(sum(entropies) / len(entropies), rel=1e-4)
-        if ranks == 1 and model == "critic" and not config.value_loss.self_imitation_coef:
+        if ranks == 1 and model == "critic":
             losses = [parts[0][1] for n, parts in enumerate(steps, 1) if n != REFUSED]
             assert row["critic/value_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
     formula.loss("actor", 0, range(12))  # of the policy that scored
@@ -314,7 +312,6 @@ SAID: list[tuple[list[float], list[float], int, bool, bool, bool]] = [
         {},
         {L + "positive_nll.coef": 0.1},
         {L + "entropy_coef": 0.1},
-        {L + "self_imitation_coef": 0.1},
         {K + "placement": "loss", K + "estimator": "k3", K + "coef": 0.1},
         {K + "placement": "reward", K + "estimator": "k1", K + "coef": 0.1},
     ],
@@ -339,7 +336,7 @@ def test_a_sample_teaches_the_policy_where_its_loss_has_a_gradient(
     whole = spread(batch)
     accepted = torch.tensor([sum(w != 0 for w in row[1][row[2] * windows :]) for row in SAID])
     whole.fill(selected=torch.tensor([row[3] for row in SAID]), accepted_lengths=accepted if dropped else None)
-    others = any(settings in switches for settings in (L + "entropy_coef", L + "self_imitation_coef"))
+    others = L + "entropy_coef" in switches
     others = others or switches.get(K + "placement") == "loss"
     carries, signal = [], []
     for (advantages, weights, start, selected, correct, cut), count in zip(SAID, accepted.tolist(), strict=True):

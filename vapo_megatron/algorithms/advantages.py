@@ -109,11 +109,6 @@ def reinforce_pp(
     return returns_to_go(place_terminal(rewards, cu_seqlens, penalty.numel()) - penalty, cu_seqlens, gamma, of)
 
 
-def self_imitation(returns: Tensor, values: Tensor) -> Tensor:
-    """(R - V)+ (self-imitation learning, arXiv 1806.05635, eq. 2). Carries no gradient. [T], [T] -> [T]."""
-    return (returns - values).clamp(min=0).detach()
-
-
 def whitening_sums(x: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Of each response the tokens whose mask is not 0, their sum and sum of squares: [T], [T] -> float64 [S, 3]."""
     kept = torch.where(mask != 0, x, 0).double()

@@ -102,11 +102,6 @@ def dppo(logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, clip_lo
     return torch.where((low + high) > 0, 0, -ratio * advantages.detach() * logprobs)
 
 
-def self_imitation(logprobs: Tensor, positive_advantages: Tensor) -> Tensor:
-    """-log pi (R - V)+ (arXiv 1806.05635, eq. 2); positive_advantages from `advantages.self_imitation`."""
-    return -logprobs * positive_advantages.detach()
-
-
 def entropy_bonus(entropy: Tensor) -> Tensor:
     """-H of the token distribution, to be added with its coefficient."""
     return -entropy

@@ -31,13 +31,10 @@ def frac_zero_std_groups(rewards: Tensor, group_ids: Tensor) -> float:
     return float((low == high)[present].float().mean())
 
 
-def positive_responses(
-    correct: Tensor, truncated: Tensor, shaped_rewards: Tensor | None = None, reward_above: float = 0.0
-) -> Tensor:
-    """Responses that the language-model loss imitates (VAPO, section 4.3): correct ones; with shaped_rewards [S]
-    those with more than reward_above instead. A truncated one never is. bool [S], bool [S] -> bool [S]."""
-    positive = correct if shaped_rewards is None else shaped_rewards > reward_above
-    return positive & ~truncated
+def positive_responses(correct: Tensor, truncated: Tensor) -> Tensor:
+    """Responses that the language-model loss imitates (VAPO, section 4.3): correct ones that are not truncated.
+    bool [S], bool [S] -> bool [S]."""
+    return correct & ~truncated
 
 
 def loss_mask(truncated: Tensor, drop_truncated: bool, *chosen: Tensor | None) -> Tensor:

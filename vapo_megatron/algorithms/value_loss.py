@@ -64,8 +64,3 @@ def bounded_value(outputs: Tensor, low: float, high: float) -> Tensor:
 def arctan_value(outputs: Tensor, low: float, high: float) -> Tensor:
     """low + (high - low) (1/2 + arctan(x) / pi): outputs squashed into (low, high) (BPCO, arXiv 2608.23566)."""
     return low + (high - low) * (0.5 + torch.arctan(outputs) / torch.pi)
-
-
-def self_imitation_value_loss(values: Tensor, returns: Tensor) -> Tensor:
-    """((R - V)+)^2 / 2 (arXiv 1806.05635, eq. 3)."""
-    return (returns.detach() - values).clamp(min=0).square() / 2

@@ -235,7 +235,5 @@ def run_bytes(config: TrainConfig, specs: Mapping[str, ModelSpec]) -> int:
     specs: of actor and critic, by name."""
     saves, trained = config.checkpoint, trained_parameters(config, specs)
     exported = sum(spec.parameter_count() for name, spec in specs.items() if name == "actor" or config.export.critic)
-    checkpoints = (
-        saves.keep.last + 1 if saves.every is not None or saves.every_minutes is not None else int(saves.at_end)
-    )
+    checkpoints = saves.keep.last + 1 if saves.saves else 0
     return exported * bytes_per_weight(config.model.dtype) + checkpoints * checkpoint_bytes(config, trained)

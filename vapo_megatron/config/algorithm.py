@@ -65,12 +65,6 @@ class AdvantageConfig(Section):
         "none", description="over all tokens of the batch: to mean 0 and variance 1 (full), or variance 1 alone (scale)"
     )
 
-    raft_needs_correct: bool = Field(
-        True,
-        description="estimator=raft: a group without a correct response gives none; false: its best one, as RAFT does "
-        "where a reward model grades",
-    )
-
     @model_validator(mode="after")
     def _switches_agree(self) -> Self:
         if self.estimator == "function" and self.function is None:
@@ -254,8 +248,6 @@ class AlgorithmConfig(Section):
         estimator = self.advantage.estimator
         for key, needs_critic in (
             (f"shaping.truncated={self.shaping.truncated}", self.shaping.bootstraps),
-            ("policy_loss.self_imitation_coef", self.policy_loss.self_imitation_coef > 0),
-            ("value_loss.self_imitation_coef", self.value_loss.self_imitation_coef > 0),
             (f"value_loss.kind={self.value_loss.kind}", self.value_loss.kind != "mse"),
             ("value_loss.bounded=true", self.value_loss.bounded),
             ("value_loss.residual=true", self.value_loss.residual),
@@ -265,8 +257,6 @@ class AlgorithmConfig(Section):
                 raise ValueError(
                     f"{key} needs a critic, advantage.estimator={estimator} has none: use gae, or unset it"
                 )
-        if self.value_loss.self_imitation_coef > 0 and self.value_loss.kind == "hl_gauss":
-            raise ValueError("value_loss.self_imitation_coef needs a scalar value, kind=hl_gauss has bins: use mse")
         truncated = f"shaping.truncated={self.shaping.truncated}"
         if self.shaping.bootstraps:
             if self.value_loss.residual:
@@ -298,7 +288,6 @@ class AlgorithmConfig(Section):
             for key, on in (
                 (f"advantage.lambda_critic={self.advantage.lambda_critic}", self.advantage.lambda_critic != 1),
                 (f"advantage.off_policy={self.advantage.off_policy}", self.advantage.off_policy != "none"),
-                ("policy_loss.self_imitation_coef", self.policy_loss.self_imitation_coef > 0),
             ):
                 if on:
                     raise ValueError(

@@ -38,7 +38,6 @@ OURS = {
     "max_response_length": "sampling.max_new_tokens",
     "rollout.temperature": "sampling.temperature",
     "rollout.top_p": "sampling.top_p",
-    "rollout.top_k": "sampling.top_k",
     "rollout.tensor_model_parallel_size": "rollout.tp",
     "custom_reward_function": "reward.function",
     "gpu_memory_utilization": "rollout.mem_fraction_static",

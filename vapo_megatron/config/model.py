@@ -116,10 +116,7 @@ class RecomputeConfig(Section):
         min_length=1,
         description="selective: core_attn, mlp, moe, shared_experts; layernorm and moe_act with Transformer Engine",
     )
-    method: Literal["uniform", "block"] = Field(
-        "uniform", description="full: all layers in blocks of `layers` (uniform), or a stage's first `layers` (block)"
-    )
-    layers: int = Field(1, ge=1, description="full: layers of a block (uniform), or recomputed layers (block)")
+    layers: int = Field(1, ge=1, description="full: layers of a block, of which the input alone is kept")
 
 
 Fp8Recipe = Literal["none", "tensorwise", "blockwise", "mxfp8"]

@@ -14,11 +14,6 @@ class PositiveNllConfig(Section):
     """Language-model loss on correct responses."""
 
     coef: float = Field(0.1, ge=0, description="0 switches it off")
-    positives: Literal["correct", "reward"] = Field(
-        "correct",
-        description="which samples are positive: responses that verified as correct, or with a shaped reward above",
-    )
-    reward_above: float = Field(0.0, description="the bound, for positives=reward")
 
 
 class PolicyLossConfig(Section):
@@ -47,7 +42,6 @@ class PolicyLossConfig(Section):
     )
     constant: float | None = Field(None, gt=0, description="tokens that a response is divided by, aggregation=constant")
     entropy_coef: float = Field(0.0, ge=0, description="of the entropy, which is raised")
-    self_imitation_coef: float = Field(0.0, ge=0, description="of -log pi (R - V)+")
     positive_nll: PositiveNllConfig = PositiveNllConfig()
 
     @property

@@ -16,15 +16,7 @@ class SamplingConfig(Section):
 
     temperature: float = Field(1.0, ge=0, le=10, description="0 is greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling: least probability kept")
-    top_k: int = Field(-1, ge=-1, description="-1: the whole vocabulary")
     max_new_tokens: int = Field(ge=1, description="response tokens, EOS included, after which a response is cut")
-
-    @field_validator("top_k")
-    @classmethod
-    def _top_k_is_a_count(cls, value: int) -> int:
-        if value == 0:
-            raise ValueError("top_k=0 leaves nothing to sample from: give -1 for the whole vocabulary, or 1 and more")
-        return value
 
 
 class SyncConfig(Section):

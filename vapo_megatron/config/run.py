@@ -153,7 +153,6 @@ class HangsConfig(Section):
 
     enabled: bool = Field(True, description="whether anybody watches")
     floor_s: float = Field(1800.0, gt=0, description="least limit of a phase, and for a rank that says nothing")
-    factor: float = Field(5.0, gt=1, description="limit: so many times the slowest of the phase so far")
     every_s: float = Field(5.0, gt=0, description="between two heartbeats of a rank")
 
 
@@ -226,7 +225,6 @@ class CheckpointConfig(Section):
     every_minutes: float | None = Field(
         30.0, gt=0, description="time between saves, within value pretraining too; none: no saves by time"
     )
-    at_end: bool = Field(True, description="save after the last step, so that a larger run.steps can go on from there")
     in_memory_every: int | None = Field(
         1,
         ge=1,
@@ -241,3 +239,8 @@ class CheckpointConfig(Section):
     margin_s: float = Field(
         180.0, ge=0, description="seconds left before a time limit, over the longest step and the longest save"
     )
+
+    @property
+    def saves(self) -> bool:
+        """Whether there are checkpoints at all; the last step then always has one."""
+        return self.every is not None or self.every_minutes is not None

@@ -171,12 +171,11 @@ class TrainConfig(Section):
                 "sampling.temperature=0 is greedy: policy gradients need sampled responses, 1.0 is usual "
                 "(evaluation.temperature may be 0)"
             )
-        for key, value, whole in (("top_p", self.sampling.top_p, 1.0), ("top_k", self.sampling.top_k, -1)):
-            if value != whole:
-                raise ValueError(
-                    f"sampling.{key}={value}: the trainer's log-probs are those of the whole distribution, not of the "
-                    f"part that was sampled from, set {whole:g} (evaluation.top_p may differ)"
-                )
+        if self.sampling.top_p != 1:
+            raise ValueError(
+                f"sampling.top_p={self.sampling.top_p}: the trainer's log-probs are those of the whole distribution, "
+                "not of the part that was sampled from, set 1 (evaluation.top_p may differ)"
+            )
         if self.rollout.collect_timeout_s >= self.cluster.collective_timeout_s:
             raise ValueError(
                 f"rollout.collect_timeout_s={self.rollout.collect_timeout_s:g} s is not below "
@@ -247,12 +246,9 @@ class TrainConfig(Section):
         if self.reward.correct_above is not None:
             return
         for key, on in (
-            ("policy_loss.positive_nll.positives=correct", nll.coef > 0 and nll.positives == "correct"),
+            ("policy_loss.positive_nll.coef", nll.coef > 0),
             ("dynamic_sampling.enabled=true", algorithm.dynamic_sampling.enabled),
-            (
-                "advantage.raft_needs_correct=true",
-                algorithm.advantage.estimator == "raft" and algorithm.advantage.raft_needs_correct,
-            ),
+            ("advantage.estimator=raft", algorithm.advantage.estimator == "raft"),
             ("shaping.length_reward_coef", algorithm.shaping.length_reward_coef > 0),
         ):
             if on:

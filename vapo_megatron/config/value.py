@@ -30,7 +30,6 @@ class ValueLossConfig(Section):
         description="the head learns what the mean return of the other responses of the group does not explain; the "
         "value of a state is that mean and what the head adds",
     )
-    self_imitation_coef: float = Field(0.0, ge=0, description="of ((R - V)+)^2 / 2")
 
     @property
     def outputs(self) -> int:

@@ -375,7 +375,6 @@ class Dispatcher:
         return {
             "temperature": group.sampling.temperature,
             "top_p": group.sampling.top_p,
-            "top_k": group.sampling.top_k,
             "max_new_tokens": group.room(len(sample.response_ids)),
             "stop_token_ids": self._stop_token_ids,
             "sampling_seed": sample.seed,  # read with rollout.deterministic alone

@@ -184,8 +184,6 @@ class OpenAIClient:
             body["messages"] = [*before, {"role": "user", "content": user}]
         else:
             body["prompt"] = user
-        if sampling.top_k > 0:
-            body["top_k"] = sampling.top_k  # not OpenAI's own, but SGLang and vLLM take it
         return {key: value for key, value in (body | self._config.extra).items() if value is not None}
 
     def _read(self, answer: ChatCompletion | Completion, prompt: Prompt, index: int) -> Response:

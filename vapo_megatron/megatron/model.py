@@ -118,9 +118,7 @@ def transformer_config(spec: ModelSpec, model: ModelConfig, trainable: Trainable
     if layout.vpp:
         settings.update(overlap_p2p_comm=True, batch_p2p_comm=False)
     if recompute.granularity == "full":
-        settings.update(
-            recompute_granularity="full", recompute_method=recompute.method, recompute_num_layers=recompute.layers
-        )
+        settings.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=recompute.layers)
     elif recompute.granularity == "selective":
         settings.update(recompute_granularity="selective", recompute_modules=list(recompute.modules))
     if fused:

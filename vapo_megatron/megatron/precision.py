@@ -72,7 +72,7 @@ def _check_recompute(spec: ModelSpec, section: TrainableConfig, name: str, fused
         key = f"{name}.recompute.layers={recompute.layers}"
         if recompute.layers > layers:
             raise BadInput(f"{key} is above the {layers} layers that a rank has in one piece: lower it")
-        if recompute.method == "uniform" and layers % recompute.layers:
+        if layers % recompute.layers:
             raise BadInput(f"{key} does not divide the {layers} layers that a rank has in one piece: choose a divisor")
 
 

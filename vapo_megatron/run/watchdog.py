@@ -19,6 +19,8 @@ from vapo_megatron.errors import TryAgain, VapoError
 # Of NCCL's groups, and of all others.
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 _LINES = 20
+# A phase hangs when it takes so many times as long as its slowest so far.
+_SLOWER = 5.0
 
 
 def last_collectives() -> list[str]:
@@ -143,7 +145,7 @@ class Watchdog:
         """Seconds after which a phase hangs."""
         if not self._knows(phase):
             return self._longest
-        return max(self._config.floor_s, self._config.factor * self._slowest[phase])
+        return max(self._config.floor_s, _SLOWER * self._slowest[phase])
 
     def _knows(self, phase: str) -> bool:
         """Whether the phase has a history to be measured by."""

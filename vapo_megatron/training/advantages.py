@@ -129,7 +129,7 @@ def estimate_advantages(
             found = response_advantages(batch, rewards, config)
             own.advantages = to_tokens(found[batch.at_home], own.response_cu_seqlens)
             if config.advantage.estimator == "raft":
-                best = (found > 0) & table.correct if config.advantage.raft_needs_correct else found > 0
+                best = (found > 0) & table.correct
         if config.advantage.function is not None:
             answer = batch.columns_of_whole(partial(user_advantages, config.advantage.function, config.uses_critic), 2)
             own.advantages, targets = answer.t().contiguous()

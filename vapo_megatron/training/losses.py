@@ -34,7 +34,6 @@ class PolicyLoss:
     rollout_logprobs: Tensor
     ref_logprobs: Tensor
     advantages: Tensor
-    positive_advantages: Tensor
     importance: Tensor
     weights: Tensor
     nll_weights: Tensor
@@ -51,7 +50,6 @@ class PolicyLoss:
             *(*always, "ratio_mean", "approx_kl"),
             *(("clip_fraction_dual",) if self.config.dual_clip is not None else ()),
             *(("kl_loss",) if self.kl.placement == "loss" else ()),
-            *(("self_imitation_loss",) if self.config.self_imitation_coef else ()),
         )
 
     def __call__(self, outputs: Tensor, local: LocalTokens) -> tuple[Tensor, dict[str, Tensor]]:
@@ -70,10 +68,6 @@ class PolicyLoss:
             loss = loss + self.kl.coef * parts["kl_loss"]
         if config.entropy_coef:
             loss = loss + config.entropy_coef * (weights * policy_loss.entropy_bonus(entropies)).sum()
-        if config.self_imitation_coef:
-            imitation = policy_loss.self_imitation(logprobs, gather(self.positive_advantages))
-            parts["self_imitation_loss"] = (weights * imitation).sum()
-            loss = loss + config.self_imitation_coef * parts["self_imitation_loss"]
         metrics = {name: part.detach() for name, part in parts.items()}
         return loss, metrics | self._figures(logprobs.detach(), entropies.detach(), local)
 
@@ -179,11 +173,7 @@ class ValueLoss:
         else:
             per_token = value_loss.value_mse(values_of(outputs, config), targets)
         loss = (weights * per_token).sum()
-        metrics = {"value_loss": loss.detach()}
-        if config.self_imitation_coef:
-            imitation = value_loss.self_imitation_value_loss(values_of(outputs, config), targets)
-            loss = loss + config.self_imitation_coef * (weights * imitation).sum()
-        return loss, metrics
+        return loss, {"value_loss": loss.detach()}
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ def sft_rank(config: SftConfig, run_dir: Path, start: Start) -> None:
                 every = config.checkpoint.every is not None and step % config.checkpoint.every == 0
                 checkpointer.safe_point(
                     Snapshot(Progress(step=step, demonstrations=data, updates=updates.state()), metrics),
-                    due=every or (last and config.checkpoint.at_end),
+                    due=every or (last and config.checkpoint.saves),
                     last=last,
                 )
         final = final_dir(run_dir) / "actor"

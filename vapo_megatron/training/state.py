@@ -118,7 +118,7 @@ class RunState:
         self._whole, failure = Snapshot(progress, self.metrics, self.recorded.files, graded), rollouts.engines.failure
         self._checkpointer.safe_point(
             self._whole,
-            due=periodic or (last and self._config.at_end) or failure is not None,
+            due=periodic or (last and self._config.saves) or failure is not None,
             last=last or failure is not None,
             making_room=rollouts.engines.kv_cache_offloaded,
         )

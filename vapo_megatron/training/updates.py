@@ -6,15 +6,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithms import advantages, importance
+from vapo_megatron.algorithms import importance
 from vapo_megatron.algorithms.aggregation import nll_weights, token_weights
 from vapo_megatron.algorithms.critic_faults import loss_counts, loss_faults, target_faults
 from vapo_megatron.algorithms.segments import response_lengths, to_tokens
 from vapo_megatron.algorithms.selection import minibatch_seed, positive_responses, split_minibatches
 from vapo_megatron.config.algorithm import AlgorithmConfig, UpdateConfig
-from vapo_megatron.config.policy import ImportanceSamplingConfig, PositiveNllConfig
+from vapo_megatron.config.policy import ImportanceSamplingConfig
 from vapo_megatron.config.value import ValueLossConfig
-from vapo_megatron.data.batch import SampleTable
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.token_loss import StepResult, largest_over_ranks, sum_over_ranks
 from vapo_megatron.megatron.trainable import Trainable
@@ -155,7 +154,6 @@ def update_policy(
     rounds = config.update.epochs
     one_pass = update_gives_logprobs(config, batch)
     needed = ["old_logprobs", "ref_logprobs", "advantages", "importance_weights"]
-    needed += ["values", "returns"] if config.policy_loss.self_imitation_coef else []
     needed += ["values"] if config.policy_loss.function is not None else []
     models.memory.enter("update_policy")
     with recorder.phase("update_policy", total=batch.samples * rounds) as advance:
@@ -176,14 +174,14 @@ def policy_signal(batch: ShardedBatch, config: AlgorithmConfig) -> tuple[Tensor,
     own, table, settings = batch.own, batch.table, config.policy_loss
     assert own.advantages is not None and table.selected is not None, "no advantages: estimate_advantages comes first"
     assert own.importance_weights is not None, "no importance weights: correct_for_rollout comes first"
-    always = settings.entropy_coef or settings.self_imitation_coef or settings.kind == "function"
+    always = settings.entropy_coef or settings.kind == "function"
     if always or config.kl.placement == "loss":
         return table.selected, table.selected
     counted = table.new_lengths if table.accepted_lengths is None else table.accepted_lengths
     weighted = table.selected & (counted > 0)
     imitated = torch.zeros_like(weighted)
     if settings.positive_nll.coef:
-        imitated = table.selected & positives(table, settings.positive_nll)
+        imitated = table.selected & positive_responses(table.correct, table.truncated)
     new, moved = new_tokens(own), (own.advantages * own.importance_weights) != 0
     moves = response_lengths(own.response_cu_seqlens, moved if new is None else moved & new)
     return weighted | imitated, (weighted & (batch.everywhere(moves) > 0)) | imitated
@@ -203,10 +201,6 @@ def policy_loss(part: Part, config: AlgorithmConfig) -> PolicyLoss:
         fewer = token_weights(whole.accepted_lengths, settings.aggregation, settings.constant, chosen)
         scale = torch.where(weights > 0, fewer / weights, 0)
         importance = importance * to_tokens(scale[part.mine], batch.response_cu_seqlens)
-    positive_advantages = torch.zeros_like(found)
-    if settings.self_imitation_coef:
-        assert batch.returns is not None and batch.values is not None, "self-imitation needs returns and values"
-        positive_advantages = advantages.self_imitation(batch.returns, batch.values)
 
     def over_tokens(weights: Tensor) -> Tensor:
         spread = to_tokens(weights[part.mine], batch.response_cu_seqlens)
@@ -219,10 +213,9 @@ def policy_loss(part: Part, config: AlgorithmConfig) -> PolicyLoss:
         rollout_logprobs=batch.rollout_logprobs,
         ref_logprobs=torch.zeros_like(found) if batch.ref_logprobs is None else batch.ref_logprobs,
         advantages=found,
-        positive_advantages=positive_advantages,
         importance=importance,
         weights=over_tokens(weights),
-        nll_weights=over_tokens(nll_weights(lengths, positives(whole, settings.positive_nll) & chosen)),
+        nll_weights=over_tokens(nll_weights(lengths, positive_responses(whole.correct, whole.truncated) & chosen)),
         mean_weights=over_tokens(token_weights(lengths, "token_mean", selected=chosen)),
         values=batch.values,
     )
@@ -251,14 +244,6 @@ def correct_for_rollout(batch: ShardedBatch, config: ImportanceSamplingConfig, r
         new = new_tokens(own)
         batch.fill(accepted_lengths=batch.everywhere(response_lengths(bounds, found if new is None else found * new)))
     recorder.add(importance_metrics(batch, found, log_ratio))
-
-
-def positives(samples: SampleTable, config: PositiveNllConfig) -> Tensor:
-    """Responses that the language-model loss imitates. bool [S]."""
-    if config.positives == "correct":
-        return positive_responses(samples.correct, samples.truncated)
-    assert samples.shaped_rewards is not None, "no shaped rewards: estimate_advantages comes first"
-    return positive_responses(samples.correct, samples.truncated, samples.shaped_rewards, config.reward_above)
 
 
 def minibatches(

@@ -132,9 +132,7 @@ class Activations:
         if recompute.granularity != "full":
             return layers * self._kept_by_layer(), 0.0
         block = min(recompute.layers, layers)
-        if recompute.method == "uniform":
-            return -(-layers // block) * state, block * self.layer()
-        return block * state + (layers - block) * self.layer(), self.layer()
+        return -(-layers // block) * state, block * self.layer()
 
     def _head_kept(self) -> float:
         """Bytes per token of the final norm and the head's own inputs."""

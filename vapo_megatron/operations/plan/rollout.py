@@ -184,10 +184,7 @@ def _computed_again(spec: ModelSpec, layout: LayoutConfig, recompute: RecomputeC
     if recompute.granularity == "none":
         return 0.0, 0.0
     if recompute.granularity == "full":
-        share = 1.0
-        if recompute.method == "block":
-            share = min(1.0, recompute.layers / (spec.num_layers // layout.pp // (layout.vpp or 1)))
-        return share, share
+        return 1.0, 1.0
     linear = mlp_share(spec) if {"mlp", "moe"} & set(recompute.modules) else 0.0
     return linear, 1.0 if "core_attn" in recompute.modules else 0.0
 
