@@ -203,8 +203,11 @@ class AskedVerifier:
         return [Grade(True, cast(Any, "asked")) for _ in cases]
 
 
-def test_environments_are_stepped_and_their_rewards_summed(dispatcher: Dispatcher, tokenizer: TextTokenizer) -> None:
+def test_rewards_of_an_environment_stay_with_their_turns(dispatcher: Dispatcher, tokenizer: TextTokenizer) -> None:
     samples, _ = play(dispatcher, tokenizer, "Echo")
+    for sample in samples:
+        ends = np.append(np.flatnonzero(np.diff(sample.loss_mask.astype(int)) == -1), len(sample.loss_mask) - 1)
+        assert np.flatnonzero(sample.turn_rewards).tolist() == ends.tolist() and set(sample.turn_rewards[ends]) == {0.5}
     assert [sample.reward for sample in samples] == [1.0] * 3 and episode_metrics(samples)["agent/turns"] == 2
     grade_samples(samples, None, tokenizer.decode, RewardConfig())  # type: ignore[arg-type]
     assert all(sample.correct and sample.grade_reason == "agent" for sample in samples)
@@ -219,7 +222,8 @@ def test_what_breaks_is_counted_by_cause_and_has_no_tokens(
 ) -> None:
     samples, agents = play(dispatcher, tokenizer, name, **limits)
     assert not is_whole(samples) and not sum(len(sample.response_ids) for sample in samples)
-    assert {key: count for key, count in agents.broken_metrics().items() if count} == {f"agent/broken_{cause}": 3}
+    broken = {key: count for key, count in agents.broken_metrics(9).items() if count}
+    assert broken == {"agent/broken": 0.25, f"agent/broken_{cause}": 3}
 
 
 @pytest.mark.parametrize("limits", [{"max_turns": 2}, {"max_tokens": 24}])
@@ -229,6 +233,9 @@ def test_an_episode_that_reaches_a_limit_is_truncated(
     samples, _ = play(dispatcher, tokenizer, "three_turns", **limits)
     assert is_whole(samples) and all(sample.truncated and sample.reward is None for sample in samples)
     assert all(len(s.prompt.token_ids) + len(s.response_ids) <= limits.get("max_tokens", 200) for s in samples)
+    (cut,), _ = play(dispatcher, tokenizer, "Echo", samples=1, max_turns=1)
+    grade_samples([cut], cast(VerifierPool, AskedVerifier()), tokenizer.decode, RewardConfig())
+    assert cut.truncated and cut.reward == -1.0 + 0.5, "what it earned before the limit stays"
 
 
 def test_only_the_episodes_own_path_answers(dispatcher: Dispatcher, tokenizer: TextTokenizer) -> None:

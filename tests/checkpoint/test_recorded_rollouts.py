@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from batches import with_observation
@@ -37,7 +38,10 @@ def some_samples(seed: int, groups: int, size: int = 3, longest: int = 30, obser
             ids, logprobs = [rng.randrange(99) for _ in range(n)], [-rng.random() for _ in range(n)]
             reason = "length" if rng.random() < 0.3 else "stop"
             made = Sample(prompt, group, index, 0, ids, logprobs, reason, 0, 0, reward=float(correct), correct=correct)  # type: ignore[arg-type]
-            samples.append(with_observation(made, n // 2, index) if observed and index else made)
+            if observed and index:
+                made = with_observation(made, n // 2, index)
+                made.turn_rewards = np.where(made.loss_mask, 0.25, 0.0).astype(np.float32)  # type: ignore[arg-type]
+            samples.append(made)
     return samples
 
 
@@ -97,6 +101,8 @@ def test_targets_of_a_part_know_the_whole_group(tmp_path: Path, rollouts: list[l
     targets = Targets(recorded(tmp_path, rollouts), config)
     whole = targets.select(range(30)).own
     part = targets.select([7, 21]).own
+    placed = whole.select([7, 21]).turn_rewards
+    assert placed is not None and part.turn_rewards is not None and torch.equal(part.turn_rewards, placed)
     expected = whole.select([7, 21]).returns
     assert part.returns is not None and expected is not None and torch.equal(part.returns, expected)
     assert len(part.returns.unique()) > 1

@@ -110,7 +110,7 @@ def test_neighbours_are_taken_without_a_copy() -> None:
 def test_what_no_phase_has_filled_in_stays_away() -> None:
     part = make_batch().select([1, 2])
     assert part.values is None and part.selected is None and "returns" not in part.tensors()
-    assert set(full_batch().rollout_tensors()) == {*part.tensors(), "loss_mask", "observation_lengths"}
+    assert set(full_batch().rollout_tensors()) == {*part.tensors(), "loss_mask", "observation_lengths", "turn_rewards"}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,10 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from batches import with_observation
 
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.monitoring.samples import SampleWriter
@@ -70,3 +73,18 @@ def test_samples_that_cannot_be_written_are_counted_and_do_without(
         "samples of 1 steps",
         "samples of 2 steps",
     ]
+
+
+def test_estimates_of_an_episode_stand_at_what_the_policy_wrote(tmp_path: Path) -> None:
+    episode = with_observation(sample(0, 0), 1, 2)
+    episode.turn_rewards = np.array([0.5] + [0.0] * (len(episode.response_ids) - 1), dtype=np.float32)
+    episode.episode = {"turns": 2.0}
+    writer = SampleWriter(tmp_path, 1, 1, lambda ids: "".join(f"<{number}>" for number in ids))
+    writer.write(3, [episode])
+    count = int(episode.loss_mask.sum())  # type: ignore[union-attr]
+    writer.add_estimates(3, torch.arange(count) / 10, None, torch.tensor([0, count]))
+    (row,) = writer.take()
+    assert row["estimates"]["values"][:4] == [0.0, None, None, 0.1] and len(row["estimates"]["values"]) == count + 2
+    assert (
+        row["estimates"]["rewards"][:2] == [0.5, None] and row["tokens"] == count and row["episode"] == {"turns": 2.0}
+    )

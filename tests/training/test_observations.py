@@ -1,5 +1,6 @@
 """Tokens that the policy was given and did not write: no loss, no length, no metric; GAE steps over them."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import pytest
 import torch
 from batches import make_batch, spread, with_observation
 
-from vapo_megatron.algorithms.gae import decoupled_gae, length_adaptive_lambda
+from vapo_megatron.algorithms.advantages import reinforce_pp
+from vapo_megatron.algorithms.gae import decoupled_gae, length_adaptive_lambda, monte_carlo_returns
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.data.batch import ExperienceBatch, from_samples
@@ -101,12 +103,60 @@ def test_models_read_observations_and_speak_of_response_tokens_alone(cp: int) ->
     assert micro.response_index.tolist() == [-1, -1, -1, -1, 0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("credit", ["token", "turn"])
+@pytest.mark.parametrize("truncated", ["terminal", "bootstrap"])
+def test_rewards_on_the_way_count_from_their_turn_on(credit: str, truncated: str) -> None:
+    """GAE and returns against the sums written out in float64. Sample 1 has turns of 4 and 5 tokens, and is cut off."""
+    gamma, lam = 0.97, 0.9
+    settings = {"advantage": {"gamma": gamma, "lambda_policy": lam, "credit": credit}}
+    config = AlgorithmConfig.model_validate(settings | {"shaping": {"truncated": truncated}})
+    batch = scored(OBSERVED)
+    batch.truncated = torch.tensor([False, True, False, False])
+    batch.turn_rewards = torch.zeros(45)
+    batch.turn_rewards[7], batch.turn_rewards[20] = 0.5, -0.25  # the end of the first turn; in the midst of sample 2
+    batch.rewards += torch.tensor([0.0, 0.5, -0.25, 0.0])
+    whole = spread(batch)
+    with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
+        estimate_advantages(whole, config, recorder)
+    values, rewards = batch.values.double().tolist(), batch.turn_rewards.double().tolist()  # type: ignore[union-attr]
+    bounds = [0, 4, 13, 43, 45]
+    turns = [[0], [4, 8], [13], [43]] if credit == "turn" else [list(range(a, b)) for a, b in pairwise(bounds)]
+    for sample, starts in enumerate(turns):
+        end, goes_on = bounds[sample + 1], truncated == "bootstrap" and bool(batch.truncated[sample])
+        after = values[end - 1] if goes_on else 0.0  # the last state stands for the one after it
+        final = 0.0 if goes_on else float(batch.rewards[sample]) - sum(rewards[bounds[sample] : end])
+        advantage = target = 0.0
+        following = values_after = after
+        for start, stop in reversed(list(zip(starts, [*starts[1:], end], strict=True))):
+            reward = sum(rewards[start:stop]) + (final if stop == end else 0.0)
+            advantage = reward + gamma * values_after - values[start] + gamma * lam * advantage
+            target = reward + gamma * following
+            values_after, following = values[start], target
+            assert whole.own.advantages is not None and whole.own.returns is not None
+            assert whole.own.advantages[start:stop].tolist() == pytest.approx([advantage] * (stop - start), abs=1e-5)
+            assert whole.own.returns[start:stop].tolist() == pytest.approx([target] * (stop - start), abs=1e-5)
+
+
+def test_reinforce_pp_and_pretraining_count_rewards_from_their_turn_on() -> None:
+    earlier, bounds = torch.tensor([0.0, 0.5, 0.0, 0.0, 0.0]), torch.tensor([0, 3, 5])
+    rewards = torch.tensor([1.5, 2.0])
+    expected = [0.9 * 0.5 + 0.81, 0.5 + 0.9, 1.0, 1.8, 2.0]
+    found = (
+        monte_carlo_returns(rewards, bounds, 0.9, earlier),
+        reinforce_pp(rewards, torch.zeros(5), bounds, 0.9, earlier=earlier),
+    )
+    assert all(returns.tolist() == pytest.approx(expected) for returns in found)
+
+
 def test_a_saved_group_keeps_its_mask() -> None:
     prompt = Prompt("0", "", "", (1, 2))
     plain = Sample(prompt, 0, 0, 7, [3, 4], [-1.0, -2.0], "stop", 0, 0)  # type: ignore[arg-type]
-    packed = pack_groups({5: [plain, with_observation(plain, 1, 2)]})
+    observed = with_observation(plain, 1, 2)
+    observed.turn_rewards = np.array([0.5, 0, 0, 0], dtype=np.float32)
+    packed = pack_groups({5: [plain, observed]})
     (first, second) = unpack_groups(packed, lambda number: prompt, lambda ids: "text")[5]
     assert first.loss_mask is None and second.loss_mask is not None
+    assert first.turn_rewards is None and second.turn_rewards.tolist() == [0.5, 0, 0, 0]
     assert second.loss_mask.tolist() == [True, False, False, True] and second.response_ids.tolist() == [3, 0, 1, 4]
 
 

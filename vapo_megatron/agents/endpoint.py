@@ -143,13 +143,13 @@ class Endpoint:
             )
         turn = await self._generate(episode, context, room)
         content, calls = await self._parsed(turn, tools)
-        if is_new:
-            recording.segments.append(segment)
         segment.observe(observed)
         message: Message = {"role": "assistant", "content": content}
         if calls:
             message["tool_calls"] = calls
-        segment.write(turn, comparable([message])[0], comparable(messages))
+        segment.write(turn, recording.turns, comparable([message])[0], comparable(messages))
+        if is_new:
+            recording.segments.append(segment)
         reason = "length" if turn.truncated else "tool_calls" if calls else "stop"
         return _completion(message, reason, len(context), len(turn.response_ids))
 

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def is_environment(kind: type) -> bool:
 
 
 def run_environment(kind: type) -> Callable[[dict[str, Any], str, Any], Awaitable[dict[str, Any]]]:
-    """An agent that plays an environment to its end. Its reward is the sum over all steps; where one of them is None,
+    """An agent that plays an environment to its end. A step's reward is that of its turn; where the last one is None,
     the verifier grades the last message.
 
     A class attribute `tools` is sent with every request.
@@ -44,12 +45,14 @@ def run_environment(kind: type) -> Callable[[dict[str, Any], str, Any], Awaitabl
         while not done:
             body = {"messages": messages, "tools": getattr(environment, "tools", None)}
             answer = await http_client.post(f"{base_url}/chat/completions", json=body)
-            answer.raise_for_status()
+            if answer.status_code != HTTPStatus.OK:  # a limit, or the endpoint knows why the episode broke
+                break
             message = answer.json()["choices"][0]["message"]
             new, reward, done = await environment.step(message)
             rewards.append(reward)
             messages += [message, *new]
-        return {} if None in rewards else {"reward": sum(rewards)}
+        graded = {"reward": 0.0} if rewards and rewards[-1] is not None else {}
+        return {"turn_rewards": [reward or 0.0 for reward in rewards]} | graded
 
     return run
 
@@ -134,10 +137,11 @@ class Agents:
         """Dispatcher.collect() with an episode for each response."""
         return self._dispatcher.collect(request, on_done, on_group, self.generate)
 
-    def broken_metrics(self) -> dict[str, float]:
-        """Episodes broken since the last call, by cause."""
+    def broken_metrics(self, whole: int) -> dict[str, float]:
+        """Episodes broken since the last call, by cause, and as a share of all. whole: episodes that did not break."""
         counts, self.broken = self.broken, Counter()
-        return {f"agent/broken_{cause}": float(counts[cause]) for cause in CAUSES}
+        share = counts.total() / max(counts.total() + whole, 1)
+        return {"agent/broken": share} | {f"agent/broken_{cause}": float(counts[cause]) for cause in CAUSES}
 
     def close(self) -> None:
         """End the endpoint and the agents' thread."""
@@ -152,7 +156,7 @@ class Agents:
         answer, cause = None, ""
         try:
             async with asyncio.timeout(self._limits.timeout_s):
-                answer = _checked(await work)
+                answer = _checked(await work, episode.recording.turns)
         except TimeoutError:
             cause = "timeout"
         except asyncio.CancelledError:
@@ -198,11 +202,13 @@ class Agents:
             "tool_errors": float(answer.get("tool_errors", 0)),
         }
         prompt = replace(group.prompt, token_ids=tuple(recording.segments[-1].prompt_ids))
-        sample = Sample(prompt, group.group, index, episode.seed, **recording.fields(), episode=figures)
+        rewards = answer.get("turn_rewards", ())
+        sample = Sample(prompt, group.group, index, episode.seed, **recording.fields(rewards), episode=figures)
         if episode.limit:
             sample.finish_reason = "length"
         elif "reward" in answer:
-            sample.reward, sample.correct = answer["reward"], answer.get("correct")
+            before = 0.0 if sample.turn_rewards is None else float(sample.turn_rewards.sum())
+            sample.reward, sample.correct = answer["reward"] + before, answer.get("correct")
         return sample
 
 
@@ -229,7 +235,7 @@ def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     return {f"agent/{name}": sum(row[name] for row in rows) / len(rows) for name in (rows[0] if rows else ())}
 
 
-def _checked(answer: Any) -> dict[str, Any]:
+def _checked(answer: Any, turns: int) -> dict[str, Any]:
     """What an agent returned, as a dict; empty where the verifier is to grade."""
     if answer is None:
         return {}
@@ -238,6 +244,9 @@ def _checked(answer: Any) -> dict[str, Any]:
         value = row.get(name, 0.0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(f"the agent returned {name}={value!r}, expected a finite number")
+    rewards = row.get("turn_rewards", ())
+    if len(rewards) not in (0, turns) or not all(math.isfinite(reward) for reward in rewards):
+        raise ValueError(f"the agent returned turn_rewards={rewards!r}, expected {turns} finite numbers, one a turn")
     if not isinstance(row.get("correct", False), bool):
         raise ValueError(f"the agent returned correct={row['correct']!r}, expected true or false")
     return row

@@ -22,6 +22,7 @@ class Segment:
         prompt_ids: the first request's tokens.
         token_ids, logprobs, mask: what follows the prompt; mask is True on tokens that the policy wrote.
         turns: the policy's responses, as the dispatcher gave them.
+        ends: of each turn, its number in the episode and the place of its last token in token_ids.
     """
 
     messages: list[str]
@@ -31,6 +32,7 @@ class Segment:
     logprobs: list[float] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     turns: list[Sample] = field(default_factory=list)
+    ends: list[tuple[int, int]] = field(default_factory=list)
 
     def continues_in(self, messages: Sequence[str], tools: str) -> bool:
         """Whether a request's messages begin with all that was recorded, and add something."""
@@ -43,12 +45,13 @@ class Segment:
         self.logprobs += [0.0] * len(token_ids)
         self.mask += [False] * len(token_ids)
 
-    def write(self, turn: Sample, message: str, request: Sequence[str]) -> None:
-        """Append what the policy wrote, and remember the conversation as it now is."""
+    def write(self, turn: Sample, number: int, message: str, request: Sequence[str]) -> None:
+        """Append what the policy wrote in the turn of this number, and remember the conversation as it now is."""
         self.token_ids += turn.response_ids.tolist()
         self.logprobs += turn.rollout_logprobs.tolist()
         self.mask += [True] * len(turn.response_ids)
         self.turns.append(turn)
+        self.ends.append((number, len(self.token_ids) - 1))
         self.messages = [*request, message]
 
 
@@ -83,9 +86,15 @@ class Recording:
             "tokens_rewritten": float(sum(sum(segment.mask) for segment in self.segments[:-1])),
         }
 
-    def fields(self) -> dict[str, Any]:
-        """Of the Sample that the last segment is: its tokens and the versions that wrote them."""
+    def fields(self, rewards: Sequence[float]) -> dict[str, Any]:
+        """Of the Sample that the last segment is: its tokens, the versions that wrote them, the rewards of its turns.
+
+        rewards: of all turns of the episode; empty where none gave any.
+        """
         last = self.segments[-1]
+        placed = np.zeros(len(last.token_ids), dtype=np.float32)
+        for number, place in last.ends if rewards else ():
+            placed[place] = rewards[number]
         turns, mask = last.turns, np.array(last.mask, dtype=np.bool_)
         versions = tuple(entry for turn in turns for entry in turn.versions)
         engines = {turn.engine for turn in turns}
@@ -93,6 +102,7 @@ class Recording:
             "response_ids": np.array(last.token_ids, dtype=np.int32),
             "rollout_logprobs": np.array(last.logprobs, dtype=np.float32),
             "loss_mask": None if mask.all() else mask,
+            "turn_rewards": placed if placed.any() else None,
             "weight_version": turns[-1].weight_version,
             "weight_version_oldest": turns[0].weight_version_oldest,
             "versions": versions,

@@ -100,13 +100,19 @@ def returns_to_go(token_rewards: Tensor, cu_seqlens: Tensor, gamma: float, of: T
 
 
 def reinforce_pp(
-    rewards: Tensor, penalty: Tensor, cu_seqlens: Tensor, gamma: float = 1.0, of: Tensor | None = None
+    rewards: Tensor,
+    penalty: Tensor,
+    cu_seqlens: Tensor,
+    gamma: float = 1.0,
+    of: Tensor | None = None,
+    earlier: Tensor | None = None,
 ) -> Tensor:
     """A_t = R - sum over i >= t of the KL penalty of token i (REINFORCE++, arXiv 2501.03262, eq. 6), to be whitened.
 
-    rewards [S]; penalty [T]; of as in `segmented_gae`. Returns [T].
+    rewards [S]; penalty [T]; of as in `segmented_gae`; earlier as in `place_terminal`. Returns [T].
     """
-    return returns_to_go(place_terminal(rewards, cu_seqlens, penalty.numel()) - penalty, cu_seqlens, gamma, of)
+    placed = place_terminal(rewards, cu_seqlens, penalty.numel(), earlier)
+    return returns_to_go(placed - penalty, cu_seqlens, gamma, of)
 
 
 def whitening_sums(x: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:

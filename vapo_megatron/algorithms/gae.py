@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithms.segments import check_bounds, last_tokens, segment_sum, to_tokens
+from vapo_megatron.algorithms.segments import check_bounds, last_tokens, place_terminal, segment_sum, to_tokens
 from vapo_megatron.algorithms.suffix_scan import suffix_scan_
 
 
@@ -94,11 +94,15 @@ def decoupled_gae(
 
 
 @torch.no_grad()
-def monte_carlo_returns(rewards: Tensor, cu_seqlens: Tensor, gamma: float) -> Tensor:
+def monte_carlo_returns(rewards: Tensor, cu_seqlens: Tensor, gamma: float, earlier: Tensor | None = None) -> Tensor:
     """gamma^n R, n the tokens that follow in the response: the lambda = 1 target where the reward is at the end.
 
     rewards float32 [S], cu_seqlens int64 [S + 1] -> float32 [T]. A response's do not depend on those beside it.
+    earlier, [T]: the part of the rewards that came before the end, where it came.
     """
+    if earlier is not None:
+        placed = place_terminal(rewards, cu_seqlens, earlier.numel(), earlier)
+        return segmented_gae(placed, torch.zeros_like(placed), cu_seqlens, 1.0, gamma)
     following = to_tokens(cu_seqlens[1:] - 1, cu_seqlens) - torch.arange(int(cu_seqlens[-1]))
     longest = int(cu_seqlens.diff().max()) if rewards.numel() else 0
     discounts = gamma ** torch.arange(longest, dtype=torch.float64)

@@ -76,12 +76,12 @@ def last_tokens(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     return responses, cu_seqlens[responses + 1].long() - 1
 
 
-def place_terminal(x: Tensor, cu_seqlens: Tensor, tokens: int) -> Tensor:
+def place_terminal(x: Tensor, cu_seqlens: Tensor, tokens: int, earlier: Tensor | None = None) -> Tensor:
     """Token rewards [T] that are 0 but for x[s] on the last token of response s.
 
-    x is [S]; an empty response is left out.
+    x is [S]; an empty response is left out. earlier, [T]: the part of each x that came before the end, where it came.
     """
-    placed = x.new_zeros(tokens)
+    placed = x.new_zeros(tokens) if earlier is None else earlier.to(x.dtype, copy=True)
     responses, last = last_tokens(cu_seqlens)
-    placed[last] = x[responses]
+    placed[last] += (x if earlier is None else x - segment_sum(earlier, cu_seqlens))[responses]
     return placed

@@ -26,7 +26,7 @@ from vapo_megatron.errors import BadInput
 
 # On the disk: token and rollout log-prob.
 BYTES_PER_TOKEN = 8
-_OVER_TOKENS = ("tokens", "rollout_logprobs", "loss_mask")
+_OVER_TOKENS = ("tokens", "rollout_logprobs", "loss_mask", "turn_rewards")
 
 
 class RecordedRollouts:
@@ -41,6 +41,7 @@ class RecordedRollouts:
         self._tokens: list[Tensor] = []
         self._logprobs: list[Tensor] = []
         self._masks: list[Tensor | None] = []
+        self._turn_rewards: list[Tensor | None] = []
         none = torch.zeros(0, dtype=torch.int64)
         # Of each sample: its file, and where it and its response begin there.
         self._file = self._start = self._response_start = self.prompt_ids = none
@@ -64,6 +65,7 @@ class RecordedRollouts:
         self._tokens.append(rollout.tokens)
         self._logprobs.append(rollout.rollout_logprobs)
         self._masks.append(rollout.loss_mask)
+        self._turn_rewards.append(rollout.turn_rewards)
         self._file = torch.cat((self._file, file))
         self._start = torch.cat((self._start, rollout.cu_seqlens[:-1]))
         self._response_start = torch.cat((self._response_start, rollout.response_cu_seqlens[:-1]))
@@ -71,7 +73,7 @@ class RecordedRollouts:
         self.table = self.table.followed_by(table)
 
     def tokens_of(self, samples: Tensor) -> dict[str, Tensor]:
-        """Tokens, rollout log-probs and, where any has observations, the loss mask of some samples: a copy."""
+        """Tokens, rollout log-probs and, where any has them, the loss mask and the rewards of turns: a copy."""
         responses, lengths, files = (
             self.table.response_lengths[samples],
             self.table.lengths[samples],
@@ -85,6 +87,11 @@ class RecordedRollouts:
             rows = zip(samples.tolist(), files.tolist(), self._start[samples].tolist(), lengths.tolist(), strict=True)
             masks = [self._mask(*row) for row in rows]
             tensors["loss_mask"] = torch.cat([torch.zeros(0, dtype=torch.bool), *masks])
+        if any(rewards is not None for rewards in self._turn_rewards):
+            stretches = zip(files.tolist(), self._response_start[samples].tolist(), responses.tolist(), strict=True)
+            sources = ((self._turn_rewards[file], start, length) for file, start, length in stretches)
+            parts = [torch.zeros(n) if of is None else of[start : start + n] for of, start, n in sources]
+            tensors["turn_rewards"] = torch.cat([torch.zeros(0), *parts])
         return tensors
 
     def _mask(self, sample: int, file: int, start: int, length: int) -> Tensor:

@@ -178,6 +178,8 @@ AlarmName = Literal[
     "truncated_text",
     "failed_grades",
     "engine_failures",
+    "broken_episodes",
+    "tools_unused",
 ]
 
 

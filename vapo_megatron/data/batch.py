@@ -26,8 +26,8 @@ from vapo_megatron.data.sample import Sample
 #   samples          S
 #   offsets          S + 1, where each sample's part begins and the last one ends
 Over = Literal["tokens", "positions", "response_tokens", "samples", "offsets"]
-# The fields that say which tokens are observations.
-_OBSERVED = ("loss_mask", "observation_lengths")
+# The fields that episodes alone have.
+_OF_EPISODES = ("loss_mask", "observation_lengths", "turn_rewards")
 
 
 def _over(over: Over, dtype: torch.dtype | None) -> dict[str, Any]:
@@ -53,6 +53,7 @@ class ExperienceBatch:
             where responses come whole. Those that go on are truncated then, and no others.
         loss_mask: bool [N], the response tokens among all; None where no sample has an observation.
         observation_lengths: int64 [S], tokens of each sample that are neither prompt nor response; None with loss_mask.
+        turn_rewards: float32 [T], the part of `rewards` that came before the end, where it came; None: nothing did.
         routed_experts: the experts that the engine chose, uint8 or int16 [N - S, layers * experts per token], a row for
             each token but a sample's last; None where they were not asked for.
 
@@ -87,6 +88,7 @@ class ExperienceBatch:
     window_starts: Tensor | None = field(default=None, metadata=_over("samples", torch.int64))
     loss_mask: Tensor | None = field(default=None, metadata=_over("tokens", torch.bool))
     observation_lengths: Tensor | None = field(default=None, metadata=_over("samples", torch.int64))
+    turn_rewards: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
     routed_experts: Tensor | None = field(default=None, metadata=_over("positions", None))
     greedy_rewards: Tensor | None = field(default=None, metadata=_over("samples", torch.float32))
     old_logprobs: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
@@ -180,7 +182,7 @@ class ExperienceBatch:
     def rollout_tensors(self) -> dict[str, Tensor]:
         """What was sampled and graded, without routed_experts."""
         names = [f.name for f in fields(self) if f.default is MISSING]
-        return {name: tensor for name, tensor in self.tensors().items() if name in (*names, *_OBSERVED)}
+        return {name: tensor for name, tensor in self.tensors().items() if name in (*names, *_OF_EPISODES)}
 
     def _bounds(self, over: Over) -> Tensor:
         """Where each sample begins in a tensor over tokens, positions or response tokens, int64 [S + 1]."""
@@ -298,8 +300,18 @@ def from_samples(samples: Sequence[Sample]) -> ExperienceBatch:
         window_starts=torch.tensor(starts) if starts else None,
         loss_mask=torch.from_numpy(np.concatenate(places)) if observed else None,
         observation_lengths=observations if observed else None,
+        turn_rewards=_turn_rewards(pairs),
         routed_experts=_take_experts(samples),
     )
+
+
+def _turn_rewards(pairs: Sequence[tuple[Sample, Any]]) -> Tensor | None:
+    if all(sample.turn_rewards is None for sample, _ in pairs):
+        return None
+    none = [np.zeros(int(mask.sum()), np.float32) for _, mask in pairs]
+    rows = zip(pairs, none, strict=True)
+    parts = [zero if sample.turn_rewards is None else sample.turn_rewards[mask] for (sample, mask), zero in rows]
+    return torch.from_numpy(np.concatenate(parts))
 
 
 def _take_experts(samples: Sequence[Sample]) -> Tensor | None:

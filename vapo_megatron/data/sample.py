@@ -48,6 +48,8 @@ class Sample:
     engine is the URL of the server that wrote it; empty where several did.
     loss_mask, bool [response], is False on tokens that the policy did not write but was given on the way, such as a
     tool's output: nothing is learnt from them, and their rollout_logprobs are not read. None: it wrote all of them.
+    turn_rewards, float32 [response], are the rewards that an episode gave on the way, each on the last token of its
+    turn; reward is the sum of them and of what came at the end. None: all of it came at the end.
     episode has the figures of the agent's episode (agents/) that the sample was recorded in, whose prompt is that of
     its first request; None for a response that an engine was asked for directly.
     A sample equals itself alone.
@@ -73,11 +75,14 @@ class Sample:
     window_start: int | None = None
     engine: str = ""
     loss_mask: NDArray[np.bool_] | None = None
+    turn_rewards: NDArray[np.float32] | None = None
     episode: dict[str, float] | None = None
 
     def __post_init__(self) -> None:
         self.response_ids = np.asarray(self.response_ids, dtype=np.int32)
         self.rollout_logprobs = np.asarray(self.rollout_logprobs, dtype=np.float32)
+        if self.turn_rewards is not None:
+            self.turn_rewards = np.asarray(self.turn_rewards, dtype=np.float32)
         if self.loss_mask is not None:
             self.loss_mask = np.asarray(self.loss_mask, dtype=np.bool_)
             if self.loss_mask.shape != self.response_ids.shape or not self.loss_mask.any():

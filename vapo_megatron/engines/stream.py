@@ -269,6 +269,8 @@ def pack_groups(groups: Mapping[int, Sequence[Sample]]) -> bytes:
             tensors[f"{number}/{place}/logprobs"] = sample.rollout_logprobs
             if sample.loss_mask is not None:
                 tensors[f"{number}/{place}/loss_mask"] = sample.loss_mask
+            if sample.turn_rewards is not None:
+                tensors[f"{number}/{place}/turn_rewards"] = sample.turn_rewards
             if sample.episode is not None:
                 tensors[f"{number}/{place}/prompt"] = np.array(sample.prompt.token_ids, dtype=np.int32)
     tensors["facts"] = np.frombuffer(json.dumps(facts).encode(), dtype=np.uint8)
@@ -305,4 +307,7 @@ def _sample(
     text = decode(ids.tolist())
     if f"{place}/prompt" in tensors:
         prompt = replace(prompt, token_ids=tuple(tensors[f"{place}/prompt"].tolist()))
-    return Sample(prompt, 0, response_ids=ids, rollout_logprobs=logprobs, loss_mask=mask, text=text, **fact)
+    rewards = tensors.get(f"{place}/turn_rewards")
+    return Sample(
+        prompt, 0, response_ids=ids, rollout_logprobs=logprobs, loss_mask=mask, turn_rewards=rewards, text=text, **fact
+    )

@@ -78,6 +78,7 @@ class History:
 _RECENT = 3  # newest steps, whose median is compared
 _REFERENCE = 8  # the fewest steps before them that they are compared with
 _WINDOW = 50  # and the most
+_BROKEN, _FEWER_TURNS = 0.05, 0.3
 _SHORT = 0.25  # mean response length, of its highest
 _NO_ENTROPY = 0.02  # of its first steps
 _ENTROPY_TIMES = 3.5  # times the usual entropy
@@ -338,6 +339,28 @@ def engine_failures(history: History) -> str | None:
     """An engine died, stood still or computed something else, and was started again (operations.md)."""
     failures = history.newest.get(names.ENGINE_FAILURES)
     return f"{failures:.0f} engine failures since the last weight sync" if failures else None
+
+
+@_alarm(
+    "`agent/broken` above 0.05 (median of 3 steps)",
+    "`agent/broken_<cause>` says why, the warnings name rows; `rollout.episode`, the agent and what it calls",
+)
+def broken_episodes(history: History) -> str | None:
+    """Episodes break, and their groups are drawn again."""
+    return _above(history, names.AGENT_BROKEN, _BROKEN, _RECENT, "of episodes broke")
+
+
+@_alarm(
+    f"`agent/turns` beyond the first (median of 3 steps) below {_FEWER_TURNS:g} x the median of up to 50 before",
+    "`samples/`: does the agent answer without its tools; `agent/tool_errors`, the reward of such answers",
+)
+def tools_unused(history: History) -> str | None:
+    """Agents answer at once: they no longer use their tools."""
+    recent = history.recent(names.AGENT_TURNS, _RECENT)
+    before = history.before(names.AGENT_TURNS, _RECENT, _REFERENCE, _WINDOW)
+    if recent is None or not before or recent - 1 >= _FEWER_TURNS * (median(before) - 1):
+        return None
+    return f"{recent:.1f} turns an episode, {median(before):.1f} before"
 
 
 def _above(history: History, name: str, limit: float, steps: int, what: str) -> str | None:

@@ -47,6 +47,8 @@ VALUE_BIAS = "critic/value_bias_"
 
 TRACKER_FAILURES = "tracking/failures"  # of TensorBoard, Weights & Biases, so far in this attempt; absent while 0
 
+AGENT_BROKEN = "agent/broken"  # share of episodes that broke, of whatever cause
+AGENT_TURNS = "agent/turns"  # responses of the policy in an episode
 ENGINE_FAILURES = "rollout/engine_failures"  # engines that were ended and started again since the last weight sync
 
 TOKENS_PER_SECOND = "throughput/tokens_per_second"

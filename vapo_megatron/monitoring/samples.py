@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,7 +53,8 @@ class SampleWriter:
         """Add `estimates` to some rows of the step: half of them correct responses, the first there are.
 
         Each holds the texts of tokens (a token that ends within a character has none, the one that completes it has
-        it), their values and advantages, and `left_out`, how many tokens there are between the first half and the last.
+        it), their values and advantages, null for tokens that the policy was given, the rewards that turns had, and
+        `left_out`, how many tokens there are between the first half and the last.
 
         Args:
             values, advantages: float32 [T], of the first samples that were given to write (with_tokens_among); None
@@ -71,8 +73,9 @@ class SampleWriter:
             found: dict[str, Any] = {"left_out": max(0, count - LONGEST), "tokens": texts}
             for name, tensor in (("values", values), ("advantages", advantages)):
                 if tensor is not None:
-                    own = tensor[start : start + count]
-                    found[name] = [round(value, _DECIMALS) for part in parts for value in own[part].tolist()]
+                    found[name] = [number for part in parts for number in _spread(tensor[start:], sample)[part]]
+            if sample.turn_rewards is not None:
+                found["rewards"] = [reward or None for part in parts for reward in sample.turn_rewards[part].tolist()]
             self._rows[number]["estimates"] = found
         if any("estimates" in row for row in self._rows):
             self._save(step)
@@ -110,6 +113,13 @@ def token_texts(token_ids: Sequence[int], decode: Decode) -> list[str]:
     return texts
 
 
+def _spread(numbers: Tensor, sample: Sample) -> list[float | None]:
+    """What begins with the numbers of the tokens that a sample's policy wrote, by token of its response."""
+    mask = np.ones(len(sample.response_ids), dtype=np.bool_) if sample.loss_mask is None else sample.loss_mask
+    rounded = iter([round(number, _DECIMALS) for number in numbers[: int(mask.sum())].tolist()])
+    return [next(rounded) if written else None for written in mask.tolist()]
+
+
 def _of_both_kinds(samples: Sequence[Sample], wanted: int) -> list[int]:
     """Numbers of `wanted` samples, correct and others by turns while there are both."""
     correct = [number for number, sample in enumerate(samples) if sample.correct]
@@ -127,10 +137,11 @@ def _row(sample: Sample) -> dict[str, Any]:
         "problem": sample.prompt.problem,
         "answer": sample.prompt.answer,
         "response": sample.text,
-        "tokens": len(sample.response_ids),
+        "tokens": len(sample.response_ids) if sample.loss_mask is None else int(sample.loss_mask.sum()),
         "finish_reason": sample.finish_reason,
         "reward": sample.reward,
         "correct": sample.correct,
         "grade_reason": sample.grade_reason,
         "weight_version": sample.weight_version,
+        **({} if sample.episode is None else {"episode": sample.episode}),
     }

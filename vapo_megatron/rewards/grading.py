@@ -43,9 +43,11 @@ def grade_samples(
     for sample, grade in zip(samples, _grades(cases, verifier, advance), strict=True):
         if grade is None:
             sample.reward, sample.correct, sample.grade_reason = config.incorrect, False, TRUNCATED
-            continue
-        sample.reward, sample.correct, sample.grade_reason = grade.score, grade.correct, grade.reason
-        sample.extracted = grade.extracted
+        else:
+            sample.reward, sample.correct, sample.grade_reason = grade.score, grade.correct, grade.reason
+            sample.extracted = grade.extracted
+        if sample.turn_rewards is not None:
+            sample.reward += float(sample.turn_rewards.sum())
 
 
 def graded_by_its_agent(sample: Sample, config: RewardConfig) -> bool:

@@ -123,7 +123,8 @@ def estimate_advantages(
         elif config.advantage.estimator == "reinforce_pp":
             penalty, bounds = kl_penalty(own, config.kl), own.response_cu_seqlens
             own.advantages = advantages.reinforce_pp(
-                rewards[batch.at_home], penalty, bounds, config.advantage.gamma, table.response_lengths
+                *(rewards[batch.at_home], penalty, bounds, config.advantage.gamma, table.response_lengths),
+                earlier=own.turn_rewards,
             )
         elif config.advantage.function is None:
             found = response_advantages(batch, rewards, config)
@@ -216,15 +217,18 @@ def kl_penalty(batch: ExperienceBatch, config: KlConfig) -> Tensor:
 
 
 def token_rewards(batch: ExperienceBatch, config: AlgorithmConfig) -> Tensor:
-    """The shaped reward on the last token of each response, less the KL penalty of every token. float32 [T].
+    """The shaped reward on the last token of each response, but for what turns were given before; less the KL penalty
+    of every token. float32 [T].
 
-    A truncated response has no reward where a value stands for what would have followed.
+    A truncated response has no reward at its end where a value stands for what would have followed.
     """
     rewards = batch.shaped_rewards
     assert rewards is not None, "no shaped rewards: estimate_advantages comes first"
+    earlier, bounds = batch.turn_rewards, batch.response_cu_seqlens
     if config.shaping.bootstraps:
-        rewards = rewards.masked_fill(batch.truncated, 0)
-    return place_terminal(rewards, batch.response_cu_seqlens, batch.response_tokens) - kl_penalty(batch, config.kl)
+        before = 0 if earlier is None else segment_sum(earlier, bounds)
+        rewards = torch.where(batch.truncated, before, rewards)
+    return place_terminal(rewards, bounds, batch.response_tokens, earlier) - kl_penalty(batch, config.kl)
 
 
 def gae(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig, of: Tensor) -> None:

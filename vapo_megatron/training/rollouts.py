@@ -199,7 +199,7 @@ class Rollouts:
         recorder.add({names.ROLLOUT_SPEED: tokens / (clock.time() - start)})
         recorder.add({names.FAILED_GRADES: failed_share(samples, self.verifier)})
         if self.agents is not None:
-            recorder.add(episode_metrics(samples) | self.agents.broken_metrics())
+            recorder.add(episode_metrics(samples) | self.agents.broken_metrics(len(samples)))
         counts, self._counted = ledger.counts - self._counted, ledger.counts.copy()
         if ledger.rule.most_draws is not None:
             recorder.add(dynamic_sampling_metrics(counts))

@@ -168,7 +168,8 @@ class Targets:
 
         def read(own: Tensor) -> ExperienceBatch:
             batch = table.select(own).batch(**self._record.tokens_of(chosen[own]))
-            batch.returns = monte_carlo_returns(self._rewards[chosen[own]], batch.response_cu_seqlens, self._gamma)
+            rewards, bounds = self._rewards[chosen[own]], batch.response_cu_seqlens
+            batch.returns = monte_carlo_returns(rewards, bounds, self._gamma, batch.turn_rewards)
             return batch
 
         return at_home(table, cut(table, seat()[1]), read)

@@ -35,16 +35,18 @@ function tint(value, scale) {
 
 function tokensOf(estimates, colour) {
   const numbers = estimates[colour] || estimates.advantages || [];
-  const low = Math.min(...numbers), high = Math.max(...numbers);
+  const written = numbers.filter((number) => number !== null);
+  const low = Math.min(...written), high = Math.max(...written);
   // Advantages are around 0; values within what this response spans.
   const scale = colour === "advantages" || !estimates.values
     ? { middle: 0, width: Math.max(Math.abs(low), Math.abs(high)) }
     : { middle: (low + high) / 2, width: (high - low) / 2 };
   const half = estimates.left_out ? estimates.tokens.length / 2 : -1;
   return estimates.tokens.flatMap((text, i) => {
-    const said = ["values", "advantages"].filter((name) => estimates[name])
+    const observed = numbers[i] === null;
+    const said = observed ? "observed" : ["values", "advantages", "rewards"].filter((name) => estimates[name] && estimates[name][i] !== null)
       .map((name) => `${name.slice(0, -1)} ${short(estimates[name][i])}`).join(", ");
-    const style = `background:${tint(numbers[i], scale)}`;
+    const style = observed ? "opacity:0.6;font-style:italic" : `background:${tint(numbers[i], scale)}`;
     // A token that ends within a character, or is special, has no text of its own.
     const token = element("span", { class: "token", title: `token ${i < half || half < 0 ? i : i + estimates.left_out}: ${said}`, style }, text || "·");
     return i === half ? [element("span", { class: "where" }, ` … ${estimates.left_out} tokens … `), token] : [token];
@@ -54,7 +56,8 @@ function tokensOf(estimates, colour) {
 function sampleView(sample, colour) {
   const grade = sample.correct ? ["right", "correct"] : ["wrong", "incorrect"];
   const facts = [originOf(sample), `problem ${sample.prompt_id ?? sample.id}`, `${sample.tokens} tokens`, sample.finish_reason,
-                 sample.reward !== undefined && sample.reward !== null ? `reward ${short(sample.reward)}` : null, sample.grade_reason];
+                 sample.reward !== undefined && sample.reward !== null ? `reward ${short(sample.reward)}` : null, sample.grade_reason,
+                 ...(sample.episode ? [`${sample.episode.turns} turns`, sample.episode.tool_errors ? `${sample.episode.tool_errors} tool errors` : null] : [])];
   const coloured = sample.estimates && colour !== "none";
   return element("article", { class: "sample" },
     element("header", {}, element("span", { class: grade[0] }, grade[1]), facts.filter(Boolean).map((fact) => element("span", {}, String(fact)))),
