@@ -23,7 +23,11 @@ Method = Literal["turn", "token", "grpo"]
 OVERRIDES: dict[str, tuple[str, ...]] = {
     "turn": (),
     "token": ("algorithm.advantage.credit=token",),
-    "grpo": ("algorithm.advantage={estimator: grpo}", "value_pretraining.enabled=false"),
+    "grpo": (
+        "algorithm.advantage.estimator=grpo",
+        "algorithm.advantage.credit=token",
+        "value_pretraining.enabled=false",
+    ),
 }
 
 
