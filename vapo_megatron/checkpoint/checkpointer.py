@@ -129,7 +129,7 @@ class Checkpointer:
             self._memory.finish()
 
     def _agree(self, snapshot: Snapshot, due: bool) -> _Decision:
-        """Collective: what any rank was told, and what rank 0's clock and metrics say."""
+        """Collective: what any rank was asked to do, and what rank 0's clock and metrics say."""
         short = by_time = better = False
         if dist.get_rank() == 0:
             # An attempt that has got nowhere yet goes on: stopped here, the next one would stop here again.

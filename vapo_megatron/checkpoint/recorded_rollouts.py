@@ -123,7 +123,7 @@ def write_rollout(batch: ExperienceBatch, path: Path) -> FileFacts:
     try:
         sync(path.parent)
     except OSError as error:
-        raise BadInput(f"{path.parent}: cannot be synced ({error.strerror}): look after that disk") from None
+        raise BadInput(f"{path.parent}: cannot be synced ({error.strerror}): check that disk") from None
     return FileFacts(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
 
 

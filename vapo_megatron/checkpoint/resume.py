@@ -180,7 +180,7 @@ def check_config_change(now: SectionT, checkpoint: Path, allowed: Sequence[str])
         reason = "; ".join(f"{key}={new}: the run was saved with {old}" for key, old, new in changed)
         it, keys = "it" if len(changed) == 1 else "them", ",".join(key for key, _, _ in changed)
         raise BadInput(
-            f"{reason} ({checkpoint}); set {it} back, start another run, or mean {it} with "
+            f"{reason} ({checkpoint}); set {it} back, start another run, or allow {it} by "
             f"run.allow_config_change=[{keys}]"
         )
 

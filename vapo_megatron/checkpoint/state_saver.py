@@ -231,8 +231,8 @@ def trained_parameters(config: TrainConfig, specs: Mapping[str, ModelSpec]) -> d
 
 
 def run_bytes(config: TrainConfig, specs: Mapping[str, ModelSpec]) -> int:
-    """Bytes that the last export and the checkpoint take at least: those that stay, and the one being written.
-    specs: of actor and critic, by name."""
+    """Bytes that the last export and the checkpoints take at least, the one being written too; specs: by model's
+    name."""
     saves, trained = config.checkpoint, trained_parameters(config, specs)
     exported = sum(spec.parameter_count() for name, spec in specs.items() if name == "actor" or config.export.critic)
     checkpoints = saves.keep.last + 1 if saves.saves else 0

@@ -132,7 +132,7 @@ class GuardedStep:
         self._norms: list[float] = []
 
     def __call__(self, accepts: Callable[[float], bool]) -> tuple[float, bool]:
-        """Collective: the gradient's norm before its clip, and whether the step was made."""
+        """Collective: the gradient's norm before its clip, and whether the step was made, on which all ranks agree."""
         self._accepts = accepts
         self._norms.clear()
         updated, _, _ = self._optimizer.step()
