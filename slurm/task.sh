@@ -57,15 +57,6 @@ done
 export VAPO_HOST_MEMORY=/dev/shm/vapo-job-$SLURM_JOB_ID.$RESTART.$SLURMD_NODENAME
 export TMPDIR=$scratch/tmp
 export XDG_CACHE_HOME=$scratch/cache
-export TRITON_CACHE_DIR=$scratch/cache/triton
-export TORCHINDUCTOR_CACHE_DIR=$scratch/cache/inductor
-export TORCH_EXTENSIONS_DIR=$scratch/cache/torch_extensions
-export CUDA_CACHE_PATH=$scratch/cache/cuda
-export FLASHINFER_WORKSPACE_BASE=$scratch/cache/flashinfer
-export SGLANG_CACHE_DIR=$scratch/cache/sglang
-export SGLANG_JIT_CACHE_DIR=$scratch/cache/sglang/jit
-export TVM_FFI_CACHE_DIR=$scratch/cache/tvm-ffi
-export DG_JIT_CACHE_DIR=$scratch/cache/deep_gemm
 # Downloaded models are kept where the user keeps them, if they say where.
 export HF_HOME=${HF_HOME:-$scratch/cache/huggingface}
 
@@ -83,6 +74,27 @@ if [[ -n $VENV ]]; then
     # The job's first node has it, or the job would not have begun.
     source "$VENV/bin/activate" || refuse 76 "VENV=$VENV cannot be used on $SLURMD_NODENAME"
 fi
+# Compiled kernels stay on the node for later tries and jobs, one folder for each environment that they belong to.
+caches=$LOCAL_TMP/vapo-kernels-$UID
+packages='import hashlib, importlib.metadata as m, sys
+names = sorted(f"{d.name} {d.version}" for d in m.distributions())
+print(hashlib.sha256("\n".join([sys.version, *names]).encode()).hexdigest()[:16])'
+cache=$caches/$(python3 -c "$packages" 2>/dev/null || echo unknown)
+(umask 077 && mkdir -p "$cache" && touch "$cache") 2>/dev/null
+# Somebody else's folder of that name is not used; what no try has used for a month goes.
+[[ -O $caches && -w $cache ]] || cache=$scratch/cache
+find "$caches" -mindepth 1 -maxdepth 1 -mtime +30 -exec rm -rf {} + 2>/dev/null
+export TRITON_CACHE_DIR=$cache/triton
+export TORCHINDUCTOR_CACHE_DIR=$cache/inductor
+export TORCH_EXTENSIONS_DIR=$cache/torch_extensions
+export CUDA_CACHE_PATH=$cache/cuda
+export FLASHINFER_WORKSPACE_BASE=$cache/flashinfer
+export SGLANG_CACHE_DIR=$cache/sglang
+export SGLANG_JIT_CACHE_DIR=$cache/sglang/jit
+export TVM_FFI_CACHE_DIR=$cache/tvm-ffi
+export DG_JIT_CACHE_DIR=$cache/deep_gemm
+export TILELANG_CACHE_DIR=$cache/tilelang
+export CUTE_DSL_CACHE_DIR=$cache/cute
 set -u
 
 # ── signals ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -94,3 +94,10 @@ def test_what_only_plan_reads_is_refused_with_where_it_belongs(key: str) -> None
         load_config(TrainConfig, EXAMPLE, [key], PRESETS)
     planned = load_config(PlanConfig, EXAMPLE, [key], PRESETS)
     assert isinstance(planned, TrainConfig) and (planned.hardware.kind == "h200-141g" or planned.plan.gpus == 8)
+
+
+@pytest.mark.parametrize(("tp", "expected"), [(1, False), (2, True)])
+def test_sequence_parallelism_follows_tensor_parallelism_where_it_is_auto(tp: int, expected: bool) -> None:
+    layout = LayoutConfig.model_validate({"tp": tp, "sequence_parallel": "auto"})
+    assert layout.sequence_parallel is expected and layout.alignment == LayoutConfig(tp=tp).alignment
+    assert layout.model_dump()["sequence_parallel"] is expected, "what a run directory and a resume see"

@@ -38,7 +38,7 @@ class Task:
     def __init__(self, folder: Path, *command: str, **variables: str) -> None:
         self.local_tmp, self.exits = folder / "local", folder / "exits"
         self.local_tmp.mkdir(exist_ok=True)
-        self.exits.mkdir()
+        self.exits.mkdir(exist_ok=True)
         environment = {
             **os.environ,
             **{"SLURM_JOB_ID": "42", "SLURM_NODEID": "0", "SLURM_PROCID": "1", "SLURMD_NODENAME": "a", "RESTART": "2"},
@@ -81,7 +81,7 @@ def test_a_request_to_save_reaches_the_rank_alone(tmp_path: Path) -> None:
     assert task.process.wait(60) == 75
     assert task.recorded == ["75", "a"]
     until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
-    assert not list(task.local_tmp.iterdir())
+    assert not folders_of_tries(task.local_tmp)
 
 
 def test_a_plain_usr1_to_the_whole_step_is_the_same_request(tmp_path: Path) -> None:
@@ -103,22 +103,41 @@ def test_temporary_files_lie_in_a_folder_of_the_try_and_go_with_it(tmp_path: Pat
     # Of earlier tries, which were killed; this node had another number in one. The last is another job's.
     for left in ("vapo-42.1.0", "vapo-42.0.3", "vapo-421.0.0"):
         (tmp_path / "local" / left).mkdir(parents=True)
-    show = "import os, tempfile; print(tempfile.mkdtemp()); print(os.environ['TRITON_CACHE_DIR']); input()"
+    show = "import os, tempfile; print(tempfile.mkdtemp()); print(os.environ['XDG_CACHE_HOME']); input()"
     task = Task(tmp_path, sys.executable, "-c", show)
     scratch = task.local_tmp / "vapo-42.2.0"
     assert Path(task.line()).is_relative_to(scratch) and Path(task.line()).is_relative_to(scratch)
     assert task.process.wait(60) == 1  # it read from standard input, which is empty
-    assert [path.name for path in task.local_tmp.iterdir()] == ["vapo-421.0.0"]
+    assert folders_of_tries(task.local_tmp) == ["vapo-421.0.0"]
+
+
+def folders_of_tries(local_tmp: Path) -> list[str]:
+    return [path.name for path in local_tmp.iterdir() if not path.name.startswith("vapo-kernels-")]
+
+
+def test_compiled_kernels_stay_for_later_tries_of_the_same_environment(tmp_path: Path) -> None:
+    caches = "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "SGLANG_JIT_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"
+    names = (*caches, "DG_JIT_CACHE_DIR", "TILELANG_CACHE_DIR", "CUTE_DSL_CACHE_DIR")
+    compile_ = (
+        f"import os, pathlib; folders = [pathlib.Path(os.environ[n]) for n in {names}]; "
+        "print(all((f / 'kernel').exists() for f in folders)); "
+        "[(f.mkdir(parents=True, exist_ok=True), (f / 'kernel').touch()) for f in folders]"
+    )
+    for exists in ("False", "True"):
+        task = Task(tmp_path, sys.executable, "-c", compile_)
+        assert task.line() == exists and task.process.wait(60) == 0
+    (environments,) = (tmp_path / "local").glob("vapo-kernels-*")
+    assert len(list(environments.iterdir())) == 1 and environments.stat().st_mode & 0o077 == 0
 
 
 def test_a_cancelled_task_cleans_up_before_it_is_killed(tmp_path: Path) -> None:
     task = Task(tmp_path, sys.executable, "-c", UNSTOPPABLE)
-    assert task.line() == "ready" and list(task.local_tmp.iterdir())
+    assert task.line() == "ready" and folders_of_tries(task.local_tmp)
     (rank,) = [
         process for process in psutil.Process(task.process.pid).children() if process.cmdline()[0] == sys.executable
     ]
     task.process.send_signal(signal.SIGTERM)
-    until(lambda: not list(task.local_tmp.iterdir()))
+    until(lambda: not folders_of_tries(task.local_tmp))
     assert rank.is_running() and task.process.poll() is None
     rank.kill()
     assert task.process.wait(60) == 137
@@ -163,7 +182,7 @@ def test_a_setup_that_fails_ends_the_task_as_bad_input(tmp_path: Path, setup: st
     task = Task(tmp_path, "touch", str(tmp_path / "ran"), SETUP=str(tmp_path / "setup.sh"))
     assert task.process.wait(60) == 2
     assert task.recorded == ["2", "a"] and not (tmp_path / "ran").exists()
-    assert not list(task.local_tmp.iterdir())
+    assert not folders_of_tries(task.local_tmp)
 
 
 def test_what_a_setup_exports_reaches_the_rank(tmp_path: Path) -> None:

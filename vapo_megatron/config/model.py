@@ -1,7 +1,7 @@
 """The models of a run: where they come from, how they are laid out over ranks, how they are optimised."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, model_validator
 
@@ -18,7 +18,16 @@ class LayoutConfig(Section):
     vpp: int | None = Field(None, ge=2, description="model chunks a pipeline rank holds (interleaved schedule)")
     cp: int = Field(1, ge=1, description="context-parallel size (zig-zag)")
     ep: int = Field(1, ge=1, description="expert-parallel size: consecutive ranks of a stage, whichever of tp, cp, dp")
-    sequence_parallel: bool = Field(False, description="norms and dropout along the sequence; needs tp > 1")
+    sequence_parallel: bool = Field(
+        False, description="norms and dropout along the sequence; needs tp > 1; auto: wherever tp > 1"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _chosen(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("sequence_parallel") != "auto":
+            return values
+        return values | {"sequence_parallel": values.get("tp", 1) not in (1, "1")}
 
     @model_validator(mode="after")
     def _consistent(self) -> "LayoutConfig":

@@ -183,7 +183,10 @@ def check_toolkit(cuda: str | None, environment: Mapping[str, str] = os.environ)
         if find_spec(module.partition(".")[0]) is not None and (error := _import_error(module, environment)):
             remedy = "install it for this PyTorch and CUDA"
             lines.append(Line("fault", f"{module} does not load ({error}): {without}", remedy))
-    return lines or [Line("ok", f"nvcc {found}, g++, ninja, headers; kernels load")]
+    cache = environment.get("TRITON_CACHE_DIR")  # slurm/task.sh has all of them side by side
+    compiled = sum(1 for path in Path(cache).parent.rglob("*") if path.is_file()) if cache else 0
+    kept = f"{compiled} files of kernels in {Path(cache).parent}" if cache else "caches of kernels are the tools' own"
+    return lines or [Line("ok", f"nvcc {found}, g++, ninja, headers; kernels load; {kept}")]
 
 
 def _import_error(module: str, environment: Mapping[str, str]) -> str:
