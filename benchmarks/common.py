@@ -135,7 +135,9 @@ def publish(title: str, rows: Sequence[dict[str, Any]], file: Path | None, figur
 
 
 def shown(value: Any) -> str:
-    """A cell of a table."""
+    """A cell of a table: 17,100 and not 1.71e+04."""
+    if isinstance(value, float) and 1000 <= abs(value) < 1e15:
+        return f"{float(f'{value:.3g}'):,.0f}"
     return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 

@@ -56,8 +56,9 @@ def table() -> str:
     found = errors["published"]
     lines += [
         "",
-        f"Where the length is published, {len(found)} rows, the error is {statistics.mean(map(abs, found)):.0%} on "
-        f"average and {max(found, key=abs):+.0%} at worst; where it is assumed, {len(errors['assumed'])} rows, "
+        f"Where the length is published, {len(found)} rows, the median error is "
+        f"{statistics.median(map(abs, found)):.0%}, {statistics.mean(map(abs, found)):.0%} on average and "
+        f"{max(found, key=abs):+.0%} at worst; where it is assumed, {len(errors['assumed'])} rows, "
         f"{max(errors['assumed'], key=abs):+.0%} at worst.",
     ]
     return "\n".join(lines)

@@ -12,6 +12,7 @@ Then every figure is put beside the one that was kept: it became slower where th
 import argparse
 import importlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -61,8 +62,7 @@ PARTS = {
     "save_beside_steps": Part("What does an asynchronous save add to a step?"),
 }
 
-_INTRODUCTION = """# Performance
-
+_INTRODUCTION = """\
 Only measured numbers are here, each with date and hardware. `make bench KEEP=1` (benchmarks/run.py) makes this page of
 the JSON in benchmarks/kept: run it, do not write here. A ratio compares both sides within one run, round by round: its
 median and its quartiles; above 1 ours is better. `make bench` measures everything anew and says what became slower
@@ -103,7 +103,16 @@ def page(kept: dict[str, dict[str, Any]]) -> str:
     missing = [f"{part.question.rstrip('?')} (`{name}`)" for name, part in PARTS.items() if name not in kept]
     not_measured = f"\n## Not measured by this command yet\n\n{'; '.join(missing)}.\n\n" if missing else "\n"
     sections = "".join(_section(name, kept[name]) for name in PARTS if name in kept)
-    return _INTRODUCTION + sections + not_measured + (KEPT / "earlier.md").read_text() + _REST
+    return _summary(kept) + _INTRODUCTION + sections + not_measured + (KEPT / "earlier.md").read_text() + _REST
+
+
+def _summary(kept: dict[str, dict[str, Any]]) -> str:
+    """The first lines: kept/summary.md, in which {part:figure} is a ratio of what is kept."""
+    ratios = {f"{name}:{figure}": value.ratio for name, part in kept.items() for figure, value in figures(part).items()}
+    text = (KEPT / "summary.md").read_text()
+    for place in re.findall(r"{([^}]+)}", text):
+        text = text.replace(f"{{{place}}}", f"{ratios[place]:.2f}" if place in ratios else "not measured", 1)
+    return text
 
 
 def _section(name: str, found: dict[str, Any]) -> str:
