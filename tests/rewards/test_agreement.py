@@ -19,17 +19,23 @@ def _rows(name: str) -> list[dict[str, Any]]:
 
 
 def _grades(rows: list[dict[str, Any]]) -> list[Grade]:
-    with VerifierPool(RewardConfig(workers=2)) as pool:
+    with VerifierPool(RewardConfig(workers=2, answer_format="auto")) as pool:
         return pool.grade_batch([(row["gold"], row["prediction"]) for row in rows])
 
 
-# Floors below what was measured on 2026-11-22, with room for a slow machine's timeouts.
+# Floors below what was measured on 2026-11-23, with room for a slow machine's timeouts.
 @pytest.mark.parametrize(
-    ("name", "least_agreement", "most_accepted_wrongly"), [("development.jsonl", 0.85, 8), ("unseen.jsonl", 0.88, 4)]
+    ("name", "least_agreement", "most_accepted_wrongly"),
+    [
+        ("development.jsonl", 0.85, 8),
+        ("unseen.jsonl", 0.88, 4),
+        ("sentences.jsonl", 0.97, 0),
+        ("unseen_sentences.jsonl", 0.97, 0),
+    ],
 )
 def test_agreement_with_labels_does_not_fall(name: str, least_agreement: float, most_accepted_wrongly: int) -> None:
     rows = _rows(name)
-    assert sum(row["kind"] == "hostile" for row in rows) >= 5
+    assert "sentences" in name or sum(row["kind"] == "hostile" for row in rows) >= 5
     grades = _grades(rows)
     accepted_wrongly = [row for row, grade in zip(rows, grades, strict=True) if grade.correct and not row["expected"]]
     agreed = sum(grade.correct == row["expected"] for row, grade in zip(rows, grades, strict=True))

@@ -45,8 +45,17 @@ SAME = [
     (r"100\text{ square units}", r"\boxed{100}"),
     ("18", r"\boxed{\$18.00}"),
     ("7", "The answer is 7."),
+    ("0.3", "The probability is 30%."),
+    ("0.12", r"\boxed{12\text{ percent}}"),
+    ("125000", "After ten years she has $125,000 in her account."),
+    ("2, 3", "The solutions are 2 and 3."),
+    ("1", r"\boxed{\lim_{x\to 0}\frac{\sin x}{x}=1}"),
 ]
 DIFFERENT = [
+    ("345", "The total cost is 12,345 dollars."),
+    ("3", "The solutions are 2 and 3."),
+    ("1", r"\boxed{\lim_{x\to 0}\frac{\sin x}{x}=2}"),
+    ("1", r"\boxed{\lim_{x\to 0}\frac{\sin x}{x}}"),
     ("10", r"\boxed{10\%}"),
     ("10%", r"\boxed{10}"),
     ("1101_2", r"\boxed{1101}"),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from vapo_megatron.rewards.normal_form import PlainNumber, both_cases, compact, normal_form, plain_number, words
-from vapo_megatron.rewards.values import same_value
+from vapo_megatron.rewards.values import parted, same_value
 
 # dimension: names of each unit and how many of the dimension's first unit it is
 _TABLE: dict[str, dict[str, str]] = {
@@ -117,6 +117,9 @@ _THEN = re.compile(
 )
 _OTHER_MEASURE = re.compile(r"\\circ|mod|\\equiv|\u2261")  # the sides of \pi/3 = 60^\circ are not both 60
 _NAME = re.compile(r"^[a-zA-Z]=")
+# A name, with an index or an argument.
+_LEFT = re.compile(r"(?:\\?[a-zA-Z]+'*|\\[a-z]+\{[^{}]*\})(?:_\{?\w+\}?)?(?:\([^()]*\))?|\|[^|]*\|")
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
 _MOST_SIDES = 8  # that are evaluated
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 # The problem handed back: a sum, product, limit or integral that is left to the reader.
@@ -140,7 +143,7 @@ def quick_comparison(ground_truth: str, answer: str) -> bool | None:
         return False
     if compact(ground_truth) == compact(answer):
         return True
-    if _UNEVALUATED.search(answer) and not _UNEVALUATED.search(ground_truth):
+    if _UNEVALUATED.search(_sides(answer)[-1]) and not _UNEVALUATED.search(ground_truth):
         return False
     true_quantity = quantity(written[0].strip()) or quantity(ground_truth)
     answer_quantity = quantity(written[1].strip()) or quantity(answer)
@@ -157,6 +160,11 @@ def quick_comparison(ground_truth: str, answer: str) -> bool | None:
         return False
     if _says_another(ground_truth, true_number, answer):
         return False
+    if (last := _last_side(ground_truth, answer)) and (same := quick_comparison(ground_truth, last)) is not None:
+        return same
+    name, _, value = ground_truth.partition("=")
+    if value and "=" not in value + answer and _LEFT.fullmatch(name) and quick_comparison(value, answer):
+        return True
     true_words, answer_words = words(ground_truth), words(answer)
     if true_words and true_words == answer_words and not (both_cases(ground_truth) or both_cases(answer)):
         return not _VARIABLE.fullmatch(ground_truth)
@@ -172,11 +180,27 @@ def quick_comparison(ground_truth: str, answer: str) -> bool | None:
         return False
     if "=" not in ground_truth + answer and bool(_BASE.search(ground_truth)) != bool(_BASE.search(answer)):
         return False
-    if true_number is not None and not true_number.decimal_comma and "=" in answer and _THOUSANDS.search(answer):
-        true_value, *sides = (_THOUSANDS.sub("", text) for text in (ground_truth, *_NAME.sub("", answer).split("=")))
-        if len(sides) <= _MOST_SIDES and all(same_value(true_value, side) for side in sides):
-            return True  # sympy takes 2,000 - 766 = 1,234 for a list
     return same_value(ground_truth, answer)
+
+
+def _last_side(ground_truth: str, answer: str) -> str:
+    r"""The value of an answer such as f(2) = 7, \lim ... = 1 or 2 + 3 = 5; "" of an equation that is to be solved."""
+    *sides, last = _sides(answer)
+    if not 0 < len(sides) < _MOST_SIDES or "=" in ground_truth or _THEN.search(answer) or _BASE.search(last):
+        return ""
+    number = plain_number(ground_truth)
+    if "," in ground_truth and "," in "".join(sides) and (number is None or number.decimal_comma):
+        return ""
+    evaluated = all(
+        _UNEVALUATED.search(side) or _LEFT.fullmatch(side) or not re.search("[a-zA-Z]", _COMMAND.sub("", side))
+        for side in sides
+    )
+    return last if evaluated and re.search(r"\d|\\infty|\\pi", last) else ""
+
+
+def _sides(text: str) -> list[str]:
+    """What the equals signs outside of brackets part."""
+    return parted(text, "=") or [text]
 
 
 def _says_another(ground_truth: str, true_number: PlainNumber | None, answer: str) -> bool:

@@ -31,6 +31,10 @@ _SECOND_THOUGHT = re.compile(r"\b(?:wait|actually|no|not|instead|sorry|rather|co
 _COMMAND = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox|operatorname)\s*\{|\\[a-zA-Z]+")
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _BRACE = re.compile(r"\\.|[{}]")
+_SEPARATOR = re.compile(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))")
+_CURRENCY = re.compile(r"\\?[$£€](?=\d[\d,.]*(?:\s|[.,;]*$))", re.MULTILINE)
+_CLOSING_LIST = re.compile(r"(?:\b(?:is|are|be)|:)\s+((?:-?[\d./]+\s*,\s*)*-?[\d./]+,?\s+and\s+-?[\d./]*\d)[.\s]*$")
+_SENTENCE = re.compile(r"[a-z]\s+(?:is|are)\s")
 _LONGEST_BARE = 300
 _MOST_BARE_WORDS = 3
 
@@ -63,7 +67,11 @@ def extract_answer(response: str, answer_format: AnswerFormat = "auto") -> Extra
     if answer_format != "auto" or found.marker != "none":
         return NOTHING
     text = text.strip()
-    return Extraction(text, "bare") if is_bare(text) else Extraction(text[-FREE_TEXT_TAIL:], "free_text")
+    return (
+        Extraction(text, "bare")
+        if is_bare(text) and not _SENTENCE.search(text)
+        else Extraction(text[-FREE_TEXT_TAIL:], "free_text")
+    )
 
 
 def final_part(response: str) -> str:
@@ -85,6 +93,17 @@ def is_bare(text: str) -> bool:
     if len(text) > _LONGEST_BARE or not text.strip() or "\n" in text.strip():
         return False
     return count_words(text) <= _MOST_BARE_WORDS
+
+
+def closing_list(text: str) -> str:
+    """The numbers that free text ends with (2, 3 and 5), joined by commas; "" where it ends otherwise."""
+    match = _CLOSING_LIST.search(text[-_LONGEST_BARE:])
+    return re.sub(r",?\s+and\s+", ", ", match[1]) if match else ""
+
+
+def without_separators(text: str) -> str:
+    """Free text whose numbers have no thousands separators and no signs of currency before them."""
+    return _CURRENCY.sub("", _SEPARATOR.sub("", text))
 
 
 def count_words(text: str) -> int:

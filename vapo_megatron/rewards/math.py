@@ -4,11 +4,21 @@ Extraction by answer format (rewards.extract), then strings and plain numbers (r
 (rewards.symbolic). The first two are cheap and safe in any process; the third belongs into a worker (rewards.pool).
 """
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from vapo_megatron.rewards.equivalence import quick_comparison
-from vapo_megatron.rewards.extract import AnswerFormat, boxed, count_words, extract_answer, final_part
+from vapo_megatron.rewards.extract import (
+    AnswerFormat,
+    Extraction,
+    boxed,
+    closing_list,
+    count_words,
+    extract_answer,
+    final_part,
+    without_separators,
+)
 
 # equal, different: the answers were compared. no_answer: none found in the answer format. no_ground_truth: there is
 # none. too_complex: refused unread. timeout, memory, crashed: what became of the worker. error: a function raised.
@@ -29,6 +39,7 @@ Reason = Literal[
 # Reasons of a grade that says nothing of the response.
 FAILED: frozenset[Reason] = frozenset({"timeout", "memory", "crashed", "error"})
 
+_PERCENT_SIGN = re.compile(r"(?<=\d)%")
 LONGEST_ANSWER = 2_000  # characters; a longer one is not read
 
 
@@ -81,6 +92,14 @@ def prepare(ground_truth: str, response: str, answer_format: AnswerFormat = "aut
         same = quick_comparison(true_answer, found.text)
         if same is not None:
             return _compared(same, found.text)
+    elif listed := closing_list(found.text):
+        same = quick_comparison(true_answer, listed)
+        return Comparison(true_answer, listed, True) if same is None else _compared(same, listed)
+    else:
+        text = _PERCENT_SIGN.sub(" percent", found.text)  # in formulas the rest of the line would be a comment
+        if re.fullmatch(r"[^a-zA-Z,]*\d{4}[^a-zA-Z,]*", true_answer.replace(",", "")):
+            text = without_separators(text)
+        found = Extraction(text, found.marker)
     enclosed = found.marker in ("boxed", "answer_tag", "hash")
     return Comparison(true_answer, found.text, answer_is_formula=enclosed or count_words(found.text) <= 1)
 

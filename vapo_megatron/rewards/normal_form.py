@@ -43,7 +43,9 @@ _SUBSTITUTIONS = tuple(
     for pattern, replacement in (
         (r"\u221a\s*(\d+|[a-zA-Z])", r"\\sqrt{\1}"),
         (r"(?<=\d)(?:[eE]|\\mathrm\{E\})([-+]?\d{1,3})$", r"\\times 10^{\1}"),
-        (r"\s*\\text\{\s*,?\s*and\s*\}\s*|,\s*and\s+(?=-?\d)", ", "),
+        (r"(?:\s|~|\\ )*\\(?:text|textrm|mathrm|mbox)\{[\s~]*,?\s*and[\s~]*\}(?:\s|~|\\ )*|,\s*and\s+(?=-?\d)", ", "),
+        (r"\s*\\(?:text|textrm|mathrm|mbox)\{\s*(?:\\?%|percent|pct)\s*\}", r"\%"),
+        (r"(?<=[\d)}])\$?\s+and\s+\$?(?=[-\d(\\]|[a-zA-Z]=)", ", "),
         (r"^\((\d+)\)_", r"\1_"),
         (r"^(\d+) (\d{1,2}/\d{1,2})$", r"\1+\2"),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),

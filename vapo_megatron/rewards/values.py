@@ -68,14 +68,14 @@ def _entries(text: str) -> tuple[str, list[str], str]:
     return "", parted(text) or [text], ""
 
 
-def parted(text: str) -> list[str] | None:
-    """text split at its outermost commas; None where its brackets do not match."""
+def parted(text: str, separator: str = ",") -> list[str] | None:
+    """text split at the separators outside of brackets; None where its brackets do not match."""
     entries, depth, start = [], 0, 0
     for position, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")
         if depth < 0:
             return None
-        if character == "," and depth == 0:
+        if character == separator and depth == 0:
             entries.append(text[start:position])
             start = position + 1
     return [*entries, text[start:]] if depth == 0 else None
