@@ -1,5 +1,6 @@
 """The folder in host memory is a run's alone, and goes with the process that made it, however that ended."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vapo_megatron.checkpoint import host_memory as module
-from vapo_megatron.checkpoint.host_memory import host_memory, host_memory_of, job_memory
+from vapo_megatron.checkpoint.host_memory import copies_left, host_memory, host_memory_of, job_memory
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +42,22 @@ def test_what_killed_processes_left_goes_at_the_next_start(root: Path, tmp_path:
         (tmp_path / "own" / "recorded_rollouts" / "file").touch()
         assert (own / "recorded_rollouts" / "file").exists(), "what a copy names of the run directory is found from it"
     assert not list(root.iterdir()) and (tmp_path / "own" / "recorded_rollouts" / "file").exists()
+
+
+def test_copies_of_a_killed_starter_are_taken_over(root: Path, tmp_path: Path) -> None:
+    place = host_memory_of(tmp_path)
+    assert copies_left(tmp_path) is None
+    process = multiprocessing.get_context("fork").Process(target=killed_in, args=(tmp_path,))
+    process.start()
+    process.join()
+    (place / "checkpoints" / "step_000003").mkdir(parents=True)
+    assert copies_left(tmp_path) == place
+    with host_memory(tmp_path, keep_copies=True) as folder:
+        assert folder == place and (place / "checkpoints" / "step_000003").is_dir()
+        assert json.loads((place / "owner.json").read_text())["pid"] == os.getpid() and not (place / "copy").exists()
+    assert copies_left(tmp_path) is None
+    place.symlink_to(tmp_path)
+    assert copies_left(tmp_path) is None, "its name can be guessed, and what it holds is trusted"
 
 
 def test_a_jobs_folder_waits_for_the_next_attempt(root: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Ranks that are killed are started again in the same process, from a copy in host memory or the last checkpoint."""
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -13,8 +14,10 @@ import pytest
 import torch.distributed as dist
 from tiny_runs import make_model, problems, write_rows
 
+from vapo_megatron.checkpoint import host_memory
 from vapo_megatron.checkpoint.manifest import MANIFEST_FILE, Damaged, Manifest, write_json
 from vapo_megatron.checkpoint.resume import Start
+from vapo_megatron.config.load import dump_config
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.engines.server import EngineAddress
 from vapo_megatron.errors import TryAgain
@@ -112,3 +115,42 @@ def test_a_damaged_copy_takes_the_checkpoint_along_that_was_made_of_it(
     saved(checkpoints / "step_000008", "saved by ranks")
     assert after(Damaged("damaged", shared=True), start=again).finished
     assert made[1:] == ["step_000004", "step_000008"], "what ranks have saved is whole"
+
+
+def test_a_new_start_goes_on_from_the_copy_that_a_killed_starter_left(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And from the last checkpoint where that is newer, or the folder goes away while the run goes on."""
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setattr(host_memory, "ROOT", tmp_path / "shm")
+    run = config.run.model_copy(update={"root": str(tmp_path), "name": "left", "resume": "auto"})
+    config = config.model_copy(update={"run": run})
+    run_dir = Path(config.run.directory)
+    copy = saved(host_memory.host_memory_of(run_dir) / "checkpoints" / "step_000008", "copied")
+    (copy.parent / ".step_000009.half").mkdir()
+    dump_config(config, copy / "config.yaml")
+    saved(run_dir / "checkpoints" / "step_000004", "saved")
+    begun = tmp_path / "begun"
+    begun.mkdir()
+
+    def prepare(*_: object) -> Start:
+        return Start(run_dir / "checkpoints" / "step_000004")
+
+    for module in (launch, restarts):
+        monkeypatch.setattr(module, "prepare_start", prepare)
+
+    def body(_: Path, start: Start) -> None:
+        assert start.memory is not None and start.memory.is_dir() and start.checkpoint is not None
+        number = len(list(begun.iterdir()))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (begun / f"{number}_{start.is_copy}").touch()
+            if number == 0:
+                shutil.rmtree(start.memory)
+                os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    assert launch.launch(config, body, lambda *_: None)
+    assert sorted(path.name for path in begun.iterdir()) == ["0_True", "1_False"]
+    saved(host_memory.host_memory_of(run_dir) / "checkpoints" / "step_000002", "older")
+    assert restarts.find_left_copy(config, SimpleNamespace(take=lambda: None)) is None  # type: ignore[arg-type]

@@ -183,7 +183,7 @@ class Fuzzer:
             assert code in (2, 75, -signal.SIGKILL) or "ended while starting" in said, (
                 f"an attempt ended with {code}: {said}"
             )
-            if code == 2:
+            if code == 2 or "cannot be saved" in said:
                 self._mend(said)
         self._soak.left += self._left_behind()
 

@@ -20,7 +20,7 @@ from vapo_megatron.checkpoint.state_saver import SavedRun, Snapshot, StateSaver
 from vapo_megatron.collectives import on_rank_zero
 from vapo_megatron.config.base import nearest
 from vapo_megatron.config.run import CheckpointConfig, RetentionConfig
-from vapo_megatron.errors import BadInput, RunFailed, TryAgain, VapoError
+from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.monitoring.names import EVALUATION
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.signals import job_end_time, stop_requested
@@ -67,6 +67,7 @@ class Checkpointer:
         self._saved_at = time.monotonic()
         self._disk = StateSaver(run, run.run_dir, config.keep)
         self._memory, self._copied_at, self._copy_seconds = None, 0.0, 0.0
+        self._memory_folder = memory
         if memory is not None and config.in_memory_every is not None:
             self._memory = StateSaver(run, memory, RetentionConfig(last=1), in_memory=True)
 
@@ -89,8 +90,7 @@ class Checkpointer:
         Raises:
             RunFailed: an alarm is set to stop the run, and holds.
             TryAgain: the run is saved and stops here: a signal asked for it, or a time limit is near; or two saves
-                failed.
-            BadInput: two saves failed, for a reason that stays. The checkpoints before it are untouched.
+                failed. The checkpoints before it are untouched.
         """
         self._limit.reached_point()
         decision = self._agree(snapshot, due)
@@ -155,9 +155,18 @@ class Checkpointer:
         return self._memory is not None and is_due and not decision.too_soon
 
     def _is_too_soon(self) -> bool:
-        """Whether the last copy in host memory is still being written on this rank, or copying takes up the run."""
+        """Whether the last copy in host memory is still being written on this rank, or copying takes up the run, or
+        its folder is gone."""
         if self._memory is None:
             return False
+        if self._memory_folder is None or not self._memory_folder.is_dir():
+            if self._memory_folder is not None:
+                self._recorder.console.alarm(
+                    f"no more copies in host memory ({self._memory_folder} was removed): a lost rank costs what "
+                    "follows the last checkpoint"
+                )
+                self._memory_folder = None
+            return True
         rests = time.monotonic() - self._copied_at < self._copy_seconds / _COPYING_SHARE
         return self._memory.is_busy or (dist.get_rank() == 0 and rests)
 
@@ -219,11 +228,10 @@ class Checkpointer:
         self._recorder.console.alarm(f"saving failed ({outcome.reason})")
         return outcome
 
-    def _refused(self, name: CheckpointName, problem: Problem) -> VapoError:
+    def _refused(self, name: CheckpointName, problem: Problem) -> TryAgain:
         checkpoint = self._run_dir / CHECKPOINT_FOLDER / str(name)
-        kind: type[VapoError] = BadInput if problem.lasting else TryAgain
         first = "make room or mend it, then " if problem.lasting else ""
-        return kind(
+        return TryAgain(
             f"{checkpoint}: cannot be saved ({problem.reason}), tried twice: {first}start again with run.resume=auto; "
             "checkpoints saved before are untouched",
             shared=True,

@@ -69,19 +69,27 @@ def job_memory(run_dir: Path, is_first: bool, environment: Mapping[str, str] = o
     return folder
 
 
-@contextmanager
-def host_memory(run_dir: Path) -> Iterator[Path | None]:
-    """A new folder for copies of a run that this process holds the lease of; None where the system refuses. It is
-    removed at the end, and so are those of processes of this machine that were killed."""
-    place, here = host_memory_of(run_dir), Holder.here(os.environ)
-    _remove_abandoned(here)
-    shutil.rmtree(place, ignore_errors=True)
+def copies_left(run_dir: Path) -> Path | None:
+    """The folder in which a starter of this run that was killed on this machine has left copies; None for none."""
+    place = host_memory_of(run_dir)
     try:
-        folder = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=ROOT))
-        (folder / _OWNER_FILE).write_text(json.dumps(asdict(here)))
-        # A checkpoint names what value pretraining has recorded by its place in the run directory.
-        (folder / RECORD_FOLDER).symlink_to(run_dir.absolute() / RECORD_FOLDER)
-        folder.rename(place)
+        is_ours = not place.is_symlink() and place.stat().st_uid == os.getuid()
+    except OSError:
+        return None
+    return place if is_ours and _JOB_VARIABLE not in os.environ else None
+
+
+@contextmanager
+def host_memory(run_dir: Path, keep_copies: bool = False) -> Iterator[Path | None]:
+    """A folder for copies of a run that this process holds the lease of; None where the system refuses.
+
+    It is removed at the end, and so are those of processes of this machine that were killed. keep_copies: take over
+    the copies that an earlier starter of this run has left.
+    """
+    place, here = host_memory_of(run_dir), Holder.here(os.environ)
+    _remove_abandoned(here, place)
+    try:
+        make_folder(run_dir, place, keep_copies)
     except OSError as error:
         _logger.warning(
             "%s: cannot be used (%s): ranks that are killed are not started again from a copy", ROOT, error.strerror
@@ -94,13 +102,25 @@ def host_memory(run_dir: Path) -> Iterator[Path | None]:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _remove_abandoned(here: Holder, ours: Path | None = None) -> None:
-    """own: stays, whoever of an earlier attempt has made it and however long ago it was written to."""
+def make_folder(run_dir: Path, place: Path, keep_copies: bool = False) -> None:
+    """Make the folder of a run in place of what is there, of which copies may be kept. Raises OSError."""
+    folder = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=ROOT))
+    (folder / _OWNER_FILE).write_text(json.dumps(asdict(Holder.here(os.environ))))
+    # A checkpoint names what value pretraining has recorded by its place in the run directory.
+    (folder / RECORD_FOLDER).symlink_to(run_dir.absolute() / RECORD_FOLDER)
+    if keep_copies:
+        (place / CHECKPOINT_FOLDER).rename(folder / CHECKPOINT_FOLDER)
+    shutil.rmtree(place, ignore_errors=True)
+    folder.rename(place)
+
+
+def _remove_abandoned(here: Holder, ours: Path) -> None:
+    """ours: stays, whoever of an earlier attempt has made it and however long ago it was written to."""
     for path in (*ROOT.glob(f"{_PREFIX}*"), *ROOT.glob(f".{_PREFIX}*"), *ROOT.glob(f"{_JOB_PREFIX}*")):
         with suppress(OSError, ValueError, TypeError):  # another user's, or one that is just being made
             owner = Holder(**json.loads((path / _OWNER_FILE).read_text()))
             is_over = owner.lives(here) is False and not _is_waiting(path)
-            if path != ours and (is_over or (ours is not None and _is_of_earlier_start(path, ours))):
+            if path != ours and (is_over or _is_of_earlier_start(path, ours)):
                 shutil.rmtree(path)
 
 

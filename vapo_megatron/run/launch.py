@@ -1,5 +1,6 @@
 """From a validated config to running ranks."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from vapo_megatron.checkpoint.checkpoints import latest_checkpoint
-from vapo_megatron.checkpoint.host_memory import job_memory
+from vapo_megatron.checkpoint.host_memory import copies_left, job_memory
 from vapo_megatron.checkpoint.lease import Lease
 from vapo_megatron.checkpoint.nodes import find_copy
 from vapo_megatron.checkpoint.resume import Start
@@ -18,9 +19,11 @@ from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.errors import Interrupted
 from vapo_megatron.run.place import place_from_environment
 from vapo_megatron.run.ranks import machine_default_ranks, run_as_external_rank
-from vapo_megatron.run.restarts import run_ranks
+from vapo_megatron.run.restarts import find_left_copy, run_ranks
 from vapo_megatron.run.start import Settings, prepare_from_copy, prepare_start
 from vapo_megatron.signals import listen
+
+_logger = logging.getLogger(__name__)
 
 Body = Callable[[Path, Start], None]
 
@@ -52,7 +55,13 @@ def launch(settings: Settings, body: Body, check: Callable[[Any, int], None]) ->
         run_as_external_rank(place, partial(_prepared, settings, prepare, body, is_first, started), timeout)
         return place.rank == 0 and any(started)
     with Lease(run_dir) as lease:
-        start = prepare(lease.take)
+        copy = find_left_copy(settings, lease)
+        if copy is None:
+            start = prepare(lease.take)
+        else:
+            check(settings, count)
+            start = replace(prepare_from_copy(settings, copy, lease.take), memory=copies_left(run_dir))
+            _logger.info("%s: what a starter that was killed has left, newer than the last checkpoint", copy)
         if not start.finished:
             try:
                 run_ranks(settings, count, partial(body, run_dir), start, lease)

@@ -17,7 +17,7 @@ from vapo_megatron.checkpoint.checkpoints import (
     remove_checkpoint,
     remove_leftovers,
 )
-from vapo_megatron.checkpoint.host_memory import host_memory
+from vapo_megatron.checkpoint.host_memory import copies_left, host_memory, make_folder
 from vapo_megatron.checkpoint.lease import Lease
 from vapo_megatron.checkpoint.manifest import Damaged, check_structure, read_manifest
 from vapo_megatron.checkpoint.resume import Start
@@ -44,7 +44,10 @@ def run_ranks(settings: Settings, count: int, body: Callable[[Start], None], sta
     left, timeout = settings.cluster.restarts, settings.cluster.collective_timeout_s
     with ExitStack() as stack:
         home = None
-        memory = stack.enter_context(host_memory(Path(settings.run.directory)))
+        run_dir = Path(settings.run.directory)
+        memory = stack.enter_context(host_memory(run_dir, start.is_copy))
+        if start.is_copy and (memory is None or not list_checkpoints(memory)):
+            start = prepare_start(settings, lambda: None, lease.take)
         if left and memory is not None:
             start = replace(start, memory=memory)
             if isinstance(settings, TrainConfig) and not settings.rollout.external_urls:
@@ -52,6 +55,15 @@ def run_ranks(settings: Settings, count: int, body: Callable[[Start], None], sta
                 home = stack.enter_context(Companion(partial(keep_engines, memory / "engines"), "engine-home"))
         home_hangs = False
         while not start.finished:
+            if memory is not None and not memory.is_dir():
+                with suppress(OSError):
+                    make_folder(run_dir, memory)
+                _logger.warning(
+                    "%s was removed while the run goes on, and its copies with it (RemoveIPC=yes of systemd-logind "
+                    "does that when its user logs out)",
+                    memory,
+                )
+                home_hangs = True  # its socket is gone as well
             if home is not None:
                 home.ensure(home_hangs)
             try:
@@ -89,7 +101,7 @@ def _start_after(error: VapoError, settings: Settings, start: Start, lease: Leas
 
 def _copy_in(memory: Path | None, settings: Settings) -> Path | None:
     """The copy to go on from; None where there is none, or a checkpoint that is newer."""
-    if memory is None:
+    if memory is None or not memory.is_dir():
         return None
     remove_leftovers(memory)
     copy = latest_checkpoint(memory)
@@ -106,6 +118,19 @@ def _copy_in(memory: Path | None, settings: Settings) -> Path | None:
         shutil.rmtree(copy, ignore_errors=True)
         return None
     return copy
+
+
+def find_left_copy(settings: Settings, lease: Lease) -> Path | None:
+    """The copy that a starter of this run, killed on this machine, has left; None where a new start has none to use.
+
+    Raises BadInput where somebody else works in the run directory.
+    """
+    run_dir = Path(settings.run.directory)
+    memory = copies_left(run_dir) if settings.run.resume == "auto" and run_dir.is_dir() else None
+    if memory is None or latest_checkpoint(memory) is None or is_finished(settings):
+        return None
+    lease.take()  # a run that goes on writes its copies there
+    return _copy_in(memory, settings)
 
 
 def _put_on_disk(copy: Path, settings: Settings) -> None:
