@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from vapo_megatron.rewards.framing import Decoder, encode
+from vapo_megatron.rewards.worker import Decoder, encode
 
 MESSAGES = [{}, {"text": "é\ud800\n" * 50, "extra": {"score": 0.5}}, {"list": [1, None, True]}, {"x": "y" * 70_000}]
 

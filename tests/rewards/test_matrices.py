@@ -2,7 +2,7 @@
 
 import pytest
 
-from vapo_megatron.rewards.matrices import Rows, matrix_rows, paired_entries, vector_entries
+from vapo_megatron.rewards.symbolic import Rows, matrix_rows, paired_entries, vector_entries
 
 
 @pytest.mark.parametrize(

@@ -1,31 +1,60 @@
 """A verifier process: `python -m vapo_megatron.rewards.worker`, started and fed by rewards.pool alone.
 
-It reads messages on stdin and answers each on stdout. The first names what to load; "ready" or "failed" answers it.
-A worker may be killed at any moment and holds nothing that matters. It ends with the trainer, however that dies: the
-kernel kills it, though it be stopped. Where the trainer died before the kernel was asked to, a watching thread sees the
-closed pipe, and a kernel timer ends computations that do not let a thread run.
+It reads messages on stdin and answers each on stdout: a four-byte length, then that much JSON in UTF-8. The first names
+what to load; "ready" or "failed" answers it. A worker may be killed at any moment and holds nothing that matters. It
+ends with the trainer, however that dies: the kernel kills it, though it be stopped. Where the trainer died before the
+kernel was asked to, a watching thread sees the closed pipe, and a kernel timer ends computations that do not let a
+thread run.
 """
 
 import ctypes
 import importlib
+import json
 import os
 import resource
 import select
 import signal
+import struct
 import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from vapo_megatron.errors import reason_of
-from vapo_megatron.rewards.framing import Decoder, encode
 
+_LENGTH = struct.Struct("<I")
 _MIB = 1 << 20
 _PR_SET_PDEATHSIG = 1
 # The pool kills a worker at its deadline; the worker's own timer is for a pool that is no longer there.
 _GRACE_SECONDS = 5.0
 
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    """One message with its length before it."""
+    body = json.dumps(message).encode()
+    return _LENGTH.pack(len(body)) + body
+
+
+class Decoder:
+    """Puts messages together from pieces of any size."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+
+    def feed(self, piece: bytes) -> list[dict[str, Any]]:
+        """Take a piece; return the messages that it completes. Raises ValueError on what is not JSON."""
+        self._pending += piece
+        messages = []
+        while len(self._pending) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._pending)
+            end = _LENGTH.size + length
+            if len(self._pending) < end:
+                break
+            messages.append(json.loads(self._pending[_LENGTH.size : end]))
+            del self._pending[:end]
+        return messages
 
 
 def main() -> None:

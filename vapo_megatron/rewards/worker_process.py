@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from vapo_megatron.rewards.framing import Decoder, encode
+from vapo_megatron.rewards.worker import Decoder, encode
 from vapo_megatron.signals import stop_signals_blocked
 
 # A case that is limited in processor time may take this many times as long by the clock.
