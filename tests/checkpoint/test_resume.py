@@ -404,7 +404,7 @@ def test_fine_tuning_goes_on_as_well(tmp_path: Path) -> None:
         for limit in limits:
             user["run"] = {"name": name, "root": str(tmp_path / "runs"), "resume": "auto"}
             keep = {"last": 1, "best": "sft/nll_loss" if name == "straight" else None}
-            user["checkpoint"] = {"job_timeout_s": limit, "every": None, "every_minutes": None, "keep": keep}
+            user["checkpoint"] = {"job_timeout_s": limit, "every": None, "every_minutes": 1000, "keep": keep}
             ends.append(fine_tune(SftConfig.model_validate(user)))
     assert [end.code for end in ends] == [0, 75, 75, 75, 75, 0, 0]
     straight, limited = tmp_path / "runs" / "straight", tmp_path / "runs" / "limited"
