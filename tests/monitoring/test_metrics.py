@@ -3,11 +3,12 @@
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from vapo_megatron.errors import BadInput
+from vapo_megatron.errors import BadInput, RunFailed
 from vapo_megatron.monitoring.metrics import MetricsWriter, read_metrics
 
 
@@ -65,3 +66,12 @@ def test_a_broken_row_is_named_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnot json\n{"step": 2}\n')
     with pytest.raises(BadInput, match=r"metrics\.jsonl:2: not JSON"):
         read_metrics(tmp_path)
+
+
+def test_a_run_whose_directory_is_removed_does_not_end_as_if_all_were_well(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with MetricsWriter(tmp_path / "run") as writer:
+        writer.write(1, {"reward/mean": 0.5})
+        shutil.rmtree(tmp_path / "run")
+        with pytest.raises(RunFailed, match="was removed while the run goes on"):
+            writer.write(2, {"reward/mean": 0.5})

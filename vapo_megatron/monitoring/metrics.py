@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.data.jsonl import read_rows
-from vapo_megatron.errors import BadInput
+from vapo_megatron.errors import BadInput, RunFailed
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -32,7 +32,8 @@ class MetricsWriter:
     def write(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Append the row of `step`, which is in the file when this returns; its finite metrics.
 
-        Raises BadInput where the row cannot be written; no part of it is left in the file then.
+        Raises BadInput where the row cannot be written; no part of it is left in the file then. RunFailed where the
+        file is gone, as with its run directory.
         """
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         row: dict[str, Any] = {"step": step} | {name: finite.get(name) for name in metrics}
@@ -52,7 +53,10 @@ class MetricsWriter:
         self.close()
 
     def _append(self, line: bytes) -> None:
-        size = os.fstat(self._file).st_size
+        status = os.fstat(self._file)
+        if status.st_nlink == 0:
+            raise RunFailed(f"{self.path}: was removed while the run goes on, which is lost: start anew")
+        size = status.st_size
         try:
             while line:
                 line = line[os.write(self._file, line) :]
