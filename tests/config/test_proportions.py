@@ -41,6 +41,7 @@ def test_presets_keep_them_at_their_own_length(tmp_path: Path, name: str) -> Non
             ["preset=vapo_without_decoupled_gae", "sampling.max_new_tokens=64"],
             "lambda_critic=0.95: its horizon of 20 tokens is above half of a response of 32",
         ),
+        (["preset=vapo_direct", "critic.kind=probe"], "critic.optimizer.lr=2e-06 with critic.kind=probe"),
         (["critic.optimizer.lr=1e-7"], "critic.optimizer.lr=1e-07 is below actor.optimizer.lr=1e-06"),
         (["reward.incorrect=0"], "positive_nll.coef=0.1 weighs 2 times what it does at -1 and 1"),
         (

@@ -43,6 +43,14 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
         (["preset=grpo", "value_pretraining.enabled=true"], "value_pretraining.enabled=true with algorithm.advantage"),
         (["preset=grpo", "critic.freeze_attention=true"], "critic.freeze_attention=true with algorithm.advantage"),
         (["preset=grpo", "critic.kind=adapter"], "critic.kind=adapter with algorithm.advantage"),
+        (["preset=grpo", "critic.kind=probe"], "critic.kind=probe with algorithm.advantage"),
+        (["critic.kind=probe"], "value_pretraining.enabled=true with critic.kind=probe"),
+        (["preset=vapo_direct", "critic.kind=probe", "critic.layout.tp=2"], "critic: layout with kind=probe"),
+        (
+            ["preset=vapo_direct", "critic.kind=probe", "critic.init=reward_model", "critic.init_path=p"],
+            "critic: init with kind=probe",
+        ),
+        (["actor.kind=probe"], "actor.kind"),
         (["critic.kind=adapter", "critic.freeze_attention=true"], "critic.freeze_attention=true with critic.kind"),
         (
             [

@@ -126,6 +126,7 @@ def test_states_are_continued_and_judged(config: Path, monkeypatch: pytest.Monke
         (["critic_probes.checkpoint=null"], "critic.init=policy: a new head has learnt nothing"),
         (["critic_probes.set=none_such"], "critic_probes.set=none_such: data.eval has sums"),
         (["preset=grpo"], "has no critic to probe"),
+        (["preset=vapo_direct", "critic.kind=probe"], "critic.kind=probe: "),
         (["algorithm.shaping.length_reward_coef=0.5"], "algorithm.shaping.length_reward_coef"),
     ],
 )

@@ -15,6 +15,7 @@ from vapo_megatron.config.critic_probes import ProbedRunConfig
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.megatron.probe import PROBE_FILE, read_probe
 from vapo_megatron.operations.critic_lab.command import probe_critic
 from vapo_megatron.weights.spec import read_spec
 from vapo_megatron.weights.tiny import CHATML_TEMPLATE, save_tiny_model, word_tokenizer
@@ -60,6 +61,36 @@ def test_values_of_a_bounded_critic_stay_in_their_range(shared: World) -> None:
     assert free[-1]["critic/value_std"] > 2
     assert 0.1 < bounded[-1]["critic/value_std"] <= 1 and abs(bounded[-1]["critic/value_mean"]) <= 1
     assert bounded[-1]["critic/grad_norm"] > 0
+
+
+def test_a_probe_is_killed_and_goes_on_to_the_bit(shared: World) -> None:
+    """One update of the policy a rollout, whose log-probs are still computed before it: values come of that pass."""
+    form = (
+        "critic.kind=probe",
+        "critic.layout={}",
+        "value_pretraining.enabled=false",
+        "algorithm.update.minibatches=1",
+    )
+    form = (
+        *form,
+        "algorithm.update.minibatch_size=null",
+        "algorithm.advantage.calibration=trust",
+        "critic.head_init_std=0.1",
+    )
+    straight, expected = finished(shared, "probe_straight", *form)
+    config = config_of(
+        shared, "probe_killed", ONE_RANK, "run.steps=2", *form, "run.resume=auto",
+        "checkpoint.asynchronous=false",
+    )  # fmt: skip
+    assert live(shared, config, 1, partial(kill_at, "policy update", 2)).code == 75
+    assert live(shared, config, 1) == End(0, "")
+    run_dir, before = Path(config.run.directory), Path(straight.run.directory)
+    assert metrics(run_dir) == expected and expected[-1]["critic/updates"] == 1 and expected[-1]["critic/value_std"] > 0
+    assert "critic/trust" in expected[-1] and not [name for name in expected[-1] if "critic/fault" in name]
+    assert left_behind(run_dir) == left_behind(before)
+    assert read_probe(run_dir / "hf" / "final" / "critic" / PROBE_FILE).inner.in_features == 64
+    state = max(run_dir.glob("checkpoints/step_*/" + PROBE_FILE)).read_bytes()
+    assert state == max(before.glob("checkpoints/step_*/" + PROBE_FILE)).read_bytes()
 
 
 def test_a_smaller_critic_is_killed_and_goes_on_to_the_bit(shared: World) -> None:

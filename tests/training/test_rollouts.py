@@ -342,7 +342,7 @@ def test_experts_are_asked_for_where_the_trainer_replays_them(config: TrainConfi
 
 
 def resumed(progress: Progress, graded: bytes = b"") -> Any:
-    return SimpleNamespace(progress=progress, name=CheckpointName(3), graded_groups=graded)
+    return SimpleNamespace(progress=progress, name=CheckpointName(3), read=lambda name: graded)
 
 
 def test_a_resumed_run_goes_on_with_its_prompts_its_probe_and_its_groups(config: TrainConfig, tmp_path: Path) -> None:

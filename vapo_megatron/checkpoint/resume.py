@@ -15,7 +15,6 @@ from pydantic import ValidationError
 from vapo_megatron.checkpoint.checkpoints import CheckpointName, remove_leftovers
 from vapo_megatron.checkpoint.dist_saver import load_training_state, refuse_together
 from vapo_megatron.checkpoint.manifest import (
-    GROUPS_FILE,
     Manifest,
     Progress,
     check_contents,
@@ -91,10 +90,9 @@ class Resumed:
             model, self.checkpoint / name, {path.removeprefix(prefix): facts for path, facts in files.items()}
         )
 
-    @property
-    def graded_groups(self) -> bytes:
-        """Of groups that wait for the trainer (engines/stream.py); empty where there are none."""
-        return (self.checkpoint / GROUPS_FILE).read_bytes() if GROUPS_FILE in self.manifest.files else b""
+    def read(self, name: str) -> bytes:
+        """One of Snapshot.contents; empty where there is none."""
+        return (self.checkpoint / name).read_bytes() if name in self.manifest.files else b""
 
     def restore_generators(self, models: Mapping[str, SavedModel]) -> None:
         """This rank's random generators, where this rank holds what it held: at another layout they start afresh."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from vapo_megatron.checkpoint.background_save import BackgroundSave, CheckpointJob, Outcome, Problem
 from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_FOLDER, CheckpointName, open_checkpoint
 from vapo_megatron.checkpoint.dist_saver import ModelSaver
-from vapo_megatron.checkpoint.manifest import GROUPS_FILE, PROGRESS_FILE, FileFacts, Manifest, Progress, write_json
+from vapo_megatron.checkpoint.manifest import PROGRESS_FILE, FileFacts, Manifest, Progress, write_json
 from vapo_megatron.checkpoint.nodes import Nodes
 from vapo_megatron.checkpoint.resume import RUN_FILES, Resumed, SavedModel, layouts
 from vapo_megatron.collectives import on_rank_zero
@@ -42,12 +42,13 @@ _ROOM_BYTES = 64 << 20
 @dataclass(frozen=True)
 class Snapshot:
     """What a checkpoint holds besides models, generators and files. metrics: rank 0's of the last step; record:
-    files of what value pretraining has recorded, until it is over; groups: graded ones that wait for the trainer."""
+    files of what value pretraining has recorded, until it is over; contents: of files by name, graded groups that wait
+    for the trainer and a critic that is a probe; empty ones are not written."""
 
     progress: Progress
     metrics: Mapping[str, float]
     record: Mapping[str, FileFacts] = field(default_factory=dict)
-    groups: bytes = b""
+    contents: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def name(self) -> CheckpointName:
@@ -166,9 +167,10 @@ class StateSaver:
         def write_small(folder: Path) -> None:
             dump_config(run.settings, folder / "config.yaml")
             write_json(folder / PROGRESS_FILE, snapshot.progress.model_dump(mode="json"))
-            if snapshot.groups:
-                with atomic_write(folder / GROUPS_FILE, "wb") as file:
-                    file.write(snapshot.groups)
+            for name, content in snapshot.contents.items():
+                if content:
+                    with atomic_write(folder / name, "wb") as file:
+                        file.write(content)
             for name, content in copies.items():
                 (folder / name).write_bytes(content)
                 sync(folder / name)

@@ -242,9 +242,18 @@ class ActorConfig(TrainableConfig):
         return self.logprob_chunk or max(1, _LOGITS_BYTES // (4 * words))
 
 
+# What of the critic's section a probe has: the others are those of a model.
+_PROBE_KEYS = ("kind", "optimizer", "head_init_std", "init_path")
+
+
 class CriticConfig(TrainableConfig):
     """The value model: a backbone, the policy's or its own, and a value head; layout and optimizer are its own."""
 
+    kind: Literal["model", "adapter", "probe"] = Field(  # type: ignore[assignment]
+        "model",
+        description="what is trained: a whole model, adapters (model.adapter) on its frozen weights, or a small head "
+        "on the hidden states that the actor is scored with: no model, and no pass of its own",
+    )
     optimizer: OptimizerSettings = OptimizerSettings(lr=2e-6)
     init: Literal["policy", "reward_model", "value_checkpoint"] = Field(
         "policy",
@@ -271,6 +280,17 @@ class CriticConfig(TrainableConfig):
                 f"model_path={self.model_path} with init={self.init}: backbone and head are those of init_path, leave "
                 "model_path out"
             )
+        for name, field in type(self).model_fields.items() if self.kind == "probe" else ():
+            given = getattr(self, name)
+            if (
+                name not in _PROBE_KEYS
+                and given != field.get_default()
+                and (name, given) != ("init", "value_checkpoint")
+            ):
+                raise ValueError(
+                    f"{name} with kind=probe: a probe reads the actor's hidden states and has no model, leave {name} "
+                    "out"
+                )
         return self
 
 

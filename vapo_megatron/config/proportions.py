@@ -4,6 +4,9 @@ from collections.abc import Iterator
 
 from vapo_megatron.config.train import TrainConfig
 
+# At which the head of a probe learns within a few rollouts.
+_PROBE_LR = 1e-3
+
 
 def proportions_left(config: TrainConfig, response_tokens: float | None = None) -> list[str]:
     """One line for each proportion that is left, with the key and what to do; none of them stops a run.
@@ -18,6 +21,11 @@ def proportions_left(config: TrainConfig, response_tokens: float | None = None) 
         found.append(
             f"critic.optimizer.lr={critic:g} is below actor.optimizer.lr={actor:g}: VAPO's critic learns twice as fast "
             f"as its actor ({2 * actor:g}); a slower one lags behind the policy that it judges"
+        )
+    if config.critic.kind == "probe" and critic < _PROBE_LR / 10:
+        found.append(
+            f"critic.optimizer.lr={critic:g} with critic.kind=probe: it is the learning rate of a model, a new head "
+            f"wants about {_PROBE_LR:g}"
         )
     updates = config.updates_per_rollout("actor")
     if algorithm.policy_loss.kind == "reinforce" and algorithm.advantage.estimator != "raft" and updates > 1:

@@ -72,7 +72,7 @@ class TrainConfig(Section):
             for key, on in (
                 ("value_pretraining.enabled=true", self.value_pretraining.enabled),
                 ("critic.freeze_attention=true", self.critic.freeze_attention),
-                ("critic.kind=adapter", self.critic.kind == "adapter"),
+                (f"critic.kind={self.critic.kind}", self.critic.kind != "model"),
                 (f"critic.init={self.critic.init}", self.critic.init != "policy"),
                 (f"critic.model_path={self.critic.model_path}", self.critic.model_path is not None),
             ):
@@ -82,6 +82,11 @@ class TrainConfig(Section):
                         f"set {'value_pretraining.enabled=false' if key.startswith('value_') else 'it back'} or use gae"
                     )
         self._adapters_fit()
+        if self.critic.kind == "probe" and self.value_pretraining.enabled:
+            raise ValueError(
+                "value_pretraining.enabled=true with critic.kind=probe: a record of responses has no hidden states to "
+                "learn from, set it to false (preset vapo_direct)"
+            )
         if algorithm.value_loss.has_bounds:
             self._values_fit()
         self._best_is_measured()
@@ -267,6 +272,11 @@ class TrainConfig(Section):
         return self.algorithm.model_copy(update={"shaping": shaping})
 
     @property
+    def has_critic_model(self) -> bool:
+        """Whether there is a critic with weights of its own, and not a probe or none."""
+        return self.algorithm.uses_critic and self.critic.kind != "probe"
+
+    @property
     def critic_source(self) -> Path:
         """The Hugging Face directory that the critic starts from."""
         return Path(self.critic.init_path or self.critic.model_path or self.model.path)
@@ -299,7 +309,7 @@ class TrainConfig(Section):
     def model_sizes(self) -> dict[str, int]:
         """Ranks of a replica, by model."""
         sizes = {"actor": self.actor.layout.model_size}
-        if self.algorithm.uses_critic:
+        if self.has_critic_model:
             sizes["critic"] = self.critic.layout.model_size
         return sizes
 

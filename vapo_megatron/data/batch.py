@@ -61,6 +61,7 @@ class ExperienceBatch:
         greedy_rewards: float32 [S], the shaped reward of the greedy response to the sample's prompt (ReMax).
         old_logprobs: float32 [T], of the policy that the updates start from, at the sampling temperature.
         entropies: float32 [T], of that policy, in nats.
+        hidden_states: [T, hidden], that policy's last ones, in its dtype, where the critic is a probe of them.
         ref_logprobs: float32 [T], of the reference policy.
         baselines: float32 [S], the mean reward of the other responses of the group, where the critic's head learns the
             rest alone.
@@ -93,6 +94,7 @@ class ExperienceBatch:
     greedy_rewards: Tensor | None = field(default=None, metadata=_over("samples", torch.float32))
     old_logprobs: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
     entropies: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
+    hidden_states: Tensor | None = field(default=None, metadata=_over("response_tokens", None))
     ref_logprobs: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
     baselines: Tensor | None = field(default=None, metadata=_over("samples", torch.float32))
     values: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))

@@ -199,19 +199,21 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
     temperature: float
     chunk: int
     vocab_size: int
+    gives_states: bool
 
     @classmethod
     def adopt(cls, layer: Any, vocab_size: int, chunk: int) -> None:
         """Turn a Megatron output layer into this one. vocab_size: real words, padding rows aside."""
         layer.__class__ = cls
-        layer.labels = layer.rows = None
+        layer.labels, layer.rows, layer.gives_states = None, None, False
         layer.temperature, layer.chunk, layer.vocab_size = 1.0, chunk, vocab_size
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
         """input_ [s, b, hidden] (its sequence cut over TP under sequence parallel); labels [b, s].
 
         rows, indices into the s * b positions, are those that matter (the responses); all others yield 0 and cost no
-        logits. The same on all ranks of the tensor-parallel group.
+        logits. The same on all ranks of the tensor-parallel group. With gives_states the hidden states follow log-prob
+        and entropy: [s, b, 2 + hidden].
         """
         if self.labels is None:
             return super().forward(input_, weight=weight, runtime_gather_output=runtime_gather_output)
@@ -237,9 +239,11 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
             temperature=self.temperature,
         )
         found = torch.stack((logprob, entropy), -1)
+        if self.gives_states:
+            found = torch.cat((found, flat.float()), -1)
         if self.rows is not None:
-            found = found.new_zeros(s * b, 2).index_copy(0, self.rows, found)
-        return found.view(s, b, 2), None
+            found = found.new_zeros(s * b, found.shape[1]).index_copy(0, self.rows, found)
+        return found.view(s, b, -1), None
 
 
 class ValueHead(torch.nn.Module):

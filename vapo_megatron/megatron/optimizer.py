@@ -90,7 +90,12 @@ def make_optimizer(
         use_gloo_process_groups=False,
         pg_collection=mesh.pg,
     )
-    scheduler = OptimizerParamScheduler(
+    return optimizer, make_scheduler(settings, optimizer)
+
+
+def make_scheduler(settings: OptimizerSettings, optimizer: Any) -> OptimizerParamScheduler:
+    """The learning rates of an optimizer, one step for each of its own."""
+    return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,
@@ -103,7 +108,6 @@ def make_optimizer(
         wd_incr_steps=_ENDLESS,
         wd_incr_style="constant",
     )
-    return optimizer, scheduler
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:

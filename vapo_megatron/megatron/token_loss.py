@@ -94,13 +94,18 @@ def _over_ranks(values: Tensor, op: dist.ReduceOp.RedOpType, group: Any = None) 
 
 
 def in_place(
-    mesh: Mesh, batch: ExperienceBatch, samples: Sequence[int], parts: Sequence[tuple[MicroBatch, Tensor]], width: int
+    mesh: Mesh,
+    batch: ExperienceBatch,
+    samples: Sequence[int],
+    parts: Sequence[tuple[MicroBatch, Tensor]],
+    width: int,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Collective: outputs of micro-batches of some samples at their response tokens of a batch, [T, width]; of a Share
     on the ranks that have its outputs, and [0, width] on the others."""
     if isinstance(samples, Share) and not mesh.is_output_rank:
-        return torch.zeros(0, width)
-    outputs = torch.zeros(batch.response_tokens, width)
+        return torch.zeros(0, width, dtype=dtype)
+    outputs = torch.zeros(batch.response_tokens, width, dtype=dtype)
     for microbatch, part in parts:
         microbatch.scatter(outputs, part.cpu())
     if not isinstance(samples, Share):

@@ -265,6 +265,7 @@ class Trainable:
         temperature: float | None = None,
         read: Callable[[Tensor], Tensor] | None = None,
         share: Share | None = None,
+        states: list[Tensor] | None = None,
     ) -> Tensor:
         """Collective: outputs for every response token of a batch: float32 [T, 2] log-probs and entropies, or [T, 1]
         values; the same on every rank, of a share on the ranks that have its outputs.
@@ -275,10 +276,13 @@ class Trainable:
             temperature: stands in for the model's own.
             read: from a value head's outputs [t, n] to values [t]; None takes the first.
             share: all of the batch, which is what this rank's part of a plan comes to.
+            states: takes the last hidden states of a policy, [T, hidden] in its dtype.
         """
         self._offloader.require("weights")
         parts: list[tuple[MicroBatch, Tensor]] = []
+        hidden: list[tuple[MicroBatch, Tensor]] = []
         samples = range(batch.samples) if share is None else share
+        self._give_states(states is not None)
         microbatches = self.microbatches(batch, samples)
 
         def collect(microbatch: MicroBatch, output: Tensor, non_loss_data: bool = True) -> None:
@@ -286,6 +290,9 @@ class Trainable:
                 outputs = output[0].float()
                 if self.head == "value":
                     outputs = (outputs[:, 0] if read is None else read(outputs))[:, None]
+                elif states is not None:  # host memory takes them at once, of all micro-batches they are many
+                    hidden.append((microbatch, outputs[:, 2:].to(self.dtype).cpu()))
+                    outputs = outputs[:, :2].clone()
                 parts.append((microbatch, outputs))
 
         self._schedule.run(
@@ -296,7 +303,14 @@ class Trainable:
             forward_only=True,
             on_forward=samples_done(batch.samples if share is None else share.of, on_done),
         )
+        self._give_states(False)
+        if states is not None:
+            states.append(in_place(self.mesh, batch, samples, hidden, self.spec.hidden_size, self.dtype))
         return in_place(self.mesh, batch, samples, parts, 2 if self.head == "lm" else 1)
+
+    def _give_states(self, on: bool) -> None:
+        if self.head == "lm" and self._chunks[-1].post_process:
+            self._chunks[-1].output_layer.gives_states = on
 
     def train_step(
         self, batch: ExperienceBatch, samples: Sequence[int], loss: TokenLoss, keep_outputs: bool = False

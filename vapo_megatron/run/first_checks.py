@@ -36,7 +36,7 @@ def check_train_numbers(config: TrainConfig, world_size: int | None) -> dict[str
     """
     spec = read_spec(Path(config.model.path))
     specs = {"actor": spec}
-    if config.algorithm.uses_critic:
+    if config.has_critic_model:
         specs["critic"] = check_critic_source(config, spec)
     for name, model in specs.items():
         layout = config.trainable(name).layout
@@ -52,7 +52,7 @@ def check_train_numbers(config: TrainConfig, world_size: int | None) -> dict[str
             raise BadInput(f"run.profile.ranks={absent[0]} with {world_size} ranks: they count from 0, name one below")
     check_lengths(config, spec)
     check_weights(Path(config.model.path), spec, "lm")
-    if config.algorithm.uses_critic and config.critic_source != Path(config.model.path):
+    if config.has_critic_model and config.critic_source != Path(config.model.path):
         value_head: Literal["saved", "new"] = "new" if config.critic.init == "policy" else "saved"
         check_weights(config.critic_source, specs["critic"], "value", value_head=value_head)
     return specs
@@ -100,7 +100,7 @@ def check_lengths(config: TrainConfig, spec: ModelSpec) -> None:
         longest, key = config.rollout.episode.max_tokens, "rollout.episode.max_tokens"
         check_context(0, key, longest, config.rollout, spec.max_position_embeddings)
     for name, section in (("actor", config.actor), ("critic", config.critic)):
-        if name == "critic" and not config.algorithm.uses_critic:
+        if name == "critic" and not config.has_critic_model:
             continue
         check_capacity(section, name, longest, key)
 

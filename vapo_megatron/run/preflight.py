@@ -113,7 +113,7 @@ def check_train(config: TrainConfig, world_size: int | None, facts: list[str] | 
     fp8 = engine_fp8(config.rollout, config.actor.precision, spec)
     tokenizer = TextTokenizer(Path(config.model.path), config.data.prompt)
     tokenizer.check_vocabulary(spec.vocab_size)
-    if config.algorithm.uses_critic and config.critic_source != Path(config.model.path):
+    if config.has_critic_model and config.critic_source != Path(config.model.path):
         tokenizer.check_same(config.critic_source, config.critic_key)
     prompts = train_prompts(config.data, tokenizer)
     evaluations = {entry.name: eval_prompts(entry, config.data, tokenizer) for entry in config.data.eval}

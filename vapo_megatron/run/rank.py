@@ -81,7 +81,7 @@ def train_rank(config: TrainConfig, run_dir: Path, start: Start) -> None:
         agree(config, models, rollouts, recorder, resumed)
         saved = SavedRun(config, "train", run_dir, models.saved(), run_id_of(resumed))
         checkpointer = Checkpointer(config.checkpoint, saved, recorder, resumed, start.memory)
-        state = RunState(config.run, config.checkpoint, run_dir, checkpointer, updates, resumed)
+        state = RunState(config.run, config.checkpoint, run_dir, checkpointer, updates, resumed, models.probe)
         train(config, models, rollouts, state, recorder)
 
 

@@ -129,7 +129,7 @@ def is_finished(settings: Settings) -> bool:
 def _check_fit(settings: Settings, checkpoint: Path) -> None:
     """Raises BadInput where a model of the config has another shape than the one that was saved."""
     models = {"actor": ("model.path", Path(settings.model.path))}
-    if isinstance(settings, TrainConfig) and settings.algorithm.uses_critic:
+    if isinstance(settings, TrainConfig) and settings.has_critic_model:
         models["critic"] = (settings.critic_key, settings.critic_source)
     for name, (key, path) in models.items():
         card, now = read_model_card(checkpoint / name), read_spec(path)

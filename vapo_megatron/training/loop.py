@@ -1,6 +1,7 @@
 """VAPO (arXiv 2504.05118), read from top to bottom."""
 
 from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.megatron.probe import Probe
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import estimate_advantages
 from vapo_megatron.training.collect import collect, spread, step_rule
@@ -27,6 +28,7 @@ def train(config: TrainConfig, models: Models, rollouts: Rollouts, state: RunSta
     if state.is_new:
         evaluate(rollouts, config.data.eval, config.evaluation, state, recorder)
     if models.critic is not None and config.value_pretraining.enabled and state.needs_value_pretraining:
+        assert not isinstance(models.critic, Probe), "the config refuses it"
         pretraining, whole = config.value_pretraining, config.pretraining_algorithm
         pretrain_value(models.critic, models.memory, rollouts, pretraining, whole, config.batch, state, recorder)
         export_critic(models, engines, config.export, state)

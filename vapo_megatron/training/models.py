@@ -2,16 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
 from vapo_megatron.checkpoint.resume import Resumed, SavedModel
+from vapo_megatron.collectives import on_rank_zero
 from vapo_megatron.config.policy import KlConfig
 from vapo_megatron.config.run import SkippedUpdatesConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.megatron.mesh import Mesh, make_mesh
 from vapo_megatron.megatron.offload import MemoryPlan
+from vapo_megatron.megatron.probe import PROBE_FILE, Probe
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.training.skipped_updates import SkippedUpdates
 from vapo_megatron.weights.load import load_hf
@@ -37,7 +40,7 @@ class Models:
     """
 
     actor: Trainable
-    critic: Trainable | None = None
+    critic: Trainable | Probe | None = None
     reference: Trainable | None = None
     has_base_as_reference: bool = False
     sources: Mapping[str, Path] = field(default_factory=dict)
@@ -48,19 +51,27 @@ class Models:
     updates: SkippedUpdates = field(init=False, default_factory=lambda: SkippedUpdates(SkippedUpdatesConfig()))
 
     def __post_init__(self) -> None:
-        every = {model.name: model for model in (self.actor, self.critic, self.reference) if model is not None}
+        every = {model.name: model for model in (*self.trained, self.reference) if model is not None}
         self.memory = MemoryPlan(every, self.shares_device)
 
     @property
     def trained(self) -> list[Trainable]:
-        """Actor, and critic where there is one."""
-        return [self.actor] if self.critic is None else [self.actor, self.critic]
+        """Actor, and critic where that is a model."""
+        if self.critic is None or isinstance(self.critic, Probe):
+            return [self.actor]
+        return [self.actor, self.critic]
+
+    @property
+    def probe(self) -> Probe | None:
+        """The critic where it is no model."""
+        return self.critic if isinstance(self.critic, Probe) else None
 
     def judge_updates(self, updates: SkippedUpdates) -> None:
         """Have all updates of the models judged before they are made."""
         self.updates = updates
-        for model in self.trained:
-            model.accepts = updates.accepts
+        for model in (self.actor, self.critic):
+            if model is not None:
+                model.accepts = updates.accepts
 
     @property
     def critic_is_new(self) -> bool:
@@ -79,9 +90,17 @@ def load_models(config: TrainConfig, resumed: Resumed | None) -> Models:
     algorithm, sources = config.algorithm, model_sources(config)
     meshes: dict[str, Mesh] = {}
     models = {name: _load(name, source, config, meshes, resumed) for name, source in sources.items()}
+    critic: Trainable | Probe | None = models.get("critic")
+    if algorithm.uses_critic and not config.has_critic_model:
+        section, outputs = config.trainable("critic"), algorithm.value_loss.outputs
+        critic = Probe(section, models["actor"].spec.hidden_size, outputs, config.critic.head_init_std, config.run.seed)
+        if config.critic.init_path is not None:
+            critic.start_from(Path(config.critic.init_path))
+        if resumed is not None and (state := on_rank_zero(partial(resumed.read, PROBE_FILE))):
+            critic.load(state)
     return Models(
         models["actor"],
-        models.get("critic"),
+        critic,
         models.get("reference"),
         has_base_as_reference=algorithm.uses_reference and "reference" not in models,
         sources=sources,
@@ -128,7 +147,7 @@ def model_sources(config: TrainConfig) -> dict[str, Path]:
     reference in itself."""
     algorithm, policy_dir = config.algorithm, Path(config.model.path)
     sources = {"actor": policy_dir}
-    if algorithm.uses_critic:
+    if config.has_critic_model:
         sources["critic"] = config.critic_source
     if algorithm.uses_reference and config.actor.kind == "model":
         sources["reference"] = policy_dir

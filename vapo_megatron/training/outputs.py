@@ -19,6 +19,7 @@ from vapo_megatron.config.run import EVALUATION_SEED, EvaluationConfig, ExportCo
 from vapo_megatron.engines.engines import Engines, EnginesFailed
 from vapo_megatron.evaluation.evaluator import Evaluator
 from vapo_megatron.evaluation.sets import SetResult, numbered
+from vapo_megatron.megatron.probe import Probe
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.models import Models
@@ -52,17 +53,20 @@ def export_final(models: Models, engines: Engines, config: ExportConfig, state: 
             _save_final(models, engines, config, state)
 
 
-def chosen_models(models: Models, config: ExportConfig) -> list[Trainable]:
+def chosen_models(models: Models, config: ExportConfig) -> list[Trainable | Probe]:
     """The actor, and the critic where it is asked for."""
-    return [model for model in models.trained if model.name == "actor" or config.critic]
+    return [models.actor, models.critic] if config.critic and models.critic is not None else [models.actor]
 
 
-def save_models(models: Models, engines: Engines, chosen: list[Trainable], state: RunState, name: str) -> None:
+def save_models(models: Models, engines: Engines, chosen: list[Trainable | Probe], state: RunState, name: str) -> None:
     """Collective: write some models to hf/<name>."""
     with engines.kv_cache_offloaded():
         for model in chosen:
             models.memory.enter("export_policy" if model.name == "actor" else "export_critic")
             folder = state.run_dir / HF_FOLDER / name / model.name
+            if isinstance(model, Probe):
+                on_rank_zero(partial(model.export, folder))
+                continue
             source = models.sources[model.name]
             save_hf(model.chunks, model.spec, model.mesh, model.head, source, folder)
             if model.adapter is not None and model.head == "lm":

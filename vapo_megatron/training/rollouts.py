@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from vapo_megatron.agents.episodes import Agents, episode_metrics, is_whole
 from vapo_megatron.algorithms.selection import informative_groups
+from vapo_megatron.checkpoint.manifest import GROUPS_FILE
 from vapo_megatron.checkpoint.resume import Resumed
 from vapo_megatron.collectives import broadcast_value, on_rank_zero
 from vapo_megatron.config.reward import RewardConfig
@@ -315,9 +316,9 @@ def make_rollouts(
 
 def _saved_groups(resumed: Resumed, prompts: PromptSource, tokenizer: TextTokenizer) -> dict[int, list[Sample]]:
     """The graded groups of a checkpoint, without those that a run which went back to it is to leave out."""
-    if not resumed.graded_groups:
+    if not (graded := resumed.read(GROUPS_FILE)):
         return {}
-    groups = unpack_groups(resumed.graded_groups, prompts.at, tokenizer.decode)
+    groups = unpack_groups(graded, prompts.at, tokenizer.decode)
     return {number: group for number, group in groups.items() if number >= prompts.cursor}
 
 

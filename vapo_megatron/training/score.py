@@ -10,6 +10,7 @@ from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.megatron.offload import Phase
+from vapo_megatron.megatron.probe import Probe
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import baselines_of, shaped_rewards
@@ -22,7 +23,7 @@ from vapo_megatron.training.shards import ShardedBatch
 def score(models: Models, batch: ShardedBatch, config: AlgorithmConfig, recorder: Recorder) -> None:
     """Collective: fill old_logprobs, entropies and, where there is such a model, ref_logprobs and values.
 
-    Where the policy's only update gives them (update_gives_logprobs), the first two wait for it.
+    Where the policy's only update gives them (update_gives_logprobs), the first two wait for it, but for a probe.
     """
     if models.reference is not None:
         batch.own.ref_logprobs = of_all(models, models.reference, batch, "score_reference", recorder)[:, 0].contiguous()
@@ -30,8 +31,10 @@ def score(models: Models, batch: ShardedBatch, config: AlgorithmConfig, recorder
         with models.actor.as_base():
             outputs = of_all(models, models.actor, batch, "score_reference", recorder)
         batch.own.ref_logprobs = outputs[:, 0].contiguous()
-    if not update_gives_logprobs(config, batch):
-        record_policy(batch, of_all(models, models.actor, batch, "score_policy", recorder), recorder)
+    states: list[Tensor] | None = [] if isinstance(models.critic, Probe) else None
+    if states is not None or not update_gives_logprobs(config, batch):
+        record_policy(batch, of_all(models, models.actor, batch, "score_policy", recorder, states=states), recorder)
+        batch.own.hidden_states = states.pop() if states else None
     if models.critic is not None:
         table = batch.table
         batch.fill(baselines=baselines_of(shaped_rewards(table, config.shaping), table.group_ids, config.value_loss))
@@ -42,27 +45,33 @@ def score(models: Models, batch: ShardedBatch, config: AlgorithmConfig, recorder
 
 def of_all(
     models: Models,
-    model: Trainable,
+    model: Trainable | Probe,
     batch: ShardedBatch,
     phase: Phase,
     recorder: Recorder,
     read: Callable[[Tensor], Tensor] | None = None,
+    states: list[Tensor] | None = None,
 ) -> Tensor:
-    """Collective: a model's outputs (Trainable.score) for all samples, at home: [own T, ...]."""
+    """Collective: a model's outputs (Trainable.score) for all samples, and its states, at home: [own T, ...]."""
     models.memory.enter(phase)
     with recorder.phase(phase, total=batch.samples) as advance:
-        return score_all(model, batch, advance, read)
+        return score_all(model, batch, advance, read, states)
 
 
 def score_all(
-    model: Trainable,
+    model: Trainable | Probe,
     batch: ShardedBatch,
     advance: Callable[[int], None] | None = None,
     read: Callable[[Tensor], Tensor] | None = None,
+    states: list[Tensor] | None = None,
 ) -> Tensor:
     """Collective: what Trainable.score says of all samples, at home: [own T, ...]."""
     part = batch.part(model, range(batch.samples))
-    return batch.bring_home(part, model.score(part.batch, on_done=advance, read=read, share=part.share))
+    score = model.score if states is None or isinstance(model, Probe) else partial(model.score, states=states)
+    outputs = score(part.batch, on_done=advance, read=read, share=part.share)
+    if states:
+        states[:] = [batch.bring_home(part, states[0])]
+    return batch.bring_home(part, outputs)
 
 
 def update_gives_logprobs(config: AlgorithmConfig, batch: ShardedBatch) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor
 from vapo_megatron.collectives import broadcast_value, on_rank_zero
 from vapo_megatron.data.batch import ExperienceBatch, SampleTable, offsets, stretches
 from vapo_megatron.data.microbatch import Share
+from vapo_megatron.megatron.probe import Probe
 from vapo_megatron.megatron.trainable import Trainable
 
 Samples = NDArray[np.int64]
@@ -150,13 +151,15 @@ class ShardedBatch:
             dist.all_reduce(found)
         return found
 
-    def part(self, model: Trainable, samples: Sequence[int], *names: str) -> Part:
-        """Collective: what this rank computes of some samples with a model.
+    def part(self, model: Trainable | Probe, samples: Sequence[int], *names: str) -> Part:
+        """Collective: what this rank computes of some samples with a model; with a probe, those at home.
 
         names: the fields by tokens that are sent beside tokens and rollout log-probs, where they are filled in.
         """
         chosen = torch.as_tensor(samples, dtype=torch.int64)
         whole = self.table if len(chosen) == self.samples else self.table.select(chosen)
+        if isinstance(model, Probe):
+            return self._part_at_home(chosen, whole)
         plan, mesh = model.plan(whole.lengths, range(whole.samples)), model.mesh
         numbers = chosen.numpy()
         wanted = [numbers[plan.samples_of(d)] for d in range(mesh.dp_size)]
@@ -172,6 +175,13 @@ class ShardedBatch:
         for dp_rank in range(mesh.dp_size):
             reported[mesh.reporter(dp_rank)] = wanted[dp_rank]
         return Part(whole.select(mine).batch(**got), share, whole, mine, reported)
+
+    def _part_at_home(self, chosen: Tensor, whole: SampleTable) -> Part:
+        reported = [chosen[(chosen >= a) & (chosen < b)].numpy() for a, b in pairwise(self._homes.tolist())]
+        first, end = self.at_home.start, self.at_home.stop
+        mine = ((chosen >= first) & (chosen < end)).nonzero().squeeze(1)
+        batch = self.own if whole is self.table else self.own.select((chosen[mine] - first).tolist())
+        return Part(batch, Share([range(len(mine))], whole.samples), whole, mine, reported)
 
     def bring_home(self, part: Part, outputs: Tensor) -> Tensor:
         """Collective: what a model found of a part of all samples, at home: [own T, ...]."""
@@ -191,7 +201,9 @@ class ShardedBatch:
 
         It is called on rank 0, which is sent all fields. Raises what it raises, on every rank.
         """
-        sent = self.first(self.samples, *(name for name, over in _OVER.items() if over in _BY_TOKENS))
+        sent = self.first(
+            self.samples, *(name for name in _OVER if name != "hidden_states" and _OVER[name] in _BY_TOKENS)
+        )
         return on_rank_zero(lambda: work(self.table.batch(**sent)))
 
     def columns_of_whole(self, work: Callable[[ExperienceBatch], Tensor], columns: int) -> Tensor:

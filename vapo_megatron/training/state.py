@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from vapo_megatron.checkpoint.checkpointer import Checkpointer
-from vapo_megatron.checkpoint.manifest import PretrainingProgress, Progress
+from vapo_megatron.checkpoint.manifest import GROUPS_FILE, PretrainingProgress, Progress
 from vapo_megatron.checkpoint.recorded_rollouts import RecordedRollouts
 from vapo_megatron.checkpoint.resume import Resumed
 from vapo_megatron.checkpoint.state_saver import Snapshot
@@ -16,6 +16,7 @@ from vapo_megatron.collectives import on_rank_zero
 from vapo_megatron.config.run import CheckpointConfig, RunConfig
 from vapo_megatron.engines.engines import EnginesFailed
 from vapo_megatron.engines.stream import StopAsked
+from vapo_megatron.megatron.probe import PROBE_FILE, Probe
 from vapo_megatron.training.advantages import ReturnHistory
 from vapo_megatron.training.profiler import profiled
 from vapo_megatron.training.rollouts import Rollouts
@@ -43,9 +44,10 @@ class RunState:
         checkpointer: Checkpointer,
         updates: SkippedUpdates,
         resumed: Resumed | None = None,
+        probe: Probe | None = None,
     ) -> None:
-        """resumed: the checkpoint that the run goes on from."""
-        self.updates = updates
+        """resumed: the checkpoint that the run goes on from; probe: the critic where it is no model."""
+        self.updates, self._probe = updates, probe
         self._run, self._config, self._checkpointer = run, checkpoint, checkpointer
         self.run_dir, self.is_new = run_dir, resumed is None
         self.step = resumed.progress.step if resumed is not None else 0
@@ -115,7 +117,8 @@ class RunState:
             probe=rollouts.probe,
             returns=self.returns.state(),
         )
-        self._whole, failure = Snapshot(progress, self.metrics, self.recorded.files, graded), rollouts.engines.failure
+        contents = {GROUPS_FILE: graded, PROBE_FILE: self._probe.state() if self._probe is not None else b""}
+        self._whole, failure = Snapshot(progress, self.metrics, self.recorded.files, contents), rollouts.engines.failure
         self._checkpointer.safe_point(
             self._whole,
             due=periodic or (last and self._config.saves) or failure is not None,
@@ -145,7 +148,7 @@ class RunState:
             progress = self._whole.progress.model_copy(update={"groups": ledger})
             rollouts.end()  # engines that are idle can give memory
             self._checkpointer.safe_point(
-                replace(self._whole, progress=progress, groups=graded),
+                replace(self._whole, progress=progress, contents={**self._whole.contents, GROUPS_FILE: graded}),
                 due=True,
                 last=False,
                 making_room=rollouts.engines.kv_cache_offloaded,

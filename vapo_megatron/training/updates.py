@@ -15,6 +15,7 @@ from vapo_megatron.config.algorithm import AlgorithmConfig, UpdateConfig
 from vapo_megatron.config.policy import ImportanceSamplingConfig
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.errors import BadInput
+from vapo_megatron.megatron.probe import Probe
 from vapo_megatron.megatron.token_loss import StepResult, largest_over_ranks, sum_over_ranks
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.monitoring import names
@@ -23,7 +24,7 @@ from vapo_megatron.training.advantages import gae, new_tokens, teaches_critic, t
 from vapo_megatron.training.losses import PolicyLoss, ValueLoss, values_of
 from vapo_megatron.training.metrics import importance_metrics, mean_of
 from vapo_megatron.training.models import Models
-from vapo_megatron.training.score import record_policy, update_gives_logprobs
+from vapo_megatron.training.score import record_policy
 from vapo_megatron.training.shards import Part, ShardedBatch, seat
 from vapo_megatron.training.skipped_updates import UNFINISHED
 
@@ -36,7 +37,7 @@ RECOMPUTED = ("old_logprobs", "ref_logprobs")
 
 
 def first_update_faults(
-    critic: Trainable, part: Part, loss: ValueLoss, result: StepResult, config: AlgorithmConfig
+    critic: Trainable | Probe, part: Part, loss: ValueLoss, result: StepResult, config: AlgorithmConfig
 ) -> list[str]:
     """Collective: what the first optimizer step on a rollout gives away.
 
@@ -73,7 +74,7 @@ def first_update_faults(
     return found
 
 
-def _tolerance(critic: Trainable, largest: float) -> float:
+def _tolerance(critic: Trainable | Probe, largest: float) -> float:
     rounding = _ROUNDING[critic.dtype] if critic.config.precision.fp8 == "none" else 2 * _ROUNDING[torch.bfloat16]
     return rounding * max(1.0, largest)
 
@@ -105,6 +106,7 @@ def update_critic(
                     recorder.add({f"{names.CRITIC_FAULT}{fault}": 1.0 for fault in faults})
                 results.append(result)
             advance(len(samples))
+    batch.own.hidden_states = None
     recorder.add(update_metrics("critic", results, ()))
 
 
@@ -152,7 +154,7 @@ def update_policy(
         return
     results = []
     rounds = config.update.epochs
-    one_pass = update_gives_logprobs(config, batch)
+    one_pass = batch.own.old_logprobs is None  # update_gives_logprobs
     needed = ["old_logprobs", "ref_logprobs", "advantages", "importance_weights"]
     needed += ["values"] if config.policy_loss.function is not None else []
     models.memory.enter("update_policy")

@@ -88,6 +88,10 @@ def with_checkpoint(settings: ProbedRunConfig) -> ProbedRunConfig:
         BadInput: there is no critic, it is not where it is looked for, or its returns cannot be had by continuing.
     """
     algorithm, probes = settings.algorithm, settings.critic_probes
+    if settings.critic.kind == "probe":
+        raise BadInput(
+            "critic.kind=probe: its values are the actor's hidden states', only critics with a model are probed"
+        )
     if not algorithm.uses_critic:
         raise BadInput(f"algorithm.advantage.estimator={algorithm.advantage.estimator} has no critic to probe: use gae")
     for key, on in (

@@ -100,7 +100,7 @@ def check_model(config: TrainConfig) -> list[Line]:
     check_weights(directory, spec, "lm")
     TextTokenizer(directory, config.data.prompt).check_vocabulary(spec.vocab_size)
     lines = [Line("ok", f"{directory}: {spec.family}, {spec.parameter_count():,} parameters, tokenizer fits")]
-    if config.algorithm.uses_critic and config.critic_source != directory:
+    if config.has_critic_model and config.critic_source != directory:
         critic, is_new = check_critic_source(config, spec), config.critic.init == "policy"
         check_weights(config.critic_source, critic, "value", value_head="new" if is_new else "saved")
         TextTokenizer(directory, config.data.prompt).check_same(config.critic_source, config.critic_key)
@@ -246,7 +246,7 @@ def _allreduce_in_node(examination: Examination) -> list[Line]:
 def _disk(examination: Examination) -> list[Line]:
     config = examination.config
     sources = {"actor": config.model.path}
-    if config.algorithm.uses_critic:
+    if config.has_critic_model:
         sources["critic"] = str(config.critic_source)
     specs = {name: read_spec(model_directory(path)) for name, path in sources.items()}
     needed = checkpoint_bytes(config, trained_parameters(config, specs))

@@ -36,13 +36,18 @@ def on_device(phase: Phase, name: str, config: TrainableConfig) -> tuple[Part, .
 
 def phases_of(config: TrainConfig) -> list[Phase]:
     """The phases that a step of this config has."""
-    models = {"actor"} | ({"critic"} if config.algorithm.uses_critic else set())
+    models = {"actor"} | ({"critic"} if config.has_critic_model else set())
     # A policy with adapters is scored once more without them: as much as score_policy.
     models |= {"reference"} if config.algorithm.uses_reference and config.actor.kind == "model" else set()
     found = [phase for phase, worker in PHASES.items() if worker is None or worker in models]
-    if config.algorithm.update_gives_logprobs(config.samples, config.batch.prompts_per_step):
+    if not is_probe(config) and config.algorithm.update_gives_logprobs(config.samples, config.batch.prompts_per_step):
         found.remove("score_policy")
     return found
+
+
+def is_probe(config: TrainConfig) -> bool:
+    """Whether the critic is a probe, which needs the policy scored and keeps its hidden states."""
+    return config.algorithm.uses_critic and not config.has_critic_model
 
 
 # ExperienceBatch: token, rollout log-prob; old log-probs, entropies, values, advantages, returns, shaped rewards,
@@ -156,6 +161,8 @@ def _device(run: PlannedRun, phase: Phase, stages: dict[str, int], engine: Plann
             parts["activations kept"] = activations.kept(tokens, stage, _step_tokens(run, model))
         parts["activations in passing"] = activations.passing(tokens, training)
         parts["chunk of logits"] = activations.logits(tokens, stage, training)
+        if is_probe(config) and phase == "score_policy":
+            parts["hidden states in passing"] = 2 * tokens * model.spec.hidden_size * 4
     # For engines in FP8 the tensors of a bucket are quantised, and packed into a third buffer.
     quantised = config.rollout.quantization == "fp8"
     buckets = _BUCKETS + _GATHERED + 2 * quantised if phase == "weight_sync" else 0
@@ -232,6 +239,10 @@ def _host(run: PlannedRun) -> Holding:
         "rollout, on rank 0": 2 * tokens * (_ROLLOUT_BYTES + replay_bytes),
         "samples at home on the node": tokens * ranks / world * (_BATCH_BYTES + replay_bytes),
         "samples that models compute": ranks * computed,
+        # Where they were computed, and at home.
+        "hidden states": 2 * tokens * ranks / world * models["actor"].spec.hidden_size * models["actor"].width
+        if is_probe(config)
+        else 0,
         "samples, on rank 0": tokens * _SAMPLE_BYTES,
         "offloaded weights and optimizers": ranks * offloaded,
         "ranks and engines beside tensors": ranks * hardware.rank_memory,

@@ -205,7 +205,7 @@ def planned_models(config: TrainConfig, world: int) -> dict[str, PlannedModel]:
     """
     spec = read_spec(model_directory(config.model.path))
     models = {"actor": _model("actor", spec, "lm", config.actor, config, world)}
-    if config.algorithm.uses_critic:
+    if config.has_critic_model:
         source = model_directory(str(config.critic_source))
         critic = read_spec(source, value_outputs=config.algorithm.value_loss.outputs)
         models["critic"] = _model("critic", critic, "value", config.critic, config, world)
