@@ -98,7 +98,7 @@ def test_groups_come_in_the_order_asked_for_and_go_where_there_is_room() -> None
 def test_what_a_lost_server_had_goes_to_the_others_first_of_all() -> None:
     made, clients = dispatcher(30.0, 0.02, max_running_requests=2)
     with made:
-        work = made.loop.start(made._collect(request(), lambda _: None))
+        work = made.loop.start(made._collect(request(), lambda _: None, made.generate))
         while len(clients[1].asked) < 4 and not work.done():
             time.sleep(0.001)
         made.lose("http://engine0")
@@ -117,7 +117,7 @@ def test_a_server_that_dies_or_lies_gets_nothing_more_until_it_is_used_again(mon
     made._are_replaced = True
     clients[2].version = 3  # of weights that nobody wants
     with made:
-        work = made.loop.start(made._collect(request(), lambda _: None))
+        work = made.loop.start(made._collect(request(), lambda _: None, made.generate))
         while not clients[1].asked:
             time.sleep(0.001)
         made.loop.run(clients[1].close())

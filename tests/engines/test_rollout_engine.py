@@ -189,7 +189,8 @@ def test_responses_that_wait_for_weights_are_no_hang(dispatcher: Dispatcher, ser
     """A weight sync may take longer than the limit of a batch."""
     client = EngineClient(server.address, 5.0)
     dispatcher.loop.run(client.pause("in_place"))
-    work = dispatcher.loop.start(dispatcher._collect(GenerationRequest(PROMPTS, 1, SAMPLING, 1, 0), lambda _: None))
+    request = GenerationRequest(PROMPTS, 1, SAMPLING, 1, 0)
+    work = dispatcher.loop.start(dispatcher._collect(request, lambda _: None, dispatcher.generate))
     time.sleep(1.0)
     told = ask_health(server.address, 5)
     dispatcher.loop.run(client.resume())

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -78,7 +79,10 @@ def _evaluate_in_the_run(settings: TrainConfig, tokenizer: TextTokenizer, engine
         tokenizer=tokenizer,
         evaluation_prompts=[eval_prompts(entry, data, tokenizer) for entry in data.eval],
         reward=settings.reward,
+        agents=None,
+        _open_agents=lambda: None,
     )
+    rollouts.generator = partial(Rollouts.generator, rollouts)
     with pytest.raises(Enough):
         evaluate_sets(cast(Rollouts, rollouts), data.eval, settings.evaluation, folder, 2)
 

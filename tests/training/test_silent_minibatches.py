@@ -39,7 +39,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, int, dict[str, float]]] = {
     ),
     "policy, none to imitate": (
         "level",
-        {"policy_loss": {"positive_nll": {"coef": 0.1, "positives": "correct"}}},
+        {"policy_loss": {"positive_nll": {"coef": 0.1}}},
         "actor",
         2,
         {"skipped_updates/no_signal": 1},
