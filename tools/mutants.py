@@ -71,8 +71,8 @@ MODULES = {
         "zigzag",
     ),
     "training": (
-        *("advantages", "collect", "exchange", "fault_checks", "losses", "metrics", "reference"),
-        *("rollouts", "score", "shards", "skipped_updates", "updates", "user_functions", "value_pretraining"),
+        *("advantages", "collect", "losses", "metrics", "rollouts", "score", "shards", "skipped_updates"),
+        *("updates", "user_functions", "value_pretraining"),
     ),
 }
 # Functions that only processes of their own call, whose calls are not seen: the tests of their module.
