@@ -28,6 +28,7 @@ class MetricsWriter:
         with atomic_write(self.path) as file:
             file.writelines(json.dumps(row) + "\n" for row in self.kept)
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        self._counts_links = os.fstat(self._file).st_nlink > 0  # some network file systems never do
 
     def write(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Append the row of `step`, which is in the file when this returns; its finite metrics.
@@ -54,7 +55,7 @@ class MetricsWriter:
 
     def _append(self, line: bytes) -> None:
         status = os.fstat(self._file)
-        if status.st_nlink == 0:
+        if self._counts_links and status.st_nlink == 0:
             raise RunFailed(f"{self.path}: was removed while the run goes on, which is lost: start anew")
         size = status.st_size
         try:

@@ -29,7 +29,7 @@ function evaluationSection(runs) {
       table([...(several ? ["run"] : []), "set", "problem", "correct", "ground truth", "majority", "tokens", "truncated"], problems)) : null);
 }
 
-function timeSection(runs) {
+function timeSection(runs, live) {
   const parts = runs.filter((run) => run.phases.length).map((run) => {
     const gauges = [...new Set(run.phases.flatMap((phase) => Object.keys(phase.peaks)))];
     const rows = run.phases.map((phase) => [phase.name, short(phase.seconds), share(phase.share),
@@ -39,7 +39,8 @@ function timeSection(runs) {
     return [runs.length > 1 ? element("h3", {}, run.name) : null, table(titles, rows, [1, 2, ...gauges.map((_, i) => i + 4)])];
   });
   const traces = runs.flatMap((run) => run.traces.map((name) => element("li", {},
-    element("a", { href: `${runs.length > 1 ? run.directory + "/" : ""}profile/${name}`, download: "" }, name))));
+    live ? element("code", {}, `${run.directory}/profile/${name}`) // its server has the page alone
+      : element("a", { href: `${runs.length > 1 ? run.directory + "/" : ""}profile/${name}`, download: "" }, name))));
   if (traces.length) parts.push([element("h3", {}, "Traces"), element("p", {},
     "Open traces (.json.gz) in ui.perfetto.dev, histories of GPU memory (.pickle) in pytorch.org/memory_viz."), element("ul", {}, traces)]);
   return parts.length ? titled("time", "Time and memory", ...parts.flat()) : null;
@@ -55,7 +56,7 @@ function draw(data, live) {
       alarms.map(([run, row]) => [...(several ? [run.name] : []), element("b", { class: "wrong" }, row.name), row.steps, row.meaning, row.remedy]))) : null,
     evaluationSection(runs),
     drawn.length ? titled("curves", "Curves", element("div", { class: "charts" }, drawn)) : null,
-    timeSection(runs),
+    timeSection(runs, live),
     samplesSection(runs),
     ...runs.filter((run) => run.table.length).map((run, i) => titled("metrics" + i, several ? `Metrics of ${run.name}` : "Metrics",
       table(["metric", "first", "best", "last"], run.table.map((row) => [element("code", {}, row.name), row.first, row.best, row.last])))),
