@@ -2,11 +2,13 @@
 what the trainer does after a weight sync by every transport."""
 
 import asyncio
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from tiny_qwen3 import chosen_experts, largest_difference, make_moe, token_logprobs
@@ -30,6 +32,16 @@ EXPERT = "model.layers.1.mlp.experts.{}.up_proj.weight"
 DEADLINE = 120.0
 
 
+def starters() -> set[int]:
+    """Processes that servers of this test have started: a server looks at ports before its first one."""
+    started = set()
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if "spawn_main" in " ".join(child.cmdline()):
+                started.add(child.pid)
+    return started
+
+
 @contextmanager
 def engine(model_path: Path, folder: Path, nodes: int, **server_args: Any) -> Iterator[Sequence[EngineServer]]:
     """The parts of an engine of two ranks, on as many nodes of this machine."""
@@ -46,10 +58,16 @@ def engine(model_path: Path, folder: Path, nodes: int, **server_args: Any) -> It
     servers = [
         EngineServer(model_path, config, "float32", folder / f"engine_{part.index}.log", part=part) for part in parts
     ]
+    deadline = time.monotonic() + DEADLINE
     with ExitStack() as stack:
-        for server in servers:
+        # Later nodes ask for the first one's ports to be free on their machine, which here is the same one.
+        for part, server in reversed(list(zip(parts, servers, strict=True))):
+            running = starters()
             stack.callback(server.stop)
             server.start()
+            while part.index and not starters() - running:
+                assert time.monotonic() < deadline, "the second node started no scheduler"
+                time.sleep(0.1)
         for server in servers:
             server.wait_until_ready()
         yield servers
