@@ -32,14 +32,14 @@ EXPERT = "model.layers.1.mlp.experts.{}.up_proj.weight"
 DEADLINE = 120.0
 
 
-def starters() -> set[int]:
-    """Processes that servers of this test have started: a server looks at ports before its first one."""
-    started = set()
+def schedulers() -> set[int]:
+    """Processes that servers of this test have forked: a server looks at ports before its first one."""
+    pids = set()
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
-            if "spawn_main" in " ".join(child.cmdline()):
-                started.add(child.pid)
-    return started
+            if all("server_main" in " ".join(process.cmdline()) for process in (child, child.parent())):
+                pids.add(child.pid)
+    return pids
 
 
 @contextmanager
@@ -62,10 +62,10 @@ def engine(model_path: Path, folder: Path, nodes: int, **server_args: Any) -> It
     with ExitStack() as stack:
         # Later nodes ask for the first one's ports to be free on their machine, which here is the same one.
         for part, server in reversed(list(zip(parts, servers, strict=True))):
-            running = starters()
+            running = schedulers()
             stack.callback(server.stop)
             server.start()
-            while part.index and not starters() - running:
+            while part.index and not schedulers() - running:
                 assert time.monotonic() < deadline, "the second node started no scheduler"
                 time.sleep(0.1)
         for server in servers:
