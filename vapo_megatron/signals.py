@@ -2,15 +2,24 @@
 SIGHUP (a terminal that is gone, unless nohup has it ignored).
 
 A handler only takes note; the run looks at it where its state is whole. A repeated signal is the same request.
+And how a process is ended that runs code of others, with all that this code has started.
 """
 
+import ctypes
 import os
 import signal
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import psutil
+
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
+
+_libc = ctypes.CDLL(None)
+_PR_SET_CHILD_SUBREAPER = 36
+_TREE_SECONDS = 2.0  # for the kernel to end what was killed
 
 _received: list[str] = []
 _terminals: list[int] = []
@@ -55,6 +64,35 @@ def stop_signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def adopt_orphans() -> None:
+    """From now on descendants whose parent ends become children of this process, daemons included; exec keeps this."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_tree(pid: int) -> None:
+    """Kill a child of this process that adopts orphans, and all its descendants, in whichever session they are.
+
+    The caller waits for the child. What a process left that had ended by itself before is only killed in its group.
+    """
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)  # it starts nothing more, and still adopts
+    with suppress(psutil.Error):
+        root, end = psutil.Process(pid), time.monotonic() + _TREE_SECONDS
+        while any([_killed(child) for child in root.children(recursive=True)]) and time.monotonic() < end:
+            time.sleep(0.001)
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _killed(process: psutil.Process) -> bool:
+    """Send SIGKILL; False where the process had ended already."""
+    with suppress(psutil.Error):
+        if process.status() != psutil.STATUS_ZOMBIE:
+            process.kill()
+            return True
+    return False
 
 
 def stop_requested() -> str | None:

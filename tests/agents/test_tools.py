@@ -1,10 +1,14 @@
 """Tools against what a policy may write."""
 
 import asyncio
+import resource
+from pathlib import Path
 
 import pytest
 
+from vapo_megatron.agents import tools
 from vapo_megatron.agents.tools import Search, run_python
+from vapo_megatron.engines.inside.heartbeat import stands_still
 
 
 def run(code: str, seconds: float = 5.0) -> tuple[str, bool]:
@@ -46,6 +50,18 @@ def test_a_hostile_call_ends_with_a_reason(code: str, says: str) -> None:
 def test_a_call_that_hangs_is_ended() -> None:
     output, ended_well = run("import time\ntime.sleep(60)", seconds=0.5)
     assert not ended_well and "[stopped after 0.5 s]" in output
+
+
+def test_a_daemon_that_gets_past_the_guard_ends_with_its_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools, "_GUARD", "import sys; exec(sys.stdin.read())")
+    monkeypatch.setattr(resource, "RLIMIT_NPROC", resource.RLIMIT_CORE)  # this, too, would keep it from forking
+    code = (
+        "import os, time\nif not os.fork():\n    os.setsid()\n    if not os.fork():\n"
+        f"        open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n        time.sleep(600)\n"
+        "    os._exit(0)\ntime.sleep(600)"
+    )
+    assert "[stopped after 2 s]" in run(code, seconds=2.0)[0]
+    assert stands_still(int((tmp_path / "pid").read_text())) is not None
 
 
 def test_search_puts_the_rarer_word_first() -> None:

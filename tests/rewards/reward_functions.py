@@ -18,6 +18,10 @@ def obey(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> 
         child = subprocess.Popen(["sleep", "600"])
         Path(extra["pid_file"]).write_text(str(child.pid))
         response = response.removeprefix("leave a child, ")
+    if response.startswith("leave daemons, "):
+        for _ in range(int(extra["daemons"])):
+            leave_daemon(extra["pid_file"])
+        response = response.removeprefix("leave daemons, ")
     if response == "hang":
         time.sleep(600)
     if response == "exit":
@@ -38,6 +42,30 @@ def obey(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> 
     if "score" in extra:
         return float(extra["score"])
     return problem + response == answer
+
+
+def orphans(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> float:
+    """Leave children whose parents are gone and which end by themselves; how many processes hang on this one."""
+    for _ in range(int(extra["orphans"])):
+        if child := os.fork():
+            os.waitpid(child, 0)
+        else:
+            os.fork()
+            os._exit(0)
+    return float(len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+
+
+def leave_daemon(pid_file: str) -> None:
+    """A process in a session of its own whose parent is gone: what daemon(3) does, and a careless `setsid ... &`."""
+    if child := os.fork():
+        os.waitpid(child, 0)
+        return
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    with Path(pid_file).open("a") as file:
+        file.write(f"{os.getpid()} ")
+    os.execlp("sleep", "sleep", "600")
 
 
 if (_mark := Path(os.environ.get("KILLED_AT_IMPORT", "/dev/null"))) and not _mark.exists():

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from vapo_megatron.config.reward import RewardConfig
+from vapo_megatron.engines.inside.heartbeat import stands_still
 from vapo_megatron.errors import BadInput
 from vapo_megatron.rewards import pool as pool_module
 from vapo_megatron.rewards.grading import grades_of
@@ -112,6 +113,23 @@ def test_what_a_function_starts_ends_with_its_worker(tmp_path: Path) -> None:
             while child.status() != psutil.STATUS_ZOMBIE:
                 assert time.monotonic() < deadline, f"the child of {end} lives on"
                 time.sleep(0.01)
+
+
+@pytest.mark.usefixtures("functions_importable")
+def test_not_even_daemons_outlive_the_timeout_of_their_function(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    with VerifierPool(_function_config("obey", workers=1, response_timeout_s=2.0)) as pool:
+        case = Case("ab", "leave daemons, hang", problem="a", extra={"pid_file": str(pids), "daemons": 100})
+        assert pool.grade_batch([case])[0].reason == "timeout"
+        daemons = pids.read_text().split()
+        assert daemons and not [pid for pid in daemons if stands_still(int(pid)) is None]
+
+
+@pytest.mark.usefixtures("functions_importable")
+def test_orphans_that_end_do_not_fill_the_process_table() -> None:
+    with VerifierPool(_function_config("orphans", workers=1, response_timeout_s=60.0)) as pool:
+        grades = pool.grade_batch([Case("", "", extra={"orphans": 300}), Case("", "", extra={"orphans": 0})])
+        assert [grade.score for grade in grades] == [300.0, 0.0]
 
 
 @pytest.mark.usefixtures("functions_importable")

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 
+from vapo_megatron.signals import adopt_orphans, end_tree
+
 _MOST_OUTPUT = 16 << 10
 _MIB = 1 << 20
 _WORDS = re.compile(r"\w+")
@@ -46,12 +48,13 @@ async def run_python(code: str, seconds: float = 10.0, memory_mib: int = 512) ->
     """Run Python code in a process of its own; what it printed, cut to 16 KiB, and whether it ended well.
 
     The process has an empty folder, no environment, limits of time, memory, file size and open files, and no core file;
-    it and its session are killed when the time is over. Network, child processes and files outside that folder are
-    refused by an audit hook of the interpreter: that stops code that a policy writes, not an attacker with an exploit
-    of CPython. Use a container for the latter.
+    it and all its descendants are killed when the time is over. Network, child processes and files outside that folder
+    are refused by an audit hook of the interpreter: that stops code that a policy writes, not an attacker with an
+    exploit of CPython. Use a container for the latter.
     """
 
     def limit() -> None:
+        adopt_orphans()
         cpu = math.ceil(seconds) + 1
         for kind, most in (
             (resource.RLIMIT_CPU, cpu),
@@ -104,8 +107,11 @@ async def _talk(process: asyncio.subprocess.Process, code: bytes) -> tuple[bytes
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode is None:
+        end_tree(process.pid)
+    else:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 class Search:

@@ -18,15 +18,19 @@ import struct
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from vapo_megatron.errors import reason_of
+from vapo_megatron.signals import adopt_orphans
 
 _LENGTH = struct.Struct("<I")
 _MIB = 1 << 20
 _PR_SET_PDEATHSIG = 1
 # The pool kills a worker at its deadline; the worker's own timer is for a pool that is no longer there.
 _GRACE_SECONDS = 5.0
+_MOST_CHILDREN = 256
 
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -64,6 +68,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)  # sent to whole process groups; the trainer decides when we end
+    adopt_orphans()
     threading.Thread(target=_end_with_trainer, args=(requests,), daemon=True).start()
     decoder = Decoder()
     handler: Handler | None = None
@@ -82,7 +87,16 @@ def main() -> None:
                 signal.setitimer(signal.ITIMER_PROF, deadline + _GRACE_SECONDS)
                 reply = _handle(handler, message)
                 signal.setitimer(signal.ITIMER_PROF, 0)
+                _reap()
             _write(replies, encode(reply))
+
+
+def _reap() -> None:
+    """Wait for orphans that have ended, once they are many: a function may still ask for its own children's codes."""
+    with suppress(OSError):
+        if len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()) > _MOST_CHILDREN:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
 
 
 def _private_pipes() -> tuple[int, int]:

@@ -1,18 +1,16 @@
 """The pool's end of one verifier process."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections import deque
-from contextlib import suppress
 from typing import Any
 
 import psutil
 
 from vapo_megatron.rewards.worker import Decoder, encode
-from vapo_megatron.signals import stop_signals_blocked
+from vapo_megatron.signals import end_tree, stop_signals_blocked
 
 # A case that is limited in processor time may take this many times as long by the clock.
 _PATIENCE = 10
@@ -112,10 +110,9 @@ class WorkerProcess:
             return None
 
     def kill(self) -> None:
-        """End it now, with all that it has started and that is still in its session, and wait for it."""
+        """End it now, with all that it has started, and wait for it."""
         if self.process.returncode is None:  # nobody has waited for it: its number is still its own
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+            end_tree(self.process.pid)
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
