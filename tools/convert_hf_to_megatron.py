@@ -46,7 +46,7 @@ def echo_conversion(
     import torch
 
     from vapo_megatron.megatron.parity import comparison
-    from vapo_megatron.monitoring.stage_bars import stage_bars
+    from vapo_megatron.monitoring.console import stage_bars
     from vapo_megatron.weights.convert import hf_to_megatron
 
     remarks: list[str] = []

@@ -75,7 +75,7 @@ def echo_conversion(source: Path, out: Path, dtype: str | None, gib: float, veri
     import torch
 
     from vapo_megatron.megatron.parity import comparison
-    from vapo_megatron.monitoring.stage_bars import stage_bars
+    from vapo_megatron.monitoring.console import stage_bars
     from vapo_megatron.weights.convert import megatron_to_hf
 
     digests = saved_digests(source)

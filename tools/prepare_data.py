@@ -15,7 +15,7 @@ import typer
 from vapo_megatron.command_line import run_app
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.errors import BadInput, told_in_one_line
-from vapo_megatron.monitoring.stage_bars import stage_bars
+from vapo_megatron.monitoring.console import stage_bars
 from vapo_megatron.operations.preparation.layouts import LAYOUTS
 from vapo_megatron.operations.preparation.prepare import OVERLAP_LIMIT, prepare
 

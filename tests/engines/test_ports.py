@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.engines import server
 from vapo_megatron.engines.node_part import BESIDE_MEETING, BESIDE_SERVER, free_port
 from vapo_megatron.engines.server import EngineServer
 from vapo_megatron.errors import TryAgain
@@ -29,15 +30,17 @@ def test_servers_that_start_at_once_share_no_port() -> None:
     assert len(ports) > 4 and len(taken) == len(set(taken))
 
 
-@pytest.mark.parametrize(("server_args", "apart"), [({}, False), ({"attn_dp_size": 2}, True)])
-def test_a_server_whose_gpus_attend_apart_has_one_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server_args: dict[str, int], apart: bool
+@pytest.mark.parametrize(("server_args", "beside"), [({}, ()), ({"attn_dp_size": 2}, BESIDE_SERVER)])
+def test_a_servers_port_is_none_that_the_kernel_hands_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server_args: dict[str, int], beside: tuple[int, ...]
 ) -> None:
-    given = free_port(BESIDE_SERVER)
-    monkeypatch.setattr("vapo_megatron.engines.server.free_port", lambda beside: given)
+    asked: list[tuple[int, ...]] = []
+    monkeypatch.setattr(server, "free_port", lambda beside: asked.append(beside) or free_port(beside))
     config = RolloutConfig.model_validate({"tp": 2, "server_args": server_args})
     with EngineServer("model", config, "float32", tmp_path / "log")._bound() as listener:
-        assert (listener.getsockname()[1] == given) is apart
+        port = listener.getsockname()[1]
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    assert asked == [beside] and not first <= port <= last
 
 
 def test_they_are_those_of_the_installed_sglang() -> None:

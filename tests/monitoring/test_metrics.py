@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,25 +14,25 @@ from vapo_megatron.monitoring.metrics import MetricsWriter, read_metrics
 
 
 def test_a_row_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path / "run") as writer:
+    with closing(MetricsWriter(tmp_path / "run")) as writer:
         writer.write(1, {"reward/mean": 0.5})
         lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [{"step": 1, "reward/mean": 0.5}]
 
 
 def test_figures_that_are_not_finite_become_null(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         assert writer.write(1, {"a/x": math.nan, "a/y": -math.inf, "a/z": 2.0}) == {"a/z": 2.0}
     assert read_metrics(tmp_path) == [{"step": 1, "a/x": None, "a/y": None, "a/z": 2.0}]
 
 
 def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         for step in range(1, 6):
             writer.write(step, {"a/x": float(step)})
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 6, "a/x"')  # killed while writing
-    with MetricsWriter(tmp_path, start_step=4) as writer:
+    with closing(MetricsWriter(tmp_path, start_step=4)) as writer:
         writer.write(4, {"a/x": 40.0})
     expected = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
     assert [(row["step"], row["a/x"]) for row in read_metrics(tmp_path)] == expected
@@ -39,7 +40,7 @@ def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path: Path) -> None:
 
 def test_a_fresh_run_keeps_nothing_of_an_earlier_one(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
-        with MetricsWriter(tmp_path) as writer:
+        with closing(MetricsWriter(tmp_path)) as writer:
             writer.write(0, {"a/x": value})
     assert read_metrics(tmp_path) == [{"step": 0, "a/x": 2.0}]
 
@@ -53,7 +54,7 @@ def test_a_full_disk_is_bad_input_and_leaves_no_half_row(tmp_path: Path, monkeyp
         raise OSError(28, "No space left on device")
 
     write = os.write
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         writer.write(1, {"a/x": 1.0})
         before = (tmp_path / "metrics.jsonl").read_bytes()
         monkeypatch.setattr(os, "write", short_then_full)
@@ -70,7 +71,7 @@ def test_a_broken_row_is_named_with_its_line(tmp_path: Path) -> None:
 
 def test_a_run_whose_directory_is_removed_does_not_end_as_if_all_were_well(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    with MetricsWriter(tmp_path / "run") as writer:
+    with closing(MetricsWriter(tmp_path / "run")) as writer:
         writer.write(1, {"reward/mean": 0.5})
         shutil.rmtree(tmp_path / "run")
         with pytest.raises(RunFailed, match="was removed while the run goes on"):

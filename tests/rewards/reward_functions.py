@@ -31,9 +31,8 @@ def obey(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> 
     if response == "raise memory":
         raise MemoryError
     if response == "limits":
-        # seconds until its own timer, MiB of memory, of a core file; what it may read
-        own = signal.getitimer(signal.ITIMER_PROF)[0]
-        found = (own, resource.getrlimit(resource.RLIMIT_AS)[0] >> 20, *resource.getrlimit(resource.RLIMIT_CORE))
+        # MiB of memory, of a core file; what it may read
+        found = (resource.getrlimit(resource.RLIMIT_AS)[0] >> 20, *resource.getrlimit(resource.RLIMIT_CORE))
         raise ValueError(f"{found} {os.read(0, 9)!r}")
     if response == "raise":
         raise KeyError("no such\nkey")

@@ -61,7 +61,7 @@ def test_an_empty_batch_has_no_grades(math_pool: VerifierPool) -> None:
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_worker_passes_over_stop_signals_from_its_first_moment_on(number: signal.Signals) -> None:
-    greeting = {"function": None, "correct_above": None, "memory_mib": 4096, "response_timeout_s": 5.0}
+    greeting = {"function": None, "correct_above": None, "memory_mib": 4096}
     worker = WorkerProcess(greeting, startup_timeout_s=60)
     try:
         worker.process.send_signal(number)  # Python has not started in it
@@ -153,9 +153,7 @@ def test_a_score_that_is_not_finite_is_an_error() -> None:
 def test_a_worker_has_its_limits_and_nothing_to_read() -> None:
     with VerifierPool(_function_config("obey", workers=1, response_timeout_s=7.0, memory_mib=700)) as pool:
         limits, memory = pool.grade_batch([Case("", "limits"), Case("", "raise memory")])
-        timer, _, rest = limits.detail.partition(", ")
-        assert rest == "700, 0, 0) b''", limits.detail
-        assert 11 < float(timer.removeprefix("ValueError: (")) < 12.1  # for a pool that is gone: after its own limit
+        assert limits.detail == "ValueError: (700, 0, 0) b''"
         assert memory.reason == "memory"
 
 
@@ -449,7 +447,7 @@ def test_a_formula_that_takes_too_long_is_told_by_its_grade_alone(capfd: pytest.
 def test_a_case_is_due_when_its_processor_time_is_used_up_or_ten_times_that_has_passed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    greeting = {"function": None, "correct_above": None, "memory_mib": 4096, "response_timeout_s": 5.0}
+    greeting = {"function": None, "correct_above": None, "memory_mib": 4096}
     clock = SimpleNamespace(now=100.0, used=0.5)
 
     def process(pid: int) -> SimpleNamespace:

@@ -91,7 +91,7 @@ _LOWEST, _HIGHEST, _KERNELS_OWN = 20480, 65536, Path("/proc/sys/net/ipv4/ip_loca
 _STRIDE = 512
 
 
-def free_port(beside: Sequence[int], candidates: Iterable[int] | None = None) -> int:
+def free_port(beside: Sequence[int] = (), candidates: Iterable[int] | None = None) -> int:
     """A port that is free now, as are those at these distances above it.
 
     candidates: to be tried in turn; None: some below the range that the kernel hands out.
@@ -99,11 +99,12 @@ def free_port(beside: Sequence[int], candidates: Iterable[int] | None = None) ->
     Raises:
         TryAgain: there is none.
     """
-    for port in _some() if candidates is None else candidates:
+    for port in _some(_STRIDE if beside else 1) if candidates is None else candidates:
         with ExitStack() as taken:
             if all(_take(port + distance, taken) for distance in (0, *beside)):
                 return port
-    raise TryAgain(f"no port of this machine is free together with those at {list(beside)} above it: end other servers")
+    others = f" together with those at {list(beside)} above it" if beside else ""
+    raise TryAgain(f"no port of this machine is free{others}: end other servers")
 
 
 def _take(port: int, taken: ExitStack) -> bool:
@@ -115,10 +116,10 @@ def _take(port: int, taken: ExitStack) -> bool:
     return True
 
 
-def _some() -> list[int]:
+def _some(stride: int) -> list[int]:
     try:
         end = int(_KERNELS_OWN.read_text().split()[0])
     except (OSError, ValueError):
         end = _HIGHEST
-    found = range(_LOWEST, (end if end > _LOWEST + 8 * _STRIDE else _HIGHEST) - _STRIDE, _STRIDE)
-    return random.SystemRandom().sample(found, len(found))
+    ports = range(_LOWEST, (end if end > _LOWEST + 8 * _STRIDE else _HIGHEST) - _STRIDE, stride)
+    return random.SystemRandom().sample(ports, len(ports))

@@ -314,8 +314,8 @@ class EngineServer:
     def _bound(self) -> socket.socket:
         """The port, to be inherited, so that nobody else gets it. Not listening yet: early calls are refused."""
         listener = None
-        if not self._port and self._part.of == 1 and self._config.attention_parts > 1:
-            self._port = free_port(BESIDE_SERVER)
+        if not self._port:  # one that nobody gets by chance between two servers on it
+            self._port = free_port(BESIDE_SERVER if self._part.of == 1 and self._config.attention_parts > 1 else ())
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0]
             listener = socket.socket(family, kind, protocol)

@@ -12,7 +12,18 @@ from typing import IO
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -154,3 +165,26 @@ class RunConsole:
 def _cell(value: float | None, form: str) -> str:
     # NaN and the infinities have no place in a column of metrics: alarms report them.
     return "-" if value is None or value - value != 0 else format(value, form)
+
+
+@contextmanager
+def stage_bars(in_bytes: bool) -> Iterator[Callable[[str, int], Callable[[int], None]]]:
+    """Bars on standard error: a function that begins a stage of given name and size (0: unknown), and returns one that
+    advances it.
+
+    in_bytes: sizes are bytes, and bars stay; others are removed at the end of the block. A file gets plain lines.
+    """
+    counted: tuple[ProgressColumn, ...] = (MofNCompleteColumn(), TimeElapsedColumn())
+    if in_bytes:
+        counted = (DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description:>10}"), BarColumn(), *counted)
+    console = Console(stderr=True)
+    # Of bars that go with the block an empty line would be left in a file.
+    hidden = not in_bytes and not console.is_terminal
+    with Progress(*columns, console=console, transient=not in_bytes, disable=hidden) as bars:
+
+        def begin(name: str, total: int) -> Callable[[int], None]:
+            task = bars.add_task(name, total=total or None)
+            return lambda amount: bars.advance(task, amount)
+
+        yield begin

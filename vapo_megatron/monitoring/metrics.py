@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.data.jsonl import read_rows
@@ -46,12 +46,6 @@ class MetricsWriter:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _append(self, line: bytes) -> None:
         status = os.fstat(self._file)

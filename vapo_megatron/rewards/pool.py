@@ -206,7 +206,6 @@ class VerifierPool:
             "function": config.function,
             "correct_above": config.correct_above,
             "memory_mib": config.memory_mib,
-            "response_timeout_s": config.response_timeout_s,
         }
         self._workers.append(WorkerProcess(greeting, STARTUP_SECONDS))
 

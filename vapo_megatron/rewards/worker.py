@@ -1,10 +1,8 @@
-"""A verifier process: `python -m vapo_megatron.rewards.worker`, started and fed by rewards.pool alone.
+"""A verifier process: `python -m vapo_megatron.rewards.worker TRAINER_PID`, started and fed by rewards.pool alone.
 
 It reads messages on stdin and answers each on stdout: a four-byte length, then that much JSON in UTF-8. The first names
-what to load; "ready" or "failed" answers it. A worker may be killed at any moment and holds nothing that matters. It
-ends with the trainer, however that dies: the kernel kills it, though it be stopped. Where the trainer died before the
-kernel was asked to, a watching thread sees the closed pipe, and a kernel timer ends computations that do not let a
-thread run.
+what to load; "ready" or "failed" answers it. A worker may be killed at any moment and holds nothing that matters. The
+kernel kills it with the trainer, however that one dies, even a worker that is stopped.
 """
 
 import ctypes
@@ -12,11 +10,9 @@ import importlib
 import json
 import os
 import resource
-import select
 import signal
 import struct
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -28,8 +24,6 @@ from vapo_megatron.signals import adopt_orphans
 _LENGTH = struct.Struct("<I")
 _MIB = 1 << 20
 _PR_SET_PDEATHSIG = 1
-# The pool kills a worker at its deadline; the worker's own timer is for a pool that is no longer there.
-_GRACE_SECONDS = 5.0
 _MOST_CHILDREN = 256
 
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
@@ -63,30 +57,27 @@ class Decoder:
 
 def main() -> None:
     """Serve until stdin closes."""
-    requests, replies = _private_pipes()
     # With the thread that started us: the pool's own, or that which made the pool.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[1]):
+        return  # it died before the kernel was asked
+    requests, replies = _private_pipes()
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)  # sent to whole process groups; the trainer decides when we end
     adopt_orphans()
-    threading.Thread(target=_end_with_trainer, args=(requests,), daemon=True).start()
     decoder = Decoder()
     handler: Handler | None = None
-    deadline = 0.0
     while piece := os.read(requests, 1 << 16):
         for message in decoder.feed(piece):
             if handler is None:
                 _limit_memory(message["memory_mib"])
-                deadline = message["response_timeout_s"]
                 try:
                     handler = _load(message)
                     reply: dict[str, Any] = {"status": "ready"}
                 except Exception as error:  # whatever a user's module raises on import is told to the trainer
                     reply = {"status": "failed", "detail": reason_of(error)}
             else:
-                signal.setitimer(signal.ITIMER_PROF, deadline + _GRACE_SECONDS)
                 reply = _handle(handler, message)
-                signal.setitimer(signal.ITIMER_PROF, 0)
                 _reap()
             _write(replies, encode(reply))
 
@@ -106,13 +97,6 @@ def _private_pipes() -> tuple[int, int]:
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
     return requests, replies
-
-
-def _end_with_trainer(requests: int) -> None:
-    hangup = select.poll()
-    hangup.register(requests, 0)  # no events asked for: only the hang-up is reported
-    hangup.poll()
-    os._exit(0)
 
 
 def _limit_memory(mebibytes: int) -> None:

@@ -28,7 +28,7 @@ class WorkerProcess:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         with stop_signals_blocked():  # which are sent to every process of a job; the worker ends when we do
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "vapo_megatron.rewards.worker"],
+                [sys.executable, "-m", "vapo_megatron.rewards.worker", str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

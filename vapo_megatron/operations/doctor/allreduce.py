@@ -7,7 +7,6 @@ The last line it prints is bytes per second.
 import contextlib
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -70,13 +69,6 @@ def results(processes: Sequence["subprocess.Popen[str]"], deadline: float) -> li
                 process.kill()
             process.wait()
     return measured
-
-
-def free_port() -> int:
-    """One that was free just now, on all addresses of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def judge(

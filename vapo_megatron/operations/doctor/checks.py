@@ -23,6 +23,7 @@ from vapo_megatron.data.prompts import eval_prompts, train_prompts
 from vapo_megatron.data.rows import eval_problems, train_problems
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.client import REQUEST_SECONDS, EngineClient
+from vapo_megatron.engines.node_part import free_port
 from vapo_megatron.engines.server import EngineAddress, EngineServer
 from vapo_megatron.engines.weight_sync.quantization import engine_fp8
 from vapo_megatron.errors import VapoError
@@ -235,7 +236,7 @@ def _allreduce_in_node(examination: Examination) -> list[Line]:
     count = gpus or 2
     if count == 1:
         return [Line("not applicable", "one GPU")]
-    port = allreduce.free_port()
+    port = free_port()
     devices = [f"cuda:{rank}" if gpus else "cpu" for rank in range(count)]
     processes = [allreduce.start(device, rank, count, "127.0.0.1", port) for rank, device in enumerate(devices)]
     expected = hardware.nvlink * hardware.efficiency.nvlink if gpus else None

@@ -14,6 +14,7 @@ from rich.console import Console
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.engines.node_part import free_port
 from vapo_megatron.operations.doctor import allreduce
 from vapo_megatron.operations.doctor.checks import Check, Examination, checks, perform
 from vapo_megatron.operations.doctor.node import read_ports
@@ -148,7 +149,7 @@ def _all_reduce(examination: Examination) -> list[Line]:
         return [Line("fault", f"not tried: {silent} did not come", "see their lines")]
     if meeting.index == 0:
         # MASTER_ADDR may be an address that leads here, and that nothing here can be bound to.
-        meeting.put("allreduce/at", (os.environ.get("MASTER_ADDR") or socket.gethostname(), allreduce.free_port()))
+        meeting.put("allreduce/at", (os.environ.get("MASTER_ADDR") or socket.gethostname(), free_port()))
     address = meeting.get("allreduce/at", examination.wait)
     if address is None:
         return [Line("fault", "node 0 named no port", "see its lines")]
