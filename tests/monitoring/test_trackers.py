@@ -13,7 +13,7 @@ from test_samples import sample
 
 from vapo_megatron.config.run import MonitoringConfig, WandbConfig
 from vapo_megatron.monitoring import recorder as recorder_file
-from vapo_megatron.monitoring import tensorboard
+from vapo_megatron.monitoring import trackers
 from vapo_megatron.monitoring.metrics import read_metrics
 from vapo_megatron.monitoring.recorder import Recorder
 
@@ -85,7 +85,7 @@ def test_a_tracker_that_fails_is_one_line_and_a_count(
 
     with recorder(tmp_path) as record:
         write(record, 1, a__x=1.0)
-        monkeypatch.setattr(tensorboard.TensorBoard, "write", fails)
+        monkeypatch.setattr(trackers.TensorBoard, "write", fails)
         for step in (2, 3, 4):
             write(record, step, a__x=float(step))
     assert [row.get("tracking/failures") for row in read_metrics(tmp_path)] == [None, None, 1.0, 2.0]
