@@ -6,7 +6,6 @@ from math import comb
 from typing import NamedTuple
 
 import numpy as np
-import scipy.stats
 
 PROBLEMS = "_problems.jsonl"
 """Suffix of evaluation/<set>_problems.jsonl: the metrics of each problem, which `compare` reads."""
@@ -51,8 +50,10 @@ def bootstrap_interval(per_problem: Sequence[float], resamples: int = 10_000) ->
     """95 % percentile bootstrap interval of the mean over problems, which are resampled with replacement."""
     if len(per_problem) == 1:
         return Interval(per_problem[0], per_problem[0])
+    import scipy.stats  # 0.6 s, which every rank would wait for
+
     scores = np.asarray(per_problem, dtype=np.float64)
-    found = scipy.stats.bootstrap(
+    result = scipy.stats.bootstrap(
         (scores,),
         np.mean,
         n_resamples=resamples,
@@ -61,4 +62,4 @@ def bootstrap_interval(per_problem: Sequence[float], resamples: int = 10_000) ->
         batch=max(1, _DRAWN_AT_ONCE // len(scores)),
         rng=np.random.default_rng(0),
     )
-    return Interval(float(found.confidence_interval.low), float(found.confidence_interval.high))
+    return Interval(float(result.confidence_interval.low), float(result.confidence_interval.high))

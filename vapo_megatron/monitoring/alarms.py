@@ -2,12 +2,9 @@
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from statistics import fmean, median
-
-from scipy.stats import median_abs_deviation
+from statistics import NormalDist, fmean, median
 
 from vapo_megatron.config.run import AlarmsConfig
 from vapo_megatron.monitoring import names
@@ -95,7 +92,7 @@ _FAILED = 0.05  # share of responses
 _EVALUATIONS = 2  # in a row that have to be below the best one
 _CURVE = 20  # steps whose mean accuracy or reward is compared: single steps say little
 _SURE_ACCURACY = 0.9  # from here on a policy without entropy is one that has solved its problems
-_deviation = partial(median_abs_deviation, scale="normal")  # as the standard deviation of normal values
+_QUARTILE = NormalDist().inv_cdf(0.75)
 
 Rule = Callable[[History], str | None]
 
@@ -361,6 +358,12 @@ def tools_unused(history: History) -> str | None:
     if recent is None or not before or recent - 1 >= _FEWER_TURNS * (median(before) - 1):
         return None
     return f"{recent:.1f} turns an episode, {median(before):.1f} before"
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Median absolute deviation, scaled to the standard deviation of normal values."""
+    middle = median(values)
+    return median(abs(value - middle) for value in values) / _QUARTILE
 
 
 def _above(history: History, name: str, limit: float, steps: int, what: str) -> str | None:
