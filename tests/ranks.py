@@ -6,7 +6,8 @@ import queue
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ def _rank(
     backend = current_platform().world_backend if cuda else "gloo"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
     try:
-        results.put((rank, True, fn(*args)))
+        with _one_world() if world_size == 1 and not cuda else nullcontext():
+            results.put((rank, True, fn(*args)))
         dist.barrier()
     except BaseException:
         results.put((rank, False, traceback.format_exc()))
@@ -42,18 +44,22 @@ def _rank(
 
 
 def _in_this_process(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """One rank that is no process of its own: what it reaches is seen by a tool that watches this one.
-
-    All of a process's have one world, and every group of theirs is it: gloo's threads outlive its groups, and there
-    would be dozens a test.
-    """
+    """One rank that is no process of its own: what it reaches is seen by a tool that watches this one."""
     if not dist.is_initialized():
         store = tempfile.mkdtemp() + "/store"
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    with _one_world():
+        return fn(*args)
+
+
+@contextmanager
+def _one_world() -> Iterator[None]:
+    """Every group of a single rank is its world: gloo's threads outlive its groups, and a file of tests would have
+    thousands of them."""
     new_group = dist.new_group
     dist.new_group = distributed_c10d.new_group = lambda *args, **kwargs: dist.group.WORLD
     try:
-        return fn(*args)
+        yield
     finally:
         dist.new_group = distributed_c10d.new_group = new_group
 

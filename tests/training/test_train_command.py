@@ -36,7 +36,7 @@ def vapo(*arguments: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's task and a policy that has seen a little of it."""
+    """The quickstart's task and a model that has not seen it."""
     folder = tmp_path_factory.mktemp("task")
     subprocess.run(
         [sys.executable, str(QUICKSTART / "make_task.py"), "--out", str(folder), "--seed", "3", "--sft-rows", "6400"],
@@ -44,24 +44,30 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
         timeout=DEADLINE,
         capture_output=True,
     )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cold_start(task: Path) -> str:
+    """The setting of a policy that has seen a little of the task."""
     vapo(
         "sft",
         str(QUICKSTART / "sft.yaml"),
-        f"model.path={folder / 'model'}",
-        f"data.path={folder / 'sft.jsonl'}",
+        f"model.path={task / 'model'}",
+        f"data.path={task / 'sft.jsonl'}",
         "data.steps=90",
         "actor.optimizer.decay=constant",
         "actor.optimizer.min_lr=0",
-        f"run.root={folder}",
+        f"run.root={task}",
     )
-    return folder
+    return f"model.path={task / 'sft/hf/final/actor'}"
 
 
 def train_arguments(task: Path, name: str, *more: str) -> list[str]:
     return [
         "train",
         str(QUICKSTART / "vapo.yaml"),
-        f"model.path={task / 'sft/hf/final/actor'}",
+        f"model.path={task / 'model'}",
         f"data.train={task / 'train.jsonl'}",
         f"data.eval=[{{name: unseen, path: {task / 'eval.jsonl'}, samples: 2, limit: 16}}]",
         f"run.root={task}",
@@ -127,7 +133,9 @@ def test_actor_and_critic_are_ordinary_hugging_face_directories(two_ranks: Path)
 
 
 @pytest.mark.full
-def test_another_layout_trains_alike_and_starts_from_a_value_checkpoint(task: Path, two_ranks: Path) -> None:
+def test_another_layout_trains_alike_and_starts_from_a_value_checkpoint(
+    task: Path, two_ranks: Path, cold_start: str
+) -> None:
     """The critic of four ranks begins where the other run's value pretraining ended: rollouts, losses and gradient
     norms of the first step are then those of two ranks."""
     # The same prompts: the other run drew two rollouts for its value pretraining first.
@@ -138,7 +146,12 @@ def test_another_layout_trains_alike_and_starts_from_a_value_checkpoint(task: Pa
         "actor.max_tokens_per_microbatch=400",
     ]
     critic = two_ranks / "hf" / "value_pretrained" / "critic"
-    shared = ["value_pretraining.enabled=false", "critic.init=value_checkpoint", f"critic.init_path={critic}"]
+    shared = [
+        cold_start,
+        "value_pretraining.enabled=false",
+        "critic.init=value_checkpoint",
+        f"critic.init_path={critic}",
+    ]
     shared += ["run.steps=1", "evaluation.before_training=false", "data.eval=[]"]
     vapo(*train_arguments(task, "four", *layouts, *shared))
     told = vapo(*train_arguments(task, "two_again", *shared, "checkpoint.keep.best=reward/meam")).stderr
