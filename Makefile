@@ -19,12 +19,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 
 ROOMS ?=
 
-.PHONY: help install quickstart test test-full test-faults test-mcore019 test-py312 mutants bench gpu-check lint format docs docs-serve
+.PHONY: help install quickstart test test-full test-layouts test-faults test-mcore019 test-py312 mutants bench gpu-check lint format docs docs-serve
 
 help:
 	@echo "make quickstart   train a small reasoning model with VAPO on this machine, from nothing"
 	@echo "make test         ruff, mypy and the quicker tests, minutes on two cores"
 	@echo "make test-full    the other tests: whole runs, lives of engines, Slurm, the larger matrix of layouts"
+	@echo "make test-layouts the splits over ranks that test-full leaves out: those it runs show every pair of settings"
 	@echo "make test-faults  a run under a hundred faults: processes killed and stopped, damaged files, a full disk"
 	@echo "make test-mcore019  tests of layouts and weights with Megatron-Core 0.19 on Python 3.11, in .venv-mcore019"
 	@echo "make test-py312   the same on Python 3.12, in .venv-py312"
@@ -49,6 +50,9 @@ test: lint
 
 test-full: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m full -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 20
+
+test-layouts: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m layouts -n $(WORKERS) tests/megatron
 
 # FAULTS: how many; SEED: which ones, and when.
 test-faults: $(STAMP)

@@ -1,6 +1,7 @@
-"""The larger matrix (make test-full): every split of up to eight ranks, with every kind of loss and model.
+"""The larger matrix: every split of up to eight ranks, with every kind of loss and model.
 
 The switches that must not matter either (recompute, optimizer, overlap, sleep, micro-batches) take turns over them.
+`make test-full` runs as many splits as show every pair of settings, `make test-layouts` the others.
 """
 
 import itertools
@@ -14,7 +15,7 @@ from invariance import CASES, OPTIMIZER, Split, assert_same, make_models, run_sp
 
 from vapo_megatron.config.model import LayoutConfig, OptimizerSettings, RecomputeConfig
 
-pytestmark = [pytest.mark.full, pytest.mark.usefixtures("small_buckets")]
+pytestmark = pytest.mark.usefixtures("small_buckets")
 
 EXPERTS = tuple(name for name, case in CASES.items() if case.family == "qwen3_moe")
 DENSE = tuple(name for name in CASES if name not in EXPERTS)
@@ -64,6 +65,29 @@ def splits() -> list[Split]:
     ]
 
 
+def pairs(split: Split) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
+    """Any two settings that stand together in a split."""
+    settings = split.layout.model_dump() | {
+        "dp": split.world // split.layout.model_size,
+        "packed": split.max_tokens * split.layout.cp >= 1000,
+        "optimizer": OPTIMIZERS.index(split.optimizer),
+        "recompute": RECOMPUTES.index(split.recompute),
+        "offload": split.offload,
+    }
+    return set(itertools.combinations(sorted(settings.items()), 2))
+
+
+def covering(splits: list[Split]) -> list[Split]:
+    """A few splits, those of few ranks first, in which every pair of settings stands that stands in any."""
+    chosen: list[Split] = []
+    missing = set().union(*map(pairs, splits))
+    while missing:
+        best = max(splits, key=lambda split: len(pairs(split) & missing) / split.world**0.5)
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
+
+
 EXPERT_SPLITS = [
     Split(2, LayoutConfig(ep=2)),
     Split(4, LayoutConfig(ep=4), 40),
@@ -88,13 +112,22 @@ def reference(models: dict[tuple[str, bool], Path]) -> dict[str, Any]:
     return run_split(models, tuple(CASES), Split())[0]
 
 
-@pytest.mark.parametrize("split", splits(), ids=str)
+ALL = splits()
+COVERING = covering(ALL)
+
+
+@pytest.mark.parametrize(
+    "split",
+    [pytest.param(split, marks=pytest.mark.full if split in COVERING else pytest.mark.layouts) for split in ALL],
+    ids=str,
+)
 def test_every_split_equals_one_rank(
     models: dict[tuple[str, bool], Path], reference: dict[str, Any], split: Split
 ) -> None:
     assert_same(run_split(models, DENSE, split), {name: reference[name] for name in DENSE})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("split", EXPERT_SPLITS, ids=str)
 def test_experts_cut_over_ranks_equal_one_rank(
     models: dict[tuple[str, bool], Path], reference: dict[str, Any], split: Split
@@ -102,6 +135,7 @@ def test_experts_cut_over_ranks_equal_one_rank(
     assert_same(run_split(models, EXPERTS, split), {name: reference[name] for name in EXPERTS})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("split", BF16_SPLITS, ids=str)
 def test_bf16_splits_are_as_near_to_fp32_as_one_rank_in_bf16(
     models: dict[tuple[str, bool], Path], split: Split, monkeypatch: pytest.MonkeyPatch

@@ -67,6 +67,8 @@ def test_round_trip_is_bit_identical(
 ) -> None:
     if layout.ep > 1:
         sources = {name: source for name, source in sources.items() if name.startswith(("qwen3_moe", "glm4_moe"))}
+    elif world_size > 1:  # a tensor is cut alike in every dtype
+        sources = {name: source for name, source in sources.items() if name.endswith(("bfloat16-untied", "32-tied"))}
     run_ranks(world_size, convert, layout, sources, tmp_path)
     for name, source in sources.items():
         expected, got = read_tensors(source), read_tensors(tmp_path / name)
