@@ -88,7 +88,7 @@ def measure(work: Callable[[], dict[str, float]]) -> dict[str, Any]:
 
 def stream(actor: Trainable, bucket: int) -> dict[str, Any]:
     """measure() of the stream alone."""
-    slots = make_slots(actor.mesh, current_platform().device)
+    slots = make_slots(current_platform().device)
 
     def run() -> dict[str, float]:
         times = PartTimes()

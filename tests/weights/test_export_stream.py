@@ -1,8 +1,7 @@
-"""The stream of buckets: the same at every layout and by every way of gathering, made ahead, and bounded in memory."""
+"""The stream of buckets: the same at every layout, and bounded in memory."""
 
 import gc
 import hashlib
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from ranks import run_ranks
 
 from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.weights import export
-from vapo_megatron.weights.bucket import Bucket, DeviceSlots, SharedSlots, checksum, lay_out, pack, packed_size
+from vapo_megatron.weights.bucket import DeviceSlots, SharedSlots, checksum, lay_out, pack, packed_size
 from vapo_megatron.weights.export import make_slots, stream_hf
 from vapo_megatron.weights.families import EMBEDDING, FAMILIES, FINAL_NORM
 from vapo_megatron.weights.load import load_hf
@@ -38,32 +37,22 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def streams(model_dir: Path, layout: LayoutConfig) -> dict[str, list[tuple[str, str]]]:
-    """What a rank sees of the model: in two shared places, and gathered by collectives into memory of its own."""
+    """What a rank sees of the model: in places that engines can map, and in memory of its own."""
     spec = read_spec(model_dir)
     chunks, mesh = megatron(spec, layout, "lm")
     load_hf(chunks, spec, model_dir, mesh, "lm")
-    slots = make_slots(mesh, CPU)
+    slots = make_slots(CPU)
     seen = {}
-    for name, places in (("shared", slots), ("gathered", None)):
-        if name == "gathered":
-            export_single = export._assembler
-            export._assembler = always_gather  # one rank would copy
+    for name, places in (("shared", slots), ("own", None)):
         found = []
         for bucket in stream_hf(chunks, spec, mesh, "lm", LIMIT, slots=places):
             assert bucket.buffer.numel() <= LIMIT
             assert all(tensor.is_contiguous() for _, tensor in bucket)
             found += [(tensor_name, digest(tensor)) for tensor_name, tensor in bucket]
         seen[name] = found
-        if name == "gathered":
-            export._assembler = export_single
     dist.barrier()
     slots.close()
     return seen
-
-
-def always_gather(source: Any, shared: bool, bucket_bytes: int, times: Any) -> Any:
-    piece = max(1, bucket_bytes // export.PIECES)
-    return export.GatheringAssembler(source, piece, times), bucket_bytes - 3 * piece // 2
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.describe(layout.model_size))
@@ -85,7 +74,7 @@ def spread_out(model_dir: Path) -> None:
     fp8_utils.is_float8tensor = lambda tensor: tensor.data_ptr() in kept
     fp8_utils.dequantize_fp8_tensor = lambda tensor: tensor.float() * 2
     expected = read_tensors(model_dir)
-    slots = make_slots(mesh, CPU)
+    slots = make_slots(CPU)
     for places in (slots, None):
         for bucket in stream_hf(chunks, spec, mesh, "lm", LIMIT, slots=places):
             for name, tensor in bucket:
@@ -115,7 +104,7 @@ def most_bytes_beyond_the_shards(model_dir: Path, layout: LayoutConfig, limit: i
     spec = read_spec(model_dir)
     chunks, mesh = megatron(spec, layout, "lm")
     load_hf(chunks, spec, model_dir, mesh, "lm")
-    slots = make_slots(mesh, CPU) if shared else DeviceSlots(CPU)
+    slots = make_slots(CPU) if shared else DeviceSlots(CPU)
     shards = {parameter.untyped_storage().data_ptr() for chunk in chunks for parameter in chunk.parameters()}
     most = 0
     gc.collect()
@@ -144,35 +133,6 @@ def test_no_rank_holds_more_than_two_buckets_beyond_its_shards(tmp_path: Path, s
     assert 4 * spec.parameter_count() > 2 * limit, "the stream would not fill two buckets"
     for most in run_ranks(4, most_bytes_beyond_the_shards, model_dir, LayoutConfig(tp=2, pp=2), limit, shared):
         assert limit < most <= 2 * limit, f"{most / limit:.2f} buckets"
-
-
-def test_the_next_bucket_is_made_while_one_is_in_use(model_dir: Path) -> None:
-    """Without asking for it: the consumer waits for it here, as it would for an engine."""
-    run_ranks(1, wait_for_the_next, model_dir)
-
-
-def wait_for_the_next(model_dir: Path) -> None:
-    spec = read_spec(model_dir)
-    chunks, mesh = megatron(spec, LayoutConfig(), "lm")
-    load_hf(chunks, spec, model_dir, mesh, "lm")
-    made = threading.Event()
-    copy = export.SharedMemoryAssembler._copy
-    filled: dict[int, Bucket] = {}
-
-    def watched(self: Any) -> None:
-        copy(self)
-        filled[id(self._bucket)] = self._bucket
-        made.set()
-
-    export.SharedMemoryAssembler._copy = watched
-    slots = SharedSlots()
-    stream = stream_hf(chunks, spec, mesh, "lm", LIMIT, slots=slots)
-    next(stream)
-    while len(filled) < 2:
-        assert made.wait(30)
-        made.clear()
-    stream.close()
-    slots.close()
 
 
 def rules() -> list[tuple[str, Rule]]:

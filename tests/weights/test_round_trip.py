@@ -83,7 +83,7 @@ def streamed(layout: LayoutConfig, source: Path, bucket_bytes: int) -> list[list
     spec = read_spec(source)
     chunks, mesh = megatron(spec, layout, "lm", spec.dtype)
     load_hf(chunks, spec, source, mesh, "lm")
-    slots = make_slots(mesh, torch.device("cpu"))
+    slots = make_slots(torch.device("cpu"))
     return [
         [(name, tensor.float().numpy().copy()) for name, tensor in bucket]
         for bucket in stream_hf(chunks, spec, mesh, "lm", bucket_bytes, slots)

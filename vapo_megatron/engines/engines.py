@@ -259,7 +259,7 @@ class Engines:
     def _buckets(self, actor: Trainable, times: PartTimes) -> Iterator[NamedTensors]:
         """Collective, as they are gone through: the actor's weights as the engines of this rank take them."""
         assert self._sync is not None
-        self._slots = self._slots or make_slots(actor.mesh, current_platform().device)
+        self._slots = self._slots or make_slots(current_platform().device)
         limit = self._config.sync.bucket_mib << 20
         stream = stream_hf(actor.chunks, actor.spec, actor.mesh, "lm", limit, self._slots, times)
         return self._fp8.convert(stream) if self._fp8 is not None and self._sync.sends else stream

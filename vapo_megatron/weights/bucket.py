@@ -3,14 +3,10 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-
-from vapo_megatron.collectives import gather_values
 
 NamedTensors = Sequence[tuple[str, Tensor]]
 
@@ -138,53 +134,25 @@ class DeviceSlots:
 
 
 class SharedSlots:
-    """Two buffers of host memory that all ranks of a group on one machine see, and any process of the same user; of one
-    process without a group. Anonymous (memfd): it goes with the processes that hold it, however they end, and is not
-    bound by the size of /dev/shm. All methods are collective over the group."""
+    """Two buffers of host memory that any process of the same user can map. Anonymous (memfd): they go with the
+    processes that hold them, however these end, and are not bound by the size of /dev/shm."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
-        self._leads = group is None or group.rank() == 0
-        self._fds = [os.memfd_create(f"vapo-weights-{i}") for i in range(2)] if self._leads else []
-        paths = [[f"/proc/{os.getpid()}/fd/{fd}" for fd in self._fds]]
-        if group is not None:
-            dist.broadcast_object_list(paths, group=group, group_src=0)
-        self._paths = paths[0]
-        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in self._paths]
+    def __init__(self) -> None:
+        self._fds = [os.memfd_create(f"vapo-weights-{i}") for i in range(2)]
+        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in self._fds]
 
     def take(self, index: int, nbytes: int) -> Memory:
-        """The buffer whose turn it is, at least so large; every rank of the group sees the same bytes."""
+        """The buffer whose turn it is, at least so large."""
         slot = index % 2
+        path = f"/proc/{os.getpid()}/fd/{self._fds[slot]}"
         if self._buffers[slot].numel() < nbytes:
-            if self._leads:
-                os.ftruncate(self._fds[slot], nbytes)
-            if self._group is not None:
-                dist.barrier(self._group)
-            self._buffers[slot] = torch.from_file(self._paths[slot], shared=True, size=nbytes, dtype=torch.uint8)
-        return Memory(self._buffers[slot], self._paths[slot])
+            os.ftruncate(self._fds[slot], nbytes)
+            self._buffers[slot] = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+        return Memory(self._buffers[slot], path)
 
     def close(self) -> None:
         """Give the memory back."""
-        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in self._paths]
+        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in self._buffers]
         for fd in self._fds:
             os.close(fd)
         self._fds = []
-
-
-def share_memory(group: dist.ProcessGroup) -> bool:
-    """Collective: whether every rank of a group can map what the first of them shares."""
-    fd, token = -1, [("", b"")]
-    if group.rank() == 0:
-        fd = os.memfd_create("vapo-probe")
-        token = [(f"/proc/{os.getpid()}/fd/{fd}", os.urandom(16))]
-        os.write(fd, token[0][1])
-    dist.broadcast_object_list(token, group=group, group_src=0)
-    path, secret = token[0]
-    try:
-        same = Path(path).read_bytes() == secret
-    except OSError:
-        same = False
-    answers = gather_values(same, group)
-    if fd >= 0:
-        os.close(fd)
-    return all(answers)

@@ -12,16 +12,13 @@ from vapo_megatron.collectives import gather_values
 from vapo_megatron.config.model import AdapterConfig
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.weights.adapters import adapter_entries, adapters_by_weight, local_adapters
-from vapo_megatron.weights.bucket import Bucket, DeviceSlots, SharedSlots, batches, share_memory
+from vapo_megatron.weights.bucket import Bucket, DeviceSlots, SharedSlots, batches
 from vapo_megatron.weights.gather import (
-    BucketAssembler,
     GatheringAssembler,
     ParamShard,
     PartTimes,
     ShardReader,
-    SharedMemoryAssembler,
     lay_out_entries,
-    model_parallel_group,
 )
 from vapo_megatron.weights.mapping import Entry, MeshView, entries, local_parameters
 from vapo_megatron.weights.spec import Head, ModelSpec
@@ -86,8 +83,11 @@ def _stream(
     source: ShardReader, every: list[Entry], bucket_bytes: int, slots: DeviceSlots | SharedSlots, times: PartTimes
 ) -> Iterator[Bucket]:
     """every: the entries to stream, in order, those of all stages."""
-    assembler, limit = _assembler(source, isinstance(slots, SharedSlots), bucket_bytes, times)
-    spec = source.spec
+    piece, spec = max(1, bucket_bytes // PIECES), source.spec
+    assembler = GatheringAssembler(source, piece, times)
+    # Two pieces are under way at most, each with the shards that this rank adds to it; the backend may still hold the
+    # shards of a third, whose collective has ended, and parameters that tp does not split come once from each rank.
+    limit = bucket_bytes - 2 * piece
     plan = list(batches(_owners(source, every), lambda shard: shard.nbytes, limit))
     sizes = [lay_out_entries(batch, spec)[1] for batch in plan]
     assembler.begin(plan[0], slots.take(0, sizes[0]))
@@ -97,26 +97,11 @@ def _stream(
             assembler.begin(plan[i], slots.take(i, sizes[i]))
         yield bucket
         del bucket
-    assembler.close()
 
 
-def make_slots(mesh: MeshView, device: torch.device) -> DeviceSlots | SharedSlots:
-    """Collective over a model-parallel group: two places for the buckets of its streams, to be closed at the end.
-    Without a GPU the ranks of one machine share them, with each other and with the engines."""
-    group = model_parallel_group(mesh)
-    if device.type == "cpu" and (group is None or share_memory(group)):
-        return SharedSlots(group)
-    return DeviceSlots(device)
-
-
-def _assembler(source: ShardReader, shared: bool, bucket_bytes: int, times: PartTimes) -> tuple[BucketAssembler, int]:
-    """What fills the buckets, and the bytes of one so that two, and what fills them, stay within 2 x bucket_bytes."""
-    if shared or (source.group is None and source.device.type == "cpu"):
-        return SharedMemoryAssembler(source, times), bucket_bytes
-    piece = max(1, bucket_bytes // PIECES)
-    # Two pieces are under way at most, each with the shards that this rank adds to it; the backend may still hold the
-    # shards of a third, whose collective has ended, and parameters that tp does not split come once from each rank.
-    return GatheringAssembler(source, piece, times), bucket_bytes - 2 * piece
+def make_slots(device: torch.device) -> DeviceSlots | SharedSlots:
+    """Two places for the buckets of a rank's streams, to be closed at the end. Without a GPU engines can map them."""
+    return SharedSlots() if device.type == "cpu" else DeviceSlots(device)
 
 
 def _owners(source: ShardReader, every: list[Entry]) -> list[ParamShard]:

@@ -1,31 +1,22 @@
-"""Shards of a model-parallel group's ranks become buckets of whole Hugging Face tensors, in one of two ways.
-
-Ranks that see the same memory each copy their shards to where they belong in it: every byte is moved once, by its
-owner. Others (GPUs, machines) gather shards in pieces and arrange them in a bucket of their own.
-"""
+"""Shards of a model-parallel group's ranks become buckets of whole Hugging Face tensors, gathered in pieces."""
 
 import itertools
 import math
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import fp8_utils
 from torch import Tensor
 from torch.nn import Parameter
-from typing_extensions import override
 
 from vapo_megatron.weights.adapters import Adapter
 from vapo_megatron.weights.bucket import Bucket, Memory, Place, batches, lay_out
 from vapo_megatron.weights.mapping import Entry, MeshView
-from vapo_megatron.weights.rules import Placing
 from vapo_megatron.weights.spec import ModelSpec
 
 
@@ -34,7 +25,6 @@ class PartTimes:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
-        self._lock = Lock()  # a part may be at work in several threads
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
@@ -57,8 +47,7 @@ class PartTimes:
 
     def add(self, name: str, seconds: float) -> None:
         """Add seconds that were measured elsewhere."""
-        with self._lock:
-            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def read(self) -> dict[str, float]:
         """Seconds by part so far; waits for the device."""
@@ -67,10 +56,6 @@ class PartTimes:
             self.add(name, begin.elapsed_time(end) / 1e3)
         self._events.clear()
         return dict(self._seconds)
-
-
-# Bytes of a tensor that one thread copies before it looks for more.
-_COPIED_AT_ONCE = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -100,19 +85,6 @@ def model_parallel_group(mesh: MeshView) -> Any:
     return mesh.pg.tp_ep_pp if mesh.ep_size > mesh.tp_size else mesh.pg.mp
 
 
-class BucketAssembler(Protocol):
-    """Fills one bucket after another. Collective over the model-parallel group, on every rank from its main thread."""
-
-    def begin(self, batch: list[ParamShard], memory: Memory) -> None:
-        """Start to fill memory with the tensors of a batch."""
-
-    def finish(self) -> Bucket:
-        """The bucket begun last, whole. Every rank of the group is done with the one before when this returns."""
-
-    def close(self) -> None:
-        """The stream has ended; every rank of the group is done with its last bucket when this returns."""
-
-
 @dataclass(frozen=True)
 class ShardReader:
     """What an assembler reads: this rank's parameters and their adapters, and their layout over ranks."""
@@ -135,80 +107,10 @@ class ShardReader:
         """Of the ranks that together hold the model; None where it is this rank alone."""
         return model_parallel_group(self.mesh)
 
-    @property
-    def position(self) -> int:
-        """This rank's place among the ranks of its stage and block."""
-        group = self.group
-        return 0 if group is None else group.rank() % (group.size() // self.mesh.pp_size)
 
-    def places(self, shard: ParamShard) -> bool:
-        """Whether this rank has a shard that no other rank of the model-parallel group places as well."""
-        if shard.stage != self.mesh.pp_rank:
-            return False
-        if shard.expert_rank is not None:
-            return self.mesh.ep_rank == shard.expert_rank and self.position < self.mesh.ep_size
-        return self.position < self.mesh.tp_size
-
-
-class SharedMemoryAssembler(BucketAssembler):
-    """Every rank of the model-parallel group copies its shards into memory that all of them see. The copies are made
-    in a thread while the bucket before is in use, and who asks for the bucket helps with what is left of them.
-    Collectives stay in the main thread."""
-
-    def __init__(self, source: ShardReader, times: PartTimes) -> None:
-        self._source, self._times = source, times
-        threads = torch.get_num_threads()
-        self._pool = ThreadPoolExecutor(1, "vapo-export", initializer=lambda: torch.set_num_threads(threads))
-        self._left: deque[Placing] = deque()
-        self._helper: Future[None] | None = None
-        self._bucket: Bucket | None = None
-
-    @override
-    @torch.no_grad()
-    def begin(self, batch: list[ParamShard], memory: Memory) -> None:
-        source, mesh = self._source, self._source.mesh
-        self._bucket = Bucket(memory, *lay_out_entries(batch, source.spec))
-        tensors = iter(self._bucket)
-        for shard in batch:
-            wholes = [tensor for _, tensor in itertools.islice(tensors, len(shard.entry.hf))]
-            if source.places(shard):
-                # An expert is whole, whichever rank holds it.
-                cut = (mesh.tp_rank, mesh.tp_size) if shard.expert_rank is None else (0, 1)
-                for placing in shard.entry.rule.placings(source.shard(shard.entry), wholes, source.spec, *cut):
-                    self._left.extend(_rows(placing))
-        self._helper = self._pool.submit(self._copy)
-
-    @override
-    def finish(self) -> Bucket:
-        assert self._helper is not None and self._bucket is not None
-        self._copy()
-        self._helper.result()
-        self._barrier()
-        bucket, self._bucket = self._bucket, None
-        return bucket
-
-    @override
-    def close(self) -> None:
-        self._pool.shutdown()
-        self._barrier()
-
-    def _copy(self) -> None:
-        with torch.no_grad(), self._times.part("convert"):
-            while True:
-                try:
-                    target, part = self._left.popleft()
-                except IndexError:  # the other thread may have taken the last
-                    return
-                target.copy_(part)
-
-    def _barrier(self) -> None:
-        if self._source.group is not None:
-            with self._times.part("gather"):
-                dist.barrier(self._source.group)
-
-
-class GatheringAssembler(BucketAssembler):
-    """Every rank of the model-parallel group gets every shard and arranges them in memory of its own.
+class GatheringAssembler:
+    """Fills one bucket after another. Collective over the model-parallel group, from each rank's main thread: every rank
+    gets every shard and arranges them in memory of its own.
 
     A piece of a bucket travels at once: over tp by all-gather (experts by broadcast from the one rank of ep that holds
     them) within its stage, then over pp by broadcast. On a GPU all of it is enqueued on a stream beside the current one
@@ -223,8 +125,8 @@ class GatheringAssembler(BucketAssembler):
         self._pieces: Iterator[list[ParamShard]] = iter(())
         self._flying: _Flight | None = None
 
-    @override
     def begin(self, batch: list[ParamShard], memory: Memory) -> None:
+        """Start to fill memory with the tensors of a batch."""
         self._bucket = Bucket(memory, *lay_out_entries(batch, self._source.spec))
         self._pieces = _pieces(batch, self._piece_bytes)
         self._tensors = iter(self._bucket)
@@ -238,8 +140,8 @@ class GatheringAssembler(BucketAssembler):
             for piece in self._pieces:
                 self._arrange(self._launch(piece, wait=True))
 
-    @override
     def finish(self) -> Bucket:
+        """The bucket begun last, whole. Every rank of the group is done with the one before when this returns."""
         assert self._bucket is not None
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
@@ -250,10 +152,6 @@ class GatheringAssembler(BucketAssembler):
             del flying
         bucket, self._bucket = self._bucket, None
         return bucket
-
-    @override
-    def close(self) -> None:
-        pass  # finish() has waited for the last bucket's collectives
 
     @torch.no_grad()
     def _launch(self, piece: list[ParamShard], wait: bool) -> "_Flight":
@@ -310,13 +208,6 @@ class _Flight:
     shapes: list[tuple[int, ...]]
     gathered: Tensor
     work: Any
-
-
-def _rows(placing: Placing) -> Iterator[Placing]:
-    """A large placing in several of consecutive rows."""
-    target, part = placing
-    rows = max(1, _COPIED_AT_ONCE * len(target) // target.nbytes)
-    return zip(target.split(rows), part.split(rows), strict=True)
 
 
 def _pieces(bucket: list[ParamShard], limit: int) -> Iterator[list[ParamShard]]:

@@ -20,10 +20,6 @@ Dimension = int | str
 """A size, or the name of the ModelSpec attribute that gives it."""
 
 
-Placing = tuple[Tensor, Tensor]
-"""Part of a Hugging Face tensor, and the part of a shard that goes there, as views of equal shape."""
-
-
 class SliceableTensor(Protocol):
     """A Hugging Face tensor of which parts can be taken: a torch.Tensor, or one that still lies in a file."""
 
@@ -83,22 +79,16 @@ class Rule:
             self.place(shard, wholes, spec, rank, len(shards))
         return wholes
 
-    def placings(
-        self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
-    ) -> list[Placing]:
-        """Where a rank's shard belongs in the Hugging Face tensors, which are contiguous, tensor by tensor. The
-        shards of all ranks, each copied once and in any order, fill them; where each has all of it rank 0's does."""
+    def place(self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> None:
+        """Copy a rank's shard to where it belongs in the Hugging Face tensors, which are contiguous. The shards of all
+        ranks fill them, in any order; where each rank has all of it, rank 0's does."""
         if self.cut is None and tp_rank > 0:
-            return []
+            return
         groups, mine = max(1, self.groups(spec) // tp_size), self._mine(spec, tp_rank, tp_size)
         targets = [wholes[number][index].unflatten(0, (groups, -1)) for number, index in mine]
         shares = shard.unflatten(0, (groups, -1)).split([target.shape[1] for target in targets], dim=1)
-        return [(target.squeeze(0), share.squeeze(0)) for target, share in zip(targets, shares, strict=True)]
-
-    def place(self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> None:
-        """Copy a rank's shard to where it belongs."""
-        for target, source in self.placings(shard, wholes, spec, tp_rank, tp_size):
-            target.copy_(source)
+        for target, share in zip(targets, shares, strict=True):
+            target.copy_(share)
 
     def cast(self, asked: torch.dtype | None, held: torch.dtype) -> torch.dtype:
         """The dtype in which a parameter held in `held` is written where `asked` is asked for (None: no other)."""
@@ -168,11 +158,9 @@ class Vocabulary(Rule):
         return torch.cat((real, real.new_zeros(rows - real.shape[0], *real.shape[1:])))
 
     @override
-    def placings(
-        self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int
-    ) -> list[Placing]:
+    def place(self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> None:
         mine = wholes[0][tp_rank * shard.shape[0] : (tp_rank + 1) * shard.shape[0]]
-        return [(mine, shard[: mine.shape[0]])]
+        mine.copy_(shard[: mine.shape[0]])
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def train_and_send(
     actor = Trainable(spec, model, section, mesh, "lm", name="actor", seed=1)
     load_hf(actor.chunks, spec, model_path, mesh, "lm")
     actor.prepare()
-    slots = make_slots(mesh, torch.device("cpu"))
+    slots = make_slots(torch.device("cpu"))
     batch = probe_batch(SEQUENCES)
     leads = dist.get_rank() == 0
     syncs = [
