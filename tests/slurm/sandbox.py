@@ -195,13 +195,19 @@ class SlurmSandbox:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=_node if program == "slurmd" else _die_with_parent,
             )
         self._daemons.append(daemon)
 
 
 def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _node() -> None:
+    """Jobs of a story run until something happens to them: tests beside it come first."""
+    _die_with_parent()
+    os.nice(5)
 
 
 def _program(name: str) -> str | None:
