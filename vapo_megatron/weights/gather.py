@@ -109,8 +109,8 @@ class ShardReader:
 
 
 class GatheringAssembler:
-    """Fills one bucket after another. Collective over the model-parallel group, from each rank's main thread: every rank
-    gets every shard and arranges them in memory of its own.
+    """Fills one bucket after another. Collective over the model-parallel group, from each rank's main thread: every
+    rank gets every shard and arranges them in memory of its own.
 
     A piece of a bucket travels at once: over tp by all-gather (experts by broadcast from the one rank of ep that holds
     them) within its stage, then over pp by broadcast. On a GPU all of it is enqueued on a stream beside the current one
