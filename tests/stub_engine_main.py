@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -13,7 +14,15 @@ from vapo_megatron.engines.inside.heartbeat import END_PATH, Heartbeat, register
 PROTOCOL = int(os.environ.get("STUB_PROTOCOL", "0"))
 
 
+def end_with(parent: int) -> None:
+    """As an engine's guard sees to it."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.killpg(0, signal.SIGKILL)
+
+
 def main(port: int) -> None:
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     if os.fork() == 0:
         register("scheduler")
         while True:
