@@ -65,8 +65,8 @@ def sums_by_group(x: Tensor, bin_of: Tensor, group: Tensor, bins: int, groups: i
     int64 [T]."""
     cell = bin_of * groups + group
     x = x.double()
-    both = [torch.bincount(cell, w, minlength=bins * groups) for w in (x, torch.ones_like(x))]
-    return torch.stack(both).view(2, bins, groups)
+    totals_and_counts = [torch.bincount(cell, w, minlength=bins * groups) for w in (x, torch.ones_like(x))]
+    return torch.stack(totals_and_counts).view(2, bins, groups)
 
 
 def means_of_other_groups(found: Tensor) -> Tensor:

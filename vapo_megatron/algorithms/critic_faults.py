@@ -37,19 +37,19 @@ def value_faults(figures: Figures, group_ids: Tensor, known: Tensor) -> list[str
     spread = float(pooled(kept.tokens, kept.values, kept.values_spread)[1].sqrt())
     if spread <= 1e-6 * max(1.0, float(kept.sizes.sum()) / tokens):
         return ["constant"]
-    found = list(_estimated(kept))
+    faults = list(_estimated(kept))
     # One state has one value, but for the rounding of bfloat16.
     rounding = max(0.1 * spread, 0.01 * float(kept.largest.max()))
-    return [*found, "shift"] if sibling_gap(figures, group_ids) > rounding else found
+    return [*faults, "shift"] if sibling_gap(figures, group_ids) > rounding else faults
 
 
 def _estimated(figures: Figures) -> Iterator[str]:
     has = figures.tokens > 0
     responses = int(has.sum())
-    found = float(correlation(figures.values[has], figures.first_return[has]))
-    if responses < 32 or abs(found) < 3 / responses**0.5:
+    similarity = float(correlation(figures.values[has], figures.first_return[has]))
+    if responses < 32 or abs(similarity) < 3 / responses**0.5:
         return
-    if found < 0:
+    if similarity < 0:
         yield "sign"
         return
     slope = calibration(figures).slope

@@ -97,9 +97,9 @@ def figures_of(values: Tensor, returns: Tensor, cu_seqlens: Tensor, quantiles: S
     filled = lengths > 0
 
     def at(tokens: Tensor, x: Tensor) -> Tensor:
-        found = x.new_zeros(len(lengths))
-        found[filled] = x[tokens[filled]]
-        return found
+        picked = x.new_zeros(len(lengths))
+        picked[filled] = x[tokens[filled]]
+        return picked
 
     columns = [
         *(lengths.double(), mean_v, segment_sum(from_v.square(), bounds)),

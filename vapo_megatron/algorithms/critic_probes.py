@@ -122,13 +122,13 @@ def figures(probes: Probes, weights: Tensor) -> dict[str, Tensor]:
     chance = moments.mean(probes.noise)
     whole = moments.covariance(truth, truth) - chance
     spread = moments.covariance(values, values)
-    both = moments.covariance(values, truth)
+    covariance = moments.covariance(values, truth)
     varies = spread > 1e-14 * moments.mean(values.square())
-    slope = torch.where(varies, both / spread, 0)
+    slope = torch.where(varies, covariance / spread, 0)
     returns = moments.mean(probes.returns.double().square().mean(1)) - moments.mean(truth).square()
-    found = {
+    named = {
         "knowable": torch.where(returns > 0, whole / returns, 0),
-        "correlation": torch.where(varies & (whole > 0), both / (spread * whole).clamp(min=1e-30).sqrt(), 0),
+        "correlation": torch.where(varies & (whole > 0), covariance / (spread * whole).clamp(min=1e-30).sqrt(), 0),
         "calibration_slope": slope,
         "calibration_intercept": moments.mean(truth) - slope * moments.mean(values),
         "bias": moments.mean(values - truth),
@@ -140,12 +140,12 @@ def figures(probes: Probes, weights: Tensor) -> dict[str, Tensor]:
         "explained_group_fitted": explained(moments, cross_fit(probes, probes.siblings), probes),
         "explained_both_fitted": explained(moments, cross_fit(probes, values, probes.siblings), probes),
     }
-    free = torch.maximum(found["explained_group"], found["explained_position"]).clamp(min=0)
-    single = torch.maximum(found["explained_critic_fitted"], found["explained_group_fitted"])
-    found |= {"gain": found["explained_critic"] - free, "residual_gain": found["explained_both_fitted"] - single}
+    free = torch.maximum(named["explained_group"], named["explained_position"]).clamp(min=0)
+    single = torch.maximum(named["explained_critic_fitted"], named["explained_group_fitted"])
+    named |= {"gain": named["explained_critic"] - free, "residual_gain": named["explained_both_fitted"] - single}
     for place in range(int(probes.places.max()) + 1):
-        found[f"bias_{place}"] = moments.mean(values - truth, among=probes.places == place)
-    return found
+        named[f"bias_{place}"] = moments.mean(values - truth, among=probes.places == place)
+    return named
 
 
 def bootstrap_weights(prompts: Tensor, draws: int, seed: int) -> Tensor:
@@ -205,12 +205,12 @@ def supported(rows: Sequence[tuple[float, dict[str, Interval]]]) -> float | None
 
     rows: from the shortest horizon to the longest; every longer horizon has to hold as well. None: not one does.
     """
-    found = None
+    conclusion = None
     for number, row in reversed(rows):
         if row["bias_rms"].estimate > 0.25 * row["noise"].estimate:
             break
-        found = number
-    return found
+        conclusion = number
+    return conclusion
 
 
 Choice = Literal["critic", "group", "residual", "nothing", "undecided"]
@@ -267,10 +267,10 @@ def conclusion_of(figures: Mapping[str, Interval], faults: Sequence[str]) -> Con
 
 
 def _probed(figures: Mapping[str, Interval]) -> Iterator[str]:
-    slope, found = figures["calibration_slope"], figures["correlation"]
-    if slope.high < 0 and found.high < 0:
+    slope, correlation = figures["calibration_slope"], figures["correlation"]
+    if slope.high < 0 and correlation.high < 0:
         yield "sign"
-    elif found.low > _ORDERS and (slope.high < _WITHIN[0] or slope.low > _WITHIN[1]):
+    elif correlation.low > _ORDERS and (slope.high < _WITHIN[0] or slope.low > _WITHIN[1]):
         yield "temperature"
 
 

@@ -183,10 +183,10 @@ def _advantages(
     bootstrap_values: Tensor | None,
     of: Tensor | None,
 ) -> list[Tensor]:
-    found = temporal_differences(rewards, values, cu_seqlens, gamma, mask, bootstrap_values)
+    deltas = temporal_differences(rewards, values, cu_seqlens, gamma, mask, bootstrap_values)
     decays = [decay(lam, gamma, cu_seqlens.numel() - 1, rewards.device) for lam in lambdas]
-    scans = suffix_scan_(found.deltas, found.cu_seqlens.diff(), decays, of)
-    return [found.unpack(scan, rewards.numel()) for scan in scans]
+    scans = suffix_scan_(deltas.deltas, deltas.cu_seqlens.diff(), decays, of)
+    return [deltas.unpack(scan, rewards.numel()) for scan in scans]
 
 
 def decay(lam: float | Tensor, gamma: float, responses: int, device: torch.device) -> Tensor:

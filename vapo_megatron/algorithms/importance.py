@@ -149,8 +149,8 @@ def corrected_gae(
         discounts = to_tokens(decay(lam, gamma, bounds.numel() - 1, deltas.device).to(deltas.dtype), bounds)
         discounts[ends] = 0
         # In float64: what stands beside a response, and so how sums are cut, is then lost in the rounding to float32.
-        found = varying_suffix_scan(weighted.double(), (discounts * c).double())
-        return discounts, found.clamp(-most, most).to(deltas.dtype)
+        scanned = varying_suffix_scan(weighted.double(), (discounts * c).double())
+        return discounts, scanned.clamp(-most, most).to(deltas.dtype)
 
     targets = corrections(lam_critic)[1] + values
     discounts, following = corrections(lam_policy)

@@ -137,11 +137,11 @@ class BackgroundSave:
     def _run(self) -> None:
         job, rank = self._job, dist.get_rank()
         try:
-            own = self._write()
+            written = self._write()
             if job.nodes.count > 1:
-                own.problem = self._send(own) or own.problem
+                written.problem = self._send(written) or written.problem
             parts: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
-            dist.gather_object(own, parts, dst=0, group=self._group)
+            dist.gather_object(written, parts, dst=0, group=self._group)
             problem = self._close(parts) if parts is not None else None
             if job.nodes.count > 1:
                 problem = self._close_on_nodes(problem)
@@ -211,8 +211,8 @@ class BackgroundSave:
         for step in (lambda: self._put(whole), self._commit, self._retain):
             if problem is not None:
                 return problem
-            found = gather_values(_problem_in(step) if self._job.nodes.is_leader else None, self._group)
-            problem = next((each for each in found if each is not None), None)
+            problems = gather_values(_problem_in(step) if self._job.nodes.is_leader else None, self._group)
+            problem = next((each for each in problems if each is not None), None)
         return problem
 
     def _put(self, files: Mapping[str, bytes]) -> None:
@@ -224,11 +224,11 @@ class BackgroundSave:
         commit_checkpoint(self._job.folder, self._job.name)
 
     def _retain(self) -> None:
-        found = list_checkpoints(self._job.run_dir)
+        checkpoints = list_checkpoints(self._job.run_dir)
         metrics = {name: manifest.metrics for name, manifest in readable_manifests(self._job.run_dir).items()}
-        for name in to_remove(list(found), metrics, self._job.keep):
+        for name in to_remove(list(checkpoints), metrics, self._job.keep):
             with suppress(OSError):  # the new checkpoint is there; the next save tries again
-                remove_checkpoint(found[name])
+                remove_checkpoint(checkpoints[name])
 
 
 def _problem_in(step: Callable[[], None]) -> Problem | None:

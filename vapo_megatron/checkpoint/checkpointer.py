@@ -97,11 +97,11 @@ class Checkpointer:
         if decision.alarmed:
             self.wait()  # for the state before the trouble; that of now is not saved
             on_rank_zero(self._stop_for_alarm)
-        wanted = (decision.save or decision.stop) and snapshot.name != self._last
-        failed = (wanted or decision.failed) and self._finish() is not None
+        is_due = (decision.save or decision.stop) and snapshot.name != self._last
+        failed = (is_due or decision.failed) and self._finish() is not None
         if self._copies(snapshot, decision) and not (decision.stop or last):
             self._copy(snapshot, making_room)
-        if wanted or failed:
+        if is_due or failed:
             self._begin(snapshot, making_room)
         if failed or decision.stop or last or not self._config.asynchronous:
             problem = self._finish()

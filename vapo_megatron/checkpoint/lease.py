@@ -139,7 +139,7 @@ class Lease:
         """Return once no process holds it. Raises BadInput as soon as it is known that one does."""
         holder, touched = _look(self._path)
         lives = holder.lives(own) if holder is not None else None
-        first, told = touched, False
+        first, warned = touched, False
         while touched is not None and lives is not False:
             age = max(0.0, self._now() - touched)
             if lives or touched != first:
@@ -149,9 +149,9 @@ class Lease:
                 )
             if age > self._stale:
                 break
-            if not told:
+            if not warned:
                 self._warn(f"{holder or 'another process'} held it; waiting up to {self._stale - age:.0f} s for a sign")
-                told = True
+                warned = True
             time.sleep(min(1.0, self._beat / 4))
             now_held_by, touched = _look(self._path)
             if now_held_by != holder:

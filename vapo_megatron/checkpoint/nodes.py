@@ -113,7 +113,7 @@ def fetch_files(
         for name, size in names.items():
             first.setdefault((name, nodes.places[asking]), (asking, size))
     for number, ((name, _), (target, size)) in enumerate(sorted(first.items())):
-        holders = [other for other, names in enumerate(held) if name in names]
+        holders = [holder for holder, names in enumerate(held) if name in names]
         source = holders[number % len(holders)]
         if rank == source:
             for work, _ in _send(folder / name, size, target, group):
@@ -207,25 +207,23 @@ class NodeCopy:
         Raises:
             TryAgain: it cannot be written here, or has changed on its way.
         """
-        wanted = {name: self.manifest.files[name].bytes for name in names}
-        failed = fetch_files(self.nodes, self.path, wanted, self.held, self.group)
+        sizes = {name: self.manifest.files[name].bytes for name in names}
+        failed = fetch_files(self.nodes, self.path, sizes, self.held, self.group)
         if failed is not None:
             raise TryAgain(f"{self.path}: cannot be written ({failed.strerror}): start the same command again")
-        come = {
-            self.path / name: self.manifest.files[name] for name in wanted if name not in self.held[dist.get_rank()]
-        }
+        come = {self.path / name: self.manifest.files[name] for name in sizes if name not in self.held[dist.get_rank()]}
         if (wrong := check_contents(self.path, come)) is not None:
             raise TryAgain(f"{self.path}: {wrong}, on its way between nodes: start the same command again")
-        self._note(wanted)
+        self._note(sizes)
 
     def _note(self, names: Iterable[str]) -> None:
         """Collective: all ranks hear of what each found on its node."""
-        found = gather_values(set(names), self.group)
-        before = self.held or [set() for _ in found]
+        held = gather_values(set(names), self.group)
+        before = self.held or [set() for _ in held]
         places = self.nodes.places
         self.held = [
-            before[rank].union(*(found[other] for other, place in enumerate(places) if place == places[rank]))
-            for rank in range(len(found))
+            before[rank].union(*(held[other] for other, place in enumerate(places) if place == places[rank]))
+            for rank in range(len(held))
         ]
 
 
@@ -240,7 +238,7 @@ def find_copy(memory: Path, run_dir: Path) -> NodeCopy | None:
         remove_leftovers(memory)
     seen = gather_values(_manifests(memory) if nodes.is_leader else {}, group)
     newest = broadcast_value(max(list_checkpoints(run_dir), default=None))
-    manifests = {key: each for found in seen for key, each in found.items()}
+    manifests = {key: each for copies in seen for key, each in copies.items()}
     chosen = None
     for name, checkpoint_id in sorted(manifests, reverse=True):
         if chosen is not None or (newest is not None and name < newest):
@@ -251,8 +249,8 @@ def find_copy(memory: Path, run_dir: Path) -> NodeCopy | None:
         if not lacking and broadcast_value(_record_is_whole(copy)):
             chosen = copy
         elif dist.get_rank() == 0:
-            what = f"{lacking[0]} is on no node" if lacking else "the rollouts that it names are gone"
-            _logger.warning("%s: %s; it is left aside", path, what)
+            reason = f"{lacking[0]} is on no node" if lacking else "the rollouts that it names are gone"
+            _logger.warning("%s: %s; it is left aside", path, reason)
     if nodes.is_leader:
         for path in list_checkpoints(memory).values():
             if chosen is None or path != chosen.path:

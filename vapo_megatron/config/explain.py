@@ -124,9 +124,9 @@ def explain(
     for details in error.errors():
         mistakes.setdefault(_dotted(details, values), []).append(details)
     key, first = next(iter(mistakes.items()))
-    by_hand = any(_covers(key, given) if key else f"{given}=" in first[0]["msg"] for given in overridden)
+    by_hand = any(_covers(key, override) if key else f"{override}=" in first[0]["msg"] for override in overridden)
     origin = "override" if by_hand else source
-    strange = sum(found[0]["type"] in ("extra_forbidden", "missing") for found in mistakes.values())
+    strange = sum(errors[0]["type"] in ("extra_forbidden", "missing") for errors in mistakes.values())
     doubt = ": is it the config of another command?" if strange > _MISSPELT and not by_hand else ""
     more = f" (and {len(mistakes) - 1} more{doubt})" if len(mistakes) > 1 else ""
     return f"{origin}: {' '.join(_sentence(key, first, model).split())}{more}"

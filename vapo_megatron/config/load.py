@@ -32,12 +32,12 @@ def load_config(model: type[SectionT], path: Path | None, overrides: Sequence[st
 
     Raises BadInput, in one line, for whatever is wrong with any of these; of several wrong values it names the first.
     """
-    given = [_parse_override(override) for override in overrides]
+    parsed = [_parse_override(override) for override in overrides]
     user = _read_extended(path) if path is not None else OmegaConf.create({})
-    preset = dict(given).get("preset", user.get("preset"))
+    preset = dict(parsed).get("preset", user.get("preset"))
     config = OmegaConf.merge(_read_preset(preset, presets_dir), user) if preset is not None else user
     assert isinstance(config, DictConfig)
-    for key, value in given:
+    for key, value in parsed:
         try:
             OmegaConf.update(config, key, value, force_add=True)
         except OmegaConfBaseException as error:
@@ -52,7 +52,7 @@ def load_config(model: type[SectionT], path: Path | None, overrides: Sequence[st
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise BadInput(explain(error, model, values, source, [key for key, _ in given])) from error
+        raise BadInput(explain(error, model, values, source, [key for key, _ in parsed])) from error
 
 
 def dump_config(config: Section, path: Path) -> None:

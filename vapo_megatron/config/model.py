@@ -281,12 +281,8 @@ class CriticConfig(TrainableConfig):
                 "model_path out"
             )
         for name, field in type(self).model_fields.items() if self.kind == "probe" else ():
-            given = getattr(self, name)
-            if (
-                name not in _PROBE_KEYS
-                and given != field.get_default()
-                and (name, given) != ("init", "value_checkpoint")
-            ):
+            path = getattr(self, name)
+            if name not in _PROBE_KEYS and path != field.get_default() and (name, path) != ("init", "value_checkpoint"):
                 raise ValueError(
                     f"{name} with kind=probe: a probe reads the actor's hidden states and has no model, leave {name} "
                     "out"

@@ -15,35 +15,35 @@ def proportions_left(config: TrainConfig, response_tokens: float | None = None) 
     """
     length = response_tokens or config.sampling.max_new_tokens / 2
     algorithm = config.algorithm
-    found = list(_lambdas(config, length)) if algorithm.uses_critic else []
+    proportions = list(_lambdas(config, length)) if algorithm.uses_critic else []
     actor, critic = config.actor.optimizer.lr, config.critic.optimizer.lr
     if algorithm.uses_critic and critic < actor:
-        found.append(
+        proportions.append(
             f"critic.optimizer.lr={critic:g} is below actor.optimizer.lr={actor:g}: VAPO's critic learns twice as fast "
             f"as its actor ({2 * actor:g}); a slower one lags behind the policy that it judges"
         )
     if config.critic.kind == "probe" and critic < _PROBE_LR / 10:
-        found.append(
+        proportions.append(
             f"critic.optimizer.lr={critic:g} with critic.kind=probe: it is the learning rate of a model, a new head "
             f"wants about {_PROBE_LR:g}"
         )
     updates = config.updates_per_rollout("actor")
     if algorithm.policy_loss.kind == "reinforce" and algorithm.advantage.estimator != "raft" and updates > 1:
-        found.append(
+        proportions.append(
             f"algorithm.update: {updates} updates of a rollout with policy_loss.kind=reinforce, which has no ratio "
             "that accounts for all but the first: set minibatches=1 and epochs=1"
         )
     nll, reward = algorithm.policy_loss.positive_nll, config.reward
     spread = reward.correct - reward.incorrect
     if algorithm.uses_critic and nll.coef > 0 and reward.verifier == "math" and spread != 2:
-        found.append(
+        proportions.append(
             f"reward.incorrect={reward.incorrect:g} and reward.correct={reward.correct:g}: advantages scale with "
             f"their distance, policy_loss.positive_nll.coef={nll.coef:g} weighs {2 / spread:.2g} times what it does at "
             "-1 and 1: set those, or scale it"
             if spread
             else "reward.incorrect equals reward.correct: there is nothing to learn"
         )
-    return found
+    return proportions
 
 
 def _lambdas(config: TrainConfig, length: float) -> Iterator[str]:

@@ -261,14 +261,14 @@ class RolloutConfig(Section):
     @property
     def experts_on(self) -> int:
         """Ranks of a server over which whole experts are shared out; each is cut over the others."""
-        given = self.server_args.get("ep_size", 1)
-        return given if isinstance(given, int) and given > 0 and self.tp % given == 0 else 1
+        parts = self.server_args.get("ep_size", 1)
+        return parts if isinstance(parts, int) and parts > 0 and self.tp % parts == 0 else 1
 
     @property
     def attention_parts(self) -> int:
         """Parts of a server's GPUs that attend to requests of their own; attention is cut over the GPUs of each."""
-        given = self.server_args.get("attn_dp_size", 1)
-        return given if isinstance(given, int) and given > 0 and self.tp % given == 0 else 1
+        parts = self.server_args.get("attn_dp_size", 1)
+        return parts if isinstance(parts, int) and parts > 0 and self.tp % parts == 0 else 1
 
     def reading_checkpoints(self) -> "RolloutConfig":
         """The same for engines that read a checkpoint and are sent no weights: those of an evaluation, or of probes."""

@@ -46,12 +46,14 @@ def check_room(run_dir: Path, checkpoint_bytes: int = 0) -> None:
     """Raises BadInput where the run directory cannot be made, or its disk has too little room for the results."""
     parent = existing(run_dir)
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        what = "cannot be written" if parent.is_dir() else "is no folder"
-        raise BadInput(f"run.root: {parent} {what}, {run_dir} was to be made: choose a folder that this user may write")
-    free, wanted = shutil.disk_usage(parent).free, checkpoint_bytes + _ROOM_BYTES
-    if free < wanted:
+        problem = "cannot be written" if parent.is_dir() else "is no folder"
         raise BadInput(
-            f"run.root: {parent} has {free / 2**30:.2f} GiB free, the run needs at least {wanted / 2**30:.2f} GiB: "
+            f"run.root: {parent} {problem}, {run_dir} was to be made: choose a folder that this user may write"
+        )
+    free, needed = shutil.disk_usage(parent).free, checkpoint_bytes + _ROOM_BYTES
+    if free < needed:
+        raise BadInput(
+            f"run.root: {parent} has {free / 2**30:.2f} GiB free, the run needs at least {needed / 2**30:.2f} GiB: "
             "make room, or set run.root to another disk"
         )
 

@@ -142,17 +142,17 @@ class TrainConfig(Section):
                 f"algorithm.kl.placement=reward with algorithm.value_loss.{switch}: what the KL takes from returns has "
                 "no bound, set placement=loss or kind=mse"
             )
-        found = self.return_range
-        if found is None:
+        bounds = self.return_range
+        if bounds is None:
             if not {"low", "high"} <= settings.model_fields_set:
                 raise ValueError(
                     f"algorithm.value_loss.{switch} with reward.verifier=function: its scores may be anything, give "
                     "algorithm.value_loss.low and high"
                 )
-        elif not (settings.low <= found[0] and found[1] <= settings.high):
+        elif not (settings.low <= bounds[0] and bounds[1] <= settings.high):
             raise ValueError(
                 f"algorithm.value_loss.low..high={settings.low:g}..{settings.high:g} does not hold the returns "
-                f"{found[0]:g}..{found[1]:g} that reward.incorrect={reward.incorrect:g}, "
+                f"{bounds[0]:g}..{bounds[1]:g} that reward.incorrect={reward.incorrect:g}, "
                 f"reward.correct={reward.correct:g} and algorithm.shaping give: widen it"
             )
 
@@ -284,8 +284,8 @@ class TrainConfig(Section):
     @property
     def critic_key(self) -> str:
         """The key that names critic_source."""
-        given = (("critic.init_path", self.critic.init_path), ("critic.model_path", self.critic.model_path))
-        return next((key for key, path in given if path), "model.path")
+        paths = (("critic.init_path", self.critic.init_path), ("critic.model_path", self.critic.model_path))
+        return next((key for key, path in paths if path), "model.path")
 
     @property
     def samples(self) -> int:
@@ -375,9 +375,9 @@ class EvaluateConfig(Section):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.model is None) == (self.server is None):
-            what = "neither is" if self.model is None else "both are"
+            state = "neither is" if self.model is None else "both are"
             raise ValueError(
-                f"{what} given of model (engines of our own) and server (an external one): give one of them"
+                f"{state} given of model (engines of our own) and server (an external one): give one of them"
             )
         if self.server is not None and self.server.api == "completions" and self.data.prompt.chat_template:
             raise ValueError(

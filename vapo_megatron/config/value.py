@@ -86,8 +86,8 @@ class ValuePretrainingConfig(Section):
         """Rollouts to record, each of so many samples. Of those an eighth is held out."""
         if self.iterations is not None:
             return self.iterations
-        wanted = (self.steps or DEFAULT_STEPS) * self.minibatch_size
-        return math.ceil(wanted / (samples * (1 - HELD_OUT_SHARE) * self.replay_epochs))
+        responses = (self.steps or DEFAULT_STEPS) * self.minibatch_size
+        return math.ceil(responses / (samples * (1 - HELD_OUT_SHARE) * self.replay_epochs))
 
     def updates(self, samples: int) -> int:
         """Gradient steps on rollouts of so many samples each, at most."""

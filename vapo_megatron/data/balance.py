@@ -110,9 +110,9 @@ def plan_microbatches(
     """
     budget = max_tokens // total_alignment * total_alignment
     chosen = np.asarray(samples, dtype=np.int64)
-    own = np.asarray(lengths, dtype=np.int64)[chosen]
-    work = cost(own.astype(np.float64))
-    tokens = -(-np.maximum(own - 1, 1) // alignment) * alignment
+    sizes = np.asarray(lengths, dtype=np.int64)[chosen]
+    work = cost(sizes.astype(np.float64))
+    tokens = -(-np.maximum(sizes - 1, 1) // alignment) * alignment
     longest = int(tokens.max(initial=0))
     if longest > budget or not budget:
         needed = -(-max(longest, 1) // total_alignment) * total_alignment
@@ -223,12 +223,12 @@ def _best_exchange(
     """What a bin gives to a lighter one, and what it takes for it (nothing, or one place), so that the larger of both
     loads becomes smallest; None where nothing makes it smaller."""
     gap = loads[heavy].sum() - loads[light].sum()
-    given, taken = loads[heavy], np.append(loads[light], 0)
-    if tokens is None and given.size * taken.size > _ALL_PAIRS:
-        columns = _nearest(taken, given - gap / 2)
+    leaving, taken = loads[heavy], np.append(loads[light], 0)
+    if tokens is None and leaving.size * taken.size > _ALL_PAIRS:
+        columns = _nearest(taken, leaving - gap / 2)
     else:
-        columns = np.broadcast_to(np.arange(taken.size), (given.size, taken.size))
-    moved = given[:, None] - taken[columns]
+        columns = np.broadcast_to(np.arange(taken.size), (leaving.size, taken.size))
+    moved = leaving[:, None] - taken[columns]
     useful = (moved > 0) & (moved < gap)
     if tokens is not None:
         change = tokens[heavy][:, None] - np.append(tokens[light], 0)
@@ -255,18 +255,18 @@ def _best_exchange_of_pairs(
 ) -> tuple[list[int], list[int]] | None:
     """Like _best_exchange, two places for two: sums of pairs lie far closer to each other than single loads do."""
     (a, b), (c, d) = _pairs(len(heavy)), _pairs(len(light))
-    given, taken = loads[heavy][a] + loads[heavy][b], loads[light][c] + loads[light][d]
-    if not len(given) or not len(taken):
+    leaving, taken = loads[heavy][a] + loads[heavy][b], loads[light][c] + loads[light][d]
+    if not len(leaving) or not len(taken):
         return None
     order = taken.argsort(kind="stable")
-    nearest = np.searchsorted(taken[order], given - gap / 2).clip(max=len(taken) - 1)
-    moved = given - taken[order][nearest]
+    nearest = np.searchsorted(taken[order], leaving - gap / 2).clip(max=len(taken) - 1)
+    moved = leaving - taken[order][nearest]
     distance = np.where((moved > 0) & (moved < gap), np.abs(moved - gap / 2), np.inf)
     best = int(distance.argmin())
     if not np.isfinite(distance[best]):
         return None
-    other = order[nearest[best]]
-    return [heavy[a[best]], heavy[b[best]]], [light[c[other]], light[d[other]]]
+    partner = order[nearest[best]]
+    return [heavy[a[best]], heavy[b[best]]], [light[c[partner]], light[d[partner]]]
 
 
 @lru_cache(maxsize=_PAIRED + 1)

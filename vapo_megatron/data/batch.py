@@ -257,9 +257,9 @@ class SampleTable:
 
     def batch(self, **over_tokens: Tensor) -> ExperienceBatch:
         """All of them, with what goes by their tokens."""
-        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "response_lengths"}
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "response_lengths"}
         bounds = {"cu_seqlens": offsets(self.lengths), "response_cu_seqlens": offsets(self.response_lengths)}
-        return ExperienceBatch(**over_tokens, **bounds, **found)
+        return ExperienceBatch(**over_tokens, **bounds, **tensors)
 
 
 def offsets(lengths: Tensor) -> Tensor:
@@ -318,11 +318,11 @@ def _turn_rewards(pairs: Sequence[tuple[Sample, Any]]) -> Tensor | None:
 
 def _take_experts(samples: Sequence[Sample]) -> Tensor | None:
     """Move the rows of all samples into one tensor, so that they are never held twice; None unless all have some."""
-    found = [s.routed_experts for s in samples if s.routed_experts is not None]
-    if not found or len(found) != len(samples):
+    choices = [s.routed_experts for s in samples if s.routed_experts is not None]
+    if not choices or len(choices) != len(samples):
         return None
-    joined, start = found[0].new_empty(sum(map(len, found)), found[0].shape[1]), 0
-    del found
+    joined, start = choices[0].new_empty(sum(map(len, choices)), choices[0].shape[1]), 0
+    del choices
     for sample in samples:
         rows, sample.routed_experts = sample.routed_experts, None
         assert rows is not None

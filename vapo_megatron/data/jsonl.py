@@ -72,9 +72,9 @@ def check_characters(row: Mapping[str, Any], place: str) -> None:
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        found = f"\\u{ord(error.object[error.start]):04x}"
+        character = f"\\u{ord(error.object[error.start]):04x}"
         raise BadInput(
-            f"{place}: holds {found}, half of a character (a lone surrogate); mend or remove the row"
+            f"{place}: holds {character}, half of a character (a lone surrogate); mend or remove the row"
         ) from None
 
 

@@ -60,15 +60,15 @@ class MicroBatch:
 
     def gather(self, values: Tensor) -> Tensor:
         """A tensor over response tokens [T] at this micro-batch's positions [t]; 0 where no response token is."""
-        found = self.response_index >= 0
-        gathered = values.new_zeros(len(found))
-        gathered[found] = values[self.response_index[found]]
+        placed = self.response_index >= 0
+        gathered = values.new_zeros(len(placed))
+        gathered[placed] = values[self.response_index[placed]]
         return gathered
 
     def scatter(self, into: Tensor, values: Tensor) -> None:
         """The other way: write values [t] of response positions into a tensor over response tokens [T]."""
-        found = self.response_index >= 0
-        into[self.response_index[found]] = values[found]
+        placed = self.response_index >= 0
+        into[self.response_index[placed]] = values[placed]
 
 
 def _round_up(n: int, multiple: int) -> int:

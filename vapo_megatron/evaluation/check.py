@@ -200,8 +200,8 @@ def evaluation_of(config: TrainConfig, checkpoint: str) -> EvaluateConfig:
             resume=run.resume,
         )
     except ValidationError as error:
-        (key, *_), what = error.errors()[0]["loc"], error.errors()[0]["msg"]
-        raise BadInput(f"--checkpoint {checkpoint}: run.{key} of its evaluation cannot be used: {what}") from None
+        (key, *_), message = error.errors()[0]["loc"], error.errors()[0]["msg"]
+        raise BadInput(f"--checkpoint {checkpoint}: run.{key} of its evaluation cannot be used: {message}") from None
     return EvaluateConfig(
         run=place,
         model=config.model.model_copy(update={"path": str(actor)}),

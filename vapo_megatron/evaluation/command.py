@@ -130,10 +130,10 @@ class _Work:
         if not report.is_file():
             return None
         try:
-            known = {one["name"]: one for one in json.loads(report.read_text(encoding="utf-8"))["sets"]}
-            if entry.name not in known:
+            reports = {one["name"]: one for one in json.loads(report.read_text(encoding="utf-8"))["sets"]}
+            if entry.name not in reports:
                 return None
-            origin, graded_by = known[entry.name]["origin"], known[entry.name]["graded_by"]
+            origin, graded_by = reports[entry.name]["origin"], reports[entry.name]["graded_by"]
         except (ValueError, KeyError, TypeError):
             raise BadInput(f"{report}: not an evaluation report: remove it to evaluate again") from None
         if origin != self.plan.origin(entry.name):

@@ -120,7 +120,7 @@ class OpenAIClient:
         body, pause, failing_since = self._body(prompt, index), _FIRST_PAUSE, None
         kind = ChatCompletion if self._config.api == "chat" else Completion
         while True:
-            wanted = 0.0
+            delay = 0.0
             asked = time.monotonic()
             try:
                 response = self._read(await client.post(self._path, cast_to=kind, body=body), prompt, index)
@@ -132,7 +132,7 @@ class OpenAIClient:
                 reason = f"HTTP {error.status_code}: {_one_line(error.response.text, 300)}"
                 if not _passing(error.status_code):
                     raise RunFailed(f"{self._url}: refused the request for problem {prompt.id} ({reason})") from None
-                wanted = _seconds(error.response.headers.get("Retry-After"))
+                delay = _seconds(error.response.headers.get("Retry-After"))
             except APITimeoutError:
                 reason = f"no answer within server.request_timeout_s={self._config.request_timeout_s:g} s"
             except APIConnectionError as error:
@@ -141,7 +141,7 @@ class OpenAIClient:
                 raise self._no_completion("what is no JSON", prompt) from None
             self._tell_of(reason, asked)
             failing_since = asked if failing_since is None else failing_since
-            pause = max(pause, wanted)
+            pause = max(pause, delay)
             if time.monotonic() + pause - failing_since > self._config.retry_timeout_s:
                 raise TryAgain(
                     f"{self._url}: problem {prompt.id} was not answered within server.retry_timeout_s="
@@ -189,13 +189,13 @@ class OpenAIClient:
     def _read(self, answer: ChatCompletion | Completion, prompt: Prompt, index: int) -> Response:
         try:
             choice = answer.choices[0]
-            said = choice.text if isinstance(choice, CompletionChoice) else _said(choice.message)
+            content = choice.text if isinstance(choice, CompletionChoice) else _said(choice.message)
             tokens, reason = int(answer.usage.completion_tokens), str(choice.finish_reason)  # type: ignore[union-attr]
         except (AttributeError, IndexError, TypeError, ValueError):  # the library does not check what a server sends
             raise self._no_completion(repr(_one_line(_raw(answer), 200)), prompt) from None
         # A character that JSON spelled in halves and cut between them would fit into no file.
-        said = said.encode("utf-8", "replace").decode("utf-8")
-        return Response(prompt.id, index, said, tokens, reason)
+        content = content.encode("utf-8", "replace").decode("utf-8")
+        return Response(prompt.id, index, content, tokens, reason)
 
     def _no_completion(self, said: str, prompt: Prompt) -> RunFailed:
         return RunFailed(

@@ -127,7 +127,7 @@ class ResponseLog:
         self._file.close()
 
     def _read(self, origin: str) -> list[Response]:
-        found: list[Response] = []
+        responses: list[Response] = []
         lines = self._path.read_text(encoding="utf-8", errors="replace").split("\n")
         head = _decoded(lines[0])
         if head is not None and head.get("origin") != origin:
@@ -140,10 +140,10 @@ class ResponseLog:
             if row is None:
                 break
             try:
-                found.append(Response(**row))
+                responses.append(Response(**row))
             except TypeError:
                 raise BadInput(f"{self._path}: not written by this version: remove it to answer again") from None
-        return found
+        return responses
 
 
 def _line(response: Response) -> str:

@@ -54,8 +54,8 @@ class _LogProbs(torch.autograd.Function):
         if group.size() > 1:
             dist.all_reduce(sums, group=group)
         log_z = sums[0].log()
-        found = torch.stack((sums[1] - log_z, log_z - sums[2] / sums[0], log_z + top))
-        return found, logits.sub_(log_z[:, None]) if keep else None
+        columns = torch.stack((sums[1] - log_z, log_z - sums[2] / sums[0], log_z + top))
+        return columns, logits.sub_(log_z[:, None]) if keep else None
 
     @staticmethod
     def forward(
@@ -148,8 +148,8 @@ def logprobs_and_entropy(
     """
     first = group.rank() * weight.shape[0]
     real = group.size() * weight.shape[0] if words is None else words
-    found: tuple[Tensor, Tensor] = _LogProbs.apply(hidden, weight, labels, (first, real), temperature, group, chunk)
-    return found
+    computed: tuple[Tensor, Tensor] = _LogProbs.apply(hidden, weight, labels, (first, real), temperature, group, chunk)
+    return computed
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
@@ -171,11 +171,11 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
         return torch.mm(a, b, out_dtype=torch.float32)
     if a.shape[0] > b.shape[1]:
         return _product(b.t(), a.t()).t()
-    found = a.new_empty((a.shape[0], b.shape[1]), dtype=torch.float32)
+    product = a.new_empty((a.shape[0], b.shape[1]), dtype=torch.float32)
     a = a.float()
-    for columns, into in zip(b.split(_CAST_ROWS, 1), found.split(_CAST_ROWS, 1), strict=True):
+    for columns, into in zip(b.split(_CAST_ROWS, 1), product.split(_CAST_ROWS, 1), strict=True):
         torch.mm(a, columns.float(), out=into)
-    return found
+    return product
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

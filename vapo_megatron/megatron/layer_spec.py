@@ -243,9 +243,9 @@ class SDPACoreAttention(MegatronModule):
             cos, sin = self.rotary.of(cu, query.dtype)
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if size > 1:
-            both = _GatherSequence.apply(torch.stack((key, value), dim=1), self.cp)
-            both = both[natural_order(lengths, size).to(both.device)]
-            key, value = both.unbind(1)
+            stacked = _GatherSequence.apply(torch.stack((key, value), dim=1), self.cp)
+            stacked = stacked[natural_order(lengths, size).to(stacked.device)]
+            key, value = stacked.unbind(1)
         out = attend_packed(query, key, value, packed_segments(lengths, size, rank), self.scale)
         return out.reshape(out.shape[0], -1)
 

@@ -47,8 +47,8 @@ class ProbeHead(torch.nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         states = F.rms_norm(states.float(), states.shape[1:], eps=1e-6)
-        found: Tensor = self.outer(F.silu(self.inner(states)))
-        return found
+        values: Tensor = self.outer(F.silu(self.inner(states)))
+        return values
 
 
 @dataclass(frozen=True)
@@ -102,13 +102,13 @@ class Probe:
         share: Sequence[int] = (),
     ) -> Tensor:
         """Values of the states before the response tokens of a batch, float32 [T, 1]; as Trainable.score."""
-        found = [torch.zeros(0, 1)]
+        values = [torch.zeros(0, 1)]
         for rows in _parts(batch):
             outputs = self.head(_states(batch, rows))
-            found.append((outputs[:, 0] if read is None else read(outputs))[:, None].cpu())
+            values.append((outputs[:, 0] if read is None else read(outputs))[:, None].cpu())
         if on_done is not None:
             on_done(len(share))
-        return torch.cat(found)
+        return torch.cat(values)
 
     def train_step(
         self, batch: ExperienceBatch, share: Sequence[int], loss: TokenLoss, keep_outputs: bool = False
@@ -119,11 +119,11 @@ class Probe:
             parameter.grad = torch.zeros_like(parameter)
         totals, outputs = MetricTotals(loss, current_platform().device), [torch.zeros(0, self.head.outer.out_features)]
         for rows in _parts(batch):
-            found = self.head(_states(batch, rows))
-            total, metrics = loss(found, _Rows(rows))
+            values = self.head(_states(batch, rows))
+            total, metrics = loss(values, _Rows(rows))
             torch.autograd.backward(total)
             totals.add(metrics)
-            outputs.append(found.detach().cpu())
+            outputs.append(values.detach().cpu())
         summed = sum_over_ranks(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]).double())
         norm, clip = float(summed.norm()), self.config.optimizer.clip_grad
         scale = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
@@ -161,13 +161,13 @@ class Probe:
 
     def start_from(self, folder: Path) -> None:
         """Take the head that an earlier run exported; raises BadInput where it is another one's."""
-        given = read_probe(folder / PROBE_FILE)
-        if repr(given) != repr(self.head):
+        saved = read_probe(folder / PROBE_FILE)
+        if repr(saved) != repr(self.head):
             raise BadInput(
-                f"critic.init_path={folder}: its head is {given.inner} and {given.outer}, expected "
+                f"critic.init_path={folder}: its head is {saved.inner} and {saved.outer}, expected "
                 f"{self.head.inner} and {self.head.outer}: give one that was trained with this policy and value loss"
             )
-        self.head.load_state_dict(given.state_dict())
+        self.head.load_state_dict(saved.state_dict())
 
     def export(self, folder: Path) -> None:
         """Write the head alone, for read_probe; one rank does."""

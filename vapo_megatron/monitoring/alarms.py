@@ -213,13 +213,13 @@ def value_below_baseline(history: History) -> str | None:
 def value_bias(history: History) -> str | None:
     """The values' bias grows along the response: one end of it is pushed by the critic's error alone."""
     biases = {p: history.recent(f"{names.VALUE_BIAS}{p}", _RECENT) for p in names.BIAS_POSITIONS}
-    known = {p: bias for p, bias in biases.items() if bias is not None}
-    if len(known) < 2:
+    measured = {p: bias for p, bias in biases.items() if bias is not None}
+    if len(measured) < 2:
         return None
-    low, high = min(known, key=known.__getitem__), max(known, key=known.__getitem__)
-    if known[high] - known[low] <= _BIAS:
+    low, high = min(measured, key=measured.__getitem__), max(measured, key=measured.__getitem__)
+    if measured[high] - measured[low] <= _BIAS:
         return None
-    return f"values are off by {known[low]:+.3f} at {low} % of the response and by {known[high]:+.3f} at {high} %"
+    return f"values are off by {measured[low]:+.3f} at {low} % of the response and by {measured[high]:+.3f} at {high} %"
 
 
 @_alarm(
@@ -391,11 +391,11 @@ class Alarms:
         that is absent raises no alarm.
         """
         self._history.add(row)
-        found = {alarm.name: text for alarm in self._watched if (text := alarm.rule(self._history))}
-        stops = [f"{name}: {text}" for name, text in found.items() if name in self._stop]
+        holding = {alarm.name: text for alarm in self._watched if (text := alarm.rule(self._history))}
+        stops = [f"{name}: {text}" for name, text in holding.items() if name in self._stop]
         self.stopping = stops[0] if stops else None
-        fresh = {name: text for name, text in found.items() if name not in self.active}
-        self.active = set(found)
+        fresh = {name: text for name, text in holding.items() if name not in self.active}
+        self.active = set(holding)
         return fresh
 
     def metrics(self) -> dict[str, float]:

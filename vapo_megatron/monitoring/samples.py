@@ -70,13 +70,15 @@ class SampleWriter:
             parts = [slice(0, head)] if head == count else [slice(0, head), slice(count - (LONGEST - head), count)]
             ids = [sample.response_ids[part].tolist() for part in parts]
             texts = [text for part in ids for text in token_texts(part, self._decode)]
-            found: dict[str, Any] = {"left_out": max(0, count - LONGEST), "tokens": texts}
+            estimates: dict[str, Any] = {"left_out": max(0, count - LONGEST), "tokens": texts}
             for name, tensor in (("values", values), ("advantages", advantages)):
                 if tensor is not None:
-                    found[name] = [number for part in parts for number in _spread(tensor[start:], sample)[part]]
+                    estimates[name] = [number for part in parts for number in _spread(tensor[start:], sample)[part]]
             if sample.turn_rewards is not None:
-                found["rewards"] = [reward or None for part in parts for reward in sample.turn_rewards[part].tolist()]
-            self._rows[number]["estimates"] = found
+                estimates["rewards"] = [
+                    reward or None for part in parts for reward in sample.turn_rewards[part].tolist()
+                ]
+            self._rows[number]["estimates"] = estimates
         if any("estimates" in row for row in self._rows):
             self._save(step)
 

@@ -43,30 +43,30 @@ def explain(error: BaseException, where: str) -> VapoError | None:
     code = _cuda_code(error, text)
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or code == _OUT_OF_MEMORY or "t allocate memory" in text:
         return _out_of_memory(error, text, where)
-    said = " ".join(text.split())[:200]
+    message = " ".join(text.split())[:200]
     if isinstance(error, torch.AcceleratorError) or code is not None:
         if code in _OF_THE_PROGRAM:
             return None
         if code in _DEVICE_FAULTS:
             return DeviceFault(
-                f"{where}: the device failed{phase_of(error)} ({said}): start the same command again without this "
+                f"{where}: the device failed{phase_of(error)} ({message}): start the same command again without this "
                 "node, and look it over with `vapo-megatron doctor`"
             )
         return TryAgain(
-            f"{where}: a computation broke off{phase_of(error)} ({said}): start the same command again; if it happens "
-            "at the same place on another node, it is the program's fault and not the device's"
+            f"{where}: a computation broke off{phase_of(error)} ({message}): start the same command again; if it "
+            "happens at the same place on another node, it is the program's fault and not the device's"
         )
     lost = isinstance(error, RuntimeError) and any(words in text.lower() for words in _LOST)
     if lost or (isinstance(error, dist.DistError) and not any(words in text.lower() for words in _MISUSE_OF_NCCL)):
-        return LostPeer(f"{where}: lost another rank, whose output says why{phase_of(error)} ({said})")
+        return LostPeer(f"{where}: lost another rank, whose output says why{phase_of(error)} ({message})")
     return None
 
 
 def _cuda_code(error: BaseException, text: str) -> int | None:
     """The number of the CUDA error that was met, by torch itself or by NCCL on its behalf."""
     code = getattr(error, "error_code", None)
-    if code is None and isinstance(error, dist.DistBackendError) and (found := _CUDA_FAILURE.search(text)):
-        code = found[1]
+    if code is None and isinstance(error, dist.DistBackendError) and (match := _CUDA_FAILURE.search(text)):
+        code = match[1]
     return None if code is None else int(code)
 
 

@@ -43,7 +43,7 @@ def _events_files(groups: Path) -> list[Path]:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    found = []
+    files = []
     for line in lines:
         _, controllers, name = line.split(":", 2)
         if not controllers:
@@ -53,8 +53,8 @@ def _events_files(groups: Path) -> list[Path]:
             candidates.append(groups / "memory" / "memory.oom_control")
         else:
             continue
-        found += [path for path in candidates if path.is_file()][:1]
-    return found
+        files += [path for path in candidates if path.is_file()][:1]
+    return files
 
 
 def _oom_kills(path: Path) -> int:

@@ -59,13 +59,13 @@ def _check_meeting_place(environment: Mapping[str, str]) -> None:
 
 
 def _count(name: str, environment: Mapping[str, str]) -> int:
-    found = environment.get(name)
-    if found is None or not found.isdecimal():
+    value = environment.get(name)
+    if value is None or not value.isdecimal():
         raise BadInput(
-            f"{name} is {'not set' if found is None else repr(found)}, expected a number: torchrun and srun set it; "
+            f"{name} is {'not set' if value is None else repr(value)}, expected a number: torchrun and srun set it; "
             "outside of them unset RANK, WORLD_SIZE and the variables of SLURM"
         )
-    return int(found)
+    return int(value)
 
 
 def node_name() -> str:

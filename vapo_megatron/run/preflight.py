@@ -62,11 +62,11 @@ def cautions(
                 f"{name}.optimizer.warmup_steps={section.optimizer.warmup_steps} ({warmup} updates) is longer than the "
                 f"run ({updates}): the learning rate never reaches {section.optimizer.lr:g}"
             )
-    known = {prompt.problem for prompt in prompts}
-    if len(known) < _FEWEST_DISTINCT * len(prompts):
+    problems = {prompt.problem for prompt in prompts}
+    if len(problems) < _FEWEST_DISTINCT * len(prompts):
         yield (
-            f"data.train={config.data.train} holds {len(prompts)} rows and {len(known)} different "
-            f"problem{'s' if len(known) > 1 else ''}: the others repeat them"
+            f"data.train={config.data.train} holds {len(prompts)} rows and {len(problems)} different "
+            f"problem{'s' if len(problems) > 1 else ''}: the others repeat them"
         )
     elif len(prompts) < config.batch.prompts_per_step:
         yield (
@@ -74,7 +74,7 @@ def cautions(
             f"{config.batch.prompts_per_step}: each step has some of them several times"
         )
     for name, rows in evaluations.items():
-        if seen := sum(prompt.problem in known for prompt in rows):
+        if seen := sum(prompt.problem in problems for prompt in rows):
             yield (
                 f"data.eval: {seen} of the {len(rows)} problems of {name} are in data.train: their accuracy says "
                 "nothing of new problems (tools/prepare_data.py --against leaves them out)"

@@ -91,12 +91,12 @@ def run_as_external_rank(place: RankPlace, body: Callable[[], None], collective_
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:
-        told = explain(error, _where(place))
-        if told is None:
+        failure = explain(error, _where(place))
+        if failure is None:
             traceback.print_exc()
             _leave(1)
-        print(f"vapo-megatron: {told}", file=sys.stderr)
-        _leave(DEVICE_FAULT if isinstance(told, DeviceFault) else _code_of(told))
+        print(f"vapo-megatron: {failure}", file=sys.stderr)
+        _leave(DEVICE_FAULT if isinstance(failure, DeviceFault) else _code_of(failure))
 
 
 def _code_of(error: VapoError) -> int:
@@ -141,9 +141,9 @@ def _started_rank(
     except SystemExit:
         raise
     except BaseException as error:
-        told = explain(error, _where(place)) or RunFailed(f"rank {place.rank}: {traceback.format_exc()}")
-        failures.put((place.rank, told))
-        sys.exit(LOST_A_PEER if isinstance(told, LostPeer) else told.exit_code)
+        failure = explain(error, _where(place)) or RunFailed(f"rank {place.rank}: {traceback.format_exc()}")
+        failures.put((place.rank, failure))
+        sys.exit(LOST_A_PEER if isinstance(failure, LostPeer) else failure.exit_code)
 
 
 def start_ranks(count: int, body: Callable[[], None], collective_timeout_s: float, folder: Path | None = None) -> None:

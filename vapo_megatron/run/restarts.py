@@ -75,8 +75,8 @@ def run_ranks(settings: Settings, count: int, body: Callable[[Start], None], sta
                 if left == 0 or stop_requested():
                     raise
                 left, start = left - 1, again
-                where = start.checkpoint or "the beginning"
-                _logger.warning("%s; ranks are started again in this process, from %s", _cause(error), where)
+                origin = start.checkpoint or "the beginning"
+                _logger.warning("%s; ranks are started again in this process, from %s", _cause(error), origin)
 
 
 def _start_after(error: VapoError, settings: Settings, start: Start, lease: Lease) -> Start:

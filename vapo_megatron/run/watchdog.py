@@ -137,8 +137,8 @@ class Watchdog:
                     f"rank {self._rank} has got no further in the phase {place.phase} for {idle:.0f} s", standstill
                 )
             if (silent := self._silence()) > self._config.floor_s:
-                other = (self._rank + 1) % self._world
-                self._tell(f"rank {other} has said nothing for {silent:.0f} s", self._config.floor_s)
+                neighbour = (self._rank + 1) % self._world
+                self._tell(f"rank {neighbour} has said nothing for {silent:.0f} s", self._config.floor_s)
             looked = time.monotonic()  # a disk that is slow to take heartbeats did not suspend anybody
 
     def limit(self, phase: str) -> float:
@@ -155,11 +155,11 @@ class Watchdog:
         """Seconds for which the rank after this one has said nothing: it is stopped, or its node is gone."""
         path, now = self._path((self._rank + 1) % self._world), time.monotonic()
         try:
-            told = Heartbeat(**json.loads(path.read_text()))
+            heartbeat = Heartbeat(**json.loads(path.read_text()))
         except (OSError, ValueError):
             return now - self._heard_at
-        if told.beat != self._heard or told.phase == _OVER:
-            self._heard, self._heard_at = told.beat, now
+        if heartbeat.beat != self._heard or heartbeat.phase == _OVER:
+            self._heard, self._heard_at = heartbeat.beat, now
         return now - self._heard_at
 
     def _learn(self, phase: str, seconds: float) -> None:
@@ -179,16 +179,16 @@ class Watchdog:
         return self._folder / f"heartbeat_{rank:05d}.json"
 
     def _tell(self, what: str, limit: float) -> None:
-        where = f"stacks and collectives of the ranks are in {self._folder}/hang_*.txt"
+        place = f"stacks and collectives of the ranks are in {self._folder}/hang_*.txt"
         try:
             self._write_stacks(self._folder / f"hang_{self._rank:05d}.txt")
         except OSError as error:  # a full disk must not keep the hang alive
-            where = f"stacks cannot be written to {self._folder} ({error.strerror})"
+            place = f"stacks cannot be written to {self._folder} ({error.strerror})"
         beats = read_heartbeats(self._folder, self._world)
         self._end(
             Hang(
                 f"{describe(beats, self._world, 4 * self._config.every_s)}; {what} "
-                f"(limit {limit:.0f} s): {where}, start the same command again with run.resume=auto"
+                f"(limit {limit:.0f} s): {place}, start the same command again with run.resume=auto"
             )
         )
 

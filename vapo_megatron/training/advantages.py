@@ -127,10 +127,10 @@ def estimate_advantages(
                 earlier=own.turn_rewards,
             )
         elif config.advantage.function is None:
-            found = response_advantages(batch, rewards, config)
-            own.advantages = to_tokens(found[batch.at_home], own.response_cu_seqlens)
+            estimate = response_advantages(batch, rewards, config)
+            own.advantages = to_tokens(estimate[batch.at_home], own.response_cu_seqlens)
             if config.advantage.estimator == "raft":
-                best = (found > 0) & table.correct
+                best = (estimate > 0) & table.correct
         if config.advantage.function is not None:
             answer = batch.columns_of_whole(partial(user_advantages, config.advantage.function, config.uses_critic), 2)
             own.advantages, targets = answer.t().contiguous()
@@ -154,11 +154,13 @@ def critic_row(batch: ShardedBatch, config: AlgorithmConfig, new_critic: bool = 
     """
     own, table, bounds = batch.own, batch.table, batch.own.response_cu_seqlens
     assert own.advantages is not None, "no advantages: estimate them first"
-    known = returns_known(table.truncated, config.shaping)
-    if not known.any():
+    finished = returns_known(table.truncated, config.shaping)
+    if not finished.any():
         return {}
-    signs = batch.everywhere(signs_of(own.advantages, bounds))[known]
-    row = {names.SIGN_AGREEMENT: float(sign_agreement(signs, table.response_lengths[known], table.rewards[known]))}
+    signs = batch.everywhere(signs_of(own.advantages, bounds))[finished]
+    row = {
+        names.SIGN_AGREEMENT: float(sign_agreement(signs, table.response_lengths[finished], table.rewards[finished]))
+    }
     if own.values is None:
         return row
     rewards = token_rewards(own, config)
@@ -167,10 +169,10 @@ def critic_row(batch: ShardedBatch, config: AlgorithmConfig, new_critic: bool = 
     # A residual critic's baseline differs between the responses of a group: its head's part is judged alone.
     baseline = 0.0 if own.baselines is None else to_tokens(own.baselines, bounds)
     figures = Figures.read(batch.everywhere(figures_of(own.values - baseline, returns - baseline, bounds)))
-    faults = value_faults(figures, table.group_ids, known)
+    faults = value_faults(figures, table.group_ids, finished)
     if new_critic:
         faults = [fault for fault in faults if fault != "constant"]  # a new head is zero, and is not broken
-    row |= value_metrics(batch, own.values, returns, known)
+    row |= value_metrics(batch, own.values, returns, finished)
     return row | {f"{names.CRITIC_FAULT}{fault}": 1.0 for fault in faults}
 
 

@@ -61,12 +61,12 @@ def policy_metrics(batch: ShardedBatch) -> dict[str, float]:
     assert own.old_logprobs is not None and own.entropies is not None, "the policy has not scored the batch"
     log_ratio = own.old_logprobs - own.rollout_logprobs
     divergence = k3(own.rollout_logprobs, own.old_logprobs)
-    found = over_tokens(batch, divergence, log_ratio.abs(), own.entropies)
+    statistics = over_tokens(batch, divergence, log_ratio.abs(), own.entropies)
     return {
-        names.TRAIN_INFER_KL: found[0].mean,
-        names.TRAIN_INFER_KL_MAX: found[0].largest,
-        "actor/train_infer_logprob_diff_max": found[1].largest,
-        names.ENTROPY: found[2].mean,
+        names.TRAIN_INFER_KL: statistics[0].mean,
+        names.TRAIN_INFER_KL_MAX: statistics[0].largest,
+        "actor/train_infer_logprob_diff_max": statistics[1].largest,
+        names.ENTROPY: statistics[2].mean,
     }
 
 
@@ -74,28 +74,28 @@ def reference_metrics(batch: ShardedBatch) -> dict[str, float]:
     """Collective: k3 of KL(policy || reference) per token, and its largest."""
     own = batch.own
     assert own.old_logprobs is not None and own.ref_logprobs is not None, "no log-probs: the batch is not scored"
-    (found,) = over_tokens(batch, k3(own.old_logprobs, own.ref_logprobs))
-    return {names.REFERENCE_KL: found.mean, names.REFERENCE_KL_MAX: found.largest}
+    (divergence,) = over_tokens(batch, k3(own.old_logprobs, own.ref_logprobs))
+    return {names.REFERENCE_KL: divergence.mean, names.REFERENCE_KL_MAX: divergence.largest}
 
 
 def importance_metrics(batch: ShardedBatch, weights: Tensor, log_ratio: Tensor) -> dict[str, float]:
     """Collective: of importance weights [own T] and the log ratios that they were cut from: mean, least, share that was
     cut."""
     ratio = bounded_ratio(log_ratio)
-    found = over_tokens(batch, weights, ratio, (weights != ratio).float())
+    statistics = over_tokens(batch, weights, ratio, (weights != ratio).float())
     return {
-        "importance/weight_mean": found[0].mean,
-        "importance/weight_min": found[0].least,
-        "importance/ratio_max": found[1].largest,
-        "importance/cut_share": found[2].mean,
+        "importance/weight_mean": statistics[0].mean,
+        "importance/weight_min": statistics[0].least,
+        "importance/ratio_max": statistics[1].largest,
+        "importance/cut_share": statistics[2].mean,
     }
 
 
 def advantage_metrics(batch: ShardedBatch) -> dict[str, float]:
     """Collective: of advantages and of rewards after shaping."""
     assert batch.own.advantages is not None and batch.table.shaped_rewards is not None, "estimate them first"
-    (found,) = over_tokens(batch, batch.own.advantages)
-    row = {"advantage/mean": found.mean, "advantage/std": found.variance**0.5}
+    (statistics,) = over_tokens(batch, batch.own.advantages)
+    row = {"advantage/mean": statistics.mean, "advantage/std": statistics.variance**0.5}
     rewards = batch.table.shaped_rewards
     if batch.table.window_starts is not None:
         rewards = rewards[~batch.table.truncated]
@@ -120,12 +120,12 @@ def over_tokens(batch: ShardedBatch, *numbers: Tensor) -> list[OverTokens]:
         new = tokens_from(starts, bounds)
         numbers, bounds = tuple(x[new] for x in numbers), offsets(bounds.diff() - starts)
     whole = batch.everywhere(torch.cat([extent(x, bounds) for x in numbers], dim=1))
-    found, lengths = [], batch.table.new_lengths
+    statistics, lengths = [], batch.table.new_lengths
     for columns in whole.split(4, dim=1):
         means, spreads, least, largest = columns.unbind(1)
         mean, variance = critic_metrics.pooled(lengths, means, spreads)
-        found.append(OverTokens(means, float(mean), float(variance), float(least.min()), float(largest.max())))
-    return found
+        statistics.append(OverTokens(means, float(mean), float(variance), float(least.min()), float(largest.max())))
+    return statistics
 
 
 def value_metrics(batch: ShardedBatch, values: Tensor, returns: Tensor, known: Tensor) -> dict[str, float]:
@@ -144,16 +144,16 @@ def value_metrics(batch: ShardedBatch, values: Tensor, returns: Tensor, known: T
         *(batch.summed, batch.everywhere),
     )
     figures, correct = every.only(known), table.correct[known]
-    found = critic_metrics.explained_beside_baselines(figures, table.group_ids[known], position)
+    explained = critic_metrics.explained_beside_baselines(figures, table.group_ids[known], position)
     slope, intercept = critic_metrics.calibration(figures)
     good, bad = critic_metrics.bias_by_outcome(figures, correct)
     good_end, bad_end = critic_metrics.bias_at_end(figures, correct)
     mean, variance = critic_metrics.pooled(every.tokens, every.values, every.values_spread)
     metrics = {
-        names.EXPLAINED_VARIANCE: found.critic,
-        names.BASELINE_LOO: found.leave_one_out,
-        names.BASELINE_POSITION: found.position,
-        names.CRITIC_GAIN: found.gain,
+        names.EXPLAINED_VARIANCE: explained.critic,
+        names.BASELINE_LOO: explained.leave_one_out,
+        names.BASELINE_POSITION: explained.position,
+        names.CRITIC_GAIN: explained.gain,
         names.CALIBRATION_SLOPE: slope,
         "critic/calibration_intercept": intercept,
         "critic/value_mean": mean,

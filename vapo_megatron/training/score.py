@@ -39,8 +39,8 @@ def score(models: Models, batch: ShardedBatch, config: AlgorithmConfig, recorder
         table = batch.table
         batch.fill(baselines=baselines_of(shaped_rewards(table, config.shaping), table.group_ids, config.value_loss))
         read = partial(values_of, config=config.value_loss)
-        found = of_all(models, models.critic, batch, "score_values", recorder, read)
-        batch.own.values = with_baselines(batch.own, found)
+        scores = of_all(models, models.critic, batch, "score_values", recorder, read)
+        batch.own.values = with_baselines(batch.own, scores)
 
 
 def of_all(

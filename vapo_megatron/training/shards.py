@@ -46,8 +46,8 @@ def exchange(
     """
     rank, ranks = seat()
     holder, place = np.full((2, len(next(iter(rows.values())))), -1, dtype=np.int64)
-    for other, samples in enumerate(held):
-        holder[samples], place[samples] = other, np.arange(len(samples))
+    for sender, samples in enumerate(held):
+        holder[samples], place[samples] = sender, np.arange(len(samples))
     sends = [place[samples[holder[samples] == rank]] for samples in wanted]
     bounds = {name: offsets(rows[name][torch.from_numpy(held[rank])]) for name in fields}
     messages = [
@@ -162,19 +162,19 @@ class ShardedBatch:
             return self._part_at_home(chosen, whole)
         plan, mesh = model.plan(whole.lengths, range(whole.samples)), model.mesh
         numbers = chosen.numpy()
-        wanted = [numbers[plan.samples_of(d)] for d in range(mesh.dp_size)]
+        samples_of_ranks = [numbers[plan.samples_of(d)] for d in range(mesh.dp_size)]
         held = [*("routed_experts",) * model.replays, "tokens", "loss_mask", "rollout_logprobs", *names]
         sent = {name: tensor for name in held if (tensor := getattr(self.own, name)) is not None}
-        of_ranks = [wanted[mesh.dp_rank_of(rank)] for rank in range(self._ranks)]
-        got = exchange(sent, _rows(self.table, sent), _held(self._homes), of_ranks)
+        of_ranks = [samples_of_ranks[mesh.dp_rank_of(rank)] for rank in range(self._ranks)]
+        received = exchange(sent, _rows(self.table, sent), _held(self._homes), of_ranks)
         mine = torch.from_numpy(plan.samples_of(mesh.dp_rank))
         places = np.full(whole.samples, -1, dtype=np.int64)
         places[mine.numpy()] = np.arange(len(mine))
         share = Share([places[members].tolist() for members in plan[mesh.dp_rank]], whole.samples)
         reported = [np.zeros(0, dtype=np.int64)] * self._ranks
         for dp_rank in range(mesh.dp_size):
-            reported[mesh.reporter(dp_rank)] = wanted[dp_rank]
-        return Part(whole.select(mine).batch(**got), share, whole, mine, reported)
+            reported[mesh.reporter(dp_rank)] = samples_of_ranks[dp_rank]
+        return Part(whole.select(mine).batch(**received), share, whole, mine, reported)
 
     def _part_at_home(self, chosen: Tensor, whole: SampleTable) -> Part:
         reported = [chosen[(chosen >= a) & (chosen < b)].numpy() for a, b in pairwise(self._homes.tolist())]
@@ -243,8 +243,8 @@ def cut(table: SampleTable, ranks: int) -> Samples:
     before = np.concatenate(([0], lengths.cumsum()))
     nearest = np.searchsorted(before[starts], before[-1] * np.arange(1, ranks) / ranks)
     inner = np.append(starts, table.samples)[nearest]
-    found: Samples = np.concatenate(([0], inner, [table.samples])).astype(np.int64)
-    return found
+    bounds: Samples = np.concatenate(([0], inner, [table.samples])).astype(np.int64)
+    return bounds
 
 
 def scatter(batch: ExperienceBatch | None) -> ShardedBatch:
@@ -258,8 +258,8 @@ def scatter(batch: ExperienceBatch | None) -> ShardedBatch:
     table, kinds = broadcast_value((batch.table(), kinds) if batch is not None else None)
     homes = cut(table, ranks)
     sent = sent or {name: torch.zeros(0, *shape, dtype=dtype) for name, (dtype, shape) in kinds.items()}
-    got = exchange(sent, _rows(table, sent), _on_rank_zero_alone(table.samples, ranks), _held(homes))
-    return at_home(table, homes, lambda own: table.select(own).batch(**got))
+    received = exchange(sent, _rows(table, sent), _on_rank_zero_alone(table.samples, ranks), _held(homes))
+    return at_home(table, homes, lambda own: table.select(own).batch(**received))
 
 
 def at_home(table: SampleTable, homes: Samples, batch_of: Callable[[Tensor], ExperienceBatch]) -> ShardedBatch:

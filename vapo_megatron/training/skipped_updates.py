@@ -54,11 +54,11 @@ class SkippedUpdates:
         """Collective: whether to make an update of a model with this gradient norm and these parts of its loss."""
         losses = {name: abs(value) for name, value in metrics.items() if name.endswith("_loss")}
         sizes = {f"{model}/grad_norm": grad_norm} | {f"{model}/{name}": size for name, size in losses.items()}
-        found = torch.tensor([CAUSES.index(cause) if (cause := self._cause(sizes)) else -1])
+        cause_index = torch.tensor([CAUSES.index(cause) if (cause := self._cause(sizes)) else -1])
         # Norms of ranks that hold other shards may differ in the last bit.
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        if found.item() >= 0:
-            self._skip(model, CAUSES[int(found.item())])
+        dist.all_reduce(cause_index, op=dist.ReduceOp.MAX)
+        if cause_index.item() >= 0:
+            self._skip(model, CAUSES[int(cause_index.item())])
             return False
         self._in_row[model] = 0
         for name, size in sizes.items():
@@ -125,19 +125,19 @@ class SkippedUpdates:
             RunFailed: there is no checkpoint, or it has gone back to it often enough.
         """
         most, checkpoint = self._config.most_in_a_row, latest_checkpoint(run_dir)
-        what = f"{run_dir}: {most} skipped updates in a row at step {step} (the last one: {self._last_cause})"
+        problem = f"{run_dir}: {most} skipped updates in a row at step {step} (the last one: {self._last_cause})"
         if checkpoint is None:
-            raise RunFailed(f"{what}, and no checkpoint to go back to: docs/robustness.md says what to look at")
+            raise RunFailed(f"{problem}, and no checkpoint to go back to: docs/robustness.md says what to look at")
         before = _read_record(run_dir)
         times = 1 + (before["times"] if before.get("checkpoint") == checkpoint.name else 0)
         if times > self._config.restarts:
             raise RunFailed(
-                f"{what}, as each of {times} times from {checkpoint}: docs/robustness.md says what to look at"
+                f"{problem}, as each of {times} times from {checkpoint}: docs/robustness.md says what to look at"
             )
         record = {"checkpoint": checkpoint.name, "times": times, "cursor": cursor or 0, "cause": self._last_cause}
         write_json(run_dir / RECORD_FILE, record)
         raise TryAgain(
-            f"{what}: start the same command again, with run.resume=auto; it goes on from {checkpoint} with "
+            f"{problem}: start the same command again, with run.resume=auto; it goes on from {checkpoint} with "
             f"{'the same data' if cursor is None else 'other prompts'}"
         )
 

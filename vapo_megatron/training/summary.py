@@ -57,9 +57,9 @@ def record_step(batch: ShardedBatch, memory: MemoryPlan, state: RunState, record
         | state.updates.metrics()
     )
     kept = recorder.estimated(batch.table.group_ids)
-    found = batch.first(kept, "values", "advantages")
+    estimates = batch.first(kept, "values", "advantages")
     bounds = offsets(batch.table.response_lengths[:kept])
-    recorder.estimates(state.step, found.get("values"), found.get("advantages"), bounds)
+    recorder.estimates(state.step, estimates.get("values"), estimates.get("advantages"), bounds)
     if state.step == 1:
         recorder.console.table(*memory.table())
     state.metrics = recorder.write(state.step)
@@ -70,9 +70,9 @@ def show_end(name: str, recorder: Recorder) -> None:
     """Show what evaluations have reached, and where everything is."""
     run_dir, rows = recorder.run_dir, read_metrics(recorder.run_dir) if recorder.is_main_rank else []
     reached: dict[str, object] = {
-        metric: f"{found[0]:.3f} -> {found[-1]:.3f}" if len(found) > 1 else f"{found[0]:.3f}"
+        metric: f"{values[0]:.3f} -> {values[-1]:.3f}" if len(values) > 1 else f"{values[0]:.3f}"
         for metric in sorted({metric for row in rows for metric in row if "_avg@" in metric})
-        if (found := [row[metric] for row in rows if metric in row])
+        if (values := [row[metric] for row in rows if metric in row])
     }
     places = {
         "metrics": run_dir / "metrics.jsonl",

@@ -77,9 +77,9 @@ def check_engines(models: Models, rollouts: Rollouts, recorder: Recorder) -> Non
     engines.offload_kv_cache()
     models.memory.enter("weight_sync")
     with recorder.timer("sync_check"):
-        found = engines.check(models.actor, rollouts.probe, before_asking=make_room_for_engines)
+        report = engines.check(models.actor, rollouts.probe, before_asking=make_room_for_engines)
     name = "rollout/train_infer_logprob_diff"
-    recorder.add({name: found.largest, f"{name}_quantile": found.quantile, f"{name}_mean": found.mean})
+    recorder.add({name: report.largest, f"{name}_quantile": report.quantile, f"{name}_mean": report.mean})
 
 
 # Below this a rare token says too much of an engine.
@@ -103,12 +103,12 @@ def end_lying_engines(engines: Engines, batch: ShardedBatch, written_by: Sequenc
         return
     tokens = batch.table.new_lengths
     sums = (apart.means * tokens).tolist()
-    found = lying_engines(written_by, sums, tokens.tolist(), engines.limits.mean) if written_by else {}
+    liars = lying_engines(written_by, sums, tokens.tolist(), engines.limits.mean) if written_by else {}
     engines.end(
         {
             url: f"{url}: its log-probs of the step's responses are {mean:.3g} from the trainer's on average, those of "
             f"other engines {others:.3g} (rollout.sync.mean_tolerance={engines.limits.mean:g})"
-            for url, (mean, others) in found.items()
+            for url, (mean, others) in liars.items()
         }
     )
 
@@ -126,9 +126,9 @@ def lying_engines(
         sums_of[url] += one  # type: ignore[assignment]
         tokens_of[url] += count
     means = {url: sums_of[url] / count for url, count in tokens_of.items() if url and count >= _LEAST_TOKENS}
-    found = {}
+    liars = {}
     for url, mean in means.items():
         others = [one for other, one in means.items() if other != url]
         if others and mean > max(limit, _TIMES * median(others)):
-            found[url] = mean, median(others)
-    return found
+            liars[url] = mean, median(others)
+    return liars

@@ -51,7 +51,7 @@ def first_update_faults(
     batch = part.batch
     assert batch.selected is not None and batch.returns is not None and batch.values is not None
     counts = loss_counts(loss.weights, teaches_critic(batch, config.shaping), batch.response_cu_seqlens)
-    found = loss_faults(sum_over_ranks(counts))  # of each sample as often as of any other: shares are those of one
+    faults = loss_faults(sum_over_ranks(counts))  # of each sample as often as of any other: shares are those of one
     again = replace(batch)
     gae(again, token_rewards(again, config), config, again.response_lengths)
     assert again.returns is not None
@@ -68,10 +68,10 @@ def first_update_faults(
             values_of(result.outputs, config.value_loss), recorded, _tolerance(critic, largest)
         )
         (remade,) = largest_over_ranks(float(bool(differs)))
-    found += ["targets"] if remade else []
+    faults += ["targets"] if remade else []
     if result.metrics["value_loss"] > 1e-12 and not critic.head_has_gradient():
-        found.append("frozen")
-    return found
+        faults.append("frozen")
+    return faults
 
 
 def _tolerance(critic: Trainable | Probe, largest: float) -> float:
@@ -122,8 +122,8 @@ def value_loss_of(part: Part, config: ValueLossConfig, learnt: Tensor | None = N
     assert batch.returns is not None and whole.selected is not None, "no value targets: estimate them first"
     bounds, targets, old = batch.response_cu_seqlens, batch.returns, batch.values
     if batch.baselines is not None:
-        known = to_tokens(batch.baselines, bounds)
-        targets, old = targets - known, None if old is None else old - known
+        baselines = to_tokens(batch.baselines, bounds)
+        targets, old = targets - baselines, None if old is None else old - baselines
     weights = token_weights(whole.response_lengths, "token_mean", selected=whole.selected if learnt is None else learnt)
     own = to_tokens(weights[part.mine], bounds)
     check_targets(targets[own > 0], config)
@@ -192,8 +192,8 @@ def policy_signal(batch: ShardedBatch, config: AlgorithmConfig) -> tuple[Tensor,
 def policy_loss(part: Part, config: AlgorithmConfig) -> PolicyLoss:
     """The policy's loss on a mini-batch; every denominator counts all of it."""
     batch, whole, settings = part.batch, part.whole, config.policy_loss
-    lengths, chosen, found, new = whole.new_lengths, whole.selected, batch.advantages, new_tokens(batch)
-    assert chosen is not None and found is not None, "no advantages: estimate_advantages comes first"
+    lengths, chosen, advantages, new = whole.new_lengths, whole.selected, batch.advantages, new_tokens(batch)
+    assert chosen is not None and advantages is not None, "no advantages: estimate_advantages comes first"
     assert batch.importance_weights is not None, "no importance weights: correct_for_rollout comes first"
     weights, importance = (
         token_weights(lengths, settings.aggregation, settings.constant, chosen),
@@ -213,8 +213,8 @@ def policy_loss(part: Part, config: AlgorithmConfig) -> PolicyLoss:
         kl=config.kl,
         old_logprobs=batch.old_logprobs,
         rollout_logprobs=batch.rollout_logprobs,
-        ref_logprobs=torch.zeros_like(found) if batch.ref_logprobs is None else batch.ref_logprobs,
-        advantages=found,
+        ref_logprobs=torch.zeros_like(advantages) if batch.ref_logprobs is None else batch.ref_logprobs,
+        advantages=advantages,
         importance=importance,
         weights=over_tokens(weights),
         nll_weights=over_tokens(nll_weights(lengths, positive_responses(whole.correct, whole.truncated) & chosen)),
@@ -231,21 +231,25 @@ def correct_for_rollout(batch: ShardedBatch, config: ImportanceSamplingConfig, r
         own.importance_weights = torch.ones(own.response_tokens)
         return
     assert own.old_logprobs is not None, "no log-probs: the batch is not scored"
-    both, bounds = (own.old_logprobs, own.rollout_logprobs), own.response_cu_seqlens
-    log_ratio = importance.log_ratio_at(config.level, *both, bounds)
+    log_probs, bounds = (own.old_logprobs, own.rollout_logprobs), own.response_cu_seqlens
+    log_ratio = importance.log_ratio_at(config.level, *log_probs, bounds)
     if config.kind == "tis":
-        found = importance.tis(log_ratio, config.cap)
+        correction = importance.tis(log_ratio, config.cap)
     else:
-        found = importance.mis(log_ratio, config.low, config.high)
+        correction = importance.mis(log_ratio, config.low, config.high)
     if config.reject != "none":
         level = "token" if config.reject == "any_token" else config.reject
-        accepted = importance.inside(importance.log_ratio_at(level, *both, bounds), config.low, config.high)
-        found = found * (importance.whole_responses(accepted, bounds) if config.reject == "any_token" else accepted)
-    own.importance_weights = found
+        accepted = importance.inside(importance.log_ratio_at(level, *log_probs, bounds), config.low, config.high)
+        correction = correction * (
+            importance.whole_responses(accepted, bounds) if config.reject == "any_token" else accepted
+        )
+    own.importance_weights = correction
     if config.rejects and config.rejected == "dropped":
         new = new_tokens(own)
-        batch.fill(accepted_lengths=batch.everywhere(response_lengths(bounds, found if new is None else found * new)))
-    recorder.add(importance_metrics(batch, found, log_ratio))
+        batch.fill(
+            accepted_lengths=batch.everywhere(response_lengths(bounds, correction if new is None else correction * new))
+        )
+    recorder.add(importance_metrics(batch, correction, log_ratio))
 
 
 def minibatches(

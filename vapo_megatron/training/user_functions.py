@@ -171,9 +171,9 @@ def user_selection(path: str, batch: ExperienceBatch) -> Tensor:
     Raises:
         BadInput: the user's filter returned something else.
     """
-    found = load_function(path, FILTER_KEY)(scored_responses(batch))
-    _check(found, (batch.samples,), f"{FILTER_KEY}={path}", "a bool tensor [S]", floating=False)
-    return found
+    selected = load_function(path, FILTER_KEY)(scored_responses(batch))
+    _check(selected, (batch.samples,), f"{FILTER_KEY}={path}", "a bool tensor [S]", floating=False)
+    return selected
 
 
 def scored_responses(batch: ExperienceBatch) -> ScoredResponses:
@@ -204,5 +204,5 @@ def _check(found: object, shape: tuple[int, ...], who: str, expected: str, float
             return
         if not floating and found.dtype == torch.bool:
             return
-    what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-    raise BadInput(f"{who}: it returned {what}, expected {expected} = {list(shape)}")
+    description = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+    raise BadInput(f"{who}: it returned {description}, expected {expected} = {list(shape)}")

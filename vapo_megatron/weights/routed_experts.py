@@ -76,6 +76,6 @@ def _first_repetition(chosen: NDArray[Any]) -> int | None:
     # Column against column: some thirty times quicker than to sort rows of eight.
     columns = np.ascontiguousarray(chosen.reshape(-1, chosen.shape[-1]).T)
     repeated = np.zeros(columns.shape[1], dtype=bool)
-    for column, other in itertools.combinations(columns, 2):
-        repeated |= column == other
+    for column, later in itertools.combinations(columns, 2):
+        repeated |= column == later
     return int(repeated.argmax()) if repeated.any() else None

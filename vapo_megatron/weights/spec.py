@@ -209,8 +209,8 @@ def read_spec(hf_dir: Path, *, vocab_divisible_by: int = 1, value_outputs: int =
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        given = "missing" if first["type"] == "missing" else repr(first["input"])
-        raise BadInput(f"{path}: {key} is {given}, expected {first['msg'].removeprefix('Input should be ')}") from None
+        value = "missing" if first["type"] == "missing" else repr(first["input"])
+        raise BadInput(f"{path}: {key} is {value}, expected {first['msg'].removeprefix('Input should be ')}") from None
     _check_representable(hf, family, path)
     kv_heads = hf.num_key_value_heads or hf.num_attention_heads
     head_dim = hf.head_dim or hf.hidden_size // hf.num_attention_heads
@@ -256,14 +256,14 @@ def _family(model_type: Any, path: Path) -> Family:
 
 
 def _check_representable(hf: _HFConfig, family: Family, path: Path) -> None:
-    for key, given, expected in (
+    for key, value, expected in (
         ("hidden_act", hf.hidden_act, "silu"),
         ("attention_bias", hf.attention_bias and family.qkv_bias is False, False),
         ("mlp_bias", hf.mlp_bias, False),
     ):
-        if given != expected:
+        if value != expected:
             raise BadInput(
-                f"{path}: {key} is {given!r}, expected {expected!r} for {family.model_type} models here: "
+                f"{path}: {key} is {value!r}, expected {expected!r} for {family.model_type} models here: "
                 "choose another checkpoint"
             )
     if hf.quantization_config is not None:
@@ -281,7 +281,7 @@ def _experts(hf: _HFConfig, family: Family, path: Path) -> dict[str, Any]:
         key = ("n_routed_experts" if sigmoid else "num_experts") if count is None else "moe_intermediate_size"
         raise BadInput(f"{path}: {key} is missing, expected a positive number for a model with experts")
     every = "every layer must have experts"
-    for key, given, expected, fits in (
+    for key, value, expected, fits in (
         ("decoder_sparse_step", hf.decoder_sparse_step, f"1: {every}", hf.decoder_sparse_step == 1),
         ("mlp_only_layers", hf.mlp_only_layers, f"[]: {every}", not hf.mlp_only_layers),
         ("n_group", hf.n_group, "1: Megatron and transformers choose groups of experts differently", hf.n_group == 1),
@@ -290,7 +290,7 @@ def _experts(hf: _HFConfig, family: Family, path: Path) -> dict[str, Any]:
         ("first_k_dense_replace", dense, f"less than the {hf.num_hidden_layers} layers", dense < hf.num_hidden_layers),
     ):
         if not fits and (sigmoid or key in ("decoder_sparse_step", "mlp_only_layers")):
-            raise BadInput(f"{path}: {key} is {given}, expected {expected}; choose another checkpoint")
+            raise BadInput(f"{path}: {key} is {value}, expected {expected}; choose another checkpoint")
     if chosen > count:
         raise BadInput(f"{path}: num_experts_per_tok is {chosen}, expected at most the {count} experts")
     if chosen == 1 and hf.norm_topk_prob:

@@ -228,9 +228,9 @@ class PartReader:
     def read(self, place: Place) -> Tensor:
         """Part of a tensor, without its stacked axes, on the CPU and in the dtype that it is saved in. Raises BadInput
         where it is not there in full, or its file is damaged."""
-        wanted = ChunkStorageMetadata(offsets=torch.Size(place.offsets), sizes=torch.Size(place.sizes))
-        items = create_read_items_for_chunk_list(place.key, self._near(place), [wanted])
-        if sum(item.lengths.numel() for item in items) != wanted.sizes.numel():
+        chunk = ChunkStorageMetadata(offsets=torch.Size(place.offsets), sizes=torch.Size(place.sizes))
+        items = create_read_items_for_chunk_list(place.key, self._near(place), [chunk])
+        if sum(item.lengths.numel() for item in items) != chunk.sizes.numel():
             raise BadInput(f"{self.folder}: key {place.key} is not there in full; save or convert the model again")
         target = torch.empty(place.sizes, dtype=self.dtype(place.key))
         try:

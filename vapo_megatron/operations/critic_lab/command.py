@@ -128,9 +128,9 @@ def with_checkpoint(settings: ProbedRunConfig) -> ProbedRunConfig:
 def values_on_ranks(config: ProbedRunConfig, drawn: Drawn, ranks: int) -> Tensor:
     """The critic's value before every token of every continuation, baselines included, float32 [T]."""
     with tempfile.TemporaryDirectory(prefix="vapo-values-") as folder:
-        found = Path(folder) / "values.pt"
-        start_ranks(ranks, partial(_score, config, drawn.batch, found), config.cluster.collective_timeout_s)
-        scored: Tensor = torch.load(found, weights_only=True)
+        file = Path(folder) / "values.pt"
+        start_ranks(ranks, partial(_score, config, drawn.batch, file), config.cluster.collective_timeout_s)
+        scored: Tensor = torch.load(file, weights_only=True)
         return scored
 
 

@@ -84,27 +84,27 @@ def probed(drawn: Drawn, values: Tensor, advantage: AdvantageConfig, config: Cri
         return with_intervals(measure, probes.prompts, config.bootstrap, config.seed)
 
     def rows(choices: Sequence[float], lam: Callable[[float], float | Tensor]) -> list[Row]:
-        found = []
+        lines = []
         for choice in choices:
             returned = lambda_returns(batch.rewards, values, bounds, lam(choice), gamma).view(-1, k)
-            found.append((choice, intervals(lambda w, x=returned: horizon_figures(x, probes.returns, w))))  # type: ignore[misc]
-        return found
+            lines.append((choice, intervals(lambda w, x=returned: horizon_figures(x, probes.returns, w))))  # type: ignore[misc]
+        return lines
 
     floor = advantage.length_adaptive_floor
     by_lambda = rows(LAMBDAS, lambda lam: lam)
     by_alpha = rows(ALPHAS, lambda alpha: length_adaptive_lambda(drawn.lengths, alpha, floor))
-    found = intervals(lambda w: figures(probes, w))
+    estimates = intervals(lambda w: figures(probes, w))
     every = Figures.read(figures_of(values, returns, bounds))
     # Continuations of a state are not independent, as the tests of the other faults want their responses.
-    known = [f for f in value_faults(every, batch.group_ids, every.tokens > 0) if f in ("constant", "shift")]
+    faults = [f for f in value_faults(every, batch.group_ids, every.tokens > 0) if f in ("constant", "shift")]
     return ProbeReport(
-        found,
+        estimates,
         by_lambda,
         by_alpha,
         supported(by_lambda),
         supported(by_alpha),
         reliability(probes.values, probes.truth, bins=min(10, max(2, len(probes.values) // 20))),
-        conclusion_of(found, known),
+        conclusion_of(estimates, faults),
         float(drawn.responses.mean()),
         float(batch.truncated.float().mean()),
         float(drawn.lengths.float().mean()),
@@ -165,7 +165,7 @@ def _lines(report: ProbeReport, facts: Mapping[str, object], config: ProbedRunCo
         ],
     )
     yield from _table(
-        ("figure", "[95 %]", "what it is"), [(f"`{key}`", str(report.figures[key]), what) for key, what in _ROWS]
+        ("figure", "[95 %]", "what it is"), [(f"`{key}`", str(report.figures[key]), meaning) for key, meaning in _ROWS]
     )
     yield "## Bias along the response"
     yield ""
@@ -191,8 +191,8 @@ def _lines(report: ProbeReport, facts: Mapping[str, object], config: ProbedRunCo
 
 
 def _horizon(row: Row) -> tuple[str, ...]:
-    choice, found = row
-    return f"{choice:g}", str(found["bias_rms"]), str(found["bias"]), str(found["noise"])
+    choice, figures = row
+    return f"{choice:g}", str(figures["bias_rms"]), str(figures["bias"]), str(figures["noise"])
 
 
 def _choice(value: float | None) -> str:

@@ -59,17 +59,17 @@ def choose_prompts(config: ProbedRunConfig, tokenizer: TextTokenizer) -> tuple[s
         raise BadInput(f"critic_probes.set={probes.set}: data.eval has {', '.join(sets) or 'no set'}: name one of them")
     if sets:
         entry = sets[probes.set] if probes.set is not None else config.data.eval[0]
-        found, what = eval_prompts(entry, config.data, tokenizer), f"set {entry.name} of data.eval"
-        chosen = random.Random(probes.seed).sample(found, min(probes.prompts, len(found)))
+        prompts, origin = eval_prompts(entry, config.data, tokenizer), f"set {entry.name} of data.eval"
+        chosen = random.Random(probes.seed).sample(prompts, min(probes.prompts, len(prompts)))
     else:
-        found = train_prompts(config.data, tokenizer)
-        source = PromptSource(found, config.run.seed, config.data.shuffle)
-        source.take(max(0, len(found) - probes.prompts))
-        chosen = source.take(min(probes.prompts, len(found)))
-        what = "end of data.train's first epoch" + _seen(config, len(found), len(chosen))
+        prompts = train_prompts(config.data, tokenizer)
+        source = PromptSource(prompts, config.run.seed, config.data.shuffle)
+        source.take(max(0, len(prompts) - probes.prompts))
+        chosen = source.take(min(probes.prompts, len(prompts)))
+        origin = "end of data.train's first epoch" + _seen(config, len(prompts), len(chosen))
     if len(chosen) < 2:
-        raise BadInput(f"critic_probes: {what} has {len(chosen)} prompt, expected two at least: give a larger set")
-    return what, [replace(prompt, cursor=cursor) for cursor, prompt in enumerate(chosen)]
+        raise BadInput(f"critic_probes: {origin} has {len(chosen)} prompt, expected two at least: give a larger set")
+    return origin, [replace(prompt, cursor=cursor) for cursor, prompt in enumerate(chosen)]
 
 
 def _seen(config: ProbedRunConfig, found: int, wanted: int) -> str:
@@ -115,8 +115,8 @@ def draw(
     ):
         tail.reward, tail.correct = reward, sample.correct
     batch, owner = from_samples(tails), torch.tensor(owners)
-    known = baselines_of(rewards, graded.group_ids, config.algorithm.value_loss)
-    batch.baselines = None if known is None else known[owner].repeat_interleave(k)
+    baselines = baselines_of(rewards, graded.group_ids, config.algorithm.value_loss)
+    batch.baselines = None if baselines is None else baselines[owner].repeat_interleave(k)
     return Drawn(
         batch,
         shaped.response_lengths,

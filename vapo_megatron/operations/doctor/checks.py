@@ -67,10 +67,10 @@ def check_engine(config: TrainConfig, gpus: int) -> list[Line]:
     spec = read_spec(Path(config.model.path))
     needed, free = 2 * spec.parameter_count(), psutil.virtual_memory().available
     if not gpus and needed > free / 2:
-        found = (
+        result = (
             f"no GPU here, where an engine takes more than {needed / GIB:.0f} of {free / GIB:.0f} GiB of free memory"
         )
-        return [Line("skipped", found, "have doctor look at a node of the job")]
+        return [Line("skipped", result, "have doctor look at a node of the job")]
     devices = range(config.rollout.tp) if gpus else None
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="vapo-doctor-") as folder:
@@ -210,11 +210,11 @@ def _lines(check: Check, examination: Examination) -> list[Line]:
         return [Line("not applicable", "one node")]
     if check.slow and examination.quick:
         return [Line("skipped", "--quick")]
-    said: queue.SimpleQueue[list[Line]] = queue.SimpleQueue()
-    thread = threading.Thread(target=lambda: said.put(_guarded(check, examination)), daemon=True, name=check.name)
+    answers: queue.SimpleQueue[list[Line]] = queue.SimpleQueue()
+    thread = threading.Thread(target=lambda: answers.put(_guarded(check, examination)), daemon=True, name=check.name)
     thread.start()
     try:
-        return said.get(timeout=check.deadline)
+        return answers.get(timeout=check.deadline)
     except queue.Empty:
         remedy = "leave the node out, and see what it waits for (dmesg, a file system that does not answer)"
         return [Line("fault", f"hangs: nothing after {check.deadline:g} s", remedy)]

@@ -65,13 +65,15 @@ def doctor(
     among = min(wait, _AMONG_THOSE_PRESENT)
     examination = Examination(config, meeting, quick, among, passes_over_gpus)
     table = checks(config, among)
-    own = NodeReport(meeting.node, meeting.rank, tuple(line for check in table for line in perform(check, examination)))
+    report = NodeReport(
+        meeting.node, meeting.rank, tuple(line for check in table for line in perform(check, examination))
+    )
     over_nodes = Check("all-reduce over nodes", _all_reduce, among + 900, between=True)
     between = [] if quick or examination.nodes == 1 else perform(over_nodes, examination)
     if meeting.index:
-        meeting.put(f"report/{meeting.index}", as_json([own])["nodes"][0])
+        meeting.put(f"report/{meeting.index}", as_json([report])["nodes"][0])
         return 0
-    reports = [own, *_others(meeting, table, among)]
+    reports = [report, *_others(meeting, table, among)]
     for rank in meeting.missing:
         line = Line("fault", f"rank {rank} did not come within {wait:g} s", "see its output and its node", "ranks")
         if place is not None and node_names:
@@ -125,17 +127,17 @@ def leave(code: int) -> None:
 def _others(meeting: Meeting, table: Sequence[Check], wait: float) -> list[NodeReport]:
     """The reports of all nodes but this one; of a node that gives none, a fault that says so."""
     end = time.monotonic() + wait + max(check.deadline for check in table)
-    found = []
+    reports = []
     for index, (node, rank) in enumerate(zip(meeting.nodes, meeting.ranks, strict=True)):
         if index == 0:
             continue
         report = meeting.get(f"report/{index}", max(0.0, end - time.monotonic()))
         if report is None:
             line = Line("fault", "the node gave no report in time", "leave it out, and see its output", "report")
-            found.append(NodeReport(node, rank, (line,)))
+            reports.append(NodeReport(node, rank, (line,)))
         else:
-            found.append(from_json(report))
-    return found
+            reports.append(from_json(report))
+    return reports
 
 
 def _all_reduce(examination: Examination) -> list[Line]:

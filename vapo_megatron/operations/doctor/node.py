@@ -79,8 +79,8 @@ def read_gpus() -> ElementTree.Element:
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
         if done.returncode:
-            said = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
-            raise Unreadable(f"`{' '.join(command)}` failed: {said[-1]}")
+            lines = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
+            raise Unreadable(f"`{' '.join(command)}` failed: {lines[-1]}")
         return ElementTree.fromstring(done.stdout)
     except OSError as error:
         raise Unreadable(f"nvidia-smi, part of the driver, cannot be run: {error.strerror or error}") from None
@@ -111,27 +111,27 @@ def _mib(gpu: ElementTree.Element, name: str) -> float:
 
 def _unlike(gpus: Sequence[ElementTree.Element], hardware: HardwareConfig) -> Iterator[Line]:
     if len(gpus) != hardware.gpus_per_node:
-        found = f"{len(gpus)} GPUs answer, hardware.gpus_per_node={hardware.gpus_per_node}"
+        finding = f"{len(gpus)} GPUs answer, hardware.gpus_per_node={hardware.gpus_per_node}"
         remedy = "drain the node: a GPU has fallen off the bus (dmesg, Xid 79), or set hardware.gpus_per_node"
-        yield Line("fault", found, remedy)
+        yield Line("fault", finding, remedy)
     kinds = Counter((gpu.findtext("product_name"), _mib(gpu, "total")) for gpu in gpus)
     if len(kinds) > 1:
         named = "; ".join(f"{count} x {name} ({memory:.0f} MiB)" for (name, memory), count in kinds.items())
         yield Line("fault", f"GPUs differ: {named}", "take nodes of one kind: the slowest sets the pace")
     stated = Hardware(hardware).device_memory / 2**20
     if small := [_mib(gpu, "total") for gpu in gpus if _mib(gpu, "total") < 0.97 * stated]:
-        found = f"{len(small)} GPUs have {small[0]:.0f} MiB, a {hardware.kind} has {stated:.0f}"
-        yield Line("warning", found, "set hardware.kind, and see what `vapo-megatron plan` then says")
+        finding = f"{len(small)} GPUs have {small[0]:.0f} MiB, a {hardware.kind} has {stated:.0f}"
+        yield Line("warning", finding, "set hardware.kind, and see what `vapo-megatron plan` then says")
 
 
 def _unsound(gpus: Sequence[ElementTree.Element]) -> Iterator[Line]:
     if used := [str(number) for number, gpu in enumerate(gpus) if _mib(gpu, "used") > _IDLE_MIB]:
         remedy = "end the processes that `nvidia-smi` lists, or take another node"
         yield Line("fault", f"GPUs {', '.join(used)}: in use", remedy)
-    for path, words, status, found, remedy in _SYMPTOMS:
+    for path, words, status, finding, remedy in _SYMPTOMS:
         sick = [str(number) for number, gpu in enumerate(gpus) if re.fullmatch(words, gpu.findtext(path, ""))]
         if sick:
-            yield Line(status, f"GPUs {', '.join(sick)}: {found}", remedy)
+            yield Line(status, f"GPUs {', '.join(sick)}: {finding}", remedy)
 
 
 def diagnose() -> list[Line]:
@@ -141,11 +141,11 @@ def diagnose() -> list[Line]:
     done = subprocess.run(["dcgmi", "diag", "-r", "2"], capture_output=True, text=True, timeout=_DIAGNOSIS_SECONDS)
     if done.returncode == 0:
         return [Line("ok", "dcgmi diag -r 2 passes")]
-    said = [
+    messages = [
         line.strip(" |") for line in (done.stdout + done.stderr).splitlines() if re.search("fail|error", line, re.I)
     ]
-    found = f"dcgmi diag -r 2 ends with {done.returncode}: {'; '.join(said[:3]) or 'no word'}"
-    return [Line("fault", found[:300], "leave the node out; `dcgmi diag -r 3` says more")]
+    finding = f"dcgmi diag -r 2 ends with {done.returncode}: {'; '.join(messages[:3]) or 'no word'}"
+    return [Line("fault", finding[:300], "leave the node out; `dcgmi diag -r 3` says more")]
 
 
 # Modules with compiled code for GPUs, and what goes wrong without.
@@ -162,15 +162,15 @@ def check_toolkit(cuda: str | None, environment: Mapping[str, str] = os.environ)
     came compiled load. cuda: what PyTorch was built for, such as 13.0."""
     path, home = environment.get("PATH", os.defpath), environment.get("CUDA_HOME")
     nvcc = shutil.which("nvcc", path=path + (f"{os.pathsep}{home}/bin" if home else ""))
-    lines, found = [], None if nvcc is None else _nvcc_version(nvcc)
+    lines, version = [], None if nvcc is None else _nvcc_version(nvcc)
     if nvcc is None:
         remedy = f"install the CUDA toolkit{f' {cuda}' if cuda else ''} and put its bin on PATH"
         lines.append(Line("fault", "no nvcc: engines compile kernels when they start", remedy))
-    elif cuda is not None and found != cuda:
-        bad = found is None or found.partition(".")[0] != cuda.partition(".")[0]
+    elif cuda is not None and version != cuda:
+        bad = version is None or version.partition(".")[0] != cuda.partition(".")[0]
         remedy = f"put the bin of a CUDA {cuda} toolkit first on PATH and set CUDA_HOME to it"
         lines.append(
-            Line("fault" if bad else "warning", f"{nvcc} is {found or 'broken'}, PyTorch's CUDA {cuda}", remedy)
+            Line("fault" if bad else "warning", f"{nvcc} is {version or 'broken'}, PyTorch's CUDA {cuda}", remedy)
         )
     for tool, install in (("g++", "apt-get install g++"), ("ninja", "pip install ninja")):
         if shutil.which(tool, path=path) is None:
@@ -186,7 +186,7 @@ def check_toolkit(cuda: str | None, environment: Mapping[str, str] = os.environ)
     cache = environment.get("TRITON_CACHE_DIR")  # slurm/task.sh has all of them side by side
     compiled = sum(1 for path in Path(cache).parent.rglob("*") if path.is_file()) if cache else 0
     kept = f"{compiled} files of kernels in {Path(cache).parent}" if cache else "caches of kernels are the tools' own"
-    return lines or [Line("ok", f"nvcc {found}, g++, ninja, headers; kernels load; {kept}")]
+    return lines or [Line("ok", f"nvcc {version}, g++, ninja, headers; kernels load; {kept}")]
 
 
 def _import_error(module: str, environment: Mapping[str, str]) -> str:
@@ -311,9 +311,9 @@ def judge_network(ports: Sequence[Port], adapters: Sequence[str] | None, nodes: 
     if not active:
         return [Line("fault", f"none of {len(ports)} ports is active", "leave the node out; see ibstat")]
     if adapters is not None and not adapters:
-        found = f"the kernel shows {len(active)} active ports, libibverbs opens none: NCCL would go over TCP"
+        finding = f"the kernel shows {len(active)} active ports, libibverbs opens none: NCCL would go over TCP"
         remedy = "apt-get install ibverbs-providers; in a container /dev/infiniband too (MELLANOX_VISIBLE_DEVICES=all)"
-        return [Line("fault", found, remedy)]
+        return [Line("fault", finding, remedy)]
     lines, fastest = [], max(port.rate for port in active)
     if slow := [f"{port.name} ({port.rate:g} Gb/s)" for port in active if port.rate < fastest]:
         remedy = "see that it trained at full width (ibstat, cable); a storage adapter belongs out of NCCL_IB_HCA"
@@ -361,8 +361,8 @@ def check_hostname(nodes: int) -> list[Line]:
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
     except OSError as error:
-        found = f"{name} has no address ({error.strerror or error})"
-        return [Line("fault" if nodes > 1 else "warning", found, "add it to DNS or /etc/hosts")]
+        finding = f"{name} has no address ({error.strerror or error})"
+        return [Line("fault" if nodes > 1 else "warning", finding, "add it to DNS or /etc/hosts")]
     if nodes > 1 and all(address.startswith("127.") or address == "::1" for address in addresses):
         remedy = "remove it from the 127.x line of /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         return [Line("warning", f"{name} leads to {', '.join(addresses)} alone", remedy)]
@@ -380,8 +380,8 @@ def check_disk(root: Path, needed: int) -> list[Line]:
     try:
         path.write_bytes(b"written")
     except OSError as error:
-        found = f"{folder} cannot be written ({error.strerror or error})"
-        return [Line("fault", found, "choose a run.root that this user may write")]
+        finding = f"{folder} cannot be written ({error.strerror or error})"
+        return [Line("fault", finding, "choose a run.root that this user may write")]
     finally:
         path.unlink(missing_ok=True)
     if free < 3 * needed:

@@ -145,10 +145,10 @@ class Meeting:
         self.put(f"place/{rank}", node)
         if rank == 0:
             self.put("nodes", self._gather(world, deadline))
-        found = self.get("nodes", 2 * deadline)
-        if found is None:
+        names = self.get("nodes", 2 * deadline)
+        if names is None:
             raise RunFailed(f"doctor on {node} (rank {rank}): rank 0 at {host}:{port} fell silent: see its output")
-        self.nodes, self.ranks, self.missing = found["nodes"], found["ranks"], found["missing"]
+        self.nodes, self.ranks, self.missing = names["nodes"], names["ranks"], names["missing"]
 
     @property
     def leads(self) -> bool:
