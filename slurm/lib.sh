@@ -56,7 +56,7 @@ begin_job() {
     export MASTER_ADDR MASTER_PORT KILL_WAIT=${KILL_WAIT:-30} RESTART LOCAL_TMP VENV SETUP
     # Tasks get this environment even where `sbatch --export=NONE` was given, and srun the CPUs sbatch asked for.
     export SLURM_EXPORT_ENV=ALL
-    [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+    export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-$(cores_of_a_task)}
 }
 
 check_settings() {
@@ -81,6 +81,13 @@ refuse() {
 }
 
 say() { echo "== $(date +%FT%T) $*"; }
+
+cores_of_a_task() { # the cores of the job's smallest node over its tasks: srun alone gives a task a single one
+    local cores tasks=${SLURM_TASKS_PER_NODE:-1}
+    cores=$(tr , '\n' <<<"${SLURM_JOB_CPUS_PER_NODE:-1}" | sed 's/(.*//' | sort -n | head -n 1) # 128(x15),64
+    tasks=${tasks%%[!0-9]*}
+    echo $((cores > tasks ? cores / tasks : 1))
+}
 
 job_field() { # FIELD [JOB]
     scontrol show job --oneliner "${2:-$JOB}" | tr ' ' '\n' | sed -n "s/^$1=//p"
@@ -142,7 +149,8 @@ run_step() {
         options+=(--nodes=1 --ntasks=1 --ntasks-per-node=1)
         limit=(timeout --kill-after=60 900) # doctor, which comes next, names the node whose file system hangs
     else
-        options+=(--kill-on-bad-exit=1)
+        # Each task finds the cores near its GPU itself; a fixed share would leave rank 0's verifiers an eighth of a node.
+        options+=(--kill-on-bad-exit=1 --cpu-bind=none)
     fi
     [[ ${#NODES[@]} = 0 ]] || options+=(--nodes=${#NODES[@]} --ntasks=$((${#NODES[@]} * TASKS_PER_NODE))
         --ntasks-per-node="$TASKS_PER_NODE" --nodelist="$(paste -sd , <(printf '%s\n' "${NODES[@]}"))")
@@ -243,12 +251,19 @@ clean_nodes() { # what tasks left that were killed before they could clean up th
     on_alive_nodes 'rm -rf "$LOCAL_TMP/vapo-$SLURM_JOB_ID.$RESTART".*' # a node has another number in every step
 }
 
-on_alive_nodes() { # COMMAND, once on each
-    local alive
+on_alive_nodes() { # COMMAND, once on each; it must bear being run twice
+    local alive gpus code
     mapfile -t alive < <(scontrol show hostnames "$(job_field NodeList | head -n 1)")
-    # On a node that is dead, and that Slurm still thinks is up, srun would wait on after TERM.
-    timeout --kill-after=15 60 srun --overlap --nodes=${#alive[@]} --ntasks=${#alive[@]} --ntasks-per-node=1 --gpus-per-node=0 \
-        --nodelist="$(paste -sd , <(printf '%s\n' "${alive[@]}"))" bash -c "$1" || true
+    # GPUs that a hanging step still holds are not waited for. Sites that want GPUs of every step refuse the first try.
+    for gpus in --gpus-per-node=0 ""; do
+        # On a node that is dead, and that Slurm still thinks is up, srun would wait on after TERM.
+        timeout --kill-after=15 60 srun --overlap --nodes=${#alive[@]} --ntasks=${#alive[@]} --ntasks-per-node=1 $gpus \
+            --nodelist="$(paste -sd , <(printf '%s\n' "${alive[@]}"))" bash -c "$1"
+        code=$?
+        [[ $code != 0 && $code != 124 && $code != 137 ]] || break
+    done
+    [[ $code = 0 ]] || say "srun failed with code $code on ${alive[*]}: what tasks left may still be there, in $LOCAL_TMP" \
+        "and /dev/shm/vapo-job-$SLURM_JOB_ID.*"
 }
 
 # Of this try, on the node where it runs (task.sh names them).

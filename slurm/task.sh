@@ -43,8 +43,9 @@ refuse() { # CODE MESSAGE
 
 # One folder a node and try; earlier tries of this job may have left theirs on this node.
 scratch=$LOCAL_TMP/vapo-$SLURM_JOB_ID.$RESTART.$SLURM_NODEID
-for old in "$LOCAL_TMP/vapo-$SLURM_JOB_ID".*; do
-    try=${old#"$LOCAL_TMP/vapo-$SLURM_JOB_ID."}
+copies=${SHARED_MEMORY:-/dev/shm}/vapo-job-$SLURM_JOB_ID
+for old in "$LOCAL_TMP/vapo-$SLURM_JOB_ID".* "$copies".*; do
+    try=${old#*"-$SLURM_JOB_ID."}
     try=${try%%.*}
     # This node may have had another number in them.
     [[ ! $try =~ ^[0-9]+$ || $try -ge $RESTART || ! -O $old ]] || rm -rf "$old"
@@ -54,7 +55,7 @@ done
 [[ -O $scratch && -w $scratch/tmp && -d $scratch/tasks/$SLURM_PROCID ]] ||
     refuse 76 "$scratch on $SLURMD_NODENAME cannot be made or belongs to somebody else; if so on every node, set LOCAL_TMP"
 # Copies of a run's state (checkpoint/host_memory.py): they stay for the next attempt of this job's step.
-export VAPO_HOST_MEMORY=/dev/shm/vapo-job-$SLURM_JOB_ID.$RESTART.$SLURMD_NODENAME
+export VAPO_HOST_MEMORY=$copies.$RESTART.$SLURMD_NODENAME
 export TMPDIR=$scratch/tmp
 export XDG_CACHE_HOME=$scratch/cache
 # Downloaded models are kept where the user keeps them, if they say where.
@@ -96,6 +97,17 @@ export DG_JIT_CACHE_DIR=$cache/deep_gemm
 export TILELANG_CACHE_DIR=$cache/tilelang
 export CUTE_DSL_CACHE_DIR=$cache/cute
 set -u
+
+# The cores of its GPU's half of the node, where there are halves: memory that a task writes first is then near, too.
+# Rank 0's verifiers and each engine have them as well.
+near_cores() {
+    local bus node
+    bus=$(nvidia-smi --id="${SLURM_LOCALID:-0}" --query-gpu=pci.bus_id --format=csv,noheader 2>/dev/null) || return 1
+    bus=${bus,,} # 00000000:1B:00.0, in /sys 0000:1b:00.0
+    node=$(cat "${SYS_ROOT:-/sys}/bus/pci/devices/${bus#0000}/numa_node" 2>/dev/null) || return 1
+    [[ $node -lt 0 ]] || cat "${SYS_ROOT:-/sys}/devices/system/node/node$node/cpulist"
+}
+cores=$(near_cores) && [[ -n $cores ]] && taskset --pid --cpu-list "$cores" $$ >/dev/null 2>&1
 
 # ── signals ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -340,6 +340,39 @@ def test_a_port_in_use_is_passed_over(job: Job) -> None:
     assert int(job.bash("free_port", SLURM_JOB_ID="43").stdout) != first
 
 
+@pytest.mark.parametrize(
+    ("cores", "tasks", "asked", "expected"),
+    [("64(x2)", "8(x2)", "", 8), ("128(x15),64", "8(x16)", "", 8), ("4", "8", "", 1), ("64(x2)", "8(x2)", "12", 12)],
+)
+def test_a_task_has_its_share_of_the_smallest_node(job: Job, cores: str, tasks: str, asked: str, expected: int) -> None:
+    job.on_nodes("a", "b")
+    begun = job.bash(
+        'begin_job "$RUN_DIR" "$PROGRESS" >/dev/null; printenv SRUN_CPUS_PER_TASK',
+        VENV="",
+        SPARES="0",
+        SLURM_JOB_CPUS_PER_NODE=cores,
+        SLURM_TASKS_PER_NODE=tasks,
+        **({"SLURM_CPUS_PER_TASK": asked} if asked else {}),
+    )
+    assert begun.stdout.strip() == str(expected), begun.stderr
+
+
+def test_tasks_of_a_run_are_bound_to_no_fixed_cores(job: Job) -> None:
+    job.bash("run_step train python3 -V; run_step check python3 -V")
+    train, check = [line for line in job.asked.read_text().splitlines() if "task.sh" in line]
+    assert "--cpu-bind=none" in train and "--cpu-bind" not in check
+
+
+@pytest.mark.parametrize(("refuses", "tries"), [("--gpus-per-node=0", 2), ("", 1), ("task", 2)])
+def test_nodes_are_cleaned_where_a_site_wants_gpus_of_every_step(job: Job, refuses: str, tries: int) -> None:
+    job.on_nodes("a", "b")
+    job.stand_in("srun", f'echo "srun $*" >>{job.asked}; [[ -z "{refuses}" || "$* task" != *"{refuses}"* ]]')
+    done = job.bash('on_alive_nodes "$FORGET_COPIES"; echo code $?', SLURMD_NODENAME="a")
+    asked = [line for line in job.asked.read_text().splitlines() if line.startswith("srun")]
+    assert len(asked) == tries and "--gpus-per-node=0" in asked[0] and "vapo-job-" in asked[-1]
+    assert ("/dev/shm/vapo-job-42.*" in done.stdout) == (refuses == "task") and done.stdout.endswith("code 0\n")
+
+
 def test_a_container_sees_the_code_the_runs_and_the_local_disk(job: Job) -> None:
     setup = job.folder / "site" / "setup.sh"
     setup.parent.mkdir()

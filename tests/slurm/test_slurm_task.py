@@ -115,6 +115,33 @@ def folders_of_tries(local_tmp: Path) -> list[str]:
     return [path.name for path in local_tmp.iterdir() if not path.name.startswith("vapo-kernels-")]
 
 
+@pytest.mark.parametrize("numa", ["1", "-1", None])
+def test_a_task_runs_on_the_cores_beside_its_gpu(tmp_path: Path, numa: str | None) -> None:
+    core = min(os.sched_getaffinity(0))
+    device, node = tmp_path / "bus/pci/devices/0000:1b:00.0", tmp_path / "devices/system/node/node1"
+    device.mkdir(parents=True)
+    node.mkdir(parents=True)
+    (node / "cpulist").write_text(f"{core}\n")
+    if numa:
+        (device / "numa_node").write_text(f"{numa}\n")
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/bash\n[[ $1 = --id=3 ]] && echo 00000000:1B:00.0\n")
+    smi.chmod(0o755)
+    code = "import os; print(sorted(os.sched_getaffinity(0)))"
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    task = Task(tmp_path, sys.executable, "-c", code, PATH=path, SYS_ROOT=str(tmp_path), SLURM_LOCALID="3")
+    expected = [core] if numa == "1" else sorted(os.sched_getaffinity(0))
+    assert task.line() == str(expected) and task.process.wait(60) == 0
+
+
+def test_copies_of_an_earlier_try_of_the_job_go(tmp_path: Path) -> None:
+    earlier, others = tmp_path / "vapo-job-42.1.a", tmp_path / "vapo-job-43.1.a"
+    for folder in (earlier, others):
+        folder.mkdir()
+    assert Task(tmp_path, "true", SHARED_MEMORY=str(tmp_path)).process.wait(60) == 0
+    assert not earlier.exists() and others.exists()
+
+
 def test_compiled_kernels_stay_for_later_tries_of_the_same_environment(tmp_path: Path) -> None:
     caches = "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "SGLANG_JIT_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"
     names = (*caches, "DG_JIT_CACHE_DIR", "TILELANG_CACHE_DIR", "CUTE_DSL_CACHE_DIR")
