@@ -69,7 +69,7 @@ def test_a_mark_of_the_encoding_is_read_over_before_the_first_line_alone(tmp_pat
 
 def test_rows_are_written_as_people_read_them(tmp_path: Path) -> None:
     rows = [{"a": "é"}, {"b": [1, None]}, {}]
-    assert write_rows(tmp_path / "deep" / "r.jsonl", rows) == 3
+    write_rows(tmp_path / "deep" / "r.jsonl", rows)
     assert (tmp_path / "deep" / "r.jsonl").read_text(encoding="utf-8") == '{"a": "é"}\n{"b": [1, null]}\n{}\n'
     assert list(read_rows(tmp_path / "deep" / "r.jsonl")) == [(1, rows[0]), (2, rows[1]), (3, rows[2])]
 

@@ -171,5 +171,5 @@ def test_the_cause_in_a_log_is_its_last_exception(tmp_path: Path) -> None:
     log.write_text("one\ntwo\n")
     assert cause_in_log(log) == "two"
     log.write_text("")
-    assert cause_in_log(log) == "its log is empty"
+    assert cause_in_log(log) == "its log does not say why"
     assert "cannot be read" in cause_in_log(tmp_path / "none")

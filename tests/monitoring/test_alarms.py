@@ -76,6 +76,7 @@ UNHEALTHY: dict[str, tuple[Callable[[Row, int], Row], int]] = {
     "truncated_text": (lambda row, since: {"response_length/truncated": 0.6}, 3),
     "failed_grades": (lambda row, since: {"reward/failed": 0.06}, 1),
     "engine_failures": (lambda row, since: {"rollout/engine_failures": 1.0}, 1),
+    "records_refused": (lambda row, since: {"tracking/failures": since + 1.0}, 1),
     "broken_episodes": (lambda row, since: {"agent/broken": 0.1}, 3),
     "tools_unused": (lambda row, since: {"agent/turns": 1 + 2 * 0.7**since}, 8),
 }

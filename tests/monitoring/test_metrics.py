@@ -1,5 +1,6 @@
 """metrics.jsonl holds each step once, whatever happened to the run."""
 
+import errno
 import json
 import math
 import os
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from vapo_megatron.errors import BadInput, RunFailed
+from vapo_megatron.errors import BadInput, RunFailed, TryAgain
 from vapo_megatron.monitoring.metrics import MetricsWriter, read_metrics
 
 
@@ -45,9 +46,11 @@ def test_a_fresh_run_keeps_nothing_of_an_earlier_one(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == [{"step": 0, "a/x": 2.0}]
 
 
-def test_a_full_disk_is_bad_input_and_leaves_no_half_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_a_full_disk_refuses_is_written_with_a_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def short_then_full(descriptor: int, data: bytes) -> int:
-        monkeypatch.setattr(os, "write", full)
+        patch.setattr(os, "write", full)
         return write(descriptor, data[:5])
 
     def full(descriptor: int, data: bytes) -> int:
@@ -55,12 +58,30 @@ def test_a_full_disk_is_bad_input_and_leaves_no_half_row(tmp_path: Path, monkeyp
 
     write = os.write
     with closing(MetricsWriter(tmp_path)) as writer:
-        writer.write(1, {"a/x": 1.0})
-        before = (tmp_path / "metrics.jsonl").read_bytes()
-        monkeypatch.setattr(os, "write", short_then_full)
-        with pytest.raises(BadInput, match=r"metrics\.jsonl: cannot be written \(No space left"):
-            writer.write(2, {"a/x": 2.0})
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+        for step in range(1, 5):
+            with monkeypatch.context() as patch:
+                if step in (2, 3):
+                    patch.setattr(os, "write", short_then_full)
+                writer.write(step, {"a/x": float(step)})
+        assert writer.refused == 2
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("rows", [1, 11])
+def test_rows_that_are_refused_to_the_end_interrupt_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    writer = MetricsWriter(tmp_path)
+    monkeypatch.setattr(os, "open", refuse)
+    for step in range(1, rows):
+        writer.write(step, {"a/x": 1.0})
+    with pytest.raises(TryAgain, match=r"metrics\.jsonl: cannot be written \(Stale file handle\): make room"):
+        writer.write(rows, {"a/x": 1.0})
+        writer.close()
+
+
+def refuse(*_: object) -> int:
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
 
 def test_a_broken_row_is_named_with_its_line(tmp_path: Path) -> None:

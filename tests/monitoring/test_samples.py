@@ -68,11 +68,7 @@ def test_samples_that_cannot_be_written_are_counted_and_do_without(
         assert writer.write(step, [sample(0, 0)]) is None and len(writer.take()) == 1
     (tmp_path / "samples").unlink()
     assert writer.write(3, [sample(0, 0)]) is not None
-    lines = [record.getMessage() for record in caplog.records]
-    assert [line.partition(" were not kept so far: ")[0] for line in lines] == [
-        "samples of 1 steps",
-        "samples of 2 steps",
-    ]
+    assert writer.failures == 2 == sum("are not kept" in record.getMessage() for record in caplog.records)
 
 
 def test_estimates_of_an_episode_stand_at_what_the_policy_wrote(tmp_path: Path) -> None:

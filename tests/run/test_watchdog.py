@@ -190,3 +190,6 @@ def test_a_rank_that_is_done_is_not_said_to_be_in_a_phase() -> None:
         Heartbeat(2, "export", 4, 1.0, 9.9),
     ]
     assert describe(beats, 3, patience=1.0).startswith("rank 1 (done) did not arrive; ranks 0, 2 wait")
+    beats[0] = Heartbeat(0, "over", 9, 1.0, 9.9)
+    expected = "rank 0 (done), rank 1 (done) did not arrive; ranks 2 wait in the phase export"
+    assert describe(beats, 3, patience=1.0) == expected

@@ -10,12 +10,22 @@ from typing import IO
 from vapo_megatron.errors import BadInput
 
 
+class CannotWrite(BadInput):
+    """The file system refuses: bad input before a run begins, an interruption (75) while it goes on."""
+
+
+def cannot_write(path: Path, error: Exception) -> CannotWrite:
+    """The error that says why nothing can be written at a path."""
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error).partition("\n")[0]
+    return CannotWrite(f"{path}: cannot be written ({reason}): make room there or name another place")
+
+
 @contextmanager
 def atomic_write(path: Path, mode: str = "w") -> Iterator[IO]:
     """Open a file beside `path` for writing ("w": UTF-8 text, "wb": bytes) that takes the place of `path` at the end.
 
     Missing parent directories are made. Where the body raises, `path` is left as it was and nothing stays beside it.
-    Raises BadInput where the file system refuses the write (full disk, no permission).
+    Raises CannotWrite where the file system refuses the write (full disk, no permission).
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -26,7 +36,7 @@ def atomic_write(path: Path, mode: str = "w") -> Iterator[IO]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        raise BadInput(f"{path}: cannot be written ({error.strerror or error}): free or name another place") from error
+        raise cannot_write(path, error) from error
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)

@@ -178,6 +178,7 @@ AlarmName = Literal[
     "truncated_text",
     "failed_grades",
     "engine_failures",
+    "records_refused",
     "broken_episodes",
     "tools_unused",
 ]

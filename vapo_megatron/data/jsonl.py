@@ -78,14 +78,7 @@ def check_characters(row: Mapping[str, Any], place: str) -> None:
         ) from None
 
 
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
-    """Write rows to path, whole or not at all (parents are made), and return their number.
-
-    Raises BadInput if the place cannot be written.
-    """
-    count = 0
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows to path, whole or not at all (atomic_write)."""
     with atomic_write(path) as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            count += 1
-    return count
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

@@ -200,7 +200,7 @@ class EngineKeeper:
         health = ask_health(self.address, LOOK_SECONDS)
         if health is None:
             silent = now - self._answered
-            return f"no answer for {silent:.0f} s" if silent > self._health.answer_s else None
+            return f"it has not answered for {silent:.0f} s" if silent > self._health.answer_s else None
         self._answered = now
         return what_is_wrong(health, self._config)
 

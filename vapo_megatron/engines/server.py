@@ -40,8 +40,8 @@ _POLL_SECONDS = 0.1
 _LEAST_WATCHDOG_SECONDS = 600.0  # a bucket of weights may take as long
 # Of a log: it grows for days, and is read for each request that an engine fails to answer.
 _LOG_END = 1 << 17
-# Lines of a log that do not say why a server ended.
-_REQUEST = ' HTTP/1.1" '
+# Lines of a log that do not say why a server ended: requests, and what SGLang reports with the time before it.
+_ROUTINE = re.compile(r'\[20\d\d-| *$|.* HTTP/1\.1" ')
 # Processes of a server that was killed hold its port until the kernel has ended them.
 _PORT_SECONDS = 2.0
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -72,16 +72,16 @@ class EngineAddress:
 
 
 def cause_in_log(log_file: Path) -> str:
-    """The last exception that a log tells of, else its last line."""
+    """The last exception that a log tells of, else its last line that is not routine."""
     try:
         with log_file.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_END))
             lines = log.read().decode(errors="replace").splitlines()[-400:]
     except OSError as error:
         return f"its log cannot be read: {error.strerror}"
-    lines = [line.strip() for line in lines if line.strip() and _REQUEST not in line]
+    lines = [line.strip() for line in lines if not _ROUTINE.match(line)]
     exceptions = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Killed)\b", line)]
-    last = (exceptions or lines or ["its log is empty"])[-1]
+    last = (exceptions or lines or ["its log does not say why"])[-1]
     return last[:400]
 
 

@@ -1,17 +1,21 @@
 """The metrics of a run, one row per step: metrics.jsonl."""
 
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.config.atomic import atomic_write, cannot_write
 from vapo_megatron.data.jsonl import read_rows
-from vapo_megatron.errors import BadInput, RunFailed
+from vapo_megatron.errors import BadInput, RunFailed, TryAgain
+
+_logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
+_PATIENCE_ROWS = 10  # that may wait for the disk
 
 
 class MetricsWriter:
@@ -27,37 +31,48 @@ class MetricsWriter:
         self.kept = [row for row in read_metrics(run_dir) if row["step"] < start_step]
         with atomic_write(self.path) as file:
             file.writelines(json.dumps(row) + "\n" for row in self.kept)
-        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
-        self._counts_links = os.fstat(self._file).st_nlink > 0  # some network file systems never do
+        self._pending, self._size = b"", self.path.stat().st_size
+        self.refused = 0
 
     def write(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Append the row of `step`, which is in the file when this returns; its finite metrics.
+        """Append the row of `step`; its finite metrics. The row is in the file when this returns, or, where the file
+        system refuses it, is tried again with the next one; `refused` counts those times.
 
-        Raises BadInput where the row cannot be written; no part of it is left in the file then. RunFailed where the
-        file is gone, as with its run directory.
+        Raises TryAgain where it refuses many in a row; RunFailed where the file is gone, as with its run directory.
         """
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         row: dict[str, Any] = {"step": step} | {name: finite.get(name) for name in metrics}
-        self._append((json.dumps(row) + "\n").encode())
+        self._pending += (json.dumps(row) + "\n").encode()
+        self._append(patience=_PATIENCE_ROWS)
         return finite
 
     def close(self) -> None:
-        """End the file; a second call does nothing."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        """Write what is pending. Raises TryAgain where the file system still refuses it."""
+        if self._pending:
+            self._append(patience=0)
 
-    def _append(self, line: bytes) -> None:
-        status = os.fstat(self._file)
-        if self._counts_links and status.st_nlink == 0:
-            raise RunFailed(f"{self.path}: was removed while the run goes on, which is lost: start anew")
-        size = status.st_size
+    def _append(self, patience: int) -> None:
         try:
-            while line:
-                line = line[os.write(self._file, line) :]
+            file = os.open(self.path, os.O_WRONLY)  # each time anew: a handle may go stale
+            try:
+                os.ftruncate(file, self._size)  # without what a refused write has left
+                os.lseek(file, 0, os.SEEK_END)
+                left = self._pending
+                while left:
+                    left = left[os.write(file, left) :]
+            finally:
+                os.close(file)
+        except FileNotFoundError:
+            self._pending = b""
+            raise RunFailed(f"{self.path}: was removed while the run goes on, which is lost: start anew") from None
         except OSError as error:
-            os.ftruncate(self._file, size)
-            raise BadInput(f"{self.path}: cannot be written ({error.strerror}): make room on its disk") from error
+            self.refused += 1
+            rows = self._pending.count(b"\n")
+            _logger.warning("%s: %d rows wait to be written (%s)", self.path, rows, error.strerror)
+            if rows > patience:
+                raise TryAgain(f"{cannot_write(self.path, error)}, then start again with run.resume=auto") from error
+            return
+        self._size, self._pending = self._size + len(self._pending), b""
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -45,7 +45,8 @@ CRITIC_GRAD_NORM = "critic/grad_norm"
 BIAS_POSITIONS = (0, 25, 50, 75, 95)
 VALUE_BIAS = "critic/value_bias_"
 
-TRACKER_FAILURES = "tracking/failures"  # of TensorBoard, Weights & Biases, so far in this attempt; absent while 0
+# Writes that were refused by samples, metrics.jsonl, TensorBoard, Weights & Biases in this attempt; absent while 0.
+TRACKER_FAILURES = "tracking/failures"
 
 AGENT_BROKEN = "agent/broken"  # share of episodes that broke, of whatever cause
 AGENT_TURNS = "agent/turns"  # responses of the policy in an episode

@@ -117,8 +117,8 @@ class Recorder:
         """Hand a row to the files and trackers; the alarms that it raises."""
         if self._metrics is None:
             return []
-        if self._trackers.failures:
-            row[names.TRACKER_FAILURES] = float(self._trackers.failures)
+        if failures := self._trackers.failures + self._samples.failures + self._metrics.refused:
+            row[names.TRACKER_FAILURES] = float(failures)
         lines = [f"{name}: {text}" for name, text in self._alarms.check(row).items()]
         row |= self._alarms.metrics()
         finite = self._metrics.write(step, row)
@@ -130,5 +130,5 @@ class Recorder:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._trackers.close(failed=kind is not None and issubclass(kind, Exception))
-        if self._metrics is not None:
+        if self._metrics is not None and kind is None:
             self._metrics.close()

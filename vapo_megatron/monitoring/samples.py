@@ -31,12 +31,12 @@ class SampleWriter:
         self._groups, self._with_tokens, self._decode = groups_per_step, with_tokens, decode
         self._kept: list[tuple[int, Sample]] = []
         self._rows: list[dict[str, Any]] = []
-        self._lost: set[int] = set()
+        self.failures = 0
 
     def write(self, step: int, samples: Sequence[Sample]) -> Path | None:
         """Write the samples of the step's first groups, in the order of group and index; the file, or None if none.
 
-        A file is whole or not there: where it cannot be written the run goes on without it, and a warning counts them.
+        Where the file cannot be written the run goes on without it, with a warning, and `failures` counts it.
         """
         groups = set(sorted({sample.group for sample in samples})[: self._groups])
         chosen = [(place, sample) for place, sample in enumerate(samples) if sample.group in groups]
@@ -92,8 +92,8 @@ class SampleWriter:
         try:
             write_rows(path, self._rows)
         except BadInput as error:
-            self._lost.add(step)
-            _logger.warning("samples of %d steps were not kept so far: %s", len(self._lost), error)
+            self.failures += 1
+            _logger.warning("samples of step %d are not kept: %s", step, error)
             return None
         return path
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 
@@ -38,27 +38,17 @@ class Record:
         return (counter, int(self.metrics[counter])) if counter in self.metrics else ("step", self.step)
 
 
-class Tracker(Protocol):
-    """One place that keeps what a run shows. Whatever it raises is counted and never stops the run."""
-
-    def write(self, record: Record) -> None:
-        """Take in a step."""
-
-    def close(self, failed: bool) -> None:
-        """End; failed: the run ended by an error."""
-
-
 @dataclass
 class Trackers:
-    """The trackers of a run. One that fails says so once; `failures` counts how often any of them has failed."""
+    """The trackers of a run. None of them stops it: one that raises says so once, and `failures` counts."""
 
     note: Callable[[str], None]
     failures: int = 0
-    _open: dict[str, Tracker] = field(default_factory=dict)
+    _open: dict[str, Any] = field(default_factory=dict)
     _named: set[str] = field(default_factory=set)
 
-    def start(self, name: str, make: Callable[[], Tracker]) -> None:
-        """Add the tracker that make() gives; the run goes on without it where that fails."""
+    def start(self, name: str, make: Callable[[], Any]) -> None:
+        """Add the tracker that make() gives, which has write(record) and close(failed)."""
         try:
             self._open[name] = make()
         except Exception as error:

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vapo_megatron.config.atomic import follow_umask, sync
+from vapo_megatron.config.atomic import cannot_write, follow_umask, sync
 from vapo_megatron.errors import BadInput
 from vapo_megatron.weights.fp8 import SCALE_SUFFIX, BlockFp8, check_blocks, dequantize
 from vapo_megatron.weights.hf_files import HFTensors
@@ -134,7 +134,7 @@ def export_quantized(
         os.replace(temporary, out)
         sync(out.parent)
     except OSError as error:
-        raise BadInput(f"{out}: cannot be written ({error.strerror or error}): free or name another place") from error
+        raise cannot_write(out, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return report

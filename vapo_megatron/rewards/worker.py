@@ -61,7 +61,9 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(sys.argv[1]):
         return  # it died before the kernel was asked
-    requests, replies = _private_pipes()
+    requests, replies, nowhere = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)  # a verifier can read nothing there
+    os.dup2(nowhere, 1)  # and what it prints goes nowhere
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)  # sent to whole process groups; the trainer decides when we end
     adopt_orphans()
@@ -70,7 +72,9 @@ def main() -> None:
     while piece := os.read(requests, 1 << 16):
         for message in decoder.feed(piece):
             if handler is None:
-                _limit_memory(message["memory_mib"])
+                memory = message["memory_mib"] * _MIB
+                resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
                 try:
                     handler = _load(message)
                     reply: dict[str, Any] = {"status": "ready"}
@@ -88,20 +92,6 @@ def _reap() -> None:
         if len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()) > _MOST_CHILDREN:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-
-
-def _private_pipes() -> tuple[int, int]:
-    """Our two pipes under numbers of their own; what a verifier prints goes nowhere and it can read nothing."""
-    requests, replies = os.dup(0), os.dup(1)
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0)
-    os.dup2(nowhere, 1)
-    return requests, replies
-
-
-def _limit_memory(mebibytes: int) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (mebibytes * _MIB, mebibytes * _MIB))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _load(message: dict[str, Any]) -> Handler:

@@ -10,10 +10,12 @@ from vapo_megatron.checkpoint.checkpointer import Checkpointer
 from vapo_megatron.checkpoint.resume import Resumed, Start, open_resumed, restore_run_files
 from vapo_megatron.checkpoint.state_saver import SavedRun, run_id_of
 from vapo_megatron.collectives import broadcast_value
+from vapo_megatron.config.atomic import CannotWrite
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.engines import Engines
 from vapo_megatron.engines.weight_sync.quantization import engine_fp8
+from vapo_megatron.errors import TryAgain
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.monitoring.console import RunConsole
 from vapo_megatron.monitoring.recorder import Recorder
@@ -82,7 +84,10 @@ def train_rank(config: TrainConfig, run_dir: Path, start: Start) -> None:
         saved = SavedRun(config, "train", run_dir, models.saved(), run_id_of(resumed))
         checkpointer = Checkpointer(config.checkpoint, saved, recorder, resumed, start.memory)
         state = RunState(config.run, config.checkpoint, run_dir, checkpointer, updates, resumed, models.probe)
-        train(config, models, rollouts, state, recorder)
+        try:
+            train(config, models, rollouts, state, recorder)
+        except CannotWrite as error:
+            raise TryAgain(f"{error}, then start again with run.resume=auto", shared=error.shared) from error
 
 
 def watch(config: TrainConfig, run_dir: Path) -> Watchdog:

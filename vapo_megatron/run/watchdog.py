@@ -222,7 +222,7 @@ def describe(heartbeats: list[Heartbeat], world_size: int, patience: float) -> s
     newest = max((h.beat for h in heartbeats), default=0.0)
     alive = [h for h in heartbeats if newest - h.beat <= patience]
     silent = sorted(set(range(world_size)) - {h.rank for h in alive})
-    phases = [h.phase for h in alive]
+    phases = [h.phase for h in alive if h.phase != _OVER]
     usual = max(phases, key=phases.count, default="-")
     if silent:
         last = {h.rank: h for h in heartbeats}

@@ -13,10 +13,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from vapo_megatron.config.atomic import cannot_write
 from vapo_megatron.errors import BadInput, RunFailed
 from vapo_megatron.weights.bucket import batches
 from vapo_megatron.weights.hf_files import HFTensors
-from vapo_megatron.weights.hf_writer import cannot_write, carried_files, exported_config, hf_writer, new_directory
+from vapo_megatron.weights.hf_writer import carried_files, exported_config, hf_writer, new_directory
 from vapo_megatron.weights.load import checked_names, left_out_layers, new_head, score_names
 from vapo_megatron.weights.mapping import Entry, entries
 from vapo_megatron.weights.model_files import read_config

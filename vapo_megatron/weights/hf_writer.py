@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vapo_megatron.config.atomic import follow_umask, sync
+from vapo_megatron.config.atomic import cannot_write, follow_umask, sync
 from vapo_megatron.errors import BadInput
 from vapo_megatron.weights.hf_files import INDEX_FILE, SINGLE_FILE
 from vapo_megatron.weights.model_files import check_absent
@@ -68,12 +68,6 @@ def new_directory(target: Path, replace: bool = True) -> Iterator[Path]:
         raise cannot_write(target, error) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def cannot_write(path: Path, error: Exception) -> BadInput:
-    """The error that says why nothing can be written at a path."""
-    reason = (error.strerror if isinstance(error, OSError) else None) or str(error).partition("\n")[0]
-    return BadInput(f"{path}: cannot be written ({reason}): free or name another place")
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:

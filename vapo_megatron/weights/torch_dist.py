@@ -26,7 +26,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn import Module
 
-from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.config.atomic import atomic_write, cannot_write
 from vapo_megatron.errors import BadInput, RunFailed
 from vapo_megatron.weights.adapters import has_adapters, sharded_adapters
 from vapo_megatron.weights.hf_writer import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, copy_carried
@@ -67,9 +67,7 @@ def write_model_card(
     try:
         copy_carried(hf_dir, folder / HF_FOLDER, (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES))
     except OSError as error:
-        raise BadInput(
-            f"{folder / HF_FOLDER}: cannot be written ({error.strerror or error}): free or name another place"
-        ) from None
+        raise cannot_write(folder / HF_FOLDER, error) from None
     with atomic_write(folder / CARD_FILE) as file:
         json.dump(card, file, indent=2)
         file.write("\n")

@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions
 from typing_extensions import override
 
+from vapo_megatron.config.atomic import cannot_write
 from vapo_megatron.engines.client import EngineClient, LoadAnswer
 from vapo_megatron.engines.inside.broadcast_group import BroadcastGroup, address_towards, backend_of
 from vapo_megatron.engines.inside.bucket_message import Purpose, announce, write_tensors
-from vapo_megatron.errors import RunFailed, TryAgain
+from vapo_megatron.errors import TryAgain
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.weights.bucket import Bucket, DeviceSlots, NamedTensors, SharedSlots, pack, packed_size
 
@@ -292,7 +293,7 @@ class DiskTransport(Transport):
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._directory = Path(tempfile.mkdtemp(prefix=".weights-", dir=self._folder))
             except OSError as error:
-                raise self._refused(error) from None
+                raise cannot_write(self._folder, error) from None
 
     async def deliver(
         self, bucket: NamedTensors | None, purpose: Purpose, *, first: bool, version: int | None = None
@@ -306,7 +307,7 @@ class DiskTransport(Transport):
                 self._write(bucket)
                 return NOTHING
         except OSError as error:
-            raise self._refused(error) from None
+            raise cannot_write(self._folder, error) from None
         directory = self._directory
         answers = await self.each(lambda client: client.read_directory(directory, purpose, version=version))
         return _compared(_together(answers), self._checksums)
@@ -333,12 +334,6 @@ class DiskTransport(Transport):
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
-
-    def _refused(self, error: OSError) -> RunFailed:
-        return RunFailed(
-            f"{self._folder}: weights for an engine cannot be written ({error.strerror or error}): free space there, "
-            "name another place as rollout.sync.directory, or choose another rollout.sync.transport"
-        )
 
 
 def _in_daemon(function: Callable[[], T]) -> "asyncio.Future[T]":
