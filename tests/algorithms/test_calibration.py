@@ -100,6 +100,8 @@ def test_a_wrong_critic_is_set_right_or_not_trusted() -> None:
     assert errors["right"] < errors["delayed"] < blind
     assert errors["noise"] == pytest.approx(blind, rel=0.02)
     assert fits["right"].trust > 0.95 and fits["timid"].trust > 0.95
+    assert fits["scaled"].trust == pytest.approx(2 * fits["scaled"].slope, rel=1e-6), "trust is 1 from a slope of 1/2"
+    assert 0.1 < fits["scaled"].slope < 0.3
     assert fits["flipped"].trust == 0 and fits["flipped"].slope < 0 and fits["noise"].trust < 0.1
 
 
