@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 
 ROOMS ?=
 
-.PHONY: help install quickstart test test-full test-layouts test-faults test-mcore019 test-py312 mutants bench gpu-check lint format docs docs-serve
+.PHONY: help install quickstart test test-full test-layouts test-faults test-mcore019 test-py312 mutants bench gpu-check gpu-packages lint format docs docs-serve
 
 help:
 	@echo "make quickstart   train a small reasoning model with VAPO on this machine, from nothing"
@@ -32,6 +32,7 @@ help:
 	@echo "make mutants      how many small changes to the code the tests notice, in .venv-mutants; hours, goes on where it stopped"
 	@echo "make bench        every benchmark at sizes of a CPU, and what became slower; TRL comes into .venv-trl for it"
 	@echo "make gpu-check    what a GPU node is checked with first, in its own environment; see docs/gpu.md"
+	@echo "make gpu-packages packages of a GPU node installed, compiled and imported, without a GPU, in .venv-h100; 25 GB"
 	@echo "make lint         ruff and mypy alone"
 	@echo "make format       let ruff format and mend"
 	@echo "make docs         the documentation as a site, in site/"
@@ -119,6 +120,9 @@ gpu-check:
 	@python="$(or $(PYTHON),$$(if [ -z "$${VIRTUAL_ENV:-}" ] && [ -x $(BIN)/python ]; then echo $(BIN)/python; else echo python3; fi))"
 	"$$python" -m tools.gpu_check $(STEPS) --out "$(OUT)" --attention "$(ATTENTION)" \
 	  $(if $(BUDGET),--budget $(BUDGET)) $(if $(SITE),--site "$(SITE)")
+
+gpu-packages:
+	@PYTHON="$(or $(PYTHON),python3)" .ci/gpu_packages
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

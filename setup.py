@@ -68,7 +68,7 @@ setup(
         "typing-extensions>=4.9",
     ],
     extras_require={
-        "h100": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12"],
+        "h100": ["transformer-engine[core-cu13,pytorch]>=2.9,<2.12"],
         "fp8export": ["nvidia-modelopt>=0.44"],
         "wandb": ["wandb>=0.19"],  # monitoring.wandb
         "docs": ["mkdocs-material>=9.5,<10"],  # make docs

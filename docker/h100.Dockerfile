@@ -34,7 +34,7 @@ ARG TRANSFORMER_ENGINE=2.11.0
 RUN site=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
  && CPLUS_INCLUDE_PATH="$site/nvidia/cudnn/include:$site/nvidia/nccl/include" \
     NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_CUDA_ARCHS=90 \
-    pip install --no-build-isolation "transformer-engine[core_cu13,pytorch]==${TRANSFORMER_ENGINE}"
+    pip install --no-build-isolation "transformer-engine[core-cu13,pytorch]==${TRANSFORMER_ENGINE}"
 
 COPY . .
 RUN pip install --no-deps --no-build-isolation -e .

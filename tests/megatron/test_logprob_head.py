@@ -1,11 +1,13 @@
 """Log-probs and entropy equal the plain way, gradients too, no more than a chunk of fp32 logits ever exists, and
 bfloat16 weights do not round what either head yields."""
 
+import dataclasses
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import hf_models
 import pytest
 import torch
 from hf_models import VOCAB, megatron, write_model
@@ -130,6 +132,31 @@ def test_the_watch_sees_the_plain_ways_logits() -> None:
     with LogitsWatch(VOCAB) as watch:
         plain(True)
     assert watch.most_rows == ROWS and watch.most_elements >= 2 * ROWS * VOCAB
+
+
+def head_beside_fused_layers(model_dir: Path) -> Any:
+    """The gradient of an output layer's weight, by way of logits, where other layers add theirs to the sum."""
+    from megatron.core.tensor_parallel import layers
+
+    from vapo_megatron.megatron import model
+
+    settings = model.transformer_config
+
+    def fused(*given: Any) -> Any:
+        layers._grad_accum_fusion_available = False  # as where apex is not installed
+        return dataclasses.replace(settings(*given), gradient_accumulation_fusion=True)
+
+    hf_models.transformer_config = fused  # type: ignore[assignment]
+    chunks, _ = megatron(read_spec(model_dir), LayoutConfig(), "lm")
+    weight = chunks[0].output_layer.weight
+    weight.main_grad = torch.zeros_like(weight)
+    chunks[0].output_layer(inputs()[0])[0].sum().backward()
+    return weight.grad[:VOCAB].numpy()
+
+
+def test_without_apex_the_head_trains_beside_layers_that_fuse_weight_gradients(model_dir: Path) -> None:
+    (found,) = run_ranks(1, head_beside_fused_layers, model_dir)
+    assert torch.allclose(torch.from_numpy(found), inputs()[0].sum((0, 1)).expand(VOCAB, -1), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])

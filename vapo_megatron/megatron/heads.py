@@ -205,6 +205,7 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
     def adopt(cls, layer: Any, vocab_size: int, chunk: int) -> None:
         """Turn a Megatron output layer into this one. vocab_size: real words, padding rows aside."""
         layer.__class__ = cls
+        layer.gradient_accumulation_fusion = False  # for ColumnParallelLinear's own products it would take apex
         layer.labels, layer.rows, layer.gives_states = None, None, False
         layer.temperature, layer.chunk, layer.vocab_size = 1.0, chunk, vocab_size
 

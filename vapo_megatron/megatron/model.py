@@ -109,7 +109,7 @@ def transformer_config(spec: ModelSpec, model: ModelConfig, trainable: Trainable
         bias_dropout_fusion=fused,
         apply_rope_fusion=fused,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=fused and current_platform().has_fused_weight_gradients,
+        gradient_accumulation_fusion=fused,  # Transformer Engine's layers do so themselves
         **fp8_settings(trainable.precision),
         use_cpu_initialization=False,
     )

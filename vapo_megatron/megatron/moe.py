@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
@@ -80,8 +81,10 @@ def mark_experts(model: Module) -> None:
 
 
 def complete_megatron() -> None:
-    """What Megatron-Core 0.16.1 lacks for experts: without Transformer Engine a name that its router asks for, without
-    CUDA plain numbers of tokens to send to each rank, which it makes of tensors on their way from the device alone."""
+    """What Megatron-Core 0.16.1 lacks. For experts: without Transformer Engine a name that its router asks for, without
+    CUDA plain numbers of tokens to send to each rank, which it makes of tensors on their way from the device alone. For
+    weight gradients that Transformer Engine's layers add to the sum: an output layer that can be built without apex."""
+    layers._grad_accum_fusion_available = True
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     if not current_platform().is_cuda:

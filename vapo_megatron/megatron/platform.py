@@ -56,11 +56,6 @@ class Platform:
         return self.is_cuda and any(map(importlib.util.find_spec, ("flash_attn_2_cuda", "flash_attn_3")))
 
     @property
-    def has_fused_weight_gradients(self) -> bool:
-        """Whether apex's kernel is there that adds a layer's weight gradient to the sum in place."""
-        return self.is_cuda and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
-
-    @property
     def has_float32_products(self) -> bool:
         """Whether matrices of 16-bit numbers can be multiplied into one of fp32, as torch.mm with out_dtype does."""
         return self.is_cuda and "dtype" in torch.ops.aten.mm.overloads()
@@ -87,7 +82,6 @@ class Platform:
         for package, is_there, without in (
             ("transformer-engine", self.has_transformer_engine, "layers are PyTorch's, no FP8"),
             ("flash-attn", self.has_flash_attention, "attention is cuDNN's or PyTorch's"),
-            ("apex", self.has_fused_weight_gradients, "weight gradients are added in a kernel of their own"),
         ):
             parts.append(f"{package} {_version(package)}" if is_there else f"no {package} ({without})")
         return ", ".join(parts)
