@@ -16,6 +16,7 @@ from vapo_megatron.operations.plan.search import largest_budget, propose
 
 SMALL, LARGE = "qwen2.5-math-1.5b.derived.json", "qwen2.5-32b.json"
 MIXTURE = "qwen3-30b-a3b.third-party-unsloth.json"
+OFFLOADED = "offloaded weights and optimizers"
 LONG = (
     "sampling.max_new_tokens=20480",
     "rollout.context_length=null",
@@ -65,6 +66,22 @@ def test_json_adds_up(small: Path, capsys: pytest.CaptureFixture[str], overrides
         updated = {"update_policy": "actor", "update_critic": "critic"}.get(phase["phase"])
         assert held == ({f"{updated} gradients", f"{updated} optimizer"} if updated else set())
     assert said["assumptions"]
+
+
+def test_a_shared_base_is_on_the_gpu_for_either_model_and_in_host_memory_once(small: Path, tmp_path: Path) -> None:
+    kinds = ("actor.kind=adapter", "critic.kind=adapter", "value_pretraining.enabled=false")
+    copy = model_dir(tmp_path, SMALL)
+    shared, apart = (
+        make_plan(planned_config(small, *kinds, *more), 8).memory for more in ((), (f"critic.model_path={copy}",))
+    )
+    parts = {phase.phase: phase.parts for phase in shared.phases}
+    of_model = parts["update_policy"]["actor weights"]
+    assert parts["update_critic"]["base weights"] > 0.6 * of_model > 10 * parts["update_critic"]["critic weights"]
+    assert "base weights" not in parts["update_policy"]
+    for phase, other in zip(shared.phases, apart.phases, strict=True):
+        assert phase.total == pytest.approx(other.total)
+    saved = apart.host.parts[OFFLOADED] - shared.host.parts[OFFLOADED]
+    assert saved == pytest.approx(8 * parts["update_critic"]["base weights"])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from batches import spread
 from ranks import run_ranks
 from switch_rollout import Watched, config_of, read_rollout, state_of, write_models
 
+from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.monitoring import names
 from vapo_megatron.training.advantages import estimate_advantages
 from vapo_megatron.training.models import load_models
@@ -44,6 +45,8 @@ def two_steps(folder: Path, switches: dict[str, Any]) -> dict[str, Any]:
             update_policy(models, batch, algorithm, "1/1", recorder)
             rows.append(recorder.write(1))
     sizes = {model.name: model.footprint() for model in models.trained}
+    if models.base is not None:
+        sizes["base"] = models.base.footprint()
     after = {model.name: state_of(model) for model in models.trained}
     moved = {
         name: {key for key, tensor in after[name].items() if not torch.equal(tensor, before[name][key])}
@@ -82,3 +85,41 @@ def test_gradients_and_optimizer_are_those_of_adapters(folder: Path) -> None:
         for part in ("gradients", "optimizer"):
             little, much = (report["sizes"][name][part] for report in (adapted, whole))
             assert 0 < little.device < 0.35 * much.device
+
+
+def two_steps_on_two_bases(folder: Path, switches: dict[str, Any]) -> dict[str, Any]:
+    TrainConfig.shares_base = property(lambda config: False)  # type: ignore[assignment]
+    return two_steps(folder, switches)
+
+
+@pytest.mark.parametrize("offload", ["always", "never"])
+def test_one_base_serves_actor_and_critic(folder: Path, offload: str) -> None:
+    """To the bit as two would, in less memory, asleep and awake."""
+    switches = BOTH | KL | {"actor.offload": offload, "critic.offload": offload}
+    (shared,), (apart,) = (run_ranks(1, steps, folder, switches) for steps in (two_steps, two_steps_on_two_bases))
+    for row, expected in zip(shared["rows"], apart["rows"], strict=True):
+        compared = {name for name in expected if not name.startswith(("memory/", "time/", "perf/"))}
+        assert {name: row[name] for name in compared} == {name: expected[name] for name in compared}
+    assert shared["moved"] == apart["moved"]
+    base, critic, whole = (
+        report["sizes"][name]["weights"] for report, name in ((shared, "base"), (shared, "critic"), (apart, "critic"))
+    )
+    place = "host" if offload == "always" else "device"
+    assert getattr(critic, place) + getattr(base, place) == pytest.approx(getattr(whole, place), abs=4096)
+    assert getattr(critic, place) < 0.5 * getattr(whole, place)
+    held = [
+        sum(getattr(report["sizes"][name]["weights"], place) for name in report["sizes"]) for report in (shared, apart)
+    ]
+    assert held[1] - held[0] == pytest.approx(getattr(base, place), abs=4096)
+
+
+def test_bases_that_differ_are_not_shared(folder: Path) -> None:
+    config = config_of(folder, BOTH)
+    assert config.shares_base
+    for other in (
+        {"critic.kind": "model"},
+        {"critic.layout": {"cp": 2}},
+        {"critic.model_path": str(folder / "reference")},
+        {"critic.precision": {"dtype": "bfloat16"}},
+    ):
+        assert not config_of(folder, BOTH | other).shares_base

@@ -282,6 +282,12 @@ class TrainConfig(Section):
         return Path(self.critic.init_path or self.critic.model_path or self.model.path)
 
     @property
+    def shares_base(self) -> bool:
+        """Whether actor and critic train adapters on the same frozen weights, which are then held once."""
+        mine, its = ((section.kind, section.layout, section.precision) for section in (self.actor, self.critic))
+        return mine == its and mine[0] == "adapter" and self.critic_source == Path(self.model.path)
+
+    @property
     def critic_key(self) -> str:
         """The key that names critic_source."""
         paths = (("critic.init_path", self.critic.init_path), ("critic.model_path", self.critic.model_path))

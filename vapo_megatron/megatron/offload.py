@@ -165,6 +165,43 @@ class Offloader:
         self._arriving[part] = self._queue.mark()
 
 
+class SharedWeights:
+    """Frozen weights that two models have in common, once in memory; a model of its own to the memory plan."""
+
+    def __init__(
+        self, parameters: Iterable[Tensor], platform: Platform, enabled: bool, before_release: Callable[[], None]
+    ) -> None:
+        """parameters: those of both models, of one storage each. The others as for an Offloader."""
+        held = list(parameters)
+        self._held = {id(parameter) for parameter in held}
+        self._offloader = Offloader(
+            lambda part: (parameter.data for parameter in held) if part == "weights" else (),
+            platform,
+            enabled,
+            before_release,
+        )
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._held
+
+    @property
+    def onloaded(self) -> frozenset[Part]:
+        """The parts that are on the device."""
+        return self._offloader.onloaded
+
+    def onload_only(self, *parts: Part) -> None:
+        """Have exactly these parts on the device."""
+        self._offloader.onload_only(parts)
+
+    def require(self) -> None:
+        """Before the weights are used."""
+        self._offloader.require("weights")
+
+    def footprint(self) -> dict[Part, Footprint]:
+        """Bytes of the weights now, by place."""
+        return {"weights": self._offloader.footprint("weights")}
+
+
 Phase = Literal[
     "rollout",
     "score_reference",
@@ -181,18 +218,19 @@ Phase = Literal[
 WEIGHTS: frozenset[Part] = frozenset({"weights"})
 ALL: frozenset[Part] = frozenset(PARTS)
 
-# What is not named sleeps. While engines write responses they have the device to themselves.
+# What is not named sleeps. While engines write responses they have the device to themselves. "base": what actor and
+# critic share where both train adapters.
 ONLOADED: Mapping[Phase, Mapping[str, frozenset[Part]]] = {
     "rollout": {},
     "score_reference": {"reference": WEIGHTS},
-    "score_policy": {"actor": WEIGHTS},
-    "score_values": {"critic": WEIGHTS},
-    "update_critic": {"critic": ALL},
-    "update_policy": {"actor": ALL},
+    "score_policy": {"actor": WEIGHTS, "base": WEIGHTS},
+    "score_values": {"critic": WEIGHTS, "base": WEIGHTS},
+    "update_critic": {"critic": ALL, "base": WEIGHTS},
+    "update_policy": {"actor": ALL, "base": WEIGHTS},
     "replace_reference": {"actor": WEIGHTS, "reference": WEIGHTS},
-    "weight_sync": {"actor": WEIGHTS},
-    "export_policy": {"actor": WEIGHTS},
-    "export_critic": {"critic": WEIGHTS},
+    "weight_sync": {"actor": WEIGHTS, "base": WEIGHTS},
+    "export_policy": {"actor": WEIGHTS, "base": WEIGHTS},
+    "export_critic": {"critic": WEIGHTS, "base": WEIGHTS},
 }
 
 _GIB = 2**30
@@ -211,7 +249,7 @@ class MemoryPlan:
     """Moves models between phases, and keeps what each phase held when it ended."""
 
     def __init__(self, models: Mapping[str, Offloadable], shares_device: bool = True) -> None:
-        """models by name: actor, critic, reference. shares_device: with engines; else nothing sleeps for rollouts."""
+        """models by name, as ONLOADED has them. shares_device: with engines; else nothing sleeps for rollouts."""
         self._models, self._shares_device = dict(models), shares_device
         self._phase: Phase | None = None
         self._held: dict[Phase, dict[tuple[str, Part], Footprint]] = {}

@@ -21,7 +21,7 @@ from vapo_megatron.megatron.adapters import add_adapters, freeze_base, without_a
 from vapo_megatron.megatron.layer_spec import parameters_of
 from vapo_megatron.megatron.mesh import Mesh, check_model_layout
 from vapo_megatron.megatron.model import build_model, transformer_config
-from vapo_megatron.megatron.offload import PARTS, Footprint, Offloader, Part, bytes_of, distinct_storages
+from vapo_megatron.megatron.offload import PARTS, Footprint, Offloader, Part, SharedWeights, bytes_of, distinct_storages
 from vapo_megatron.megatron.optimizer import GuardedStep, make_optimizer, optimizer_tensors, sum_model_grads, wrap
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.precision import (
@@ -41,6 +41,7 @@ from vapo_megatron.megatron.token_loss import (
     samples_done,
     sum_over_ranks,
 )
+from vapo_megatron.weights.mapping import ADAPTER
 from vapo_megatron.weights.spec import Head, ModelSpec
 
 
@@ -97,8 +98,29 @@ class Trainable:
         platform = current_platform()
         # A reference works once a step: it always makes room where room is short.
         asked = "auto" if name == "reference" and config.offload == "never" else config.offload
-        sleeps = asked == "always" or (asked == "auto" and platform.is_cuda)
-        self._offloader = Offloader(self._tensors, platform, sleeps, self._before_offload)
+        self._sleeps = asked == "always" or (asked == "auto" and platform.is_cuda)
+        self._offloader = Offloader(self._tensors, platform, self._sleeps, self._before_offload)
+        self.base: SharedWeights | None = None
+
+    def share_base(self, actor: "Trainable") -> SharedWeights:
+        """Have the frozen weights of an actor with adapters in place of this critic's, which start from the same files
+        at the same layout. Call once, before this model's weights are loaded, and while the actor's are onloaded."""
+        shared = []
+        for mine, theirs in zip(self._chunks, actor.chunks, strict=True):
+            frozen = dict(theirs.named_parameters())
+            for name, parameter in mine.named_parameters():
+                if ADAPTER not in name and not name.startswith("output_layer."):
+                    parameter.data = frozen[name].data
+                    shared += [parameter, frozen[name]]
+
+        def before_release() -> None:
+            self._before_offload()
+            actor._before_offload()
+
+        self.base = actor.base = SharedWeights(
+            shared, current_platform(), self._sleeps and actor._sleeps, before_release
+        )
+        return self.base
 
     def prepare(self, frozen: Sequence[str] = ()) -> None:
         """Wrap the loaded shards for data parallelism and make the optimizer. Call once, after loading. frozen:
@@ -127,7 +149,7 @@ class Trainable:
         """This rank's shards, one a virtual pipeline stage, their weights onloaded and complete. Collective after a
         train_step whose gather of updated weights is still to come (optimizer.overlap)."""
         self._finish_gathering()
-        self._offloader.require("weights")
+        self._require("weights")
         return self._chunks
 
     @property
@@ -192,11 +214,17 @@ class Trainable:
         if part == "weights":
             yield from (b.param_data for b in buffers if b.param_data is not None)
             for chunk in self._chunks:
-                yield from (stored_bytes(p) if keeps_fp8(p) else p.data for p in chunk.parameters())
+                parameters = (p for p in chunk.parameters() if self.base is None or p not in self.base)
+                yield from (stored_bytes(p) if keeps_fp8(p) else p.data for p in parameters)
         elif part == "gradients":
             yield from (b.grad_data for b in buffers)
         elif self._optimizer is not None:
             yield from optimizer_tensors(self._optimizer)
+
+    def _require(self, *parts: Part) -> None:
+        self._offloader.require(*parts)
+        if self.base is not None:
+            self.base.require()
 
     def _before_offload(self) -> None:
         self._finish_gathering()
@@ -278,7 +306,7 @@ class Trainable:
             share: all of the batch, which is what this rank's part of a plan comes to.
             states: takes the last hidden states of a policy, [T, hidden] in its dtype.
         """
-        self._offloader.require("weights")
+        self._require("weights")
         parts: list[tuple[MicroBatch, Tensor]] = []
         hidden: list[tuple[MicroBatch, Tensor]] = []
         samples = range(batch.samples) if share is None else share
@@ -351,7 +379,7 @@ class Trainable:
         kept: list[tuple[MicroBatch, Tensor]] | None = None,
     ) -> MetricTotals:
         """Forward and backward over this rank's part of some samples, whose outputs are added to `kept`."""
-        self._offloader.require("weights", "gradients")
+        self._require("weights", "gradients")
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         for owner in [self._optimizer] if self._optimizer is not None else self._chunks:

@@ -13,7 +13,7 @@ from vapo_megatron.config.policy import KlConfig
 from vapo_megatron.config.run import SkippedUpdatesConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.megatron.mesh import Mesh, make_mesh
-from vapo_megatron.megatron.offload import MemoryPlan
+from vapo_megatron.megatron.offload import MemoryPlan, Offloadable, SharedWeights
 from vapo_megatron.megatron.probe import PROBE_FILE, Probe
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.training.skipped_updates import SkippedUpdates
@@ -32,6 +32,7 @@ class Models:
         has_base_as_reference: whether that is the actor without its adapters, and no model of its own.
         sources: the Hugging Face directory that each model started from, by name.
         saves_reference: whether the reference is not what the run started from, and so belongs into checkpoints.
+        base: the frozen weights that actor and critic share, or None.
         shares_device: with engines, for which models leave the device while responses are written.
         served: the actor's weights as engines have them, where groups that are drawn are still to be written by these
             when the actor has newer ones; in host memory.
@@ -45,14 +46,17 @@ class Models:
     has_base_as_reference: bool = False
     sources: Mapping[str, Path] = field(default_factory=dict)
     saves_reference: bool = False
+    base: SharedWeights | None = None
     shares_device: bool = True
     served: list[Tensor] | None = None
     memory: MemoryPlan = field(init=False)
     updates: SkippedUpdates = field(init=False, default_factory=lambda: SkippedUpdates(SkippedUpdatesConfig()))
 
     def __post_init__(self) -> None:
-        every = {model.name: model for model in (*self.trained, self.reference) if model is not None}
-        self.memory = MemoryPlan(every, self.shares_device)
+        every: dict[str, Offloadable] = {
+            model.name: model for model in (*self.trained, self.reference) if model is not None
+        }
+        self.memory = MemoryPlan(every | ({} if self.base is None else {"base": self.base}), self.shares_device)
 
     @property
     def trained(self) -> list[Trainable]:
@@ -89,7 +93,13 @@ def load_models(config: TrainConfig, resumed: Resumed | None) -> Models:
     checkpoint that the run goes on from where it holds them. They are offloaded afterwards."""
     algorithm, sources = config.algorithm, model_sources(config)
     meshes: dict[str, Mesh] = {}
-    models = {name: _load(name, source, config, meshes, resumed) for name, source in sources.items()}
+    models: dict[str, Trainable] = {}
+    for name, source in sources.items():
+        models[name] = _load(name, source, config, meshes, resumed, models.get("actor"))
+    base = models["actor"].base
+    models["actor"].onload_only()
+    if base is not None:
+        base.onload_only()
     critic: Trainable | Probe | None = models.get("critic")
     if algorithm.uses_critic and not config.has_critic_model:
         section, outputs = config.trainable("critic"), algorithm.value_loss.outputs
@@ -105,12 +115,22 @@ def load_models(config: TrainConfig, resumed: Resumed | None) -> Models:
         has_base_as_reference=algorithm.uses_reference and "reference" not in models,
         sources=sources,
         saves_reference=algorithm.saves_reference,
+        base=base,
         shares_device=not config.rollout.external_urls,
     )
 
 
-def _load(name: str, source: Path, config: TrainConfig, meshes: dict[str, Mesh], resumed: Resumed | None) -> Trainable:
+def _load(
+    name: str,
+    source: Path,
+    config: TrainConfig,
+    meshes: dict[str, Mesh],
+    resumed: Resumed | None,
+    actor: Trainable | None,
+) -> Trainable:
     model = _build(name, source, config, meshes)
+    if name == "critic" and actor is not None and config.shares_base:
+        model.share_base(actor)
     resumes = resumed is not None and name in resumed.manifest.models
     if not resumes or model.adapter is not None:  # of which a checkpoint has adapters alone
         _read_weights(model, source, config)
@@ -121,7 +141,10 @@ def _load(name: str, source: Path, config: TrainConfig, meshes: dict[str, Mesh],
         model.prepare(frozen=(".self_attention.",) if freezes else ())
     if resumed is not None and resumes:
         resumed.load(model, name)
-    model.onload_only()
+    if (
+        name != "actor" or not config.shares_base
+    ):  # else what is shared would have a place of the actor's own in host memory
+        model.onload_only()
     return model
 
 

@@ -152,6 +152,8 @@ def _device(run: PlannedRun, phase: Phase, stages: dict[str, int], engine: Plann
     for name, model in models.items():
         for part in on_device(phase, name, model.config):
             parts[f"{name} {part}"] = model.bytes_of(part, stages[name])
+    if "critic weights" in parts and "actor weights" not in parts:
+        parts["base weights"] = models["critic"].bytes_of_base(stages["critic"])
     working = PHASES[phase]
     if working is not None:
         model, training = models[working], phase.startswith("update")

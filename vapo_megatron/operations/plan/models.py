@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from vapo_megatron.checkpoint.state_saver import OPTIMIZER_BYTES
@@ -90,6 +90,7 @@ class PlannedModel:
         width: bytes of a weight and of an activation's element.
         fused: whether layers are Transformer Engine's.
         adapter: the adapters that are trained in place of the model; None where all of it is.
+        shares_base: whether its frozen weights are the actor's, and are counted there.
     """
 
     name: str
@@ -100,6 +101,7 @@ class PlannedModel:
     width: int
     fused: bool
     adapter: AdapterConfig | None = None
+    shares_base: bool = False
 
     @property
     def layout(self) -> LayoutConfig:
@@ -135,6 +137,8 @@ class PlannedModel:
     def bytes_of(self, part: Part, stage: int) -> float:
         """Bytes that a rank of a stage holds of one part while it is onloaded."""
         held = self.trained(stage)
+        if part == "weights" and self.shares_base:
+            return float(held.parameters * self.width)
         if part == "weights":
             return self.shard(stage).parameters * self._bytes_a_weight() + self._adapters(stage) * self.width
         if self.name == "reference":
@@ -146,6 +150,10 @@ class PlannedModel:
         if not self.config.optimizer.distributed:
             return held.parameters * state
         return state * self._share(held)
+
+    def bytes_of_base(self, stage: int) -> float:
+        """Bytes of the frozen weights that it shares with the actor."""
+        return replace(self, shares_base=False).bytes_of("weights", stage) - self.bytes_of("weights", stage)
 
     def bytes_saved(self, stage: int) -> float:
         """Bytes of a saved unit that a rank of a stage copies and writes: its share of what it and its replicas hold.
@@ -225,7 +233,8 @@ def _model(
 ) -> PlannedModel:
     width = 4 if section.dtype(config.model) == "float32" else 2
     adapter = config.model.adapter if section.kind == "adapter" else None
-    model = PlannedModel(name, spec, head, section, world, width, config.model.attention != "sdpa", adapter)
+    fused, shares = config.model.attention != "sdpa", name == "critic" and config.shares_base
+    model = PlannedModel(name, spec, head, section, world, width, fused, adapter, shares)
     key = "actor" if name == "reference" else name
     check_layout(section.layout, world, key)
     check_model_layout(spec, section.layout, key)
