@@ -76,6 +76,7 @@ def disturbed(world: attempts.World, tmp_path: Path, faults: int, kinds: tuple[s
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_a_run_under_a_fault_of_each_sort(
     world: attempts.World, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,7 +97,7 @@ def test_a_run_under_a_fault_of_each_sort(
     soak = Soak()
     capfd.readouterr()
     with temporary_files_of_its_own():
-        Fuzzer(config, random.Random(1), (), 0, soak, plan).run(200)
+        Fuzzer(config, random.Random(1), (), 0, soak, plan).run(600)
     run_dir, memory = Path(config.run.directory), host_memory_of(Path(config.run.directory))
     rows = same_run(run_dir, Path(alone.run.directory))
     assert soak.codes == {75: 1, 0: 1} and not soak.left
