@@ -39,3 +39,13 @@ def test_nodes_share_no_memory(tmp_path: Path) -> None:
         first_checks.check_rollout_groups(config, 8)
     for fits in (config_of(tmp_path, tp=2, sync={"transport": "shared_memory"}), config_of(tmp_path, tp=4)):
         first_checks.check_rollout_groups(fits, 8)
+
+
+def test_files_that_may_not_hold_a_bucket_are_named_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (100 << 20, -1))
+    first = next(preflight.cautions(config_of(tmp_path), [], {}))
+    assert "grow to 100 MiB" in first and "rollout.sync.bucket_mib=512" in first
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (-1, -1))
+    assert not any("ulimit" in line for line in preflight.cautions(config_of(tmp_path), [], {}))

@@ -1,6 +1,7 @@
 """What can be known to fail before anything is started is found here."""
 
 import os
+import resource
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -45,6 +46,12 @@ def cautions(
         prompts: of training.
         evaluations: prompts of each set of data.eval, by its name.
     """
+    largest, bucket = resource.getrlimit(resource.RLIMIT_FSIZE)[0], config.rollout.sync.bucket_mib
+    if 0 <= largest < bucket << 20:  # -1: any size
+        yield (
+            f"the system lets files grow to {largest >> 20} MiB: checkpoints and the buckets of weights "
+            f"(rollout.sync.bucket_mib={bucket}) may be larger; start from a shell with `ulimit -f unlimited`"
+        )
     sections: list[tuple[str, TrainableConfig]] = [("actor", config.actor)]
     if config.algorithm.uses_critic:
         sections.append(("critic", config.critic))
