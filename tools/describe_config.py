@@ -163,7 +163,8 @@ def _section(described: Described) -> str:
     lines += ["| key | type | default | |", "|---|---|---|---|"]
     for name, info in model.model_fields.items():
         inner = next(_inner_sections(info.annotation), None)
-        key = f"[`{name}`](#{inner.__name__})" if inner is not None else f"`{name}`"
+        title = info.alias or name
+        key = f"[`{title}`](#{inner.__name__})" if inner is not None else f"`{title}`"
         lines.append(f"| {key} | {_type(info)} | {_defaults(described, name)} | {_text(info)} |")
     return "\n".join(lines) + "\n"
 

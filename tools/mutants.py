@@ -67,8 +67,18 @@ ROOMS: dict[str, tuple[str, ...]] = {
 # data/torchvision_ops.py is called by conftest.py, before there is a test.
 MODULES = {
     "data": (
-        *("balance", "batch", "demonstrations", "jsonl", "microbatch", "prompts", "rows", "sample", "tokenizer"),
-        "zigzag",
+        *(
+            "balance",
+            "batch",
+            "demonstrations",
+            "jsonl",
+            "microbatch",
+            "prompts",
+            "records",
+            "rows",
+            "sample",
+            "tokenizer",
+        ),
     ),
     "training": (
         *("advantages", "collect", "losses", "metrics", "rollouts", "score", "shards", "skipped_updates"),

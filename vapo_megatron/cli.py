@@ -1,4 +1,4 @@
-"""The command line: vapo-megatron train | sft | engine | evaluate | critic | compare | plan | doctor | report | ..."""
+"""The command line: vapo-megatron train | sft | engine | evaluate | critic | pretrain-critic | compare | plan | ..."""
 
 import os
 import runpy
@@ -163,6 +163,20 @@ def critic(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
     from vapo_megatron.operations.critic_lab.command import probe_critic
 
     probe_critic(settings)
+
+
+@app.command("pretrain-critic")
+def pretrain_critic(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
+    """Pretrain the critic of a training config on recorded responses (value_pretraining.from): no actor, no engines."""
+    from vapo_megatron.config.critic_probes import CriticPretrainingConfig
+    from vapo_megatron.config.load import load_config
+
+    settings = load_config(CriticPretrainingConfig, config, overrides or [], PRESETS)
+    _look_first(settings)
+    from vapo_megatron.run import launch, preflight
+    from vapo_megatron.run.rank import pretrain_critic_rank
+
+    launch.launch(settings, partial(pretrain_critic_rank, settings), preflight.check_train)
 
 
 @app.command()

@@ -7,9 +7,8 @@ import torch
 
 from vapo_megatron.data.balance import Cost, plan_microbatches
 from vapo_megatron.data.batch import ExperienceBatch, from_samples
-from vapo_megatron.data.microbatch import Packed, Share, pack, padded_lengths
+from vapo_megatron.data.microbatch import Packed, Share, local_positions, natural_order, pack, padded_lengths
 from vapo_megatron.data.sample import Prompt, Sample
-from vapo_megatron.data.zigzag import local_positions, natural_order
 from vapo_megatron.errors import BadInput
 
 COST = Cost(1000.0, 1.0)

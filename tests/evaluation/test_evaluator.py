@@ -167,7 +167,10 @@ def test_every_response_is_kept_for_people_to_read(tmp_path: Path) -> None:
         "tokens": 4,
         "finish_reason": "length",
         "weight_version": 3,
+        "prompt_ids": [0],
+        "response_ids": rows[3]["response_ids"],
     }
+    assert len(rows[3]["response_ids"]) == 4
 
 
 def test_a_collection_that_fails_leaves_no_file(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vapo_megatron.data.zigzag import local_positions
+from vapo_megatron.data.microbatch import local_positions
 from vapo_megatron.megatron.layer_spec import RotaryTables, rotate
 from vapo_megatron.megatron.model import swiglu
 from vapo_megatron.megatron.schedule import longest_position, packed_sequences

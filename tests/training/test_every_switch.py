@@ -23,7 +23,7 @@ def keys_of(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, Any]]:
         if below:
             yield from keys_of(below[0], f"{prefix}.{name}")
         else:
-            yield f"{prefix}.{name}", field.annotation
+            yield f"{prefix}.{field.alias or name}", field.annotation
 
 
 KEYS = dict(

@@ -1,13 +1,14 @@
 """Every switch of the section value_pretraining through the loop's own pretraining of a real critic, whose weights
 afterwards are compared with those of an independent one."""
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pretraining_attempts import PROMPT, P, Seen, Tokens, pretrain, read_seen, resumed
+from pretraining_attempts import PROMPT, P, Seen, Tokens, pretrain, read_seen, resumed, script
 from ranks import one_rank_in_process, run_ranks
 from step_formulas import AdamW, Critic, Response
 from switch_formulas import ADAM
@@ -34,8 +35,23 @@ CASES: dict[str, dict[str, Any]] = {
 STOPS_AT = (1, 2, 4, 6)
 
 
+def recorded(folder: Path) -> dict[str, Any]:
+    """The responses of the two rollouts as files, in place of rollouts."""
+    paths = [folder / "first.jsonl", folder / "second.jsonl"]
+    for path, cursors in zip(paths, (range(4), range(4, 8)), strict=True):
+        rows = [
+            {"prompt_ids": [n, 7], "response_ids": [*ids], "result": RIGHT in ids and CUT not in ids}
+            | {"finish_reason": "length" if CUT in ids else "stop"}
+            for n in cursors
+            for ids in script(n)
+        ]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {P + "from": [str(path) for path in paths], P + "iterations": None}
+
+
 def pretrain_all(folder: Path) -> None:
     """All cases, and then stops at thresholds that the replay of three epochs is known to cross on its way."""
+    torch.save(pretrain(folder, "from", recorded(folder)), folder / "from.pt")
     for name, switches in CASES.items():
         torch.save(pretrain(folder, name, switches), folder / f"{name}.pt")
     free = read_seen(folder / "replay_epochs.pt").rows
@@ -202,6 +218,19 @@ def test_what_is_measured_is_the_held_out_part(folder: Path) -> None:
     returns = torch.cat([target(r, 1.0) for r in held_out])
     expected = 1 - (returns - values).var() / returns.var()
     assert explained(seen.rows[max(seen.rows)]) == pytest.approx(float(expected), abs=1e-4)
+
+
+def test_recorded_responses_are_learnt_from_as_if_they_were_drawn(folder: Path) -> None:
+    """The same critic to the bit, and nothing is drawn."""
+    if one_rank_in_process():
+        seen = pretrain_here(folder, "from", recorded(folder))
+    else:
+        seen = load(folder, "from")
+    base = load(folder, "base")
+    assert not seen.asked and seen.steps == base.steps and seen.measured == base.measured
+    assert all(torch.equal(tensor, seen.end[name]) for name, tensor in base.end.items())
+    assert explained(seen.rows[5]) == explained(base.rows[5])
+    assert seen.points == [(2, 0, True, False), *base.points[2:]]
 
 
 def test_what_is_recorded_and_learnt_is_safe_at_once(folder: Path) -> None:

@@ -48,7 +48,7 @@ class Manifest(ModelPart):
     """What a checkpoint is made of."""
 
     format: int = Field(FORMAT, description="of the checkpoint; a newer one is refused")
-    kind: Literal["train", "sft"] = Field(description="command that saved it")
+    kind: Literal["train", "sft", "pretrain-critic"] = Field(description="command that saved it")
     models: tuple[str, ...] = Field(description="folders of the checkpoint that hold models")
     world_size: int = Field(ge=1, description="ranks that saved it")
     layouts: dict[str, str] = Field(description="how each model was cut over them")

@@ -64,7 +64,7 @@ class SavedRun:
     """What of a run stays the same from save to save; run_id is the same over all attempts."""
 
     settings: TrainConfig | SftConfig
-    kind: Literal["train", "sft"]
+    kind: Literal["train", "sft", "pretrain-critic"]
     run_dir: Path
     models: Mapping[str, SavedModel]
     run_id: str

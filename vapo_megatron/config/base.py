@@ -13,7 +13,9 @@ from vapo_megatron.errors import BadInput
 class Section(BaseModel):
     """A typed part of the config: unknown keys are refused, values cannot change after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, serialize_by_alias=True
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -69,7 +71,8 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     Entries of lists and mappings of sections count without their index: `stages.name` for `stages: list[Stage]`.
     """
     keys: list[str] = []
-    for name, field in model.model_fields.items():
+    for attribute, field in model.model_fields.items():
+        name = field.alias or attribute
         keys.append(prefix + name)
         for section in _sections_in(field.annotation):
             keys += (key for key in known_keys(section, f"{prefix}{name}.") if key not in keys)

@@ -1,8 +1,8 @@
-"""The config of `vapo-megatron critic`: a training config and how its critic is probed."""
+"""The configs of `vapo-megatron critic`, a training config and how its critic is probed, and of `pretrain-critic`."""
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.train import TrainConfig
@@ -43,3 +43,21 @@ class ProbedRunConfig(TrainConfig):
     """A training config and the probes of its critic; `train` refuses the section critic_probes."""
 
     critic_probes: CriticProbesConfig = CriticProbesConfig()
+
+
+class CriticPretrainingConfig(TrainConfig):
+    """A training config of which the critic alone is trained, on recorded responses."""
+
+    @model_validator(mode="after")
+    def _there_is_something_to_learn(self) -> Self:
+        if not self.has_critic_model or not self.value_pretraining.records:
+            raise ValueError(
+                f"pretrain-critic needs value_pretraining.from, recorded responses, and a critic that is a model: "
+                f"estimator={self.algorithm.advantage.estimator}, critic.kind={self.critic.kind}"
+            )
+        return self
+
+    @property
+    def model_sizes(self) -> dict[str, int]:
+        """Ranks of a replica of the critic: there is no actor."""
+        return {"critic": self.critic.layout.model_size}

@@ -60,8 +60,14 @@ class ValuePretrainingConfig(Section):
     """The critic learns the returns of a policy that stands still, before the first policy update."""
 
     enabled: bool = Field(True, description="false: the critic starts as it is")
+    records: tuple[str, ...] = Field(
+        (),
+        alias="from",
+        description="recorded responses instead of fresh rollouts: earlier runs' directories, files or folders of "
+        "verl's or slime's rollout dumps, or of rows with prompt, response and result (docs/critic.md)",
+    )
     steps: int | None = Field(
-        None, ge=1, description="gradient steps; none: 50, or as many as iterations and replay_epochs give"
+        None, ge=1, description="gradient steps; none: 50, or as many as iterations (or from) and replay_epochs give"
     )
     iterations: int | None = Field(
         None,
@@ -77,20 +83,32 @@ class ValuePretrainingConfig(Section):
         None, gt=0, description="stop where |mean V - R| is at most this at 0, 25, 50, 75 and 95 % of the response"
     )
 
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        for key, on in (("enabled=false", not self.enabled), (f"iterations={self.iterations}", self.iterations)):
+            if self.records and on:
+                raise ValueError(f"from with {key}: what is recorded is learnt from, and nothing drawn; remove one")
+        return self
+
     @property
     def most_steps(self) -> int | None:
         """Gradient steps at most; None: what the recorded rollouts give."""
-        return self.steps if self.steps is not None or self.iterations is not None else DEFAULT_STEPS
+        bounded = self.steps is not None or self.iterations is not None or self.records
+        return self.steps if bounded else DEFAULT_STEPS
 
     def rollouts(self, samples: int) -> int:
         """Rollouts to record, each of so many samples. Of those an eighth is held out."""
+        if self.records:
+            return 0
         if self.iterations is not None:
             return self.iterations
         responses = (self.steps or DEFAULT_STEPS) * self.minibatch_size
         return math.ceil(responses / (samples * (1 - HELD_OUT_SHARE) * self.replay_epochs))
 
     def updates(self, samples: int) -> int:
-        """Gradient steps on rollouts of so many samples each, at most."""
+        """Gradient steps on rollouts of so many samples each, at most; at least, where they are recorded already."""
+        if self.records:
+            return self.steps or 1
         trained = self.rollouts(samples) * samples * (1 - HELD_OUT_SHARE) * self.replay_epochs
         steps = math.ceil(trained / self.minibatch_size)
         return steps if self.most_steps is None else min(steps, self.most_steps)

@@ -14,8 +14,8 @@ from vapo_megatron.errors import BadInput
 
 @dataclass(slots=True)
 class Response:
-    """A response to the problem of this id. tokens: its length; weight_version: None where an external server made
-    it; episode: all that was said in an agent's episode, whose last message is the text."""
+    """A response to the problem of this id. tokens: its length; weight_version and response_ids, its tokens: None where
+    an external server made it; episode: all that was said in an agent's episode, whose last message is the text."""
 
     id: str
     index: int
@@ -27,6 +27,7 @@ class Response:
     grade_reason: str = ""
     extracted: str = ""
     episode: str = ""
+    response_ids: list[int] | None = None
 
     @property
     def truncated(self) -> bool:
@@ -48,6 +49,7 @@ class Response:
             "finish_reason": self.finish_reason,
             "weight_version": self.weight_version,
             **({"episode": self.episode} if self.episode else {}),
+            **({"prompt_ids": list(prompt.token_ids), "response_ids": self.response_ids} if self.response_ids else {}),
         }
 
 
@@ -63,6 +65,7 @@ def response_of(sample: Sample, decode: Callable[[Sequence[int]], str]) -> Respo
         correct=bool(sample.correct),
         grade_reason=sample.grade_reason,
         episode="" if sample.loss_mask is None else decode(sample.response_ids.tolist()),
+        response_ids=sample.response_ids.tolist() if sample.loss_mask is None else None,
     )
 
 
@@ -76,8 +79,9 @@ def read_outputs(path: Path) -> list[Response]:
     for number, row in read_rows(path):
         row["text"] = row.pop("response", None)
         try:
-            names = Response.__dataclass_fields__.keys() - {"episode"}
-            responses.append(Response(**{name: row[name] for name in names}, episode=row.get("episode", "")))
+            names = Response.__dataclass_fields__.keys() - {"episode", "response_ids"}
+            more = {"episode": row.get("episode", ""), "response_ids": row.get("response_ids")}
+            responses.append(Response(**{name: row[name] for name in names}, **more))
         except KeyError as error:
             raise BadInput(f"{path}:{number}: no field {error}: remove the file to answer again") from None
     return responses

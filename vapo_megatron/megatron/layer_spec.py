@@ -20,7 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from vapo_megatron.data.zigzag import local_positions, natural_order
+from vapo_megatron.data.microbatch import local_positions, natural_order
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.platform import Platform
 

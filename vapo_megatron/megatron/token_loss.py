@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vapo_megatron.data.batch import ExperienceBatch
-from vapo_megatron.data.microbatch import MicroBatch, Share
-from vapo_megatron.data.zigzag import local_positions
+from vapo_megatron.data.microbatch import MicroBatch, Share, local_positions
 from vapo_megatron.megatron.mesh import Mesh
 from vapo_megatron.megatron.platform import current_platform
 

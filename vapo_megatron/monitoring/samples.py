@@ -41,7 +41,7 @@ class SampleWriter:
         groups = set(sorted({sample.group for sample in samples})[: self._groups])
         chosen = [(place, sample) for place, sample in enumerate(samples) if sample.group in groups]
         self._kept = sorted(chosen, key=lambda entry: (entry[1].group, entry[1].index))
-        self._rows = [_row(sample) for _, sample in self._kept]
+        self._rows = [_row(sample, with_ids=step <= 1) for _, sample in self._kept]
         return self._save(step) if self._rows else None
 
     def with_tokens_among(self, group_ids: Tensor) -> int:
@@ -131,7 +131,9 @@ def _of_both_kinds(samples: Sequence[Sample], wanted: int) -> list[int]:
     return sorted(good + others[: wanted - len(good)])
 
 
-def _row(sample: Sample) -> dict[str, Any]:
+def _row(sample: Sample, with_ids: bool) -> dict[str, Any]:
+    """with_ids: the policy was not updated yet, its tokens may serve for value_pretraining.from."""
+    ids = {"prompt_ids": list(sample.prompt.token_ids), "response_ids": sample.response_ids.tolist()}
     return {
         "prompt_id": sample.prompt.id,
         "group": sample.group,
@@ -146,4 +148,5 @@ def _row(sample: Sample) -> dict[str, Any]:
         "grade_reason": sample.grade_reason,
         "weight_version": sample.weight_version,
         **({} if sample.episode is None else {"episode": sample.episode}),
+        **(ids if with_ids and sample.loss_mask is None else {}),
     }

@@ -27,7 +27,7 @@ def check_numbers(settings: TrainConfig | SftConfig | EvaluateConfig) -> None:
 
 
 def check_train_numbers(config: TrainConfig, world_size: int | None) -> dict[str, ModelSpec]:
-    """The specs of the actor and of the critic, where there is one, by name.
+    """The specs of the models that are trained, actor and critic, by name.
 
     world_size: ranks of the run; None: not known yet, or chosen to fit.
 
@@ -38,6 +38,7 @@ def check_train_numbers(config: TrainConfig, world_size: int | None) -> dict[str
     specs = {"actor": spec}
     if config.has_critic_model:
         specs["critic"] = check_critic_source(config, spec)
+    specs = {name: specs[name] for name in config.model_sizes}
     for name, model in specs.items():
         layout = config.trainable(name).layout
         if world_size is not None:
@@ -45,7 +46,7 @@ def check_train_numbers(config: TrainConfig, world_size: int | None) -> dict[str
         check_model_layout(model, layout, name)
     if config.rollout.router_replay and not spec.num_experts:
         raise BadInput(f"rollout.router_replay: model.path is a {spec.family} model without experts, set it to false")
-    if world_size is not None:
+    if world_size is not None and "actor" in specs:
         check_rollout_groups(config, world_size)
         absent = [rank for rank in config.run.profile.ranks if rank >= world_size]
         if config.run.profile.steps and absent:
@@ -100,7 +101,7 @@ def check_lengths(config: TrainConfig, spec: ModelSpec) -> None:
         longest, key = config.rollout.episode.max_tokens, "rollout.episode.max_tokens"
         check_context(0, key, longest, config.rollout, spec.max_position_embeddings)
     for name, section in (("actor", config.actor), ("critic", config.critic)):
-        if name == "critic" and not config.has_critic_model:
+        if name not in config.model_sizes:
             continue
         check_capacity(section, name, longest, key)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from vapo_megatron.agents.episodes import load_agent
+from vapo_megatron.checkpoint.checkpoints import latest_checkpoint
 from vapo_megatron.checkpoint.recorded_rollouts import BYTES_PER_TOKEN
 from vapo_megatron.checkpoint.state_saver import bytes_per_weight, run_bytes
 from vapo_megatron.config.model import TrainableConfig
@@ -15,6 +16,7 @@ from vapo_megatron.config.run_directory import check_room
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.prompts import eval_prompts, train_prompts
+from vapo_megatron.data.records import Records
 from vapo_megatron.data.sample import Prompt
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.node_part import WHOLE, NodePart
@@ -29,6 +31,7 @@ from vapo_megatron.run.first_look import check_trackers
 from vapo_megatron.training.sft import load_demonstrations
 from vapo_megatron.training.user_functions import check_functions
 from vapo_megatron.weights.fp8 import BlockFp8
+from vapo_megatron.weights.spec import read_spec
 
 # Well above what any model of ours, the smallest included, was trained with (3e-3).
 _LARGEST_LR = 1e-2
@@ -108,7 +111,7 @@ def check_train(config: TrainConfig, world_size: int | None, facts: list[str] | 
     """
     check_trackers(config.monitoring)
     specs = check_train_numbers(config, world_size)
-    spec, report = specs["actor"], [] if facts is None else facts
+    report: list[str] = [] if facts is None else facts
     for name, model in specs.items():
         report.append(f"{name}: {model.family}, {model.parameter_count():,} parameters")
         try:
@@ -117,11 +120,16 @@ def check_train(config: TrainConfig, world_size: int | None, facts: list[str] | 
             if facts is None or current_platform().is_cuda:
                 raise
             report.append(f"{name}: not on this machine, which has no GPU: {error}")
-    fp8 = engine_fp8(config.rollout, config.actor.precision, spec)
+    spec = read_spec(Path(config.model.path))
     tokenizer = TextTokenizer(Path(config.model.path), config.data.prompt)
     tokenizer.check_vocabulary(spec.vocab_size)
     if config.has_critic_model and config.critic_source != Path(config.model.path):
         tokenizer.check_same(config.critic_source, config.critic_key)
+    imported = check_records(config, tokenizer, spec.vocab_size, report)
+    check_room(Path(config.run.directory), run_bytes(config, specs) + record_bytes(config) + imported)
+    if "actor" not in specs:
+        return
+    fp8 = engine_fp8(config.rollout, config.actor.precision, spec)
     prompts = train_prompts(config.data, tokenizer)
     evaluations = {entry.name: eval_prompts(entry, config.data, tokenizer) for entry in config.data.eval}
     report += [f"{name}: {len(rows)} problems" for name, rows in {"data.train": prompts, **evaluations}.items()]
@@ -133,9 +141,19 @@ def check_train(config: TrainConfig, world_size: int | None, facts: list[str] | 
     with VerifierPool(config.reward) as verifier:
         verifier.try_out(prompts[0].problem, prompts[0].answer, prompts[0].extra)
     report.append(f"verifier: {config.reward.function or config.reward.verifier}, asked about the first problem")
-    check_room(Path(config.run.directory), run_bytes(config, specs) + record_bytes(config))
     for caution in filter(None, (tokenizer.caution(), *cautions(config, prompts, evaluations))):
         print(f"vapo-megatron: caution: {caution}", file=sys.stderr, flush=True)
+
+
+def check_records(config: TrainConfig, tokenizer: TextTokenizer, words: int, facts: list[str]) -> int:
+    """Bytes that the responses take that value_pretraining.from names, which are read once here; none where the run
+    goes on and has its copy. Raises BadInput where one cannot be used."""
+    goes_on = config.run.resume == "auto" and latest_checkpoint(Path(config.run.directory)) is not None
+    if not config.value_pretraining.records or goes_on:
+        return 0
+    sizes = [(batch.samples, len(batch.tokens)) for batch in Records(config, tokenizer, words).batches()]
+    facts.append(f"value_pretraining.from: {sum(samples for samples, _ in sizes)} responses in {len(sizes)} files")
+    return BYTES_PER_TOKEN * sum(tokens for _, tokens in sizes)
 
 
 def first_engine(config: TrainConfig, fp8: BlockFp8 | None) -> EngineServer:

@@ -7,15 +7,19 @@ from pathlib import Path
 import torch.distributed as dist
 
 from vapo_megatron.checkpoint.checkpointer import Checkpointer
-from vapo_megatron.checkpoint.resume import Resumed, Start, open_resumed, restore_run_files
+from vapo_megatron.checkpoint.checkpoints import HF_FOLDER
+from vapo_megatron.checkpoint.resume import Resumed, SavedModel, Start, open_resumed, restore_run_files
 from vapo_megatron.checkpoint.state_saver import SavedRun, run_id_of
 from vapo_megatron.collectives import broadcast_value
 from vapo_megatron.config.atomic import CannotWrite
+from vapo_megatron.config.critic_probes import CriticPretrainingConfig
 from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.data.records import Records
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.engines import Engines
 from vapo_megatron.engines.weight_sync.quantization import engine_fp8
 from vapo_megatron.errors import TryAgain
+from vapo_megatron.megatron.offload import MemoryPlan
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.monitoring.console import RunConsole
 from vapo_megatron.monitoring.recorder import Recorder
@@ -24,12 +28,14 @@ from vapo_megatron.rewards.pool import VerifierPool
 from vapo_megatron.run.ranks import end_from_thread
 from vapo_megatron.run.watchdog import Watchdog
 from vapo_megatron.training.loop import train
-from vapo_megatron.training.models import Models, load_models
+from vapo_megatron.training.models import Models, load_critic, load_models
 from vapo_megatron.training.rollouts import Rollouts, make_rollouts
 from vapo_megatron.training.skipped_updates import SkippedUpdates
 from vapo_megatron.training.state import RunState
 from vapo_megatron.training.summary import show_header
 from vapo_megatron.training.sync import check_engines, sync_weights
+from vapo_megatron.training.value_pretraining import pretrain_value
+from vapo_megatron.weights.save import save_hf
 from vapo_megatron.weights.spec import read_spec
 
 
@@ -88,6 +94,39 @@ def train_rank(config: TrainConfig, run_dir: Path, start: Start) -> None:
             train(config, models, rollouts, state, recorder)
         except CannotWrite as error:
             raise TryAgain(f"{error}, then start again with run.resume=auto", shared=error.shared) from error
+
+
+def pretrain_critic_rank(config: CriticPretrainingConfig, run_dir: Path, start: Start) -> None:
+    """Collective: value pretraining on recorded responses, with neither actor nor engines; ends with a value checkpoint
+    where a run has its own."""
+    is_main_rank, source = dist.get_rank() == 0, config.critic_source
+    tokenizer, policy = TextTokenizer(Path(config.model.path), config.data.prompt), read_spec(Path(config.model.path))
+    resumed = open_resumed(start.checkpoint, start.copy) if start.checkpoint is not None else None
+    with ExitStack() as stack:
+        if config.robustness.hangs.enabled:
+            stack.callback(watch(config, run_dir).close)
+        critic = load_critic(config, resumed)
+        if resumed is not None and is_main_rank:
+            restore_run_files(run_dir, resumed, config)
+        recorder = stack.enter_context(Recorder(run_dir, config.monitoring, is_main_rank, int(resumed is not None)))
+        updates = SkippedUpdates(config.robustness.updates, resumed.progress.updates if resumed is not None else None)
+        critic.accepts = updates.accepts
+        saved = {"critic": SavedModel(critic, source)}
+        if resumed is not None:
+            resumed.restore_generators(saved)
+        whole = SavedRun(config, "pretrain-critic", run_dir, saved, run_id_of(resumed))
+        checkpointer = Checkpointer(config.checkpoint, whole, recorder, resumed, start.memory)
+        state = RunState(config.run, config.checkpoint, run_dir, checkpointer, updates, resumed)
+        if resumed is not None:
+            recorder.console.note(f"goes on from {resumed.checkpoint}")
+        memory, records = MemoryPlan({"critic": critic}), Records(config, tokenizer, policy.vocab_size)
+        pretraining, algorithm = config.value_pretraining, config.pretraining_algorithm
+        pretrain_value(critic, memory, None, pretraining, algorithm, config.batch, state, recorder, records)
+        memory.enter("export_critic")
+        folder = run_dir / HF_FOLDER / "value_pretrained" / "critic"
+        save_hf(critic.chunks, critic.spec, critic.mesh, critic.head, source, folder)
+        state.end_pretraining(None)
+        recorder.console.note(f"a run starts from it: critic.init=value_checkpoint critic.init_path={folder}")
 
 
 def watch(config: TrainConfig, run_dir: Path) -> Watchdog:

@@ -50,7 +50,11 @@ def run_ranks(settings: Settings, count: int, body: Callable[[Start], None], sta
             start = prepare_start(settings, lambda: None, lease.take)
         if left and memory is not None:
             start = replace(start, memory=memory)
-            if isinstance(settings, TrainConfig) and not settings.rollout.external_urls:
+            if (
+                isinstance(settings, TrainConfig)
+                and "actor" in settings.model_sizes
+                and not settings.rollout.external_urls
+            ):
                 start = replace(start, home=memory / "engines")
                 home = stack.enter_context(Companion(partial(keep_engines, memory / "engines"), "engine-home"))
         home_hangs = False

@@ -85,15 +85,20 @@ def foresee_start(settings: Settings, check: Callable[[], None]) -> str:
 def _check_saved(settings: Settings, checkpoint: Path, check: Callable[[], None]) -> None:
     """Raises BadInput where the run cannot go on from this state."""
     manifest = read_manifest(checkpoint)
-    kind = "train" if isinstance(settings, TrainConfig) else "sft"
+    kind = "sft" if isinstance(settings, SftConfig) else "train" if _has_actor(settings) else "pretrain-critic"
     if manifest.kind != kind:
         raise BadInput(f"run.name={settings.run.name}: {checkpoint} is of a {manifest.kind} run: choose another name")
     check_structure(checkpoint, manifest)
     check_config_change(settings, checkpoint, settings.run.allow_config_change)
     check()
     _check_fit(settings, checkpoint)
-    if isinstance(settings, TrainConfig):
+    if isinstance(settings, TrainConfig) and _has_actor(settings):
         _check_prompts(settings, read_progress(checkpoint, manifest))
+
+
+def _has_actor(settings: Settings) -> bool:
+    """Whether there is a policy besides the critic."""
+    return isinstance(settings, SftConfig) or "actor" in settings.model_sizes
 
 
 def prepare_from_copy(settings: Settings, copy: Path, take: Callable[[], None]) -> Start:
@@ -116,6 +121,8 @@ def is_finished(settings: Settings) -> bool:
         BadInput: the number of steps follows from data.path, and that cannot be read.
     """
     run_dir = Path(settings.run.directory)
+    if not _has_actor(settings):
+        return (run_dir / HF_FOLDER / "value_pretrained" / "critic").is_dir()
     exported = final_step(run_dir)
     if exported is None:
         return False
@@ -128,7 +135,7 @@ def is_finished(settings: Settings) -> bool:
 
 def _check_fit(settings: Settings, checkpoint: Path) -> None:
     """Raises BadInput where a model of the config has another shape than the one that was saved."""
-    models = {"actor": ("model.path", Path(settings.model.path))}
+    models = {"actor": ("model.path", Path(settings.model.path))} if _has_actor(settings) else {}
     if isinstance(settings, TrainConfig) and settings.has_critic_model:
         models["critic"] = (settings.critic_key, settings.critic_source)
     for name, (key, path) in models.items():

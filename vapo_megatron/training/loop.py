@@ -1,6 +1,7 @@
 """VAPO (arXiv 2504.05118), read from top to bottom."""
 
 from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.data.records import Records
 from vapo_megatron.megatron.probe import Probe
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import estimate_advantages
@@ -30,7 +31,10 @@ def train(config: TrainConfig, models: Models, rollouts: Rollouts, state: RunSta
     if models.critic is not None and config.value_pretraining.enabled and state.needs_value_pretraining:
         assert not isinstance(models.critic, Probe), "the config refuses it"
         pretraining, whole = config.value_pretraining, config.pretraining_algorithm
-        pretrain_value(models.critic, models.memory, rollouts, pretraining, whole, config.batch, state, recorder)
+        records = Records(config, rollouts.tokenizer, models.actor.spec.vocab_size) if pretraining.records else None
+        pretrain_value(
+            models.critic, models.memory, rollouts, pretraining, whole, config.batch, state, recorder, records
+        )
         export_critic(models, engines, config.export, state)
         sync_weights(models, rollouts, recorder)
         state.end_pretraining(rollouts)

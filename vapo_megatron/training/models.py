@@ -148,6 +148,11 @@ def _load(
     return model
 
 
+def load_critic(config: TrainConfig, resumed: Resumed | None) -> Trainable:
+    """Collective: the critic alone, as load_models has it."""
+    return _load("critic", config.critic_source, config, {}, resumed)
+
+
 def load_frozen(name: str, config: TrainConfig) -> Trainable:
     """Collective: the actor or the critic with the weights that the config names, to score with: no optimizer."""
     source = model_sources(config)[name]

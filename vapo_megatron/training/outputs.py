@@ -109,6 +109,9 @@ def evaluate_sets(
     for entry, prompts in zip(sets, rollouts.evaluation_prompts, strict=True):
         problems = numbered(entry.name, prompts)
         responses = evaluator.answer(entry.name, problems, entry.samples, generator)
+        if step:  # of the policy that the run starts from alone, for value_pretraining.from: they are as long as texts
+            for response in responses:
+                response.response_ids = None
         outputs = run_dir / "evaluation" / f"step_{step:06d}_{entry.name}.jsonl"
         results.append(evaluator.conclude(entry.name, problems, responses, entry.samples, outputs)[0])
     with atomic_write(run_dir / "evaluation.json") as file:

@@ -48,7 +48,7 @@ class RunState:
     ) -> None:
         """resumed: the checkpoint that the run goes on from; probe: the critic where it is no model."""
         self.updates, self._probe = updates, probe
-        self._run, self._config, self._checkpointer = run, checkpoint, checkpointer
+        self._run, self._config, self._checkpointer, self.run_seed = run, checkpoint, checkpointer, run.seed
         self.run_dir, self.is_new = run_dir, resumed is None
         self.step = resumed.progress.step if resumed is not None else 0
         self.pretraining = resumed.progress.pretraining if resumed is not None else PretrainingProgress()
@@ -84,16 +84,16 @@ class RunState:
         """Whether this step is one of every `every`, or the last one."""
         return self.step == self.last_step or self._is_multiple_of(every)
 
-    def end_pretraining(self, rollouts: Rollouts) -> None:
+    def end_pretraining(self, rollouts: Rollouts | None) -> None:
         """Collective: value pretraining is over, what it recorded is not needed any more; a safe point."""
         self.recorded = RecordedRollouts(self.run_dir)
         self.pretraining = self.pretraining.model_copy(update={"finished": True})
         self.safe_point(rollouts, milestone=True)
 
-    def safe_point(self, rollouts: Rollouts, milestone: bool = False) -> None:
+    def safe_point(self, rollouts: Rollouts | None, milestone: bool = False) -> None:
         """Collective: the state of the run is whole here. It may be saved, and the run may stop.
 
-        milestone: work that is dear was just done.
+        rollouts: None where a critic is pretrained alone; milestone: work that is dear was just done.
 
         Raises:
             TryAgain: the run is saved and was asked to stop, or its time is short, or its engines fail (EnginesFailed);
@@ -103,20 +103,26 @@ class RunState:
         """
         if self.updates.exhausted:
             self._checkpointer.wait()
-            on_rank_zero(partial(self.updates.go_back, self.run_dir, self.step, rollouts.next_prompt))
+            on_rank_zero(
+                partial(self.updates.go_back, self.run_dir, self.step, rollouts.next_prompt if rollouts else None)
+            )
         last, every = self.step == self.last_step, self._config.every
         periodic = every is not None and (milestone or (self.step > 0 and self._is_multiple_of(every)))
-        groups, graded = rollouts.state()
         progress = Progress(
-            step=self.step,
-            pretraining=self.pretraining,
-            prompts=rollouts.prompts.state() if rollouts.prompts is not None else {},
-            groups=groups,
-            updates=self.updates.state(),
-            weight_version=rollouts.engines.version,
-            probe=rollouts.probe,
-            returns=self.returns.state(),
+            step=self.step, pretraining=self.pretraining, updates=self.updates.state(), returns=self.returns.state()
         )
+        if rollouts is None:
+            whole, last = Snapshot(progress, self.metrics, self.recorded.files), self.pretraining.finished
+            self._checkpointer.safe_point(whole, due=periodic or (last and self._config.saves), last=last)
+            return
+        groups, graded = rollouts.state()
+        drawn = {
+            "prompts": rollouts.prompts.state() if rollouts.prompts is not None else {},
+            "groups": groups,
+            "weight_version": rollouts.engines.version,
+            "probe": rollouts.probe,
+        }
+        progress = progress.model_copy(update=drawn)
         contents = {GROUPS_FILE: graded, PROBE_FILE: self._probe.state() if self._probe is not None else b""}
         self._whole, failure = Snapshot(progress, self.metrics, self.recorded.files, contents), rollouts.engines.failure
         self._checkpointer.safe_point(

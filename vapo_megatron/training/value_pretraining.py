@@ -7,7 +7,7 @@ round.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.run import BatchConfig
 from vapo_megatron.config.value import HELD_OUT_SHARE, ValueLossConfig, ValuePretrainingConfig
 from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.records import Records
 from vapo_megatron.engines.ledger import StepRule
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.megatron.offload import MemoryPlan
@@ -44,30 +45,37 @@ _CHECKS = 50
 def pretrain_value(
     critic: Trainable,
     memory: MemoryPlan,
-    rollouts: Rollouts,
+    rollouts: Rollouts | None,
     config: ValuePretrainingConfig,
     algorithm: AlgorithmConfig,
     size: BatchConfig,
     state: RunState,
     recorder: Recorder,
+    records: Records | None = None,
 ) -> None:
     """Collective: record rollouts, and replay them until the critic is good or the replay ends.
 
     A resumed run goes on with the rollouts that are recorded and the updates that are made. size: of a rollout; at most
-    so many groups are held out.
+    so many groups are held out. records: of earlier rollouts, in place of fresh ones; rollouts are None where neither
+    actor nor engines are there.
 
     Raises:
         RunFailed: no held-out response has a return: the critic could not be judged, nor could it learn much.
     """
-    iterations = config.rollouts(size.prompts_per_step * size.samples_per_prompt)
-    record_rollouts(rollouts, iterations, algorithm, size, state, recorder)
-    rollouts.engines.offload()
+    if records is not None:
+        import_records(records, rollouts, state)
+    else:
+        assert rollouts is not None, "engines draw what is not recorded"
+        iterations = config.rollouts(size.prompts_per_step * size.samples_per_prompt)
+        record_rollouts(rollouts, iterations, algorithm, size, state, recorder)
+    if rollouts is not None:
+        rollouts.engines.offload()
     memory.enter("update_critic")
     targets = Targets(state.recorded, algorithm)
     train, held_out = split_prompts(
-        state.recorded.prompt_ids, state.recorded.table.group_ids, size.prompts_per_step, rollouts.seed
+        state.recorded.prompt_ids, state.recorded.table.group_ids, size.prompts_per_step, state.run_seed
     )
-    updates, value_loss = replay_order(train, config, rollouts.seed), for_pretraining(algorithm.value_loss)
+    updates, value_loss = replay_order(train, config, state.run_seed), for_pretraining(algorithm.value_loss)
     check_every = max(1, len(updates) // _CHECKS)
     if not targets.known[held_out].any():
         raise RunFailed(
@@ -134,6 +142,26 @@ def record_rollouts(
         state.safe_point(rollouts, milestone=done == iterations)
         rollouts.advance()
     rollouts.end()
+
+
+def import_records(records: Records, rollouts: Rollouts | None, state: RunState) -> None:
+    """Collective: append to state.recorded what was drawn earlier; a resumed run has it already.
+
+    Raises:
+        BadInput: as Records.batches, on every rank.
+    """
+    if state.pretraining.iterations:
+        return
+    batches = records.batches()
+    while (facts := on_rank_zero(partial(_write_next, batches, state.run_dir / state.recorded.next_name))) is not None:
+        state.recorded.add(state.recorded.next_name, facts)
+    state.pretraining = state.pretraining.model_copy(update={"iterations": len(state.recorded.files)})
+    state.safe_point(rollouts, milestone=True)
+
+
+def _write_next(batches: Iterator[ExperienceBatch], path: Path) -> FileFacts | None:
+    batch = next(batches, None)
+    return None if batch is None else write_rollout(batch, path)
 
 
 def _write(batch: ExperienceBatch | None, path: Path) -> FileFacts:

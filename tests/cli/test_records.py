@@ -1,0 +1,219 @@
+"""Recorded responses for value pretraining: every format says the same, and what does not say enough is refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import Command, assert_refused
+from tiny_runs import problems, train_config
+
+from vapo_megatron.checkpoint.manifest import PretrainingProgress
+from vapo_megatron.checkpoint.recorded_rollouts import RecordedRollouts
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.records import Records
+from vapo_megatron.data.sample import Prompt, Sample
+from vapo_megatron.data.tokenizer import TextTokenizer
+from vapo_megatron.evaluation.responses import response_of
+from vapo_megatron.monitoring.samples import SampleWriter
+from vapo_megatron.training.value_pretraining import import_records
+from vapo_megatron.weights.spec import read_spec
+
+# Problem by its place in data.train, response, whether it was cut off, whether it is correct.
+DRAWN = [(0, "#### 0", False, True), (1, "plus plus 1 2 3 4 5 6", True, False), (0, "1 #### 7", False, False)]
+ROW = {"problem": "1 plus 1", "response": "#### 2", "result": True}
+
+
+def config_of(folder: Path, model: Path, *sources: Path) -> TrainConfig:
+    config = train_config(folder, model)
+    return TrainConfig.model_validate(config | {"value_pretraining": {"from": [str(path) for path in sources]}})
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def samples_of(tokenizer: TextTokenizer, rows: list[dict[str, Any]]) -> list[Sample]:
+    """DRAWN as the run's engines give it."""
+    drawn = []
+    for number, (place, text, cut, correct) in enumerate(DRAWN):
+        problem = rows[place]["problem"]
+        prompt = Prompt(f"p{place}", problem, "", tuple(tokenizer.encode_prompt(problem)))
+        ids = tokenizer.encode_response(text) + ([] if cut else [tokenizer.eos_id])
+        sample = Sample(prompt, place, number, 0, ids, [0.0] * len(ids), "length" if cut else "stop", 0, 0, text)  # type: ignore[arg-type]
+        sample.reward, sample.correct = (1.0 if correct else -1.0), correct
+        drawn.append(sample)
+    return drawn
+
+
+def recorded(folder: Path, tokenizer: TextTokenizer, kind: str) -> Path:
+    """DRAWN in one of the formats."""
+    rows = problems(8)
+    samples = samples_of(tokenizer, rows)
+    if kind == "run":
+        (folder / "earlier").mkdir()
+        (folder / "earlier/config.yaml").touch()
+        (folder / "earlier/metrics.jsonl").touch()
+        SampleWriter(folder / "earlier", 8).write(1, samples)
+        SampleWriter(folder / "earlier", 8).write(2, samples)  # of a policy that has moved: passed over
+        return folder / "earlier"
+    if kind == "evaluation":
+        answers = [(response_of(sample, tokenizer.decode), sample) for sample in samples]
+        for response, sample in answers:
+            response.correct = bool(sample.correct)
+        written = [response.row(sample.prompt) for response, sample in answers]
+        path = write(folder / "evaluated/evaluation/sums.jsonl", written)
+        (folder / "evaluated/config.yaml").touch()
+        write(path.with_name("sums_problems.jsonl"), [{"id": "of another kind"}])
+        return folder / "evaluated"
+    if kind == "slime":
+        dumped = [
+            {
+                "tokens": [*sample.prompt.token_ids, *sample.response_ids.tolist()],
+                "response_length": len(sample.response_ids),
+                "response": tokenizer.decode_all(sample.response_ids.tolist()),
+                "reward": sample.reward,
+                "status": "truncated" if sample.truncated else "completed",
+                "loss_mask": [1] * len(sample.response_ids),
+            }
+            for sample in samples
+        ]
+        torch.save({"rollout_id": 0, "samples": dumped}, folder / "dump.pt")
+        return folder / "dump.pt"
+    if kind == "verl":  # neither special tokens nor why it ended; the response that fills its room is left out
+        lines = [(tokenizer.decode(sample.prompt.token_ids), sample) for sample in samples if not sample.truncated]
+        rows = [{"input": text, "output": s.text, "score": s.reward, "step": 1, "acc": s.correct} for text, s in lines]
+        return write(folder / "verl/1.jsonl", rows).parent
+    assert kind == "rows"
+    return write(
+        folder / "rows.jsonl",
+        [
+            {
+                "prompt": sample.prompt.problem,
+                "response": sample.text,
+                "result": sample.correct,
+                "finish_reason": sample.finish_reason,
+            }
+            for sample in samples
+        ],
+    )
+
+
+@pytest.mark.parametrize("kind", ["run", "evaluation", "slime", "verl", "rows"])
+def test_every_format_gives_the_tokens_and_rewards_that_were_drawn(kind: str, tmp_path: Path, model: Path) -> None:
+    config = config_of(tmp_path, model)
+    tokenizer = TextTokenizer(model, config.data.prompt)
+    drawn = samples_of(tokenizer, problems(8))
+    wanted = [drawn[0], drawn[2], drawn[1]][: 2 if kind == "verl" else 3]
+    config = config_of(tmp_path, model, recorded(tmp_path, tokenizer, kind))
+    (batch,) = Records(config, tokenizer, read_spec(model).vocab_size).batches()
+    lines = [batch.tokens[a:b].tolist() for a, b in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)]
+    assert lines == [[*sample.prompt.token_ids, *sample.response_ids.tolist()] for sample in wanted]
+    assert batch.rewards.tolist() == [sample.reward for sample in wanted]
+    assert batch.correct.tolist() == [sample.correct for sample in wanted]
+    assert batch.truncated.tolist() == [sample.truncated for sample in wanted]
+    assert batch.group_ids.tolist() == [0, 0, 1][: len(wanted)], "responses to one prompt are a group"
+
+
+class State:
+    """What import_records needs of RunState."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir, self.recorded, self.points = run_dir, RecordedRollouts(run_dir), 0
+        self.pretraining = PretrainingProgress()
+
+    def safe_point(self, rollouts: Any, milestone: bool) -> None:
+        self.points += 1
+
+
+def test_a_resumed_run_imports_nothing_again(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vapo_megatron.training.value_pretraining.on_rank_zero", lambda work: work())
+    tokenizer = TextTokenizer(model, config_of(tmp_path, model).data.prompt)
+    sources = [recorded(tmp_path, tokenizer, kind) for kind in ("rows", "slime")]
+    records, state = Records(config_of(tmp_path, model, *sources), tokenizer, 100), State(tmp_path)
+    import_records(records, None, state)  # type: ignore[arg-type]
+    assert (state.recorded.table.samples, state.pretraining.iterations, state.points) == (6, 2, 1)
+    assert len(state.recorded.prompt_ids.unique()) == 2, "one prompt is the same in both files"
+    tokens: ExperienceBatch = next(iter(records.batches()))
+    assert torch.equal(state.recorded.tokens_of(torch.arange(3))["tokens"], tokens.tokens)
+    shutil.rmtree(tmp_path / "verl", ignore_errors=True)
+    sources[0].unlink()
+    import_records(records, None, state)  # type: ignore[arg-type]
+    assert state.recorded.table.samples == 6
+
+
+REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "no result": ({"result": None}, ("rows.jsonl:1", "result is missing")),
+    "a result of another scale": ({"result": 0}, ("rows.jsonl:1", "result 0", "reward.incorrect=-1")),
+    "not finite": ({"result": float("inf")}, ("result is inf",)),
+    "no response": ({"response": ""}, ("rows.jsonl:1", "response or output")),
+    "no prompt": ({"problem": 3}, ("problem or prompt",)),
+    "another tokenizer's text": ({"response": "the answer"}, ("are another text", "another tokenizer")),
+    "another tokenizer's ids": ({"response_ids": [5, 9000]}, ("response_ids has 9000", "another tokenizer")),
+    "ids that are another text": ({"response_ids": [5, 6]}, ("are another text", "another tokenizer")),
+    "no ids": ({"response_ids": [True]}, ("no list of token ids",)),
+    "text that may be cut": ({"response": "1 1 1 1 1 1 1 1"}, ("8 tokens", "truncated text", "finish_reason")),
+    "fewer tokens than there were": ({"tokens": 7}, ("3 tokens", "was 7", "truncated text")),
+    "too long": ({"response": "1 " * 8 + "1", "finish_reason": "length"}, ("above sampling.max_new_tokens=8",)),
+    "a long prompt": ({"prompt_ids": [5] * 17}, ("17 tokens", "data.max_prompt_tokens=16")),
+    "not at its end": ({"finish_reason": "abort"}, ("finish_reason 'abort'",)),
+    "an episode": ({"episode": {"turns": 2}}, ("agent's episode",)),
+    "a prompt of verl's that is unknown": ({"problem": None, "input": "3 plus 9"}, ("its input", "data.train")),
+    "a mask of another length": ({"loss_mask": [1, 0]}, ("loss_mask is no list of 0 and 1 for the 3 tokens",)),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_record_that_cannot_be_used_is_named(
+    case: str, command: Command, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    changes, named = REFUSED[case]
+    path = write(tmp_path / "rows.jsonl", [{k: v for k, v in (ROW | changes).items() if v is not None}])
+    code = command.exit_code("train", f"value_pretraining.from=[{path}]")
+    assert_refused(command, code, capfd.readouterr().err, str(path), *named)
+
+
+class Harmful:
+    """Would write a file, were it unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+def test_a_dump_is_not_run(command: Command, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    torch.save({"samples": [Harmful(tmp_path / "harm")]}, tmp_path / "dump.pt")
+    code = command.exit_code("train", f"value_pretraining.from=[{tmp_path / 'dump.pt'}]")
+    assert_refused(command, code, capfd.readouterr().err, "dump.pt", "without running code")
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["value_pretraining.from=[nowhere.jsonl]"], ("nowhere.jsonl", "no such file", "value_pretraining.from")),
+        (["value_pretraining.from=[{}]"], ("holds none of",)),
+        (["value_pretraining.from=[x]", "value_pretraining.enabled=false"], ("enabled=false",)),
+        (["value_pretraining.from=[x]", "value_pretraining.iterations=2"], ("iterations=2",)),
+        (["value_pretraining.form=[x]"], ("value_pretraining.from",)),
+    ],
+)
+def test_what_excludes_records_is_named(
+    overrides: list[str], named: tuple[str, ...], command: Command, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    code = command.exit_code("train", *(text.format(tmp_path / "empty") for text in overrides))
+    assert_refused(command, code, capfd.readouterr().err, *named)
+
+
+def test_a_check_counts_the_records(command: Command, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [ROW, ROW, ROW | {"problem": "2 plus 2"}])
+    assert command.exit_code("train", "--check", f"value_pretraining.from=[{path}]") == 0, capfd.readouterr().err
+    assert "3 responses in 1 files" in capfd.readouterr().out

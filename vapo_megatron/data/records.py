@@ -1,0 +1,183 @@
+"""Responses that were drawn and graded earlier, as value pretraining learns from them (value_pretraining.from).
+
+Rows of jsonl: this project's samples and evaluations, verl's rollout dumps (input, output, score), {prompt, response,
+result}; and slime's rollout dumps (.pt). Nothing is guessed: a record that does not say all that is needed is refused.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import numpy as np
+import torch
+
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.jsonl import read_rows
+from vapo_megatron.data.prompts import train_prompts
+from vapo_megatron.data.sample import Prompt, Sample
+from vapo_megatron.data.tokenizer import TextTokenizer
+from vapo_megatron.errors import BadInput, reason_of
+
+KEY = "value_pretraining.from"
+# Of a directory: what a training run drew before its first update; all of an evaluation; somebody's files.
+_PLACES = (
+    ("evaluation/step_000000_*.jsonl", "samples/step_000000.jsonl", "samples/step_000001.jsonl"),
+    ("evaluation/*.jsonl",),
+    ("*.jsonl", "*.jsonl.gz", "*.pt"),
+)
+_SLIME_ENDS = {"completed": "stop", "truncated": "length"}
+
+
+def record_files(sources: Sequence[str]) -> Iterator[Path]:
+    """The files that value_pretraining.from names. Raises BadInput for a directory without any."""
+    for source in map(Path, sources):
+        if not source.is_dir():
+            yield source
+            continue
+        is_run = (source / "config.yaml").is_file()
+        is_training = is_run and (source / "metrics.jsonl").is_file()
+        places = _PLACES[0 if is_training else 1 if is_run else 2]
+        paths = [path for place in places for path in sorted(source.glob(place)) if "_problems." not in path.name]
+        if not paths:
+            raise BadInput(f"{KEY}: {source} holds none of {', '.join(places)}: name files with responses")
+        yield from paths
+
+
+class Records:
+    """The responses that a config names. words: of the model, whose token ids are below it."""
+
+    def __init__(self, config: TrainConfig, tokenizer: TextTokenizer, words: int) -> None:
+        self._config, self._tokenizer, self._words = config, tokenizer, words
+        self._origin = f"model.path={config.model.path}"
+
+    def batches(self) -> Iterator[ExperienceBatch]:
+        """The responses of each file, those to one prompt as a group.
+
+        Raises:
+            BadInput: a file cannot be read, or a record of it cannot be used.
+        """
+        for path in record_files(self._config.value_pretraining.records):
+            groups: dict[tuple[int, ...], list[Sample]] = {}
+            rows = _slime_rows(path) if path.suffix == ".pt" else read_rows(path, KEY)
+            for number, row in rows:
+                try:
+                    ids = self._prompt_ids(row)
+                    group = groups.setdefault(ids, [])
+                    place = group[0].group if group else len(groups) - 1
+                    group.append(self._sample(row, Prompt(str(place), "", "", ids), place, len(group)))
+                except ValueError as error:
+                    raise BadInput(f"{path}:{number}: {error}") from None
+            if not groups:
+                raise BadInput(f"{path}, which {KEY} names, holds no row: give rows of prompt, response and result")
+            yield from_samples([sample for group in groups.values() for sample in group])
+
+    def _sample(self, row: Mapping[str, Any], prompt: Prompt, group: int, index: int) -> Sample:
+        end, mask = row.get("finish_reason"), row.get("loss_mask")
+        if row.get("episode") or end not in (None, "stop", "length"):
+            what = "an agent's episode" if row.get("episode") else f"finish_reason {end!r}"
+            raise ValueError(f"{what}, which is not all that was said, or has no result; leave the row out")
+        ids = self._response_ids(row, end)
+        logprobs = np.zeros(len(ids), np.float32)
+        sample = Sample(prompt, group, index, 0, np.array(ids, np.int32), logprobs, end or "stop", 0, 0)
+        sample.reward, sample.correct = self._result(row)
+        if mask is not None:
+            if not isinstance(mask, list) or len(mask) != len(ids) or 1 not in mask or set(mask) - {0, 1}:
+                raise ValueError(f"loss_mask is no list of 0 and 1 for the {len(ids)} tokens of its response")
+            sample.loss_mask = None if all(mask) else np.array(mask, np.bool_)
+        return sample
+
+    def _prompt_ids(self, row: Mapping[str, Any]) -> tuple[int, ...]:
+        most = self._config.data.max_prompt_tokens
+        if row.get("prompt_ids") is not None:
+            ids = self._checked(row, "prompt_ids")
+        elif row.get("input") is not None:
+            if (ids := self._decoded_prompts.get(row["input"], ())) == ():
+                raise ValueError(
+                    "its input is no prompt of data.train; verl writes prompts without their special tokens, so they "
+                    "are looked up there: give data.train and data.prompt as that run had them"
+                )
+        else:
+            ids = tuple(self._tokenizer.encode_prompt(_text(row, "problem", "prompt")))
+        if len(ids) > most:
+            raise ValueError(f"its prompt has {len(ids)} tokens, above data.max_prompt_tokens={most}: raise it")
+        return ids
+
+    @cached_property
+    def _decoded_prompts(self) -> dict[str, tuple[int, ...]]:
+        prompts = train_prompts(self._config.data, self._tokenizer)
+        return {self._tokenizer.decode(prompt.token_ids): prompt.token_ids for prompt in prompts}
+
+    def _response_ids(self, row: Mapping[str, Any], end: str | None) -> Sequence[int]:
+        most, tokenizer = self._config.sampling.max_new_tokens, self._tokenizer
+        has_ids = row.get("response_ids") is not None
+        text = row.get("response") if has_ids else _text(row, "response", "output")
+        ids = self._checked(row, "response_ids") if has_ids else tuple(tokenizer.encode_response(str(text)))
+        if text and text not in (tokenizer.decode(ids), tokenizer.decode_all(ids)):
+            raise ValueError(f"the tokens of its response are another text in {self._origin}: another tokenizer's")
+        if not has_ids:
+            if end is None and len(ids) >= most:
+                raise ValueError(
+                    f"its response has {len(ids)} tokens, and sampling.max_new_tokens={most}: it may be truncated "
+                    "text; give finish_reason, stop or length, or raise that key"
+                )
+            ids = ids if end == "length" else (*ids, tokenizer.eos_id)
+            if row.get("tokens", len(ids)) != len(ids):
+                raise ValueError(
+                    f"its response is {len(ids)} tokens in {self._origin} and was {row['tokens']}: truncated text, or "
+                    "another tokenizer's; records with response_ids need no tokenizer"
+                )
+        if len(ids) > most:
+            raise ValueError(f"its response has {len(ids)} tokens, above sampling.max_new_tokens={most}: raise it")
+        return ids
+
+    def _checked(self, row: Mapping[str, Any], name: str) -> tuple[int, ...]:
+        ids = row[name]
+        if not isinstance(ids, list) or not ids or not all(type(number) is int for number in ids):
+            raise ValueError(f"{name} is no list of token ids; give one with an entry at least")
+        if strange := [number for number in ids if not 0 <= number < self._words]:
+            raise ValueError(f"{name} has {strange[0]}, and {self._origin} {self._words} words: another tokenizer's")
+        return tuple(ids)
+
+    def _result(self, row: Mapping[str, Any]) -> tuple[float, bool]:
+        """Reward and grade: a verdict is worth what this run's is; a number has to be a reward of this run."""
+        config, is_math = self._config.reward, self._config.reward.verifier == "math"
+        for name in ("correct", "acc", "result") if is_math else ():
+            if isinstance(row.get(name), bool) or (name == "acc" and row.get(name) in (0, 1)):
+                return (config.correct if row[name] else config.incorrect), bool(row[name])
+        numbers = {name: row[name] for name in ("reward", "score", "result") if row.get(name) is not None}
+        name, number = next(iter(numbers.items()), ("result", None))
+        if not isinstance(number, int | float) or not abs(number) < float("inf"):
+            raise ValueError(f"its {name} is {'missing' if number is None else repr(number)}: leave the row out")
+        if is_math and number not in (config.correct, config.incorrect):
+            raise ValueError(
+                f"its {name} {number:g} is neither reward.correct={config.correct:g} nor "
+                f"reward.incorrect={config.incorrect:g}: set these as they were, or give correct, true or false"
+            )
+        above = config.correct_above
+        return float(number), number == config.correct if is_math else above is not None and number > above
+
+
+def _text(row: Mapping[str, Any], *names: str) -> str:
+    for name in names:
+        if isinstance(row.get(name), str) and row[name]:
+            return str(row[name])
+    raise ValueError(f"no text in {' or '.join(names)}: every record needs one")
+
+
+def _slime_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Of a file that torch.save wrote; code in it is not run."""
+    try:
+        samples = torch.load(path, map_location="cpu", weights_only=True)["samples"]
+        rows = [(row, row["tokens"], -row["response_length"], row["status"]) for row in samples]
+    except (OSError, RuntimeError, UnpicklingError, KeyError, TypeError, ValueError, EOFError) as error:
+        raise BadInput(
+            f"{path}, which {KEY} names: no rollout dump of slime that can be read without running code from it "
+            f"({reason_of(error)[:100]}): write its samples as jsonl, with prompt_ids, response_ids and reward"
+        ) from None
+    for number, (row, tokens, begin, status) in enumerate(rows):
+        ids = {"prompt_ids": tokens[:begin], "response_ids": tokens[begin:]}
+        more = {name: row.get(name) for name in ("response", "reward", "loss_mask")}
+        yield number, ids | more | {"finish_reason": _SLIME_ENDS.get(status, status)}
