@@ -50,7 +50,7 @@ class EvalSet(Section):
         pattern=r"^[A-Za-z0-9_.-]+$",
         description="part of metric names: evaluation/<name>_avg@<samples>",
     )
-    path: Path = Field(description="file of problems")
+    path: Path = Field(description="file of problems, or hub:OWNER/NAME:CONFIG/SPLIT@REVISION")
     samples: int = Field(8, ge=1, description="responses a problem (the k of avg@k)")
     limit: int | None = Field(None, ge=1, description="only the first rows")
 
@@ -89,7 +89,7 @@ class ProblemsConfig(Section):
 class DataConfig(ProblemsConfig):
     """The data of a training run; files are .jsonl, .jsonl.gz or .parquet with a problem and an answer a row."""
 
-    train: Path = Field(description="problems to train on")
+    train: Path = Field(description="problems to train on: a file, or hub:OWNER/NAME:CONFIG/SPLIT@REVISION")
     drop_long_prompts: bool = Field(False, description="leave training rows with too long prompts out instead")
     shuffle: bool = Field(True, description="a new permutation every epoch; false: the order of the file")
 

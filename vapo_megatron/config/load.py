@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.base import Section, nearest
 from vapo_megatron.config.explain import LONGEST_VALUE, explain
+from vapo_megatron.config.hub import with_models_from_hub
 from vapo_megatron.errors import BadInput
 
 SectionT = TypeVar("SectionT", bound=Section)
@@ -49,6 +50,7 @@ def load_config(model: type[SectionT], path: Path | None, overrides: Sequence[st
         values = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         raise BadInput(f"{source}: {_one_line(error)}") from error
+    with_models_from_hub(values)
     try:
         return model.model_validate(values)
     except ValidationError as error:

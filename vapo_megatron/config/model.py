@@ -294,7 +294,9 @@ class ModelConfig(Section):
     """The checkpoint everything starts from."""
 
     path: str = Field(
-        min_length=1, description="Hugging Face directory of the policy: config.json, safetensors, tokenizer"
+        min_length=1,
+        description="Hugging Face directory of the policy: config.json, safetensors, tokenizer; or "
+        "hub:OWNER/NAME@REVISION",
     )
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="compute type of actor and critic")
     adapter: AdapterConfig = AdapterConfig()

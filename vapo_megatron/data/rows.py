@@ -4,10 +4,12 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from vapo_megatron.config.data import DataConfig, EvalSet, FieldNames
+from vapo_megatron.config.hub import HUB, hub_rows
 from vapo_megatron.data.jsonl import check_characters, no_such_file, read_rows, unambiguous
 from vapo_megatron.errors import BadInput, reason_of
 
@@ -63,9 +65,14 @@ def read_problems(path: Path, fields: FieldNames, limit: int | None = None, key:
 def read_file(path: Path, key: str = "") -> Iterator[tuple[int, dict[str, Any]]]:
     """(line or row number from 1, row) of a .jsonl, .jsonl.gz or .parquet file, or a .json file with a list of rows.
 
+    A path that begins with hub: names a data set of the Hugging Face Hub (config.hub).
+
     Raises BadInput, naming the file and where it can the line, for one that is missing, unreadable or of another kind.
     """
-    if path.suffix == ".parquet":
+    if str(path).startswith(HUB):
+        rows = chain.from_iterable(_parquet_rows(file, key) for file in hub_rows(str(path), key))
+        yield from enumerate((row for _, row in rows), start=1)
+    elif path.suffix == ".parquet":
         yield from _parquet_rows(path, key)
     elif path.name.endswith((".jsonl", ".jsonl.gz")):
         yield from read_rows(path, key)
