@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from vapo_megatron.config.data import DataConfig, EvalSet, FieldNames, PromptTemplate
 from vapo_megatron.data.jsonl import read_rows, write_rows
@@ -253,3 +254,31 @@ def test_a_state_does_not_read_all_prompts_again(monkeypatch: pytest.MonkeyPatch
     source.take(2)
     monkeypatch.setattr(source, "_prompts", [None] * 3)
     assert source.state() == before | {"cursor": 2}
+
+
+def test_several_files_are_mixed_by_weight_and_go_on_where_they_stopped(tmp_path: Path, plain: TextTokenizer) -> None:
+    few, many = _write(tmp_path / "few.jsonl", ROWS[:2]), _write(tmp_path / "many.jsonl", ROWS)
+    config = DataConfig.model_validate({"train": {str(few): 3, str(many): 1}})
+    prompts = train_prompts(config, plain)
+    source = PromptSource(prompts, 7, weights=config.weights)
+    drawn = source.take(40)
+    for count in range(1, 41):
+        assert abs(sum(prompt.source == str(few) for prompt in drawn[:count]) - 0.75 * count) <= 1
+    assert Counter(prompt.id for prompt in drawn if prompt.source == str(many)) == Counter(
+        {f"{many}:p{n}": 2 for n in range(5)}
+    )
+    resumed = PromptSource(prompts, 7, weights=config.weights)
+    resumed.restore(json.loads(json.dumps(source.state())))
+    assert resumed.take(9) == source.take(9) and resumed.at(3) == drawn[3]
+    for weights in ({str(few): 2, str(many): 1}, {}):
+        with pytest.raises(BadInput, match="fingerprint"):
+            PromptSource(prompts, 7, weights=weights).restore(source.state())
+    alone = PromptSource(train_prompts(DataConfig.model_validate({"train": {str(many): 1}}), plain), 7)
+    single = PromptSource(train_prompts(DataConfig(train=many), plain), 7)
+    assert [p.problem for p in alone.take(12)] == [p.problem for p in single.take(12)]
+
+
+@pytest.mark.parametrize("train", [{}, {"a.jsonl": 0}, {"a.jsonl": -1.0}, {"a.jsonl": True}, {"a.jsonl": "many"}, 3])
+def test_weights_that_mean_nothing_are_refused_by_name(train: Any) -> None:
+    with pytest.raises(ValidationError, match=r"train"):
+        DataConfig(train=train)

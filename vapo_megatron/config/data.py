@@ -1,11 +1,13 @@
 """Which problems are trained and evaluated on, and how they become prompts."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from vapo_megatron.config.base import Section, key_from_environment
+
+Weight = Annotated[float, Field(gt=0, strict=True)]
 
 
 class FieldNames(Section):
@@ -89,9 +91,22 @@ class ProblemsConfig(Section):
 class DataConfig(ProblemsConfig):
     """The data of a training run; files are .jsonl, .jsonl.gz or .parquet with a problem and an answer a row."""
 
-    train: Path = Field(description="problems to train on: a file, or hub:OWNER/NAME:CONFIG/SPLIT@REVISION")
+    train: Annotated[dict[Path, Weight], Field(min_length=1)] | Path = Field(
+        description="problems to train on: a file, or hub:OWNER/NAME:CONFIG/SPLIT@REVISION; of several files each with "
+        "its weight, {FILE: WEIGHT, ...}, which says how often its problems are drawn"
+    )
     drop_long_prompts: bool = Field(False, description="leave training rows with too long prompts out instead")
     shuffle: bool = Field(True, description="a new permutation every epoch; false: the order of the file")
+
+    @property
+    def train_files(self) -> list[Path]:
+        """Those of train."""
+        return list(self.train) if isinstance(self.train, dict) else [self.train]
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of several files; empty for one."""
+        return {str(path): weight for path, weight in self.train.items()} if isinstance(self.train, dict) else {}
 
 
 class EvaluationDataConfig(ProblemsConfig):

@@ -39,7 +39,7 @@ def with_models_from_hub(values: Any) -> None:
         held = values.get(section)
         if isinstance(held, dict) and str(name := held.get(key)).startswith(HUB):
             repository, *_, revision = _parts(str(name), f"{section}.{key}")
-            folder = _snapshot(name, f"{section}.{key}", repository, "model", revision or "main", _MODEL_FILES)
+            folder = _snapshot(str(name), f"{section}.{key}", repository, "model", revision or "main", _MODEL_FILES)
             held[key] = str(folder)
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -21,13 +21,13 @@ def train_prompts(config: DataConfig, tokenizer: TextTokenizer) -> list[Prompt]:
     (which is left out instead under config.drop_long_prompts, unless none remains).
     """
     problems = train_problems(config)
-    prompts = [_prompt(problem, tokenizer, config.train.name) for problem in problems]
+    prompts = [_prompt(problem, tokenizer, problem.source) for problem in problems]
     if config.drop_long_prompts:
         short = [prompt for prompt in prompts if len(prompt.token_ids) <= config.max_prompt_tokens]
-        if not short:
+        if left := {prompt.source for prompt in prompts} - {prompt.source for prompt in short}:
             raise BadInput(
-                f"{config.train}: every prompt is longer than data.max_prompt_tokens={config.max_prompt_tokens}; "
-                "raise it"
+                f"{', '.join(sorted(left))}: every prompt is longer than "
+                f"data.max_prompt_tokens={config.max_prompt_tokens}; raise it"
             )
         return short
     _refuse_long(prompts, problems, config, "set data.drop_long_prompts=true")
@@ -62,17 +62,27 @@ def _refuse_long(prompts: Sequence[Prompt], problems: Sequence[Problem], config:
 class PromptSource:
     """Prompts without end: every epoch is a permutation of all of them, drawn from seed and epoch.
 
-    The prompt at a cursor depends on the prompts, the seed and the cursor alone, not on how they were taken.
+    With the weights of several sources, each source has epochs of its own, and of the first n draws each source has its
+    share of n, give or take one per source. The prompt at a cursor depends on the prompts, their weights, the seed and
+    the cursor alone, not on how they were taken.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self, prompts: Sequence[Prompt], seed: int, shuffle: bool = True, weights: Mapping[str, float] | None = None
+    ) -> None:
         if not prompts:
             raise ValueError("no prompts")
         self._prompts = list(prompts)
         self._seed = seed
         self._shuffle = shuffle
-        self._order_epoch = -1
-        self._order: list[int] = []
+        self._weights = dict(weights or {})
+        whole = sum(self._weights.values())
+        self._shares = [weight / whole for weight in self._weights.values()] or [1.0]
+        sources = [[p for p in prompts if p.source == source] for source in self._weights]
+        self._sources = sources or [self._prompts]
+        self._orders: list[tuple[int, list[int]]] = [(-1, []) for _ in self._sources]
+        self._drawn = [0] * len(self._sources)
+        self._places: list[tuple[int, int]] = []  # of every cursor so far: its source, and how often that was drawn
         self.cursor = 0
 
     def __len__(self) -> int:
@@ -113,18 +123,30 @@ class PromptSource:
         self.cursor = int(state["cursor"])
 
     def _at(self, cursor: int) -> Prompt:
-        epoch, position = divmod(cursor, len(self._prompts))
-        if epoch != self._order_epoch:
-            self._order = list(range(len(self._prompts)))
+        source, drawn = self._place(cursor)
+        epoch, position = divmod(drawn, len(self._sources[source]))
+        if epoch != self._orders[source][0]:
+            order = list(range(len(self._sources[source])))
             if self._shuffle:
-                random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
-            self._order_epoch = epoch
-        return self._prompts[self._order[position]]
+                random.Random(f"{self._seed}/{epoch}" + (f"/{source}" if source else "")).shuffle(order)
+            self._orders[source] = epoch, order
+        return self._sources[source][self._orders[source][1][position]]
+
+    def _place(self, cursor: int) -> tuple[int, int]:
+        if not self._weights:
+            return 0, cursor
+        while len(self._places) <= cursor:  # whose turn it is: the source that is furthest behind its share
+            draws = len(self._places) + 1
+            behind = [share * draws - drawn for share, drawn in zip(self._shares, self._drawn, strict=True)]
+            source = behind.index(max(behind))
+            self._places.append((source, self._drawn[source]))
+            self._drawn[source] += 1
+        return self._places[cursor]
 
     @cached_property
     def _fingerprint(self) -> str:
         # Asked for at every safe point: a million prompts take seconds.
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(repr(self._weights).encode() if self._weights else b"")
         for prompt in self._prompts:
             digest.update(repr((prompt.id, prompt.answer, prompt.token_ids)).encode())
             if prompt.extra:

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,25 @@ _OF_OTHERS = "; tools/prepare_data.py turns the rows of verl, MATH, GSM8K and ot
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem with its reference answer; place is "file:line" for messages, extra is for a user's function."""
+    """A problem with its reference answer; place is "file:line" for messages, source its file, extra for functions."""
 
     id: str
     problem: str
     answer: str
     place: str
+    source: str
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 def train_problems(data: DataConfig) -> list[Problem]:
-    """Those of data.train; see read_problems."""
-    return read_problems(data.train, data.fields, key="data.train")
+    """Those of data.train; see read_problems. Where files have weights, ids and sources begin with the file."""
+    problems: list[Problem] = []
+    for path in data.train_files:
+        rows = read_problems(path, data.fields, key="data.train")
+        if data.weights:
+            rows = [replace(row, id=f"{path}:{row.id}", source=str(path)) for row in rows]
+        problems += rows
+    return problems
 
 
 def eval_problems(entry: EvalSet, fields: FieldNames) -> list[Problem]:
@@ -56,7 +63,7 @@ def read_problems(path: Path, fields: FieldNames, limit: int | None = None, key:
         if isinstance(row.get(fields.problem), int | float):
             raise BadInput(f"{place}: field {fields.problem} is the number {row[fields.problem]}; expected a text")
         problem, answer = _text(row, fields.problem, place), _text(row, fields.answer, place)
-        problems.append(Problem(name, problem, answer, place, chosen_fields(row, fields.extra, place)))
+        problems.append(Problem(name, problem, answer, place, path.name, chosen_fields(row, fields.extra, place)))
     if not problems:
         raise BadInput(f"{path}: holds no rows; give at least one with the fields {fields.problem} and {fields.answer}")
     return problems

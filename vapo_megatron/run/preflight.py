@@ -72,15 +72,16 @@ def cautions(
                 f"{name}.optimizer.warmup_steps={section.optimizer.warmup_steps} ({warmup} updates) is longer than the "
                 f"run ({updates}): the learning rate never reaches {section.optimizer.lr:g}"
             )
+    files = ", ".join(map(str, config.data.train_files))
     problems = {prompt.problem for prompt in prompts}
     if len(problems) < _FEWEST_DISTINCT * len(prompts):
         yield (
-            f"data.train={config.data.train} holds {len(prompts)} rows and {len(problems)} different "
+            f"data.train={files} holds {len(prompts)} rows and {len(problems)} different "
             f"problem{'s' if len(problems) > 1 else ''}: the others repeat them"
         )
     elif len(prompts) < config.batch.prompts_per_step:
         yield (
-            f"data.train={config.data.train} holds {len(prompts)} prompts and batch.prompts_per_step="
+            f"data.train={files} holds {len(prompts)} prompts and batch.prompts_per_step="
             f"{config.batch.prompts_per_step}: each step has some of them several times"
         )
     for name, rows in evaluations.items():

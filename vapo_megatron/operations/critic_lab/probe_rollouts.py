@@ -63,7 +63,7 @@ def choose_prompts(config: ProbedRunConfig, tokenizer: TextTokenizer) -> tuple[s
         chosen = random.Random(probes.seed).sample(prompts, min(probes.prompts, len(prompts)))
     else:
         prompts = train_prompts(config.data, tokenizer)
-        source = PromptSource(prompts, config.run.seed, config.data.shuffle)
+        source = PromptSource(prompts, config.run.seed, config.data.shuffle, config.data.weights)
         source.take(max(0, len(prompts) - probes.prompts))
         chosen = source.take(min(probes.prompts, len(prompts)))
         origin = "end of data.train's first epoch" + _seen(config, len(prompts), len(chosen))

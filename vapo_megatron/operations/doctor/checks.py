@@ -116,7 +116,7 @@ def check_data(config: TrainConfig) -> list[Line]:
         eval_problems(entry, data.fields)
     train_problems(data)
     tokenizer = TextTokenizer(Path(config.model.path), data.prompt)
-    counts = [f"{data.train}: {len(train_prompts(data, tokenizer))} prompts"]
+    counts = [f"{', '.join(map(str, data.train_files))}: {len(train_prompts(data, tokenizer))} prompts"]
     counts += [f"{entry.path}: {len(eval_prompts(entry, data, tokenizer))}" for entry in data.eval]
     return [Line("ok", ", ".join(counts))]
 
@@ -125,7 +125,7 @@ def fingerprint(config: TrainConfig) -> str:
     """A digest of what the model's and the data's files are here: names, sizes, and config.json as a whole."""
     digest = hashlib.sha256()
     directory = Path(config.model.path)
-    files = [*sorted(path for path in directory.glob("*") if path.is_file()), config.data.train]
+    files = [*sorted(path for path in directory.glob("*") if path.is_file()), *config.data.train_files]
     for path in (*files, *(entry.path for entry in config.data.eval)):
         digest.update(f"{path.name} {path.stat().st_size if path.exists() else 'absent'}\n".encode())
     if (directory / "config.json").is_file():
