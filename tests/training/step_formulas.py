@@ -67,6 +67,7 @@ FORMULAS = {
     "remax": Formula("greedy", "log", aggregation="sum"),
     "raft": Formula("best", "log"),
     "gspo": Formula("grpo", "sequence_clip", low=3e-4, high=4e-4, aggregation="sequence"),
+    "distill": Formula("others", kl=("advantage", 1.0)),
     "cispo": Formula("grpo", "cispo", high=4.0),
 }
 
@@ -331,6 +332,8 @@ def weights_after(
         torch.testing.assert_close(begin.batch["returns"].double(), torch.cat(targets), rtol=1e-5, atol=1e-5)
         critic_state = critic_after(critic, rollout, targets, formula, epochs, lr, eps)
     advantages = advantages_of(rollout, formula, rewards, values)
+    if formula.kl and formula.kl[0] == "advantage":
+        advantages = [a - formula.kl[1] * (o - r) for a, o, r in zip(advantages, old, ref, strict=True)]
     optimizer = AdamW(list(policy.model.parameters()), lr, eps)
     for _ in range(epochs):
         optimizer.step(policy_objective(policy, rollout, formula, old, ref, advantages))

@@ -175,6 +175,9 @@ class Estimates:
             self.advantages = [tilted(r, self.rewards[s], old[s]) for s, r in enumerate(responses)]
         if advantage.whiten != "none":
             self._whiten(shift=advantage.whiten == "full")
+        if config.kl.placement == "advantage":
+            distances = [config.kl.coef * (o - r) for o, r in zip(old, ref, strict=True)]
+            self.advantages = [a - distance for a, distance in zip(self.advantages, distances, strict=True)]
 
     def _vtrace(
         self, rewards: Tensor, values: Tensor, weights: Tensor, after: float, length: int, config: AlgorithmConfig

@@ -63,6 +63,7 @@ class Case:
 
 KL_REWARD = {K + "placement": "reward", K + "coef": 0.3}
 KL_LOSS = {K + "placement": "loss", K + "estimator": "k3", K + "coef": 0.5}
+KL_ADVANTAGE = {K + "placement": "advantage", K + "coef": 0.3}
 NO_KL = {K + "placement": "none", K + "estimator": "k1", K + "coef": 0.0}
 TIS, MIS = {W + "kind": "tis"}, {W + "kind": "mis"}
 BINS = {V + "kind": "hl_gauss", V + "bins": 21}
@@ -136,6 +137,7 @@ CASES = [
     Case(K + "placement", "reward", NO_KL, KL_REWARD, "critic"),
     Case(K + "placement", "reward", NO_KL, KL_REWARD | {A + "estimator": "grpo"}),
     Case(K + "placement", "loss", NO_KL, KL_LOSS),
+    Case(K + "placement", "advantage", NO_KL, KL_ADVANTAGE | {A + "estimator": "grpo"}),
     Case(K + "coef", 0.3, 0.1, KL_REWARD),
     Case(K + "coef", 0.5, 0.1, KL_LOSS),
     Case(K + "estimator", "k1", KL_LOSS, KL_REWARD),

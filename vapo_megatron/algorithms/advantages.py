@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms.baselines import leave_one_out
+from vapo_megatron.algorithms.kl import k1
 from vapo_megatron.algorithms.segments import check_bounds, place_terminal, segment_sum
 from vapo_megatron.algorithms.suffix_scan import suffix_scan_
 
@@ -113,6 +114,12 @@ def reinforce_pp(
     """
     placed = place_terminal(rewards, cu_seqlens, penalty.numel(), earlier)
     return returns_to_go(placed - penalty, cu_seqlens, gamma, of)
+
+
+def distilled(advantages: Tensor, logprobs: Tensor, ref_logprobs: Tensor, coef: float) -> Tensor:
+    """A_t - coef (log pi - log pi_teacher) of the sampled token: on-policy distillation (Lu and Thinking Machines Lab,
+    2025), the reverse KL of each token undiscounted. All [T]."""
+    return advantages - coef * k1(logprobs, ref_logprobs)
 
 
 def whitening_sums(x: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -233,7 +233,7 @@ class AlgorithmConfig(Section):
         step: its forward pass then computes the old log-probs, exactly, and nothing before it needs them."""
         update = self.update
         needed_before = (
-            self.kl.placement == "reward",
+            self.kl.placement in ("reward", "advantage"),
             self.importance_sampling.kind != "none",
             self.advantage.function is not None,
             self.advantage.off_policy != "none",

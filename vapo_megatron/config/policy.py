@@ -75,14 +75,21 @@ class PolicyLossConfig(Section):
 class KlConfig(Section):
     """Distance kept from a reference policy."""
 
-    placement: Literal["none", "reward", "loss"] = Field(
+    placement: Literal["none", "reward", "loss", "advantage"] = Field(
         "none",
-        description="reward: taken from every token's reward (gae, reinforce_pp), or its sum from that of the response",
+        description="reward: taken from every token's reward (gae, reinforce_pp), or its sum from that of the "
+        "response; advantage: from each token's advantage, undiscounted and unwhitened (on-policy distillation)",
     )
     estimator: Literal["k1", "k2", "k3"] = Field(
         "k1", description="k1 belongs into the reward, k2 and k3 into the loss"
     )
     coef: float = Field(0.0, ge=0, description="weight of the distance")
+    reference_path: str | None = Field(
+        None,
+        min_length=1,
+        description="Hugging Face directory of the reference, a teacher of any size with the policy's tokenizer, "
+        "laid out as the actor; none: model.path",
+    )
     replace_reference_every: int | None = Field(
         None, ge=1, description="steps after which the policy becomes the reference; none: model.path stays it"
     )
@@ -94,6 +101,16 @@ class KlConfig(Section):
                 f"replace_reference_every={self.replace_reference_every} with placement=none: there is no reference, "
                 "set placement to reward or loss, or remove it"
             )
+        if self.reference_path is not None and self.placement == "none":
+            raise ValueError(
+                f"reference_path={self.reference_path} with placement=none: there is no reference, set placement and "
+                "coef, or remove it"
+            )
+        if self.reference_path is not None and self.replace_reference_every is not None:
+            raise ValueError(
+                f"replace_reference_every={self.replace_reference_every} with reference_path={self.reference_path}: a "
+                "teacher is not replaced by the policy, remove one of both"
+            )
         if (self.placement == "none") != (self.coef == 0):
             raise ValueError(
                 f"placement={self.placement} with coef={self.coef}: set placement to reward or loss together with coef "
@@ -101,9 +118,10 @@ class KlConfig(Section):
             )
         if self.placement == "loss" and self.estimator == "k1":
             raise ValueError("placement=loss with estimator=k1: its gradient is 0 on average, choose k2 or k3")
-        if self.placement == "reward" and self.estimator != "k1":
+        if self.placement in ("reward", "advantage") and self.estimator != "k1":
             raise ValueError(
-                f"placement=reward with estimator={self.estimator}: in the reward only k1 is unbiased, choose it"
+                f"placement={self.placement} with estimator={self.estimator}: in the {self.placement} only k1 is "
+                "unbiased, choose it"
             )
         return self
 

@@ -277,6 +277,17 @@ class TrainConfig(Section):
         return self.algorithm.uses_critic and self.critic.kind != "probe"
 
     @property
+    def has_reference_model(self) -> bool:
+        """Whether there is a reference with weights of its own: a policy with adapters has its own in itself."""
+        algorithm = self.algorithm
+        return algorithm.uses_reference and (self.actor.kind == "model" or algorithm.kl.reference_path is not None)
+
+    @property
+    def reference_source(self) -> Path:
+        """The Hugging Face directory that the reference starts from."""
+        return Path(self.algorithm.kl.reference_path or self.model.path)
+
+    @property
     def critic_source(self) -> Path:
         """The Hugging Face directory that the critic starts from."""
         return Path(self.critic.init_path or self.critic.model_path or self.model.path)
@@ -309,7 +320,10 @@ class TrainConfig(Section):
         section = self.critic if name == "critic" else self.actor
         steps = section.optimizer.warmup_updates(self.updates_per_rollout(name))
         optimizer = section.optimizer.model_copy(update={"warmup_steps": steps, "warmup_unit": "updates"})
-        return section.model_copy(update={"optimizer": optimizer})
+        update: dict[str, Any] = {"optimizer": optimizer}
+        if name == "reference":
+            update["kind"] = "model"
+        return section.model_copy(update=update)
 
     @property
     def model_sizes(self) -> dict[str, int]:

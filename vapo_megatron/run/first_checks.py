@@ -38,7 +38,11 @@ def check_train_numbers(config: TrainConfig, world_size: int | None) -> dict[str
     specs = {"actor": spec}
     if config.has_critic_model:
         specs["critic"] = check_critic_source(config, spec)
-    specs = {name: specs[name] for name in config.model_sizes}
+    if config.algorithm.kl.reference_path is not None:
+        specs["reference"] = check_source(config, "algorithm.kl.reference_path", config.reference_source, spec)
+        check_weights(config.reference_source, specs["reference"], "lm")
+    if "actor" not in config.model_sizes:
+        specs = {"critic": specs["critic"]}
     for name, model in specs.items():
         layout = config.trainable(name).layout
         if world_size is not None:
@@ -71,18 +75,22 @@ def check_sft_numbers(config: SftConfig, world_size: int | None) -> ModelSpec:
 
 def check_critic_source(config: TrainConfig, policy: ModelSpec) -> ModelSpec:
     """The critic's spec. Raises BadInput where its model cannot value the policy's tokens, or so many of them."""
-    source, longest = config.critic_source, config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    return check_source(config, config.critic_key, config.critic_source, policy)
+
+
+def check_source(config: TrainConfig, key: str, source: Path, policy: ModelSpec) -> ModelSpec:
+    """The spec of a critic or a reference; raises as check_critic_source."""
+    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
     spec = read_spec(source, value_outputs=config.algorithm.value_loss.outputs)
-    key = config.critic_key
     if spec.vocab_size < policy.vocab_size:
         raise BadInput(
-            f"{key}={source}: it has {spec.vocab_size} words and model.path has {policy.vocab_size}: give a critic "
+            f"{key}={source}: it has {spec.vocab_size} words and model.path has {policy.vocab_size}: give a model "
             "with the policy's tokenizer and no fewer words"
         )
     if spec.max_position_embeddings < longest <= policy.max_position_embeddings:
         raise BadInput(
             f"{key}={source}: its context is {spec.max_position_embeddings} tokens, and data.max_prompt_tokens + "
-            f"sampling.max_new_tokens = {longest}: give a critic with a longer one, or lower them"
+            f"sampling.max_new_tokens = {longest}: give a model with a longer one, or lower them"
         )
     return spec
 

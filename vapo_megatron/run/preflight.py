@@ -126,6 +126,8 @@ def check_train(config: TrainConfig, world_size: int | None, facts: list[str] | 
     tokenizer.check_vocabulary(spec.vocab_size)
     if config.has_critic_model and config.critic_source != Path(config.model.path):
         tokenizer.check_same(config.critic_source, config.critic_key)
+    if config.algorithm.kl.reference_path is not None:
+        tokenizer.check_same(config.reference_source, "algorithm.kl.reference_path")
     imported = check_records(config, tokenizer, spec.vocab_size, report)
     check_room(Path(config.run.directory), run_bytes(config, specs) + record_bytes(config) + imported)
     if "actor" not in specs:

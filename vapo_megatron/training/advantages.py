@@ -141,6 +141,9 @@ def estimate_advantages(
         batch.fill(selected=loss_mask(table.truncated, config.shaping.truncated == "mask", best, filtered))
         assert own.advantages is not None, "the estimator has filled them in"
         own.advantages = whiten(batch, own.advantages, config.advantage)
+        if config.kl.placement == "advantage":
+            assert own.old_logprobs is not None and own.ref_logprobs is not None, "the batch is not scored"
+            own.advantages = advantages.distilled(own.advantages, own.old_logprobs, own.ref_logprobs, config.kl.coef)
     recorder.add(advantage_metrics(batch))
     if config.metrics_function is not None:
         recorder.add(batch.on_whole(partial(user_metrics, config.metrics_function)))

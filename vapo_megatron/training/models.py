@@ -173,12 +173,11 @@ def replace_reference(models: Models, config: KlConfig, step: int) -> None:
 def model_sources(config: TrainConfig) -> dict[str, Path]:
     """The Hugging Face directory that each model of the algorithm starts from, by name; a policy with adapters has its
     reference in itself."""
-    algorithm, policy_dir = config.algorithm, Path(config.model.path)
-    sources = {"actor": policy_dir}
+    sources = {"actor": Path(config.model.path)}
     if config.has_critic_model:
         sources["critic"] = config.critic_source
-    if algorithm.uses_reference and config.actor.kind == "model":
-        sources["reference"] = policy_dir
+    if config.has_reference_model:
+        sources["reference"] = config.reference_source
     return sources
 
 

@@ -38,7 +38,7 @@ def phases_of(config: TrainConfig) -> list[Phase]:
     """The phases that a step of this config has."""
     models = {"actor"} | ({"critic"} if config.has_critic_model else set())
     # A policy with adapters is scored once more without them: as much as score_policy.
-    models |= {"reference"} if config.algorithm.uses_reference and config.actor.kind == "model" else set()
+    models |= {"reference"} if config.has_reference_model else set()
     found = [phase for phase, worker in PHASES.items() if worker is None or worker in models]
     if not is_probe(config) and config.algorithm.update_gives_logprobs(config.samples, config.batch.prompts_per_step):
         found.remove("score_policy")

@@ -217,8 +217,9 @@ def planned_models(config: TrainConfig, world: int) -> dict[str, PlannedModel]:
         source = model_directory(str(config.critic_source))
         critic = read_spec(source, value_outputs=config.algorithm.value_loss.outputs)
         models["critic"] = _model("critic", critic, "value", config.critic, config, world)
-    if config.algorithm.uses_reference and config.actor.kind == "model":
-        models["reference"] = _model("reference", spec, "lm", config.actor, config, world)
+    if config.has_reference_model:
+        reference = read_spec(model_directory(str(config.reference_source)))
+        models["reference"] = _model("reference", reference, "lm", config.trainable("reference"), config, world)
     return models
 
 

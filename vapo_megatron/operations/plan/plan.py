@@ -186,7 +186,7 @@ def plan_time(run: PlannedRun, engine: PlannedEngine, evaluation_samples: float)
     for phase, name in (("score_reference", "reference"), ("score_policy", "actor"), ("score_values", "critic")):
         if phase in wanted:
             phases[phase] = score_seconds(run, models[name], samples)
-    if config.algorithm.uses_reference and config.actor.kind == "adapter":
+    if config.algorithm.uses_reference and not config.has_reference_model:
         phases["score_reference"] = score_seconds(run, actor, samples)
     if critic is not None:
         once = update_seconds(run, critic, samples)
