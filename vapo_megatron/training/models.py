@@ -126,7 +126,7 @@ def _load(
     config: TrainConfig,
     meshes: dict[str, Mesh],
     resumed: Resumed | None,
-    actor: Trainable | None,
+    actor: Trainable | None = None,
 ) -> Trainable:
     model = _build(name, source, config, meshes)
     if name == "critic" and actor is not None and config.shares_base:
@@ -141,9 +141,8 @@ def _load(
         model.prepare(frozen=(".self_attention.",) if freezes else ())
     if resumed is not None and resumes:
         resumed.load(model, name)
-    if (
-        name != "actor" or not config.shares_base
-    ):  # else what is shared would have a place of the actor's own in host memory
+    # The actor's frozen weights, where they are to be shared, must not have got a place of its own in host memory.
+    if name != "actor" or not config.shares_base:
         model.onload_only()
     return model
 
