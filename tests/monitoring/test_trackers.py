@@ -182,8 +182,7 @@ def test_estimates_are_those_of_their_tokens(tmp_path: Path, monkeypatch: pytest
         return "".join(texts[token] for token in ids).replace("\N{REPLACEMENT CHARACTER}c", "é")
 
     monkeypatch.setattr(recorder_file, "TOKEN_ESTIMATES", 1)
-    monkeypatch.setattr(recorder_file, "SAMPLE_GROUPS", 1)
-    config = MonitoringConfig(tensorboard=False)
+    config = MonitoringConfig(tensorboard=False, sample_groups_per_step=1)
     with Recorder(tmp_path, config, is_main_rank=True, decode=decode) as record:
         record.samples(1, [sample(1, 0), sample(0, 1), sample(0, 0)])  # as the batch has them
         record.estimates(1, torch.arange(9) / 10, -torch.arange(9.0), torch.tensor([0, 3, 6, 9]))

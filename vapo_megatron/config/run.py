@@ -209,6 +209,7 @@ class MonitoringConfig(Section):
 
     tensorboard: bool = Field(True, description="scalars under tensorboard/")
     wandb: WandbConfig = WandbConfig()
+    sample_groups_per_step: int = Field(8, ge=0, description="groups whose responses are kept under samples/; 0: none")
     alarms: AlarmsConfig = AlarmsConfig()
 
 

@@ -20,7 +20,6 @@ from vapo_megatron.monitoring.timers import PhaseTimer
 from vapo_megatron.monitoring.trackers import Record, Row, Trackers, start_trackers
 
 TOKEN_ESTIMATES = 4  # of a step's kept responses, whose values and advantages are kept token by token
-SAMPLE_GROUPS = 8  # of a step, whose responses are kept under samples/
 
 
 class Recorder:
@@ -45,7 +44,7 @@ class Recorder:
         self._row: dict[str, float] = {}
         self._metrics = MetricsWriter(run_dir, start_step) if is_main_rank else None
         kept = self._metrics.kept if self._metrics is not None else []
-        self._samples = SampleWriter(run_dir, SAMPLE_GROUPS, TOKEN_ESTIMATES, decode)
+        self._samples = SampleWriter(run_dir, config.sample_groups_per_step, TOKEN_ESTIMATES, decode)
         self._alarms = Alarms(config.alarms, kept)
         self._trackers = Trackers(self.console.note)
         if is_main_rank:
