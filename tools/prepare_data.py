@@ -40,7 +40,7 @@ def main(
     source: Annotated[
         list[str],
         typer.Option(
-            help="A .jsonl, .jsonl.gz, .json or .parquet file, or hub:ORG/NAME[@REVISION][:SPLIT]. Repeatable."
+            help="A .jsonl, .jsonl.gz, .json or .parquet file, or hub:OWNER/NAME[@REVISION][:PART]. Repeatable."
         ),
     ],
     out: Annotated[Path, typer.Option(help="The .jsonl file to write.")],

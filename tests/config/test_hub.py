@@ -7,6 +7,7 @@ from pyarrow import parquet
 
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.data import FieldNames
+from vapo_megatron.config.hub import with_models_from_hub
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.data.rows import read_problems
@@ -38,8 +39,8 @@ def _shard(folder: Path, number: int, rows: list[dict[str, str]]) -> None:
     parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{number:04}.parquet")
 
 
-def test_a_data_set_of_the_hub_is_read_by_config_and_split_over_all_its_files(cache: Path) -> None:
-    snapshot = _repository(cache, "datasets--some--sums", "refs/convert/parquet")
+def test_a_data_set_of_the_hub_is_read_by_a_part_of_its_path_over_all_its_files(cache: Path) -> None:
+    snapshot = _repository(cache, "datasets--some--sums", "main")
     _shard(snapshot / "main" / "train", 1, [{"question": "c", "answer": "3"}])
     _shard(snapshot / "main" / "train", 0, [{"question": "a", "answer": "1"}, {"question": "b", "answer": "2"}])
     _shard(snapshot / "main" / "test", 0, [{"question": "t", "answer": "9"}])
@@ -50,19 +51,23 @@ def test_a_data_set_of_the_hub_is_read_by_config_and_split_over_all_its_files(ca
         ("b", "2", "sums:2"),
         ("c", "3", "sums:3"),
     ]
-    pinned = read_problems(Path("hub:some/sums:main/test@refs/convert/parquet"), fields)
+    pinned = read_problems(Path("hub:some/sums@main:main/test"), fields)
     assert [problem.problem for problem in pinned] == ["t"]
     with pytest.raises(BadInput, match=r"hub:some/sums:1: no field 'problem' among answer, question"):
         read_problems(Path("hub:some/sums"), FieldNames())
     _shard(snapshot / "other" / "train", 0, [{"question": "x", "answer": "0"}])
-    with pytest.raises(BadInput, match=r"data\.train: hub:some/sums: several configs \(main, other\)"):
+    with pytest.raises(BadInput, match=r"data\.train: hub:some/sums: its files lie in main/train, other/train"):
         read_problems(Path("hub:some/sums"), fields, key="data.train")
+    assert len(read_problems(Path("hub:some/sums:other/train"), fields)) == 1
 
 
 def test_a_model_of_the_hub_becomes_its_folder_here(cache: Path) -> None:
     snapshot = _repository(cache, "models--some--model", "main")
     config = load_config(SftConfig, None, ["model.path=hub:some/model", "data.path=x"], PRESETS)
     assert config.model.path == str(snapshot)
+    values = {"algorithm": {"kl": {"reference_path": "hub:some/model@main"}}, "critic": {"model_path": "elsewhere"}}
+    with_models_from_hub(values)
+    assert values == {"algorithm": {"kl": {"reference_path": str(snapshot)}}, "critic": {"model_path": "elsewhere"}}
 
 
 @pytest.mark.parametrize("name", ["hub:nobody/nothing", "hub:nobody", "hub:a/b/c"])

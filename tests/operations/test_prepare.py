@@ -138,7 +138,7 @@ def test_a_data_set_of_the_hub_is_read_from_its_cache(tmp_path: Path, monkeypatc
     (folder / "more.json").write_text(json.dumps([{"problem": "Which?", "answer": "9"}]))
     prepare(["hub:some/set"], tmp_path / "out.jsonl", verifier=VERIFIER)
     assert sorted(row["answer"] for row in _rows(tmp_path / "out.jsonl")) == ["7", "9"]
-    with pytest.raises(BadInput, match=r"no file of split validation among .*some-name"):
+    with pytest.raises(BadInput, match=r"no file of validation among .*some-name"):
         prepare(["hub:some/set:validation"], tmp_path / "no.jsonl", verifier=VERIFIER)
     with pytest.raises(BadInput, match=r"other/set: cannot be downloaded .*hf download --repo-type dataset other/set"):
         prepare(["hub:other/set"], tmp_path / "no.jsonl", verifier=VERIFIER)

@@ -32,13 +32,13 @@ def test_the_formula_is_that_of_a_loop() -> None:
     torch.testing.assert_close(distilled(advantages, student, teacher, 0.7).double(), wanted, rtol=1e-5, atol=1e-6)
 
 
-def distances(folder: Path, layout: dict[str, int]) -> dict[str, list[float]]:
+def distances(folder: Path, layout: dict[str, int], kind: str = "model") -> dict[str, list[float]]:
     """Collective: advantages of a rollout that only the teacher judges, and both models' log-probs."""
     kl = {"placement": "advantage", "coef": 0.5, "reference_path": str(folder / "teacher")}
     config = config_of(
         folder,
         {f"algorithm.kl.{key}": value for key, value in kl.items()}
-        | {"algorithm.advantage.estimator": "batch_baseline", "actor.layout": layout},
+        | {"algorithm.advantage.estimator": "batch_baseline", "actor.layout": layout, "actor.kind": kind},
     )
     models, whole = load_models(config, None), read_rollout(folder)
     whole.rewards.zero_()
@@ -62,6 +62,9 @@ def test_a_larger_teacher_gives_each_token_its_reverse_kl_at_every_layout(tmp_pa
     assert alone["advantages"] == pytest.approx([-0.5 * (s - t) for s, t in pairs], abs=1e-5)
     assert max(abs(advantage) for advantage in alone["advantages"]) > 0.01
     assert cut["advantages"] == pytest.approx(alone["advantages"], abs=1e-4)
+    # Adapters begin as nothing; what they are added to is not the teacher here.
+    (adapted,) = run_ranks(1, distances, tmp_path, {"tp": 1}, "adapter")
+    assert adapted["advantages"] == pytest.approx(alone["advantages"], abs=1e-5)
 
 
 def config_with_teacher(folder: Path, words: list[str], *overrides: str) -> TrainConfig:

@@ -52,7 +52,7 @@ class EvalSet(Section):
         pattern=r"^[A-Za-z0-9_.-]+$",
         description="part of metric names: evaluation/<name>_avg@<samples>",
     )
-    path: Path = Field(description="file of problems, or hub:OWNER/NAME:CONFIG/SPLIT@REVISION")
+    path: Path = Field(description="file of problems, or hub:OWNER/NAME@REVISION:PART")
     samples: int = Field(8, ge=1, description="responses a problem (the k of avg@k)")
     limit: int | None = Field(None, ge=1, description="only the first rows")
 
@@ -92,7 +92,7 @@ class DataConfig(ProblemsConfig):
     """The data of a training run; files are .jsonl, .jsonl.gz or .parquet with a problem and an answer a row."""
 
     train: Annotated[dict[Path, Weight], Field(min_length=1)] | Path = Field(
-        description="problems to train on: a file, or hub:OWNER/NAME:CONFIG/SPLIT@REVISION; of several files each with "
+        description="problems to train on: a file, or hub:OWNER/NAME@REVISION:PART; of several files each with "
         "its weight, {FILE: WEIGHT, ...}, which says how often its problems are drawn"
     )
     drop_long_prompts: bool = Field(False, description="leave training rows with too long prompts out instead")

@@ -1,33 +1,44 @@
 """Models and data sets that a config names on the Hugging Face Hub, as files of its cache here."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from vapo_megatron.errors import BadInput, reason_of
 
 HUB = "hub:"
-_NAME = re.compile(r"hub:([\w.-]+/[\w.-]+?)(?::([\w.-]+)(?:/([\w.-]+))?)?(?:@([\w./-]+))?")
-# Where the Hub keeps every public data set as CONFIG/SPLIT/NUMBER.parquet.
-_PARQUET = "refs/convert/parquet"
-_MODEL_FILES = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.txt")
-_MODEL_KEYS = (("model", "path"), ("critic", "model_path"), ("critic", "init_path"))
+_NAME = re.compile(r"hub:([\w.-]+/[\w.-]+)(?:@([\w./-]+))?(?::([\w./-]+))?")
+_ROWS = ("*.parquet", "*.jsonl", "*.jsonl.gz", "*.json")
+_MODEL = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.txt")
+_MODEL_KEYS = ("model.path", "critic.model_path", "critic.init_path", "algorithm.kl.reference_path")
 
 
-def hub_rows(name: str, key: str) -> list[Path]:
-    """The parquet files of hub:OWNER/NAME[:CONFIG[/SPLIT]][@REVISION], in their order; without SPLIT that of training.
+def hub_files(name: str, key: str = "") -> list[Path]:
+    """The files of a data set, hub:OWNER/NAME[@REVISION][:PART], in the order of their paths, which is that of shards.
 
-    Raises BadInput naming the key of the config where they cannot be had.
+    Those whose path holds PART, such as test or main/train; without it those that name train, if there are any, else
+    all.
+
+    Raises:
+        BadInput: it cannot be downloaded, or holds no such file; key names the setting.
     """
-    repository, config, split, revision = _parts(name, key)
-    folder = f"{config or '*'}/{split or 'train'}"
-    root = _snapshot(name, key, repository, "dataset", revision or _PARQUET, [f"{folder}/*.parquet"])
-    files = sorted(root.glob(f"{folder}/*.parquet"))
-    configs = sorted({file.parent.parent.name for file in files})
-    if len(configs) != 1:
-        there = f"several configs ({', '.join(configs)})" if configs else f"no {folder}/*.parquet"
-        raise BadInput(f"{key}: {name}: {there} on the Hub; name one, such as {HUB}{repository}:CONFIG/SPLIT")
-    return files
+    place = f"{key}: " if key else ""
+    repository, revision, part = _parts(name, place)
+    folder = _snapshot(name, place, repository, "dataset", revision, _ROWS)
+    paths = {path: str(path.relative_to(folder)) for pattern in _ROWS for path in sorted(folder.rglob(pattern))}
+    named = [path for path, inside in paths.items() if (part or "train") in inside]
+    chosen = named or ([] if part else list(paths))
+    if not chosen:
+        names = ", ".join(list(paths.values())[:8]) or "none"
+        lacking = f"no file of {part}" if part else "no file"
+        raise BadInput(f"{place}{name}: {lacking} among its .parquet and .json ones ({names}); name one that is there")
+    folders = sorted({str(path.parent.relative_to(folder)) for path in chosen})
+    if len(folders) > 1:
+        raise BadInput(
+            f"{place}{name}: its files lie in {', '.join(folders)}; name one, as {HUB}{repository}:{folders[0]}"
+        )
+    return sorted(chosen)
 
 
 def with_models_from_hub(values: Any) -> None:
@@ -35,21 +46,24 @@ def with_models_from_hub(values: Any) -> None:
 
     A model is downloaded once, whichever process asks first: the others wait for its lock. Raises BadInput.
     """
-    for section, key in _MODEL_KEYS:
-        held = values.get(section)
-        if isinstance(held, dict) and str(name := held.get(key)).startswith(HUB):
-            repository, *_, revision = _parts(str(name), f"{section}.{key}")
-            folder = _snapshot(str(name), f"{section}.{key}", repository, "model", revision or "main", _MODEL_FILES)
-            held[key] = str(folder)
+    for key in _MODEL_KEYS:
+        *sections, last = key.split(".")
+        held = values
+        for section in sections:
+            held = held.get(section) if isinstance(held, dict) else None
+        name = held.get(last) if isinstance(held, dict) else None
+        if isinstance(name, str) and name.startswith(HUB):
+            repository, revision, _ = _parts(name, f"{key}: ")
+            held[last] = str(_snapshot(name, f"{key}: ", repository, "model", revision, _MODEL))
 
 
-def _parts(name: str, key: str) -> tuple[str, ...]:
+def _parts(name: str, place: str) -> tuple[str, str | None, str | None]:
     if (match := _NAME.fullmatch(name)) is None:
-        raise BadInput(f"{key}: {name}: expected hub:OWNER/NAME@REVISION, of data hub:OWNER/NAME:CONFIG/SPLIT@REVISION")
-    return match.groups()
+        raise BadInput(f"{place}{name}: expected hub:OWNER/NAME@REVISION, of a data set hub:OWNER/NAME@REVISION:PART")
+    return match[1], match[2], match[3]
 
 
-def _snapshot(name: str, key: str, repository: str, kind: str, revision: str, patterns: Any) -> Path:
+def _snapshot(name: str, place: str, repository: str, kind: str, revision: str | None, patterns: Sequence[str]) -> Path:
     import httpx
     import huggingface_hub
 
@@ -58,6 +72,9 @@ def _snapshot(name: str, key: str, repository: str, kind: str, revision: str, pa
             repository, repo_type=kind, revision=revision, allow_patterns=list(patterns)
         )
     except (OSError, ValueError, httpx.HTTPError) as error:
-        remedy = "check the name and the network, or download it where there is one and set HF_HOME to that cache"
-        raise BadInput(f"{key}: {name}: not to be had from the Hub ({reason_of(error)}); {remedy}") from None
+        option = "--repo-type dataset " if kind == "dataset" else ""
+        raise BadInput(
+            f"{place}{name}: cannot be downloaded ({reason_of(error)[:200]}); check the name, or run `hf download "
+            f"{option}{repository}` on a machine with network and set HF_HOME to its cache"
+        ) from None
     return Path(folder)

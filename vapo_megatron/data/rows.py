@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vapo_megatron.config.data import DataConfig, EvalSet, FieldNames
-from vapo_megatron.config.hub import HUB, hub_rows
+from vapo_megatron.config.hub import HUB, hub_files
 from vapo_megatron.data.jsonl import check_characters, no_such_file, read_rows, unambiguous
 from vapo_megatron.errors import BadInput, reason_of
 
@@ -77,7 +77,7 @@ def read_file(path: Path, key: str = "") -> Iterator[tuple[int, dict[str, Any]]]
     Raises BadInput, naming the file and where it can the line, for one that is missing, unreadable or of another kind.
     """
     if str(path).startswith(HUB):
-        rows = chain.from_iterable(_parquet_rows(file, key) for file in hub_rows(str(path), key))
+        rows = chain.from_iterable(read_file(file, key) for file in hub_files(str(path), key))
         yield from enumerate((row for _, row in rows), start=1)
     elif path.suffix == ".parquet":
         yield from _parquet_rows(path, key)

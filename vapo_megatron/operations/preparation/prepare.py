@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.config.hub import HUB, hub_files
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.data.jsonl import write_rows
 from vapo_megatron.data.rows import chosen_fields, read_file
@@ -18,55 +19,14 @@ from vapo_megatron.rewards.equivalence import quick_comparison
 from vapo_megatron.rewards.normal_form import normal_form, plain_number
 from vapo_megatron.rewards.pool import Case, VerifierPool
 
-HUB = "hub:"
-_READABLE = ("*.parquet", "*.jsonl", "*.jsonl.gz", "*.json")
-
-
-def source_files(source: str) -> list[Path]:
-    """The files of a source: a path, or hub:ORG/NAME[@REVISION][:SPLIT], which is downloaded.
-
-    Of a hub data set those files are taken whose path names the split; without one those that name train, if there are
-    any, else all.
-
-    Raises:
-        BadInput: it cannot be downloaded, or holds no such file.
-    """
-    if not source.startswith(HUB):
-        return [Path(source)]
-    place, _, split = source.removeprefix(HUB).partition(":")
-    repository, _, revision = place.partition("@")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        folder = Path(
-            snapshot_download(
-                repository, repo_type="dataset", revision=revision or None, allow_patterns=list(_READABLE)
-            )
-        )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise BadInput(
-            f"{source}: cannot be downloaded ({reason}); on a machine with network run `hf download --repo-type "
-            f"dataset {repository}`, bring its files here and give their paths"
-        ) from None
-    found = sorted({path for pattern in _READABLE for path in folder.rglob(pattern)})
-    named = [path for path in found if (split or "train") in str(path.relative_to(folder))]
-    chosen = named or ([] if split else found)
-    if not chosen:
-        names = ", ".join(str(path.relative_to(folder)) for path in found[:8]) or "none"
-        wanted = f"no file of split {split}" if split else "no file"
-        raise BadInput(f"{source}: {wanted} among its .parquet and .json ones ({names}); name a split that is there")
-    return chosen
-
 
 def source_rows(source: str) -> Iterator[tuple[Path, int, dict[str, Any]]]:
     """(file, number of the row from 1, row) of every row of a source.
 
     Raises:
-        BadInput: see source_files and experience.rows.read_file.
+        BadInput: see config.hub.hub_files and data.rows.read_file.
     """
-    for path in source_files(source):
+    for path in hub_files(source) if source.startswith(HUB) else [Path(source)]:
         for number, row in read_file(path):
             yield path, number, row
 
@@ -190,7 +150,7 @@ def prepare(
     could compare anything with its answer (unreadable_answer).
 
     Args:
-        sources: files, or hub:ORG/NAME[@REVISION][:SPLIT].
+        sources: files, or hub:OWNER/NAME[@REVISION][:PART].
         out: a .jsonl file.
         against: prepared files of problems that must not be trained on.
         layout: of the rows; see layouts.LAYOUTS.
