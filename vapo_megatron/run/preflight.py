@@ -51,7 +51,7 @@ def cautions(
     """
     kl, reward = config.algorithm.kl, config.reward
     if kl.placement == "advantage" and kl.reference_path is None and reward.correct == reward.incorrect:
-        yield "the teacher is model.path itself, and all rewards are alike: set algorithm.kl.reference_path to a teacher"
+        yield "the teacher is model.path itself and all rewards are alike: set algorithm.kl.reference_path"
     largest, bucket = resource.getrlimit(resource.RLIMIT_FSIZE)[0], config.rollout.sync.bucket_mib
     if 0 <= largest < bucket << 20:  # -1: any size
         yield (
