@@ -21,6 +21,7 @@ OnDone = Callable[[int, Grade], None]
 
 # Workers that may be killed one after the other while they start, before their function is to blame.
 _STARTS = 3
+_GRACE_SECONDS = 30.0
 STARTUP_SECONDS = 60.0  # for a worker to import the verifier
 
 
@@ -103,7 +104,7 @@ class VerifierPool:
             if isinstance(prepared, Grade):
                 done(index, prepared)
                 continue
-            same = places.setdefault((index,) if self._config.function else tuple(prepared.values()), [])
+            same = places.setdefault((index,) if self._config.verifier == "function" else tuple(prepared.values()), [])
             same.append(index)
             if len(same) == 1:
                 jobs.append(_Job(batch, index, prepared))
@@ -181,7 +182,9 @@ class VerifierPool:
         self.close()
 
     def _prepare(self, case: Case) -> Grade | dict[str, Any]:
-        if self._config.verifier == "function":
+        if self._config.verifier != "math":
+            if self._config.verifier != "function":
+                return {"ground_truth": case.ground_truth, "response": case.response}
             extra = dict(case.extra)
             return {
                 "problem": case.problem,
@@ -196,16 +199,21 @@ class VerifierPool:
         return prepared
 
     def _with_score(self, grade: Grade) -> Grade:
-        if grade.reason == "scored":
+        if grade.reason == "scored" and self._config.verifier == "function":
             return grade
+        if grade.reason == "scored":  # a share of what is correct
+            worth = self._config.correct - self._config.incorrect
+            return replace(grade, score=self._config.incorrect + worth * grade.score)
         return replace(grade, score=self._config.correct if grade.correct else self._config.incorrect)
 
     def _start_worker(self) -> None:
         config = self._config
         greeting = {
+            "verifier": config.verifier,
             "function": config.function,
             "correct_above": config.correct_above,
             "memory_mib": config.memory_mib,
+            "response_timeout_s": config.response_timeout_s,
         }
         self._workers.append(WorkerProcess(greeting, STARTUP_SECONDS))
 
@@ -243,8 +251,10 @@ class VerifierPool:
             for worker in self._workers:
                 if self._waiting and worker.idle:
                     job = self._waiting.popleft()
-                    of_cpu = self._config.function is None
-                    worker.send(job, job.message, self._config.response_timeout_s, of_cpu)
+                    verifier, seconds = self._config.verifier, self._config.response_timeout_s
+                    # Code that takes too long is wrong, and its worker says so.
+                    seconds += _GRACE_SECONDS if verifier.startswith("code") else 0.0
+                    worker.send(job, job.message, seconds, of_cpu=verifier == "math")
 
     def _give_up(self, error: BaseException) -> None:
         """Let all who wait raise an error, and begin anew."""

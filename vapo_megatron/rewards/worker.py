@@ -95,6 +95,12 @@ def _reap() -> None:
 
 
 def _load(message: dict[str, Any]) -> Handler:
+    if message.get("verifier", "math").startswith("code"):
+        from vapo_megatron.rewards.code import grade_code
+
+        limits = message["response_timeout_s"], message["memory_mib"], message["verifier"] == "code_share"
+        return lambda case: grade_code(case["ground_truth"], case["response"], *limits)
+
     if message["function"] is None:
         from vapo_megatron.rewards.math import Comparison, settle
 

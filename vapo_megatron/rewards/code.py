@@ -1,0 +1,117 @@
+"""The verifier of code: a response's last block of Python, run against the tests of its row in the agents' sandbox.
+
+What a test expects never enters the sandbox: the code cannot print a result that it does not have, nor change who
+compares.
+"""
+
+import ast
+import asyncio
+import json
+import re
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from vapo_megatron.agents.tools import run_python
+from vapo_megatron.errors import BadInput
+
+if TYPE_CHECKING:  # a worker has no use for torch
+    from vapo_megatron.data.sample import Prompt
+
+_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_LONGEST = 8_000  # characters of what a test expects; a sandbox may print 16 KiB
+# Before the code of a test: its input, and errors apart from what it prints.
+_INPUT = """import io, sys
+sys.stdin, sys.stderr = io.TextIOWrapper(io.BytesIO({!r}.encode())), io.StringIO()
+del io, sys
+"""
+
+
+def check_tests(prompts: "Iterable[Prompt]") -> None:
+    """Raises BadInput naming the first row whose answer holds no tests that can be run."""
+    for prompt in prompts:
+        try:
+            _tests(prompt.answer)
+        except (ValueError, SyntaxError) as error:
+            raise BadInput(
+                f"{prompt.source}: row {prompt.id}: the answer holds no tests ({error}); expected lines such as "
+                '`assert f(1) == 2`, or JSON [{"input": "1 2", "output": "3"}]; data.fields.answer names the field'
+            ) from None
+
+
+def grade_code(answer: str, response: str, seconds: float, memory_mib: int, share: bool) -> dict[str, Any]:
+    """The grade on a response; answer: the tests, which have `seconds` together. share: tests that pass score too.
+
+    A test is an assert of a call, alone or compared with a literal by == or is, after statements that prepare it; or
+    an input with the output that a program prints.
+    """
+    tests, blocks = _tests(answer), _BLOCK.findall(response)
+    if not blocks:
+        return {"correct": False, "reason": "no_answer"}
+    deadline, passed = time.monotonic() + seconds, 0
+    for test in tests:
+        left = deadline - time.monotonic()
+        if left > 0 and _passes(blocks[-1], test, left, memory_mib):
+            passed += 1
+        elif not share:
+            break
+    correct = passed == len(tests)
+    grade = {"correct": correct, "reason": "equal" if correct else "different"}
+    return grade | ({"reason": "scored", "score": passed / len(tests)} if share else {})
+
+
+def _tests(answer: str) -> list[tuple[str, str, Any]]:
+    """(what stands after the code, standard input, expected) of each test; a program's expected output is a text."""
+    try:
+        pairs = json.loads(answer)
+    except ValueError:
+        return _asserts(answer)
+    if not isinstance(pairs, list) or not pairs:
+        raise ValueError("not a list of tests")
+    for pair in pairs:
+        if not isinstance(pair, dict) or not all(isinstance(pair.get(name), str) for name in ("input", "output")):
+            raise ValueError("a test without the texts input and output")
+        if len(pair["output"]) > _LONGEST:
+            raise ValueError(f"an output longer than {_LONGEST} characters")
+    return [("", pair["input"], pair["output"]) for pair in pairs]
+
+
+def _asserts(source: str) -> list[tuple[str, str, Any]]:
+    tests: list[tuple[str, str, Any]] = []
+    before = ""
+    for statement in ast.parse(source).body:
+        if not isinstance(statement, ast.Assert):
+            before += ast.unparse(statement) + "\n"
+            continue
+        call, expected = statement.test, True
+        if isinstance(call, ast.Compare) and len(call.ops) == 1 and isinstance(call.ops[0], ast.Eq | ast.Is):
+            call, expected = call.left, ast.literal_eval(call.comparators[0])
+            shown = ast.unparse(call)
+        else:
+            if isinstance(call, ast.UnaryOp) and isinstance(call.op, ast.Not):
+                call, expected = call.operand, False
+            shown = f"bool({ast.unparse(call)})"
+        if not isinstance(call, ast.Call):
+            raise ValueError(f"`{ast.unparse(statement)[:80]}` is no call compared with a literal")
+        tests.append((f"{before}print('\\n' + repr({shown}))\n", "", (expected,)))
+    if not tests:
+        raise ValueError("no assert")
+    return tests
+
+
+def _passes(code: str, test: tuple[str, str, Any], seconds: float, memory_mib: int) -> bool:
+    after, given, expected = test
+    program = f"{_INPUT.format(given)}{code}\n{after}"
+    printed, ended_well = asyncio.run(run_python(program, seconds, memory_mib))
+    if not ended_well:
+        return False
+    if isinstance(expected, str):
+        return _lines(printed) == _lines(expected)
+    try:
+        return bool((ast.literal_eval(printed.rstrip("\n").rpartition("\n")[2]),) == expected)
+    except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
+        return False
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
