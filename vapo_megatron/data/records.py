@@ -143,21 +143,22 @@ class Records:
 
     def _result(self, row: Mapping[str, Any]) -> tuple[float, bool]:
         """Reward and grade: a verdict is worth what this run's is; a number has to be a reward of this run."""
-        config, is_math = self._config.reward, self._config.reward.verifier == "math"
-        for name in ("correct", "acc", "result") if is_math else ():
+        config = self._config.reward
+        is_verdict, is_score = config.verifier in ("math", "code"), config.verifier == "function"
+        for name in ("correct", "acc", "result") if is_verdict else ():
             if isinstance(row.get(name), bool) or (name == "acc" and row.get(name) in (0, 1)):
                 return (config.correct if row[name] else config.incorrect), bool(row[name])
         numbers = {name: row[name] for name in ("reward", "score", "result") if row.get(name) is not None}
         name, number = next(iter(numbers.items()), ("result", None))
         if not isinstance(number, int | float) or not abs(number) < float("inf"):
             raise ValueError(f"its {name} is {'missing' if number is None else repr(number)}: leave the row out")
-        if is_math and number not in (config.correct, config.incorrect):
+        if is_verdict and number not in (config.correct, config.incorrect):
             raise ValueError(
                 f"its {name} {number:g} is neither reward.correct={config.correct:g} nor "
                 f"reward.incorrect={config.incorrect:g}: set these as they were, or give correct, true or false"
             )
         above = config.correct_above
-        return float(number), number == config.correct if is_math else above is not None and number > above
+        return float(number), above is not None and number > above if is_score else number == config.correct
 
 
 def _text(row: Mapping[str, Any], *names: str) -> str:
