@@ -29,6 +29,7 @@ def test_right_code_passes_and_wrong_code_does_not() -> None:
     assert _correct("import sys\nprint('noise', file=sys.stderr)\n" + SUM, PAIRS)
     assert not _correct("def double(x):\n    return x + 2")
     assert not _correct("print(3)", PAIRS)
+    assert not _correct(SUM + "\nraise SystemExit(1)", PAIRS), "a program that ends with an error"
     assert grade_code(ASSERTS, "def double(x): return 2 * x", 30.0, 512, share=False)["reason"] == "no_answer"
 
 
