@@ -15,7 +15,7 @@ from vapo_megatron.errors import BadInput
 @dataclass(slots=True)
 class Response:
     """A response to the problem of this id. tokens: its length; weight_version and response_ids, its tokens: None where
-    an external server made it; episode: all that was said in an agent's episode, whose last message is the text."""
+    an external server made it, or an episode, of several turns or broken; episode: all that was said in an agent's episode, whose last message is the text."""
 
     id: str
     index: int
@@ -65,7 +65,7 @@ def response_of(sample: Sample, decode: Callable[[Sequence[int]], str]) -> Respo
         correct=bool(sample.correct),
         grade_reason=sample.grade_reason,
         episode="" if sample.loss_mask is None else decode(sample.response_ids.tolist()),
-        response_ids=sample.response_ids.tolist() if sample.loss_mask is None else None,
+        response_ids=sample.response_ids.tolist() or None if sample.loss_mask is None else None,
     )
 
 
