@@ -14,8 +14,14 @@ from vapo_megatron.errors import BadInput
 
 @dataclass(slots=True)
 class Response:
-    """A response to the problem of this id. tokens: its length; weight_version and response_ids, its tokens: None where
-    an external server made it, or an episode, of several turns or broken; episode: all that was said in an agent's episode, whose last message is the text."""
+    """A response to the problem of this id.
+
+    Attributes:
+        tokens: its length.
+        weight_version: None where an external server made it.
+        episode: all that was said in an agent's episode, whose last message is the text.
+        response_ids: its tokens; None where an external server made it, or an episode's.
+    """
 
     id: str
     index: int
