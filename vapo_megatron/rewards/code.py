@@ -83,9 +83,14 @@ def _asserts(source: str) -> list[tuple[str, str, Any]]:
         if not isinstance(statement, ast.Assert):
             before += ast.unparse(statement) + "\n"
             continue
-        call, expected = statement.test, True
-        if isinstance(call, ast.Compare) and len(call.ops) == 1 and isinstance(call.ops[0], ast.Eq | ast.Is):
-            call, expected = call.left, ast.literal_eval(call.comparators[0])
+        asserted, expected = statement.test, True
+        call = asserted
+        if (
+            isinstance(asserted, ast.Compare)
+            and len(asserted.ops) == 1
+            and isinstance(asserted.ops[0], ast.Eq | ast.Is)
+        ):
+            call, expected = asserted.left, ast.literal_eval(asserted.comparators[0])
             shown = ast.unparse(call)
         else:
             if isinstance(call, ast.UnaryOp) and isinstance(call.op, ast.Not):
