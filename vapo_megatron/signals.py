@@ -18,7 +18,7 @@ import psutil
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
 
 _libc = ctypes.CDLL(None)
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _TREE_SECONDS = 2.0  # for the kernel to end what was killed
 
 _received: list[str] = []
@@ -64,6 +64,11 @@ def stop_signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def end_with_parent() -> None:
+    """From now on this process is killed when the thread that started it ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:

@@ -1,7 +1,6 @@
 """Tools in the box: Python in a process with limits, and search over a local corpus."""
 
 import asyncio
-import ctypes
 import math
 import os
 import re
@@ -13,12 +12,10 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 
-from vapo_megatron.signals import adopt_orphans, end_tree
+from vapo_megatron.signals import adopt_orphans, end_tree, end_with_parent
 
 _MOST_OUTPUT = 16 << 10
 _MIB = 1 << 20
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
 _WORDS = re.compile(r"\w+")
 # Given to `python -c`: an audit hook refuses sockets, child processes, and files outside the call's folder, though
 # Python's own modules may be read. The limits hold whatever becomes of the hook.
@@ -57,7 +54,7 @@ async def run_python(code: str, seconds: float = 10.0, memory_mib: int = 512) ->
     """
 
     def limit() -> None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # whoever started it may be killed
+        end_with_parent()
         adopt_orphans()
         cpu = math.ceil(seconds) + 1
         for kind, most in (

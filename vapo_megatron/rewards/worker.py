@@ -5,7 +5,6 @@ what to load; "ready" or "failed" answers it. A worker may be killed at any mome
 kernel kills it with the trainer, however that one dies, even a worker that is stopped.
 """
 
-import ctypes
 import importlib
 import json
 import os
@@ -19,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from vapo_megatron.errors import reason_of
-from vapo_megatron.signals import adopt_orphans
+from vapo_megatron.signals import adopt_orphans, end_with_parent
 
 _LENGTH = struct.Struct("<I")
 _MIB = 1 << 20
-_PR_SET_PDEATHSIG = 1
 _MOST_CHILDREN = 256
 
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
@@ -58,7 +56,7 @@ class Decoder:
 def main() -> None:
     """Serve until stdin closes."""
     # With the thread that started us: the pool's own, or that which made the pool.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != int(sys.argv[1]):
         return  # it died before the kernel was asked
     requests, replies, nowhere = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)

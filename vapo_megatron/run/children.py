@@ -13,11 +13,11 @@ from typing import Any, Self
 from vapo_megatron import logs
 from vapo_megatron.engines.inside.heartbeat import stands_still
 from vapo_megatron.megatron.platform import current_platform
-from vapo_megatron.signals import stop_signals_blocked
+from vapo_megatron.signals import end_with_parent, stop_signals_blocked
 
 _logger = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_PR_SET_NAME = 15
 _GRACE_SECONDS = 15
 # How the starter ends its processes; the stop signals ask for a save first.
 _END_NOW = signal.SIGUSR2
@@ -31,9 +31,8 @@ def begin_child(level: logs.LogLevel) -> None:
     # What this process was forked with is never collected: the end of a process group waits for threads that only its
     # own process has.
     gc.freeze()
-    system = ctypes.CDLL(None)
-    system.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    system.prctl(_PR_SET_NAME, multiprocessing.current_process().name.encode())
+    end_with_parent()
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, multiprocessing.current_process().name.encode())
     logs.configure(level)  # a spawned process does not have it yet
     # Ctrl-C reaches the whole terminal group; the starter turns it into one orderly end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
