@@ -11,13 +11,16 @@ import hf_models
 import pytest
 import torch
 from hf_models import VOCAB, megatron, write_model
+from invariance import make_batch
 from ranks import run_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from trainables import make_trainable, policy_loss
 
-from vapo_megatron.config.model import LayoutConfig
+from vapo_megatron.config.model import ActorConfig, LayoutConfig, ModelConfig
 from vapo_megatron.megatron.heads import ValueHead, logprobs_and_entropy
+from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.weights.spec import read_spec
 
 ROWS, WIDTH, CHUNK, TEMPERATURE = 61, 32, 8, 0.7
@@ -157,6 +160,25 @@ def head_beside_fused_layers(model_dir: Path) -> Any:
 def test_without_apex_the_head_trains_beside_layers_that_fuse_weight_gradients(model_dir: Path) -> None:
     (found,) = run_ranks(1, head_beside_fused_layers, model_dir)
     assert torch.allclose(torch.from_numpy(found), inputs()[0].sum((0, 1)).expand(VOCAB, -1), rtol=1e-5, atol=1e-5)
+
+
+def fuses_weight_gradients(model_dir: Path) -> tuple[bool, bool]:
+    """Whether a layer that can add its gradient to main_grad is asked to, with and without that buffer."""
+    batch, asked = make_batch(), []
+    prepared = make_trainable(model_dir, "lm")
+    alone = Trainable(
+        prepared.spec, ModelConfig(path="unread"), ActorConfig(), prepared.mesh, "lm", name="actor", seed=1
+    )
+    for trainable in (prepared, alone):
+        layer = trainable.chunks[0].decoder.layers[0].mlp.linear_fc1
+        layer.fuse_wgrad_accumulation = True
+        trainable.gradients(batch, range(batch.samples), policy_loss(batch, batch.rollout_logprobs))
+        asked.append(layer.fuse_wgrad_accumulation)
+    return asked[0], asked[1]
+
+
+def test_gradients_without_an_optimizer_are_not_added_to_a_sum_that_is_not_there(model_dir: Path) -> None:
+    assert run_ranks(1, fuses_weight_gradients, model_dir) == [(True, False)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])

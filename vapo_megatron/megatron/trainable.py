@@ -369,6 +369,10 @@ class Trainable:
     def gradients(self, batch: ExperienceBatch, samples: Sequence[int], loss: TokenLoss) -> dict[str, float]:
         """Collective: train_step() without the update; returns the loss's metrics. Gradients are left in main_grad of
         the parameters, in fp32; of a model that was not prepared, in grad, and of this rank's samples alone."""
+        for chunk in self._chunks if not self.wrapped else ():
+            for module in chunk.modules():
+                if hasattr(module, "fuse_wgrad_accumulation"):  # Transformer Engine's: there is no main_grad to add to
+                    module.fuse_wgrad_accumulation = False
         return self._backward(batch, samples, loss).over_ranks()
 
     def _backward(
