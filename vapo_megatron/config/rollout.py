@@ -25,7 +25,7 @@ class SyncConfig(Section):
     transport: TransportName = Field(
         "auto",
         description="ipc: CUDA handles, engine and rank on one GPU; shared_memory: the machine's; distributed: the "
-        "network; disk: files under the run's logs/, for a moment; auto: ipc with GPUs, else shared_memory; distributed to "
+        "network; disk: files under the run's logs/; auto: ipc with GPUs, else shared_memory; distributed to "
         "rollout.external_urls",
     )
     bucket_mib: int = Field(512, ge=1, description="weights sent at once; two buffers of this size stay allocated")
