@@ -1,6 +1,7 @@
 """Prints how large the package is: `python tests/count_house.py`. tests/test_structure.py holds the figures."""
 
 import ast
+import functools
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ def assigned_names(tree: ast.Module) -> list[str]:
     return [node.id for node in stores if isinstance(node.ctx, ast.Store)]
 
 
+@functools.cache
 def house() -> dict[str, float]:
     """Lines and files of Python, keys of a training config, and vague names of a thousand that are assigned."""
     from vapo_megatron.config.base import known_keys

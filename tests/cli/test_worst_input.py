@@ -179,6 +179,7 @@ def test_ctrl_c_tells_what_is_saved_and_how_to_go_on(
     assert error.count("\n") == 1 and "step_000020: the same command with run.resume=auto" in error
 
 
+@pytest.mark.full
 def test_arguments_that_sglang_refuses_are_told_of_before_anything_starts(
     command: Command, capfd: pytest.CaptureFixture[str]
 ) -> None:

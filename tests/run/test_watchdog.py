@@ -152,6 +152,7 @@ sys.exit(str(told[0]) if told else 0)
 """
 
 
+@pytest.mark.full
 def test_a_job_that_was_suspended_has_not_hung_meanwhile(tmp_path: Path) -> None:
     """As `scontrol suspend` and `resume` stop and continue it."""
     child = subprocess.Popen(
