@@ -31,6 +31,7 @@ SETTINGS = (
     "reward.function=parity_grade:verify_with_bombs",
     "rollout.health.answer_s=5",
     "rollout.health.max_failures=20",
+    "robustness.hangs.every_s=0.5",
     "robustness.hangs.floor_s=30",
 )
 AHEAD = (
