@@ -290,8 +290,9 @@ def test_a_walk_that_leaves_a_hop_out_is_noticed(title: str) -> None:
     assert not missed
 
 
-# The house may only become smaller: lower a figure when it has. The aim is 36,000 lines, 270 files and 220 keys.
-MOST = {"lines": 40_730, "files": 256, "keys": 240, "vague names of 1,000": 24.0}
+# The house may only become smaller: lower a figure when it has. The aim is 36,000 lines, 270 files, none of them above
+# 400 lines, and 220 keys.
+MOST = {"lines": 40_720, "files": 257, "files above 400 lines": 1, "keys": 234, "vague names of 1,000": 23.5}
 
 
 @pytest.mark.parametrize("figure", MOST)

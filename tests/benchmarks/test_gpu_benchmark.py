@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from ranks import run_ranks
 
 from benchmarks.common import SHAPES, random_model, sample_batch
@@ -15,6 +16,7 @@ from vapo_megatron.errors import RunFailed
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.full
 def test_a_row_times_passes_and_update_apart_and_fp8_is_refused_without_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--recipes", "none", "tensorwise", "--json", str(out)]

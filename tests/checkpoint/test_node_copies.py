@@ -90,6 +90,7 @@ def copies(memory: Path, node: str) -> list[str]:
     return sorted(path.name for path in (memory / node / "checkpoints").iterdir())
 
 
+@pytest.mark.full
 @pytest.mark.timeout(240)
 def test_what_a_node_has_lost_comes_from_the_one_that_keeps_it(tmp_path: Path) -> None:
     make_model(tmp_path / "model")

@@ -145,6 +145,7 @@ def test_it_stops_before_its_time_limit_and_makes_progress_in_every_attempt(
     assert_equal(Path(config.run.directory), straight(1))
 
 
+@pytest.mark.full
 def test_another_layout_goes_on_to_rounding(shared: World, straight: Callable[[int], Path]) -> None:
     """Saved by two tensor-parallel ranks, continued by two pipeline stages that share the critic's data."""
     source = straight(2)

@@ -4,6 +4,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from vapo_megatron.checkpoint.checkpointer import TimeLimit, earliest_deadline
 from vapo_megatron.signals import job_end_time
 
@@ -46,6 +48,7 @@ def test_a_long_stretch_is_expected_again_however_long_ago_it_was() -> None:
     assert work(limit, clock, 1)  # 59 left
 
 
+@pytest.mark.full
 def test_a_limit_counts_from_the_start_of_the_process() -> None:
     code = (
         "import time; time.sleep(4); from vapo_megatron.checkpoint.checkpointer import process_start as p; print(p())"

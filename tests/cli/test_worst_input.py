@@ -179,6 +179,7 @@ def test_ctrl_c_tells_what_is_saved_and_how_to_go_on(
     assert error.count("\n") == 1 and "step_000020: the same command with run.resume=auto" in error
 
 
+@pytest.mark.full
 def test_arguments_that_sglang_refuses_are_told_of_before_anything_starts(
     command: Command, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,5 +209,5 @@ def test_a_tracker_that_is_not_installed_is_refused_before_the_run(
     command: Command, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr("vapo_megatron.run.first_look.find_spec", lambda _: None)
-    code = command.exit_code(name, "monitoring.wandb.enabled=true")
-    assert_refused(command, code, capfd.readouterr().err, "monitoring.wandb.enabled", "pip install")
+    code = command.exit_code(name, "monitoring.wandb.mode=online")
+    assert_refused(command, code, capfd.readouterr().err, "monitoring.wandb.mode", "pip install")

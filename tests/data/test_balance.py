@@ -57,6 +57,7 @@ def test_micro_batches_come_by_falling_work(lengths: list[int], plan: Plan) -> N
         assert all(first >= second * (1 - 1e-12) for first, second in itertools.pairwise(work))
 
 
+@pytest.mark.full
 def test_the_largest_differencing_method_is_not_better(lengths: list[int], plan: Plan) -> None:
     ours = quality(plan, lengths, COST, BUDGET, ALIGNMENT)
     peer = quality(peer_plan(lengths, RANKS, BUDGET, COST, within_budget=True), lengths, COST, BUDGET)

@@ -56,6 +56,7 @@ def is_alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("role", "number", "cause"),
     [

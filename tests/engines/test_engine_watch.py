@@ -50,6 +50,7 @@ def wait_until(watch: EngineKeeper, state: str) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("role", "cause"), [("server", "it has not answered for 1 s"), ("scheduler", "its scheduler")])
 def test_one_that_stands_still_is_left_out_and_comes_back(stub: StubServer, role: str, cause: str) -> None:
     lost: list[str] = []

@@ -144,6 +144,7 @@ def test_a_response_goes_on_under_new_weights_with_their_log_probs(
         sync.load(buckets_of(model), version=0)
 
 
+@pytest.mark.full
 def test_a_response_that_waits_over_a_sync_in_place_reads_nothing_of_the_old_weights(
     model_path: Path, config: RolloutConfig, model: Qwen3ForCausalLM, other_model: Qwen3ForCausalLM, tmp_path: Path
 ) -> None:

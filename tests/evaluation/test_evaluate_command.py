@@ -19,6 +19,8 @@ from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.metrics import maj_at_k
 from vapo_megatron.megatron.platform import Platform
 
+pytestmark = pytest.mark.full
+
 SAMPLES = 8
 
 

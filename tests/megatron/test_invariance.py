@@ -52,9 +52,14 @@ def reference(models: dict[tuple[str, bool], Path]) -> dict[str, Any]:
 
 
 PAIRS = [(entry, NAMES) if isinstance(entry, Split) else entry for entry in SPLITS]
+IS_LARGE = [split.world == 8 and split.layout.tp == split.layout.pp == 2 for split, _ in PAIRS]
+CASES = [
+    pytest.param(*pair, id=str(pair[0]), marks=[pytest.mark.full] * is_large)
+    for pair, is_large in zip(PAIRS, IS_LARGE, strict=True)
+]
 
 
-@pytest.mark.parametrize("split,names", PAIRS, ids=[str(split) for split, _ in PAIRS])
+@pytest.mark.parametrize("split,names", CASES)
 def test_a_split_equals_one_rank(
     models: dict[tuple[str, bool], Path], reference: dict[str, Any], split: Split, names: tuple[str, ...]
 ) -> None:

@@ -171,8 +171,8 @@ LAYOUTS = [
     (2, LayoutConfig(cp=2), 1000),
     (4, LayoutConfig(tp=2, pp=2), 40),
     (4, LayoutConfig(pp=2, vpp=2), 40),
-    (4, LayoutConfig(tp=2, cp=2, sequence_parallel=True), 40),
-    (8, LayoutConfig(), 1000),  # more ranks than samples
+    pytest.param(4, LayoutConfig(tp=2, cp=2, sequence_parallel=True), 40, marks=pytest.mark.full),
+    pytest.param(8, LayoutConfig(), 1000, marks=pytest.mark.full),  # more ranks than samples
 ]
 
 

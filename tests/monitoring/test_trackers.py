@@ -99,7 +99,7 @@ def test_without_login_the_run_goes_on(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    with recorder(tmp_path / "run", tensorboard=False, wandb=WandbConfig(enabled=True)) as record:
+    with recorder(tmp_path / "run", tensorboard=False, wandb=WandbConfig(mode="online")) as record:
         write(record, 1, a__x=1.0)
     said = capsys.readouterr()
     lines = [line for line in (said.out + said.err).splitlines() if "Weights & Biases" in line]
@@ -116,8 +116,8 @@ def test_an_offline_run_has_config_code_metrics_samples_and_alarms(
     monkeypatch.setenv("WANDB_TAGS", "one")
     wandb.teardown()  # the environment is read once a process
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"run": {"seed": 7}}))
-    mode = None if by_environment else "offline"
-    config = WandbConfig(enabled=True, mode=mode, project="tests", samples=2)
+    monkeypatch.setattr(trackers, "TABLE_ROWS", 2)
+    config = WandbConfig(mode="online" if by_environment else "offline", project="tests")
     for start in (0, 3):
         with recorder(tmp_path, start, tensorboard=False, wandb=config) as record:
             for step in (start + 1, start + 2):

@@ -1,6 +1,7 @@
 """Answers as problem sets write them, labelled by hand: agreement, hostile ones, symmetry (rules: docs/verifier.md)."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,6 @@ import pytest
 
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.rewards.equivalence import quick_comparison
-from vapo_megatron.rewards.math import Grade
 from vapo_megatron.rewards.pool import VerifierPool
 
 DATA = Path(__file__).parent / "data"
@@ -18,9 +18,10 @@ def _rows(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").splitlines()]
 
 
-def _grades(rows: list[dict[str, Any]]) -> list[Grade]:
-    with VerifierPool(RewardConfig(workers=2, answer_format="auto")) as pool:
-        return pool.grade_batch([(row["gold"], row["prediction"]) for row in rows])
+@pytest.fixture(scope="module")
+def pool() -> Iterator[VerifierPool]:
+    with VerifierPool(RewardConfig(workers=2, answer_format="auto")) as verifiers:
+        yield verifiers
 
 
 # Floors below what was measured on 2026-11-23, with room for a slow machine's timeouts.
@@ -33,10 +34,12 @@ def _grades(rows: list[dict[str, Any]]) -> list[Grade]:
         ("unseen_sentences.jsonl", 0.97, 0),
     ],
 )
-def test_agreement_with_labels_does_not_fall(name: str, least_agreement: float, most_accepted_wrongly: int) -> None:
+def test_agreement_with_labels_does_not_fall(
+    pool: VerifierPool, name: str, least_agreement: float, most_accepted_wrongly: int
+) -> None:
     rows = _rows(name)
     assert "sentences" in name or sum(row["kind"] == "hostile" for row in rows) >= 5
-    grades = _grades(rows)
+    grades = pool.grade_batch([(row["gold"], row["prediction"]) for row in rows])
     accepted_wrongly = [row for row, grade in zip(rows, grades, strict=True) if grade.correct and not row["expected"]]
     agreed = sum(grade.correct == row["expected"] for row, grade in zip(rows, grades, strict=True))
     assert agreed / len(rows) >= least_agreement

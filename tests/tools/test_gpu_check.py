@@ -146,6 +146,7 @@ def test_the_page_tells_of_every_check_and_shows_figures_and_the_end_of_what_fai
     assert "a \\| b" in page and "what was before" in page and "breaks: the end of breaks.log" in page
 
 
+@pytest.mark.full
 def test_on_a_machine_without_gpus_it_says_what_it_could_not_check(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tools.gpu_check", "environment", "layers", "--out", str(tmp_path)],

@@ -65,6 +65,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("doors"), "qwen3", num_hidden_layers=2)
 
 
+@pytest.mark.full
 def test_examples_train_alike_on_two_layouts(model_dir: Path) -> None:
     rows = run_ranks(1, one_step, model_dir, {}, list(CASES), deadline=200)[0]
     for other in run_ranks(4, one_step, model_dir, {"tp": 2, "cp": 2}, list(CASES), deadline=280):

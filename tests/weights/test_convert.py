@@ -30,8 +30,11 @@ LAYOUTS = [
     (2, LayoutConfig(tp=2)),
     (2, LayoutConfig(pp=2)),
     (2, LayoutConfig(pp=2, vpp=2)),
-    (4, LayoutConfig(tp=2, pp=2)),
     (2, LayoutConfig(ep=2)),
+    (4, LayoutConfig(tp=2, pp=2)),
+]
+CASES = [
+    pytest.param(*case, id=case[1].describe(case[0]), marks=[pytest.mark.full] * (case[0] == 4)) for case in LAYOUTS
 ]
 
 
@@ -104,7 +107,7 @@ def equal_when_loaded(layout: LayoutConfig, pairs: list[tuple[Path, Path]]) -> l
     return wrong
 
 
-@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=[layout.describe(n) for n, layout in LAYOUTS])
+@pytest.mark.parametrize(("world_size", "layout"), CASES)
 def test_megatron_loads_a_converted_model_at_every_layout(
     models: dict[str, tuple[Path, Path]], world_size: int, layout: LayoutConfig
 ) -> None:

@@ -26,6 +26,7 @@ def _run(script: str, *arguments: str) -> str:
     return ended.stdout
 
 
+@pytest.mark.full
 def test_transformers_loads_a_model_in_the_environment_of_the_lock(tmp_path: Path) -> None:
     assert "torchvision==" not in (ROOT / "requirements" / "cpu.lock").read_text(encoding="utf-8")
     tokenizer = word_tokenizer(["1", "2"], 32, CHATML_TEMPLATE)

@@ -14,8 +14,8 @@ from vapo_megatron.agents.recording import Message, Recording, Segment, comparab
 from vapo_megatron.config.rollout import EpisodeConfig
 from vapo_megatron.data.sample import Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
-from vapo_megatron.engines.dispatcher import Dispatcher, response_seed
-from vapo_megatron.engines.request import GroupRequest
+from vapo_megatron.engines.dispatcher import Dispatcher
+from vapo_megatron.engines.request import GroupRequest, response_seed
 
 _NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 _ADDRESS = "127.0.0.1"

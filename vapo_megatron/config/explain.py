@@ -51,7 +51,7 @@ OURS = {
     "experiment_name": "run.name",
     "project_name": "monitoring.wandb.project",
     "default_local_dir": "run.root",
-    "logger": "monitoring.wandb.enabled",
+    "logger": "monitoring.wandb.mode",
     "resume_mode": "run.resume",
     "save_freq": "checkpoint.every",
     "test_freq": "evaluation.every",

@@ -25,23 +25,16 @@ class SyncConfig(Section):
     transport: TransportName = Field(
         "auto",
         description="ipc: CUDA handles, engine and rank on one GPU; shared_memory: the machine's; distributed: the "
-        "network; disk: files that the engine reads; auto: ipc with GPUs, else shared_memory; distributed to "
+        "network; disk: files under the run's logs/; auto: ipc with GPUs, else shared_memory; distributed to "
         "rollout.external_urls",
-    )
-    directory: str | None = Field(
-        None, description="transport disk: where the files are for a moment; none: beside the engines' logs"
     )
     bucket_mib: int = Field(512, ge=1, description="weights sent at once; two buffers of this size stay allocated")
     tolerance: float | None = Field(
         None,
         gt=0,
         description="allowed |difference| of a probe token's log-prob: of the largest in float32, of the 0.95 quantile "
-        "in bfloat16 and FP8, where a rare token may be far off; none: 1e-4 in float32, 0.5 in bfloat16, 1.0 in FP8",
-    )
-    mean_tolerance: float | None = Field(
-        None,
-        gt=0,
-        description="allowed mean |difference|; none: that of tolerance in float32, 0.1 in bfloat16, 0.3 in FP8",
+        "in bfloat16 and FP8, where a rare token may be far off; of the mean 1 (float32), 0.2 (bfloat16), 0.3 (FP8) "
+        "times as much. None: 1e-4 in float32, 0.5 in bfloat16, 1.0 in FP8",
     )
 
 

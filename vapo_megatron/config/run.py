@@ -151,9 +151,12 @@ class SkippedUpdatesConfig(Section):
 class HangsConfig(Section):
     """When a phase that does not end is a hang: ranks then leave stacks under logs/ and start again, or end (75)."""
 
-    enabled: bool = Field(True, description="whether anybody watches")
     floor_s: float = Field(1800.0, gt=0, description="least limit of a phase, and for a rank that says nothing")
-    every_s: float = Field(5.0, gt=0, description="between two heartbeats of a rank")
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Seconds between two heartbeats of a rank."""
+        return min(5.0, self.floor_s / 60)
 
 
 class RobustnessConfig(Section):
@@ -194,14 +197,12 @@ class AlarmsConfig(Section):
 class WandbConfig(Section):
     """Weights & Biases; needs `pip install vapo-megatron[wandb]`. WANDB_ENTITY and WANDB_TAGS say team and tags."""
 
-    enabled: bool = Field(False, description="whether it is used")
-    project: str = Field("vapo-megatron", min_length=1, max_length=128, description="project that the run belongs to")
-    mode: Literal["online", "offline"] | None = Field(
-        None,
-        description="offline: written under wandb/ in the run directory, sent later by `wandb sync`; none: what "
-        "WANDB_MODE in the environment says, else online",
+    mode: Literal["disabled", "online", "offline"] = Field(
+        "disabled",
+        description="online: unless WANDB_MODE in the environment says otherwise; offline: written under wandb/ in the "
+        "run directory, sent later by `wandb sync`",
     )
-    samples: int = Field(8, ge=0, description="responses a step in the table of samples; 0: none")
+    project: str = Field("vapo-megatron", min_length=1, max_length=128, description="project that the run belongs to")
 
 
 class MonitoringConfig(Section):

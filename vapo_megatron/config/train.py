@@ -1,5 +1,6 @@
 """The configs of `vapo-megatron train` and `vapo-megatron evaluate`: all sections, and what holds between them."""
 
+from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
 from typing import Any, Self
@@ -118,12 +119,8 @@ class TrainConfig(Section):
         measured = [name for entry in self.data.eval for name in entry.metric_names]
         if best.startswith("evaluation/") or "/" not in best:
             if best not in measured:
-                guess = nearest(best, measured)
-                hint = (
-                    f"did you mean {guess}?"
-                    if guess
-                    else f"expected one of: {', '.join(measured) or 'data.eval is empty'}"
-                )
+                names = ", ".join(measured) or "data.eval is empty"
+                hint = f"did you mean {guess}?" if (guess := nearest(best, measured)) else f"expected one of: {names}"
                 raise ValueError(f"checkpoint.keep.best={best} is no metric of data.eval: {hint}")
         elif not best.startswith(_STEP_METRICS):
             raise ValueError(f"checkpoint.keep.best={best} is no metric of a step: give one such as reward/mean")
@@ -334,45 +331,32 @@ class TrainConfig(Section):
         return sizes
 
 
+# By what a preset leaves out of VAPO: the key that it is named after, which of its values undo that, what it wants.
+_LEFT_OUT: dict[str, tuple[str, Callable[[Any], bool], str]] = {
+    "value_pretraining": ("value_pretraining.enabled", bool, "false"),
+    "decoupled_gae": ("algorithm.advantage.lambda_critic", lambda value: value == 1, "less than 1"),
+    "length_adaptive_gae": ("algorithm.advantage.lambda_policy", lambda value: value == "length_adaptive", "a number"),
+    "token_level_loss": ("algorithm.policy_loss.aggregation", lambda value: value == "token_mean", "sequence_mean"),
+    "positive_nll": ("algorithm.policy_loss.positive_nll.coef", bool, "0"),
+    "critic": ("algorithm.advantage.estimator", lambda value: value == "gae", "one without a critic, such as grpo"),
+    "group_sampling": ("batch.samples_per_prompt", lambda value: value > 1, "1, and as many responses by prompts"),
+}
+
+
 def _check_preset(config: TrainConfig) -> None:
     """Raise ValueError, in one line, where a file or an override takes back what the preset is named after."""
-    advantage, loss = config.algorithm.advantage, config.algorithm.policy_loss
-    # The key that a preset is named after, whether its value is still of that kind, and what would be.
-    kept: dict[str, tuple[str, bool, str]] = {
-        "value_pretraining": ("value_pretraining.enabled", not config.value_pretraining.enabled, "false"),
-        "decoupled_gae": ("algorithm.advantage.lambda_critic", advantage.lambda_critic != 1, "less than 1"),
-        "length_adaptive_gae": (
-            "algorithm.advantage.lambda_policy",
-            advantage.lambda_policy != "length_adaptive",
-            "a number",
-        ),
-        "clip_higher": (
-            "algorithm.policy_loss.clip_high",
-            loss.clip_high == loss.clip_low,
-            f"clip_low={loss.clip_low:g}",
-        ),
-        "token_level_loss": (
-            "algorithm.policy_loss.aggregation",
-            loss.aggregation != "token_mean",
-            "sequence_mean",
-        ),
-        "positive_nll": ("algorithm.policy_loss.positive_nll.coef", loss.positive_nll.coef == 0, "0"),
-        "critic": ("algorithm.advantage.estimator", advantage.estimator != "gae", "one without a critic, such as grpo"),
-        "group_sampling": (
-            "batch.samples_per_prompt",
-            config.batch.samples_per_prompt == 1,
-            "1, and as many prompts_per_step as there were responses",
-        ),
-    }
-    preset = config.preset or ""
+    preset, loss = config.preset or "", config.algorithm.policy_loss
     updates = config.updates_per_rollout("actor") // config.algorithm.update.epochs
+    key, undoes, expected = _LEFT_OUT.get(preset.removeprefix("vapo_without_"), ("preset", lambda _: False, ""))
+    value = reduce(getattr, key.split("."), config)
     if preset in ("rloo", "remax") and updates != 1:
         undone, expected = f"algorithm.update: updates of a rollout={updates}", "one: set minibatches=1 there"
-    elif preset.startswith("vapo_direct") and advantage.calibration == "none":
+    elif preset.startswith("vapo_direct") and config.algorithm.advantage.calibration == "none":
         undone, expected = "algorithm.advantage.calibration=none", "trust, or values"
-    elif (left_out := preset.removeprefix("vapo_without_")) in kept and not kept[left_out][1]:
-        key, _, expected = kept[left_out]
-        undone = f"{key}={reduce(getattr, key.split('.'), config)}"
+    elif preset == "vapo_without_clip_higher" and loss.clip_high != loss.clip_low:
+        undone, expected = f"algorithm.policy_loss.clip_high={loss.clip_high}", f"clip_low={loss.clip_low:g}"
+    elif undoes(value):
+        undone = f"{key}={value}"
     else:
         return
     raise ValueError(
@@ -404,10 +388,6 @@ class EvaluateConfig(Section):
                 "server.api=completions with data.prompt.chat_template=true: plain text has no chat template, set "
                 "server.api=chat or data.prompt.chat_template=false"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _engines_read_the_checkpoint(self) -> Self:
         if self.rollout.load_format == "dummy":
             raise ValueError("rollout.load_format=dummy leaves the engines without the checkpoint's weights: set auto")
         if self.rollout.external_urls:

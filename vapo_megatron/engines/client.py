@@ -76,8 +76,6 @@ class EngineClient:
 
     Every method raises TryAgain where the server is gone or silent for longer than the deadline (seconds), RunFailed
     where it refuses (EngineWrong where it is at fault); the one line names its address and its log.
-
-    address: of the server.
     """
 
     def __init__(self, address: EngineAddress, deadline: float = REQUEST_SECONDS) -> None:
@@ -309,13 +307,11 @@ class EngineClient:
             )
         return int(number)
 
-    def _mark(self, version: int) -> str:
-        return f"{self.address.owner}{_OWNER_END}{version}" if self.address.owner else str(version)
-
     async def _load(self, path: str, body: dict[str, Any], version: int | None) -> LoadAnswer:
+        mark = f"{self.address.owner}{_OWNER_END}" if self.address.owner else ""
         body |= {
             "flush_cache": version is not None and not self._keeps_cache,
-            "weight_version": None if version is None else self._mark(version),
+            "weight_version": None if version is None else f"{mark}{version}",
         }
         status, answer = await self._request(path, body)
         loaded = _load_answer(answer)

@@ -1,28 +1,24 @@
 """Spreads groups over all servers and brings the responses back."""
 
 import asyncio
-import hashlib
 import heapq
 import itertools
 import logging
 import queue
-import struct
 import uuid
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
-
-import numpy as np
 
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.data.sample import Sample
 from vapo_megatron.engines.client import Completion, EngineClient, EngineWrong
 from vapo_megatron.engines.keeper import end_server
 from vapo_megatron.engines.loop_thread import LoopThread, allow_connections
-from vapo_megatron.engines.request import GenerationRequest, GroupRequest
+from vapo_megatron.engines.request import GenerationRequest, GroupRequest, continued_response, empty_response
 from vapo_megatron.engines.server import EngineAddress
 from vapo_megatron.errors import RunFailed, TryAgain
 
@@ -30,18 +26,11 @@ from vapo_megatron.errors import RunFailed, TryAgain
 _QUEUED_PER_RUNNING = 2
 _ABORT_SECONDS = 30.0
 _STOP_POLL_SECONDS = 0.2
-_NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 _LOOK_SECONDS = 0.5
 
 T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
-
-
-def response_seed(seed: int, cursor: int, index: int) -> int:
-    """Seed of response `index` to prompt `cursor` of a run, in [0, 2^63): the same on every machine and version."""
-    message = struct.pack("<qqq", seed, cursor, index)
-    return int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little") >> 1
 
 
 @dataclass
@@ -180,7 +169,7 @@ class Dispatcher:
             EngineWrong, TryAgain: the last server failed.
         """
         number = next(self._numbers)
-        samples = list(group.begun) or [_empty(group, index) for index in range(group.samples)]
+        samples = list(group.begun) or [empty_response(group, index) for index in range(group.samples)]
         left = [sample for sample in samples if sample.finish_reason == "abort"]
         while True:
             engine = await self._engine_for(number, group)
@@ -196,7 +185,7 @@ class Dispatcher:
                 engine.take_back(group, self.loop.time())
                 self._give_out()
         for sample, completion in zip(left, completions, strict=True):
-            samples[sample.index] = _continued(sample, completion, group, engine.client.address.url)
+            samples[sample.index] = continued_response(sample, completion, group, engine.client.address.url)
         return samples
 
     async def parse_tool_calls(
@@ -385,33 +374,6 @@ async def _abort(client: EngineClient, ids: Sequence[str]) -> None:
     with suppress(TryAgain, RunFailed, TimeoutError):  # of a server that is ending itself
         async with asyncio.timeout(_ABORT_SECONDS):
             await client.abort(ids)
-
-
-def _empty(group: GroupRequest, index: int) -> Sample:
-    """A response of which there is nothing yet."""
-    seed = response_seed(group.seed, group.prompt.cursor, index)
-    version, start = group.weight_version, None if group.window is None else 0
-    empty = Sample(group.prompt, group.group, index, seed, _NO_TOKENS, _NO_LOGPROBS, "abort", version, version)
-    return replace(empty, window_start=start)
-
-
-def _continued(sample: Sample, completion: Completion, group: GroupRequest, url: str) -> Sample:
-    """A response with what was added to it by the server there."""
-    window_ends = completion.finish_reason == "length" and len(completion.token_ids) == group.window
-    goes_on = window_ends and group.room(len(sample.response_ids) + len(completion.token_ids)) > 0
-    begun = len(sample.response_ids) > 0
-    ids, logprobs = completion.token_ids, completion.logprobs
-    return replace(
-        sample,
-        response_ids=np.concatenate((sample.response_ids, ids)) if begun else ids,
-        rollout_logprobs=np.concatenate((sample.rollout_logprobs, logprobs)) if begun else logprobs,
-        finish_reason="abort" if goes_on else completion.finish_reason,
-        weight_version=completion.weight_version,
-        weight_version_oldest=sample.weight_version_oldest if begun else completion.weight_version_oldest,
-        versions=(*sample.versions, *completion.versions) if len(ids) else sample.versions,
-        routed_experts=completion.routed_experts,
-        engine=url if not begun or sample.engine == url else "",
-    )
 
 
 def _first(errors: BaseExceptionGroup) -> BaseException:

@@ -1,5 +1,6 @@
-"""The environment of a server: this process's, less what is its own, and what a server needs."""
+"""What a server is started with: its environment (this process's, less what is its own) and its arguments."""
 
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -8,6 +9,10 @@ from pathlib import Path
 import vapo_megatron
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.engines.node_part import WHOLE, NodePart
+from vapo_megatron.weights.fp8 import BlockFp8
+
+_CPU_TOTAL_TOKENS = 65536
+_LEAST_WATCHDOG_SECONDS = 600.0  # a bucket of weights may take as long
 
 # As wheels and toolkits name it: libcudart.so.13, libcudart.so.13.0.48, libcudart-9335f6a2.so.12.
 _RUNTIME = re.compile(r"libcudart(-[0-9a-f]+)?\.so\.(?P<major>\d+)(\.\d+)*")
@@ -127,3 +132,72 @@ def _cpu_binding(tp: int) -> str:
     """One core for each tensor-parallel rank, round the cores this process may use."""
     cores = sorted(os.sched_getaffinity(0))
     return "|".join(str(cores[rank % len(cores)]) for rank in range(tp))
+
+
+def engine_arguments(
+    config: RolloutConfig, dtype: str, part: NodePart, fp8: BlockFp8 | None, *, on_gpus: bool, **place: object
+) -> list[str]:
+    """Arguments of a server's command line.
+
+    Args:
+        config: the rollout section; its server_args come last.
+        dtype: in which the server computes.
+        part: of a server on several nodes, that of this one.
+        fp8: how its weights are quantised; None where they are not.
+        on_gpus: whether it has GPUs.
+        place: model_path, host, port and weight_version.
+    """
+    args: dict[str, object] = place | {
+        "dtype": dtype,
+        "load_format": config.load_format,
+        "tp_size": config.tp,
+        "context_length": config.context_length,
+        "max_running_requests": config.max_running_requests,
+        "mem_fraction_static": config.mem_fraction_static,
+        "enable_deterministic_inference": config.is_deterministic(dtype, on_gpus),
+        # Logits rounded to bfloat16 would shift log-probs by up to 0.1.
+        "enable_fp32_lm_head": dtype == "bfloat16",
+        "enable_return_routed_experts": config.router_replay,
+        # Token ids in, token ids out: no tokenizer, no chat templates, no grammars, no defaults of the model's own.
+        "skip_tokenizer_init": True,
+        "sampling_defaults": "openai",
+        "grammar_backend": "none",
+        "skip_server_warmup": True,
+        "log_level_http": "warning",
+        # SGLang ends a server with requests that begins no batch for so long (else 300 s): because it compiles the
+        # kernels of its first one, or is paused in place while weights come.
+        "watchdog_timeout": max(config.start_timeout_s, _LEAST_WATCHDOG_SECONDS),
+        # An idle server otherwise spins on a core that the trainer needs. Where parts of one attend to requests of
+        # their own, those that have none must not sleep: the others wait for them at every layer.
+        "sleep_on_idle": config.attention_parts == 1,
+    }
+    if not on_gpus:
+        args |= {
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "max_total_tokens": config.max_total_tokens or _CPU_TOTAL_TOKENS,
+        }
+    else:
+        args |= {
+            "device": "cuda",
+            # The fastest ones, SGLang's choice, take 16-bit numbers alone.
+            "attention_backend": "triton" if dtype == "float32" else None,
+            "max_total_tokens": config.max_total_tokens,
+            "enable_memory_saver": config.memory_saver,
+        }
+    if fp8 is not None:
+        args |= {
+            "quantization": "fp8",
+            "json_model_override_args": json.dumps({"quantization_config": fp8.config()}),
+        }
+    if config.episode.tool_parser is not None:
+        args["tool_call_parser"] = config.episode.tool_parser
+    args |= config.server_args | part.arguments()
+    return [text for name, value in args.items() for text in _option(name, value)]
+
+
+def _option(name: str, value: object) -> list[str]:
+    flag = "--" + name.replace("_", "-")
+    if value is None or value is False:
+        return []
+    return [flag] if value is True else [flag, str(value)]

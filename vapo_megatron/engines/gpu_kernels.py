@@ -24,6 +24,6 @@ def rope_note(spec: ModelSpec, dtype: str, on_gpus: bool) -> str | None:
     sizes = ", ".join(map(str, _HEAD_SIZES_WITH_FP32_ROPE))
     return (
         f"heads of {spec.head_dim}: on GPUs SGLang rotates them by cosines and sines in {dtype} (in float32 for "
-        f"heads of {sizes}), so that log-probs of engine and trainer differ more; raise rollout.sync.tolerance and "
-        "rollout.sync.mean_tolerance if the comparison after a weight sync fails"
+        f"heads of {sizes}), so that log-probs of engine and trainer differ more; raise rollout.sync.tolerance if "
+        "the comparison after a weight sync fails"
     )

@@ -162,7 +162,7 @@ class Placement:
             device = self._platform.device if on_gpus else torch.device("cpu")
             return DistributedTransport(clients, tp, REQUEST_SECONDS, device)
         if name == "disk":
-            return DiskTransport(clients, Path(config.sync.directory or self._settings.log_dir))
+            return DiskTransport(clients, Path(self._settings.log_dir))
         return SharedMemoryTransport(client, tp)
 
     def engines(self) -> list[Kept]:

@@ -1,10 +1,15 @@
-"""What engines are asked for: responses to prompts."""
+"""What engines are asked for: responses to prompts, which may be written in several parts."""
 
+import hashlib
+import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from vapo_megatron.config.rollout import SamplingConfig
 from vapo_megatron.data.sample import Prompt, Sample
+from vapo_megatron.engines.client import Completion
 from vapo_megatron.weights.routed_experts import ExpertChoices
 
 
@@ -91,3 +96,37 @@ class GenerationRequest:
                 self.routed_experts,
                 group,
             )
+
+
+def response_seed(seed: int, cursor: int, index: int) -> int:
+    """Seed of response `index` to prompt `cursor` of a run, in [0, 2^63): the same on every machine and version."""
+    message = struct.pack("<qqq", seed, cursor, index)
+    return int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little") >> 1
+
+
+def empty_response(group: GroupRequest, index: int) -> Sample:
+    """A response of which there is nothing yet."""
+    seed = response_seed(group.seed, group.prompt.cursor, index)
+    version, start = group.weight_version, None if group.window is None else 0
+    tokens, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    empty = Sample(group.prompt, group.group, index, seed, tokens, logprobs, "abort", version, version)
+    return replace(empty, window_start=start)
+
+
+def continued_response(sample: Sample, completion: Completion, group: GroupRequest, url: str) -> Sample:
+    """A response with what was added to it by the server there."""
+    window_ends = completion.finish_reason == "length" and len(completion.token_ids) == group.window
+    goes_on = window_ends and group.room(len(sample.response_ids) + len(completion.token_ids)) > 0
+    begun = len(sample.response_ids) > 0
+    ids, logprobs = completion.token_ids, completion.logprobs
+    return replace(
+        sample,
+        response_ids=np.concatenate((sample.response_ids, ids)) if begun else ids,
+        rollout_logprobs=np.concatenate((sample.rollout_logprobs, logprobs)) if begun else logprobs,
+        finish_reason="abort" if goes_on else completion.finish_reason,
+        weight_version=completion.weight_version,
+        weight_version_oldest=sample.weight_version_oldest if begun else completion.weight_version_oldest,
+        versions=(*sample.versions, *completion.versions) if len(ids) else sample.versions,
+        routed_experts=completion.routed_experts,
+        engine=url if not begun or sample.engine == url else "",
+    )

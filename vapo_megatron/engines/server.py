@@ -24,7 +24,7 @@ from typing import IO
 from pydantic import JsonValue
 
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.engines.engine_environment import engine_environment
+from vapo_megatron.engines.engine_environment import engine_arguments, engine_environment
 from vapo_megatron.engines.gpu_kernels import check_kernels
 from vapo_megatron.engines.inside.heartbeat import lost_processes, stands_still
 from vapo_megatron.engines.inside.owner_guard import remove_shared_memory, start_guard
@@ -35,12 +35,10 @@ from vapo_megatron.weights.fp8 import BlockFp8
 
 _logger = logging.getLogger(__name__)
 
-_CPU_TOTAL_TOKENS = 65536
 _PREFIX = "vapo-engine-"
 _LOCK = "lock"  # in the folder of temporary files; held for as long as its owner lives
 _LONGEST_SOCKET = 107  # bytes in a path that is the name of a socket
 _POLL_SECONDS = 0.1
-_LEAST_WATCHDOG_SECONDS = 600.0  # a bucket of weights may take as long
 # Of a log: it grows for days, and is read for each request that an engine fails to answer.
 _LOG_END = 1 << 17
 # Lines of a log that do not say why a server ended: requests, and what SGLang reports with the time before it.
@@ -346,58 +344,17 @@ class EngineServer:
         )
 
     def _engine_args(self) -> list[str]:
-        config = self._config
-        args: dict[str, object] = {
-            "model_path": self._model_path,
-            "host": self._host,
-            "port": self._port,
-            "dtype": self._dtype,
-            "load_format": config.load_format,
-            "tp_size": config.tp,
-            "context_length": config.context_length,
-            "max_running_requests": config.max_running_requests,
-            "mem_fraction_static": config.mem_fraction_static,
-            "weight_version": self._weight_version,
-            "enable_deterministic_inference": config.is_deterministic(self._dtype, self._devices is not None),
-            # Logits rounded to bfloat16 would shift log-probs by up to 0.1.
-            "enable_fp32_lm_head": self._dtype == "bfloat16",
-            "enable_return_routed_experts": config.router_replay,
-            # Token ids in, token ids out: no tokenizer, no chat templates, no grammars, no defaults of the model's own.
-            "skip_tokenizer_init": True,
-            "sampling_defaults": "openai",
-            "grammar_backend": "none",
-            "skip_server_warmup": True,
-            "log_level_http": "warning",
-            # SGLang ends a server with requests that begins no batch for so long (else 300 s): because it compiles the
-            # kernels of its first one, or is paused in place while weights come.
-            "watchdog_timeout": max(config.start_timeout_s, _LEAST_WATCHDOG_SECONDS),
-            # An idle server otherwise spins on a core that the trainer needs. Where parts of one attend to requests of
-            # their own, those that have none must not sleep: the others wait for them at every layer.
-            "sleep_on_idle": config.attention_parts == 1,
-        }
-        if self._devices is None:
-            args |= {
-                "device": "cpu",
-                "attention_backend": "torch_native",
-                "max_total_tokens": config.max_total_tokens or _CPU_TOTAL_TOKENS,
-            }
-        else:
-            args |= {
-                "device": "cuda",
-                # The fastest ones, SGLang's choice, take 16-bit numbers alone.
-                "attention_backend": "triton" if self._dtype == "float32" else None,
-                "max_total_tokens": config.max_total_tokens,
-                "enable_memory_saver": config.memory_saver,
-            }
-        if self._fp8 is not None:
-            args |= {
-                "quantization": "fp8",
-                "json_model_override_args": json.dumps({"quantization_config": self._fp8.config()}),
-            }
-        if config.episode.tool_parser is not None:
-            args["tool_call_parser"] = config.episode.tool_parser
-        args |= config.server_args | self._part.arguments()
-        return [text for name, value in args.items() for text in _option(name, value)]
+        return engine_arguments(
+            self._config,
+            self._dtype,
+            self._part,
+            self._fp8,
+            on_gpus=self._devices is not None,
+            model_path=self._model_path,
+            host=self._host,
+            port=self._port,
+            weight_version=self._weight_version,
+        )
 
 
 def _short_temporary() -> str | None:
@@ -429,10 +386,3 @@ def remove_left_folders(temporary: Path) -> None:
 
 def _describe(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def _option(name: str, value: object) -> list[str]:
-    flag = "--" + name.replace("_", "-")
-    if value is None or value is False:
-        return []
-    return [flag] if value is True else [flag, str(value)]

@@ -22,8 +22,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from vapo_megatron.config.data import PromptTemplate, ServerConfig
 from vapo_megatron.config.rollout import SamplingConfig
 from vapo_megatron.data.sample import Prompt
-from vapo_megatron.engines.dispatcher import response_seed
 from vapo_megatron.engines.loop_thread import LoopThread
+from vapo_megatron.engines.request import response_seed
 from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.evaluation.responses import Response
 

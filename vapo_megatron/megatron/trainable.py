@@ -75,18 +75,12 @@ class Trainable:
             seed, force_reset_rng=True, tp_rank=mesh.tp_rank, ep_rank=mesh.ep_rank, etp_rank=0
         )
         self.transformer = transformer_config(spec, model, config)
+        rows = config.logprob_rows(spec.vocab_shard_size(mesh.tp_size)) if isinstance(config, ActorConfig) else 1
+        adapted = config.kind == "adapter"
         self._chunks = build_model(
-            spec,
-            self.transformer,
-            mesh,
-            head,
-            attention=model.attention,
-            logprob_chunk=config.logprob_rows(spec.vocab_shard_size(mesh.tp_size))
-            if isinstance(config, ActorConfig)
-            else 1,
-            adapters=config.kind == "adapter",
+            spec, self.transformer, mesh, head, attention=model.attention, logprob_chunk=rows, adapters=adapted
         )
-        self.adapter = model.adapter if config.kind == "adapter" else None
+        self.adapter = model.adapter if adapted else None
         if self.adapter is not None:
             add_adapters(self._chunks, spec, self.adapter, mesh, self.transformer, seed)
         self._schedule = Schedule(spec, mesh, config.layout, self.transformer, head)

@@ -92,7 +92,7 @@ def start_trackers(
     trackers = Trackers(note)
     if config.tensorboard:
         trackers.start("TensorBoard", lambda: TensorBoard(run_dir, start_step, kept))
-    if config.wandb.enabled:
+    if config.wandb.mode != "disabled":
         trackers.start("Weights & Biases", lambda: WeightsAndBiases(config.wandb, run_dir))
     return trackers
 
@@ -130,6 +130,7 @@ class TensorBoard:
 
 START_SECONDS = 30.0  # longest wait for its server when the run starts
 END_SECONDS = 60.0  # and for the last uploads when it ends
+TABLE_ROWS = 8  # responses of a step in the table of samples
 COLUMNS = ("problem", "answer", "response", "reward", "correct", "grade_reason", "tokens", "finish_reason")
 
 
@@ -144,10 +145,9 @@ class WeightsAndBiases:
         import wandb  # an extra, which few install
 
         self._table = wandb.Table
-        mode = config.mode or os.environ.get("WANDB_MODE") or "online"
+        mode = "offline" if config.mode == "offline" else os.environ.get("WANDB_MODE") or "online"
         if mode == "online" and not wandb.login(prompt=False):
             raise ValueError("no login: run `wandb login`, set WANDB_API_KEY, or monitoring.wandb.mode=offline")
-        self._samples = config.samples
         self._counters: dict[str, str] = {}
         self._run = wandb.init(
             project=config.project,
@@ -168,8 +168,8 @@ class WeightsAndBiases:
             if self._counters.get(name) != counter:
                 self._counters[name] = counter
                 self._run.define_metric(name, step_metric=counter)
-        if record.samples and self._samples:
-            rows = [[row[column] for column in COLUMNS] for row in record.samples[: self._samples]]
+        if record.samples:
+            rows = [[row[column] for column in COLUMNS] for row in record.samples[:TABLE_ROWS]]
             content["samples"] = self._table(columns=list(COLUMNS), data=rows)
         content["alarms"] = len(record.alarms)
         self._run.log(content)

@@ -49,8 +49,7 @@ def train_rank(config: TrainConfig, run_dir: Path, start: Start) -> None:
     timer = PhaseTimer({"memory": host_gauge()} | gauges, platform.synchronize)
     resumed = open_resumed(start.checkpoint, start.copy) if start.checkpoint is not None else None
     with ExitStack() as stack:
-        if config.robustness.hangs.enabled:
-            stack.callback(watch(config, run_dir).close)
+        stack.callback(watch(config, run_dir).close)
         engines = stack.enter_context(
             Engines(
                 config.rollout,
@@ -103,8 +102,7 @@ def pretrain_critic_rank(config: CriticPretrainingConfig, run_dir: Path, start: 
     tokenizer, policy = TextTokenizer(Path(config.model.path), config.data.prompt), read_spec(Path(config.model.path))
     resumed = open_resumed(start.checkpoint, start.copy) if start.checkpoint is not None else None
     with ExitStack() as stack:
-        if config.robustness.hangs.enabled:
-            stack.callback(watch(config, run_dir).close)
+        stack.callback(watch(config, run_dir).close)
         critic = load_critic(config, resumed)
         if resumed is not None and is_main_rank:
             restore_run_files(run_dir, resumed, config)

@@ -115,10 +115,10 @@ class Watchdog:
 
     def _watch(self) -> None:
         looked = time.monotonic()
-        while not self._stop.wait(self._config.every_s):
+        while not self._stop.wait(self._config.heartbeat_s):
             # A job that was suspended (scontrol suspend, a paused machine) did not hang meanwhile.
-            stood = time.monotonic() - looked - self._config.every_s
-            if stood > self._config.every_s:
+            stood = time.monotonic() - looked - self._config.heartbeat_s
+            if stood > self._config.heartbeat_s:
                 self._began = max(self._began, logs.phase_now().since) + stood
                 self._heard_at += stood
             place = logs.phase_now()
@@ -187,7 +187,7 @@ class Watchdog:
         beats = read_heartbeats(self._folder, self._world)
         self._end(
             Hang(
-                f"{describe(beats, self._world, 4 * self._config.every_s)}; {what} "
+                f"{describe(beats, self._world, 4 * self._config.heartbeat_s)}; {what} "
                 f"(limit {limit:.0f} s): {place}, start the same command again with run.resume=auto"
             )
         )

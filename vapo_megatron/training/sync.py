@@ -107,7 +107,7 @@ def end_lying_engines(engines: Engines, batch: ShardedBatch, written_by: Sequenc
     engines.end(
         {
             url: f"{url}: its log-probs of the step's responses are {mean:.3g} from the trainer's on average, those of "
-            f"other engines {others:.3g} (rollout.sync.mean_tolerance={engines.limits.mean:g})"
+            f"other engines {others:.3g} (limit {engines.limits.mean:g} by rollout.sync.tolerance)"
             for url, (mean, others) in liars.items()
         }
     )

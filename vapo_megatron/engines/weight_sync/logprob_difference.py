@@ -23,7 +23,8 @@ Precision = Literal["float32", "bfloat16", "fp8"]
 
 _QUANTILES = {"float32": 1.0, "bfloat16": 0.95, "fp8": 0.95}
 _TOLERANCES = {"float32": 1e-4, "bfloat16": 0.5, "fp8": 1.0}
-_MEAN_TOLERANCES = {"bfloat16": 0.1, "fp8": 0.3}
+# The limit of the mean, in units of the tolerance.
+_MEAN_SHARES = {"float32": 1.0, "bfloat16": 0.2, "fp8": 0.3}
 
 # Of a probe.
 _SEQUENCES, _LENGTH = 4, 32
@@ -72,16 +73,15 @@ class Limits:
             where = "at most" if self.share == 1 else f"at the {self.share:g} quantile (at most {found.largest:.3g})"
             return f"by {found.quantile:.3g} {where}, rollout.sync.tolerance allows {self.quantile:g}"
         if not found.mean <= self.mean:
-            return f"by {found.mean:.3g} on average, rollout.sync.mean_tolerance allows {self.mean:g}"
+            return f"by {found.mean:.3g} on average, rollout.sync.tolerance allows {self.mean:g}"
         return None
 
 
 def limits_of(config: SyncConfig, precision: Precision) -> Limits:
     """Where the coarser of trainer and engine computes in this precision."""
     tolerance = config.tolerance or _TOLERANCES[precision]
-    are_estimates = precision != "float32" and not (config.tolerance or config.mean_tolerance)
-    mean = config.mean_tolerance or _MEAN_TOLERANCES.get(precision, tolerance)
-    return Limits(_QUANTILES[precision], tolerance, mean, are_estimates)
+    are_estimates = precision != "float32" and config.tolerance is None
+    return Limits(_QUANTILES[precision], tolerance, _MEAN_SHARES[precision] * tolerance, are_estimates)
 
 
 def compare_logprobs(
