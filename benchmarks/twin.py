@@ -84,13 +84,13 @@ class Case:
 
     def scenario(self, rate: Rate = RATE) -> Scenario:
         """For the twin. rate: of its engines."""
-        partial = PartialResponsesConfig(enabled=self.mode == "partial")
+        partial = PartialResponsesConfig(oversampling=1.5 if self.mode == "partial" else None)
         ahead = AsynchronousConfig(max_staleness=self.staleness)
         rollout = RolloutConfig(max_running_requests=rate.at_once, asynchronous=ahead, partial_responses=partial)
         return Scenario(
             rollout=rollout,
             batch=BatchConfig(prompts_per_step=16, samples_per_prompt=4),
-            sampling=DynamicSamplingConfig(enabled=self.filtered, oversampling=1.5, max_rounds=4),
+            sampling=DynamicSamplingConfig(oversampling=1.5, max_rounds=4 if self.filtered else None),
             max_new_tokens=LONGEST,
             sync_mode=self.mode if self.mode in ("retract", "in_place") else "wait",  # type: ignore[arg-type]
             engines=self.engines,

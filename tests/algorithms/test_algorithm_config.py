@@ -147,8 +147,7 @@ def test_contradictions_are_refused_by_name(section: dict, named: str) -> None:
     "section",
     [
         *({"advantage": {"estimator": name}} for name in ("grpo", "dr_grpo", "rloo", "group_baseline", "raft")),
-        {"dynamic_sampling": {"enabled": True}},
-        {"shaping": {"length_reward_coef": 0.5}},
+        {"dynamic_sampling": {"max_rounds": 10}},
     ],
 )
 def test_one_sample_a_prompt_is_no_group(section: dict) -> None:

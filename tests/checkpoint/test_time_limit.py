@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from vapo_megatron.checkpoint.checkpointer import TimeLimit, earliest_deadline
+from vapo_megatron.checkpoint.checkpointer import TimeLimit, earliest_deadline, margin_before
 from vapo_megatron.signals import job_end_time
 
 
@@ -86,3 +86,10 @@ def test_the_earlier_of_the_configs_and_slurms_limit_counts() -> None:
         is job_end_time({"SLURM_JOB_END_TIME": ""})
         is None
     )
+
+
+def test_the_margin_is_three_minutes_or_a_twentieth_of_a_short_job() -> None:
+    assert margin_before(None, 0.0) == 0
+    assert margin_before(4 * 3600.0, 0.0) == 180
+    assert margin_before(1000.0 + 600.0, 1000.0) == 30
+    assert margin_before(1000.0, 2000.0) == 0, "a deadline that has passed"

@@ -209,5 +209,5 @@ def test_a_tracker_that_is_not_installed_is_refused_before_the_run(
     command: Command, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr("vapo_megatron.run.first_look.find_spec", lambda _: None)
-    code = command.exit_code(name, "monitoring.wandb.mode=online")
-    assert_refused(command, code, capfd.readouterr().err, "monitoring.wandb.mode", "pip install")
+    code = command.exit_code(name, "monitoring.wandb=online")
+    assert_refused(command, code, capfd.readouterr().err, "monitoring.wandb", "pip install")

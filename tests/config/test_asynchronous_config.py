@@ -27,19 +27,19 @@ def ahead(staleness: int, **more: Any) -> dict[str, Any]:
     return {"asynchronous": {"max_staleness": staleness, **more}}
 
 
-PARTIAL = {"partial_responses": {"enabled": True}}
+PARTIAL = {"partial_responses": {"oversampling": 1.5}}
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (ahead(-1), TIS, "greater than or equal to 0"),
     (ahead(1), {}, r"max_staleness=1 with algorithm.importance_sampling.kind=none: .* nothing corrects for it"),
-    (PARTIAL, {}, r"partial_responses.enabled=true with algorithm.importance_sampling.kind=none"),
+    (PARTIAL, {}, r"partial_responses.oversampling=1.5 with algorithm.importance_sampling.kind=none"),
     (
         ahead(2),
         TIS | {"advantage": {"estimator": "remax"}},
         "estimator=remax: its greedy responses are of newer weights",
     ),
     (PARTIAL, TIS | {"advantage": {"estimator": "grpo"}}, r"estimator=grpo: it compares responses of a group"),
-    (PARTIAL | ahead(1), TIS, r"partial_responses.enabled=true with asynchronous.max_staleness=1"),
-    (PARTIAL | {"deterministic": True}, TIS, r"partial_responses.enabled=true with deterministic=true"),
+    (PARTIAL | ahead(1), TIS, r"partial_responses.oversampling=1.5 with asynchronous.max_staleness=1"),
+    (PARTIAL | {"deterministic": True}, TIS, r"partial_responses.oversampling=1.5 with deterministic=true"),
     (ahead(1) | {"router_replay": True}, TIS, r"router_replay=true with asynchronous.max_staleness=1"),
     (ahead(0, weight_sync="retract"), TIS, r"weight_sync=retract with max_staleness=0: nothing is under way"),
     (ahead(1, weight_sync="in_place") | {"deterministic": True}, TIS, r"weight_sync=in_place with deterministic=true"),

@@ -11,7 +11,6 @@ from vapo_megatron.config.data import EvalSet, EvaluationDataConfig, PromptTempl
 from vapo_megatron.config.model import CriticConfig, LayoutConfig, OptimizerSettings, PrecisionConfig, TrainableConfig
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.config.run import SftDataConfig
-from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.config.train import EvaluateConfig, TrainConfig
 
@@ -38,11 +37,6 @@ SERVER: dict[str, Any] = {"url": "http://host", "model": "m"}
             {"warmup_steps": 10, "decay": "linear", "decay_steps": 10},
             "warmup_steps=10 is not below decay_steps=10",
         ),
-        (
-            OptimizerSettings,
-            {"warmup_unit": "rollouts", "decay": "linear", "decay_steps": 50},
-            "decay_steps=50 with warmup_unit=rollouts",
-        ),
         (OptimizerSettings, {"lr": 1e-6, "min_lr": 1e-5}, "min_lr=1e-05 is above lr"),
         (PrecisionConfig, {"fp8_param_gather": True}, "fp8_param_gather=True with fp8=none"),
         (PrecisionConfig, {"bf16_layers": [0, 1]}, "bf16_layers=(0, 1) with fp8=none: choose a recipe"),
@@ -60,11 +54,6 @@ SERVER: dict[str, Any] = {"url": "http://host", "model": "m"}
         (EvalSet, {"name": "a_problems", "path": "p"}, "name=a_problems: files of evaluations end like that"),
         (EvaluationDataConfig, {"eval": [{"name": "a", "path": "p"}] * 2}, "names a, a are not all different"),
         (SftDataConfig, {"path": "p", "steps": 3, "epochs": 2}, "steps=3 and epochs=2 both say how long"),
-        (
-            SftConfig,
-            {"model": {"path": "m"}, "data": {"path": "p"}, "actor": {"optimizer": {"warmup_unit": "rollouts"}}},
-            "demonstrations have none, set updates",
-        ),
         (ServerConfig, SERVER | {"url": "https://me:word@host"}, "holds a user or password"),
         (EvaluateConfig, EVALUATE, "neither is given of model"),
         (EvaluateConfig, EVALUATE | {"model": {"path": "m"}, "server": SERVER}, "both are given of model"),

@@ -30,13 +30,13 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
     [
         (["preset=grpo", "batch.samples_per_prompt=1"], "batch.samples_per_prompt=1"),
         (["preset=dapo", "batch.samples_per_prompt=1"], "batch.samples_per_prompt=1"),
-        (["algorithm.dynamic_sampling.enabled=true", "batch.samples_per_prompt=1"], "dynamic_sampling.enabled=true"),
+        (["algorithm.dynamic_sampling.max_rounds=10", "batch.samples_per_prompt=1"], "dynamic_sampling.max_rounds=10"),
         (["algorithm.advantage.lambda_policy=1.5"], "lambda_policy"),
         (["algorithm.advantage.credit=turn"], "credit=turn without rollout.agent"),
-        ([AGENT, "algorithm.dynamic_sampling.enabled=true"], "rollout.agent=a:b with algorithm.dynamic_sampling"),
+        ([AGENT, "algorithm.dynamic_sampling.max_rounds=10"], "rollout.agent=a:b with algorithm.dynamic_sampling"),
         ([AGENT, "preset=remax"], "rollout.agent=a:b with algorithm.advantage.estimator=remax"),
         ([AGENT, "data.prompt.chat_template=false"], "rollout.agent=a:b with data.prompt.chat_template=false"),
-        ([AGENT, "rollout.partial_responses.enabled=true"], "agent=a:b with partial_responses.enabled=true"),
+        ([AGENT, "rollout.partial_responses.oversampling=1.5"], "agent=a:b with partial_responses.oversampling=1.5"),
         ([AGENT, "rollout.windows=2", "algorithm.shaping.truncated=window"], "agent=a:b with windows=2"),
         ([AGENT, "rollout.router_replay=true"], "agent=a:b with router_replay=true"),
         (["algorithm.kl.coef=0.1"], "placement=none with coef=0.1"),
@@ -69,20 +69,19 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
             "critic.init=reward_model with algorithm.value_loss.kind=hl_gauss",
         ),
         (["algorithm.value_loss.kind=hl_gauss", "reward.correct=2.0"], "does not hold the returns -1..2 that reward"),
-        (["algorithm.value_loss.bounded=true", "preset=dapo"], "value_loss.bounded=true needs a critic"),
+        (["algorithm.value_loss.squash=tanh", "preset=dapo"], "value_loss.squash=tanh needs a critic"),
         (
-            ["algorithm.value_loss.bounded=true", "algorithm.shaping.soft_overlong={max_length: 9, cache_length: 3}"],
+            ["algorithm.value_loss.squash=tanh", "algorithm.shaping.soft_overlong={max_length: 9, cache_length: 3}"],
             "does not hold the returns -2..1",
         ),
-        (["algorithm.value_loss.kind=hl_gauss", "algorithm.shaping.length_reward_coef=1.0"], "the returns -1.5..1.5"),
-        (["algorithm.value_loss.bounded=true", "algorithm.value_loss.residual=true"], "the returns -2..2"),
+        (["algorithm.value_loss.squash=tanh", "algorithm.value_loss.residual=true"], "the returns -2..2"),
         (
-            ["algorithm.value_loss.bounded=true", "reward.verifier=function", "reward.function=a.b:c"],
+            ["algorithm.value_loss.squash=tanh", "reward.verifier=function", "reward.function=a.b:c"],
             "its scores may be anything, give algorithm.value_loss.low and high",
         ),
         (
-            ["algorithm.value_loss.bounded=true", "algorithm.kl={placement: reward, coef: 0.1}"],
-            "algorithm.kl.placement=reward with algorithm.value_loss.bounded=true",
+            ["algorithm.value_loss.squash=tanh", "algorithm.kl={placement: reward, coef: 0.1}"],
+            "algorithm.kl.placement=reward with algorithm.value_loss.squash=tanh",
         ),
         (["algorithm.value_loss.residual=true", "batch.samples_per_prompt=1"], "value_loss.residual=true compares"),
         (
@@ -109,7 +108,7 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
         ),
         ([*SCORES, "preset=raft"], "advantage.estimator=raft needs the verifier's grade"),
         (SCORES, "positive_nll.coef needs the verifier's grade"),
-        ([*SCORES, "preset=dapo"], "dynamic_sampling.enabled=true needs the verifier's grade"),
+        ([*SCORES, "preset=dapo"], "dynamic_sampling.max_rounds=10 needs the verifier's grade"),
         (["reward.correct_above=null"], "correct_above=null with verifier=math"),
     ],
 )
@@ -125,7 +124,7 @@ def test_contradictions_between_sections_are_refused_by_name(tmp_path: Path, ove
         [*SCORES, "algorithm.policy_loss.positive_nll.coef=0"],
         ["algorithm.value_loss.kind=hl_gauss", "reward.correct=2.0", "algorithm.value_loss.high=2.0"],
         ["preset=grpo", "algorithm.kl.replace_reference_every=25"],
-        ["algorithm.value_loss={bounded: true, residual: true, low: -2, high: 2}"],
+        ["algorithm.value_loss={squash: tanh, residual: true, low: -2, high: 2}"],
         ["preset=rloo", "algorithm.update={minibatch_size: 8192, minibatches: null}"],
         ["preset=vapo_without_group_sampling", "batch.prompts_per_step=64"],
         ["preset=vapo_without_decoupled_gae", "algorithm.advantage.lambda_critic=0.9"],
@@ -172,7 +171,7 @@ def test_value_pretraining_counts_gradient_steps_on_fresh_rollouts_unless_told_o
 def test_warmup_of_dapo_is_in_rollouts_and_gspo_takes_four_steps_of_each(tmp_path: Path) -> None:
     dapo, gspo = load(tmp_path, "preset=dapo"), load(tmp_path, "preset=gspo")
     assert dapo.updates_per_rollout("actor") == 16
-    assert dapo.actor.optimizer.warmup_updates(dapo.updates_per_rollout("actor")) == 20 * 16
+    assert dapo.actor.optimizer.warmup_steps == 20 * dapo.updates_per_rollout("actor") == 20 * 16
     assert gspo.updates_per_rollout("actor") == 4
     assert dapo.trainable("actor").optimizer.warmup_steps == 320
     assert gspo.trainable("actor").optimizer.warmup_steps == 10

@@ -99,10 +99,7 @@ OLD_CUDA = Chip("cuda", "nccl", "spawn", cuda=(12, 8))
             {},
             "recompute.layers=2 is above the 1 layers",
         ),
-        (H100, {"layout": {"cp": 2}}, {"attention_kernel": "unfused"}, "unfused with actor.layout.cp=2"),
         (H100, {}, {"dtype": "float32"}, "set model.attention=sdpa, or bfloat16"),
-        (BARE, {}, {"attention_kernel": "flash"}, "model.attention_kernel=flash"),
-        (H100, {}, {"attention_kernel": "flash"}, "flash-attn is not installed"),
         (OLD_CUDA, {"precision": {"fp8": "blockwise"}}, {}, "CUDA 12.9 or later, this one is for 12.8"),
         (
             H100,

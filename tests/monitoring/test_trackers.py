@@ -11,7 +11,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_samples import sample
 
-from vapo_megatron.config.run import MonitoringConfig, WandbConfig
+from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.monitoring import recorder as recorder_file
 from vapo_megatron.monitoring import trackers
 from vapo_megatron.monitoring.metrics import read_metrics
@@ -99,7 +99,7 @@ def test_without_login_the_run_goes_on(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    with recorder(tmp_path / "run", tensorboard=False, wandb=WandbConfig(mode="online")) as record:
+    with recorder(tmp_path / "run", tensorboard=False, wandb="online") as record:
         write(record, 1, a__x=1.0)
     said = capsys.readouterr()
     lines = [line for line in (said.out + said.err).splitlines() if "Weights & Biases" in line]
@@ -117,9 +117,10 @@ def test_an_offline_run_has_config_code_metrics_samples_and_alarms(
     wandb.teardown()  # the environment is read once a process
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"run": {"seed": 7}}))
     monkeypatch.setattr(trackers, "TABLE_ROWS", 2)
-    config = WandbConfig(mode="online" if by_environment else "offline", project="tests")
+    monkeypatch.setenv("WANDB_PROJECT", "tests")
+    mode = "online" if by_environment else "offline"
     for start in (0, 3):
-        with recorder(tmp_path, start, tensorboard=False, wandb=config) as record:
+        with recorder(tmp_path, start, tensorboard=False, wandb=mode) as record:
             for step in (start + 1, start + 2):
                 record.samples(step, [sample(0, index) for index in range(3)])
                 write(record, step, a__x=float(step), **{KL.replace("/", "__"): 1.0})
@@ -182,7 +183,7 @@ def test_estimates_are_those_of_their_tokens(tmp_path: Path, monkeypatch: pytest
         return "".join(texts[token] for token in ids).replace("\N{REPLACEMENT CHARACTER}c", "é")
 
     monkeypatch.setattr(recorder_file, "TOKEN_ESTIMATES", 1)
-    config = MonitoringConfig(tensorboard=False, sample_groups_per_step=1)
+    config = MonitoringConfig(tensorboard=False)
     with Recorder(tmp_path, config, is_main_rank=True, decode=decode) as record:
         record.samples(1, [sample(1, 0), sample(0, 1), sample(0, 0)])  # as the batch has them
         record.estimates(1, torch.arange(9) / 10, -torch.arange(9.0), torch.tensor([0, 3, 6, 9]))

@@ -127,7 +127,6 @@ def test_states_are_continued_and_judged(config: Path, monkeypatch: pytest.Monke
         (["critic_probes.set=none_such"], "critic_probes.set=none_such: data.eval has sums"),
         (["preset=grpo"], "has no critic to probe"),
         (["preset=vapo_direct", "critic.kind=probe"], "critic.kind=probe: "),
-        (["algorithm.shaping.length_reward_coef=0.5"], "algorithm.shaping.length_reward_coef"),
     ],
 )
 def test_what_cannot_be_probed_is_refused_in_one_line(config: Path, overrides: list[str], said: str) -> None:
@@ -136,7 +135,7 @@ def test_what_cannot_be_probed_is_refused_in_one_line(config: Path, overrides: l
     assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
-DYNAMIC = ("algorithm.dynamic_sampling.enabled=true", "algorithm.dynamic_sampling.oversampling=1")
+DYNAMIC = ("algorithm.dynamic_sampling.max_rounds=10", "algorithm.dynamic_sampling.oversampling=1")
 
 
 @pytest.mark.parametrize(

@@ -30,14 +30,14 @@ def plan(*overrides: str, example: str = "aime_qwen2.5_32b/vapo.yaml", world: in
 def test_prompts_are_drawn_until_enough_groups_are_informative(
     share: float, oversampling: float, most: int, drawn: float
 ) -> None:
-    settings = DynamicSamplingConfig(enabled=True, oversampling=oversampling, max_rounds=most)
+    settings = DynamicSamplingConfig(oversampling=oversampling, max_rounds=most)
     assert drawn_prompts(100, settings, share) == pytest.approx(drawn)
     assert drawn_prompts(100, DynamicSamplingConfig(), share) == 100
 
 
 def test_dynamic_sampling_pays_for_what_it_drops() -> None:
     phases = plan(example="aime_qwen2.5_32b/dapo.yaml").time.phases
-    without = plan("algorithm.dynamic_sampling.enabled=false", example="aime_qwen2.5_32b/dapo.yaml").time.phases
+    without = plan("algorithm.dynamic_sampling.max_rounds=null", example="aime_qwen2.5_32b/dapo.yaml").time.phases
     assert phases["rollout"] > 2 * without["rollout"]
     assert phases["verify"] == without["verify"], "of the last group"
     assert phases["update_policy"] == without["update_policy"]

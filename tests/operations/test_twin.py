@@ -40,12 +40,12 @@ def scenario(staleness: int = 0, partial: bool = False, **changes: Any) -> Scena
     rollout = RolloutConfig(
         max_running_requests=8,
         asynchronous=AsynchronousConfig(max_staleness=staleness),
-        partial_responses=PartialResponsesConfig(enabled=partial),
+        partial_responses=PartialResponsesConfig(oversampling=1.5 if partial else None),
     )
     made = Scenario(
         rollout=rollout,
         batch=BatchConfig(prompts_per_step=2, samples_per_prompt=4),
-        sampling=DynamicSamplingConfig(enabled=False),
+        sampling=DynamicSamplingConfig(),
         max_new_tokens=50,
         sync_mode="wait",
         engines=2,
@@ -115,7 +115,7 @@ def test_a_step_with_windows_is_as_long_as_one_of_them() -> None:
 
 
 def test_dynamic_sampling_draws_until_there_are_enough_and_graders_may_be_the_longest() -> None:
-    filtered = DynamicSamplingConfig(enabled=True, oversampling=1.0, max_rounds=10)
+    filtered = DynamicSamplingConfig(oversampling=1.0, max_rounds=10)
     outcome = simulate(scenario(sampling=filtered, informative_share=0.5, steps=40))
     assert outcome.is_closed and outcome.counts["no_signal"] == pytest.approx(outcome.counts["trained"], rel=0.3)
     assert simulate(scenario(grade_workers=1)).step == pytest.approx(10 + 4 + 5 + 1), "eight after one another"

@@ -55,7 +55,7 @@ class Site:
         config["rollout"] = {"num_engines": engines}
         config["value_pretraining"] = {"iterations": 2, "replay_epochs": 1, "minibatch_size": 8}
         config["export"] = {"critic": False}
-        config["checkpoint"] = {"every": every, "every_minutes": None, "margin_s": 0}
+        config["checkpoint"] = {"every": every, "every_minutes": None}
         return write_config(self.folder / "train.yaml", config)
 
     def submit(

@@ -29,16 +29,12 @@ def others_of(responses: Sequence[Response], s: int) -> Group:
 def shaped(responses: Sequence[Response], config: AlgorithmConfig) -> list[float]:
     """The rewards that shaping makes."""
     found, shaping = [], config.shaping
-    for s, response in enumerate(responses):
+    for response in responses:
         reward = response.reward
         if shaping.soft_overlong is not None:
             longest, cache = shaping.soft_overlong.max_length, shaping.soft_overlong.cache_length
             over = response.length - (longest - cache)
             reward -= min(max(over / cache, 0), 1)
-        lengths = [responses[i].length for i in others_of(responses, s)]
-        if max(lengths) > min(lengths):
-            bonus = 0.5 - (response.length - min(lengths)) / (max(lengths) - min(lengths))
-            reward += shaping.length_reward_coef * (bonus if response.correct else min(0, bonus))
         found.append(reward)
     return found
 
@@ -67,9 +63,9 @@ class ValueModel(Critic):
         if config.kind == "hl_gauss":
             edges = self.edges()
             return outputs.softmax(-1) @ ((edges[1:] + edges[:-1]) / 2)
-        if config.bounded and config.squash == "arctan":
+        if config.squash == "arctan":
             return config.low + (config.high - config.low) * (outputs[:, 0].arctan() + math.pi / 2) / math.pi
-        if config.bounded:
+        if config.squash != "none":
             middle, half = (config.low + config.high) / 2, (config.high - config.low) / 2
             return middle + half * torch.tanh(outputs[:, 0] / half)
         return outputs[:, 0]

@@ -16,3 +16,8 @@ def keep(scored: ScoredResponses) -> Tensor:
     """Responses of an odd number of tokens: bool [S]."""
     found: torch.Tensor = scored.cu_seqlens.diff() % 2 == 1
     return found
+
+
+def surprise(scored: ScoredResponses) -> dict[str, float]:
+    """The mean surprise, which needs the policy's log-probs before the update."""
+    return {"surprise": float(scored.old_logprobs.abs().mean())}

@@ -103,7 +103,7 @@ def test_responses_go_on_under_new_weights_and_none_is_lost_or_trained_twice(sha
 
 
 def test_partial_responses_go_on_in_later_steps(shared: World) -> None:
-    partial_responses = ("rollout.asynchronous.max_staleness=0", "rollout.partial_responses.enabled=true")
+    partial_responses = ("rollout.asynchronous.max_staleness=0", "rollout.partial_responses.oversampling=1.5")
     config, run_dir = ahead(shared, "partial", *partial_responses, "sampling.max_new_tokens=40", *SAVED)
     for phase, call in (("rollout", 4), ("policy update", 3)):
         assert live(shared, config, 1, partial(kill_at, phase, call)).code == 75, phase

@@ -96,14 +96,14 @@ def collected(script: str, algorithm: dict[str, Any], fixed_policy: bool = False
 
 CASES: dict[str, tuple[Any, ...]] = {
     "off": ("every_third", {}),
-    "on": ("every_third", {"dynamic_sampling": {"enabled": True}}),
-    "pretraining": ("every_third", {"dynamic_sampling": {"enabled": True}}, True),
-    "oversampling": ("every_third", {"dynamic_sampling": {"enabled": True, "oversampling": 1.5}}),
-    "rounds": ("every_third", {"dynamic_sampling": {"enabled": True, "oversampling": 1.0, "max_rounds": 2}}),
-    "never": ("never", {"dynamic_sampling": {"enabled": True, "max_rounds": 3}}),
+    "on": ("every_third", {"dynamic_sampling": {"max_rounds": 10}}),
+    "pretraining": ("every_third", {"dynamic_sampling": {"max_rounds": 10}}, True),
+    "oversampling": ("every_third", {"dynamic_sampling": {"max_rounds": 10, "oversampling": 1.5}}),
+    "rounds": ("every_third", {"dynamic_sampling": {"oversampling": 1.0, "max_rounds": 2}}),
+    "never": ("never", {"dynamic_sampling": {"max_rounds": 3}}),
     "uneven": ("uneven", {}),
     "late": ("right_but_late", {}),
-    "late_and_dynamic": ("right_but_late", {"dynamic_sampling": {"enabled": True}}),
+    "late_and_dynamic": ("right_but_late", {"dynamic_sampling": {"max_rounds": 10}}),
     "remax": ("by_prompt", {"advantage": {"estimator": "remax"}}),
     "remax_shaped": (
         "by_prompt",
@@ -194,8 +194,8 @@ def test_rank_zero_alone_has_what_was_collected() -> None:
     assert on_threads(2, collected_beside) == [[0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3], None]
 
 
-PARTIAL = {"partial_responses": {"enabled": True, "oversampling": 1.25}}
-DYNAMIC = {"enabled": True, "oversampling": 1.3, "max_rounds": 3}
+PARTIAL = {"partial_responses": {"oversampling": 1.25}}
+DYNAMIC = {"oversampling": 1.3, "max_rounds": 3}
 
 
 @pytest.mark.parametrize(
@@ -205,9 +205,9 @@ DYNAMIC = {"enabled": True, "oversampling": 1.3, "max_rounds": 3}
         ({"asynchronous": {"max_staleness": 2}}, {}, StepRule(4, 9, staleness=2)),
         ({"windows": 3}, {}, StepRule(4, 9, windows=3)),
         (PARTIAL, {}, StepRule(4, 9, oversampling=1.25, any_order=True)),
-        ({"partial_responses": PARTIAL["partial_responses"] | {"enabled": False}}, {}, StepRule(4, 9)),
+        ({"partial_responses": PARTIAL["partial_responses"] | {"oversampling": None}}, {}, StepRule(4, 9)),
         ({}, DYNAMIC, StepRule(4, 9, oversampling=1.3, most_draws=16)),
-        ({}, DYNAMIC | {"enabled": False}, StepRule(4, 9)),
+        ({}, DYNAMIC | {"max_rounds": None}, StepRule(4, 9)),
         (PARTIAL, DYNAMIC, StepRule(4, 9, oversampling=1.3, most_draws=16, any_order=True)),
     ],
 )

@@ -56,7 +56,7 @@ def test_values_of_a_bounded_critic_stay_in_their_range(shared: World) -> None:
     wild = (*wild, "algorithm.kl.coef=0", "algorithm.kl.replace_reference_every=null", "run.steps=1")
     _, free = finished(shared, "free", *wild)
     _, bounded = finished(
-        shared, "bounded", *wild, *(f"algorithm.value_loss.{key}" for key in ("bounded=true", "low=-1", "high=1"))
+        shared, "bounded", *wild, *(f"algorithm.value_loss.{key}" for key in ("squash=tanh", "low=-1", "high=1"))
     )
     assert free[-1]["critic/value_std"] > 2
     assert 0.1 < bounded[-1]["critic/value_std"] <= 1 and abs(bounded[-1]["critic/value_mean"]) <= 1

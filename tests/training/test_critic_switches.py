@@ -36,7 +36,6 @@ DECAY = {OPT + "decay_steps": 5, OPT + "min_lr": 1e-3}
 OPTIMIZER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "lr": ({OPT + "lr": 2e-3}, {}),
     "warmup_steps": ({OPT + "warmup_steps": 4}, {}),
-    "warmup_unit": ({OPT + "warmup_steps": 1, OPT + "warmup_unit": "rollouts"}, {OPT + "warmup_steps": 1}),
     "decay=cosine": ({OPT + "decay": "cosine", **DECAY}, {OPT + "decay": "linear", **DECAY}),
     "decay=linear": ({OPT + "decay": "linear", **DECAY}, {}),
     "decay_steps": (
@@ -45,8 +44,6 @@ OPTIMIZER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "min_lr": ({OPT + "decay": "linear", **DECAY}, {OPT + "decay": "linear", **DECAY, OPT + "min_lr": 0.0}),
     "weight_decay": ({OPT + "weight_decay": 10.0}, {}),
-    "beta1": ({OPT + "betas": [0.5, 0.95]}, {}),
-    "beta2": ({OPT + "betas": [0.9, 0.5]}, {}),
     "eps": ({OPT + "eps": 1e-2}, {}),
     "clip_grad": ({OPT + "clip_grad": 0.05}, {}),
     "clip_grad=0": ({OPT + "clip_grad": 0.0}, {OPT + "clip_grad": 0.05}),
@@ -162,8 +159,7 @@ class ScheduledAdamW:
             {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
             {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
         ]
-        betas = settings.betas
-        self.adamw = torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.eps)
+        self.adamw = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), eps=settings.eps)
 
     def rate(self) -> float:
         settings, step = self.settings, self.steps
@@ -191,10 +187,11 @@ def weights_after(folder: Path, switches: dict[str, Any], seen: Seen) -> State:
     config = config_of(folder, SIX | switches)
     settings = config.critic.optimizer
     iteration = Iteration(folder / "policy", config.algorithm, responses(folder), seen.begin)
-    warmup = settings.warmup_steps * (6 if settings.warmup_unit == "rollouts" else 1)
     frozen = ".self_attn." if config.critic.freeze_attention else ""
     return iteration.critic_after(
-        seen.steps["critic"], frozen, optimizer=lambda parameters: ScheduledAdamW(parameters, settings, warmup)
+        seen.steps["critic"],
+        frozen,
+        optimizer=lambda parameters: ScheduledAdamW(parameters, settings, settings.warmup_steps),
     )
 
 

@@ -145,7 +145,7 @@ def test_targets_at_the_edge_are_learnt_as_they_are() -> None:
 
 
 def test_bounded_values_stay_within_the_rewards() -> None:
-    config = ValueLossConfig(bounded=True, low=-1, high=3)
+    config = ValueLossConfig(squash="tanh", low=-1, high=3)
     found = values_of(torch.tensor([[-99.0], [0.0], [0.01], [99.0]]), config)
     assert found.tolist() == pytest.approx([-1, 1, 1.01, 3], abs=1e-5)
 
@@ -153,7 +153,7 @@ def test_bounded_values_stay_within_the_rewards() -> None:
 @pytest.mark.parametrize(
     ("settings", "reached", "beyond"),
     [
-        ({"bounded": True}, (-1.0, 1.0), ("1.01", "-1.01")),
+        ({"squash": "tanh"}, (-1.0, 1.0), ("1.01", "-1.01")),
         # Three bins of 2 / 45 beyond either end.
         ({"kind": "hl_gauss"}, (-1.13, 1.13), ("1.14", "-1.14")),
     ],

@@ -187,9 +187,9 @@ RANGE = {"low": -1.5, "high": 2.5}
 VALUE_CASES: dict[str, dict[str, Any]] = {
     "mse": {},
     "clipped": {"kind": "clipped", "clip": 0.1},
-    "tanh": {"bounded": True, "squash": "tanh", **RANGE},
-    "arctan": {"bounded": True, "squash": "arctan", **RANGE},
-    "clipped_arctan": {"kind": "clipped", "clip": 0.1, "bounded": True, "squash": "arctan", **RANGE},
+    "tanh": {"squash": "tanh", **RANGE},
+    "arctan": {"squash": "arctan", **RANGE},
+    "clipped_arctan": {"kind": "clipped", "clip": 0.1, "squash": "arctan", **RANGE},
     "hl_gauss": {"kind": "hl_gauss", "bins": 21, **RANGE},
 }
 
@@ -199,9 +199,9 @@ def values_as_written(config: ValueLossConfig, head: Tensor) -> Tensor:
     if config.kind == "hl_gauss":
         edges = edges_of(config)
         return head.softmax(-1) @ ((edges[1:] + edges[:-1]) / 2)
-    if config.bounded and config.squash == "tanh":
+    if config.squash == "tanh":
         return middle + half * torch.tanh(head[:, 0] / half)
-    if config.bounded:
+    if config.squash != "none":
         return middle + 2 * half * torch.arctan(head[:, 0]) / math.pi
     return head[:, 0]
 

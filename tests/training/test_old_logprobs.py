@@ -29,8 +29,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def one_step(model_dir: Path, layout: LayoutConfig, how: str, algorithm: dict[str, Any]) -> Any:
     """Score and policy update of an iteration; the row, the phases and a sum over the weights after it."""
-    update = {"minibatch_size": 6, "old_logprobs": how}
-    config = AlgorithmConfig.model_validate({**algorithm, "update": update})
+    asked_for = {"metrics_function": FUNCTION} if how == "score" else {}
+    config = AlgorithmConfig.model_validate({**algorithm, **asked_for, "update": {"minibatch_size": 6}})
     actor = make_trainable(model_dir, "lm", layout=layout, max_tokens_per_microbatch=40, temperature=0.7)
     models, batch = Models(actor), spread(make_batch())
     with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
@@ -98,7 +98,7 @@ def test_kept_outputs_are_those_before_the_step_at_the_sampling_temperature(
         ({"update": {"minibatch_size": 6, "minibatch_unit": "groups"}}, True),
         ({"update": {"epochs": 2}}, False),
         ({"update": {"critic_updates_per_policy_update": 2}}, True),
-        ({"update": {"old_logprobs": "score"}}, False),
+        ({"metrics_function": FUNCTION}, False),
         ({"importance_sampling": {"kind": "tis"}}, False),
         ({"kl": {"placement": "reward", "coef": 0.1}}, False),
         ({"kl": {"placement": "loss", "estimator": "k3", "coef": 0.1}}, True),

@@ -160,7 +160,7 @@ def test_the_line_at_the_end(tmp_path: Path, loo: float, position: float, said: 
 
 
 def test_values_are_read_as_the_loss_says(tmp_path: Path) -> None:
-    bounded = run(tmp_path / "bounded", TWO, {"value_loss": {"bounded": True}}, head=99.0)
+    bounded = run(tmp_path / "bounded", TWO, {"value_loss": {"squash": "tanh"}}, head=99.0)
     assert bounded.recorder.rows[5]["critic/value_mean"] == pytest.approx(1)
     seen = run(tmp_path / "residual", TWO, {"value_loss": {"residual": True}})
     rewards = {t: reward(t) for t in recorded(2)}

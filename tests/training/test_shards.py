@@ -130,7 +130,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "kl": {"kl": {"placement": "reward", "coef": 0.1}, "advantage": {"whiten": "full", "gamma": 0.97}},
     "vtrace": {"advantage": {"off_policy": "vtrace", "whiten": "full"}},
     "reinforce_pp": {"advantage": {"estimator": "reinforce_pp", "whiten": "full"}},
-    "grpo": {"advantage": {"estimator": "grpo"}, "shaping": {"length_reward_coef": 0.5}},
+    "grpo": {"advantage": {"estimator": "grpo"}, "shaping": {"soft_overlong": {"max_length": 9, "cache_length": 5}}},
     "function": {"advantage": {"function": "examples.custom_functions.functions:reward_times_surprise"}},
     "filter": {"filter_function": "examples.custom_functions.functions:finished_and_not_too_short"},
 }

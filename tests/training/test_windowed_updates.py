@@ -84,7 +84,7 @@ def test_the_critic_learns_the_rewards_of_finished_responses_on_all_their_tokens
 
 def test_the_target_0_of_a_response_that_goes_on_may_lie_outside_of_what_values_can_reach() -> None:
     config, part = step_of({})
-    bounded = ValueLossConfig(bounded=True, low=1.0, high=2.0)
+    bounded = ValueLossConfig(squash="tanh", low=1.0, high=2.0)
     part.batch.returns = torch.where(FINISHED, 1.5, 0.0)
     loss = value_loss_of(part, bounded, teaches_critic(part.whole, config.shaping))
     assert torch.equal(loss.weights > 0, FINISHED)
@@ -163,10 +163,10 @@ def config_of(rollout: dict[str, Any], algorithm: dict[str, Any]) -> TrainConfig
     [
         ({"windows": 0}, {}, "greater than or equal to 1"),
         ({}, {"shaping": {}}, "windows=3 with algorithm.shaping.truncated=terminal"),
-        ({"partial_responses": {"enabled": True}}, {}, "windows=3 with partial_responses.enabled=true"),
+        ({"partial_responses": {"oversampling": 1.5}}, {}, "windows=3 with partial_responses.oversampling=1.5"),
         ({"asynchronous": {"max_staleness": 1}}, {}, "windows=3 with asynchronous.max_staleness=1"),
         ({"router_replay": True}, {}, "windows=3 with router_replay=true"),
-        ({}, {"dynamic_sampling": {"enabled": True}}, "with algorithm.dynamic_sampling.enabled=true"),
+        ({}, {"dynamic_sampling": {"max_rounds": 10}}, "with algorithm.dynamic_sampling.max_rounds=10"),
         ({}, {"advantage": {"function": "a:b"}}, "with algorithm.advantage.function=a:b: .* which has no reward yet"),
         ({}, {"policy_loss": {"kind": "gspo", "aggregation": "sequence_mean"}}, "with algorithm.policy_loss.kind=gspo"),
         ({}, {"importance_sampling": {"kind": "tis", "level": "sequence"}}, "importance_sampling.level=sequence"),

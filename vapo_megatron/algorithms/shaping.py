@@ -15,22 +15,6 @@ def soft_overlong(lengths: Tensor, max_length: int, cache_length: int) -> Tensor
     return ((max_length - cache_length - lengths.double()) / cache_length).clamp(-1, 0).float()
 
 
-def kimi_length_reward(lengths: Tensor, correct: Tensor, group_ids: Tensor) -> Tensor:
-    """lambda = 0.5 - (l - min) / (max - min) within the group: lambda if correct, else min(0, lambda); 0 where all
-    responses of the group are equally long (Kimi k1.5, arXiv 2501.12599, section 2.3.3).
-
-    lengths [S], correct [S] (0 or not), group_ids int64 [S] -> float32 [S].
-    """
-    _, index = torch.unique(group_ids, return_inverse=True)
-    length = lengths.double()
-    longest = length.new_zeros(length.shape).scatter_reduce_(0, index, length, "amax", include_self=False)[index]
-    shortest = length.new_zeros(length.shape).scatter_reduce_(0, index, length, "amin", include_self=False)[index]
-    spread = longest - shortest
-    reward = 0.5 - (length - shortest) / spread.clamp(min=1)
-    reward = torch.where(correct != 0, reward, reward.clamp(max=0))
-    return torch.where(spread > 0, reward, 0).float()
-
-
 _BASE = 1_000_003  # of a polynomial hash, modulo 2^64
 
 

@@ -60,7 +60,7 @@ class Checkpointer:
         is_on_disk = resumed is not None and resumed.checkpoint.is_relative_to(run.run_dir)
         self._last = self._began_at if is_on_disk else None
         deadline = earliest_deadline(process_start(), config.job_timeout_s, job_end_time())
-        self._limit = TimeLimit(deadline, config.margin_s)
+        self._limit = TimeLimit(deadline, margin_before(deadline, time.time()))
         if resumed is not None:
             self._limit.saved(resumed.manifest.seconds)
         self._limit.left_point()
@@ -270,6 +270,11 @@ class TimeLimit:
             return False
         needed = self._longest_stretch + self._longest_save + self._margin
         return self._clock() + needed > self._deadline
+
+
+def margin_before(deadline: float | None, now: float) -> float:
+    """Seconds to leave before a deadline: 3 minutes, or 5 % of the time until then where that is less."""
+    return 0.0 if deadline is None else min(180.0, 0.05 * max(0.0, deadline - now))
 
 
 def earliest_deadline(started: float, limit_s: float | None, job_end: float | None) -> float | None:

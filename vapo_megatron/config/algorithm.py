@@ -130,7 +130,6 @@ class ShapingConfig(Section):
         "loss at all (mask)",
     )
     soft_overlong: SoftOverlongConfig | None = Field(None, description="punishment of long responses; none: off")
-    length_reward_coef: float = Field(0.0, ge=0, description="of Kimi k1.5's length reward")
 
     @property
     def bootstraps(self) -> bool:
@@ -150,11 +149,6 @@ class UpdateConfig(Section):
     minibatch_unit: Literal["samples", "groups"] = Field("samples", description="responses, or prompts with all theirs")
     epochs: int = Field(1, ge=1, description="passes over a rollout")
     critic_updates_per_policy_update: int = Field(1, ge=1, description="passes of the critic for one of the policy")
-    old_logprobs: Literal["auto", "score"] = Field(
-        "auto",
-        description="auto: from the update's own forward pass where a rollout is one mini-batch, read once, and "
-        "nothing before needs them; score: always from a pass before the updates",
-    )
 
     @model_validator(mode="after")
     def _one_size(self) -> Self:
@@ -180,14 +174,18 @@ class UpdateConfig(Section):
 class DynamicSamplingConfig(Section):
     """Only groups with both correct and incorrect responses are learnt from (DAPO)."""
 
-    enabled: bool = Field(False, description="draw prompts until enough groups are informative")
     oversampling: float = Field(3.0, ge=1, description="prompts in flight, in units of those still wanted")
-    max_rounds: int = Field(
-        10,
+    max_rounds: int | None = Field(
+        None,
         ge=1,
-        description="the most prompts of a step, in units of oversampling x prompts_per_step; then other groups fill "
-        "the batch up",
+        description="draw prompts until enough groups are informative, at most so many times oversampling x "
+        "prompts_per_step (DAPO: 10); then other groups fill the batch up; none: no dynamic sampling",
     )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether groups are chosen at all."""
+        return self.max_rounds is not None
 
 
 class AlgorithmConfig(Section):
@@ -241,7 +239,7 @@ class AlgorithmConfig(Section):
             self.metrics_function is not None,
         )
         single = update.updates(samples, groups) == 1
-        return update.old_logprobs == "auto" and single and not any(needed_before)
+        return single and not any(needed_before)
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:
@@ -249,7 +247,7 @@ class AlgorithmConfig(Section):
         for key, needs_critic in (
             (f"shaping.truncated={self.shaping.truncated}", self.shaping.bootstraps),
             (f"value_loss.kind={self.value_loss.kind}", self.value_loss.kind != "mse"),
-            ("value_loss.bounded=true", self.value_loss.bounded),
+            (f"value_loss.squash={self.value_loss.squash}", self.value_loss.squash != "none"),
             ("value_loss.residual=true", self.value_loss.residual),
             ("update.critic_updates_per_policy_update", self.update.critic_updates_per_policy_update > 1),
         ):
@@ -264,15 +262,11 @@ class AlgorithmConfig(Section):
                     f"value_loss.residual=true with {truncated}: a group's mean needs the reward of each response, a "
                     "truncated one has none then: choose one of both"
                 )
-            for key, on in (
-                ("shaping.soft_overlong", self.shaping.soft_overlong is not None),
-                ("shaping.length_reward_coef", self.shaping.length_reward_coef > 0),
-            ):
-                if on:
-                    raise ValueError(
-                        f"{key} with {truncated}: a truncated response has no reward then, and would escape the "
-                        "punishment for its length: choose one of both"
-                    )
+            if self.shaping.soft_overlong is not None:
+                raise ValueError(
+                    f"shaping.soft_overlong with {truncated}: a truncated response has no reward then, and would "
+                    "escape the punishment for its length: choose one of both"
+                )
         if self.advantage.calibration != "none":
             for key, on in (
                 (truncated, self.shaping.bootstraps),
@@ -311,8 +305,7 @@ class AlgorithmConfig(Section):
                 "batch.samples_per_prompt=1 leaves none to compare with: raise it, or use gae or reinforce_pp"
             )
         for key, on in (
-            ("dynamic_sampling.enabled=true", self.dynamic_sampling.enabled),
-            ("shaping.length_reward_coef", self.shaping.length_reward_coef > 0),
+            (f"dynamic_sampling.max_rounds={self.dynamic_sampling.max_rounds}", self.dynamic_sampling.enabled),
             ("value_loss.residual=true", self.value_loss.residual),
         ):
             if on:

@@ -1,13 +1,11 @@
 """The models of a run: where they come from, how they are laid out over ranks, how they are optimised."""
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, model_validator
 
 from vapo_megatron.config.base import Section
-
-Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class LayoutConfig(Section):
@@ -70,18 +68,14 @@ class LayoutConfig(Section):
 
 
 class OptimizerSettings(Section):
-    """AdamW as the papers use it; weight decay spares norms and biases."""
+    """AdamW as the papers use it, betas 0.9 and 0.95; weight decay spares norms and biases."""
 
     lr: float = Field(1e-6, gt=0, description="peak learning rate")
-    warmup_steps: int = Field(10, ge=0, description="from 0 to lr, linear, in warmup_unit")
-    warmup_unit: Literal["updates", "rollouts"] = Field(
-        "updates", description="optimizer steps, or rollouts with all their optimizer steps (DAPO: 20 rollouts)"
-    )
+    warmup_steps: int = Field(10, ge=0, description="optimizer steps from 0 to lr, linear")
     decay: Literal["constant", "cosine", "linear"] = Field("constant", description="of the learning rate after warm-up")
     decay_steps: int | None = Field(None, ge=1, description="optimizer steps until min_lr; needed unless constant")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
     weight_decay: float = Field(0.1, ge=0, description="decoupled, as in AdamW")
-    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay of the first and the second moment")
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
     clip_grad: float = Field(1.0, ge=0, description="global gradient-norm limit; 0 switches it off")
     distributed: bool = Field(True, description="Megatron's distributed optimizer: states cut over data-parallel ranks")
@@ -95,20 +89,11 @@ class OptimizerSettings(Section):
     def _decay_has_length(self) -> "OptimizerSettings":
         if self.decay != "constant" and self.decay_steps is None:
             raise ValueError(f"decay={self.decay} needs decay_steps: give the number of optimizer steps")
-        if self.decay_steps is not None and self.warmup_unit == "rollouts":
-            raise ValueError(
-                f"decay_steps={self.decay_steps} with warmup_unit=rollouts: it counts optimizer steps, set "
-                "warmup_unit=updates"
-            )
         if self.decay_steps is not None and self.warmup_steps >= self.decay_steps:
             raise ValueError(f"warmup_steps={self.warmup_steps} is not below decay_steps={self.decay_steps}: lower it")
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr={self.min_lr} is above lr={self.lr}")
         return self
-
-    def warmup_updates(self, updates_per_rollout: int) -> int:
-        """Optimizer steps from 0 to lr, where a rollout has so many."""
-        return self.warmup_steps * (updates_per_rollout if self.warmup_unit == "rollouts" else 1)
 
 
 RecomputeModule = Literal["core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts"]
@@ -302,7 +287,4 @@ class ModelConfig(Section):
     adapter: AdapterConfig = AdapterConfig()
     attention: Literal["auto", "sdpa", "transformer_engine"] = Field(
         "auto", description="auto: Transformer Engine wherever it can be used, else PyTorch's"
-    )
-    attention_kernel: Literal["auto", "flash", "fused", "unfused"] = Field(
-        "auto", description="Transformer Engine's: flash-attn, cuDNN's, PyTorch's; auto: its own choice"
     )

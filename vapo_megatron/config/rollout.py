@@ -67,10 +67,17 @@ class AsynchronousConfig(Section):
 class PartialResponsesConfig(Section):
     """Responses that are not finished when a step has enough go on in the next one (docs/async.md)."""
 
-    enabled: bool = Field(
-        False, description="a step trains the first groups that are finished; the others go on under the next weights"
+    oversampling: float | None = Field(
+        None,
+        ge=1,
+        description="groups in flight, in units of those still wanted, such as 1.5: a step trains the first that are "
+        "finished, the others go on under the next weights; none: a step waits for all of its groups",
     )
-    oversampling: float = Field(1.5, ge=1, description="groups in flight, in units of those still wanted")
+
+    @property
+    def enabled(self) -> bool:
+        """Whether unfinished responses go on in the next step."""
+        return self.oversampling is not None
 
 
 class HealthConfig(Section):
@@ -169,8 +176,9 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _agents_fit(self) -> "RolloutConfig":
+        partial = self.partial_responses.oversampling
         for key, on, remedy in (
-            ("partial_responses.enabled=true", self.partial_responses.enabled, "false"),
+            (f"partial_responses.oversampling={partial}", self.partial_responses.enabled, "null"),
             (f"windows={self.windows}", self.windows > 1, "1"),
             ("router_replay=true", self.router_replay, "false"),
         ):
@@ -180,7 +188,7 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _responses_that_go_on_fit(self) -> "RolloutConfig":
-        ahead = self.asynchronous
+        ahead, partial = self.asynchronous, self.partial_responses.oversampling
         if ahead.weight_sync in ("retract", "in_place") and self.deterministic is True:
             raise ValueError(
                 f"asynchronous.weight_sync={ahead.weight_sync} with deterministic=true: where a response changes "
@@ -193,7 +201,7 @@ class RolloutConfig(Section):
             )
         for key, on in (
             (f"asynchronous.max_staleness={ahead.max_staleness}", ahead.max_staleness > 0),
-            ("partial_responses.enabled=true", self.partial_responses.enabled),
+            (f"partial_responses.oversampling={partial}", self.partial_responses.enabled),
             ("router_replay=true", self.router_replay),
         ):
             if on and self.windows > 1:
@@ -209,7 +217,7 @@ class RolloutConfig(Section):
             ("router_replay=true", self.router_replay, "the experts of old weights are not those of the policy"),
         ):
             if on:
-                raise ValueError(f"partial_responses.enabled=true with {key}: {why}, set one of them back")
+                raise ValueError(f"partial_responses.oversampling={partial} with {key}: {why}, set one of them back")
         return self
 
     @model_validator(mode="after")

@@ -136,16 +136,12 @@ class SkippedUpdatesConfig(Section):
     grad_norm_spike: float | None = Field(
         None, gt=1, description="skip where the gradient norm is above so many times its median; null: never"
     )
-    loss_spike: float | None = Field(
-        None, gt=1, description="skip where a part of the loss is above so many times its median size; null: never"
-    )
     most_in_a_row: int | None = Field(
         10,
         ge=1,
         description="so many skipped updates of a model in a row: back to the last checkpoint, with other prompts "
-        "(exit 75); null: never",
+        "(exit 75), twice from one checkpoint; after that the run fails; null: never",
     )
-    restarts: int = Field(2, ge=0, description="how often to go back to one checkpoint; after that the run fails")
 
 
 class HangsConfig(Section):
@@ -194,23 +190,16 @@ class AlarmsConfig(Section):
     off: tuple[AlarmName, ...] = Field((), description="alarms that are never raised")
 
 
-class WandbConfig(Section):
-    """Weights & Biases; needs `pip install vapo-megatron[wandb]`. WANDB_ENTITY and WANDB_TAGS say team and tags."""
-
-    mode: Literal["disabled", "online", "offline"] = Field(
-        "disabled",
-        description="online: unless WANDB_MODE in the environment says otherwise; offline: written under wandb/ in the "
-        "run directory, sent later by `wandb sync`",
-    )
-    project: str = Field("vapo-megatron", min_length=1, max_length=128, description="project that the run belongs to")
-
-
 class MonitoringConfig(Section):
     """Where the metrics go besides metrics.jsonl."""
 
     tensorboard: bool = Field(True, description="scalars under tensorboard/")
-    wandb: WandbConfig = WandbConfig()
-    sample_groups_per_step: int = Field(8, ge=0, description="groups whose responses are kept under samples/; 0: none")
+    wandb: Literal["disabled", "online", "offline"] = Field(
+        "disabled",
+        description="Weights & Biases (`pip install vapo-megatron[wandb]`; WANDB_PROJECT, WANDB_ENTITY and WANDB_TAGS "
+        "say where). online: unless WANDB_MODE says otherwise; offline: written under wandb/ in the run directory, "
+        "sent later by `wandb sync`",
+    )
     alarms: AlarmsConfig = AlarmsConfig()
 
 
@@ -239,9 +228,6 @@ class CheckpointConfig(Section):
     keep: RetentionConfig = RetentionConfig()
     job_timeout_s: float | None = Field(
         None, gt=0, description="seconds after which the run saves and ends; SLURM_JOB_END_TIME counts besides"
-    )
-    margin_s: float = Field(
-        180.0, ge=0, description="seconds left before a time limit, over the longest step and the longest save"
     )
 
     @property

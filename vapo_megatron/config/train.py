@@ -128,7 +128,7 @@ class TrainConfig(Section):
     def _values_fit(self) -> None:
         """Values that cannot leave a range: no return may."""
         settings, reward = self.algorithm.value_loss, self.reward
-        switch = "bounded=true" if settings.bounded else "kind=hl_gauss"
+        switch = "kind=hl_gauss" if settings.kind == "hl_gauss" else f"squash={settings.squash}"
         if self.critic.init == "reward_model":
             raise ValueError(
                 f"critic.init=reward_model with algorithm.value_loss.{switch}: the output of a reward model is neither "
@@ -161,7 +161,6 @@ class TrainConfig(Section):
         low, high = sorted((self.reward.correct, self.reward.incorrect))
         algorithm = self.algorithm
         low -= float(algorithm.shaping.soft_overlong is not None)
-        low, high = (x + side * 0.5 * algorithm.shaping.length_reward_coef for x, side in ((low, -1), (high, 1)))
         if algorithm.advantage.gamma < 1:
             low, high = min(low, 0.0), max(high, 0.0)
         # What a return is above or below the mean of others, each of which is within the range.
@@ -188,6 +187,7 @@ class TrainConfig(Section):
     def _agents_fit(self) -> None:
         """Episodes in place of responses; credit by turns needs turns."""
         algorithm, agent = self.algorithm, self.rollout.agent
+        rounds = algorithm.dynamic_sampling.max_rounds
         if agent is None:
             if algorithm.advantage.credit == "turn":
                 raise ValueError(
@@ -196,7 +196,7 @@ class TrainConfig(Section):
                 )
             return
         for key, on, remedy in (
-            ("algorithm.dynamic_sampling.enabled=true", algorithm.dynamic_sampling.enabled, "set it to false"),
+            (f"algorithm.dynamic_sampling.max_rounds={rounds}", algorithm.dynamic_sampling.enabled, "set it to null"),
             ("algorithm.advantage.estimator=remax", algorithm.advantage.estimator == "remax", "use gae or rloo"),
             ("data.prompt.chat_template=false", not self.data.prompt.chat_template, "set it to true"),
         ):
@@ -206,10 +206,11 @@ class TrainConfig(Section):
     def _old_responses_fit(self) -> None:
         """Responses of earlier weights: the algorithm must know what to do with them."""
         staleness, algorithm = self.rollout.asynchronous.max_staleness, self.algorithm
-        partial, estimator = self.rollout.partial_responses.enabled, self.algorithm.advantage.estimator
+        partial, estimator = self.rollout.partial_responses.oversampling, self.algorithm.advantage.estimator
         if not staleness and not partial:
             return
-        key = "rollout.partial_responses.enabled=true" if partial else f"rollout.asynchronous.max_staleness={staleness}"
+        key = f"asynchronous.max_staleness={staleness}" if staleness else f"partial_responses.oversampling={partial}"
+        key = f"rollout.{key}"
         if partial and estimator in GROUP_ESTIMATORS:
             raise ValueError(
                 f"{key} with algorithm.advantage.estimator={estimator}: it compares responses of a group, whose tokens "
@@ -229,9 +230,10 @@ class TrainConfig(Section):
     def _windows_fit(self) -> None:
         """Responses that are trained window by window: their reward is still to come, earlier windows are trained."""
         algorithm, corrected = self.algorithm, self.algorithm.importance_sampling
+        rounds = algorithm.dynamic_sampling.max_rounds
         for key, on, remedy in (
             (f"shaping.truncated={algorithm.shaping.truncated}", algorithm.shaping.truncated != "window", "window"),
-            ("dynamic_sampling.enabled=true", algorithm.dynamic_sampling.enabled, "false"),
+            (f"dynamic_sampling.max_rounds={rounds}", algorithm.dynamic_sampling.enabled, "null"),
             (f"advantage.function={algorithm.advantage.function}", algorithm.advantage.function is not None, "null"),
             ("policy_loss.kind=gspo", algorithm.policy_loss.kind == "gspo", "ppo_clip"),
             (f"importance_sampling.level={corrected.level}", corrected.level != "token", "token"),
@@ -245,13 +247,13 @@ class TrainConfig(Section):
 
     def _grade_is_there(self) -> None:
         nll, algorithm = self.algorithm.policy_loss.positive_nll, self.algorithm
+        rounds = algorithm.dynamic_sampling.max_rounds
         if self.reward.correct_above is not None:
             return
         for key, on in (
             ("policy_loss.positive_nll.coef", nll.coef > 0),
-            ("dynamic_sampling.enabled=true", algorithm.dynamic_sampling.enabled),
+            (f"dynamic_sampling.max_rounds={rounds}", algorithm.dynamic_sampling.enabled),
             ("advantage.estimator=raft", algorithm.advantage.estimator == "raft"),
-            ("shaping.length_reward_coef", algorithm.shaping.length_reward_coef > 0),
         ):
             if on:
                 raise ValueError(
@@ -313,14 +315,10 @@ class TrainConfig(Section):
         return rounds * update.updates(self.samples, self.batch.prompts_per_step)
 
     def trainable(self, name: str) -> ActorConfig | CriticConfig:
-        """The section of the critic, or of the actor (and the reference), its warm-up in optimizer steps."""
-        section = self.critic if name == "critic" else self.actor
-        steps = section.optimizer.warmup_updates(self.updates_per_rollout(name))
-        optimizer = section.optimizer.model_copy(update={"warmup_steps": steps, "warmup_unit": "updates"})
-        update: dict[str, Any] = {"optimizer": optimizer}
+        """The section of the critic, or of the actor; the reference's, which is a whole model, is made of that."""
         if name == "reference":
-            update["kind"] = "model"
-        return section.model_copy(update=update)
+            return self.actor.model_copy(update={"kind": "model"})
+        return self.critic if name == "critic" else self.actor
 
     @property
     def model_sizes(self) -> dict[str, int]:

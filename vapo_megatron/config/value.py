@@ -19,12 +19,11 @@ class ValueLossConfig(Section):
     kind: Literal["mse", "clipped", "hl_gauss"] = Field("mse", description="(V - R)^2 / 2, PPO's clipped one, HL-Gauss")
     clip: float = Field(0.2, gt=0, description="how far a value may move from the old one, kind=clipped")
     bins: int = Field(51, ge=2 * MARGIN_BINS + 1, description="outputs of the value head, kind=hl_gauss")
-    low: float = Field(-1.0, description="least return, for kind=hl_gauss and bounded")
-    high: float = Field(1.0, description="greatest return, for kind=hl_gauss and bounded")
-    bounded: bool = Field(
-        False, description="values are squashed into low..high; the bins of hl_gauss have bounds of their own"
+    low: float = Field(-1.0, description="least return, for kind=hl_gauss and squash")
+    high: float = Field(1.0, description="greatest return, for kind=hl_gauss and squash")
+    squash: Literal["none", "tanh", "arctan"] = Field(
+        "none", description="what bounds values to low..high; the bins of hl_gauss have bounds of their own"
     )
-    squash: Literal["tanh", "arctan"] = Field("tanh", description="by what, bounded=true")
     residual: bool = Field(
         False,
         description="the head learns what the mean return of the other responses of the group does not explain; the "
@@ -39,7 +38,7 @@ class ValueLossConfig(Section):
     @property
     def has_bounds(self) -> bool:
         """Whether no value can leave a range."""
-        return self.bounded or self.kind == "hl_gauss"
+        return self.squash != "none" or self.kind == "hl_gauss"
 
     @property
     def support(self) -> tuple[float, float]:
@@ -51,8 +50,10 @@ class ValueLossConfig(Section):
     def _bins_span_a_range(self) -> Self:
         if self.low >= self.high:
             raise ValueError(f"low={self.low} is not below high={self.high}: give the range of the returns")
-        if self.bounded and self.kind == "hl_gauss":
-            raise ValueError("bounded=true with kind=hl_gauss: its bins bound the values already, remove bounded")
+        if self.squash != "none" and self.kind == "hl_gauss":
+            raise ValueError(
+                f"squash={self.squash} with kind=hl_gauss: its bins bound the values already, remove squash"
+            )
         return self
 
 

@@ -11,7 +11,6 @@ from megatron.core.pipeline_parallel.utils import (
     is_vp_first_stage,
     is_vp_last_stage,
 )
-from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -121,8 +120,6 @@ def transformer_config(spec: ModelSpec, model: ModelConfig, trainable: Trainable
         settings.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=recompute.layers)
     elif recompute.granularity == "selective":
         settings.update(recompute_granularity="selective", recompute_modules=list(recompute.modules))
-    if fused:
-        settings.update(attention_backend=AttnBackend[model.attention_kernel])
     return TransformerConfig(**settings)
 
 

@@ -61,6 +61,7 @@ def overlaps(settings: OptimizerSettings, platform: Platform) -> bool:
     return platform.is_cuda if settings.overlap == "auto" else settings.overlap
 
 
+BETAS = (0.9, 0.95)  # decay of the first and the second moment
 # "Constant" still wants a length; longer than any run.
 _ENDLESS = 1 << 40
 
@@ -76,8 +77,8 @@ def make_optimizer(
             lr=settings.lr,
             min_lr=settings.min_lr,
             weight_decay=settings.weight_decay,
-            adam_beta1=settings.betas[0],
-            adam_beta2=settings.betas[1],
+            adam_beta1=BETAS[0],
+            adam_beta2=BETAS[1],
             adam_eps=settings.eps,
             clip_grad=settings.clip_grad,
             use_distributed_optimizer=settings.distributed,

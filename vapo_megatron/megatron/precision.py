@@ -24,21 +24,6 @@ def check_trainable(
 ) -> None:
     """Raises BadInput where kernels, recomputation or precision of a section need what this machine has not."""
     fused = uses_transformer_engine(model.attention, platform)
-    if model.attention_kernel != "auto" and not fused:
-        raise BadInput(
-            f"model.attention_kernel={model.attention_kernel}: Transformer Engine's layers alone have a choice, and "
-            "are not used here: set it to auto"
-        )
-    if model.attention_kernel == "flash" and not platform.has_flash_attention:
-        raise BadInput(
-            "model.attention_kernel=flash: flash-attn is not installed, of its version 2 or 3 (requirements/h100.txt): "
-            "install it, or set auto"
-        )
-    if model.attention_kernel == "unfused" and section.layout.cp > 1:
-        raise BadInput(
-            f"model.attention_kernel=unfused with {name}.layout.cp={section.layout.cp}: it does not cut sequences, set "
-            "auto"
-        )
     check_adapter(spec, model.adapter, section, name)
     _check_recompute(spec, section, name, fused)
     check_precision(spec, model, section, name, platform)

@@ -21,7 +21,7 @@ from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.model import TrainableConfig
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.errors import BadInput
-from vapo_megatron.megatron.optimizer import make_scheduler
+from vapo_megatron.megatron.optimizer import BETAS, make_scheduler
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.token_loss import MetricTotals, StepResult, TokenLoss, sum_over_ranks
 
@@ -79,7 +79,7 @@ class Probe:
         parameters = list(self.head.parameters())
         groups: list[dict[str, Any]] = [{"params": parameters[::2]}, {"params": parameters[1::2], "wd_mult": 0.0}]
         self._adam = torch.optim.AdamW(
-            groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
+            groups, lr=settings.lr, betas=BETAS, eps=settings.eps, weight_decay=settings.weight_decay
         )
         self._scheduler: OptimizerParamScheduler = make_scheduler(settings, self._adam)
         self._scheduler.step(0)

@@ -21,6 +21,8 @@ from vapo_megatron.monitoring.trackers import Record, Row, Trackers, start_track
 
 TOKEN_ESTIMATES = 4  # of a step's kept responses, whose values and advantages are kept token by token
 
+_SAMPLE_GROUPS = 8  # of a step, whose responses are kept under samples/
+
 
 class Recorder:
     """What rank 0 prints and writes. On other ranks it only keeps time, so that the loop need not ask for the rank."""
@@ -44,7 +46,7 @@ class Recorder:
         self._row: dict[str, float] = {}
         self._metrics = MetricsWriter(run_dir, start_step) if is_main_rank else None
         kept = self._metrics.kept if self._metrics is not None else []
-        self._samples = SampleWriter(run_dir, config.sample_groups_per_step, TOKEN_ESTIMATES, decode)
+        self._samples = SampleWriter(run_dir, _SAMPLE_GROUPS, TOKEN_ESTIMATES, decode)
         self._alarms = Alarms(config.alarms, kept)
         self._trackers = Trackers(self.console.note)
         if is_main_rank:

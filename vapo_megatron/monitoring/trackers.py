@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from vapo_megatron.config.atomic import atomic_write
-from vapo_megatron.config.run import MonitoringConfig, WandbConfig
+from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.errors import reason_of
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.facts import environment_facts
@@ -92,8 +92,8 @@ def start_trackers(
     trackers = Trackers(note)
     if config.tensorboard:
         trackers.start("TensorBoard", lambda: TensorBoard(run_dir, start_step, kept))
-    if config.wandb.mode != "disabled":
-        trackers.start("Weights & Biases", lambda: WeightsAndBiases(config.wandb, run_dir))
+    if config.wandb != "disabled":
+        trackers.start("Weights & Biases", lambda: WeightsAndBiases(config.wandb == "offline", run_dir))
     return trackers
 
 
@@ -140,17 +140,17 @@ class WeightsAndBiases:
     Steps that are done again after a resume are written again, with the same values.
     """
 
-    def __init__(self, config: WandbConfig, run_dir: Path) -> None:
+    def __init__(self, offline: bool, run_dir: Path) -> None:
         """Raises whatever keeps it from starting: no login, no network, no room."""
         import wandb  # an extra, which few install
 
         self._table = wandb.Table
-        mode = "offline" if config.mode == "offline" else os.environ.get("WANDB_MODE") or "online"
+        mode = "offline" if offline else os.environ.get("WANDB_MODE") or "online"
         if mode == "online" and not wandb.login(prompt=False):
-            raise ValueError("no login: run `wandb login`, set WANDB_API_KEY, or monitoring.wandb.mode=offline")
+            raise ValueError("no login: run `wandb login`, set WANDB_API_KEY, or monitoring.wandb=offline")
         self._counters: dict[str, str] = {}
         self._run = wandb.init(
-            project=config.project,
+            project=os.environ.get("WANDB_PROJECT") or "vapo-megatron",
             name=run_dir.name,
             id=_run_id(run_dir),
             resume="allow",

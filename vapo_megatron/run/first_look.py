@@ -47,10 +47,10 @@ def look_first(settings: TrainConfig | SftConfig | EvaluateConfig) -> None:
 def check_trackers(config: MonitoringConfig) -> None:
     """Raises BadInput where a tracker is asked for whose package is not installed, or that has no such mode."""
     mode = os.environ.get("WANDB_MODE")
-    if config.wandb.mode == "online" and mode and mode not in _WANDB_MODES:
-        raise BadInput(f"WANDB_MODE={mode}: expected one of {', '.join(_WANDB_MODES)}; or set monitoring.wandb.mode")
-    if config.wandb.mode != "disabled" and find_spec("wandb") is None:
+    if config.wandb == "online" and mode and mode not in _WANDB_MODES:
+        raise BadInput(f"WANDB_MODE={mode}: expected one of {', '.join(_WANDB_MODES)}; or set monitoring.wandb")
+    if config.wandb != "disabled" and find_spec("wandb") is None:
         raise BadInput(
-            f"monitoring.wandb.mode={config.wandb.mode}: the package wandb is not installed: pip install "
+            f"monitoring.wandb={config.wandb}: the package wandb is not installed: pip install "
             "'vapo-megatron[wandb]', or set it to disabled"
         )

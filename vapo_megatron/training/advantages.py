@@ -206,10 +206,6 @@ def shaped_rewards(batch: ExperienceBatch | SampleTable, config: ShapingConfig) 
     if config.soft_overlong is not None:
         limits = config.soft_overlong
         rewards += shaping.soft_overlong(batch.response_lengths, limits.max_length, limits.cache_length)
-    if config.length_reward_coef:
-        rewards += config.length_reward_coef * shaping.kimi_length_reward(
-            batch.response_lengths, batch.correct, batch.group_ids
-        )
     return rewards
 
 

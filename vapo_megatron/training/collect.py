@@ -25,9 +25,9 @@ from vapo_megatron.training.shards import ShardedBatch, scatter
 def step_rule(size: BatchConfig, sampling: DynamicSamplingConfig, steps: int, rollout: RolloutConfig) -> StepRule:
     """What a step of training is made of: with dynamic sampling, of groups with correct and incorrect responses."""
     rule = StepRule(size.prompts_per_step, steps, staleness=rollout.asynchronous.max_staleness, windows=rollout.windows)
-    if (partial := rollout.partial_responses).enabled:
-        rule = replace(rule, any_order=True, oversampling=partial.oversampling)
-    if sampling.enabled:
+    if (in_flight := rollout.partial_responses.oversampling) is not None:
+        rule = replace(rule, any_order=True, oversampling=in_flight)
+    if sampling.max_rounds is not None:
         most = round(sampling.max_rounds * sampling.oversampling * size.prompts_per_step)
         rule = replace(rule, oversampling=sampling.oversampling, most_draws=most)
     return rule

@@ -143,7 +143,7 @@ def values_of(outputs: Tensor, config: ValueLossConfig) -> Tensor:
     """Values [t] of a value head's outputs [t, n]: the one of them, or the mean of the histogram that they predict."""
     if config.kind == "hl_gauss":
         return value_loss.hl_gauss_value(outputs, *config.support)
-    if config.bounded:
+    if config.squash != "none":
         squash = {"tanh": value_loss.bounded_value, "arctan": value_loss.arctan_value}[config.squash]
         return squash(outputs[:, 0], config.low, config.high)
     return outputs[:, 0]

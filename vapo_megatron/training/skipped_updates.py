@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +24,6 @@ UNFINISHED = names.UNFINISHED.removeprefix(names.SKIPPED)
 CAUSES = (
     "nonfinite_loss",
     "nonfinite_grad_norm",
-    "loss_spike",
     "grad_norm_spike",
     "nonfinite_reward",
     "nonfinite_logprobs",
@@ -34,6 +33,7 @@ CAUSES = (
     UNFINISHED,
 )
 RECORD_FILE = "skipped_updates.json"
+_RESTARTS = 2  # from one checkpoint
 _WINDOW = 50  # updates whose median a spike is measured by
 _FEWEST = 20  # updates before anything is called a spike
 
@@ -45,24 +45,22 @@ class SkippedUpdates:
         """state: what state() gave when the checkpoint was saved that the run goes on from."""
         self._config = config
         state = state or {}
-        self._sizes: dict[str, list[float]] = {name: list(sizes) for name, sizes in state.get("sizes", {}).items()}
+        self._norms: dict[str, list[float]] = {model: list(norms) for model, norms in state.get("norms", {}).items()}
         self._in_row: Counter[str] = Counter(state.get("in_row", {}))
         self._skipped: Counter[str] = Counter()
         self._last_cause = ""
 
     def accepts(self, model: str, grad_norm: float, metrics: Mapping[str, float]) -> bool:
         """Collective: whether to make an update of a model with this gradient norm and these parts of its loss."""
-        losses = {name: abs(value) for name, value in metrics.items() if name.endswith("_loss")}
-        sizes = {f"{model}/grad_norm": grad_norm} | {f"{model}/{name}": size for name, size in losses.items()}
-        cause_index = torch.tensor([CAUSES.index(cause) if (cause := self._cause(sizes)) else -1])
+        losses = [value for name, value in metrics.items() if name.endswith("_loss")]
+        cause_index = torch.tensor([CAUSES.index(cause) if (cause := self._cause(model, grad_norm, losses)) else -1])
         # Norms of ranks that hold other shards may differ in the last bit.
         dist.all_reduce(cause_index, op=dist.ReduceOp.MAX)
         if cause_index.item() >= 0:
             self._skip(model, CAUSES[int(cause_index.item())])
             return False
         self._in_row[model] = 0
-        for name, size in sizes.items():
-            self._sizes[name] = [*self._sizes.get(name, []), size][-_WINDOW:]
+        self._norms[model] = [*self._norms.get(model, []), grad_norm][-_WINDOW:]
         return True
 
     def is_sound(self, batch: ShardedBatch) -> bool:
@@ -114,7 +112,7 @@ class SkippedUpdates:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"sizes": self._sizes, "in_row": dict(self._in_row)}
+        return {"norms": self._norms, "in_row": dict(self._in_row)}
 
     def go_back(self, run_dir: Path, step: int, cursor: int | None) -> None:
         """On rank 0: end the run, to go on from its last checkpoint with prompts from cursor on; None: with the data
@@ -130,7 +128,7 @@ class SkippedUpdates:
             raise RunFailed(f"{problem}, and no checkpoint to go back to: docs/robustness.md says what to look at")
         before = _read_record(run_dir)
         times = 1 + (before["times"] if before.get("checkpoint") == checkpoint.name else 0)
-        if times > self._config.restarts:
+        if times > _RESTARTS:
             raise RunFailed(
                 f"{problem}, as each of {times} times from {checkpoint}: docs/robustness.md says what to look at"
             )
@@ -141,21 +139,17 @@ class SkippedUpdates:
             f"{'the same data' if cursor is None else 'other prompts'}"
         )
 
-    def _cause(self, sizes: Mapping[str, float]) -> str | None:
-        for kind in ("loss", "grad_norm"):
-            of_kind = {name: size for name, size in sizes.items() if name.endswith("grad_norm") == (kind != "loss")}
-            if not all(map(math.isfinite, of_kind.values())):
-                return f"nonfinite_{kind}"
-        for kind, factor in (("loss", self._config.loss_spike), ("grad_norm", self._config.grad_norm_spike)):
-            for name, size in sizes.items():
-                if factor is not None and name.endswith(kind) and self._is_spike(name, size, factor):
-                    return f"{kind}_spike"
-        return None
-
-    def _is_spike(self, name: str, size: float, factor: float) -> bool:
+    def _cause(self, model: str, grad_norm: float, losses: Sequence[float]) -> str | None:
+        if not all(map(math.isfinite, losses)):
+            return "nonfinite_loss"
+        if not math.isfinite(grad_norm):
+            return "nonfinite_grad_norm"
         # Rollouts without signal leave zeros, which nothing can be compared with.
-        usual = [before for before in self._sizes.get(name, []) if before > 0]
-        return len(usual) >= _FEWEST and size > factor * median(usual)
+        usual = [norm for norm in self._norms.get(model, []) if norm > 0]
+        factor = self._config.grad_norm_spike
+        if factor is not None and len(usual) >= _FEWEST and grad_norm > factor * median(usual):
+            return "grad_norm_spike"
+        return None
 
     def _skip(self, model: str, cause: str) -> None:
         self._in_row[model] += 1

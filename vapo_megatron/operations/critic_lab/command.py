@@ -94,14 +94,11 @@ def with_checkpoint(settings: ProbedRunConfig) -> ProbedRunConfig:
         )
     if not algorithm.uses_critic:
         raise BadInput(f"algorithm.advantage.estimator={algorithm.advantage.estimator} has no critic to probe: use gae")
-    for key, on in (
-        ("algorithm.shaping.length_reward_coef", algorithm.shaping.length_reward_coef > 0),
-        ("algorithm.kl.placement=reward", algorithm.kl.placement == "reward"),
-    ):
-        if on:
-            raise BadInput(
-                f"{key}: the return of a continuation alone does not hold it, set it off to probe the critic"
-            )
+    if algorithm.kl.placement == "reward":
+        raise BadInput(
+            "algorithm.kl.placement=reward: the return of a continuation alone does not hold it, set it off to probe "
+            "the critic"
+        )
     model, critic = settings.model, settings.critic
     if probes.checkpoint is not None:
         saved = Path(settings.run.directory) / HF_FOLDER / probes.checkpoint

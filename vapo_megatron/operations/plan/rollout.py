@@ -225,7 +225,7 @@ def drawn_prompts(prompts: int, settings: DynamicSamplingConfig, informative_sha
     if not settings.enabled:
         return prompts
     first = settings.oversampling * prompts
-    return min(settings.max_rounds * first, max(first, prompts / informative_share))
+    return min((settings.max_rounds or 1) * first, max(first, prompts / informative_share))
 
 
 def _engine_seconds(engine: PlannedEngine, prompts: float, samples: float, lengths: Lengths) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from vapo_megatron.config.rollout import AsynchronousConfig, RolloutConfig
+from vapo_megatron.config.rollout import AsynchronousConfig, PartialResponsesConfig, RolloutConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.plan.command import table_of
 from vapo_megatron.operations.plan.inputs import Lengths
@@ -169,7 +169,9 @@ def _rollout(config: RolloutConfig, staleness: int, partial: bool) -> RolloutCon
     ahead = config.asynchronous.weight_sync if staleness else "auto"
     modes = {
         "asynchronous": AsynchronousConfig(max_staleness=staleness, weight_sync=ahead),
-        "partial_responses": config.partial_responses.model_copy(update={"enabled": partial}),
+        "partial_responses": PartialResponsesConfig(
+            oversampling=(config.partial_responses.oversampling or 1.5) if partial else None
+        ),
         "windows": 1 if staleness or partial else config.windows,
     }
     return config.model_copy(update=modes)
