@@ -26,15 +26,15 @@ def on_rank_zero(function: Callable[[], T]) -> T:
     if failure is not None:
         kind, message = failure
         raise kind(message, shared=True)
-    found: T = result
-    return found
+    result_of_rank_zero: T = result
+    return result_of_rank_zero
 
 
 def gather_values(own: T, group: Any = None) -> list[T]:
     """Collective: the picklable values of all ranks of a group, or of the world, in their order, on each."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, own, group=group)
-    return found
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, own, group=group)
+    return values
 
 
 def broadcast_value(value: Any) -> Any:

@@ -12,10 +12,10 @@ from vapo_megatron.errors import BadInput, told_in_one_line
 
 def refuse_another_copy(running: Path, folder: Path) -> None:
     """Raises BadInput where engines and verifiers, which Python starts in `folder`, would run other code than this."""
-    other = folder / running.name
-    if (other / "__init__.py").is_file() and not other.samefile(running):
+    installed_copy = folder / running.name
+    if (installed_copy / "__init__.py").is_file() and not installed_copy.samefile(running):
         raise BadInput(
-            f"{other} is another copy of {running.name} than {running}, which runs here: engines would be of "
+            f"{installed_copy} is another copy of {running.name} than {running}, which runs here: engines would be of "
             "that one; go to another directory, or use the environment of that copy"
         )
 

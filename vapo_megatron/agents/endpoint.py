@@ -134,8 +134,8 @@ class Endpoint:
             episode.fault = "template"
             raise _Refused(f"the chat template cannot be applied: {error}", "template") from None
         context = [*segment.prompt_ids, *segment.token_ids, *observed]
-        wanted = body.get("max_completion_tokens") or body.get("max_tokens") or episode.request.max_new_tokens
-        room = min(int(wanted), episode.request.max_new_tokens, self._limits.max_tokens - len(context))
+        max_tokens = body.get("max_completion_tokens") or body.get("max_tokens") or episode.request.max_new_tokens
+        room = min(int(max_tokens), episode.request.max_new_tokens, self._limits.max_tokens - len(context))
         if room < 1:
             episode.limit = episode.limit or "tokens"
             raise _Refused(

@@ -186,9 +186,9 @@ def explained_by_position(
     cell = bins[positions(cu_seqlens).clamp(max=len(bins) - 1)], to_tokens(owner[own], cu_seqlens)
     sums = summed(sums_by_group(returns[counts], cell[0][counts], cell[1][counts], _POSITION_BINS, groups))
     residual = returns.double() - means_of_other_groups(sums)[cell]
-    found = Figures.read(everywhere(figures_of(residual, returns, cu_seqlens))).only(known)
-    variance = pooled(found.tokens, found.returns, found.returns_spread)[1]
-    return _explained(pooled(found.tokens, found.values, found.values_spread)[1], variance)
+    figures = Figures.read(everywhere(figures_of(residual, returns, cu_seqlens))).only(known)
+    variance = pooled(figures.tokens, figures.returns, figures.returns_spread)[1]
+    return _explained(pooled(figures.tokens, figures.values, figures.values_spread)[1], variance)
 
 
 class Calibration(NamedTuple):

@@ -66,10 +66,10 @@ class Nodes:
 
     def kept_by(self, rank: int) -> list[int]:
         """The ranks that `rank` is the keeper of."""
-        return [other for other in range(len(self.places)) if self.keeper(other) == rank]
+        return [node_rank for node_rank in range(len(self.places)) if self.keeper(node_rank) == rank]
 
     def _ranks_of(self, place: str) -> list[int]:
-        return [rank for rank, other in enumerate(self.places) if other == place]
+        return [rank for rank, place_of_rank in enumerate(self.places) if place_of_rank == place]
 
 
 def send_to_keepers(nodes: Nodes, folder: Path, own: Mapping[str, int], group: Any) -> OSError | None:
@@ -222,7 +222,7 @@ class NodeCopy:
         before = self.held or [set() for _ in held]
         places = self.nodes.places
         self.held = [
-            before[rank].union(*(held[other] for other, place in enumerate(places) if place == places[rank]))
+            before[rank].union(*(held[neighbour] for neighbour, place in enumerate(places) if place == places[rank]))
             for rank in range(len(held))
         ]
 

@@ -77,8 +77,8 @@ class Records:
     def _sample(self, row: Mapping[str, Any], prompt: Prompt, group: int, index: int) -> Sample:
         end, mask = row.get("finish_reason"), row.get("loss_mask")
         if row.get("episode") or end not in (None, "stop", "length"):
-            what = "an agent's episode" if row.get("episode") else f"finish_reason {end!r}"
-            raise ValueError(f"{what}, which is not all that was said, or has no result; leave the row out")
+            ending = "an agent's episode" if row.get("episode") else f"finish_reason {end!r}"
+            raise ValueError(f"{ending}, which is not all that was said, or has no result; leave the row out")
         ids = self._response_ids(row, end)
         logprobs = np.zeros(len(ids), np.float32)
         sample = Sample(prompt, group, index, 0, np.array(ids, np.int32), logprobs, end or "stop", 0, 0)

@@ -394,7 +394,7 @@ def _load_answer(answer: Any) -> LoadAnswer | None:
     if not isinstance(message, str) or not message.startswith("{"):
         return None
     try:
-        found, _ = json.JSONDecoder().raw_decode(message)
-        return LoadAnswer(list(found["problems"]), float(found["seconds"]), list(found["checksums"]))
+        parsed, _ = json.JSONDecoder().raw_decode(message)
+        return LoadAnswer(list(parsed["problems"]), float(parsed["seconds"]), list(parsed["checksums"]))
     except (ValueError, KeyError, TypeError):
         return None

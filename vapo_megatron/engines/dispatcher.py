@@ -261,7 +261,7 @@ class Dispatcher:
 
     def _give_up(self, engine: _Engine, error: TryAgain | EngineWrong) -> None:
         """A server has failed; raises the error where nobody could do its work, now or later."""
-        if not self._are_replaced and all(other.lost for other in self._engines if other is not engine):
+        if not self._are_replaced and all(remaining.lost for remaining in self._engines if remaining is not engine):
             raise error
         if not engine.lost:
             engine.lost = True
@@ -317,9 +317,9 @@ class Dispatcher:
         try:
             return await waiting.engine
         except asyncio.CancelledError:
-            given = waiting.engine.result() if waiting.engine.done() and not waiting.engine.cancelled() else None
-            if given is not None:
-                given.take_back(group, self.loop.time())
+            engine = waiting.engine.result() if waiting.engine.done() and not waiting.engine.cancelled() else None
+            if engine is not None:
+                engine.take_back(group, self.loop.time())
                 self._give_out()
             raise
 

@@ -31,22 +31,22 @@ def cuda_environment(
         memory_saver: whether it gives its memory away for a while.
         elsewhere: whether its GPUs are not those of the ranks that feed it.
     """
-    found = {"CUDA_VISIBLE_DEVICES": _visible(devices, own.get("CUDA_VISIBLE_DEVICES"))}
+    environment = {"CUDA_VISIBLE_DEVICES": _visible(devices, own.get("CUDA_VISIBLE_DEVICES"))}
     if float32:
         # Triton multiplies float32 in TF32 unless told otherwise: log-probs would be off by 1e-3.
-        found["TRITON_F32_DEFAULT"] = "ieee"
+        environment["TRITON_F32_DEFAULT"] = "ieee"
     if memory_saver:
         runtime = _link_runtime(scratch / "cuda")
         if runtime is not None:
-            found["LD_LIBRARY_PATH"] = ":".join(filter(None, (str(runtime), own.get("LD_LIBRARY_PATH", ""))))
+            environment["LD_LIBRARY_PATH"] = ":".join(filter(None, (str(runtime), own.get("LD_LIBRARY_PATH", ""))))
     if elsewhere:
         # SGLang switches it off where it is not said. The trainer's NCCL decides by itself (-2), and two ends of one
         # connection within a machine must agree on how memory is shared.
-        found["NCCL_CUMEM_ENABLE"] = own.get("NCCL_CUMEM_ENABLE", "-2")
+        environment["NCCL_CUMEM_ENABLE"] = own.get("NCCL_CUMEM_ENABLE", "-2")
     else:
         # Ranks that share its GPUs do not hold equally much; its caches are sized by the GPU with least room.
-        found["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
-    return found
+        environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
+    return environment
 
 
 def _visible(devices: Sequence[int], visible: str | None) -> str:
@@ -98,34 +98,34 @@ def engine_environment(
         elsewhere: whether its GPUs are not those of the ranks that feed it.
         part: of a server on several nodes.
     """
-    found = {
+    environment = {
         name: value
         for name, value in own.items()
         if name not in _NOT_INHERITED and not name.startswith("TORCHELASTIC_")
     }
     # The package may run from a checkout that is not installed.
-    paths = [str(Path(vapo_megatron.__file__).parents[1]), found.get("PYTHONPATH", "")]
-    found["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    found["TMPDIR"] = str(scratch)
-    found["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "vapo_megatron.engines.inside.served_models"
+    paths = [str(Path(vapo_megatron.__file__).parents[1]), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    environment["TMPDIR"] = str(scratch)
+    environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "vapo_megatron.engines.inside.served_models"
     if part.of == 1:
         # A file instead of a TCP port for the rendezvous of its ranks: two servers cannot clash.
-        found["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/rendezvous"
+        environment["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/rendezvous"
     if devices is not None:
         float32, saver = dtype == "float32", config.memory_saver
-        return found | cuda_environment(
-            found, devices, scratch, float32=float32, memory_saver=saver, elsewhere=elsewhere
+        return environment | cuda_environment(
+            environment, devices, scratch, float32=float32, memory_saver=saver, elsewhere=elsewhere
         )
-    found["SGLANG_USE_CPU_ENGINE"] = "1"
+    environment["SGLANG_USE_CPU_ENGINE"] = "1"
     # Where the machine has GPUs as well, SGLang would take half of its code for them.
-    found["CUDA_VISIBLE_DEVICES"] = ""
+    environment["CUDA_VISIBLE_DEVICES"] = ""
     # More threads than free cores make a small model dozens of times slower.
-    found["OMP_NUM_THREADS"] = "1"
+    environment["OMP_NUM_THREADS"] = "1"
     # SGLang's seeded sampler would be compiled at the first batch, by a C++ compiler, for most of a minute.
-    found["TORCH_COMPILE_DISABLE"] = "1"
+    environment["TORCH_COMPILE_DISABLE"] = "1"
     if config.tp > 1:
-        found["SGLANG_CPU_OMP_THREADS_BIND"] = _cpu_binding(config.tp)
-    return found
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = _cpu_binding(config.tp)
+    return environment
 
 
 def _cpu_binding(tp: int) -> str:

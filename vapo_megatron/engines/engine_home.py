@@ -161,8 +161,8 @@ class HomedKeeper:
     @property
     def address(self) -> EngineAddress:
         """See EngineKeeper."""
-        found: EngineAddress = self._ask("address")
-        return found
+        address: EngineAddress = self._ask("address")
+        return address
 
     def start(self) -> None:
         """See EngineKeeper; nothing where it runs already."""

@@ -189,30 +189,30 @@ class Engines:
         limits, batch = self.limits, probe_batch(sequences)
         ours = split_logprobs(batch, actor.score(batch, temperature=1.0)[:, 0])
         before_asking()
-        own: dict[str, LogprobDifference] = {}
+        mine: dict[str, LogprobDifference] = {}
         lost: VapoError | None = None
         try:
-            own = self._sync.logprob_differences(sequences, ours, limits.share)
+            mine = self._sync.logprob_differences(sequences, ours, limits.share)
         except VapoError as error:
             lost = error
-        found = {url: one for told in gather_values(own) for url, one in told.items()}
+        gaps = {url: gap for rank in gather_values(mine) for url, gap in rank.items()}
         if self._first_difference is not None:
             limits = limits.at_least(self._first_difference)
-        excess = {url: text for url, one in found.items() if (text := limits.excess(one)) is not None}
-        if found and len(excess) == len(found):
+        excess = {url: text for url, gap in gaps.items() if (text := limits.excess(gap)) is not None}
+        if gaps and len(excess) == len(gaps):
             self.offload_kv_cache()
-            self._refuse_or_remember(actor, next(iter(excess.values())), LogprobDifference.worst(list(found.values())))
+            self._refuse_or_remember(actor, next(iter(excess.values())), LogprobDifference.worst(list(gaps.values())))
             before_asking()
             excess = {}
-        elif found and self._first_difference is None:
+        elif gaps and self._first_difference is None:
             self._first_difference = LogprobDifference.worst([])
         if lost is not None:
             self._placement.fail(str(lost))
-        for url in own.keys() & excess.keys():
+        for url in mine.keys() & excess.keys():
             cause = f"{url}: its log-probs differ from the trainer's and other engines' {excess[url]}"
             self._placement.fail(cause, served=False)
-        self._agree(own.keys() - excess.keys(), survives=False)
-        return LogprobDifference.worst([one for url, one in found.items() if url not in excess])
+        self._agree(mine.keys() - excess.keys(), survives=False)
+        return LogprobDifference.worst([gap for url, gap in gaps.items() if url not in excess])
 
     def end(self, causes: Mapping[str, str]) -> None:
         """Collective: end the engines at the URLs that rank 0 names, each with its cause; they are started again."""
@@ -368,30 +368,30 @@ class Engines:
 
     def _serving(self) -> dict[str, int]:
         """URLs of the engines that this rank feeds and that answer, and how often each was started again."""
-        return {one.url: one.failures for one in self._placement.engines() if one.state == "serving"}
+        return {kept.url: kept.failures for kept in self._placement.engines() if kept.state == "serving"}
 
     def _agree(self, fed: Collection[str], survives: bool) -> set[str]:
         """Collective: which engines have the weights of `version`; fed: of this rank's. Failures are noted.
 
         survives: whether those that have had the weights before served from one weight sync to the next.
         """
-        own = self._placement.engines()
-        told = gather_values([(one, one.url in fed) for one in own])
-        found = [pair for rank in told for pair in rank]
-        for one in own:
-            if survives and one.url in fed and one.failures == self._fed.get(one.url):
-                self._placement.survived(one.url)
-        self._fed = {one.url: one.failures for one, is_fed in found if is_fed and one.state == "serving"}
-        self._note([one for one, _ in found])
+        mine = self._placement.engines()
+        ranks = gather_values([(kept, kept.url in fed) for kept in mine])
+        pairs = [pair for rank in ranks for pair in rank]
+        for kept in mine:
+            if survives and kept.url in fed and kept.failures == self._fed.get(kept.url):
+                self._placement.survived(kept.url)
+        self._fed = {kept.url: kept.failures for kept, is_fed in pairs if is_fed and kept.state == "serving"}
+        self._note([kept for kept, _ in pairs])
         if self._dispatcher is not None:
             self._dispatcher.use(self._fed)
         return set(self._fed)
 
     def _note(self, found: Sequence[Kept]) -> None:
-        for one in found:
-            self._failures += [one.cause] * (one.failures - self._seen.get(one.url, 0))
-            self._seen[one.url] = one.failures
-        given_up = [one for one in found if one.state == "given up"]
+        for kept in found:
+            self._failures += [kept.cause] * (kept.failures - self._seen.get(kept.url, 0))
+            self._seen[kept.url] = kept.failures
+        given_up = [kept for kept in found if kept.state == "given up"]
         if given_up and (not self._placement.is_external or len(given_up) == len(found)):
             self.failure = EnginesFailed(
                 f"an engine failed {given_up[0].in_a_row} times in a row, the last time {given_up[0].cause} "

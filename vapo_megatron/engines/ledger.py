@@ -151,8 +151,8 @@ class Ledger:
         if left == 0:
             return 0
         begun = parts[-1] if parts and not parts[-1].full else _Part(rule, 0)
-        wanted = left * rule.groups - begun.counts[_USEFUL]
-        room = max(1, round(wanted * rule.oversampling)) - self.in_flight
+        missing = left * rule.groups - begun.counts[_USEFUL]
+        room = max(1, round(missing * rule.oversampling)) - self.in_flight
         if rule.most_draws is not None:
             room = min(room, left * rule.most_draws - len(begun.records) + begun.counts[STALE])
         return max(0, room)

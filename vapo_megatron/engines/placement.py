@@ -220,13 +220,13 @@ def _reachable_host() -> str:
 
 def _engine_group(tp: int) -> Any:
     """Collective: the group of the ranks that share their GPUs with one engine, this rank's. On the CPU's backend."""
-    own = None
+    my_group = None
     for first in range(0, dist.get_world_size(), tp):
         ranks = list(range(first, first + tp))
         group = dist.new_group(ranks, timeout=world_timeout(), backend="gloo")
         if dist.get_rank() in ranks:
-            own = group
-    return own
+            my_group = group
+    return my_group
 
 
 def _meeting(host: str, group: Any, beside: Sequence[int]) -> str:

@@ -49,8 +49,8 @@ def what_must_agree(config: RolloutConfig, spec: ModelSpec, dtype: Dtype, fp8: B
             for key in ("tp", "context_length", "max_total_tokens", "deterministic", "router_replay")
         },
     }
-    found: dict[str, JsonValue] = TypeAdapter(dict[str, Any]).dump_python(model | rollout, mode="json")
-    return found
+    settings: dict[str, JsonValue] = TypeAdapter(dict[str, Any]).dump_python(model | rollout, mode="json")
+    return settings
 
 
 def identity_of_engine(agreed: Mapping[str, JsonValue], is_cuda: bool, log_file: str) -> dict[str, JsonValue]:

@@ -210,10 +210,10 @@ class EngineServer:
         if ended.returncode:
             lines = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
             reason = (lines or [_describe(ended.returncode)])[-1][:400]
-            given = ", ".join(f"{name}={value}" for name, value in self._config.server_args.items())
+            written = ", ".join(f"{name}={value}" for name, value in self._config.server_args.items())
             if parser is not None and "tool-call-parser" in reason:
                 raise BadInput(f"rollout.episode.tool_parser={parser}: SGLang has no such parser ({reason})")
-            raise BadInput(f"rollout.server_args: SGLang does not take {given} ({reason}): see `sglang serve --help`")
+            raise BadInput(f"rollout.server_args: SGLang does not take {written} ({reason}): see `sglang serve --help`")
 
     def ended(self) -> str | None:
         """Why the server that was started is no more; None while it is."""
@@ -359,10 +359,10 @@ class EngineServer:
 
 def _short_temporary() -> str | None:
     """Where a server's sockets fit: the system bounds their names. None: where temporary files are anyway."""
-    given = tempfile.gettempdir()
-    if len(os.fsencode(given)) + len(f"/{_PREFIX}12345678/tmp12345678") <= _LONGEST_SOCKET:
+    temporary = tempfile.gettempdir()
+    if len(os.fsencode(temporary)) + len(f"/{_PREFIX}12345678/tmp12345678") <= _LONGEST_SOCKET:
         return None
-    _logger.warning("TMPDIR=%s is too long for sockets of engines: theirs are in /tmp", given)
+    _logger.warning("TMPDIR=%s is too long for sockets of engines: theirs are in /tmp", temporary)
     return "/tmp"
 
 

@@ -58,7 +58,7 @@ class Evaluation:
     def graded_by(self, name: str) -> str:
         """Fingerprint of what the grades on a set depend on besides the responses: ground truth and verifier."""
         reward = self.settings.reward.model_dump(mode="json", exclude={"workers"})
-        ground_truths = [[one.id, one.answer, *([one.extra] if one.extra else [])] for one in self.prompts[name]]
+        ground_truths = [[row.id, row.answer, *([row.extra] if row.extra else [])] for row in self.prompts[name]]
         return _fingerprint({"reward": reward, "ground_truths": ground_truths})
 
     def origin(self, name: str) -> str:
@@ -131,7 +131,7 @@ def read_inputs(settings: EvaluateConfig) -> str:
         else:
             model += ": nothing is there yet, as is right where a run has still to write it"
     prompts = _prompts(settings, tokenizer)
-    return "\n".join([*(f"{name}: {len(found)} problems" for name, found in prompts.items()), model])
+    return "\n".join([*(f"{name}: {len(rows)} problems" for name, rows in prompts.items()), model])
 
 
 def _read_model(settings: EvaluateConfig, model: ModelConfig) -> tuple[ModelSpec, TextTokenizer]:

@@ -130,7 +130,8 @@ class _Work:
         if not report.is_file():
             return None
         try:
-            reports = {one["name"]: one for one in json.loads(report.read_text(encoding="utf-8"))["sets"]}
+            sets = json.loads(report.read_text(encoding="utf-8"))["sets"]
+            reports = {reported["name"]: reported for reported in sets}
             if entry.name not in reports:
                 return None
             origin, graded_by = reports[entry.name]["origin"], reports[entry.name]["graded_by"]

@@ -131,7 +131,7 @@ class Evaluator:
         """
         by_id = {prompt.id: prompt for prompt in prompts}
         open_cases = [response for response in responses if not response.grade_reason.startswith(GRADED_BY_AGENT)]
-        cases = [case_of(by_id[one.id], one.text, one.truncated, self.reward) for one in open_cases]
+        cases = [case_of(by_id[case.id], case.text, case.truncated, self.reward) for case in open_cases]
         with self.phase(f"{name}: grades", len(cases)) as on_done:
             grades = grades_of(cases, self.verifier, on_done)
         for response, grade in zip(open_cases, grades, strict=True):

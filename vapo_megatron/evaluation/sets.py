@@ -96,9 +96,9 @@ def problem_results(prompts: Sequence[Prompt], responses: Sequence[Response]) ->
 
 def summarise(name: str, problems: Sequence[ProblemResult], k: int) -> SetResult:
     """The metrics of a set, from those of its problems."""
-    shares = [one.correct / k for one in problems]
-    solved = [pass_at_k(k, one.correct, k) for one in problems]
-    votes = [one.maj_at_k for one in problems]
+    shares = [problem.correct / k for problem in problems]
+    solved = [pass_at_k(k, problem.correct, k) for problem in problems]
+    votes = [problem.maj_at_k for problem in problems]
     sizes = sorted({2**power for power in range(k.bit_length()) if 2**power <= k} | {k})
     interval, count = bootstrap_interval(shares), len(problems)
     return SetResult(
@@ -110,11 +110,11 @@ def summarise(name: str, problems: Sequence[ProblemResult], k: int) -> SetResult
         high=interval.high,
         pass_at_k=sum(solved) / count,
         pass_at_k_interval=bootstrap_interval(solved),
-        pass_at={j: sum(pass_at_k(k, one.correct, j) for one in problems) / count for j in sizes},
+        pass_at={j: sum(pass_at_k(k, problem.correct, j) for problem in problems) / count for j in sizes},
         maj_at_k=sum(votes) / count,
         maj_at_k_interval=bootstrap_interval(votes),
-        response_length=sum(one.response_length for one in problems) / count,
-        truncated=sum(one.truncated for one in problems) / (count * k),
+        response_length=sum(problem.response_length for problem in problems) / count,
+        truncated=sum(problem.truncated for problem in problems) / (count * k),
     )
 
 
@@ -132,16 +132,16 @@ def digest_of(problem: str, answer: str) -> str:
 
 def _problem(prompt: Prompt, group: Sequence[Response]) -> ProblemResult:
     # All correct answers vote as one, others by what was read out of them, however that is written.
-    answers = [prompt.answer if one.correct else _vote(one.extracted) for one in group]
+    answers = [prompt.answer if response.correct else _vote(response.extracted) for response in group]
     counted = Counter(answer for answer in answers if answer is not None)
     return ProblemResult(
         id=prompt.id,
         digest=digest_of(prompt.problem, prompt.answer),
         answer=prompt.answer,
         samples=len(group),
-        correct=sum(one.correct for one in group),
+        correct=sum(response.correct for response in group),
         majority=counted.most_common(1)[0][0] if counted else None,
-        maj_at_k=maj_at_k(answers, [one.correct for one in group]),
-        response_length=sum(one.tokens for one in group) / len(group),
-        truncated=sum(one.truncated for one in group),
+        maj_at_k=maj_at_k(answers, [response.correct for response in group]),
+        response_length=sum(response.tokens for response in group) / len(group),
+        truncated=sum(response.truncated for response in group),
     )

@@ -71,13 +71,13 @@ class _LogProbs(torch.autograd.Function):
         """vocab: first word of this rank, number of real words over all ranks."""
         first, real = vocab
         words = weight[: max(real - first, 0)]
-        found, kept = [], None
+        columns, kept = [], None
         for i in range(0, len(h), chunk):
             part = slice(i, i + chunk)
             keep = i + chunk >= len(h) and any(ctx.needs_input_grad)
             rows, kept = _LogProbs._rows(h[part], words, labels[part], first, temperature, group, keep)
-            found.append(rows)
-        logprob, entropy, partition = torch.cat(found, -1)
+            columns.append(rows)
+        logprob, entropy, partition = torch.cat(columns, -1)
         ctx.save_for_backward(h, weight, labels, entropy, partition)
         # Not among the saved tensors, which all live until the end of backward.
         ctx.kept = kept
@@ -239,12 +239,12 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
             words=self.vocab_size,
             temperature=self.temperature,
         )
-        found = torch.stack((logprob, entropy), -1)
+        columns = torch.stack((logprob, entropy), -1)
         if self.gives_states:
-            found = torch.cat((found, flat.float()), -1)
+            columns = torch.cat((columns, flat.float()), -1)
         if self.rows is not None:
-            found = found.new_zeros(s * b, found.shape[1]).index_copy(0, self.rows, found)
-        return found.view(s, b, -1), None
+            columns = columns.new_zeros(s * b, columns.shape[1]).index_copy(0, self.rows, columns)
+        return columns.view(s, b, -1), None
 
 
 class ValueHead(torch.nn.Module):

@@ -64,8 +64,8 @@ def compare_runs(a: Path, b: Path) -> list[Comparison]:
 
 def differing_sampling(a: Path, b: Path) -> dict[str, tuple[Any, Any]]:
     """Settings of sampling that two evaluations do not share: a difference may be theirs."""
-    one, other = _sampling(a), _sampling(b)
-    return {key: (one.get(key), other.get(key)) for key in sorted(one | other) if one.get(key) != other.get(key)}
+    of_a, of_b = _sampling(a), _sampling(b)
+    return {key: (of_a.get(key), of_b.get(key)) for key in sorted(of_a | of_b) if of_a.get(key) != of_b.get(key)}
 
 
 def _compare_set(name: str, a: Path, b: Path) -> Comparison:
@@ -104,10 +104,10 @@ def sign_flip_p_value(differences: Sequence[float]) -> float:
     Exact up to 16 pairs that differ, else by 100,000 random flips, the observed one counted (Phipson and Smyth,
     arXiv 1603.05766): never 0.
     """
-    moved = np.array([one for one in differences if one != 0.0])
+    moved = np.array([delta for delta in differences if delta != 0.0])
     if len(moved) < 2:
         return 1.0
-    found = scipy.stats.permutation_test(
+    test = scipy.stats.permutation_test(
         (moved,),
         np.mean,
         permutation_type="samples",
@@ -116,7 +116,7 @@ def sign_flip_p_value(differences: Sequence[float]) -> float:
         batch=max(1, _FLIPPED_AT_ONCE // len(moved)),
         rng=np.random.default_rng(0),
     )
-    return float(found.pvalue)
+    return float(test.pvalue)
 
 
 def comparison_json(first: Path, second: Path, comparisons: Sequence[Comparison]) -> str:
@@ -125,7 +125,7 @@ def comparison_json(first: Path, second: Path, comparisons: Sequence[Comparison]
         "first": str(first),
         "second": str(second),
         "differing_sampling": differing_sampling(first, second),
-        "sets": [asdict(one) for one in comparisons],
+        "sets": [asdict(row) for row in comparisons],
     }
     return json.dumps(content, indent=2)
 
@@ -140,10 +140,10 @@ def comparison_table(first: Path, second: Path, comparisons: Sequence[Comparison
     titles = ["set", "problems", "first", "second", "difference", "95 % interval", "better/worse", "p"]
     rows = [
         [
-            *(one.name, str(one.problems), f"{one.a:.3f}", f"{one.b:.3f}", f"{one.difference:+.3f}"),
-            *(f"[{one.low:+.3f}, {one.high:+.3f}]", f"{one.better}/{one.worse}", shown_p_value(one.p_value)),
+            *(row.name, str(row.problems), f"{row.a:.3f}", f"{row.b:.3f}", f"{row.difference:+.3f}"),
+            *(f"[{row.low:+.3f}, {row.high:+.3f}]", f"{row.better}/{row.worse}", shown_p_value(row.p_value)),
         ]
-        for one in comparisons
+        for row in comparisons
     ]
     console.table(titles, rows)
     for key, values in differing_sampling(first, second).items():

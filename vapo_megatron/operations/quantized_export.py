@@ -192,12 +192,12 @@ def _with_written_weights(source: Path, folder: Path, format_: Format, device: t
 @torch.no_grad()
 def _logprobs(model: Any, sequences: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Of every token but the first of each sequence, one after another, float32 on the CPU."""
-    found = []
+    logprobs = []
     for sequence in sequences:
         ids = torch.tensor([list(sequence)], device=device)
         logits = model(ids).logits[0, :-1].float()
-        found.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].cpu())
-    return torch.cat(found)
+        logprobs.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].cpu())
+    return torch.cat(logprobs)
 
 
 def _as_block_checkpoint(folder: Path) -> None:

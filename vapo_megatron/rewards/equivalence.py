@@ -82,10 +82,10 @@ def quantity(text: str) -> Quantity | None:
     power = int(match["power"] or match["exponent"] or 1)
     if len(named) > 1 and named[0] in _POWERS:
         power = _POWERS[named.pop(0)]
-    known = _UNITS.get("".join(named))
-    if known is None:
+    unit = _UNITS.get("".join(named))
+    if unit is None:
         return None
-    dimension, scale = known
+    dimension, scale = unit
     return Quantity((match["value"] or match["plain"]).strip(), f"{dimension}^{power}", scale**power)
 
 
@@ -258,9 +258,9 @@ def _same_quantity(
     if true_quantity and answer_quantity:
         return _converted(true_quantity, answer_quantity)
     if "count^1" in {side.dimension for side in (true_quantity, answer_quantity) if side}:  # 1 million is a number
-        one = Fraction(1)
-        true_quantity = true_quantity or Quantity(ground_truth, "count^1", one)
-        return _converted(true_quantity, answer_quantity or Quantity(answer, "count^1", one))
+        unity = Fraction(1)
+        true_quantity = true_quantity or Quantity(ground_truth, "count^1", unity)
+        return _converted(true_quantity, answer_quantity or Quantity(answer, "count^1", unity))
     # A unit that one of the two leaves out is the problem's.
     true_value = true_quantity.value if true_quantity else ground_truth
     return quick_comparison(true_value, answer_quantity.value if answer_quantity else answer)

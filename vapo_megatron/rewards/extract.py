@@ -59,12 +59,12 @@ def extract_answer(response: str, answer_format: AnswerFormat = "auto") -> Extra
     """
     text = final_part(response)
     tagged = _last_tag(text) if answer_format in ("auto", "marked", "answer_tag") else None
-    found = _last_marker(text if tagged is None else tagged, answer_format)
-    if found.text:
-        return found
+    extraction = _last_marker(text if tagged is None else tagged, answer_format)
+    if extraction.text:
+        return extraction
     if tagged is not None:
         return _inside(tagged, "answer_tag")
-    if answer_format != "auto" or found.marker != "none":
+    if answer_format != "auto" or extraction.marker != "none":
         return NOTHING
     text = text.strip()
     return (

@@ -97,9 +97,9 @@ def grades_of(
 
 
 def _grades(cases: Sequence[Case | None], verifier: VerifierPool, advance: Callable[[int], None]) -> list[Grade | None]:
-    found = iter(verifier.grade_batch([case for case in cases if case is not None], on_done=lambda *_: advance(1)))
+    grades = iter(verifier.grade_batch([case for case in cases if case is not None], on_done=lambda *_: advance(1)))
     advance(sum(case is None for case in cases))
-    return [None if case is None else next(found) for case in cases]
+    return [None if case is None else next(grades) for case in cases]
 
 
 def _refuse_if_all_failed(reasons: Sequence[str], cases: int, verifier: VerifierPool) -> None:

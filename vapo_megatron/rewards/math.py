@@ -83,25 +83,25 @@ def prepare(ground_truth: str, response: str, answer_format: AnswerFormat = "aut
     true_answer = boxed(ground_truth) or final_part(ground_truth).strip()
     if not true_answer:
         return Grade(False, "no_ground_truth")
-    found = extract_answer(response, answer_format)
-    if not found.text:
+    extraction = extract_answer(response, answer_format)
+    if not extraction.text:
         return Grade(False, "no_answer")
-    if len(found.text) > LONGEST_ANSWER:
-        return Grade(False, "too_complex", found.text[:LONGEST_ANSWER])
-    if found.marker != "free_text":
-        same = quick_comparison(true_answer, found.text)
+    if len(extraction.text) > LONGEST_ANSWER:
+        return Grade(False, "too_complex", extraction.text[:LONGEST_ANSWER])
+    if extraction.marker != "free_text":
+        same = quick_comparison(true_answer, extraction.text)
         if same is not None:
-            return _compared(same, found.text)
-    elif listed := closing_list(found.text):
+            return _compared(same, extraction.text)
+    elif listed := closing_list(extraction.text):
         same = quick_comparison(true_answer, listed)
         return Comparison(true_answer, listed, True) if same is None else _compared(same, listed)
     else:
-        text = _PERCENT_SIGN.sub(" percent", found.text)  # in formulas the rest of the line would be a comment
+        text = _PERCENT_SIGN.sub(" percent", extraction.text)  # in formulas the rest of the line would be a comment
         if re.fullmatch(r"[^a-zA-Z,]*\d{4}[^a-zA-Z,]*", true_answer.replace(",", "")):
             text = without_separators(text)
-        found = Extraction(text, found.marker)
-    enclosed = found.marker in ("boxed", "answer_tag", "hash")
-    return Comparison(true_answer, found.text, answer_is_formula=enclosed or count_words(found.text) <= 1)
+        extraction = Extraction(text, extraction.marker)
+    enclosed = extraction.marker in ("boxed", "answer_tag", "hash")
+    return Comparison(true_answer, extraction.text, answer_is_formula=enclosed or count_words(extraction.text) <= 1)
 
 
 def settle(comparison: Comparison) -> Grade:

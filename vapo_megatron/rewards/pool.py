@@ -98,8 +98,8 @@ class VerifierPool:
 
         batch, jobs = _Batch(), []
         places: dict[tuple[object, ...], list[int]] = {}  # of cases that are the same for a worker, which gets one
-        for index, given in enumerate(cases):
-            case = given if isinstance(given, Case) else Case(*given)
+        for index, texts in enumerate(cases):
+            case = texts if isinstance(texts, Case) else Case(*texts)
             prepared = self._prepare(case)
             if isinstance(prepared, Grade):
                 done(index, prepared)
@@ -112,11 +112,11 @@ class VerifierPool:
         try:
             self._submit(jobs)
             for _ in jobs:
-                found = batch.results.get()
-                if isinstance(found, BaseException):
-                    raise found
-                for index in alike[found[0]]:
-                    done(index, found[1])
+                result = batch.results.get()
+                if isinstance(result, BaseException):
+                    raise result
+                for index in alike[result[0]]:
+                    done(index, result[1])
         finally:
             with self._lock:  # of a batch that was interrupted nobody waits for the rest
                 self._waiting = deque(job for job in self._waiting if job.batch is not batch)
@@ -282,11 +282,11 @@ class VerifierPool:
             events = selector.select(None if first is None else max(0.0, first - time.monotonic()))
         ended: list[WorkerProcess] = []
         for key, _ in events:
-            worker, what = key.data
-            if what == "wake":
+            worker, event = key.data
+            if event == "wake":
                 os.eventfd_read(self._wake)
                 continue
-            if what == "write":
+            if event == "write":
                 worker.write()
                 continue
             received = worker.read()

@@ -59,12 +59,12 @@ def equivalent(ground_truth: str, answer: str, answer_is_formula: bool) -> bool:
     MemoryError passes through; whatever else goes wrong within the libraries means "not equal".
     """
     if answer_is_formula and (pairs := paired_entries(_rows_kept(ground_truth), _rows_kept(answer))) is not None:
-        return bool(pairs) and all(_same_entry(one, other) for one, other in pairs)
+        return bool(pairs) and all(_same_entry(true_form, form) for true_form, form in pairs)
     if answer_is_formula:
         ground_truth, answer = _letters_apart(ground_truth, answer)
     truth_forms = _parsed(ground_truth, True)
     answer_forms = _parsed(answer, answer_is_formula)
-    return any(_verify(one, other) for one in truth_forms for other in answer_forms)
+    return any(_verify(true_form, form) for true_form in truth_forms for form in answer_forms)
 
 
 def _letters_apart(ground_truth: str, answer: str) -> tuple[str, str]:

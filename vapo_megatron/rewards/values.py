@@ -46,17 +46,19 @@ def same_value(ground_truth: str, answer: str) -> bool | None:
     """
     if max(len(ground_truth), len(answer)) > _LONGEST:
         return None
-    one, other = _NAMED.fullmatch(ground_truth), _NAMED.fullmatch(answer)
-    if one and other and one["name"] != other["name"]:
+    truth, answered = _NAMED.fullmatch(ground_truth), _NAMED.fullmatch(answer)
+    if truth and answered and truth["name"] != answered["name"]:
         return None
-    true_value, value = (named["value"] if named else text for named, text in ((one, ground_truth), (other, answer)))
+    true_value, value = (
+        named["value"] if named else text for named, text in ((truth, ground_truth), (answered, answer))
+    )
     true_opens, true_entries, true_closes = _entries(true_value)
     opens, entries, closes = _entries(value)
     if (true_opens, true_closes, len(true_entries)) != (opens, closes, len(entries)):
         return None
     if len(entries) == 1 or opens in ("(", "["):
-        found = [_same(*pair) for pair in zip(true_entries, entries, strict=True)]
-        return False if False in found else None if None in found else True
+        same = [_same(*pair) for pair in zip(true_entries, entries, strict=True)]
+        return False if False in same else None if None in same else True
     return _same_unordered(true_entries, entries)
 
 
@@ -83,10 +85,10 @@ def parted(text: str, separator: str = ",") -> list[str] | None:
 
 def _same_unordered(true_entries: list[str], entries: list[str]) -> bool | None:
     """Whether each entry has its like; None as well where some entry has several, or none may be told."""
-    found = [[_same(one, other) for other in entries] for one in true_entries]
-    if any(None in row for row in found):
+    table = [[_same(truth, entry) for entry in entries] for truth in true_entries]
+    if any(None in row for row in table):
         return None
-    counts = [sum(map(bool, line)) for line in (*found, *zip(*found, strict=True))]
+    counts = [sum(map(bool, line)) for line in (*table, *zip(*table, strict=True))]
     return True if set(counts) == {1} else False if 0 in counts else None
 
 
@@ -102,26 +104,26 @@ def _same(ground_truth: str, answer: str) -> bool | None:
         true_tokens, tokens = _tokens(ground_truth), _tokens(answer)
         letters, others = ({token for token in side if token.isalpha()} for side in (true_tokens, tokens))
         if letters ^ others <= _CONSTANTS.keys() and not letters & _UNREAD_LETTERS:
-            said = {_agree(true_tokens, tokens, point) for point in _points(letters, others)}
+            verdicts = {_agree(true_tokens, tokens, point) for point in _points(letters, others)}
         else:
             return None
     except (_Unread, ArithmeticError, ValueError, LookupError, RecursionError):
         return None  # sympy reads more, in a process of its own
-    if said == {True}:
+    if verdicts == {True}:
         return True
     if letters != others or ("°" in true_tokens) != ("°" in tokens):
         return None
     # Special letters as constants, as variables: where one says different and the other equal, sympy decides.
-    return False if said == {False} else None
+    return False if verdicts == {False} else None
 
 
 def _agree(true_tokens: list[str], tokens: list[str], point: Mapping[str, complex]) -> bool | None:
-    one, other = _Reader(true_tokens, point).value(), _Reader(tokens, point).value()
+    truth, value = _Reader(true_tokens, point).value(), _Reader(tokens, point).value()
     decimals = any("." in token for token in (*true_tokens, *tokens))
-    if isinstance(one, Fraction) and isinstance(other, Fraction) and (one == other or not decimals):
-        return one == other
-    largest = max(abs(complex(one)), abs(complex(other)))
-    distance = abs(complex(one - other)) / max(largest, 1e-9)
+    if isinstance(truth, Fraction) and isinstance(value, Fraction) and (truth == value or not decimals):
+        return truth == value
+    largest = max(abs(complex(truth)), abs(complex(value)))
+    distance = abs(complex(truth - value)) / max(largest, 1e-9)
     if distance < _EQUAL:
         return True if largest < _LARGEST else None
     return False if distance > (_DIFFERENT_DECIMALS if decimals else _DIFFERENT) else None
@@ -136,7 +138,7 @@ def _points(letters: set[str], others: set[str]) -> list[dict[str, complex]]:
 
 
 def _tokens(text: str) -> list[str]:
-    found: list[str] = []
+    tokens: list[str] = []
     position, text = 0, _REPEATING.sub(_fraction, text.strip())
     only_letters = text.isalpha()
     while position < len(text):
@@ -145,15 +147,15 @@ def _tokens(text: str) -> list[str]:
             raise _Unread
         token = r"^\circ" if match["degree"] else match[0].strip()
         # Two numbers side by side are no product, nor is a number behind a letter; letters alone are a word.
-        if found and match["number"] and (found[-1][0].isdigit() or found[-1].isalpha()):
+        if tokens and match["number"] and (tokens[-1][0].isdigit() or tokens[-1].isalpha()):
             raise _Unread
         if only_letters and len(text) > 1:
             raise _Unread
-        found.append(_WRITTEN_AS.get(token, token))
+        tokens.append(_WRITTEN_AS.get(token, token))
         position = match.end()
-    if not found:
+    if not tokens:
         raise _Unread
-    return found
+    return tokens
 
 
 def _fraction(repeating: re.Match[str]) -> str:

@@ -198,7 +198,7 @@ def start_ranks(count: int, body: Callable[[], None], collective_timeout_s: floa
 
 def _wait(ranks: list[Any], failures: Any) -> None:
     running = {rank.sentinel: rank for rank in ranks}
-    said: dict[str, VapoError] = {}
+    errors: dict[str, VapoError] = {}
     lost: VapoError | None = None
     lost_at, memory = 0.0, MemoryKills()
     while running:
@@ -211,11 +211,11 @@ def _wait(ranks: list[Any], failures: Any) -> None:
             rank.join()
             while not failures.empty():
                 number, error = failures.get()
-                said[f"rank{number}"] = error
+                errors[f"rank{number}"] = error
             if rank.exitcode == LOST_A_PEER:
-                lost, lost_at = lost or said[rank.name], lost_at or time.monotonic()  # the other's own end says more
-            elif rank.name in said:
-                raise said[rank.name]
+                lost, lost_at = lost or errors[rank.name], lost_at or time.monotonic()  # the other's own end says more
+            elif rank.name in errors:
+                raise errors[rank.name]
             elif rank.exitcode != 0:
                 if rank.exitcode < 0:
                     raise _killed(rank, memory)

@@ -97,8 +97,8 @@ def _start_after(error: VapoError, settings: Settings, start: Start, lease: Leas
     copy = _copy_in(start.memory, settings)
     if copy is None:
         run = settings.run.model_copy(update={"resume": "auto", "overwrite": False})
-        found = prepare_start(settings.model_copy(update={"run": run}), lambda: None, lease.take)
-        return replace(start, checkpoint=found.checkpoint, finished=found.finished)
+        prepared = prepare_start(settings.model_copy(update={"run": run}), lambda: None, lease.take)
+        return replace(start, checkpoint=prepared.checkpoint, finished=prepared.finished)
     _put_on_disk(copy, settings)
     return replace(start, checkpoint=copy)
 

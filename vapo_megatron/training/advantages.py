@@ -66,8 +66,8 @@ def calibrated_advantages(
     Returns:
         float32 [own T], metrics by name.
     """
-    own, table, bounds = batch.own, batch.table, batch.own.response_cu_seqlens
-    assert own.values is not None and table.shaped_rewards is not None, "values and rewards come before advantages"
+    home, table, bounds = batch.own, batch.table, batch.own.response_cu_seqlens
+    assert home.values is not None and table.shaped_rewards is not None, "values and rewards come before advantages"
     returns = table.shaped_rewards
     siblings, others = torch.zeros(2, batch.samples, dtype=torch.float64)
     siblings[known], others[known] = calibration.means_of_siblings(returns[known], table.group_ids[known])
@@ -76,7 +76,7 @@ def calibrated_advantages(
         values, trust = to_tokens(others[batch.at_home].float(), bounds), 0.0
     else:
         fit = calibration.coefficients(history.past)
-        values, trust = calibration.calibrated_values(own.values, siblings[batch.at_home], bounds, fit), fit.trust
+        values, trust = calibration.calibrated_values(home.values, siblings[batch.at_home], bounds, fit), fit.trust
         metrics = {names.CRITIC_SLOPE: fit.slope, names.GROUP_WEIGHT: fit.group_weight}
     trust = trust if trusted else 1.0
     of = table.response_lengths
@@ -86,7 +86,7 @@ def calibrated_advantages(
         own_returns = to_tokens(returns[batch.at_home], bounds)
         figures = Figures.read(batch.everywhere(figures_of(values, own_returns, bounds))).only(known)
         metrics |= {names.EXPLAINED_CALIBRATED: float(explained(figures)), names.TRUST: trust}
-        sums = batch.everywhere(calibration.response_sums(own.values, bounds))[known]
+        sums = batch.everywhere(calibration.response_sums(home.values, bounds))[known]
         history.add(calibration.moments(sums, returns[known], siblings[known]))
     return trust * bootstrapped + (1 - trust) * unbiased, metrics
 
@@ -102,16 +102,16 @@ def estimate_advantages(
 
     new_critic: nothing has trained the critic yet. history: what past steps said of returns, for advantage.calibration.
     """
-    best, filtered, own, table = None, None, batch.own, batch.table
+    best, filtered, home, table = None, None, batch.own, batch.table
     with recorder.timer("advantages"):
         rewards = shaped_rewards(table, config.shaping)
         batch.fill(shaped_rewards=rewards)
         if config.uses_critic:
-            gae(own, token_rewards(own, config), config, table.response_lengths)
+            gae(home, token_rewards(home, config), config, table.response_lengths)
             if config.advantage.calibration != "none":
                 assert history is not None, "the run's history of returns calibrates values"
-                own.advantages, row = calibrated_advantages(
-                    *(batch, token_rewards(own, config), policy_lambda(own.response_lengths, config.advantage)),
+                home.advantages, row = calibrated_advantages(
+                    *(batch, token_rewards(home, config), policy_lambda(home.response_lengths, config.advantage)),
                     *(returns_known(table.truncated, config.shaping), history),
                     trusted=config.advantage.calibration == "trust",
                 )
@@ -121,29 +121,31 @@ def estimate_advantages(
                 {"advantage/lambda_mean": float(lam.mean()), "advantage/lambda_clamped": clamped(lam, config.advantage)}
             )
         elif config.advantage.estimator == "reinforce_pp":
-            penalty, bounds = kl_penalty(own, config.kl), own.response_cu_seqlens
-            own.advantages = advantages.reinforce_pp(
+            penalty, bounds = kl_penalty(home, config.kl), home.response_cu_seqlens
+            home.advantages = advantages.reinforce_pp(
                 *(rewards[batch.at_home], penalty, bounds, config.advantage.gamma, table.response_lengths),
-                earlier=own.turn_rewards,
+                earlier=home.turn_rewards,
             )
         elif config.advantage.function is None:
             estimate = response_advantages(batch, rewards, config)
-            own.advantages = to_tokens(estimate[batch.at_home], own.response_cu_seqlens)
+            home.advantages = to_tokens(estimate[batch.at_home], home.response_cu_seqlens)
             if config.advantage.estimator == "raft":
                 best = (estimate > 0) & table.correct
         if config.advantage.function is not None:
             answer = batch.columns_of_whole(partial(user_advantages, config.advantage.function, config.uses_critic), 2)
-            own.advantages, targets = answer.t().contiguous()
-            own.returns = own.returns if targets.isnan().any() else targets
+            home.advantages, targets = answer.t().contiguous()
+            home.returns = home.returns if targets.isnan().any() else targets
         if config.filter_function is not None:
             filtered = batch.on_whole(partial(user_selection, config.filter_function))
             recorder.add({"filter/kept": float(filtered.float().mean())})
         batch.fill(selected=loss_mask(table.truncated, config.shaping.truncated == "mask", best, filtered))
-        assert own.advantages is not None, "the estimator has filled them in"
-        own.advantages = whiten(batch, own.advantages, config.advantage)
+        assert home.advantages is not None, "the estimator has filled them in"
+        home.advantages = whiten(batch, home.advantages, config.advantage)
         if config.kl.placement == "advantage":
-            assert own.old_logprobs is not None and own.ref_logprobs is not None, "the batch is not scored"
-            own.advantages = advantages.distilled(own.advantages, own.old_logprobs, own.ref_logprobs, config.kl.coef)
+            assert home.old_logprobs is not None and home.ref_logprobs is not None, "the batch is not scored"
+            home.advantages = advantages.distilled(
+                home.advantages, home.old_logprobs, home.ref_logprobs, config.kl.coef
+            )
     recorder.add(advantage_metrics(batch))
     if config.metrics_function is not None:
         recorder.add(batch.on_whole(partial(user_metrics, config.metrics_function)))
@@ -155,27 +157,27 @@ def critic_row(batch: ShardedBatch, config: AlgorithmConfig, new_critic: bool = 
 
     new_critic: it has never been updated.
     """
-    own, table, bounds = batch.own, batch.table, batch.own.response_cu_seqlens
-    assert own.advantages is not None, "no advantages: estimate them first"
+    home, table, bounds = batch.own, batch.table, batch.own.response_cu_seqlens
+    assert home.advantages is not None, "no advantages: estimate them first"
     finished = returns_known(table.truncated, config.shaping)
     if not finished.any():
         return {}
-    signs = batch.everywhere(signs_of(own.advantages, bounds))[finished]
+    signs = batch.everywhere(signs_of(home.advantages, bounds))[finished]
     row = {
         names.SIGN_AGREEMENT: float(sign_agreement(signs, table.response_lengths[finished], table.rewards[finished]))
     }
-    if own.values is None:
+    if home.values is None:
         return row
-    rewards = token_rewards(own, config)
+    rewards = token_rewards(home, config)
     of, gamma = table.response_lengths, config.advantage.gamma
     returns = segmented_gae(rewards, torch.zeros_like(rewards), bounds, 1.0, gamma, of=of)
     # A residual critic's baseline differs between the responses of a group: its head's part is judged alone.
-    baseline = 0.0 if own.baselines is None else to_tokens(own.baselines, bounds)
-    figures = Figures.read(batch.everywhere(figures_of(own.values - baseline, returns - baseline, bounds)))
+    baseline = 0.0 if home.baselines is None else to_tokens(home.baselines, bounds)
+    figures = Figures.read(batch.everywhere(figures_of(home.values - baseline, returns - baseline, bounds)))
     faults = value_faults(figures, table.group_ids, finished)
     if new_critic:
         faults = [fault for fault in faults if fault != "constant"]  # a new head is zero, and is not broken
-    row |= value_metrics(batch, own.values, returns, finished)
+    row |= value_metrics(batch, home.values, returns, finished)
     return row | {f"{names.CRITIC_FAULT}{fault}": 1.0 for fault in faults}
 
 
@@ -307,9 +309,9 @@ def response_advantages(batch: ShardedBatch, rewards: Tensor, config: AlgorithmC
 
     A KL penalty in the reward is that of the response, the sum over its tokens.
     """
-    estimator, own, table = config.advantage.estimator, batch.own, batch.table
+    estimator, home, table = config.advantage.estimator, batch.own, batch.table
     if config.kl.placement == "reward":
-        rewards = rewards - batch.everywhere(segment_sum(kl_penalty(own, config.kl), own.response_cu_seqlens))
+        rewards = rewards - batch.everywhere(segment_sum(kl_penalty(home, config.kl), home.response_cu_seqlens))
     if estimator == "remax":
         assert table.greedy_rewards is not None, "no greedy rewards: they are collected with the batch"
         return advantages.remax(rewards, table.greedy_rewards)

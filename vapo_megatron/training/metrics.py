@@ -57,11 +57,11 @@ def policy_metrics(batch: ShardedBatch) -> dict[str, float]:
 
     Source: Schulman, "Approximating KL divergence" (2020); x ~ rollout, r = trainer / rollout, k3 = r - 1 - log r.
     """
-    own = batch.own
-    assert own.old_logprobs is not None and own.entropies is not None, "the policy has not scored the batch"
-    log_ratio = own.old_logprobs - own.rollout_logprobs
-    divergence = k3(own.rollout_logprobs, own.old_logprobs)
-    statistics = over_tokens(batch, divergence, log_ratio.abs(), own.entropies)
+    home = batch.own
+    assert home.old_logprobs is not None and home.entropies is not None, "the policy has not scored the batch"
+    log_ratio = home.old_logprobs - home.rollout_logprobs
+    divergence = k3(home.rollout_logprobs, home.old_logprobs)
+    statistics = over_tokens(batch, divergence, log_ratio.abs(), home.entropies)
     return {
         names.TRAIN_INFER_KL: statistics[0].mean,
         names.TRAIN_INFER_KL_MAX: statistics[0].largest,
@@ -72,9 +72,9 @@ def policy_metrics(batch: ShardedBatch) -> dict[str, float]:
 
 def reference_metrics(batch: ShardedBatch) -> dict[str, float]:
     """Collective: k3 of KL(policy || reference) per token, and its largest."""
-    own = batch.own
-    assert own.old_logprobs is not None and own.ref_logprobs is not None, "no log-probs: the batch is not scored"
-    (divergence,) = over_tokens(batch, k3(own.old_logprobs, own.ref_logprobs))
+    home = batch.own
+    assert home.old_logprobs is not None and home.ref_logprobs is not None, "no log-probs: the batch is not scored"
+    (divergence,) = over_tokens(batch, k3(home.old_logprobs, home.ref_logprobs))
     return {names.REFERENCE_KL: divergence.mean, names.REFERENCE_KL_MAX: divergence.largest}
 
 

@@ -65,8 +65,8 @@ class SkippedUpdates:
 
     def is_sound(self, batch: ShardedBatch) -> bool:
         """Collective: whether models may be trained on a scored batch: its numbers are finite, and there are any."""
-        own, table = batch.own, batch.table
-        finite = (own.rollout_logprobs, own.old_logprobs, own.ref_logprobs), (own.values,)
+        home, table = batch.own, batch.table
+        finite = (home.rollout_logprobs, home.old_logprobs, home.ref_logprobs), (home.values,)
         logprobs, values = batch.summed(torch.tensor([not _are_finite(*tensors) for tensors in finite]).long()).tolist()
         sound = {
             "empty": batch.response_tokens > 0,

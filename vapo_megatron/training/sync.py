@@ -95,10 +95,10 @@ def end_lying_engines(engines: Engines, batch: ShardedBatch, written_by: Sequenc
 
     written_by: on rank 0, see Rollouts; empty on others.
     """
-    own = batch.own
-    if own.old_logprobs is None:  # the rollout was not fit to be trained on
+    home = batch.own
+    if home.old_logprobs is None:  # the rollout was not fit to be trained on
         return
-    (apart,) = over_tokens(batch, (own.old_logprobs - own.rollout_logprobs).abs())
+    (apart,) = over_tokens(batch, (home.old_logprobs - home.rollout_logprobs).abs())
     if not apart.means.isfinite().all():  # no client takes such log-probs from an engine: they are the trainer's
         return
     tokens = batch.table.new_lengths
@@ -122,13 +122,13 @@ def lying_engines(
     """
     sums_of: Counter[str] = Counter()
     tokens_of: Counter[str] = Counter()
-    for url, one, count in zip(written_by, sums, tokens, strict=True):
-        sums_of[url] += one  # type: ignore[assignment]
+    for url, summed, count in zip(written_by, sums, tokens, strict=True):
+        sums_of[url] += summed  # type: ignore[assignment]
         tokens_of[url] += count
     means = {url: sums_of[url] / count for url, count in tokens_of.items() if url and count >= _LEAST_TOKENS}
     liars = {}
     for url, mean in means.items():
-        others = [one for other, one in means.items() if other != url]
+        others = [of_engine for engine, of_engine in means.items() if engine != url]
         if others and mean > max(limit, _TIMES * median(others)):
             liars[url] = mean, median(others)
     return liars

@@ -125,9 +125,9 @@ def value_loss_of(part: Part, config: ValueLossConfig, learnt: Tensor | None = N
         baselines = to_tokens(batch.baselines, bounds)
         targets, old = targets - baselines, None if old is None else old - baselines
     weights = token_weights(whole.response_lengths, "token_mean", selected=whole.selected if learnt is None else learnt)
-    own = to_tokens(weights[part.mine], bounds)
-    check_targets(targets[own > 0], config)
-    return ValueLoss(config, targets, old, own)
+    my_weights = to_tokens(weights[part.mine], bounds)
+    check_targets(targets[my_weights > 0], config)
+    return ValueLoss(config, targets, old, my_weights)
 
 
 def check_targets(targets: Tensor, config: ValueLossConfig) -> None:
@@ -173,9 +173,9 @@ def update_policy(
 
 def policy_signal(batch: ShardedBatch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """Collective: which samples carry the policy's loss, and for which of them it has a gradient: two bool [S]."""
-    own, table, settings = batch.own, batch.table, config.policy_loss
-    assert own.advantages is not None and table.selected is not None, "no advantages: estimate_advantages comes first"
-    assert own.importance_weights is not None, "no importance weights: correct_for_rollout comes first"
+    home, table, settings = batch.own, batch.table, config.policy_loss
+    assert home.advantages is not None and table.selected is not None, "no advantages: estimate_advantages comes first"
+    assert home.importance_weights is not None, "no importance weights: correct_for_rollout comes first"
     always = settings.entropy_coef or settings.kind == "function"
     if always or config.kl.placement == "loss":
         return table.selected, table.selected
@@ -184,8 +184,8 @@ def policy_signal(batch: ShardedBatch, config: AlgorithmConfig) -> tuple[Tensor,
     imitated = torch.zeros_like(weighted)
     if settings.positive_nll.coef:
         imitated = table.selected & positive_responses(table.correct, table.truncated)
-    new, moved = new_tokens(own), (own.advantages * own.importance_weights) != 0
-    moves = response_lengths(own.response_cu_seqlens, moved if new is None else moved & new)
+    new, moved = new_tokens(home), (home.advantages * home.importance_weights) != 0
+    moves = response_lengths(home.response_cu_seqlens, moved if new is None else moved & new)
     return weighted | imitated, (weighted & (batch.everywhere(moves) > 0)) | imitated
 
 
@@ -226,12 +226,12 @@ def policy_loss(part: Part, config: AlgorithmConfig) -> PolicyLoss:
 def correct_for_rollout(batch: ShardedBatch, config: ImportanceSamplingConfig, recorder: Recorder) -> None:
     """Collective: fill importance_weights, what corrects the policy loss for the engine's policy not being the
     trainer's, and accepted_lengths where the tokens that they reject are not counted."""
-    own = batch.own
+    home = batch.own
     if config.kind == "none":
-        own.importance_weights = torch.ones(own.response_tokens)
+        home.importance_weights = torch.ones(home.response_tokens)
         return
-    assert own.old_logprobs is not None, "no log-probs: the batch is not scored"
-    log_probs, bounds = (own.old_logprobs, own.rollout_logprobs), own.response_cu_seqlens
+    assert home.old_logprobs is not None, "no log-probs: the batch is not scored"
+    log_probs, bounds = (home.old_logprobs, home.rollout_logprobs), home.response_cu_seqlens
     log_ratio = importance.log_ratio_at(config.level, *log_probs, bounds)
     if config.kind == "tis":
         correction = importance.tis(log_ratio, config.cap)
@@ -243,9 +243,9 @@ def correct_for_rollout(batch: ShardedBatch, config: ImportanceSamplingConfig, r
         correction = correction * (
             importance.whole_responses(accepted, bounds) if config.reject == "any_token" else accepted
         )
-    own.importance_weights = correction
+    home.importance_weights = correction
     if config.rejects and config.rejected == "dropped":
-        new = new_tokens(own)
+        new = new_tokens(home)
         batch.fill(
             accepted_lengths=batch.everywhere(response_lengths(bounds, correction if new is None else correction * new))
         )

@@ -93,12 +93,12 @@ def load_function(path: str, key: str) -> Callable[..., Any]:
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     try:
-        found: Any = getattr(importlib.import_module(module), name)
+        loaded: Any = getattr(importlib.import_module(module), name)
     except Exception as error:  # a user's module may raise anything on import
         raise BadInput(f"{key}={path}: cannot be imported ({reason_of(error)}): give package.module:name") from None
-    if not callable(found):
-        raise BadInput(f"{key}={path}: a {type(found).__name__}, expected a function")
-    function: Callable[..., Any] = found
+    if not callable(loaded):
+        raise BadInput(f"{key}={path}: a {type(loaded).__name__}, expected a function")
+    function: Callable[..., Any] = loaded
     return function
 
 

@@ -238,10 +238,10 @@ def replay_order(samples: list[int], config: ValuePretrainingConfig, seed: int) 
 
 def measure(critic: Trainable, held_out: ShardedBatch, config: ValueLossConfig) -> dict[str, float]:
     """Collective: quality of the critic on held-out samples with their returns."""
-    own, known = held_out.own, held_out.table.selected
-    assert own.returns is not None and known is not None, "no value targets to compare with"
-    found = with_baselines(own, score_all(critic, held_out, read=partial(values_of, config=config)))
-    return value_metrics(held_out, found, own.returns, known)
+    home, selected = held_out.own, held_out.table.selected
+    assert home.returns is not None and selected is not None, "no value targets to compare with"
+    measured = with_baselines(home, score_all(critic, held_out, read=partial(values_of, config=config)))
+    return value_metrics(held_out, measured, home.returns, selected)
 
 
 def largest_bias(metrics: dict[str, float]) -> float:

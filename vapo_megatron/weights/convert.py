@@ -225,9 +225,9 @@ class HFSource:
 def check_saved_model(reader: PartReader, spec: ModelSpec, head: Head) -> None:
     """Raises BadInput where a checkpoint's keys and shapes are not those of the model, its optimizer's aside. A
     vocabulary's table may be longer than the vocabulary: it is padded to suit the layout that it was saved at."""
-    wanted = places(spec, head)
-    expected = {place.key: place.full for place in wanted.values()}
-    padded = {place.key for entry, place in wanted.items() if isinstance(entry.rule, Vocabulary)}
+    expected_places = places(spec, head)
+    expected = {place.key: place.full for place in expected_places.values()}
+    padded = {place.key for entry, place in expected_places.items() if isinstance(entry.rule, Vocabulary)}
     saved = {key for key in reader.tensors if not key.startswith(OPTIMIZER_PREFIX)}
     missing = [key for key in expected if key not in saved]
     if missing:

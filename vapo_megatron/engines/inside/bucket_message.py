@@ -47,13 +47,13 @@ def unpack(description: Mapping[str, Any], buffer: torch.Tensor | None = None) -
 def _map(path: str, size: int) -> torch.Tensor:
     status = os.stat(path)
     key = (status.st_dev, status.st_ino)  # a path is that of another file once its sender has closed the first
-    found = _mapped.pop(key, None)
-    if found is None or found.numel() < size:
-        found = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-    _mapped[key] = found  # again the youngest
+    mapping = _mapped.pop(key, None)
+    if mapping is None or mapping.numel() < size:
+        mapping = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+    _mapped[key] = mapping  # again the youngest
     while len(_mapped) > _MOST_MAPPED:
         del _mapped[next(iter(_mapped))]
-    return found
+    return mapping
 
 
 def write_tensors(directory: Path, index: int, tensors: NamedTensors) -> list[str]:

@@ -24,7 +24,7 @@ def other_name(parser: argparse.ArgumentParser, given: Sequence[str]) -> str | N
     for flag in given:
         meant = {first[flag]} if flag in first else {name for full, name in first.items() if full.startswith(flag)}
         if flag.startswith("--") and meant and flag not in meant:
-            name, *others = (one.removeprefix("--").replace("-", "_") for one in (flag, *sorted(meant)))
+            name, *others = (option.removeprefix("--").replace("-", "_") for option in (flag, *sorted(meant)))
             return f"{name}: write {' or '.join(others)}"
     return None
 

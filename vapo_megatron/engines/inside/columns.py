@@ -48,34 +48,34 @@ def pack(
 
     choices: of the model whose experts were asked for; prompts are needed then. Where they cannot be, meta says why.
     """
-    found = []
+    rows = []
     for place, answer in enumerate(answers):
         meta = answer["meta_info"]
         ids = np.array(answer["output_ids"], dtype="<i4")
         logprobs = np.array([entry[0] for entry in meta.get("output_token_logprobs", ())], dtype="<f4")
-        told = {name: meta[name] for name in ("finish_reason", "weight_versions")}
+        meta_kept = {name: meta[name] for name in ("finish_reason", "weight_versions")}
         experts = None
         if choices is not None:
             try:
                 experts = choices.decode(_numbers(meta.get("routed_experts")), len(prompts[place]) + len(ids) - 1)
             except ValueError as error:
-                told["wrong_experts"] = str(error)
-        found.append(Columns(told, ids, logprobs, experts))
-    return join(found)
+                meta_kept["wrong_experts"] = str(error)
+        rows.append(Columns(meta_kept, ids, logprobs, experts))
+    return join(rows)
 
 
 def join(responses: Sequence[Columns]) -> bytes:
     """The message of some responses."""
     entries = [
         {
-            "tokens": len(one.token_ids),
-            "logprobs": len(one.logprobs),
-            "experts": None if one.experts is None else [len(one.experts), one.experts.dtype.str],
-            "meta": one.meta,
+            "tokens": len(row.token_ids),
+            "logprobs": len(row.logprobs),
+            "experts": None if row.experts is None else [len(row.experts), row.experts.dtype.str],
+            "meta": row.meta,
         }
-        for one in responses
+        for row in responses
     ]
-    arrays = [array for one in responses for array in (one.token_ids, one.logprobs, one.experts) if array is not None]
+    arrays = [array for row in responses for array in (row.token_ids, row.logprobs, row.experts) if array is not None]
     head = json.dumps(entries, separators=(",", ":")).encode()
     return b"".join((_LENGTH.pack(len(head)), head, *(array.tobytes() for array in arrays)))
 
@@ -89,7 +89,7 @@ def unpack(message: bytes) -> list[Columns]:
     if not isinstance(message, bytes) or len(message) < _LENGTH.size:
         raise ValueError(f"no message: {str(message)[:80]!r}")
     start = _LENGTH.size + _LENGTH.unpack_from(message)[0]
-    found = []
+    rows = []
 
     def column(count: int, dtype: str) -> NDArray[Any]:
         nonlocal start
@@ -100,10 +100,10 @@ def unpack(message: bytes) -> list[Columns]:
     for entry in json.loads(message[_LENGTH.size : start]):
         ids, logprobs = column(entry["tokens"], "<i4"), column(entry["logprobs"], "<f4")
         experts = None if entry["experts"] is None else column(*entry["experts"])
-        found.append(Columns(entry["meta"], ids, logprobs, experts))
+        rows.append(Columns(entry["meta"], ids, logprobs, experts))
     if start != len(message):
         raise ValueError(f"{len(message)} bytes came, {start} were announced")
-    return found
+    return rows
 
 
 def _numbers(encoded: str | None) -> NDArray[np.int32] | None:

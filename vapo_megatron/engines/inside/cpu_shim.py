@@ -315,11 +315,11 @@ def _copying_heads(adjust: Callable[..., Any]) -> Callable[..., Any]:
         if tp_size <= heads or tp_size % heads or model_config.num_attention_heads % tp_size:
             return adjust(model_config, load_config, tp_size)
         model_config.get_total_num_kv_heads = lambda: tp_size
-        found = adjust(model_config, load_config, tp_size)
+        adjusted_config = adjust(model_config, load_config, tp_size)
         del model_config.get_total_num_kv_heads
-        for config in (found.hf_config, found.hf_text_config):
+        for config in (adjusted_config.hf_config, adjusted_config.hf_text_config):
             config.original_total_num_kv_heads = heads
-        return found
+        return adjusted_config
 
     return adjusted
 

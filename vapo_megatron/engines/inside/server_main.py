@@ -57,8 +57,8 @@ def main(argv: list[str]) -> None:
     from vapo_megatron.engines.inside import columns, generate_route, processes
 
     uvicorn.Server.run = functools.partialmethod(uvicorn.Server.run, sockets=[listener])  # type: ignore[method-assign,assignment]
-    told = json.loads(identity)
-    app.add_api_route(f"/{IDENTITY_PATH}", lambda: told)
+    identified = json.loads(identity)
+    app.add_api_route(f"/{IDENTITY_PATH}", lambda: identified)
     app.add_api_route(f"/{columns.PATH}", generate_route.generate, methods=["POST"])
     app.add_api_route(f"/{columns.ABORT_PATH}", generate_route.abort, methods=["POST"])
 

@@ -140,7 +140,7 @@ class StrictLoader:
                 current = None
             else:
                 break
-        self.checksums = [found.result() for found in sums]
+        self.checksums = [pending.result() for pending in sums]
         return problems
 
     def _settle(self, name: str, tensor: torch.Tensor, watch: ParameterWatch) -> list[str]:
@@ -159,11 +159,11 @@ class StrictLoader:
         padding = {} if self._pads else _vocabulary_padding(self._model)
         problems = []
         for name, tensor in parameters.items():
-            wanted = tensor.numel() - padding.get(name, 0)
-            if self._written[name] < wanted:
+            size = tensor.numel() - padding.get(name, 0)
+            if self._written[name] < size:
                 sources = ", ".join(self._sources[name]) or "no tensor"
                 problems.append(
-                    f"{name} (the engine's name) was not sent in full: {self._written[name]} of {wanted} elements, "
+                    f"{name} (the engine's name) was not sent in full: {self._written[name]} of {size} elements, "
                     f"from {sources}"
                 )
         return problems
@@ -256,13 +256,13 @@ def _answer(loader: StrictLoader, load: Callable[[], list[str]]) -> tuple[bool, 
     group = get_parallel().tp_group.cpu_group
     ranks: list[tuple[list[str], list[str], list[int]]] = [([], [], [])] * dist.get_world_size(group)
     dist.all_gather_object(ranks, (problems, loader.unknown, loader.checksums), group=group)
-    found = problems_of_ranks([(told, unknown) for told, unknown, _ in ranks])
+    all_problems = problems_of_ranks([(lines, unknown) for lines, unknown, _ in ranks])
     message = {
-        "problems": found,
+        "problems": all_problems,
         "seconds": time.perf_counter() - start,
         "checksums": [checksums for _, _, checksums in ranks],
     }
-    return not found, json.dumps(message)
+    return not all_problems, json.dumps(message)
 
 
 def problems_of_ranks(ranks: Sequence[tuple[Sequence[str], Sequence[str]]]) -> list[str]:
@@ -271,8 +271,8 @@ def problems_of_ranks(ranks: Sequence[tuple[Sequence[str], Sequence[str]]]) -> l
     ranks: the problems of each, and those of them that are StrictLoader.unknown. A tensor that filled nothing on some
     ranks alone is one of the experts that others have.
     """
-    placed = {line for _, unknown in ranks for line in unknown if any(line not in other for _, other in ranks)}
-    return [line for line in dict.fromkeys(line for told, _ in ranks for line in told) if line not in placed]
+    placed = {line for _, unknown in ranks for line in unknown if any(line not in there for _, there in ranks)}
+    return [line for line in dict.fromkeys(line for lines, _ in ranks for line in lines) if line not in placed]
 
 
 def take_message(loader: StrictLoader, message: Mapping[str, Any], buffer: torch.Tensor | None = None) -> list[str]:

@@ -70,8 +70,8 @@ class Limits:
     def excess(self, found: LogprobDifference) -> str | None:
         """What is above its limit, in words; None where nothing is."""
         if not found.quantile <= self.quantile:
-            where = "at most" if self.share == 1 else f"at the {self.share:g} quantile (at most {found.largest:.3g})"
-            return f"by {found.quantile:.3g} {where}, rollout.sync.tolerance allows {self.quantile:g}"
+            place = "at most" if self.share == 1 else f"at the {self.share:g} quantile (at most {found.largest:.3g})"
+            return f"by {found.quantile:.3g} {place}, rollout.sync.tolerance allows {self.quantile:g}"
         if not found.mean <= self.mean:
             return f"by {found.mean:.3g} on average, rollout.sync.tolerance allows {self.mean:g}"
         return None
@@ -89,10 +89,10 @@ def compare_logprobs(
 ) -> LogprobDifference:
     """Of the log-probs that two give to the tokens of the same sequences. quantile: in (0, 1], not interpolated."""
     pairs = [
-        (torch.tensor(one, dtype=torch.float64), torch.tensor(other, dtype=torch.float64))
-        for one, other in zip(ours, theirs, strict=True)
+        (torch.tensor(mine, dtype=torch.float64), torch.tensor(its, dtype=torch.float64))
+        for mine, its in zip(ours, theirs, strict=True)
     ]
-    apart = torch.cat([(one - other).abs() for one, other in pairs])
+    apart = torch.cat([(mine - its).abs() for mine, its in pairs])
     apart = apart.nan_to_num(nan=float("inf"), posinf=float("inf"))
     return LogprobDifference(
         float(apart.max()), float(apart.quantile(quantile, interpolation="higher")), float(apart.mean())

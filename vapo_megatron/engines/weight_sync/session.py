@@ -88,8 +88,8 @@ class WeightSync:
         trainer_logprobs are those of every token but the first, at temperature 1. quantile: see compare_logprobs.
         """
         answers = self._runner.run(self._transport.each(lambda client: client.prompt_logprobs(sequences)))
-        found = [compare_logprobs(trainer_logprobs, answer, quantile) for answer in answers]
-        return dict(zip(self.served, found, strict=True))
+        differences = [compare_logprobs(trainer_logprobs, answer, quantile) for answer in answers]
+        return dict(zip(self.served, differences, strict=True))
 
     def close(self) -> None:
         """Close the connection and give the buffers back."""
@@ -143,8 +143,8 @@ class WeightSync:
         return problems
 
     def _rejected(self, problems: Sequence[str]) -> RunFailed:
-        where = ", ".join(str(client.address) for client in self._transport.clients)
-        return RunFailed(f"{where}: weights were not accepted: {some_of(problems)}")
+        addresses = ", ".join(str(client.address) for client in self._transport.clients)
+        return RunFailed(f"{addresses}: weights were not accepted: {some_of(problems)}")
 
 
 def some_of(problems: Sequence[str]) -> str:

@@ -230,7 +230,7 @@ class DistributedTransport(_FromDevice):
         if self.clients and self._group is None:
             hosts = [str(urlsplit(client.address.url).hostname) for client in self.clients]
             # One address for all of them: servers elsewhere cannot reach the one that a server of this machine can.
-            host = next((found for found in map(address_towards, hosts) if found != "127.0.0.1"), "127.0.0.1")
+            host = next((address for address in map(address_towards, hosts) if address != "127.0.0.1"), "127.0.0.1")
             size, backend = 1 + self._engine_tp * len(self.clients), backend_of(self._device)
             store = BroadcastGroup.listen(host, size, self._deadline)
             group = _in_daemon(partial(BroadcastGroup, store, 0, size, self._deadline, host, self._device))

@@ -80,18 +80,18 @@ def judge(
     """
     failed = [index for index, result in enumerate(measured) if result.error]
     if failed:
-        found = f"device {failed[0]} ({len(failed)} of {len(measured)}): {measured[failed[0]].error}"
-        return [Line("fault", found, remedy)]
+        finding = f"device {failed[0]} ({len(failed)} of {len(measured)}): {measured[failed[0]].error}"
+        return [Line("fault", finding, remedy)]
     slowest = min(result.rate for result in measured)
     network = f" over {measured[0].network}" if measured[0].network else ""
     if beside_adapters and measured[0].network == "Socket":
         return [Line("fault", f"{slowest / 1e9:.1f} GB/s: NCCL goes over TCP beside active adapters", remedy)]
     if expected is None:
         return [Line("ok", f"{slowest / 1e9:.1f} GB/s{network}; nothing to compare with")]
-    found = f"{slowest / 1e9:.1f} GB/s{network}, expected {expected / 1e9:.1f}"
+    finding = f"{slowest / 1e9:.1f} GB/s{network}, expected {expected / 1e9:.1f}"
     if slowest < _WARNING * expected:
-        return [Line("fault" if slowest < _FAULT * expected else "warning", found, remedy)]
-    return [Line("ok", found)]
+        return [Line("fault" if slowest < _FAULT * expected else "warning", finding, remedy)]
+    return [Line("ok", finding)]
 
 
 def allreduce_rate(device: str, rank: int, world: int, host: str, port: int) -> float:

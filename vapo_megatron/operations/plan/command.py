@@ -217,8 +217,8 @@ def show(plan: Plan, budgets: Mapping[str, int | None], proposal: Proposal | Non
     )
     console.print(f"a checkpoint: {plan.saving.bytes / 1e9:,.0f} GB, on the disk within {plan.saving.writes:.0f} s")
     for name, budget in budgets.items():
-        found = "none fits" if budget is None else f"{budget:,}"
-        console.print(f"largest {name}.max_tokens_per_microbatch that fits, all else as it is: {found}")
+        budget_text = "none fits" if budget is None else f"{budget:,}"
+        console.print(f"largest {name}.max_tokens_per_microbatch that fits, all else as it is: {budget_text}")
     console.print(f"the run: {_duration(sum(plan.seconds.values()))}, {plan.gpu_hours:,.0f} GPU-hours")
     console.print("\n[bold]Assumed[/]")
     for line in assumptions(plan):

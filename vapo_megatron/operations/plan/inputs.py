@@ -82,16 +82,16 @@ def planned_lengths(config: PlanConfig) -> Lengths:
     Raises:
         BadInput: a mean is above the longest.
     """
-    given, longest, prompt = config.plan, config.sampling.max_new_tokens, config.data.max_prompt_tokens
+    settings, longest, prompt = config.plan, config.sampling.max_new_tokens, config.data.max_prompt_tokens
     for key, mean, limit_key, limit in (
-        ("mean_response_tokens", given.mean_response_tokens, "sampling.max_new_tokens", longest),
-        ("mean_prompt_tokens", given.mean_prompt_tokens, "data.max_prompt_tokens", prompt),
+        ("mean_response_tokens", settings.mean_response_tokens, "sampling.max_new_tokens", longest),
+        ("mean_prompt_tokens", settings.mean_prompt_tokens, "data.max_prompt_tokens", prompt),
     ):
         if mean is not None and mean > limit:
             raise BadInput(f"plan.{key}={mean} is above {limit_key}={limit}: lower it, a mean is at most the longest")
     return Lengths(
-        prompt=float(given.mean_prompt_tokens or max(1, prompt // 2)),
-        mean=float(given.mean_response_tokens or max(1, longest // 2)),
+        prompt=float(settings.mean_prompt_tokens or max(1, prompt // 2)),
+        mean=float(settings.mean_response_tokens or max(1, longest // 2)),
         longest=longest,
         longest_prompt=prompt,
     )

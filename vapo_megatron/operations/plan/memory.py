@@ -39,10 +39,10 @@ def phases_of(config: TrainConfig) -> list[Phase]:
     models = {"actor"} | ({"critic"} if config.has_critic_model else set())
     # A policy with adapters is scored once more without them: as much as score_policy.
     models |= {"reference"} if config.has_reference_model else set()
-    found = [phase for phase, worker in PHASES.items() if worker is None or worker in models]
+    phases = [phase for phase, worker in PHASES.items() if worker is None or worker in models]
     if not is_probe(config) and config.algorithm.update_gives_logprobs(config.samples, config.batch.prompts_per_step):
-        found.remove("score_policy")
-    return found
+        phases.remove("score_policy")
+    return phases
 
 
 def is_probe(config: TrainConfig) -> bool:
@@ -269,7 +269,7 @@ def _replay_bytes(config: TrainConfig, actor: PlannedModel) -> int:
 
 
 def _problems(run: PlannedRun, engine: PlannedEngine, phases: list[Holding], host: Holding) -> list[Problem]:
-    config, hardware, found = run.config, run.hardware, []
+    config, hardware, problems = run.config, run.hardware, []
     longest, usable = run.lengths.longest_sample, hardware.usable_memory / GIB
     for name, model in run.models.items():
         section = model.config
@@ -278,23 +278,23 @@ def _problems(run: PlannedRun, engine: PlannedEngine, phases: list[Holding], hos
                 f"{name}.max_tokens_per_microbatch={section.max_tokens_per_microbatch} with cp={model.layout.cp} holds "
                 f"samples of at most {section.longest_sample} tokens, the longest has {longest}"
             )
-            found.append(Problem("budget", line))
+            problems.append(Problem("budget", line))
     over = [phase for phase in phases if phase.total > hardware.usable_memory]
     if over:
         worst = max(over, key=lambda phase: phase.total)
         line = f"{worst.phase} needs {worst.total / GIB:.1f} GiB on a GPU, {usable:.1f} GiB are usable"
-        found.append(Problem("device", line))
+        problems.append(Problem("device", line))
     if engine.cache_tokens < longest:
         line = (
             f"an engine of rollout.tp={config.rollout.tp} and rollout.mem_fraction_static="
             f"{config.rollout.mem_fraction_static:g} has a KV cache of {max(0, engine.cache_tokens)} tokens, the "
             f"longest sample has {longest}"
         )
-        found.append(Problem("engine", line))
+        problems.append(Problem("engine", line))
     if host.total > hardware.node_memory:
         line = (
             f"a node needs {host.total / GIB:.0f} GiB of its own memory, hardware.node_memory_gib is "
             f"{hardware.node_memory / GIB:g}"
         )
-        found.append(Problem("host", line))
-    return found
+        problems.append(Problem("host", line))
+    return problems

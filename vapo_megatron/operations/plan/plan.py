@@ -182,9 +182,9 @@ def plan_time(run: PlannedRun, engine: PlannedEngine, evaluation_samples: float)
     phases: dict[str, float] = {"rollout": rollout, "verify": max(grade(n), grade(drawn * n) - rollout)}
     if config.algorithm.advantage.estimator == "remax":
         phases["rollout_greedy"] = generate(batch.prompts_per_step, batch.prompts_per_step)
-    wanted = phases_of(config)
+    phase_names = phases_of(config)
     for phase, name in (("score_reference", "reference"), ("score_policy", "actor"), ("score_values", "critic")):
-        if phase in wanted:
+        if phase in phase_names:
             phases[phase] = score_seconds(run, models[name], samples)
     if config.algorithm.uses_reference and not config.has_reference_model:
         phases["score_reference"] = score_seconds(run, actor, samples)
@@ -192,7 +192,7 @@ def plan_time(run: PlannedRun, engine: PlannedEngine, evaluation_samples: float)
         once = update_seconds(run, critic, samples)
         phases["update_critic"] = once * update.epochs * update.critic_updates_per_policy_update
     phases["update_policy"] = update.epochs * update_seconds(run, actor, samples)
-    phases["offload_and_onload"] = sum(move_seconds(model, wanted, run.hardware) for model in models.values())
+    phases["offload_and_onload"] = sum(move_seconds(model, phase_names, run.hardware) for model in models.values())
     phases["weight_sync"] = sync_seconds(run, engine)
     if config.rollout.external_urls and config.rollout.asynchronous.max_staleness:
         # Engines work ahead: the trainer waits for what takes them longer than it takes itself.

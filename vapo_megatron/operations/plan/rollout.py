@@ -79,9 +79,9 @@ class PlannedEngine:
     @property
     def cache_tokens(self) -> int:
         """Tokens that the KV cache of one part of its GPUs holds; 0 or less where the weights alone do not fit."""
-        found = int((self.static - self.weights) / self.cache_bytes_per_token)
+        tokens = int((self.static - self.weights) / self.cache_bytes_per_token)
         limit = self.config.max_total_tokens
-        return found if limit is None else min(found, limit)
+        return tokens if limit is None else min(tokens, limit)
 
     @property
     def cache(self) -> float:
@@ -202,8 +202,8 @@ BETWEEN_PROMPTS = 0.5
 
 def rollout_seconds(engine: PlannedEngine, engines: int, prompts: float, samples: float, lengths: Lengths) -> float:
     """Seconds until the last of `engines` has answered its share of prompts with `samples` responses in all."""
-    own = samples / engines * imbalance(engines, prompts, samples, lengths)
-    return _engine_seconds(engine, prompts / engines, own, lengths)
+    load = samples / engines * imbalance(engines, prompts, samples, lengths)
+    return _engine_seconds(engine, prompts / engines, load, lengths)
 
 
 def imbalance(engines: int, prompts: float, samples: float, lengths: Lengths) -> float:

@@ -81,9 +81,9 @@ def _with_own_budgets(plan: Plan) -> Plan | None:
     sections: dict[str, TrainableConfig] = {}
     for name in ("actor", "critic"):
         if name in plan.models:
-            given, most = getattr(plan.config, name), largest_budget(plan, name, _HEADROOM)
-            if most is not None and most < given.max_tokens_per_microbatch:
-                sections[name] = given.model_copy(update={"max_tokens_per_microbatch": most})
+            section, most = getattr(plan.config, name), largest_budget(plan, name, _HEADROOM)
+            if most is not None and most < section.max_tokens_per_microbatch:
+                sections[name] = section.model_copy(update={"max_tokens_per_microbatch": most})
     if not sections:
         return None
     changed = make_plan(plan.config.model_copy(update=sections), plan.world, plan.evaluation_samples)
@@ -100,16 +100,19 @@ def largest_budget(plan: Plan, name: str, headroom: float = 0.0) -> int | None:
 
     None where none does that also holds the longest sample. All else stays as it is.
     """
-    own = {"actor": ("score_policy", "update_policy", "score_reference"), "critic": ("score_values", "update_critic")}
+    phases = {
+        "actor": ("score_policy", "update_policy", "score_reference"),
+        "critic": ("score_values", "update_critic"),
+    }
 
     def problems(steps: int) -> set[str]:
         section = getattr(plan.config, name).model_copy(update={"max_tokens_per_microbatch": steps * _BUDGET_STEP})
         config = plan.config.model_copy(update={name: section})
         models = planned_models(config, plan.world)
         memory = plan_memory(PlannedRun(config, models, plan.hardware, plan.lengths))
-        found = {problem.kind for problem in memory.problems if problem.line.startswith(name)}
-        worst = max(phase.total for phase in memory.phases if phase.phase in own[name])
-        return found | ({"device"} if worst + headroom > plan.hardware.usable_memory else set())
+        kinds = {problem.kind for problem in memory.problems if problem.line.startswith(name)}
+        worst = max(phase.total for phase in memory.phases if phase.phase in phases[name])
+        return kinds | ({"device"} if worst + headroom > plan.hardware.usable_memory else set())
 
     low, high = 0, _LARGEST_BUDGET // _BUDGET_STEP
     while high - low > 1:
@@ -140,7 +143,7 @@ def _candidates(plan: Plan, name: str) -> list[_Candidate]:
     """Sections of a model that fit by themselves; those remain that are not both slower and larger than another."""
     model, lengths, samples = plan.models[name], plan.lengths, float(plan.config.samples)
     room = plan.hardware.usable_memory - plan.hardware.trainer_overhead - plan.hardware.engine_overhead - _HEADROOM
-    found: list[_Candidate] = []
+    sections: list[_Candidate] = []
     for layout in _layouts(model, plan.hardware.gpus_per_node):
         smallest = TrainableConfig(layout=layout, precision=model.config.precision)
         least = -(-(lengths.longest_sample + smallest.total_alignment) // layout.cp)
@@ -155,10 +158,10 @@ def _candidates(plan: Plan, name: str) -> list[_Candidate]:
                     break  # a larger budget needs more
                 seconds = score_seconds(plan, changed, samples) + update_seconds(plan, changed, samples)
                 resident = max(changed.bytes_of("weights", stage) for stage in range(layout.pp))
-                found.append(_Candidate(section, seconds, peak, resident))
-    found.sort(key=lambda candidate: (candidate.seconds, candidate.peak))
+                sections.append(_Candidate(section, seconds, peak, resident))
+    sections.sort(key=lambda candidate: (candidate.seconds, candidate.peak))
     front: list[_Candidate] = []
-    for candidate in found:
+    for candidate in sections:
         if all(candidate.peak < kept.peak or candidate.resident < kept.resident for kept in front):
             front.append(candidate)
     return front
@@ -201,8 +204,8 @@ def _with_engines(start: Plan, config: PlanConfig) -> Plan | None:
 
 def _changes(old: PlanConfig, new: PlanConfig) -> dict[str, str]:
     """Dotted keys whose values differ."""
-    found = differences(old.model_dump(mode="json"), new.model_dump(mode="json"))
-    return {key: _text(value) for key, _, value in found}
+    changed = differences(old.model_dump(mode="json"), new.model_dump(mode="json"))
+    return {key: _text(value) for key, _, value in changed}
 
 
 def _text(value: Any) -> str:

@@ -109,16 +109,16 @@ def find_layout(row: Row, place: str, name: str = "auto") -> Layout:
     Raises:
         BadInput: no such layout, or the row is not of it.
     """
-    known = {layout.name: layout for layout in LAYOUTS}
-    if name != "auto" and name not in known:
-        raise BadInput(f"--layout {name}: no such layout; give auto or one of {', '.join(known)}")
+    by_name = {layout.name: layout for layout in LAYOUTS}
+    if name != "auto" and name not in by_name:
+        raise BadInput(f"--layout {name}: no such layout; give auto or one of {', '.join(by_name)}")
     fitting = [layout for layout in LAYOUTS if all(field in row for field in layout.fields)]
     if name != "auto":
         fitting = [layout for layout in fitting if layout.name == name]
     if not fitting:
-        wanted = known[name].fields if name != "auto" else [" + ".join(layout.fields) for layout in LAYOUTS]
+        expected = by_name[name].fields if name != "auto" else [" + ".join(layout.fields) for layout in LAYOUTS]
         raise BadInput(
-            f"{place}: has the fields {', '.join(sorted(row)) or 'none'}; expected {', or '.join(wanted)}: "
+            f"{place}: has the fields {', '.join(sorted(row)) or 'none'}; expected {', or '.join(expected)}: "
             "rename them in the file"
         )
     return fitting[0]
@@ -141,12 +141,12 @@ def read_row(row: Row, layout: Layout, stem: str, number: int, place: str) -> Ra
         answer = str(answer)
     if not isinstance(problem, str) or not isinstance(answer, str) or not problem.strip() or not answer.strip():
         return None
-    found = next((row[name] for name in layout.ids if isinstance(row.get(name), (str, int))), None)
+    row_id = next((row[name] for name in layout.ids if isinstance(row.get(name), (str, int))), None)
     extra = row.get("extra_info")
-    if found is None and isinstance(extra, Mapping) and isinstance(extra.get("index"), str):
-        found = extra["index"]
+    if row_id is None and isinstance(extra, Mapping) and isinstance(extra.get("index"), str):
+        row_id = extra["index"]
     return RawProblem(
-        str(found) if found is not None else f"{stem}-{number:06d}", problem.strip(), _bare(answer), place
+        str(row_id) if row_id is not None else f"{stem}-{number:06d}", problem.strip(), _bare(answer), place
     )
 
 

@@ -72,19 +72,19 @@ class OverlapIndex:
         self._having: defaultdict[tuple[str, ...], set[int]] = defaultdict(set)
         self._problems: list[tuple[str, int]] = []
         for name, text in problems:
-            found = words(text)
-            self._whole.setdefault(found, name)
-            grams = _n_grams(found)
+            texts = words(text)
+            self._whole.setdefault(texts, name)
+            grams = _n_grams(texts)
             for gram in grams:
                 self._having[gram].add(len(self._problems))
             self._problems.append((name, len(grams)))
 
     def nearest(self, text: str) -> Match | None:
         """The problem with the largest overlap; None where nothing is shared."""
-        found = words(text)
-        if found in self._whole:
-            return Match(self._whole[found], 1.0)
-        grams = _n_grams(found)
+        text_words = words(text)
+        if text_words in self._whole:
+            return Match(self._whole[text_words], 1.0)
+        grams = _n_grams(text_words)
         shared = Counter(number for gram in grams for number in self._having.get(gram, ()))
         matches = (
             Match(name, count / min(len(grams), size))
@@ -125,7 +125,7 @@ class Outcome:
 
     def counts(self) -> dict[str, int]:
         """Rows left out, by reason, the most frequent first."""
-        counted = Counter(one.reason for one in self.left_out)
+        counted = Counter(row.reason for row in self.left_out)
         return dict((counted | Counter({"repeated": self.repeated}) if self.repeated else counted).most_common())
 
 
@@ -170,7 +170,7 @@ def prepare(
         raise BadInput(f"--out {out}: is one of the files that are read, and would be lost: name another one")
     left_out: list[LeftOut] = []
     rows, problems = _read(sources, layout, left_out, progress, keep)
-    index = OverlapIndex((one.id, one.problem) for path in against for one in _prepared(path))
+    index = OverlapIndex((row.id, row.problem) for path in against for row in _prepared(path))
     distinct, repeated = _distinct(problems, left_out)
     clean = _uncontaminated(distinct, index, overlap_limit, left_out, progress) if against else distinct
     if integers_only:
@@ -183,7 +183,7 @@ def prepare(
         raise BadInput(
             f"{', '.join(sources)}: no row is left of {rows} ({_told(outcome.counts())}); nothing was written"
         )
-    write_rows(out, ({**one.kept, "id": one.id, "problem": one.problem, "answer": one.answer} for one in kept))
+    write_rows(out, ({**row.kept, "id": row.id, "problem": row.problem, "answer": row.answer} for row in kept))
     with atomic_write(out.with_name(out.name + ".report.json")) as file:
         report = {
             "sources": list(sources),
@@ -192,7 +192,7 @@ def prepare(
             "rows": rows,
             "kept": len(kept),
             "left_out": outcome.counts(),
-            "rows_left_out": [asdict(one) for one in left_out],
+            "rows_left_out": [asdict(row) for row in left_out],
         }
         json.dump(report, file, indent=1, ensure_ascii=False)
     return outcome
@@ -209,13 +209,13 @@ def _read(
     problems: list[RawProblem] = []
     count = 0
     for source in sources:
-        advance, found = progress(f"reading {source}", 0), None
+        advance, columns = progress(f"reading {source}", 0), None
         for path, number, row in source_rows(source):
             place = f"{path}:{number}"
-            found = found or find_layout(row, place, layout)
-            if any(field not in row for field in found.fields):
-                find_layout(row, place, found.name)
-            problem = read_row(row, found, path.name.partition(".")[0], number, place)
+            columns = columns or find_layout(row, place, layout)
+            if any(field not in row for field in columns.fields):
+                find_layout(row, place, columns.name)
+            problem = read_row(row, columns, path.name.partition(".")[0], number, place)
             if problem is None:
                 left_out.append(LeftOut("", place, "empty", "no text in its problem or answer"))
             else:
@@ -234,20 +234,20 @@ def _distinct(problems: Sequence[RawProblem], left_out: list[LeftOut]) -> tuple[
     first: dict[str, RawProblem] = {}
     conflicts: set[str] = set()
     repeated = 0
-    for one in problems:
-        key = identity(one.problem)
-        before = first.setdefault(key, one)
-        if before is one:
+    for row in problems:
+        key = identity(row.problem)
+        before = first.setdefault(key, row)
+        if before is row:
             continue
-        if quick_comparison(before.answer, one.answer) is True:
+        if quick_comparison(before.answer, row.answer) is True:
             repeated += 1
             continue
         conflicts.add(key)
-        detail = f"the problem of {before.id} with the answer {one.answer[:80]}, not {before.answer[:80]}"
-        left_out.append(LeftOut(one.id, one.place, "conflicting_answers", detail))
+        detail = f"the problem of {before.id} with the answer {row.answer[:80]}, not {before.answer[:80]}"
+        left_out.append(LeftOut(row.id, row.place, "conflicting_answers", detail))
     for key in conflicts:
-        one = first.pop(key)
-        left_out.append(LeftOut(one.id, one.place, "conflicting_answers", "other rows have the problem with another"))
+        row = first.pop(key)
+        left_out.append(LeftOut(row.id, row.place, "conflicting_answers", "other rows have the problem with another"))
     return list(first.values()), repeated
 
 
@@ -256,25 +256,25 @@ def _uncontaminated(
 ) -> list[RawProblem]:
     clean: list[RawProblem] = []
     advance = progress("comparing with the evaluation sets", len(problems))
-    for one in problems:
-        match = index.nearest(one.problem)
+    for row in problems:
+        match = index.nearest(row.problem)
         if match is not None and match.overlap >= limit:
             detail = f"{match.overlap:.0%} of its 8-grams are in evaluation problem {match.id}"
-            left_out.append(LeftOut(one.id, one.place, "contaminated", detail))
+            left_out.append(LeftOut(row.id, row.place, "contaminated", detail))
         else:
-            clean.append(one)
+            clean.append(row)
         advance(1)
     return clean
 
 
 def _integers(problems: Sequence[RawProblem], left_out: list[LeftOut]) -> list[RawProblem]:
     kept: list[RawProblem] = []
-    for one in problems:
-        number = plain_number(normal_form(one.answer))
+    for row in problems:
+        number = plain_number(normal_form(row.answer))
         if number is not None and number.exact and number.value.denominator == 1:
-            kept.append(one)
+            kept.append(row)
         else:
-            left_out.append(LeftOut(one.id, one.place, "not_an_integer", f"answer {one.answer[:80]}"))
+            left_out.append(LeftOut(row.id, row.place, "not_an_integer", f"answer {row.answer[:80]}"))
     return kept
 
 
@@ -289,28 +289,28 @@ def _readable(
         "correct_above": 0.5,
     }
     with VerifierPool(verifier.model_copy(update=function)) as pool:
-        cases = [Case(one.answer, "", problem=one.problem) for one in problems]
+        cases = [Case(row.answer, "", problem=row.problem) for row in problems]
         grades = pool.grade_batch(cases, on_done=lambda *_: advance(1))
         # Once more what a busy machine may have been to blame for.
         again = [number for number, grade in enumerate(grades) if grade.reason in ("timeout", "crashed")]
         for number, grade in zip(again, pool.grade_batch([cases[number] for number in again]), strict=True):
             grades[number] = grade
     kept: list[RawProblem] = []
-    for one, grade in zip(problems, grades, strict=True):
+    for row, grade in zip(problems, grades, strict=True):
         if grade.correct:
-            kept.append(one)
+            kept.append(row)
             continue
         why = "no number, formula or few words" if grade.reason == "scored" else grade.reason
-        left_out.append(LeftOut(one.id, one.place, "unreadable_answer", f"{why}: {one.answer[:200]}"))
+        left_out.append(LeftOut(row.id, row.place, "unreadable_answer", f"{why}: {row.answer[:200]}"))
     return kept
 
 
 def _check_ids(problems: Sequence[RawProblem]) -> None:
     places: dict[str, str] = {}
-    for one in problems:
-        if one.id in places:
+    for row in problems:
+        if row.id in places:
             raise BadInput(
-                f"{one.place}: id {one.id} is also that of {places[one.id]}; make the ids differ, or prepare the files "
+                f"{row.place}: id {row.id} is also that of {places[row.id]}; make the ids differ, or prepare the files "
                 "one by one"
             )
-        places[one.id] = one.place
+        places[row.id] = row.place

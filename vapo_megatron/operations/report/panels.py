@@ -139,8 +139,8 @@ PANELS: tuple[Panel, ...] = (
 def panels_of(rows: Rows) -> list[Panel]:
     """The panels that these rows have something to show in, with the curves that they have."""
     present = {name for row in rows for name, value in row.items() if value is not None}
-    found = [_accuracy(present, rows), *PANELS, _phases(rows)]
-    kept = (replace(panel, curves=tuple(c for c in panel.curves if c.metric in present)) for panel in found)
+    shown = [_accuracy(present, rows), *PANELS, _phases(rows)]
+    kept = (replace(panel, curves=tuple(c for c in panel.curves if c.metric in present)) for panel in shown)
     return [panel for panel in kept if panel.curves]
 
 
@@ -172,9 +172,11 @@ def _accuracy(present: Iterable[str], rows: Rows) -> Panel:
 def _phases(rows: Rows) -> Panel:
     counter = names.own_counter(names.PRETRAINING)
     timed = [row for row in rows if row.get(names.STEP_TIME) is not None and counter not in row]
-    found = dict.fromkeys(name for row in timed for name in row if name.startswith(names.TIME))
+    phase_names = dict.fromkeys(name for row in timed for name in row if name.startswith(names.TIME))
     # What runs now and then (an evaluation, a checkpoint) would only be spikes that flatten all else.
-    often = [name for name in found if name != names.STEP_TIME and 2 * sum(name in row for row in timed) >= len(timed)]
+    often = [
+        name for name in phase_names if name != names.STEP_TIME and 2 * sum(name in row for row in timed) >= len(timed)
+    ]
     often.sort(key=lambda name: -sum(row.get(name) or 0.0 for row in timed))
     curves = tuple(Curve(name, name.removeprefix(names.TIME).replace("_", " ")) for name in often[:10])
     return Panel("Time per phase (seconds per step)", curves, "", stacked=True, bottom=0)

@@ -178,8 +178,8 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
     panels: dict[str, dict[str, Any]] = {}
     for run in runs:
         for panel in panels_of(run.rows):
-            known = panels.setdefault(panel.title, asdict(panel) | {"curves": []})
-            known["curves"] += [asdict(curve) for curve in panel.curves if asdict(curve) not in known["curves"]]
+            entry = panels.setdefault(panel.title, asdict(panel) | {"curves": []})
+            entry["curves"] += [asdict(curve) for curve in panel.curves if asdict(curve) not in entry["curves"]]
     metrics = {names.STEP_TIME}
     curves = [curve for panel in panels.values() for curve in panel["curves"]]
     metrics |= {curve[part] for curve in curves for part in ("metric", "low", "high") if curve[part]}
@@ -196,14 +196,14 @@ def _names(runs: Sequence[Run]) -> list[str]:
 
 
 def _run_content(run: Run, name: str, metrics: set[str]) -> dict[str, Any]:
-    found = {name: series(run.rows, name) for name in sorted(metrics)}
+    curves = {name: series(run.rows, name) for name in sorted(metrics)}
     return {
         "name": name,
         "directory": str(run.directory.resolve()),
         "steps": run.rows[-1]["step"] if run.rows else 0,
         "summary": sentences(run),
         "alarms": [asdict(row) for row in alarms_of(run.rows)],
-        "series": {name: points for name, points in found.items() if points[0]},
+        "series": {name: points for name, points in curves.items() if points[0]},
         "sets": list(run.sets.values()),
         "problems": run.problems(),
         "phases": [asdict(row) for row in phases(run.rows)],

@@ -47,10 +47,10 @@ class Run:
     def settings(self) -> Mapping[str, Any]:
         """Its config, as far as it can be read."""
         try:
-            found = yaml.safe_load(self.config)
+            settings = yaml.safe_load(self.config)
         except yaml.YAMLError:
             return {}
-        return found if isinstance(found, dict) else {}
+        return settings if isinstance(settings, dict) else {}
 
     def samples(self) -> list[dict[str, Any]]:
         """Responses to browse, each with the `step` or `set` it is of: of some steps, from the first to the last.
@@ -58,7 +58,7 @@ class Run:
         No more than STEPS_OF_SAMPLES steps and BYTES_OF_SAMPLES in all.
         """
         paths = (self.directory / "samples").glob("step_*.jsonl")
-        files = {int(found[1]): path for path in paths if (found := _SAMPLES_OF_STEP.fullmatch(path.name))}
+        files = {int(match[1]): path for path in paths if (match := _SAMPLES_OF_STEP.fullmatch(path.name))}
         steps, most = sorted(files), STEPS_OF_SAMPLES - 1
         if len(steps) > STEPS_OF_SAMPLES:
             steps = [steps[round(i * (len(steps) - 1) / most)] for i in range(STEPS_OF_SAMPLES)]
@@ -76,7 +76,7 @@ class Run:
     @property
     def sets(self) -> dict[str, Mapping[str, Any]]:
         """The results of its last evaluation, by name."""
-        return {one["name"]: one for one in self.evaluation.get("sets", ())}
+        return {entry["name"]: entry for entry in self.evaluation.get("sets", ())}
 
     def _outputs(self, name: str) -> Path:
         """The responses to a set; an evaluation within a training names them by its step."""
@@ -112,11 +112,11 @@ def read_run(directory: Path) -> Run:
 def read_evaluation(directory: Path) -> dict[str, Any]:
     """evaluation.json of a run; empty where there is none. Raises BadInput where it is something else."""
     path = directory / "evaluation.json"
-    found = _read_json(path)
-    sets, step = found.get("sets", []), found.get("step", 0)
-    if found and not (isinstance(sets, list) and all(map(_is_result, sets)) and isinstance(step, int)):
+    evaluation = _read_json(path)
+    sets, step = evaluation.get("sets", []), evaluation.get("step", 0)
+    if evaluation and not (isinstance(sets, list) and all(map(_is_result, sets)) and isinstance(step, int)):
         raise BadInput(f"{path}: not what an evaluation of this version writes; evaluate again, or remove it")
-    return found
+    return evaluation
 
 
 def _is_result(one: Any) -> bool:
@@ -130,11 +130,11 @@ def _is_result(one: Any) -> bool:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise BadInput(f"{path}: cannot be read as JSON ({error}); mend or remove it") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise BadInput(f"{path}: expected a JSON object; mend or remove it")
-    return found
+    return content

@@ -72,23 +72,23 @@ def phases(rows: Sequence[Mapping[str, Any]]) -> list[PhaseRow]:
     metrics = {name for name in present if name.startswith(names.TIME)} - {names.STEP_TIME}
     seconds = {metric: sum(row.get(metric) or 0.0 for row in timed) for metric in metrics}
     total = sum(seconds.values())
-    found = []
+    shares = []
     for metric in sorted(metrics, key=lambda metric: -seconds[metric]):
         phase = metric.removeprefix(names.TIME)
         gauges = sorted(name for name in present if name.endswith(f"/{phase}_gib"))
         peaks = {name.partition("/")[0]: max(row.get(name) or 0.0 for row in timed) for name in gauges}
         share = seconds[metric] / total if total else 0.0
-        found.append(PhaseRow(phase.replace("_", " "), seconds[metric], share, peaks))
-    return found
+        shares.append(PhaseRow(phase.replace("_", " "), seconds[metric], share, peaks))
+    return shares
 
 
 def sentences(run: Run) -> list[str]:
     """What somebody who knows nothing of the run should be told first."""
-    said = [_size(run), *_evaluations(run), _training(run), _critic(run), _time(run)]
+    parts = [_size(run), *_evaluations(run), _training(run), _critic(run), _time(run)]
     if run.rows:
         alarms = [alarm.name.replace("_", " ") for alarm in alarms_of(run.rows)]
-        said.append(f"Alarms: {', '.join(alarms)}." if alarms else "No alarm went off.")
-    return [sentence for sentence in said if sentence]
+        parts.append(f"Alarms: {', '.join(alarms)}." if alarms else "No alarm went off.")
+    return [sentence for sentence in parts if sentence]
 
 
 def _size(run: Run) -> str:
@@ -101,20 +101,20 @@ def _size(run: Run) -> str:
     of = f" of {planned}" if isinstance(planned, int) and planned != steps[-1]["step"] else ""
     seconds = sum(row.get(names.STEP_TIME) or 0.0 for row in steps)
     tokens = sum(row.get("rollout/tokens") or 0.0 for row in steps)
-    what = f"{steps[-1]['step']}{of} steps{' of ' + algorithm if algorithm else ''} in {duration(seconds)}"
-    return f"{what}, on {tokens:,.0f} response tokens." if tokens else f"{what}."
+    size = f"{steps[-1]['step']}{of} steps{' of ' + algorithm if algorithm else ''} in {duration(seconds)}"
+    return f"{size}, on {tokens:,.0f} response tokens." if tokens else f"{size}."
 
 
 def _evaluations(run: Run) -> list[str]:
-    said = []
-    for name, one in run.sets.items():
-        first = series(run.rows, f"{names.EVALUATION}{name}_avg@{one['samples']}")[1]
+    lines = []
+    for name, entry in run.sets.items():
+        first = series(run.rows, f"{names.EVALUATION}{name}_avg@{entry['samples']}")[1]
         before = f" (before training {first[0]:.3f})" if len(first) > 1 else ""
-        said.append(
-            f"{name}: avg@{one['samples']} {one['avg_at_k']:.3f}{before}, 95 % interval [{one['low']:.3f}, "
-            f"{one['high']:.3f}] on {one['problems']} problems; pass@{one['samples']} {one['pass_at_k']:.3f}."
+        lines.append(
+            f"{name}: avg@{entry['samples']} {entry['avg_at_k']:.3f}{before}, 95 % interval [{entry['low']:.3f}, "
+            f"{entry['high']:.3f}] on {entry['problems']} problems; pass@{entry['samples']} {entry['pass_at_k']:.3f}."
         )
-    return said
+    return lines
 
 
 def _training(run: Run) -> str:
@@ -128,25 +128,25 @@ def _training(run: Run) -> str:
 
 
 def _critic(run: Run) -> str:
-    critic, other, position, gain = (
+    critic, group, position, gain = (
         _ends(series(run.rows, name)[1])
         for name in (names.EXPLAINED_VARIANCE, names.BASELINE_LOO, names.BASELINE_POSITION, names.CRITIC_GAIN)
     )
     if critic is None:
         return ""
-    said = f"In the last tenth the critic explained {critic[1]:.0%} of the variance of returns"
-    if other is None or position is None:
-        return said + "."
-    said += f"; for free, the mean of the other responses explains {other[1]:.0%}, the position {position[1]:.0%}"
-    return said + (f"; beyond both the critic adds {gain[1]:.0%}." if gain is not None else ".")
+    text = f"In the last tenth the critic explained {critic[1]:.0%} of the variance of returns"
+    if group is None or position is None:
+        return text + "."
+    text += f"; for free, the mean of the other responses explains {group[1]:.0%}, the position {position[1]:.0%}"
+    return text + (f"; beyond both the critic adds {gain[1]:.0%}." if gain is not None else ".")
 
 
 def _time(run: Run) -> str:
-    found = phases(run.rows)
+    shares = phases(run.rows)
     total = sum(row.get(names.STEP_TIME) or 0.0 for row in run.rows)
-    if sum(row.seconds for row in found) < 0.5 * total or not total:
+    if sum(row.seconds for row in shares) < 0.5 * total or not total:
         return ""  # a fine-tuning times little of what it does
-    longest = found[:3]
+    longest = shares[:3]
     return f"Most of the time went into {', '.join(f'{row.name} ({row.share:.0%})' for row in longest)}."
 
 

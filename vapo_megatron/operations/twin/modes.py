@@ -44,8 +44,8 @@ class ResponseLengths:
 
     def draw(self, prompt: int, seed: int) -> int:
         """Tokens of the response to a prompt with a seed; those to one prompt are long together."""
-        shared, own = math.sqrt(BETWEEN_PROMPTS), math.sqrt(1 - BETWEEN_PROMPTS)
-        place = shared * _NORMAL.inv_cdf(_uniform(prompt)) + own * _NORMAL.inv_cdf(_uniform(seed))
+        shared, apart = math.sqrt(BETWEEN_PROMPTS), math.sqrt(1 - BETWEEN_PROMPTS)
+        place = shared * _NORMAL.inv_cdf(_uniform(prompt)) + apart * _NORMAL.inv_cdf(_uniform(seed))
         longest = self.shape.longest
         if self.spread is None:
             length = longest * _NORMAL.cdf(place) ** self.shape.exponent
@@ -255,11 +255,11 @@ def modes(plan: Plan) -> list[Mode]:
         BadInput: plan.simulation.engine_gpus leaves the trainer no layout, or none that fits, or a step takes longer
             than rollout.collect_timeout_s.
     """
-    length_of, given = lengths_of(plan).draw, plan.config.plan.simulation.engine_gpus
-    if given is not None and on_own_gpus(plan, given, _STALENESS[0], length_of) is None:
+    length_of, own_gpus = lengths_of(plan).draw, plan.config.plan.simulation.engine_gpus
+    if own_gpus is not None and on_own_gpus(plan, own_gpus, _STALENESS[0], length_of) is None:
         raise BadInput(
-            f"plan.simulation.engine_gpus={given} of {plan.world}: rollout.tp={plan.config.rollout.tp} does not divide "
-            "them, or the trainer has no layout that fits the others: give another number, or leave it out"
+            f"plan.simulation.engine_gpus={own_gpus} of {plan.world}: rollout.tp={plan.config.rollout.tp} does not "
+            "divide them, or the trainer has no layout that fits the others: give another number, or leave it out"
         )
     if (seconds := _seconds_needed(plan)) > 10:
         print(f"simulating: about {seconds:.0f} s", file=sys.stderr, flush=True)
@@ -271,7 +271,7 @@ def modes(plan: Plan) -> list[Mode]:
     for staleness in sorted({*_STALENESS, plan.config.rollout.asynchronous.max_staleness} - {0}):
         possible = {
             gpus: scenario
-            for gpus in (splits(plan) if given is None else (given,))
+            for gpus in (splits(plan) if own_gpus is None else (own_gpus,))
             if (scenario := on_own_gpus(plan, gpus, staleness, length_of)) is not None
         }
         if possible:
@@ -317,10 +317,10 @@ def show(plan: Plan, simulated: list[Mode], console: Console) -> None:
 
 def assumptions(plan: Plan) -> list[str]:
     """One line each."""
-    given = plan.config.plan.simulation
-    tail = "the plan's tail" if given.response_spread is None else f"log-normal, sigma {given.response_spread:g}"
+    asked = plan.config.plan.simulation
+    tail = "the plan's tail" if asked.response_spread is None else f"log-normal, sigma {asked.response_spread:g}"
     return [
-        f"{given.steps} steps (± standard error) of the run's own scheduling; engines and trainer take the seconds of "
+        f"{asked.steps} steps (± standard error) of the run's own scheduling; engines and trainer take the seconds of "
         "the plan, the trainer in proportion to a step's tokens (plan.simulation.steps)",
         "engines unused: tokens a second, less than those of engines that are full all the time",
         f"response lengths: {tail}, half of the variance between prompts (plan.simulation.response_spread)",

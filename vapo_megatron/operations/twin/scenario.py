@@ -79,12 +79,12 @@ class _Clock(selectors.DefaultSelector):
         self.now = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        found = super().select(0)
-        if not found and timeout != 0:
+        events = super().select(0)
+        if not events and timeout != 0:
             if timeout is None:
                 raise RuntimeError("the simulation waits for what will never happen")
             self.now += timeout
-        return found
+        return events
 
 
 class _Loop(asyncio.SelectorEventLoop):
