@@ -44,6 +44,7 @@ def test_a_terminal_that_goes_away_asks_for_a_save(tmp_path: Path) -> None:
     """Of a lost ssh: what is printed afterwards would be an error."""
     pid, terminal = pty.fork()
     if pid == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests themselves were started by nohup
         os.execv(sys.executable, [sys.executable, "-c", SAVES, str(tmp_path), "0"])
     wait_for(tmp_path / "listens")
     os.close(terminal)
