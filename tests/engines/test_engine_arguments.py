@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.engines.gpu_kernels import rope_note
+from vapo_megatron.engines.engine_limits import rope_note
 from vapo_megatron.engines.server import EngineServer
 from vapo_megatron.errors import BadInput
 from vapo_megatron.weights.spec import read_spec

@@ -14,7 +14,7 @@ from tiny_runs import evaluate_config, make_model, problems, write_config, write
 
 from vapo_megatron import cli
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.engines.devices import engine_devices
+from vapo_megatron.engines.engine_limits import engine_devices
 from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.metrics import maj_at_k
 from vapo_megatron.megatron.platform import Platform

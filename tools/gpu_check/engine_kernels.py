@@ -32,9 +32,9 @@ def _norms() -> None:
     assert apart < _ERROR, "rmsnorm is wrong"
     try:
         sgl_kernel.rmsnorm(x.float(), weight.float(), 1e-6)
-        print("rmsnorm takes float32: engines/gpu_kernels.py need not refuse it any longer")
+        print("rmsnorm takes float32: engines/engine_limits.py need not refuse it any longer")
     except Exception as error:
-        print("rmsnorm in float32 is refused, as engines/gpu_kernels.py says:", str(error).splitlines()[0][:120])
+        print("rmsnorm in float32 is refused, as engines/engine_limits.py says:", str(error).splitlines()[0][:120])
 
 
 def _compiled_at_first_use() -> None:

@@ -6,6 +6,7 @@ ranks owns one. Engines of rollout.external_urls run on devices of their own and
 feeds all of them, by one broadcast.
 """
 
+import json
 import math
 import os
 import socket
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from vapo_megatron.collectives import gather_values, on_rank_zero
+from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.rollout import Dtype, RolloutConfig
 from vapo_megatron.engines.client import REQUEST_SECONDS, EngineClient
 from vapo_megatron.engines.engine_home import HomedEngine, HomedKeeper
@@ -38,6 +40,8 @@ from vapo_megatron.megatron.mesh import world_timeout
 from vapo_megatron.megatron.platform import Platform
 from vapo_megatron.weights.fp8 import BlockFp8
 from vapo_megatron.weights.spec import read_spec
+
+TARGETS_FILE = "prometheus.json"
 
 
 @dataclass(frozen=True)
@@ -127,11 +131,15 @@ class Placement:
             BadInput, TryAgain: see take_over_engines.
         """
         if self.is_external:
-            return self._take_over()
-        if self.keeper is not None:
-            self.keeper.wait_until_ready()
-            self._addresses = [self.keeper.address] if self.leads else []
-        return [address for addresses in gather_values(self._addresses) for address in addresses]
+            addresses = self._take_over()
+        else:
+            if self.keeper is not None:
+                self.keeper.wait_until_ready()
+                self._addresses = [self.keeper.address] if self.leads else []
+            addresses = [address for of_rank in gather_values(self._addresses) for address in of_rank]
+        if dist.get_rank() == 0 and self._config.server_args.get("enable_metrics"):
+            write_targets(self._settings.log_dir / TARGETS_FILE, addresses)
+        return addresses
 
     def _take_over(self) -> list[EngineAddress]:
         made, config = self._settings, self._config
@@ -238,3 +246,10 @@ def _meeting(host: str, group: Any, beside: Sequence[int]) -> str:
         box = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}"]
     dist.broadcast_object_list(box, src=first, group=group)
     return box[0]
+
+
+def write_targets(path: Path, addresses: Sequence[EngineAddress]) -> None:
+    """The engines as a file of Prometheus' file_sd_configs, for engines that report to it."""
+    targets = [address.url.removeprefix("http://") for address in addresses]
+    with atomic_write(path) as file:
+        json.dump([{"targets": targets, "labels": {"job": "sglang"}}], file)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vapo_megatron.config.run_directory import check_room
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.engines.devices import first_engine_devices
+from vapo_megatron.engines.engine_limits import first_engine_devices
 from vapo_megatron.engines.keeper import EngineKeeper
 from vapo_megatron.engines.node_part import WHOLE, NodePart, check_nodes, not_replaced
 from vapo_megatron.engines.remote_engines import identity_of_engine, what_must_agree

@@ -25,7 +25,7 @@ from pydantic import JsonValue
 
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.engines.engine_environment import engine_arguments, engine_environment
-from vapo_megatron.engines.gpu_kernels import check_kernels
+from vapo_megatron.engines.engine_limits import check_kernels
 from vapo_megatron.engines.inside.heartbeat import lost_processes, stands_still
 from vapo_megatron.engines.inside.owner_guard import remove_shared_memory, start_guard
 from vapo_megatron.engines.inside.server_main import KEY_VARIABLE

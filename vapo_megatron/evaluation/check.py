@@ -18,9 +18,7 @@ from vapo_megatron.config.train import EvaluateConfig, TrainConfig
 from vapo_megatron.data.prompts import eval_prompts
 from vapo_megatron.data.sample import Prompt
 from vapo_megatron.data.tokenizer import TextTokenizer
-from vapo_megatron.engines.context import check_context
-from vapo_megatron.engines.devices import engine_devices
-from vapo_megatron.engines.gpu_kernels import check_kernels
+from vapo_megatron.engines.engine_limits import check_context, check_kernels, engine_devices
 from vapo_megatron.engines.server import EngineServer
 from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.sets import numbered

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from vapo_megatron.checkpoint.checkpoints import final_dir
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.batch import offsets
-from vapo_megatron.engines.gpu_kernels import rope_note
+from vapo_megatron.engines.engine_limits import rope_note
 from vapo_megatron.megatron.offload import MemoryPlan
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.monitoring import names

@@ -1,0 +1,93 @@
+"""What engines can do on a machine, known before a server starts: their GPUs, kernels and context (SGLang 0.5.23)."""
+
+from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.errors import BadInput
+from vapo_megatron.megatron.platform import Platform
+from vapo_megatron.weights.spec import ModelSpec
+
+# Of layers/rotary_embedding/base.py: other heads are rotated by cosines and sines of the activations' dtype.
+_HEAD_SIZES_WITH_FP32_ROPE = (64, 128, 256, 512)
+# SGLang ends a response when prompt and response are this many tokens short of its context or of its KV cache, and
+# refuses a prompt that leaves fewer than this for the response (scheduler.py, tp_worker.py: max_req_len).
+_KEPT_FREE = 2
+_LEAST_RESPONSE = 5
+
+
+def engine_devices(config: RolloutConfig, platform: Platform) -> list[range | None]:
+    """The GPUs of each engine that an evaluation starts: with GPUs as many engines as rollout.tp lets share them, else
+    rollout.num_engines without any (None).
+
+    Raises:
+        BadInput: tp does not divide this machine's GPUs.
+    """
+    count, tp = platform.device_count(), config.tp
+    if count == 0:
+        return [None] * config.num_engines
+    if count % tp:
+        raise BadInput(f"rollout.tp={tp} does not divide the {count} GPUs of this machine: choose a divisor")
+    return [range(first, first + tp) for first in range(0, count, tp)]
+
+
+def first_engine_devices(wanted: int, platform: Platform) -> range | None:
+    """The first GPUs that this process sees, as many as rollout.tp has here; None on a machine without.
+
+    Raises:
+        BadInput: there are fewer.
+    """
+    count = platform.device_count()
+    if 0 < count < wanted:
+        raise BadInput(f"rollout.tp takes {wanted} GPUs here, {count} are visible: give as many")
+    return range(wanted) if count else None
+
+
+def check_kernels(config: RolloutConfig, dtype: str, on_gpus: bool) -> None:
+    """Raises BadInput where an engine of this dtype would end at its first token for want of a kernel."""
+    if on_gpus and dtype == "float32" and not config.is_deterministic(dtype, on_gpus):
+        raise BadInput(
+            "rollout.deterministic=false with an engine in float32 on GPUs: sgl_kernel.rmsnorm and fused_add_rmsnorm "
+            "take 16-bit numbers alone; set rollout.deterministic=true, or rollout.dtype=bfloat16"
+        )
+
+
+def rope_note(spec: ModelSpec, dtype: str, on_gpus: bool) -> str | None:
+    """A warning where the engine's rotary embedding is coarser than the trainer's; None where it is not."""
+    if not on_gpus or dtype == "float32" or spec.head_dim in _HEAD_SIZES_WITH_FP32_ROPE:
+        return None
+    sizes = ", ".join(map(str, _HEAD_SIZES_WITH_FP32_ROPE))
+    return (
+        f"heads of {spec.head_dim}: on GPUs SGLang rotates them by cosines and sines in {dtype} (in float32 for "
+        f"heads of {sizes}), so that log-probs of engine and trainer differ more; raise rollout.sync.tolerance if "
+        "the comparison after a weight sync fails"
+    )
+
+
+def check_context(
+    max_prompt_tokens: int, key: str, max_new_tokens: int, config: RolloutConfig, model_context: int
+) -> None:
+    """Raises BadInput where an engine would cut the longest response short, or refuse the longest prompt.
+
+    Args:
+        max_prompt_tokens: data.max_prompt_tokens.
+        key: of the config, that gives max_new_tokens.
+        max_new_tokens: longest response.
+        config: the rollout section.
+        model_context: tokens that the model can attend to.
+    """
+    if config.context_length is not None and config.context_length > model_context:
+        raise BadInput(
+            f"rollout.context_length={config.context_length} is above the model's context of {model_context} tokens: "
+            "lower it, or leave it out"
+        )
+    needed = max_prompt_tokens + max(max_new_tokens, _LEAST_RESPONSE) + _KEPT_FREE
+    limits = {
+        "the model's context": None if config.context_length is not None else model_context,
+        "rollout.context_length": config.context_length,
+        "rollout.max_total_tokens": config.max_total_tokens,
+    }
+    for name, limit in limits.items():
+        if limit is not None and needed > limit:
+            raise BadInput(
+                f"data.max_prompt_tokens={max_prompt_tokens} and {key}={max_new_tokens} need {needed} "
+                f"tokens with the {_KEPT_FREE} that an engine keeps free, {name} is {limit}: lower one of them"
+                + (f", or raise {name}" if name.startswith("rollout.") else "")
+            )
