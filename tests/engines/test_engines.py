@@ -1,5 +1,6 @@
 """The engine runs the weights that the trainer has: re-sharded, checked after every weight sync, and named if not."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,9 @@ from vapo_megatron.data.sample import Prompt
 from vapo_megatron.engines import placement
 from vapo_megatron.engines.engines import Engines
 from vapo_megatron.engines.node_part import BESIDE_MEETING, NodePart
-from vapo_megatron.engines.placement import EngineSettings, Placement
+from vapo_megatron.engines.placement import TARGETS_FILE, EngineSettings, Placement
 from vapo_megatron.engines.request import GenerationRequest
+from vapo_megatron.engines.server import DIRECT
 from vapo_megatron.engines.weight_sync.logprob_difference import Limits, LogprobDifference, probe_batch
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.megatron.mesh import make_mesh
@@ -36,6 +38,17 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(path, "qwen2", vocab_size=VOCAB, max_position_embeddings=256, eos_token_id=VOCAB - 1)
 
 
+def generated_tokens(log_dir: Path) -> float:
+    """What the engines that are listed for Prometheus have told it, without a key."""
+    ((targets, labels),) = (entry.values() for entry in json.loads((log_dir / TARGETS_FILE).read_text()))
+    assert labels == {"job": "sglang"}
+    lines: list[str] = []
+    for target in targets:
+        with DIRECT.open(f"http://{target}/metrics", timeout=60) as answer:
+            lines += answer.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("sglang:generation_tokens_total"))
+
+
 def weight_sync_three_times_and_break(model_dir: Path, log_dir: Path) -> tuple[list[LogprobDifference], float, str]:
     spec, layout = read_spec(model_dir), LayoutConfig(tp=2, pp=2, sequence_parallel=True)
     mesh = make_mesh(layout)
@@ -44,7 +57,8 @@ def weight_sync_three_times_and_break(model_dir: Path, log_dir: Path) -> tuple[l
     load_hf(actor.chunks, spec, model_dir, mesh, "lm")
     actor.prepare()
     sequences = random_sequences(3, 20, VOCAB, seed=1)
-    with Engines(RolloutConfig(context_length=128), model_dir, "float32", log_dir, [VOCAB - 1]) as engines:
+    config = RolloutConfig(context_length=128, server_args={"enable_metrics": True})
+    with Engines(config, model_dir, "float32", log_dir, [VOCAB - 1]) as engines:
         engines.start()
         engines.wait_until_ready()
         # As bfloat16 kernels that differ by more than foreseen: a warning while every tensor is equal.
@@ -65,6 +79,7 @@ def weight_sync_three_times_and_break(model_dir: Path, log_dir: Path) -> tuple[l
                 GenerationRequest(prompts, 2, SamplingConfig(max_new_tokens=12), 7, engines.version)
             )
             assert {s.weight_version for s in responses} == {3}
+            assert generated_tokens(log_dir) >= sum(len(s.response_ids) for s in responses) > 0
         box = [[([*s.prompt.token_ids, *map(int, s.response_ids)], s.rollout_logprobs) for s in responses]]
         dist.broadcast_object_list(box, src=0)
         batch = probe_batch([ids for ids, _ in box[0]])
