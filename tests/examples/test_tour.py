@@ -1,5 +1,6 @@
 """docs/tour.md runs as it stands, and what it says of the run is so."""
 
+import json
 import os
 import re
 import subprocess
@@ -8,11 +9,18 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.full
-
 ROOT = Path(__file__).parents[2]
 
 
+def test_the_notebook_is_the_page() -> None:
+    notebook = ROOT / "docs" / "tour.ipynb"
+    page = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    code = ["".join(cell["source"]) + "\n" for cell in cells if cell["cell_type"] == "code"]
+    assert code == re.findall(r"^```python\n(.*?)^```", page, re.M | re.S), "python docs/make_notebook.py writes it"
+
+
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_the_tour_runs_block_after_block(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
