@@ -59,8 +59,6 @@ def healthy(step: int, noise: random.Random) -> Row:
 
 # What goes wrong from step ONSET on, by the alarm that has to say so, and within how many steps. `since` counts from 0.
 UNHEALTHY: dict[str, tuple[Callable[[Row, int], Row], int]] = {
-    "length_collapse": (lambda row, since: {"response_length/mean": 500 * 0.8**since + 20}, 15),
-    "entropy_collapse": (lambda row, since: {"actor/entropy": 0.3 * 0.6**since}, 12),
     "entropy_explosion": (lambda row, since: {"actor/entropy": 0.3 * 1.3**since}, 12),
     "accuracy_collapse": (lambda row, since: {"accuracy/mean": max(0.0, 0.5 - since / 20)}, 25),
     "value_below_baseline": (lambda row, since: {"critic/gain": row["critic/gain"] - 0.3}, 8),

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import ranks  # noqa: F401  (imports what processes need before they are forked)
 from ports import free_port
@@ -105,7 +106,7 @@ def test_three_sound_nodes(tmp_path: Path, config_file: Path) -> None:
     assert [report["node"] for report in said["nodes"]] == ["n0", "n1", "n2"]
     assert said["broken_nodes"] == []
     for name in ("n0", "n1", "n2"):
-        for check in ("model", "data", "shared files", "alike"):
+        for check in ("config", "shared files", "alike"):
             assert [line["status"] for line in lines_of(said, name, check)] == ["ok"], (name, check)
     root = Path(config_file.parent)
     assert not list(root.rglob(".doctor*")), "a file was left behind"
@@ -122,7 +123,7 @@ def test_the_node_that_hangs_or_sees_other_files_is_named(tmp_path: Path, config
     assert hanging["status"] == "fault" and "hangs" in hanging["found"] and hanging["remedy"]
     (different,) = lines_of(said, "n1", "alike")
     assert different["status"] == "fault" and "files" in different["found"]
-    assert [line["status"] for line in lines_of(said, "n2", "model")] == ["ok"], "later checks go on"
+    assert [line["status"] for line in lines_of(said, "n2", "config")] == ["ok"], "later checks go on"
 
 
 def test_a_node_that_does_not_come_is_named(tmp_path: Path, config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,14 +157,23 @@ def test_what_a_check_raises_is_its_line(config: PlanConfig) -> None:
     assert line.status == "not applicable"
 
 
-def test_a_model_that_is_not_there_hides_neither_data_nor_disk(config: PlanConfig) -> None:
-    model, data = config.model.model_copy(update={"path": "Qwen2.5-32B"}), Path("none.jsonl")
-    changed = {"model": model, "data": config.data.model_copy(update={"train": data})}
+def test_a_model_that_is_not_there_does_not_hide_the_disk(config: PlanConfig) -> None:
+    changed = {"model": config.model.model_copy(update={"path": "Qwen2.5-32B"})}
     alone = Examination(config.model_copy(update=changed), Meeting(None, "here", 1), quick=True, wait=1)
-    by_name = {check.name: perform(check, alone)[0].found for check in checks.checks(alone.config, 1)[:11]}
-    assert "Qwen2.5-32B: no such directory" in by_name["model"]
-    assert by_name["data"].startswith("none.jsonl: no such file, which data.train names")
+    by_name = {check.name: perform(check, alone)[0].found for check in checks.checks(alone.config, 1)[:8]}
+    assert "Qwen2.5-32B: no such directory" in by_name["config"]
     assert "a checkpoint takes" in by_name["disk"], "the package knows the sizes of such models"
+
+
+@pytest.mark.parametrize(("ahead", "status"), [(0.0, "ok"), (90.0, "warning")])
+def test_a_clock_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch, ahead: float, status: str) -> None:
+    meeting = Meeting(None, "here", 1)
+    meeting.nodes = ["here", "there", "elsewhere"]
+    now = time.time()
+    answers = {"alike": [{"torch": "2"}] * 3, "clock": [now + ahead, now, now + 0.1]}
+    monkeypatch.setattr(meeting, "get_all", lambda key, _: answers[key])
+    (line,) = nodes.check_alike(meeting, {"torch": "2"}, 1)
+    assert line.status == status and ("+90 s" in line.found) == bool(ahead)
 
 
 def test_a_node_that_sees_other_files_under_run_root_says_so(
@@ -211,12 +221,12 @@ def test_a_truncated_model_is_a_fault_and_the_exit_code_says_so(
         cli.main()
     said = json.loads(capfd.readouterr().out)
     assert codes == [1] and said["status"] == "fault" and len(said["broken_nodes"]) == 1
-    (model,) = [line for line in said["nodes"][0]["lines"] if line["check"] == "model"]
+    (model,) = [line for line in said["nodes"][0]["lines"] if line["check"] == "config"]
     assert model["status"] == "fault" and "model.safetensors" in model["found"]
     assert [line["found"] for line in said["nodes"][0]["lines"] if line["check"] == "gpus"] == ["--no-gpus"]
 
 
 def test_an_all_reduce_that_hangs_is_killed() -> None:
-    process = allreduce.start("cpu", 0, 2, "127.0.0.1", 9)
-    (result,) = allreduce.results([process], 0.2)
-    assert "no answer" in result.error and process.poll() is not None
+    before = set(psutil.Process().children())
+    (result,) = allreduce.measure(1, False, 0, 2, "127.0.0.1", 9, deadline=0.2)
+    assert "no answer" in result.error and set(psutil.Process().children()) == before

@@ -163,8 +163,6 @@ class RobustnessConfig(Section):
 
 
 AlarmName = Literal[
-    "length_collapse",
-    "entropy_collapse",
     "entropy_explosion",
     "accuracy_collapse",
     "value_below_baseline",

@@ -1,20 +1,18 @@
 """Which alarms of a run hold after each of its steps."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, median
 
 from vapo_megatron.config.run import AlarmsConfig
 from vapo_megatron.monitoring import names
-from vapo_megatron.monitoring.history import History, Metrics
 
 _RECENT = 3  # newest steps, whose median is compared
 _REFERENCE = 8  # the fewest steps before them that they are compared with
 _WINDOW = 50  # and the most
 _BROKEN, _FEWER_TURNS = 0.05, 0.3
-_SHORT = 0.25  # mean response length, of its highest
-_NO_ENTROPY = 0.02  # of its first steps
 _ENTROPY_TIMES = 3.5  # times the usual entropy
 _ENTROPY = 4.0  # nats per token
 _ACCURACY = 0.4  # of its best
@@ -28,8 +26,70 @@ _TRUNCATED = 0.5  # share of responses
 _FAILED = 0.05  # share of responses
 _EVALUATIONS = 2  # in a row that have to be below the best one
 _CURVE = 20  # steps whose mean accuracy or reward is compared: single steps say little
-_SURE_ACCURACY = 0.9  # from here on a policy without entropy is one that has solved its problems
 _QUARTILE = NormalDist().inv_cdf(0.75)
+
+Metrics = Mapping[str, float | None]
+
+
+class History:
+    """The finite values of every metric, in the order of steps, up to the newest row."""
+
+    def __init__(self, rows: Iterable[Metrics] = ()) -> None:
+        """rows: of the steps before (read_metrics)."""
+        self._values: dict[str, array[float]] = {}
+        self._rows: dict[str, array[int]] = {}
+        self._count = 0
+        self.newest: Metrics = {}
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Metrics) -> None:
+        """Take in the row of a step; it is the newest from now on."""
+        self._count += 1
+        self.newest = row
+        for name, value in row.items():
+            if value is not None and math.isfinite(value):
+                self._values.setdefault(name, array("d")).append(value)
+                self._rows.setdefault(name, array("q")).append(self._count)
+
+    def named(self, prefix: str) -> list[str]:
+        """Metrics of any row whose names begin so."""
+        return [name for name in self._values if name.startswith(prefix)]
+
+    def values(self, name: str) -> list[float]:
+        """All values of a metric; empty where the newest row has none, or one that is not finite."""
+        value = self.newest.get(name)
+        return list(self._values[name]) if value is not None and math.isfinite(value) else []
+
+    def recent(self, name: str, count: int) -> float | None:
+        """Median of the last `count` values; None before there are as many, or where the newest row has none."""
+        values = self.values(name)
+        return median(values[-count:]) if len(values) >= count else None
+
+    def before(self, name: str, recent: int, fewest: int, window: int = 0) -> list[float]:
+        """The last `window` values (0: all) before the `recent` newest; empty where they are fewer than `fewest`."""
+        values = self.values(name)[: -recent or None][-window:]
+        return values if len(values) >= fewest else []
+
+    def highest(self, name: str, count: int) -> float | None:
+        """The largest mean of `count` values in a row; None before there are as many."""
+        values = self.values(name)
+        if len(values) < count:
+            return None
+        total = best = sum(values[:count])
+        for gone, new in zip(values, values[count:], strict=False):
+            total += new - gone
+            best = max(best, total)
+        return best / count
+
+    def around(self, name: str, other: str, index: int, width: int) -> float | None:
+        """Mean of the last `width` values of `name` up to the row of the index-th value of `other`."""
+        end = self._rows[other][index]
+        values = [
+            value for value, row in zip(self._values.get(name, ()), self._rows.get(name, ()), strict=True) if row <= end
+        ][-width:]
+        return fmean(values) if values else None
+
 
 Rule = Callable[[History], str | None]
 
@@ -64,35 +124,6 @@ def _alarm(threshold: str, remedy: str) -> Callable[[Rule], Rule]:
         return rule
 
     return add
-
-
-@_alarm(
-    "`response_length/mean` below 0.25 of its highest (8 steps each)",
-    "look at `critic/value_bias_*`; value pretraining on; `algorithm.shaping` off",
-)
-def length_collapse(history: History) -> str | None:
-    """Responses lose their reasoning: the critic, or a length penalty, pushes towards early ends."""
-    recent = history.recent(names.LENGTH, _REFERENCE)
-    longest = history.highest(names.LENGTH, _REFERENCE)
-    if recent is None or longest is None or recent >= _SHORT * longest:
-        return None
-    return f"responses fell to {recent:.4g} tokens from {longest:.4g}"
-
-
-@_alarm(
-    "`actor/entropy` below 0.02 of its first 8 steps, accuracy below 0.9",
-    "a lower `actor.optimizer.lr`; a higher `algorithm.policy_loss.clip_high`",
-)
-def entropy_collapse(history: History) -> str | None:
-    """The policy stopped exploring before it could do what it is asked."""
-    recent, all_values = history.recent(names.ENTROPY, _RECENT), history.values(names.ENTROPY)
-    accuracy = history.recent(names.ACCURACY, _RECENT)
-    if recent is None or len(all_values) < _REFERENCE + _RECENT:
-        return None
-    first = median(all_values[:_REFERENCE])
-    if recent >= _NO_ENTROPY * first or (accuracy is not None and accuracy >= _SURE_ACCURACY):
-        return None
-    return f"entropy fell to {recent:.3g} nats from {first:.3g} at first"
 
 
 @_alarm(
@@ -159,10 +190,7 @@ def value_bias(history: History) -> str | None:
     return f"values are off by {measured[low]:+.3f} at {low} % of the response and by {measured[high]:+.3f} at {high} %"
 
 
-@_alarm(
-    "a `critic/fault_<name>` in the step",
-    "critic.md says what each is",
-)
+@_alarm("a `critic/fault_<name>` in the step", "critic.md says what each is")
 def critic_fault(history: History) -> str | None:
     """The critic's values have the signature of a fault."""
     shown = (name for name, value in history.newest.items() if name.startswith(names.CRITIC_FAULT) and value)
@@ -256,18 +284,14 @@ def truncated_text(history: History) -> str | None:
     return _above(history, names.TRUNCATED, _TRUNCATED, _RECENT, "of responses are truncated")
 
 
-@_alarm(
-    "`reward/failed` above 0.05",
-    "the verifier's reasons in `samples/`; `reward.response_timeout_s`",
-)
+@_alarm("`reward/failed` above 0.05", "the verifier's reasons in `samples/`; `reward.response_timeout_s`")
 def failed_grades(history: History) -> str | None:
     """Verifications fail: their rewards are no grades."""
     return _above(history, names.FAILED_GRADES, _FAILED, 1, "of verifications failed")
 
 
 @_alarm(
-    "`rollout/engine_failures` above 0",
-    "the logs named in the console, `logs/engine_*.ended*.log`: memory, the device",
+    "`rollout/engine_failures` above 0", "the logs named in the console, `logs/engine_*.ended*.log`: memory, the device"
 )
 def engine_failures(history: History) -> str | None:
     """An engine died, stood still or computed something else, and was started again (operations.md)."""

@@ -4,7 +4,6 @@ Entry: python -m vapo_megatron.operations.doctor.allreduce DEVICE RANK WORLD HOS
 The last line it prints is bytes per second.
 """
 
-import contextlib
 import os
 import re
 import subprocess
@@ -17,9 +16,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from vapo_megatron.operations.doctor.nodes import Line
+from vapo_megatron.operations.doctor.nodes import Line, Status, lines_of
 
 _ROUNDS = 10
+_SECONDS = 180.0
 _REDUCED = {"cuda": 1 << 28, "cpu": 1 << 22}
 # Below these parts of what is expected a line is a warning, or a fault.
 _WARNING, _FAULT = 0.8, 0.5
@@ -33,40 +33,42 @@ class Reduced(NamedTuple):
     network: str = ""
 
 
-def start(device: str, rank: int, world: int, host: str, port: int) -> "subprocess.Popen[str]":
-    """A process of this module."""
+def measure(
+    count: int, on_gpus: bool, first: int, world: int, host: str, port: int, deadline: float = _SECONDS
+) -> list[Reduced]:
+    """What `count` processes measure, ranks `first` and up of `world`; those that say nothing are killed."""
     # The store that torchrun serves is for its ranks: with this variable nobody would serve one here.
     environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_USE_AGENT_STORE"}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
-    return subprocess.Popen(
-        [sys.executable, "-m", __name__, device, str(rank), str(world), host, str(port)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
+    processes = []
+    for index in range(count):
+        command = [sys.executable, "-m", __name__, f"cuda:{index}" if on_gpus else "cpu", str(first + index)]
+        command += [str(world), host, str(port)]
+        processes.append(
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        )
+    return results(processes, deadline)
 
 
 def results(processes: Sequence["subprocess.Popen[str]"], deadline: float) -> list[Reduced]:
-    """Of each process; those that say nothing are killed after `deadline` seconds."""
+    """Of each process; all have ended when this returns."""
     end, measured = time.monotonic() + deadline, list[Reduced]()
     try:
         for process in processes:
             try:
-                out, error = process.communicate(timeout=max(0.0, end - time.monotonic()))
+                output, error = process.communicate(timeout=max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 measured.append(Reduced(0.0, f"no answer within {deadline:g} s"))
                 continue
             last = (error.strip().splitlines() or ["no word"])[-1]
-            network = re.search(r"(?:Using network|Assigned NET plugin) (\w+)", out)
+            network = re.search(r"(?:Using network|Assigned NET plugin) (\w+)", output)
             if process.returncode:
                 measured.append(Reduced(0.0, f"exit code {process.returncode}: {last[:200]}"))
             else:
-                measured.append(Reduced(float(out.split()[-1]), network=network[1] if network else ""))
+                measured.append(Reduced(float(output.split()[-1]), network=network[1] if network else ""))
     finally:
         for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            process.kill()
             process.wait()
     return measured
 
@@ -82,16 +84,15 @@ def judge(
     if failed:
         finding = f"device {failed[0]} ({len(failed)} of {len(measured)}): {measured[failed[0]].error}"
         return [Line("fault", finding, remedy)]
-    slowest = min(result.rate for result in measured)
-    network = f" over {measured[0].network}" if measured[0].network else ""
-    if beside_adapters and measured[0].network == "Socket":
-        return [Line("fault", f"{slowest / 1e9:.1f} GB/s: NCCL goes over TCP beside active adapters", remedy)]
+    slowest, network = min(result.rate for result in measured), measured[0].network
+    finding = f"{slowest / 1e9:.1f} GB/s{network and f' over {network}'}"
+    if beside_adapters and network == "Socket":
+        return [Line("fault", f"{finding}: NCCL goes over TCP beside active adapters", remedy)]
     if expected is None:
-        return [Line("ok", f"{slowest / 1e9:.1f} GB/s{network}; nothing to compare with")]
-    finding = f"{slowest / 1e9:.1f} GB/s{network}, expected {expected / 1e9:.1f}"
-    if slowest < _WARNING * expected:
-        return [Line("fault" if slowest < _FAULT * expected else "warning", finding, remedy)]
-    return [Line("ok", finding)]
+        return [Line("ok", f"{finding}; nothing to compare with")]
+    finding += f", expected {expected / 1e9:.1f}"
+    status: Status = "fault" if slowest < _FAULT * expected else "warning"
+    return lines_of(finding, (slowest < _WARNING * expected, status, finding, remedy))
 
 
 def allreduce_rate(device: str, rank: int, world: int, host: str, port: int) -> float:
@@ -129,5 +130,5 @@ def allreduce_rate(device: str, rank: int, world: int, host: str, port: int) -> 
 
 
 if __name__ == "__main__":
-    place, own_rank, count, address, number = sys.argv[1:]
-    print(f"\n{allreduce_rate(place, int(own_rank), int(count), address, int(number))}")
+    device_name, own_rank, count, address, number = sys.argv[1:]
+    print(f"\n{allreduce_rate(device_name, int(own_rank), int(count), address, int(number))}")

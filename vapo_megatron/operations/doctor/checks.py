@@ -1,4 +1,4 @@
-"""The table of checks, and how each is kept to its deadline."""
+"""The list of checks, and how each is kept to its deadline."""
 
 import asyncio
 import hashlib
@@ -19,9 +19,6 @@ import torch
 from vapo_megatron.checkpoint.state_saver import checkpoint_bytes, trained_parameters
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.data.prompts import eval_prompts, train_prompts
-from vapo_megatron.data.rows import eval_problems, train_problems
-from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.client import REQUEST_SECONDS, EngineClient
 from vapo_megatron.engines.node_part import free_port
 from vapo_megatron.engines.server import EngineAddress, EngineServer
@@ -29,132 +26,27 @@ from vapo_megatron.engines.weight_sync.quantization import engine_fp8
 from vapo_megatron.errors import VapoError
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.monitoring.facts import installed_version
-from vapo_megatron.operations.doctor import allreduce
-from vapo_megatron.operations.doctor.node import (
-    Unreadable,
-    check_disk,
-    check_hostname,
-    check_limits,
-    check_toolkit,
-    check_versions,
-    diagnose,
-    judge_gpus,
-    judge_network,
-    read_gpus,
-    read_ports,
-    usable_adapters,
-)
+from vapo_megatron.operations.doctor import allreduce, node
 from vapo_megatron.operations.doctor.nodes import Line, Meeting, check_alike, check_shared_files
 from vapo_megatron.operations.hardware import GIB, Hardware
 from vapo_megatron.operations.plan.inputs import model_directory
-from vapo_megatron.run.first_checks import check_critic_source
-from vapo_megatron.weights.load import check_weights
+from vapo_megatron.run.preflight import check_train
 from vapo_megatron.weights.spec import read_spec
 
 _PROMPT = [1, 2, 3, 4]
 _NEW_TOKENS = 8
 
 
-def check_engine(config: TrainConfig, gpus: int) -> list[Line]:
-    """Start a server as the run would, have it write a few tokens, end it. gpus: of this node, 0 on the CPU.
-
-    Raises:
-        BadInput: the model's sizes do not suit rollout.quantization, or SGLang refuses rollout.server_args.
-        RunFailed, TryAgain: it does not start, or does not answer; the cause in its log is named.
-    """
-    if config.rollout.external_urls:
-        return [Line("not applicable", "the run's engines are elsewhere (rollout.external_urls)")]
-    spec = read_spec(Path(config.model.path))
-    needed, free = 2 * spec.parameter_count(), psutil.virtual_memory().available
-    if not gpus and needed > free / 2:
-        result = (
-            f"no GPU here, where an engine takes more than {needed / GIB:.0f} of {free / GIB:.0f} GiB of free memory"
-        )
-        return [Line("skipped", result, "have doctor look at a node of the job")]
-    devices = range(config.rollout.tp) if gpus else None
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="vapo-doctor-") as folder:
-        log = Path(folder) / "engine.log"
-        fp8 = engine_fp8(config.rollout, config.actor.precision, spec)
-        server = EngineServer(config.model.path, config.rollout, config.model.dtype, log, devices, fp8=fp8)
-        server.check_arguments()
-        with server:
-            ready = time.monotonic() - started
-            asyncio.run(_ask(server.address))
-    seconds = time.monotonic() - started - ready
-    return [Line("ok", f"TP{config.rollout.tp} started in {ready:.0f} s, {_NEW_TOKENS} tokens in {seconds:.1f} s")]
-
-
-async def _ask(address: EngineAddress) -> None:
-    client = EngineClient(address)
-    try:
-        sampling = {"max_new_tokens": _NEW_TOKENS, "temperature": 1.0, "ignore_eos": True}
-        await client.generate([_PROMPT], [sampling])
-    finally:
-        await client.close()
-
-
-def check_model(config: TrainConfig) -> list[Line]:
-    """config.json, the headers of all weights, and the tokenizer; raises BadInput for what is wrong with them."""
-    directory = Path(config.model.path)
-    spec = read_spec(directory)
-    check_weights(directory, spec, "lm")
-    TextTokenizer(directory, config.data.prompt).check_vocabulary(spec.vocab_size)
-    lines = [Line("ok", f"{directory}: {spec.family}, {spec.parameter_count():,} parameters, tokenizer fits")]
-    if config.has_critic_model and config.critic_source != directory:
-        critic, is_new = check_critic_source(config, spec), config.critic.init == "policy"
-        check_weights(config.critic_source, critic, "value", value_head="new" if is_new else "saved")
-        TextTokenizer(directory, config.data.prompt).check_same(config.critic_source, config.critic_key)
-        lines.append(Line("ok", f"{config.critic_source}: {critic.family}, {critic.parameter_count():,} parameters"))
-    return lines
-
-
-def check_data(config: TrainConfig) -> list[Line]:
-    """Every problem of every file; raises BadInput for the first that cannot be used."""
-    data = config.data
-    for entry in data.eval:  # before what needs a model, which may be missing too
-        eval_problems(entry, data.fields)
-    train_problems(data)
-    tokenizer = TextTokenizer(Path(config.model.path), data.prompt)
-    counts = [f"{', '.join(map(str, data.train_files))}: {len(train_prompts(data, tokenizer))} prompts"]
-    counts += [f"{entry.path}: {len(eval_prompts(entry, data, tokenizer))}" for entry in data.eval]
-    return [Line("ok", ", ".join(counts))]
-
-
-def fingerprint(config: TrainConfig) -> str:
-    """A digest of what the model's and the data's files are here: names, sizes, and config.json as a whole."""
-    digest = hashlib.sha256()
-    directory = Path(config.model.path)
-    files = [*sorted(path for path in directory.glob("*") if path.is_file()), *config.data.train_files]
-    for path in (*files, *(entry.path for entry in config.data.eval)):
-        digest.update(f"{path.name} {path.stat().st_size if path.exists() else 'absent'}\n".encode())
-    if (directory / "config.json").is_file():
-        digest.update((directory / "config.json").read_bytes())
-    return digest.hexdigest()[:16]
-
-
 @dataclass(frozen=True)
 class Examination:
-    """What every check is given.
-
-    Attributes:
-        config: of the run that is to follow.
-        meeting: this node's place among the nodes.
-        quick: whether slow checks are left out.
-        wait: seconds to wait for other nodes.
-        passes_over_gpus: whether GPUs of this machine are as if they were not there.
-    """
+    """What every check is given: the config of the run to come, this node's place among the nodes, whether slow checks
+    are left out, seconds to wait for other nodes, and whether GPUs of this machine are as if they were not there."""
 
     config: PlanConfig
     meeting: Meeting
     quick: bool
     wait: float
     passes_over_gpus: bool = False
-
-    @property
-    def nodes(self) -> int:
-        """Nodes that take part."""
-        return len(self.meeting.nodes)
 
     @property
     def gpus(self) -> int:
@@ -169,7 +61,7 @@ class Examination:
     @cached_property
     def gpu_log(self) -> Element:
         """What nvidia-smi says of the node's GPUs; raises Unreadable."""
-        return read_gpus()
+        return node.read_gpus()
 
 
 @dataclass(frozen=True)
@@ -180,9 +72,7 @@ class Check:
         name: as it stands in the report.
         run: the check; may raise VapoError (a fault, in its own words) or Unreadable (a warning).
         deadline: seconds after which it hangs, which is a fault.
-        gpu: whether it says something about GPUs alone.
-        between: whether it says something about several nodes alone.
-        slow: whether --quick leaves it out.
+        gpu, between, slow: whether it is about GPUs alone, about several nodes alone, and left out by --quick.
     """
 
     name: str
@@ -193,6 +83,38 @@ class Check:
     slow: bool = False
 
 
+def checks(config: PlanConfig, wait: float) -> tuple[Check, ...]:
+    """All checks in their order; wait: seconds to wait for other nodes.
+
+    Those between nodes come late, so that a node that hangs in an earlier one is a matter of that node alone.
+    """
+    root = Path(config.run.directory)
+    return (
+        Check("versions", lambda here: node.check_versions(here.has_gpus), 60),
+        Check("toolkit", lambda _: node.check_toolkit(torch.version.cuda), 240, gpu=True),
+        Check("limits", lambda here: node.check_limits(bool(here.gpus), len(here.meeting.nodes)), 30),
+        Check("gpus", lambda here: node.judge_gpus(here.gpu_log, config.hardware, here.gpus), 120, gpu=True),
+        Check("diagnosis", lambda _: node.diagnose(), 300, gpu=True, slow=True),
+        Check("network", lambda _: node.judge_network(node.read_ports(), node.usable_adapters()), 90, between=True),
+        Check("config", _config, 300),
+        Check("disk", _disk, 180),
+        Check("all-reduce", allreduce_in_node, 200, slow=True),
+        Check("shared files", lambda here: check_shared_files(here.meeting, root, wait), 4 * wait + 60, between=True),
+        Check("alike", _alike, 2 * wait + 60, between=True),
+        Check(
+            "engine",
+            lambda here: check_engine(config, here.gpus),
+            config.rollout.start_timeout_s + REQUEST_SECONDS + 60,
+            slow=True,
+        ),
+    )
+
+
+def over_nodes(wait: float) -> Check:
+    """The all-reduce over the devices of all nodes, whose lines are no single node's."""
+    return Check("all-reduce over nodes", allreduce_over_nodes, wait + 900, between=True, slow=True)
+
+
 def has_nvidia_driver() -> bool:
     """Whether this machine has GPUs of NVIDIA, whether or not PyTorch can use them."""
     return os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/nvidia0")
@@ -200,24 +122,20 @@ def has_nvidia_driver() -> bool:
 
 def perform(check: Check, examination: Examination) -> list[Line]:
     """The lines of a check, whatever happens in it. A check that hangs is left behind in its thread."""
-    return [replace(line, check=check.name) for line in _lines(check, examination)]
-
-
-def _lines(check: Check, examination: Examination) -> list[Line]:
+    lines: queue.SimpleQueue[list[Line]] = queue.SimpleQueue()
     if check.gpu and not examination.has_gpus:
-        return [Line("not applicable", "--no-gpus" if examination.passes_over_gpus else "no GPU here")]
-    if check.between and examination.nodes == 1:
-        return [Line("not applicable", "one node")]
-    if check.slow and examination.quick:
-        return [Line("skipped", "--quick")]
-    answers: queue.SimpleQueue[list[Line]] = queue.SimpleQueue()
-    thread = threading.Thread(target=lambda: answers.put(_guarded(check, examination)), daemon=True, name=check.name)
-    thread.start()
+        lines.put([Line("not applicable", "--no-gpus" if examination.passes_over_gpus else "no GPU here")])
+    elif check.between and len(examination.meeting.nodes) == 1:
+        lines.put([Line("not applicable", "one node")])
+    elif check.slow and examination.quick:
+        lines.put([Line("skipped", "--quick")])
+    else:
+        threading.Thread(target=lambda: lines.put(_guarded(check, examination)), daemon=True, name=check.name).start()
     try:
-        return answers.get(timeout=check.deadline)
+        return [replace(line, check=check.name) for line in lines.get(timeout=check.deadline)]
     except queue.Empty:
         remedy = "leave the node out, and see what it waits for (dmesg, a file system that does not answer)"
-        return [Line("fault", f"hangs: nothing after {check.deadline:g} s", remedy)]
+        return [Line("fault", f"hangs: nothing after {check.deadline:g} s", remedy, check.name)]
 
 
 def _guarded(check: Check, examination: Examination) -> list[Line]:
@@ -225,23 +143,17 @@ def _guarded(check: Check, examination: Examination) -> list[Line]:
         return check.run(examination)
     except VapoError as error:
         return [Line("fault", str(error), "see the message")]
-    except Unreadable as error:
+    except node.Unreadable as error:
         return [Line("warning", str(error), "install or mend the tool to have this checked")]
     except Exception as error:
         return [Line("fault", f"{type(error).__name__}: {error}", "report it: this was not foreseen")]
 
 
-def _allreduce_in_node(examination: Examination) -> list[Line]:
-    hardware, gpus = Hardware(examination.config.hardware), examination.gpus
-    count = gpus or 2
-    if count == 1:
-        return [Line("not applicable", "one GPU")]
-    port = free_port()
-    devices = [f"cuda:{rank}" if gpus else "cpu" for rank in range(count)]
-    processes = [allreduce.start(device, rank, count, "127.0.0.1", port) for rank, device in enumerate(devices)]
-    expected = hardware.nvlink * hardware.efficiency.nvlink if gpus else None
-    remedy = "see `nvidia-smi nvlink --status`, that nvidia-fabricmanager runs, and NCCL_DEBUG=INFO"
-    return allreduce.judge(allreduce.results(processes, 150), expected, remedy)
+def _config(examination: Examination) -> list[Line]:
+    """Whatever `train` would refuse on this node: model, tokenizer, weights, data, functions, engine arguments."""
+    facts: list[str] = []
+    check_train(examination.config, None, facts)
+    return [Line("ok", "; ".join(facts))]
 
 
 def _disk(examination: Examination) -> list[Line]:
@@ -251,7 +163,7 @@ def _disk(examination: Examination) -> list[Line]:
         sources["critic"] = str(config.critic_source)
     specs = {name: read_spec(model_directory(path)) for name, path in sources.items()}
     needed = checkpoint_bytes(config, trained_parameters(config, specs))
-    return check_disk(Path(config.run.directory), needed)
+    return node.check_disk(Path(config.run.directory), needed)
 
 
 def _alike(examination: Examination) -> list[Line]:
@@ -263,26 +175,80 @@ def _alike(examination: Examination) -> list[Line]:
     return check_alike(examination.meeting, facts, examination.wait)
 
 
-def checks(config: PlanConfig, wait: float) -> tuple[Check, ...]:
-    """All checks in their order; wait: seconds to wait for other nodes.
+def fingerprint(config: TrainConfig) -> str:
+    """A digest of what the model's and the data's files are here: names, sizes, and config.json as a whole."""
+    digest = hashlib.sha256()
+    directory = Path(config.model.path)
+    files = [*sorted(path for path in directory.glob("*") if path.is_file()), *config.data.train_files]
+    for path in (*files, *(entry.path for entry in config.data.eval)):
+        digest.update(f"{path.name} {path.stat().st_size if path.exists() else 'absent'}\n".encode())
+    if (directory / "config.json").is_file():
+        digest.update((directory / "config.json").read_bytes())
+    return digest.hexdigest()[:16]
 
-    Those between nodes come last but one, so that a node that hangs in an earlier one is a matter of that node alone.
+
+def check_engine(config: TrainConfig, gpus: int) -> list[Line]:
+    """Start a server as the run would, have it write a few tokens, end it. gpus: of this node, 0 on the CPU.
+
+    Raises:
+        BadInput: the model's sizes do not suit rollout.quantization, or SGLang refuses rollout.server_args.
+        RunFailed, TryAgain: it does not start, or does not answer; the cause in its log is named.
     """
-    engine_seconds = config.rollout.start_timeout_s + REQUEST_SECONDS
-    root = Path(config.run.directory)
-    return (
-        Check("versions", lambda node: check_versions(node.has_gpus), 60),
-        Check("toolkit", lambda _: check_toolkit(torch.version.cuda), 240, gpu=True),
-        Check("hostname", lambda node: check_hostname(node.nodes), 30),
-        Check("limits", lambda node: check_limits(bool(node.gpus), node.nodes), 30),
-        Check("gpus", lambda node: judge_gpus(node.gpu_log, config.hardware, node.gpus), 120, gpu=True),
-        Check("diagnosis", lambda _: diagnose(), 300, gpu=True, slow=True),
-        Check("network", lambda node: judge_network(read_ports(), usable_adapters(), node.nodes), 90),
-        Check("model", lambda _: check_model(config), 300),
-        Check("data", lambda _: check_data(config), 300),
-        Check("disk", _disk, 180),
-        Check("all-reduce", _allreduce_in_node, 200, slow=True),
-        Check("shared files", lambda node: check_shared_files(node.meeting, root, wait), 4 * wait + 60),
-        Check("alike", _alike, wait + 60, between=True),
-        Check("engine", lambda node: check_engine(config, node.gpus), engine_seconds + 60, slow=True),
-    )
+    if config.rollout.external_urls:
+        return [Line("not applicable", "the run's engines are elsewhere (rollout.external_urls)")]
+    spec = read_spec(Path(config.model.path))
+    needed, free = 2 * spec.parameter_count() / GIB, psutil.virtual_memory().available / GIB
+    if not gpus and needed > free / 2:
+        result = f"no GPU here, where an engine takes more than {needed:.0f} of {free:.0f} GiB of free memory"
+        return [Line("skipped", result, "have doctor look at a node of the job")]
+    devices = range(config.rollout.tp) if gpus else None
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="vapo-doctor-") as folder:
+        log = Path(folder) / "engine.log"
+        fp8 = engine_fp8(config.rollout, config.actor.precision, spec)
+        with EngineServer(config.model.path, config.rollout, config.model.dtype, log, devices, fp8=fp8) as server:
+            asyncio.run(_ask(server.address))
+    seconds = time.monotonic() - started
+    return [Line("ok", f"TP{config.rollout.tp} started and wrote {_NEW_TOKENS} tokens in {seconds:.0f} s")]
+
+
+async def _ask(address: EngineAddress) -> None:
+    client = EngineClient(address)
+    try:
+        sampling = {"max_new_tokens": _NEW_TOKENS, "temperature": 1.0, "ignore_eos": True}
+        await client.generate([_PROMPT], [sampling])
+    finally:
+        await client.close()
+
+
+def allreduce_in_node(examination: Examination) -> list[Line]:
+    """All-reduce over the node's GPUs; on a CPU machine over two processes."""
+    hardware, gpus = Hardware(examination.config.hardware), examination.gpus
+    if gpus == 1:
+        return [Line("not applicable", "one GPU")]
+    measured = allreduce.measure(gpus or 2, bool(gpus), 0, gpus or 2, "127.0.0.1", free_port())
+    expected = hardware.nvlink * hardware.efficiency.nvlink if gpus else None
+    remedy = "see `nvidia-smi nvlink --status`, that nvidia-fabricmanager runs, and NCCL_DEBUG=INFO"
+    return allreduce.judge(measured, expected, remedy)
+
+
+def allreduce_over_nodes(examination: Examination) -> list[Line]:
+    """All-reduce over the devices of all nodes, reported on node 0 alone."""
+    meeting, gpus = examination.meeting, examination.gpus
+    meeting.put(f"allreduce/devices/{meeting.index}", gpus or 1)
+    counts = meeting.get_all("allreduce/devices", examination.wait + 600)
+    if None in counts:
+        silent = ", ".join(name for name, count in zip(meeting.nodes, counts, strict=True) if count is None)
+        return [Line("fault", f"not tried: {silent} did not come", "see their lines")]
+    if meeting.index == 0:
+        meeting.put("allreduce/port", free_port())
+    port = meeting.get("allreduce/port", examination.wait)
+    if port is None:
+        return [Line("fault", "node 0 named no port", "see its lines")]
+    first, world = sum(counts[: meeting.index]), sum(counts)
+    # MASTER_ADDR may be an address that leads to node 0, and that nothing there can be bound to.
+    measured = allreduce.measure(gpus or 1, bool(gpus), first, world, os.environ["MASTER_ADDR"], port)
+    hardware = Hardware(examination.config.hardware)
+    expected = hardware.network * hardware.efficiency.network if gpus else None
+    remedy = "see the lines on the network, NCCL_IB_HCA, NCCL_IB_DISABLE and NCCL_NET; NCCL_DEBUG=INFO says more"
+    return allreduce.judge(measured, expected, remedy, beside_adapters=bool(gpus) and any(node.read_ports().values()))

@@ -2,24 +2,16 @@
 
 import json
 import os
-import socket
 import sys
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.engines.node_part import free_port
-from vapo_megatron.operations.doctor import allreduce
-from vapo_megatron.operations.doctor.checks import Check, Examination, checks, perform
-from vapo_megatron.operations.doctor.node import read_ports
+from vapo_megatron.operations.doctor.checks import Examination, checks, over_nodes, perform
 from vapo_megatron.operations.doctor.nodes import Line, Meeting, NodeReport, as_json, broken_nodes, from_json, show
-from vapo_megatron.operations.hardware import Hardware
 from vapo_megatron.run.first_look import look_first
 from vapo_megatron.run.place import node_name, place_from_environment
 from vapo_megatron.run.preflight import check_train
@@ -65,15 +57,17 @@ def doctor(
     among = min(wait, _AMONG_THOSE_PRESENT)
     examination = Examination(config, meeting, quick, among, passes_over_gpus)
     table = checks(config, among)
-    report = NodeReport(
-        meeting.node, meeting.rank, tuple(line for check in table for line in perform(check, examination))
-    )
-    over_nodes = Check("all-reduce over nodes", _all_reduce, among + 900, between=True)
-    between = [] if quick or examination.nodes == 1 else perform(over_nodes, examination)
+    lines = tuple(line for check in table for line in perform(check, examination))
+    report = NodeReport(meeting.node, meeting.rank, lines)
+    between = [] if quick or len(meeting.nodes) == 1 else perform(over_nodes(among), examination)
+    meeting.put(f"report/{meeting.index}", as_json([report])["nodes"][0])
     if meeting.index:
-        meeting.put(f"report/{meeting.index}", as_json([report])["nodes"][0])
         return 0
-    reports = [report, *_others(meeting, table, among)]
+    reports = [report]
+    answers = meeting.get_all("report", among + max(check.deadline for check in table)) if meeting.nodes[1:] else []
+    for name, rank, answer in list(zip(meeting.nodes, meeting.ranks, answers, strict=False))[1:]:
+        silent = Line("fault", "the node gave no report in time", "leave it out, and see its output", "report")
+        reports.append(NodeReport(name, rank, (silent,)) if answer is None else from_json(answer))
     for rank in meeting.missing:
         line = Line("fault", f"rank {rank} did not come within {wait:g} s", "see its output and its node", "ranks")
         if place is not None and node_names:
@@ -85,7 +79,7 @@ def doctor(
     if as_text:
         print(json.dumps(as_json(reports), indent=2))
     else:
-        show(reports, Console(width=None if Console().is_terminal else 160))
+        show(reports)
     if broken_file is not None:
         with atomic_write(broken_file) as file:
             file.write("".join(f"{node}\n" for node in broken_nodes(reports) if node != BETWEEN))
@@ -110,10 +104,10 @@ def check_run(settings: TrainConfig, planned: PlanConfig) -> int:
     begin = foresee_start(settings, partial(check_train, settings, settings.cluster.ranks, facts))
     print("\n".join([*facts, f"{settings.run.directory}: {begin}"]), flush=True)
     examination = Examination(planned, Meeting(None, node_name(), 0), quick=True, wait=0)
-    table = [check for check in checks(planned, 0) if check.name not in ("model", "data")]
+    table = [check for check in checks(planned, 0) if check.name != "config"]
     lines = [line for check in table for line in perform(check, examination)]
     report = NodeReport(node_name(), 0, tuple(line for line in lines if line.status in ("ok", "warning", "fault")))
-    show([report], Console(width=None if Console().is_terminal else 160))
+    show([report])
     return 1 if report.status == "fault" else 0
 
 
@@ -122,46 +116,3 @@ def leave(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _others(meeting: Meeting, table: Sequence[Check], wait: float) -> list[NodeReport]:
-    """The reports of all nodes but this one; of a node that gives none, a fault that says so."""
-    end = time.monotonic() + wait + max(check.deadline for check in table)
-    reports = []
-    for index, (node, rank) in enumerate(zip(meeting.nodes, meeting.ranks, strict=True)):
-        if index == 0:
-            continue
-        report = meeting.get(f"report/{index}", max(0.0, end - time.monotonic()))
-        if report is None:
-            line = Line("fault", "the node gave no report in time", "leave it out, and see its output", "report")
-            reports.append(NodeReport(node, rank, (line,)))
-        else:
-            reports.append(from_json(report))
-    return reports
-
-
-def _all_reduce(examination: Examination) -> list[Line]:
-    """All-reduce over the devices of all nodes, reported on node 0 alone."""
-    meeting, gpus = examination.meeting, examination.gpus
-    here = gpus or 1
-    meeting.put(f"allreduce/devices/{meeting.index}", here)
-    counts = meeting.get_all("allreduce/devices", examination.wait + 600)
-    if None in counts:
-        silent = ", ".join(node for node, count in zip(meeting.nodes, counts, strict=True) if count is None)
-        return [Line("fault", f"not tried: {silent} did not come", "see their lines")]
-    if meeting.index == 0:
-        # MASTER_ADDR may be an address that leads here, and that nothing here can be bound to.
-        meeting.put("allreduce/at", (os.environ.get("MASTER_ADDR") or socket.gethostname(), free_port()))
-    address = meeting.get("allreduce/at", examination.wait)
-    if address is None:
-        return [Line("fault", "node 0 named no port", "see its lines")]
-    first, world = sum(counts[: meeting.index]), sum(counts)
-    processes = [
-        allreduce.start(f"cuda:{index}" if gpus else "cpu", first + index, world, *address) for index in range(here)
-    ]
-    hardware = Hardware(examination.config.hardware)
-    expected = hardware.network * hardware.efficiency.network if gpus else None
-    measured = allreduce.results(processes, 180)
-    remedy = "see the lines on the network, NCCL_IB_HCA, NCCL_IB_DISABLE and NCCL_NET; NCCL_DEBUG=INFO says more"
-    active = any(port.state == "ACTIVE" for port in read_ports())
-    return allreduce.judge(measured, expected, remedy, beside_adapters=bool(gpus) and active)

@@ -1,19 +1,19 @@
-"""What a node reports, and what only several nodes together show: one file system, equal software.
+"""What a node reports, and what only several nodes together show: one file system, equal software, one time.
 
 The processes of doctor meet in a store in which each leaves values for the others. Collectives would wait for a broken
 node; here each node reads what is there and names the nodes that are missing.
 """
 
-import hashlib
 import json
 import os
-import secrets
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 from rich import box
@@ -23,17 +23,14 @@ from rich.table import Table
 from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore
 
 from vapo_megatron.config.run_directory import existing
-from vapo_megatron.errors import BadInput, RunFailed
+from vapo_megatron.errors import RunFailed
 from vapo_megatron.run.place import RankPlace
 
 _POLL_SECONDS = 0.05
-# Network file systems show a new file to other nodes after their attribute caches have run out.
-_APPEARS_WITHIN = 30.0
-
+_APPEARS_WITHIN = 30.0  # attribute caches of network file systems have run out by then
+_CLOCK_SECONDS = 2.0
 
 Status = Literal["ok", "warning", "fault", "skipped", "not applicable"]
-
-_FORMAT = 1
 # From the least to the worst; what was not looked at says nothing.
 _COLOURS: dict[Status, str] = {
     "not applicable": "dim",
@@ -53,6 +50,11 @@ class Line:
     found: str
     remedy: str = ""
     check: str = ""
+
+
+def lines_of(good: str, *troubles: tuple[object, Status, str, str]) -> list[Line]:
+    """A line for each trouble (whether it holds, status, finding, remedy) that holds; `good` where none does."""
+    return [Line(*trouble) for holds, *trouble in troubles if holds] or [Line("ok", good)]  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,6 @@ def broken_nodes(reports: Sequence[NodeReport]) -> list[str]:
 def as_json(reports: Sequence[NodeReport]) -> dict[str, Any]:
     """The machine-readable form; broken_nodes has the names that Slurm knows the nodes by."""
     return {
-        "format": _FORMAT,
         "status": worst(report.status for report in reports),
         "broken_nodes": broken_nodes(reports),
         "nodes": [{**asdict(report), "status": report.status} for report in reports],
@@ -94,20 +95,19 @@ def from_json(value: Mapping[str, Any]) -> NodeReport:
     return NodeReport(value["node"], value["rank"], tuple(Line(**line) for line in value["lines"]))
 
 
-def show(reports: Sequence[NodeReport], console: Console) -> None:
+def show(reports: Sequence[NodeReport]) -> None:
     """Print a table. Lines that several nodes share are printed once, with the number of nodes."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for title in ("check", "", "nodes", "found", "what to do"):
-        table.add_column(title, overflow="fold")
-    together: dict[Line, list[str]] = {}
+    table = Table("check", "", "nodes", "found", "what to do", box=box.SIMPLE_HEAD)
+    nodes_by_line: dict[Line, list[str]] = {}
     for report in reports:
         for line in report.lines:
-            together.setdefault(line, []).append(report.node)
-    checks = list(dict.fromkeys(line.check for line in together))
-    for line, nodes in sorted(together.items(), key=lambda item: checks.index(item[0].check)):
+            nodes_by_line.setdefault(line, []).append(report.node)
+    checks = list(dict.fromkeys(line.check for line in nodes_by_line))
+    for line, nodes in sorted(nodes_by_line.items(), key=lambda item: checks.index(item[0].check)):
         named = "all" if len(nodes) == len(reports) else ", ".join(nodes[:4]) + (" ..." if len(nodes) > 4 else "")
-        colour = _COLOURS[line.status]
-        table.add_row(line.check, f"[{colour}]{line.status}[/]", named, escape(line.found), escape(line.remedy))
+        status = f"[{_COLOURS[line.status]}]{line.status}[/]"
+        table.add_row(line.check, status, named, escape(line.found), escape(line.remedy))
+    console = Console(width=None if Console().is_terminal else 160)
     console.print(table)
     if broken := broken_nodes(reports):
         console.print(f"[bold red]broken[/]: {', '.join(broken)}")
@@ -116,7 +116,14 @@ def show(reports: Sequence[NodeReport], console: Console) -> None:
 
 
 class Meeting:
-    """The nodes that take part, one process each, as one of them sees them. Without a place this process is alone."""
+    """The nodes that take part, one process each, as one of them sees them. Without a place this process is alone.
+
+    Attributes:
+        nodes, ranks: names of all nodes, and the rank of the process that examines each.
+        missing: ranks that did not come.
+        leads: whether this process examines its node; its other processes have nothing to do.
+        index: this node's number; 0 is where rank 0 is.
+    """
 
     def __init__(self, place: RankPlace | None, node: str, deadline: float) -> None:
         """Tell of this process and wait for the others, at most `deadline` seconds.
@@ -124,41 +131,18 @@ class Meeting:
         Raises:
             RunFailed: the place where they meet cannot be reached.
         """
-        self.node = node
-        self._store: Store | None = None
-        rank, world = (place.rank, place.world_size) if place is not None else (0, 1)
-        self.rank = rank
-        self.missing: list[int] = []
-        if place is None or world == 1:
-            self.nodes, self.ranks = [node], [0]
-            return
-        host, port, serves = _address(place)
-        try:
-            store = TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=timedelta(seconds=deadline))
-        except (DistStoreError, RuntimeError) as error:
-            first = str(error).partition("\n")[0]
-            raise RunFailed(
-                f"doctor on {node} (rank {rank}): nobody meets at {host}:{port} within {deadline:g} s ({first}): see "
-                "that MASTER_ADDR is rank 0's node, that MASTER_PORT is free there, and that no firewall is in between"
-            ) from None
-        self._store = PrefixStore("doctor", store)
-        self.put(f"place/{rank}", node)
-        if rank == 0:
-            self.put("nodes", self._gather(world, deadline))
-        names = self.get("nodes", 2 * deadline)
-        if names is None:
-            raise RunFailed(f"doctor on {node} (rank {rank}): rank 0 at {host}:{port} fell silent: see its output")
-        self.nodes, self.ranks, self.missing = names["nodes"], names["ranks"], names["missing"]
-
-    @property
-    def leads(self) -> bool:
-        """Whether this process examines its node; its other processes have nothing to do."""
-        return self.rank in self.ranks
-
-    @property
-    def index(self) -> int:
-        """This node's number; 0 is where rank 0 is."""
-        return self.ranks.index(self.rank)
+        self.node, self.rank, self._store = node, 0 if place is None else place.rank, self._join(place, node, deadline)
+        nodes: dict[str, Any] | None = {"nodes": [node], "ranks": [0], "missing": []}
+        if place is not None and self._store is not None:
+            self.put(f"place/{self.rank}", node)
+            if self.rank == 0:
+                self.put("nodes", self._gather(place.world_size, deadline))
+            nodes = self.get("nodes", 2 * deadline)
+        if nodes is None:
+            raise RunFailed(f"doctor on {node} (rank {self.rank}): rank 0 fell silent: see its output")
+        self.nodes, self.ranks, self.missing = nodes["nodes"], nodes["ranks"], nodes["missing"]
+        self.leads = self.rank in self.ranks
+        self.index = self.ranks.index(self.rank) if self.leads else -1
 
     def put(self, key: str, value: Any) -> None:
         """Leave a word; anything that JSON holds."""
@@ -184,68 +168,64 @@ class Meeting:
     def _gather(self, world: int, deadline: float) -> dict[str, Any]:
         """On rank 0: the first rank of each node, and the ranks that did not come."""
         end = time.monotonic() + deadline
-        first: dict[str, int] = {}
-        missing = []
-        for rank in range(world):
-            name = self.get(f"place/{rank}", max(0.0, end - time.monotonic()))
-            if name is None:
-                missing.append(rank)
-            else:
-                first.setdefault(name, rank)
-        return {"nodes": list(first), "ranks": list(first.values()), "missing": missing}
+        names = {rank: self.get(f"place/{rank}", max(0.0, end - time.monotonic())) for rank in range(world)}
+        first = {name: rank for rank, name in reversed(names.items()) if name is not None}
+        nodes = sorted(first, key=first.__getitem__)
+        missing = [rank for rank, name in names.items() if name is None]
+        return {"nodes": nodes, "ranks": [first[name] for name in nodes], "missing": missing}
 
-
-def _address(place: RankPlace) -> tuple[str, int, bool]:
-    """Host and port of the meeting, and whether this process serves it. torchrun serves one for its ranks itself."""
-    if place.init_method.startswith("tcp://"):
-        host, _, port = place.init_method.removeprefix("tcp://").rpartition(":")
-    else:
-        host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    if not host or not port.isdigit():
-        raise BadInput("MASTER_ADDR and MASTER_PORT are not set: ranks need a place to meet; export both")
-    served_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return host, int(port), place.rank == 0 and not served_by_torchrun
+    @staticmethod
+    def _join(place: RankPlace | None, node: str, deadline: float) -> Store | None:
+        """The store at MASTER_ADDR:MASTER_PORT, which rank 0 serves where torchrun does not; None for one process."""
+        if place is None or place.world_size == 1:
+            return None
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        try:
+            store = TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=timedelta(seconds=deadline))
+        except (DistStoreError, RuntimeError) as error:
+            first = str(error).partition("\n")[0]
+            raise RunFailed(
+                f"doctor on {node} (rank {place.rank}): nobody meets at {host}:{port} within {deadline:g} s ({first}): "
+                "see that MASTER_ADDR is rank 0's node, that MASTER_PORT is free there, and that no firewall is in "
+                "between"
+            ) from None
+        return PrefixStore("doctor", store)
 
 
 def check_shared_files(meeting: Meeting, root: Path, deadline: float) -> list[Line]:
     """Whether every node sees what node 0 writes under run.root."""
     folder, remedy = existing(root.absolute()), "put run.root on a file system that all nodes mount, at the same path"
-    if len(meeting.nodes) == 1:
-        return [Line("not applicable", "one node")]
     if meeting.index == 0:
-        path, content = folder / f".doctor.shared.{secrets.token_hex(4)}", secrets.token_hex(1 << 15)
         try:
-            path.write_text(content)
-            meeting.put("shared", [str(path), hashlib.sha256(content.encode()).hexdigest()])
-            meeting.put("shared/seen/0", True)
-            meeting.get_all("shared/seen", deadline)  # the file stays until everybody has looked
+            with tempfile.NamedTemporaryFile(prefix=".doctor.shared.", dir=folder) as file:
+                meeting.put("shared", file.name)
+                meeting.put("shared/seen/0", True)
+                meeting.get_all("shared/seen", deadline)  # the file stays until everybody has looked
         except OSError as error:
             return [Line("fault", f"{folder} cannot be written ({error.strerror or error})", remedy)]
-        finally:
-            path.unlink(missing_ok=True)
         return [Line("ok", f"{folder}: written for the others to see")]
-    shared = meeting.get("shared", deadline)
-    if shared is None:
-        return [Line("warning", "node 0 wrote no file", "see its lines")]
-    path, digest, end = Path(shared[0]), shared[1], time.monotonic() + _APPEARS_WITHIN
-    while not (seen := path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == digest):
-        if time.monotonic() > end:
-            break
+    path, end = meeting.get("shared", deadline), time.monotonic() + _APPEARS_WITHIN
+    while path is not None and not (seen := Path(path).is_file()) and time.monotonic() < end:
         time.sleep(0.2)
     meeting.put(f"shared/seen/{meeting.index}", True)
-    if not seen:
-        return [Line("fault", f"{path}, which node 0 wrote, is not seen here with its content", remedy)]
-    return [Line("ok", f"{folder}: the same as on node 0")]
+    if path is None:
+        return [Line("warning", "node 0 wrote no file", "see its lines")]
+    unseen = f"{path}, which node 0 wrote, is not seen here"
+    return lines_of(f"{folder}: the same as on node 0", (not seen, "fault", unseen, remedy))
 
 
 def check_alike(meeting: Meeting, facts: dict[str, str], deadline: float) -> list[Line]:
-    """Whether this node's facts are those of most nodes."""
+    """Whether this node's facts and clock are those of most nodes."""
     meeting.put(f"alike/{meeting.index}", facts)
-    counted = Counter(
-        json.dumps(others, sort_keys=True) for others in meeting.get_all("alike", deadline) if others is not None
-    )
-    usual = json.loads(counted.most_common(1)[0][0])
+    of_nodes = [other for other in meeting.get_all("alike", deadline) if other is not None]
+    meeting.put(f"clock/{meeting.index}", time.time())  # all nodes come here within a moment of the last one
+    clocks = [clock for clock in meeting.get_all("clock", deadline) if clock is not None]
+    ahead = clocks[meeting.index] - median(clocks) if len(clocks) == len(of_nodes) == len(meeting.nodes) else 0.0
+    usual = json.loads(Counter(json.dumps(other, sort_keys=True) for other in of_nodes).most_common(1)[0][0])
     different = [f"{key} {facts[key]}, most nodes have {usual[key]}" for key in facts if facts[key] != usual.get(key)]
-    if different:
-        return [Line("fault", "; ".join(different), "give all nodes the same environment, driver and files")]
-    return [Line("ok", ", ".join(f"{key} {value}" for key, value in facts.items()))]
+    return lines_of(
+        ", ".join(f"{key} {value}" for key, value in facts.items()),
+        (different, "fault", "; ".join(different), "give all nodes the same environment, driver and files"),
+        (abs(ahead) > _CLOCK_SECONDS, "warning", f"the clock is {ahead:+.0f} s off the others", "see chronyc tracking"),
+    )
