@@ -1,6 +1,6 @@
 """What a conversion takes: seconds, and the most memory that the converter holds, beside the size of the model.
 
-    python -m benchmarks.convert [--shape 0.7b] [--shard-size 0.25] [--verify] [--folder DIR] [--json FILE]
+    python -m benchmarks.convert [--shape 0.7b] [--shard-size 0.25] [--folder DIR] [--json FILE]
 
 A Qwen2 model of random bfloat16 weights is written file by file. tools/convert_hf_to_megatron.py makes a checkpoint of
 it and tools/convert_megatron_to_hf.py a Hugging Face directory of that, each as a program of its own. Both do the same
@@ -13,9 +13,7 @@ Columns:
     MiB beyond   the same, less that of the tiny model's conversion
     of the model MiB beyond over the bytes of the model
 
---verify lets the programs check their output as they do by default. They then read everything back, and where there is
-room they compute log-probs with the whole model in float32, which is the most memory by far. A model of this size would
-be one file of the default of 2 GiB: --shard-size is lower here, to show what memory follows.
+A model of this size would be one file of the default of 2 GiB: --shard-size is lower here, to show what memory follows.
 """
 
 import argparse
@@ -77,7 +75,7 @@ def there_and_back(name: str, root: Path, given: argparse.Namespace) -> list[dic
     ):
         command = [sys.executable, "-W", "ignore", str(TOOLS / tool), source, str(root / folder)]
         command += ["--out", str(root / target), "--shard-size", str(given.shard_size)]
-        seconds, most = watched([*command, "--verify" if given.verify else "--no-verify"])
+        seconds, most = watched(command)
         rows.append(
             {"program": tool, "model": name, "GB": total / 1e9, "seconds": seconds, "MiB at most": most / 2**20}
         )
@@ -89,7 +87,6 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--shape", choices=[name for name in SHAPES if name != "tiny"], default="0.7b")
     arguments.add_argument("--shard-size", type=float, default=0.25, help="GiB of tensors in a file")
-    arguments.add_argument("--verify", action="store_true")
     arguments.add_argument("--folder", type=Path, help="on a disk with three times the model's size; default: /tmp")
     given = arguments.parse_args()
     found = {}

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from vapo_megatron.command_line import run_app
-from vapo_megatron.config.tiny_model import DtypeOption, ShardSizeOption, VerifyOption
+from vapo_megatron.config.tiny_model import DtypeOption, ShardSizeOption
 from vapo_megatron.errors import BadInput, told_in_one_line
 from vapo_megatron.weights.model_files import check_absent, read_config
 
@@ -26,9 +26,8 @@ def main(
     ] = 1,
     dtype: DtypeOption = None,
     shard_gib: ShardSizeOption = 2.0,
-    verify: VerifyOption = True,
 ) -> None:
-    """Write the checkpoint, verified, or nothing."""
+    """Write the whole checkpoint, or nothing."""
     with told_in_one_line("error"):
         if head == "lm" and value_outputs != 1:
             raise BadInput(
@@ -36,23 +35,17 @@ def main(
             )
         check_absent(out)
         read_config(hf)
-        echo_conversion(hf, out, head, value_outputs, dtype, shard_gib, verify)
+        echo_conversion(hf, out, head, value_outputs, dtype, shard_gib)
 
 
 def echo_conversion(
-    hf: Path, out: Path, head: Literal["lm", "value"], value_outputs: int, dtype: str | None, gib: float, verify: bool
+    hf: Path, out: Path, head: Literal["lm", "value"], value_outputs: int, dtype: str | None, gib: float
 ) -> None:
     """Convert, and say what came of it."""
     import torch
 
-    from vapo_megatron.megatron.parity import comparison
     from vapo_megatron.monitoring.console import stage_bars
     from vapo_megatron.weights.convert import hf_to_megatron
-
-    remarks: list[str] = []
-
-    def compare(folder: Path) -> None:
-        remarks.append(comparison(folder, hf))
 
     with stage_bars(in_bytes=True) as progress:
         made = hf_to_megatron(
@@ -63,10 +56,8 @@ def echo_conversion(
             value_outputs=value_outputs,
             dtype=getattr(torch, dtype) if dtype else None,
             shard_bytes=int(gib * 2**30),
-            verify=verify,
-            check=compare if verify else None,
         )
-    typer.echo("\n".join((f"{out}: {made.described}", *remarks)))
+    typer.echo(f"{out}: {made.described}")
 
 
 if __name__ == "__main__":

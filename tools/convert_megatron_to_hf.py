@@ -10,7 +10,7 @@ import typer
 
 from vapo_megatron.checkpoint.manifest import MANIFEST_FILE, check_contents, damaged, read_manifest
 from vapo_megatron.command_line import run_app
-from vapo_megatron.config.tiny_model import DtypeOption, ShardSizeOption, VerifyOption
+from vapo_megatron.config.tiny_model import DtypeOption, ShardSizeOption
 from vapo_megatron.errors import BadInput, told_in_one_line
 from vapo_megatron.weights.model_files import CARD_FILE, check_absent
 
@@ -62,28 +62,21 @@ def main(
     model: Annotated[Literal["actor", "critic"], typer.Option(help="Which model of a run's state.")] = "actor",
     dtype: DtypeOption = None,
     shard_gib: ShardSizeOption = 2.0,
-    verify: VerifyOption = True,
 ) -> None:
-    """Write the directory, verified, or nothing: of a policy ...ForCausalLM, of a critic ...ForTokenClassification."""
+    """Write the whole directory, or nothing: of a policy ...ForCausalLM, of a critic ...ForTokenClassification."""
     with told_in_one_line("error"):
         check_absent(out)
-        echo_conversion(saved_model(checkpoint, model), out, dtype, shard_gib, verify)
+        echo_conversion(saved_model(checkpoint, model), out, dtype, shard_gib)
 
 
-def echo_conversion(source: Path, out: Path, dtype: str | None, gib: float, verify: bool) -> None:
+def echo_conversion(source: Path, out: Path, dtype: str | None, gib: float) -> None:
     """Convert, and say what came of it."""
     import torch
 
-    from vapo_megatron.megatron.parity import comparison
     from vapo_megatron.monitoring.console import stage_bars
     from vapo_megatron.weights.convert import megatron_to_hf
 
     digests = saved_digests(source)
-    remarks: list[str] = []
-
-    def compare(folder: Path) -> None:
-        remarks.append(comparison(source, folder))
-
     with stage_bars(in_bytes=True) as progress:
         made = megatron_to_hf(
             source,
@@ -91,11 +84,9 @@ def echo_conversion(source: Path, out: Path, dtype: str | None, gib: float, veri
             progress,
             dtype=getattr(torch, dtype) if dtype else None,
             shard_bytes=int(gib * 2**30),
-            verify=verify,
-            check=compare if verify else None,
             digests=digests,
         )
-    typer.echo("\n".join((f"{out}: {made.described}", *remarks)))
+    typer.echo(f"{out}: {made.described}")
 
 
 if __name__ == "__main__":

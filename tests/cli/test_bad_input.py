@@ -72,7 +72,7 @@ def test_a_check_says_what_a_run_would_meet_and_writes_nothing(
         capfd.readouterr().err,
         "data.max_prompt_tokens=2",
     )
-    needs_gpu = "actor.recompute={granularity: selective, modules: [layernorm]}"
+    needs_gpu = "actor.precision.fp8=tensorwise"
     assert command.exit_code("train", "--check", needs_gpu) == 0, "the run may be meant for another machine"
     assert "actor: not on this machine, which has no GPU: " in capfd.readouterr().out
 

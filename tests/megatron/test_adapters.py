@@ -194,7 +194,6 @@ REFUSED = [
     ("qwen3", {"rank": 25, "layers": ["linear_proj"]}, {}, None),
     ("qwen3_moe", {"rank": 4}, {}, "experts of a qwen3_moe model have no adapters"),
     ("qwen3_moe", {"rank": 4, "layers": ["linear_qkv"]}, {}, None),
-    ("qwen3", {"rank": 4}, {"precision": {"fp8": "tensorwise", "fp8_param_gather": True}}, "fp8_param_gather"),
 ]
 
 

@@ -15,7 +15,7 @@ from trainables import loss_of, make_trainable
 from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.megatron.offload import PARTS
 from vapo_megatron.megatron.platform import current_platform
-from vapo_megatron.megatron.precision import CAPABILITY, keeps_fp8
+from vapo_megatron.megatron.precision import CAPABILITY
 from vapo_megatron.megatron.trainable import Trainable
 
 pytestmark = [
@@ -107,22 +107,6 @@ def test_layers_left_in_bfloat16_are(model_dir: Path, recipe: str) -> None:
     assert (found.score(batch) - exact.score(batch)).abs().max() < BF16_TOLERANCE / 4
 
 
-@needs_te
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
-def test_weights_kept_in_fp8_start_from_the_files_own(model_dir: Path, recipe: str) -> None:
-    """The optimizer's float32 weights come from the checkpoint and not from its rounding to FP8."""
-    skip_unless(recipe)
-    exact = make(model_dir)
-    kept = make(model_dir, precision={"fp8": recipe, "fp8_param_gather": True})
-    parameters = list(zip(kept.chunks[0].named_parameters(), exact.chunks[0].parameters(), strict=True))
-    assert any(keeps_fp8(parameter) for (_, parameter), _ in parameters)
-    for (name, parameter), expected in parameters:
-        assert torch.equal(parameter.main_param, expected.main_param), name
-    (scored, norms), (expected_scores, expected_norms) = score_and_norms(kept), score_and_norms(exact)
-    assert (scored - expected_scores).abs().max() < FP8_TOLERANCE
-    assert norms == pytest.approx(expected_norms, rel=0.25)
-
-
 def phases(trainable: Trainable, sleeps: bool) -> list[Any]:
     batch, found = make_batch(), []
     loss = loss_of(trainable, batch)
@@ -143,12 +127,11 @@ def phases(trainable: Trainable, sleeps: bool) -> list[Any]:
         ("sdpa", {}),
         pytest.param("transformer_engine", {}, marks=needs_te),
         pytest.param("transformer_engine", {"fp8": "tensorwise"}, marks=needs_te),
-        pytest.param("transformer_engine", {"fp8": "tensorwise", "fp8_param_gather": True}, marks=needs_te),
-        pytest.param("transformer_engine", {"fp8": "blockwise", "fp8_param_gather": True}, marks=needs_te),
+        pytest.param("transformer_engine", {"fp8": "blockwise"}, marks=needs_te),
     ],
 )
 def test_training_goes_on_to_the_bit_after_sleep(model_dir: Path, attention: str, precision: dict[str, Any]) -> None:
-    """Sleep ends what is under way: gathers of updated weights, whose transposes in FP8 have to follow."""
+    """Sleep ends what is under way: gathers of updated weights, whose copies in FP8 have to follow."""
     if "fp8" in precision:
         skip_unless(precision["fp8"])
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -161,11 +144,8 @@ def test_training_goes_on_to_the_bit_after_sleep(model_dir: Path, attention: str
 
 
 @needs_te
-@pytest.mark.parametrize("gather", [False, True])
-def test_sleep_gives_the_memory_back(tmp_path: Path, gather: bool) -> None:
-    """All but workspaces, whatever weights are kept in."""
-    if gather:
-        skip_unless("tensorwise")
+def test_sleep_gives_the_memory_back(tmp_path: Path) -> None:
+    """All but workspaces."""
     wide = write_model(
         tmp_path / "wide",
         "qwen3",
@@ -179,7 +159,7 @@ def test_sleep_gives_the_memory_back(tmp_path: Path, gather: bool) -> None:
     )
     fp8: dict[str, Any] = {}
     if current_platform().compute_capability >= CAPABILITY["tensorwise"]:
-        fp8 = {"fp8": "tensorwise", "fp8_param_gather": gather}
+        fp8 = {"fp8": "tensorwise"}
     gc.collect()  # models of other tests, whose memory would come back in between
     torch.cuda.empty_cache()
     before, free_before = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]

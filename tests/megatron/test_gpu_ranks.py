@@ -76,10 +76,10 @@ def test_two_gpus_train_as_one_does(model_dir: Path, one_gpu: Found, layout: Lay
     check(run_ranks(2, steps, model_dir, layout, {}, deadline=300, cuda=True), one_gpu, TOLERANCE, NORM)
 
 
-def test_weights_are_gathered_in_fp8(model_dir: Path, one_gpu: Found) -> None:
+def test_two_gpus_train_in_fp8_as_one_does(model_dir: Path, one_gpu: Found) -> None:
     platform = current_platform()
     if not platform.has_transformer_engine or platform.compute_capability < CAPABILITY["tensorwise"]:
         pytest.skip("no FP8 here: it needs Transformer Engine and compute capability 8.9")
-    precision = {"fp8": "tensorwise", "fp8_param_gather": True}
+    precision = {"fp8": "tensorwise"}
     ranks = run_ranks(2, steps, model_dir, LayoutConfig(), precision, deadline=300, cuda=True)
     check(ranks, one_gpu, FP8_TOLERANCE, FP8_NORM)

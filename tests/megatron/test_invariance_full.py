@@ -27,7 +27,6 @@ OPTIMIZERS: tuple[OptimizerSettings, ...] = (
 RECOMPUTES = (
     RecomputeConfig(),
     RecomputeConfig(granularity="selective"),
-    RecomputeConfig(granularity="selective", modules=("mlp",)),
     RecomputeConfig(granularity="full"),
 )
 
@@ -92,7 +91,7 @@ EXPERT_SPLITS = [
     Split(2, LayoutConfig(ep=2)),
     Split(4, LayoutConfig(ep=4), 40),
     Split(4, LayoutConfig(tp=2, ep=2, sequence_parallel=True), 60),
-    Split(4, LayoutConfig(pp=2, ep=2), 40, recompute=RECOMPUTES[3]),
+    Split(4, LayoutConfig(pp=2, ep=2), 40, recompute=RECOMPUTES[2]),
     Split(4, LayoutConfig(cp=2, ep=2), 40, optimizer=OPTIMIZERS[2]),
     Split(8, LayoutConfig(tp=2, pp=2, ep=2, sequence_parallel=True), 60, optimizer=OPTIMIZERS[1]),
 ]

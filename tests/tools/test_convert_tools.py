@@ -39,14 +39,12 @@ def _values(out: Path) -> torch.Tensor:
         return model.eval()(IDS).logits[0, :, 0]
 
 
-def test_a_policy_comes_back_and_computes_what_transformers_does(tmp_path: Path) -> None:
+def test_a_policy_comes_back_to_the_bit(tmp_path: Path) -> None:
     source = write_model(tmp_path / "policy", "qwen3_moe", dtype=torch.bfloat16)
     code, output = called_apart(to_megatron, "--hf", source, "--out", tmp_path / "there", "--shard-size", "1e-4")
     assert code == 0, output
-    assert "log-probs of 64 tokens equal transformers'" in output
     code, output = called_apart(to_hf, "--checkpoint", tmp_path / "there", "--out", tmp_path / "back")
     assert code == 0, output
-    assert "log-probs of 64 tokens equal transformers'" in output
     before, after = read_tensors(source), read_tensors(tmp_path / "back")
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], before[name]) for name in before)
@@ -115,7 +113,7 @@ def flip_weight(folder: Path) -> None:
 def test_a_bit_of_a_runs_state_that_changed_is_not_converted(tmp_path: Path) -> None:
     state, source = tmp_path / "checkpoints" / "step_000010", write_model(tmp_path / "policy", "qwen2")
     run_ranks(1, save_state, source, state)
-    call = (to_hf, "--checkpoint", state, "--no-verify", "--out")
+    call = (to_hf, "--checkpoint", state, "--out")
     assert called_apart(*call, tmp_path / "out")[0] == 0
     before, after = read_tensors(source), read_tensors(tmp_path / "out")
     assert all(torch.equal(after[name], before[name]) for name in before)

@@ -11,11 +11,10 @@ import pytest
 import torch
 from hf_models import write_model, write_tensors
 from ranks import run_ranks
-from safetensors.torch import save_file
 from test_convert import SMALL, Silent
 from torch.distributed.checkpoint.metadata import Metadata
 
-from vapo_megatron.errors import BadInput, RunFailed
+from vapo_megatron.errors import BadInput
 from vapo_megatron.weights.convert import hf_to_megatron, megatron_to_hf
 
 UP = "model.layers.2.mlp.up_proj.weight"
@@ -214,31 +213,4 @@ def test_a_disk_without_room_is_told_of_before_anything_is_written(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(BadInput, match=r"GiB are needed and 0\.0 GiB are free"):
         hf_to_megatron(sound[0], tmp_path / "out", Silent())
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_flipped_bit_is_found_by_the_verification(sound: tuple[Path, Path], tmp_path: Path) -> None:
-    class Flips(Silent):
-        """Changes a written file between writing and verification."""
-
-        def stage(self, name: str, total: int) -> None:
-            if name == "verifying":
-                file = tmp_path / "out.partial" / "model.safetensors"
-                content = bytearray(file.read_bytes())
-                content[-7] ^= 1
-                file.write_bytes(bytes(content))
-
-    with pytest.raises(RunFailed, match="differs from what it was made of"):
-        megatron_to_hf(sound[1], tmp_path / "out", Flips())
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_missing_tensor_is_found_by_the_verification(sound: tuple[Path, Path], tmp_path: Path) -> None:
-    class Swaps(Silent):
-        def stage(self, name: str, total: int) -> None:
-            if name == "verifying":
-                save_file({"other": torch.ones(1)}, tmp_path / "out.partial" / "model.safetensors")
-
-    with pytest.raises(RunFailed, match="in the model or in the files only"):
-        megatron_to_hf(sound[1], tmp_path / "out", Swaps())
     assert not list(tmp_path.iterdir())

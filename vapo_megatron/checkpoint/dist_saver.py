@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, fp8_utils
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase
@@ -42,7 +42,6 @@ from vapo_megatron.config.atomic import sync
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron import dist_optimizer
 from vapo_megatron.megatron.platform import current_platform
-from vapo_megatron.megatron.precision import keeps_fp8, stored_bytes
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.weights.torch_dist import LOAD_ERRORS, load_reason
 
@@ -135,7 +134,7 @@ class ModelSaver:
                 self._strategy = FullyParallelSaveStrategyWrapper(self._planner, ranks, do_cache_distribution=True)
         self._parts = parts
         writer, metadata = self._strategy.async_save(sharded, folder)
-        live = {memory.untyped_storage().data_ptr() for memory in map(_memory, _live_tensors(self._trainable))}
+        live = {tensor.untyped_storage().data_ptr() for tensor in _live_tensors(self._trainable)}
         writer.write_buckets = [
             (path, name, (data, [(item, _copied(tensor, live)) for item, tensor in tensors]))
             for path, name, (data, tensors) in writer.write_buckets or ()
@@ -203,14 +202,9 @@ def _live_tensors(trainable: Trainable) -> list[torch.Tensor]:
     return tensors
 
 
-def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    return stored_bytes(tensor) if keeps_fp8(tensor) else tensor
-
-
 def _copied(tensor: torch.Tensor, live: set[int]) -> torch.Tensor:
-    """The tensor in host memory, where training does not change it; of one kept in FP8 what it stands for."""
-    whole = fp8_utils.dequantize_fp8_tensor(tensor) if keeps_fp8(tensor) else tensor
-    on_host = whole.detach().to("cpu")
+    """The tensor in host memory, where training does not change it."""
+    on_host = tensor.detach().to("cpu")
     return on_host.clone() if on_host.untyped_storage().data_ptr() in live else on_host
 
 

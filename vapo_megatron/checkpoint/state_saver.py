@@ -217,9 +217,9 @@ def bytes_per_weight(dtype: str) -> int:
 def checkpoint_bytes(config: TrainConfig, parameters: Mapping[str, int]) -> int:
     """Bytes of one checkpoint: weights and optimizer of what is trained of actor and critic, counted by name
     (trained_parameters), and weights of a reference that is replaced."""
-    widths = {name: bytes_per_weight(config.trainable(name).dtype(config.model)) for name in parameters}
-    reference = parameters["actor"] * widths["actor"] if config.algorithm.saves_reference else 0
-    return sum(count * (widths[name] + OPTIMIZER_BYTES) for name, count in parameters.items()) + reference
+    width = bytes_per_weight(config.model.dtype)
+    reference = parameters["actor"] * width if config.algorithm.saves_reference else 0
+    return sum(parameters.values()) * (width + OPTIMIZER_BYTES) + reference
 
 
 def trained_parameters(config: TrainConfig, specs: Mapping[str, ModelSpec]) -> dict[str, int]:

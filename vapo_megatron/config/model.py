@@ -96,63 +96,43 @@ class OptimizerSettings(Section):
         return self
 
 
-RecomputeModule = Literal["core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts"]
-
-
 class RecomputeConfig(Section):
     """Activations that are computed again in the backward pass rather than kept."""
 
     granularity: Literal["none", "selective", "full"] = Field(
-        "none", description="selective: the parts of a layer named in modules; full: blocks of whole layers"
-    )
-    modules: tuple[RecomputeModule, ...] = Field(
-        ("core_attn",),
-        min_length=1,
-        description="selective: core_attn, mlp, moe, shared_experts; layernorm and moe_act with Transformer Engine",
+        "none", description="selective: core attention; full: blocks of whole layers"
     )
     layers: int = Field(1, ge=1, description="full: layers of a block, of which the input alone is kept")
 
 
-Fp8Recipe = Literal["none", "tensorwise", "blockwise", "mxfp8"]
+Fp8Recipe = Literal["none", "tensorwise", "blockwise"]
 
 # Bytes of the fp32 logits held at once where the rows are not given.
 _LOGITS_BYTES = 512 << 20
 # Rows of a matrix product that FP8 kernels take at a time: 16 for cuBLAS; as many as share a scale where they do.
-_FP8_ROWS = {"none": 1, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
+_FP8_ROWS = {"none": 1, "tensorwise": 16, "blockwise": 128}
 
 
 class PrecisionConfig(Section):
     """In what a model computes. Heads, loss, gradients' sums and optimizer states are in float32 always."""
 
-    dtype: Literal["float32", "bfloat16"] | None = Field(None, description="the critic's own; none: model.dtype")
     fp8: Fp8Recipe = Field(
-        "none",
-        description="scales of FP8 matrix products: of a tensor (tensorwise), or of blocks (blockwise: Hopper; mxfp8: "
-        "Blackwell)",
+        "none", description="scales of FP8 matrix products: of a tensor (tensorwise), or of blocks (blockwise)"
     )
     bf16_layers: tuple[NonNegativeInt, NonNegativeInt] = Field(
         (0, 0), description="with FP8: layers at the start and at the end that stay in bfloat16"
     )
-    fp8_param_gather: bool = Field(
-        False, description="weights are kept and gathered in FP8; the optimizer keeps them in float32"
-    )
 
     @model_validator(mode="after")
     def _switches_agree(self) -> "PrecisionConfig":
-        if self.fp8 == "none":
-            for key, on in (("bf16_layers", any(self.bf16_layers)), ("fp8_param_gather", self.fp8_param_gather)):
-                if on:
-                    raise ValueError(f"{key}={getattr(self, key)} with fp8=none: choose a recipe, or leave {key} out")
-        if self.fp8 == "mxfp8" and self.fp8_param_gather:
-            raise ValueError("fp8_param_gather with fp8=mxfp8: its scales do not fit Megatron's buffers, leave it out")
-        if self.fp8 != "none" and self.dtype == "float32":
-            raise ValueError(f"fp8={self.fp8} with dtype=float32: FP8 wants bfloat16 beside it, set dtype=bfloat16")
+        if self.fp8 == "none" and any(self.bf16_layers):
+            raise ValueError(f"bf16_layers={self.bf16_layers} with fp8=none: choose a recipe, or leave bf16_layers out")
         return self
 
     @property
     def format(self) -> Literal["hybrid", "e4m3"]:
         """Of FP8 numbers: hybrid has gradients in e5m2."""
-        return "e4m3" if self.fp8 in ("blockwise", "mxfp8") else "hybrid"
+        return "e4m3" if self.fp8 == "blockwise" else "hybrid"
 
     @property
     def rows(self) -> int:
@@ -200,16 +180,6 @@ class TrainableConfig(Section):
     def longest_sample(self) -> int:
         """Tokens of the longest sample that fits a micro-batch on its own, padding included."""
         return self.layout.longest_sample(self.max_tokens_per_microbatch, self.precision.rows)
-
-    def dtype(self, model: "ModelConfig") -> Literal["float32", "bfloat16"]:
-        """What this model computes in, FP8 products aside."""
-        return self.precision.dtype or model.dtype
-
-    @model_validator(mode="after")
-    def _fp8_parameters_are_cut(self) -> "TrainableConfig":
-        if self.precision.fp8_param_gather and not self.optimizer.distributed:
-            raise ValueError("precision.fp8_param_gather needs optimizer.distributed=true: set it, or leave it out")
-        return self
 
 
 class ActorConfig(TrainableConfig):

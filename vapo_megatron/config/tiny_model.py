@@ -49,6 +49,3 @@ DtypeOption = Annotated[
 ShardSizeOption = Annotated[
     float, typer.Option("--shard-size", min=1e-6, max=1024.0, help="GiB of tensors in a file; memory follows it.")
 ]
-VerifyOption = Annotated[
-    bool, typer.Option(help="Read everything back and compare it, and log-probs with transformers' where they fit.")
-]

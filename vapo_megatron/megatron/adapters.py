@@ -106,11 +106,6 @@ def check_adapter(spec: ModelSpec, config: AdapterConfig, section: TrainableConf
                 f"model.adapter.rank={config.rank} is above {narrowest}, the least dimension of {entry.hf[0]} and its "
                 "like: lower it, or leave that layer out of model.adapter.layers"
             )
-    if section.precision.fp8_param_gather:
-        raise BadInput(
-            f"{name}.precision.fp8_param_gather=true with {name}.kind=adapter: frozen weights are not gathered, leave "
-            "it out"
-        )
 
 
 def add_adapters(

@@ -70,7 +70,7 @@ def install_swiglu(model: torch.nn.Module) -> None:
 def transformer_config(spec: ModelSpec, model: ModelConfig, trainable: TrainableConfig) -> TransformerConfig:
     """Megatron's config of a model. Fusions that need a GPU's kernels are off where there is none."""
     layout, recompute = trainable.layout, trainable.recompute
-    dtype = getattr(torch, trainable.dtype(model))
+    dtype = getattr(torch, model.dtype)
     fused = uses_transformer_engine(model.attention, current_platform())
     settings: dict[str, Any] = dict(
         num_layers=spec.num_layers,
@@ -119,7 +119,7 @@ def transformer_config(spec: ModelSpec, model: ModelConfig, trainable: Trainable
     if recompute.granularity == "full":
         settings.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=recompute.layers)
     elif recompute.granularity == "selective":
-        settings.update(recompute_granularity="selective", recompute_modules=list(recompute.modules))
+        settings.update(recompute_granularity="selective", recompute_modules=["core_attn"])
     return TransformerConfig(**settings)
 
 

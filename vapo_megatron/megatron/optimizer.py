@@ -16,7 +16,6 @@ from torch import Tensor
 from vapo_megatron.config.model import OptimizerSettings, TrainableConfig
 from vapo_megatron.megatron.mesh import Mesh
 from vapo_megatron.megatron.platform import Platform, current_platform
-from vapo_megatron.megatron.precision import keeps_fp8
 
 BUCKET_ELEMENTS: int | None = None  # gradients that are summed together; none: Megatron's choice, 40 million and up
 
@@ -33,7 +32,6 @@ def wrap(
         overlap_grad_reduce=overlaps(settings, platform),
         overlap_param_gather=settings.distributed and overlaps(settings, platform),
         bucket_size=BUCKET_ELEMENTS,
-        fp8_param_gather=section.precision.fp8_param_gather,
     )
     wrapped = [
         DistributedDataParallel(
@@ -41,10 +39,8 @@ def wrap(
         )
         for index, chunk in enumerate(chunks)
     ]
-    # A parameter kept in FP8 cannot be sent as it is; every rank has read the same files.
-    if not any(keeps_fp8(parameter) for chunk in chunks for parameter in chunk.parameters()):
-        for chunk in wrapped:
-            chunk.broadcast_params()
+    for chunk in wrapped:
+        chunk.broadcast_params()
     if config.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in wrapped]
         transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]

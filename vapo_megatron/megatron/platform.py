@@ -125,12 +125,6 @@ class Platform:
             torch.cuda.ipc_collect()
         self.empty_cache()
 
-    def free_bytes(self) -> int:
-        """Bytes that a model may still take: of the device, or of the machine."""
-        if self.is_cuda:
-            return int(torch.cuda.mem_get_info()[0])
-        return int(psutil.virtual_memory().available)
-
     def memory_bytes(self) -> int:
         """Bytes that this rank holds now: of the device, or resident on the CPU."""
         if self.is_cuda:

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from megatron.core.fp8_utils import is_float8tensor
 
 from vapo_megatron.config.model import LayoutConfig, ModelConfig, PrecisionConfig, TrainableConfig
 from vapo_megatron.errors import BadInput
@@ -14,7 +13,7 @@ from vapo_megatron.megatron.platform import Platform
 from vapo_megatron.weights.spec import ModelSpec
 
 # Least compute capability of a GPU whose matrix units take a recipe's operands.
-CAPABILITY = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+CAPABILITY = {"tensorwise": (8, 9), "blockwise": (9, 0)}
 # CUDA from which cuBLAS multiplies matrices of blocks with scales of their own.
 BLOCKWISE_CUDA = (12, 9)
 
@@ -25,33 +24,17 @@ def check_trainable(
     """Raises BadInput where kernels, recomputation or precision of a section need what this machine has not."""
     fused = uses_transformer_engine(model.attention, platform)
     check_adapter(spec, model.adapter, section, name)
-    _check_recompute(spec, section, name, fused)
+    _check_recompute(spec, section, name)
     check_precision(spec, model, section, name, platform)
-    if fused and section.dtype(model) == "float32":
+    if fused and model.dtype == "float32":
         raise BadInput(
             f"{name}: dtype float32 with Transformer Engine's layers, whose attention of packed sequences takes 16 "
             "bits: set model.attention=sdpa, or bfloat16"
         )
 
 
-def _check_recompute(spec: ModelSpec, section: TrainableConfig, name: str, fused: bool) -> None:
+def _check_recompute(spec: ModelSpec, section: TrainableConfig, name: str) -> None:
     recompute, layout = section.recompute, section.layout
-    if recompute.granularity == "selective":
-        for module in recompute.modules:
-            key = f"{name}.recompute.modules={module}"
-            if module in ("layernorm", "moe_act") and not fused:
-                raise BadInput(f"{key} needs Transformer Engine's layers, which are not used here: leave it out")
-            if module in ("moe", "moe_act") and not spec.num_experts:
-                raise BadInput(f"{key}: a {spec.family} model has no experts, leave it out")
-            if module == "moe" and section.precision.fp8 != "none":
-                raise BadInput(
-                    f"{key} with {name}.precision.fp8={section.precision.fp8}: Megatron asks its global state for it, "
-                    "of which there is none here: name moe_act, or set granularity=full"
-                )
-            if module == "mlp" and spec.num_experts and not spec.dense_layers:
-                raise BadInput(f"{key}: all layers of a {spec.family} model have experts instead, name moe")
-            if module == "shared_experts" and not spec.shared_ffn_size:
-                raise BadInput(f"{key}: a {spec.family} model has no shared experts, leave it out")
     if recompute.granularity == "full":
         layers = spec.num_layers // (layout.pp * (layout.vpp or 1))
         key = f"{name}.recompute.layers={recompute.layers}"
@@ -65,13 +48,8 @@ def check_precision(
     spec: ModelSpec, model: ModelConfig, section: TrainableConfig, name: str, platform: Platform
 ) -> None:
     """Raises BadInput where a model cannot compute as its section asks; name is the config section."""
-    precision, dtype = section.precision, section.dtype(model)
+    precision = section.precision
     key = f"{name}.precision.fp8={precision.fp8}"
-    if name == "actor" and dtype != model.dtype:
-        raise BadInput(
-            f"actor.precision.dtype={dtype} is not model.dtype={model.dtype}, which its engines compute in: leave it "
-            "out, or set model.dtype"
-        )
     if precision.fp8 == "none":
         return
     if not platform.is_cuda:
@@ -95,8 +73,8 @@ def check_precision(
             f"{key} needs a torch built for CUDA {BLOCKWISE_CUDA[0]}.{BLOCKWISE_CUDA[1]} or later, this one is for "
             f"{platform.cuda_version[0]}.{platform.cuda_version[1]}: install such a one, or choose tensorwise"
         )
-    if dtype != "bfloat16":
-        raise BadInput(f"{key} with dtype {dtype}: FP8 wants bfloat16 beside it, set model.dtype=bfloat16")
+    if model.dtype != "bfloat16":
+        raise BadInput(f"{key} with dtype {model.dtype}: FP8 wants bfloat16 beside it, set model.dtype=bfloat16")
     _check_layers(spec.num_layers // section.layout.pp, precision, name)
     _check_shapes(spec, section.layout, precision, key)
 
@@ -110,7 +88,6 @@ def _check_layers(layers: int, precision: PrecisionConfig, name: str) -> None:
 
 
 def _check_shapes(spec: ModelSpec, layout: LayoutConfig, precision: PrecisionConfig, key: str) -> None:
-    multiple = 32 if precision.fp8 == "mxfp8" else 16
     if precision.fp8 == "blockwise" and layout.sequence_parallel and spec.hidden_size % 128:
         raise BadInput(
             f"{key} with layout.sequence_parallel=true: the model's hidden size, {spec.hidden_size}, is no multiple of "
@@ -123,10 +100,8 @@ def _check_shapes(spec: ModelSpec, layout: LayoutConfig, precision: PrecisionCon
         *(("MLP columns a rank", size // layout.tp) for size in spec.mlp_sizes),
         *([("expert columns", spec.expert_ffn_size)] if spec.num_experts else []),
     ):
-        if size % multiple:
-            raise BadInput(
-                f"{key}: the model's {part}, {size}, are no multiple of {multiple}: set fp8=none, or lower tp"
-            )
+        if size % 16:
+            raise BadInput(f"{key}: the model's {part}, {size}, are no multiple of 16: set fp8=none, or lower tp")
 
 
 def fp8_settings(precision: PrecisionConfig) -> dict[str, Any]:
@@ -136,43 +111,17 @@ def fp8_settings(precision: PrecisionConfig) -> dict[str, Any]:
     return dict(
         fp8=precision.format,
         fp8_recipe=precision.fp8,
-        fp8_param=precision.fp8_param_gather,
         first_last_layers_bf16=any(precision.bf16_layers),
         num_layers_at_start_in_bf16=precision.bf16_layers[0],
         num_layers_at_end_in_bf16=precision.bf16_layers[1],
     )
 
 
-def keeps_fp8(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is kept in FP8 (precision.fp8_param_gather)."""
-    return bool(is_float8tensor(parameter))
-
-
-def stored_bytes(parameter: torch.Tensor) -> torch.Tensor:
-    """The uint8 tensor that holds a parameter kept in FP8, which itself has no memory."""
-    blocks = getattr(parameter, "_rowwise_data", None)
-    data: torch.Tensor = parameter._data if blocks is None else blocks  # type: ignore[attr-defined]
-    return data
-
-
 def drop_fp8_copies(chunks: Iterable[torch.nn.Module]) -> None:
-    """Free what Transformer Engine has made of weights and makes again in the next forward pass: FP8 copies of a step's
-    weights, which its layers keep from the first micro-batch on, and transposes of parameters kept in FP8. The
-    optimizer leaves the latter as they were before its step, and a gather that is asked for (start_param_sync with
-    force_sync) does not bring them up to date: backward passes would go through the weights of an earlier step."""
+    """Free the FP8 copies of a step's weights, which Transformer Engine's layers keep from the first micro-batch on and
+    make again in the next forward pass."""
     for chunk in chunks:
         for module in chunk.modules():
             copies = getattr(module, "_fp8_workspaces", None)
             if isinstance(copies, dict):
                 copies.clear()
-        for parameter in chunk.parameters():
-            if keeps_fp8(parameter):
-                parameter.update_usage(rowwise_usage=True, columnwise_usage=False)  # type: ignore[attr-defined]
-
-
-def forget_exact_values(chunks: Iterable[torch.nn.Module]) -> None:
-    """Free the host's copies of what parameters kept in FP8 were before, where no optimizer took them and did so."""
-    for chunk in chunks:
-        for parameter in chunk.parameters():
-            if hasattr(parameter, "clear_high_precision_init_val"):
-                parameter.clear_high_precision_init_val()

@@ -24,13 +24,7 @@ from vapo_megatron.megatron.model import build_model, transformer_config
 from vapo_megatron.megatron.offload import PARTS, Footprint, Offloader, Part, SharedWeights, bytes_of, distinct_storages
 from vapo_megatron.megatron.optimizer import GuardedStep, make_optimizer, optimizer_tensors, sum_model_grads, wrap
 from vapo_megatron.megatron.platform import current_platform
-from vapo_megatron.megatron.precision import (
-    check_trainable,
-    drop_fp8_copies,
-    forget_exact_values,
-    keeps_fp8,
-    stored_bytes,
-)
+from vapo_megatron.megatron.precision import check_trainable, drop_fp8_copies
 from vapo_megatron.megatron.schedule import Schedule
 from vapo_megatron.megatron.token_loss import (
     MetricTotals,
@@ -70,7 +64,7 @@ class Trainable:
         check_model_layout(spec, config.layout, name)
         check_trainable(spec, model, config, name, current_platform())
         self.spec, self.config, self.mesh, self.head, self.name = spec, config, mesh, head, name
-        self.temperature, self.dtype = temperature, getattr(torch, config.dtype(model))
+        self.temperature, self.dtype = temperature, getattr(torch, model.dtype)
         tensor_parallel.model_parallel_cuda_manual_seed(
             seed, force_reset_rng=True, tp_rank=mesh.tp_rank, ep_rank=mesh.ep_rank, etp_rank=0
         )
@@ -130,13 +124,11 @@ class Trainable:
         self.scheduler.step(0)
         self.transformer.grad_scale_func = self._optimizer.scale_loss
         self.transformer.finalize_model_grads_func = sum_model_grads
-        forget_exact_values(self._chunks)
 
     def freeze(self) -> None:
         """Never train this model: no gradients, no optimizer."""
         for chunk in self._chunks:
             chunk.requires_grad_(False)
-        forget_exact_values(self._chunks)
 
     @property
     def chunks(self) -> list[Any]:
@@ -208,8 +200,7 @@ class Trainable:
         if part == "weights":
             yield from (b.param_data for b in buffers if b.param_data is not None)
             for chunk in self._chunks:
-                parameters = (p for p in chunk.parameters() if self.base is None or p not in self.base)
-                yield from (stored_bytes(p) if keeps_fp8(p) else p.data for p in parameters)
+                yield from (p.data for p in chunk.parameters() if self.base is None or p not in self.base)
         elif part == "gradients":
             yield from (b.grad_data for b in buffers)
         elif self._optimizer is not None:

@@ -1,6 +1,6 @@
 """Between Hugging Face directories and torch_dist checkpoints, in streams: memory of one file, not of the model.
 
-The output has its name only once it is whole and equals what it was made from: every name, every shape, every bit.
+Names, shapes and dtypes are checked before anything is written; the output has its name only once it is whole.
 """
 
 import shutil
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.config.atomic import cannot_write
-from vapo_megatron.errors import BadInput, RunFailed
+from vapo_megatron.errors import BadInput
 from vapo_megatron.weights.bucket import batches
 from vapo_megatron.weights.hf_files import HFTensors
 from vapo_megatron.weights.hf_writer import carried_files, exported_config, hf_writer, new_directory
@@ -25,9 +25,6 @@ from vapo_megatron.weights.rules import Vocabulary
 from vapo_megatron.weights.spec import Head, ModelSpec, read_spec
 from vapo_megatron.weights.torch_dist import CONTENT_METADATA, OPTIMIZER_PREFIX, read_model_card, write_model_card
 from vapo_megatron.weights.torch_dist_files import Digests, LazyTensor, PartReader, place_of, places, write_parts
-
-Check = Callable[[Path], None]
-"""Looks at the finished directory before it gets its name; raises where something is wrong."""
 
 Advance = Callable[[int], None]
 BeginStage = Callable[[str, int], Advance]
@@ -60,8 +57,6 @@ def hf_to_megatron(
     value_outputs: int = 1,
     dtype: torch.dtype | None = None,
     shard_bytes: int = 2 << 30,
-    verify: bool = True,
-    check: Check | None = None,
 ) -> Converted:
     """Write a torch_dist checkpoint, with its model card, that loads at any layout.
 
@@ -73,12 +68,9 @@ def hf_to_megatron(
         head, value_outputs: of the checkpoint, see ModelSpec.
         dtype: of the checkpoint; None keeps each tensor's.
         shard_bytes: bound on a file's tensors, and so on memory; a larger parameter has a file of its own.
-        verify: read everything back and compare it, bit by bit.
-        check: a further look at the result.
 
     Raises:
         BadInput: hf_dir cannot be used, out exists or cannot be written. Nothing is left.
-        RunFailed: the verification found a difference. Nothing is left.
     """
     spec = read_spec(hf_dir, value_outputs=value_outputs)
     source = HFSource(hf_dir, spec, head, dtype)
@@ -101,10 +93,6 @@ def hf_to_megatron(
         except RuntimeError as error:
             raise cannot_write(out, error) from None
         write_model_card(folder, spec, head, hf_dir, str(source.dtype(model[0])).removeprefix("torch."))
-        if verify:
-            compare_with_hf(PartReader(folder), source, progress("verifying", total))
-        if check is not None:
-            check(folder)
     return Converted(spec.parameter_count(head), total, len(parts), source.left_out)
 
 
@@ -115,8 +103,6 @@ def megatron_to_hf(
     *,
     dtype: torch.dtype | None = None,
     shard_bytes: int = 2 << 30,
-    verify: bool = True,
-    check: Check | None = None,
     digests: Digests | None = None,
 ) -> Converted:
     """Write a Hugging Face directory that transformers and SGLang load, from a checkpoint saved at any layout.
@@ -137,17 +123,10 @@ def megatron_to_hf(
     def dtype_of(entry: Entry) -> torch.dtype:
         return entry.rule.cast(dtype, reader.dtype(place_of(entry, spec).key))
 
-    def verified(folder: Path) -> None:
-        if verify:
-            compare_with_checkpoint(folder, reader, spec, head, dtype, progress("verifying", total))
-        if check is not None:
-            check(folder)
-
     model = entries(spec, head)
     total = sum(entry.rule.count(spec) * dtype_of(entry).itemsize for entry in model)
     exported = exported_config(config, spec, head, dtype_of(model[0]))
-    files = hf_writer(out, exported, card.hf_dir, carried_files(head), shard_bytes, replace=False, check=verified)
-    with files as writer:
+    with hf_writer(out, exported, card.hf_dir, carried_files(head), shard_bytes, replace=False) as writer:
         _check_space(out, total)
         advance = progress("writing", total)
         for entry in model:
@@ -198,21 +177,12 @@ class HFSource:
         return _DTYPES[self._tensors[self._names[name]].dtype]
 
     def dtype(self, entry: Entry) -> torch.dtype:
-        """Of what parameter() and tensors() give."""
+        """Of what parameter() gives."""
         return self._dtypes[place_of(entry, self.spec).key]
 
     def nbytes(self, entry: Entry) -> int:
         """Bytes of a parameter."""
         return entry.rule.count(self.spec) * self.dtype(entry).itemsize
-
-    def tensors(self, entry: Entry) -> list[Tensor]:
-        """The entry's Hugging Face tensors, whole. A new head's are zeros."""
-        shapes = entry.rule.hf_shapes(self.spec)
-        tensors = []
-        for name, shape in zip(entry.hf, shapes, strict=True):
-            tensor = self._tensors[self._names[name]][:] if name in self._names else torch.zeros(shape)
-            tensors.append(tensor.to(self.dtype(entry)))
-        return tensors
 
     def parameter(self, entry: Entry) -> Tensor:
         """The entry's Megatron parameter, whole."""
@@ -249,45 +219,3 @@ def check_saved_model(reader: PartReader, spec: ModelSpec, head: Head) -> None:
                 f"{reader.folder}: key {key} has shape {list(shape)}, expected {list(full)} by model.json; the two do "
                 "not belong together"
             )
-
-
-def compare_with_hf(reader: PartReader, source: "HFSource", advance: Advance) -> None:
-    """Raises RunFailed where a checkpoint is not, bit by bit, what its Hugging Face directory has."""
-    spec = source.spec
-    check_saved_model(reader, spec, source.head)
-    for entry in entries(spec, source.head):
-        tensors = entry.rule.to_hf([reader.read(place_of(entry, spec))], spec)
-        for name, saved, original in zip(entry.hf, tensors, source.tensors(entry), strict=True):
-            _same(name, saved, original)
-            advance(original.numel() * original.element_size())
-
-
-def compare_with_checkpoint(
-    hf_dir: Path, reader: PartReader, spec: ModelSpec, head: Head, dtype: torch.dtype | None, advance: Advance
-) -> None:
-    """Raises RunFailed where a Hugging Face directory is not, bit by bit, what its checkpoint has (in dtype)."""
-    tensors = HFTensors(hf_dir)
-    expected = {name for entry in entries(spec, head) for name in entry.hf}
-    if tensors.names != expected:
-        raise RunFailed(
-            f"{hf_dir}: tensors {sorted(tensors.names ^ expected)[:3]} are in the model or in the files only"
-        )
-    for entry in entries(spec, head):
-        saved = reader.read(place_of(entry, spec))
-        written = entry.rule.to_shard([tensors[name] for name in entry.hf], spec, 0, 1)
-        _same(entry.hf[0], written, saved.to(entry.rule.cast(dtype, saved.dtype)))
-        advance(written.numel() * written.element_size())
-
-
-def _same(name: str, written: Tensor, original: Tensor) -> None:
-    same = written.dtype == original.dtype and written.shape == original.shape
-    if not same or not torch.equal(_bits(written), _bits(original)):
-        raise RunFailed(
-            f"tensor {name}: what was written ({written.dtype}, {list(written.shape)}) differs from what it was made "
-            f"of ({original.dtype}, {list(original.shape)}); nothing was kept: check the disk and convert again"
-        )
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """As bytes, in which a NaN equals itself."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import fp8_utils
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -96,11 +95,9 @@ class ShardReader:
     device: torch.device
 
     def shard(self, entry: Entry) -> Tensor:
-        """This rank's shard of an entry, in floating point: of a parameter kept in FP8 what it stands for, of an
-        adapted one the sum with its adapter."""
+        """This rank's shard of an entry; of an adapted one the sum with its adapter."""
         parameter, adapter = self.local[entry].detach(), self.adapters.get(self.local[entry])
-        exact = fp8_utils.dequantize_fp8_tensor(parameter) if fp8_utils.is_float8tensor(parameter) else parameter
-        return exact if adapter is None else adapter.merged(exact)
+        return parameter if adapter is None else adapter.merged(parameter)
 
     @property
     def group(self) -> Any:

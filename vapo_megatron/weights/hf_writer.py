@@ -4,7 +4,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -121,12 +121,10 @@ def hf_writer(
     carried: tuple[str, ...],
     max_shard_bytes: int = MAX_SHARD_BYTES,
     replace: bool = True,
-    check: Callable[[Path], None] = lambda folder: None,
 ) -> Iterator[_Shards]:
     """Something to add() tensors to; on leaving they are a model directory, in place of one that is there. config:
-    content of config.json. carried: names that are copied from source_dir where they are there. check: a look at the
-    finished folder before it gets its name. replace: see new_directory. Raises BadInput: the file system refuses, or
-    out_dir holds something that is not a model."""
+    content of config.json. carried: names that are copied from source_dir where they are there. replace: see
+    new_directory. Raises BadInput: the file system refuses, or out_dir holds something that is not a model."""
     if replace:
         check_replaceable(out_dir)
     with new_directory(out_dir, replace) as folder:
@@ -135,7 +133,6 @@ def hf_writer(
         shards.finish()
         write_json(folder / CONFIG, config)
         copy_carried(source_dir, folder, carried)
-        check(folder)
 
 
 def carried_files(head: Head) -> tuple[str, ...]:

@@ -56,7 +56,7 @@ def load_hf(
     names = checked_names(tensors, spec, head, value_head)
     for entry, parameter in local_parameters(chunks, spec, head, mesh.tp_size):
         if entry.hf[0] not in names:
-            _fill(parameter, new_head(entry, spec, head_init_std, seed))
+            parameter.copy_(new_head(entry, spec, head_init_std, seed))
             continue
         sources = [tensors[names[name]] for name in entry.hf]
         value = entry.rule.to_shard(sources, spec, mesh.tp_rank, mesh.tp_size)
@@ -65,15 +65,7 @@ def load_hf(
                 f"{hf_dir}: tensor {' or '.join(names[name] for name in entry.hf)} holds NaN or infinity: it cannot be "
                 "trained, give another model"
             )
-        _fill(parameter, value)
-
-
-def _fill(parameter: Tensor, value: Tensor) -> None:
-    """Put values into a parameter. To one kept in FP8 Transformer Engine attaches the exact values that it was made
-    with, from which Megatron's optimizer starts: they have to become the loaded ones."""
-    parameter.copy_(value)
-    if hasattr(parameter, "_high_precision_init_val"):
-        parameter._high_precision_init_val = value.to("cpu", parameter.dtype)
+        parameter.copy_(value)
 
 
 def check_weights(hf_dir: Path, spec: ModelSpec, head: Head, *, value_head: Literal["new", "saved"] = "new") -> None:

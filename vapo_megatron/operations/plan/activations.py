@@ -92,19 +92,7 @@ class Activations:
         """Bytes per token of a layer under none or selective."""
         if self.recompute.granularity == "none":
             return self.layer()
-        modules = set(self.recompute.modules)
-        kept = self._norms() + self._attention(inputs_only="core_attn" in modules)
-        if "layernorm" in modules:
-            kept -= 2 * self._hidden * self.width
-        if not {"mlp", "moe"} & modules:
-            kept += self._mlp()
-            if "moe_act" in modules:
-                kept -= self._expert_products()
-        return kept
-
-    def _expert_products(self) -> float:
-        routed = self.spec.experts_per_token * EXPERT_IMBALANCE / self._cut
-        return routed * self.spec.expert_ffn_size * self.width
+        return self._norms() + self._attention(inputs_only=True) + self._mlp()
 
     def kept(self, tokens: float, stage: int, step_tokens: float) -> float:
         """Bytes that forward passes keep for backward at the fullest moment of a pipeline stage's schedule.

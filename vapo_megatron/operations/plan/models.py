@@ -183,11 +183,10 @@ class PlannedModel:
         return self.width + (0 if self.name == "reference" else OPTIMIZER_BYTES)
 
     def _bytes_a_weight(self) -> float:
-        precision = self.config.precision
-        if precision.fp8 == "none":
+        if self.config.precision.fp8 == "none":
             return float(self.width)
         # Transformer Engine keeps each matrix in FP8 by rows and by columns, over the micro-batches of a step.
-        return 2.0 + (0.0 if precision.fp8_param_gather else self.width)
+        return 2.0 + self.width
 
 
 @dataclass(frozen=True)
@@ -232,7 +231,7 @@ def saved_models(config: TrainConfig, models: dict[str, PlannedModel]) -> dict[s
 def _model(
     name: str, spec: ModelSpec, head: Head, section: TrainableConfig, config: TrainConfig, world: int
 ) -> PlannedModel:
-    width = 4 if section.dtype(config.model) == "float32" else 2
+    width = 4 if config.model.dtype == "float32" else 2
     adapter = config.model.adapter if section.kind == "adapter" else None
     fused, shares = config.model.attention != "sdpa", name == "critic" and config.shares_base
     model = PlannedModel(name, spec, head, section, world, width, fused, adapter, shares)

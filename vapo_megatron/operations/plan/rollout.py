@@ -171,22 +171,12 @@ BACKWARD = {"linear": 2.0, "attention": 2.5, "head": 3.0}
 
 def training_flops(spec: ModelSpec, forward: Flops, layout: LayoutConfig, recompute: RecomputeConfig) -> Flops:
     """Operations of forward and backward pass, what is computed again included."""
-    linear, attention = _computed_again(spec, layout, recompute)
+    linear, attention = recompute.granularity == "full", recompute.granularity != "none"  # computed again
     return Flops(
         forward.linear * (1 + BACKWARD["linear"] + linear),
         forward.attention * (1 + BACKWARD["attention"] + attention),
         forward.head * (1 + BACKWARD["head"]),
     )
-
-
-def _computed_again(spec: ModelSpec, layout: LayoutConfig, recompute: RecomputeConfig) -> tuple[float, float]:
-    """Shares of the layers' linear operations and of attention that backward computes again."""
-    if recompute.granularity == "none":
-        return 0.0, 0.0
-    if recompute.granularity == "full":
-        return 1.0, 1.0
-    linear = mlp_share(spec) if {"mlp", "moe"} & set(recompute.modules) else 0.0
-    return linear, 1.0 if "core_attn" in recompute.modules else 0.0
 
 
 def mlp_share(spec: ModelSpec) -> float:
