@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from hf_models import CLASSES, megatron, read_tensors, write_model
+from megatron.core import dist_checkpointing
 from ranks import run_ranks
 from safetensors.torch import save_file
 from trainables import make_trainable
@@ -22,7 +23,7 @@ from vapo_megatron.errors import BadInput
 from vapo_megatron.weights.convert import hf_to_megatron, megatron_to_hf
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.spec import read_spec
-from vapo_megatron.weights.torch_dist import load_model, read_model_card, write_model_card
+from vapo_megatron.weights.torch_dist import model_state, put_model_state, read_model_card, write_model_card
 from vapo_megatron.weights.torch_dist_files import PartReader
 
 SMALL = 40_000  # bytes of a file: several files a model
@@ -100,7 +101,7 @@ def equal_when_loaded(layout: LayoutConfig, pairs: list[tuple[Path, Path]]) -> l
         expected, mesh = megatron(spec, layout, "lm", spec.dtype)
         load_hf(expected, spec, source, mesh, "lm")
         found, _ = megatron(spec, layout, "lm", spec.dtype)
-        load_model(found, checkpoint)
+        put_model_state(found, dist_checkpointing.load(model_state(found), str(checkpoint)))
         for a, b in zip(expected, found, strict=True):
             pairs_ = zip(a.named_parameters(), b.parameters(), strict=True)
             wrong += [f"{source.name} {name}" for (name, x), y in pairs_ if not torch.equal(x, y)]

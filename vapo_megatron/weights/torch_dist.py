@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.transformer.module import MegatronModule
 from pydantic import TypeAdapter, ValidationError
@@ -139,18 +139,6 @@ def put_model_state(chunks: Sequence[Module], state: dict[str, Any]) -> None:
         wrong = [key for key in (*missing, *unexpected) if not _is_extra(key)]
         if wrong:
             raise RunFailed(f"Megatron parameter {wrong[0]}: in the checkpoint or in the model, expected in both")
-
-
-def load_model(chunks: Sequence[Module], folder: Path) -> None:
-    """Fill every parameter of a model from a saved one, whatever layout that was saved at. Collective over all ranks.
-    Raises BadInput where the folder is no torch_dist checkpoint, lacks a parameter, or has it in another shape."""
-    try:
-        state = dist_checkpointing.load(model_state(chunks), str(folder))
-    except LOAD_ERRORS as error:
-        raise BadInput(
-            f"{folder}: cannot be loaded into this model ({load_reason(error)}); is it a model of this shape?"
-        ) from None
-    put_model_state(chunks, state)
 
 
 def load_reason(error: BaseException) -> str:
