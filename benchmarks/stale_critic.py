@@ -25,8 +25,8 @@ from torch import Tensor
 
 from benchmarks.token_mdp import LONGEST, STATES, WORDS, Responses, TokenMdp
 from vapo_megatron.algorithms.gae import length_adaptive_lambda
-from vapo_megatron.algorithms.importance import corrected_gae, inside, log_ratio_at, mis, tis, whole_responses
-from vapo_megatron.algorithms.segments import segment_sum, to_tokens
+from vapo_megatron.algorithms.importance import corrected_gae, mis, tis
+from vapo_megatron.algorithms.segments import segment_mean, segment_sum, to_tokens
 from vapo_megatron.config.atomic import atomic_write
 
 AGES = (0, 1, 2, 4, 8, 16)
@@ -71,19 +71,20 @@ def by_blocks(size: int) -> Weights:
 
     def weigh(log_ratio: Tensor, cu_seqlens: Tensor) -> Tensor:
         blocks = block_bounds(cu_seqlens, size)
-        return tis(log_ratio_at("geometric", log_ratio, torch.zeros_like(log_ratio), blocks), 1.0)
+        return tis(to_tokens(segment_mean(log_ratio, blocks), blocks), 1.0)
 
     return weigh
 
 
 def near_responses(log_ratio: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Responses whose whole ratio is within a factor of two."""
-    return inside(log_ratio_at("sequence", log_ratio, torch.zeros_like(log_ratio), cu_seqlens), 0.5, 2.0)
+    return mis(to_tokens(segment_sum(log_ratio, cu_seqlens), cu_seqlens), 0.5, 2.0) > 0
 
 
 def near_tokens(log_ratio: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Responses without a token whose ratio is off by more than a factor of two."""
-    return whole_responses(inside(log_ratio, 0.5, 2.0), cu_seqlens)
+    outside = mis(log_ratio, 0.5, 2.0) == 0
+    return to_tokens(segment_sum(outside.long(), cu_seqlens) == 0, cu_seqlens)
 
 
 WAYS = {
@@ -164,7 +165,7 @@ def drift(found: Responses, log_ratio: Tensor, critic: Tensor, truth: Tensor) ->
     whole = segment_sum(log_ratio, found.cu_seqlens)
     return {
         "KL per token": -float(log_ratio.mean()),
-        "outside 0.8-1.28": 1 - float(inside(log_ratio, 0.8, 1.28).float().mean()),
+        "outside 0.8-1.28": float((mis(log_ratio, 0.8, 1.28) == 0).float().mean()),
         "std of a response's log ratio": float(whole.std()),
         "trace lost per token": -float(tis(log_ratio, 1.0).log().mean()),
         "V of old policy off by": float((critic - truth).flatten()[found.cells].square().mean().sqrt()),

@@ -18,7 +18,6 @@ from vapo_megatron.algorithms.critic_probes import (
     Probes,
     bootstrap_weights,
     conclusion_of,
-    cross_fit,
     figures,
     horizon_figures,
     lambda_returns,
@@ -188,11 +187,7 @@ def judged(found: Walks, seed: int = 0) -> str:
 def test_the_conclusion_names_what_is_worth_its_place() -> None:
     assert judged(probe(5, 64, critic=TRUTH)) == "critic"
     assert judged(probe(5, 64, critic=torch.zeros(ENDS + 1, dtype=torch.float64))) == "group"
-    # It knows how the response went on, and nothing of how hard the prompt is: that is what siblings know.
     found = probe(5, 64)
-    starts = found.states.view(-1, len(PLACES))[:, :1].expand(-1, len(PLACES)).flatten()
-    apart = found.probes._replace(values=TRUTH[found.states] - TRUTH[starts])
-    assert judged(found._replace(probes=apart)) == "residual"
     noise = torch.where(torch.rand(found.probes.returns.shape, generator=torch.Generator().manual_seed(1)) < 0.5, 1, -1)
     blind = found.probes._replace(returns=noise.double(), siblings=torch.zeros_like(found.probes.siblings))
     assert judged(found._replace(probes=blind)) in ("nothing", "undecided")
@@ -247,7 +242,6 @@ def test_every_figure_is_what_it_says() -> None:
             return 1 - (variance(truth - predicted) - chance) / whole  # noqa: B023
 
         critic, group, position = map(explains, (values, probes.siblings, position_table(probes)))
-        fitted = [explains(cross_fit(probes, *x)) for x in ((values,), (probes.siblings,), (values, probes.siblings))]
         expected = {
             "knowable": whole / statistics.pvariance(probes.returns[drawn].flatten().tolist()),
             "correlation": both / math.sqrt(spread * whole),
@@ -258,11 +252,7 @@ def test_every_figure_is_what_it_says() -> None:
             "explained_critic": critic,
             "explained_group": group,
             "explained_position": position,
-            "explained_critic_fitted": fitted[0],
-            "explained_group_fitted": fitted[1],
-            "explained_both_fitted": fitted[2],
             "gain": critic - max(0, group, position),
-            "residual_gain": fitted[2] - max(fitted[:2]),
         }
         for place in range(3):
             there = [i for i in drawn if i % 3 == place]
@@ -278,23 +268,6 @@ def test_figures_of_values_or_returns_that_are_all_equal() -> None:
     still = figures(probes._replace(returns=torch.zeros(14, 3)), torch.ones(1, 14))
     assert [float(still[name]) for name in ("knowable", "correlation")] == [0, 0]
     assert still["explained_critic"].isnan().all()
-
-
-def test_lines_are_fitted_on_the_prompts_of_other_folds() -> None:
-    probes = some_probes(states=23, prompts=11)
-    found = cross_fit(probes, probes.values, probes.siblings)
-    for i in range(23):
-        others = [j for j in range(23) if int(probes.prompts[j]) % 5 != int(probes.prompts[i]) % 5]
-        columns = torch.stack((torch.ones(23), probes.values, probes.siblings), 1)
-        line = torch.linalg.lstsq(columns[others], probes.truth[others, None]).solution[:, 0]
-        assert float(found[i]) == pytest.approx(float(columns[i] @ line))
-    alone = probes._replace(prompts=torch.zeros(23, dtype=torch.int64))
-    line = statistics.linear_regression(alone.values.tolist(), alone.truth.tolist())
-    expected = [line.intercept + line.slope * x for x in alone.values.tolist()]
-    assert cross_fit(alone, alone.values).tolist() == pytest.approx(expected), "one fold has itself alone"
-    flat = cross_fit(probes, torch.full((23,), 0.5))
-    others = probes.prompts % 5 != probes.prompts[0] % 5
-    assert float(flat[0]) == pytest.approx(float(probes.truth[others].mean())), "a constant predicts the mean"
 
 
 def test_the_table_by_position_knows_other_prompts_alone() -> None:
@@ -316,7 +289,6 @@ SOUND = {
     "explained_group": (0.4, 0.5),
     "explained_position": (0.1, 0.2),
     "gain": (0.1, 0.2),
-    "residual_gain": (0.0, 0.01),
     "calibration_slope": (0.9, 1.1),
     "correlation": (0.8, 0.9),
 }
@@ -326,8 +298,6 @@ SOUND = {
     ("changes", "choice"),
     [
         ({}, "critic"),
-        ({"residual_gain": (0.02, 0.1)}, "critic"),
-        ({"residual_gain": (0.03, 0.1)}, "residual"),
         ({"gain": (0.0, 0.1)}, "undecided"),
         ({"gain": (-0.1, -0.001)}, "group"),
         ({"gain": (-0.019, 0.019)}, "group"),  # neither is better by anything worth having
@@ -335,7 +305,7 @@ SOUND = {
         ({"gain": (-0.019, 0.02)}, "undecided"),
         ({"gain": (-0.1, 0.1), "explained_critic": (-0.5, 0.0)}, "group"),
         ({"gain": (-0.1, 0.1), "explained_critic": (-0.5, 0.01)}, "undecided"),
-        ({"knowable": (0.0, 0.049), "residual_gain": (0.03, 0.1)}, "nothing"),
+        ({"knowable": (0.0, 0.049)}, "nothing"),
         ({"knowable": (-0.1, 0.05)}, "undecided"),
         ({"knowable": (0.001, 0.049)}, "critic"),
     ],

@@ -1,7 +1,5 @@
 """Off-policy corrections against loops and the papers' sums, and what must hold of them whatever the numbers."""
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
@@ -213,17 +211,6 @@ def test_corrections_beyond_all_measure_stay_finite() -> None:
     for sign in (1, -1):
         _, targets = corrected_gae(sign * huge, torch.zeros(2), bounds([2]), 1.0, 1.0, ones, ones)
         assert targets.tolist() == [sign * torch.finfo(torch.float32).max, float(sign * huge[1])]
-
-
-def test_rejection_of_responses_joins_truncation() -> None:
-    log_ratio = torch.tensor([0.1, 0.9, -3.0, 0.1, 0.2])
-    cu_seqlens = bounds([3, 2])
-    accepted = importance.inside(log_ratio, 0.5, 2.0)
-    assert accepted.tolist() == [True, False, False, True, True]
-    assert importance.whole_responses(accepted, cu_seqlens).tolist() == [False] * 3 + [True] * 2
-    mean = importance.log_ratio_at("geometric", log_ratio, torch.zeros(5), cu_seqlens)
-    weights = importance.tis(log_ratio, 1.15) * importance.inside(mean, 0.55, 1.5)
-    assert weights.tolist() == pytest.approx([0.0, 0.0, 0.0, math.exp(0.1), 1.15])
 
 
 @pytest.mark.parametrize(

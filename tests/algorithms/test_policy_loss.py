@@ -48,7 +48,7 @@ def test_the_widest_and_the_narrowest_bounds() -> None:
     old, advantages = torch.zeros(2), torch.tensor([1.0, -1.0])
     logprobs = log_of([2.0, 0.01])
     assert loss.ppo_clip(logprobs, old, advantages, 1.0, 0.0, 1.01).tolist() == pytest.approx([-1.0, 0.01])
-    assert importance.inside(old, 1.0, 1.0).all()
+    assert importance.mis(old, 1.0, 1.0).all()
     assert not loss.sao(old, old, advantages, 0.0, 0.5).any() and not loss.sao(old, old, advantages, 0.5, 0.0).any()
 
 
@@ -228,14 +228,6 @@ def test_kl_estimators_average_to_the_divergence() -> None:
     (exact,) = torch.autograd.grad((pi * (pi.log() - q.log())).sum(), logits, retain_graph=True)
     (of_k2,) = torch.autograd.grad((pi.detach() * kl.k2(pi.log(), q.log())).sum(), logits)
     torch.testing.assert_close(of_k2, exact)
-
-
-def test_importance_weights_by_level() -> None:
-    cu_seqlens = torch.tensor([0, 2, 3])
-    train, rollout = log_of([0.5, 0.25, 0.9]), log_of([0.25, 0.125, 0.3])
-    ratios = {"token": [2, 2, 3], "sequence": [4, 4, 3], "geometric": [2, 2, 3]}
-    for level, expected in ratios.items():
-        assert importance.log_ratio_at(level, train, rollout, cu_seqlens).exp().tolist() == pytest.approx(expected)
 
 
 def test_truncated_and_masked_importance_weights() -> None:

@@ -5,9 +5,16 @@ from itertools import pairwise
 import pytest
 import torch
 
-from benchmarks.stale_critic import WAYS, block_bounds, estimate, interval, log_ratios, squared_bias_and_variance
+from benchmarks.stale_critic import (
+    WAYS,
+    block_bounds,
+    by_blocks,
+    estimate,
+    interval,
+    log_ratios,
+    squared_bias_and_variance,
+)
 from benchmarks.token_mdp import LONGEST, STATES, TokenMdp
-from vapo_megatron.algorithms import importance
 from vapo_megatron.algorithms.importance import corrected_gae
 from vapo_megatron.algorithms.segments import segment_sum
 
@@ -101,7 +108,7 @@ def test_a_block_weighs_as_the_product_of_its_ratios_cut_at_one() -> None:
     assert block_bounds(bounds(0, 0), 3).tolist() == [0]
     assert block_bounds(bounds(2, 0, 1), 1).tolist() == [0, 1, 2, 3]
     log_ratio = 0.5 * torch.randn(12, generator=torch.Generator().manual_seed(0))
-    w = importance.tis(importance.log_ratio_at("geometric", log_ratio, torch.zeros(12), blocks), 1.0)
+    w = by_blocks(3)(log_ratio, bounds(*lengths))
     spans = [slice(a, b) for a, b in pairwise(blocks.tolist())]
     products = [float(log_ratio[span].sum().exp().clamp(max=1)) for span in spans]
     assert [float(w[span].prod()) for span in spans] == pytest.approx(products)

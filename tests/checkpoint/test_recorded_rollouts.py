@@ -95,9 +95,8 @@ def test_what_is_selected_is_what_memory_would_give(tmp_path: Path, rollouts: li
 
 
 def test_targets_of_a_part_know_the_whole_group(tmp_path: Path, rollouts: list[list[Sample]]) -> None:
-    """A residual critic learns what the others of the group do not say, which need not be selected."""
     shaping = {"soft_overlong": {"max_length": 30, "cache_length": 20}}
-    config = AlgorithmConfig.model_validate({"shaping": shaping, "value_loss": {"residual": True}})
+    config = AlgorithmConfig.model_validate({"shaping": shaping})
     targets = Targets(recorded(tmp_path, rollouts), config)
     whole = targets.select(range(30)).own
     part = targets.select([7, 21]).own

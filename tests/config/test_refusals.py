@@ -23,11 +23,6 @@ SERVER: dict[str, Any] = {"url": "http://host", "model": "m"}
     ("section", "values", "told"),
     [
         (AlgorithmConfig, {"advantage": {"estimator": "rloo", "off_policy": "vtrace"}}, "off_policy=vtrace with estim"),
-        (
-            AlgorithmConfig,
-            {"value_loss": {"residual": True}, "shaping": {"truncated": "bootstrap"}},
-            "residual=true with shaping.truncated=bootstrap",
-        ),
         (CriticConfig, {"init": "reward_model"}, "init=reward_model needs init_path"),
         (CriticConfig, {"init_path": "p"}, "leave init_path out, or set init"),
         (LayoutConfig, {"tp": 2, "ep": 3, "sequence_parallel": True}, "ep=3 and tp=2: one must divide the other"),

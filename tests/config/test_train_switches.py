@@ -74,7 +74,6 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
             ["algorithm.value_loss.squash=tanh", "algorithm.shaping.soft_overlong={max_length: 9, cache_length: 3}"],
             "does not hold the returns -2..1",
         ),
-        (["algorithm.value_loss.squash=tanh", "algorithm.value_loss.residual=true"], "the returns -2..2"),
         (
             ["algorithm.value_loss.squash=tanh", "reward.verifier=function", "reward.function=a.b:c"],
             "its scores may be anything, give algorithm.value_loss.low and high",
@@ -83,7 +82,6 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
             ["algorithm.value_loss.squash=tanh", "algorithm.kl={placement: reward, coef: 0.1}"],
             "algorithm.kl.placement=reward with algorithm.value_loss.squash=tanh",
         ),
-        (["algorithm.value_loss.residual=true", "batch.samples_per_prompt=1"], "value_loss.residual=true compares"),
         (
             [
                 "algorithm.shaping.truncated=bootstrap",
@@ -124,7 +122,7 @@ def test_contradictions_between_sections_are_refused_by_name(tmp_path: Path, ove
         [*SCORES, "algorithm.policy_loss.positive_nll.coef=0"],
         ["algorithm.value_loss.kind=hl_gauss", "reward.correct=2.0", "algorithm.value_loss.high=2.0"],
         ["preset=grpo", "algorithm.kl.replace_reference_every=25"],
-        ["algorithm.value_loss={squash: tanh, residual: true, low: -2, high: 2}"],
+        ["algorithm.value_loss={squash: tanh}"],
         ["preset=rloo", "algorithm.update={minibatch_size: 8192, minibatches: null}"],
         ["preset=vapo_without_group_sampling", "batch.prompts_per_step=64"],
         ["preset=vapo_without_decoupled_gae", "algorithm.advantage.lambda_critic=0.9"],

@@ -111,7 +111,7 @@ def test_states_are_continued_and_judged(config: Path, monkeypatch: pytest.Monke
     assert len({prompt.cursor for request in engines.requests for prompt in request.prompts}) == 4 + 16
     folder = Path(settings.run.directory) / "critic_probes"
     report = json.loads((folder / "report.json").read_text())
-    assert report["conclusion"]["choice"] in ("critic", "group", "residual", "nothing", "undecided")
+    assert report["conclusion"]["choice"] in ("critic", "group", "nothing", "undecided")
     last = report["by_lambda"][-1]
     assert last["lambda"] == 1 and last["bias_rms"]["estimate"] == pytest.approx(0, abs=1e-6)
     page = (folder / "report.md").read_text()

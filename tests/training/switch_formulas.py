@@ -42,9 +42,9 @@ def shaped(responses: Sequence[Response], config: AlgorithmConfig) -> list[float
 class ValueModel(Critic):
     """All outputs of a value head, and the values that they stand for."""
 
-    def __init__(self, model_dir: Path, state: State, config: AlgorithmConfig, baselines: list[float]) -> None:
+    def __init__(self, model_dir: Path, state: State, config: AlgorithmConfig) -> None:
         super().__init__(model_dir, state)
-        self.loss, self.baselines = config.value_loss, baselines
+        self.loss = config.value_loss
 
     def outputs(self, response: Response) -> Tensor:
         hidden: Tensor = self.backbone(response.ids[None, :-1]).last_hidden_state[0, response.prompt - 1 :]
@@ -58,7 +58,7 @@ class ValueModel(Critic):
         return start + width * torch.arange(config.bins + 1, dtype=torch.float64)
 
     def head_values(self, response: Response) -> Tensor:
-        """What the head says of each state, group baselines apart."""
+        """The value of each state."""
         outputs, config = self.outputs(response), self.loss
         if config.kind == "hl_gauss":
             edges = self.edges()
@@ -71,10 +71,9 @@ class ValueModel(Critic):
         return outputs[:, 0]
 
     def values_at(self, responses: Sequence[Response], s: int) -> Tensor:
-        return self.head_values(responses[s]) + self.baselines[s]
+        return self.head_values(responses[s])
 
     def token_losses(self, response: Response, target: Tensor, old: Tensor) -> Tensor:
-        """target and old are those of the head, group baselines apart."""
         config = self.loss
         if config.kind == "hl_gauss":
             edges, logs = self.edges(), self.outputs(response).log_softmax(-1)
@@ -227,13 +226,9 @@ def importance(config: AlgorithmConfig, old: Tensor, rollout: Tensor) -> Tensor:
     settings, log_ratio = config.importance_sampling, old - rollout
     if settings.kind == "none":
         return torch.ones_like(old)
-    if settings.level == "sequence":
-        log_ratio = log_ratio.sum().expand_as(old)
-    elif settings.level == "geometric":
-        log_ratio = log_ratio.mean().expand_as(old)
     ratio = log_ratio.exp()
     if settings.kind == "tis":
-        return ratio.clamp(max=settings.cap) * accepted(config, old - rollout)
+        return ratio.clamp(max=settings.cap)
     return ratio * ((ratio >= settings.low) & (ratio <= settings.high))
 
 
@@ -247,19 +242,6 @@ def share(settings: PolicyLossConfig, lengths: dict[int, int], s: int) -> float:
         "sequence_mean": 1 / len(present) / lengths[s],
         "constant": 1 / len(present) / (settings.constant or 1),
     }[settings.aggregation]
-
-
-def accepted(config: AlgorithmConfig, log_ratio: Tensor) -> Tensor:
-    """Tokens of one response that are not rejected."""
-    settings, size = config.importance_sampling, log_ratio
-    if settings.reject == "sequence":
-        size = log_ratio.sum().expand_as(log_ratio)
-    elif settings.reject == "geometric":
-        size = log_ratio.mean().expand_as(log_ratio)
-    inside = (size.exp() >= settings.low) & (size.exp() <= settings.high)
-    if settings.reject == "any_token":
-        inside = inside.all().expand_as(inside)
-    return inside | (settings.reject == "none")
 
 
 def surrogate(config: AlgorithmConfig, new: Tensor, old: Tensor, rollout: Tensor, advantages: Tensor) -> Tensor:
@@ -311,20 +293,10 @@ class Iteration:
                 reference = Policy(model_dir, states["reference"])
                 self.ref = [reference.logprobs(r) for r in responses]
             if config.advantage.estimator == "gae":
-                self.critic = ValueModel(model_dir, states["critic"], config, self._baselines())
+                self.critic = ValueModel(model_dir, states["critic"], config)
                 values = [self.critic.values_at(responses, s) for s in range(len(responses))]
         self.values = values
         self.estimates = Estimates(responses, config, self.old, self.ref, values)
-
-    def _baselines(self) -> list[float]:
-        """The mean reward of the others of the group, which a residual head adds to."""
-        if not self.config.value_loss.residual:
-            return [0.0] * len(self.responses)
-        rewards, found = shaped(self.responses, self.config), []
-        for s in range(len(self.responses)):
-            others = [rewards[i] for i in others_of(self.responses, s) if i != s]
-            found.append(sum(others) / len(others))
-        return found
 
     def critic_after(
         self,
@@ -343,10 +315,7 @@ class Iteration:
                 counted = [s for s in counted if not self.responses[s].truncated]
             losses = []
             for s in counted:
-                base = critic.baselines[s]
-                losses.append(
-                    critic.token_losses(self.responses[s], estimates.targets[s] - base, self.values[s] - base)
-                )
+                losses.append(critic.token_losses(self.responses[s], estimates.targets[s], self.values[s]))
             trained.step(torch.cat(losses).mean())
         return {name: parameter.detach() for name, parameter in named}
 
@@ -366,9 +335,6 @@ class Iteration:
         config, settings, estimates = self.config, self.config.policy_loss, self.estimates
         counted = [s for s in members if estimates.selected[s]]
         weights = {s: importance(config, self.old[s], self.responses[s].rollout) for s in counted}
-        lengths = {s: self.responses[s].length for s in counted}
-        if config.importance_sampling.rejected == "dropped":
-            lengths = {s: int((weights[s] > 0).sum()) for s in counted}
         positive = [s for s in counted if self._is_positive(s)]
         loss = torch.zeros((), dtype=torch.float64)
         for s in counted:
@@ -382,7 +348,7 @@ class Iteration:
                 losses = losses + config.kl.coef * ((self.ref[s] - new).exp() - (self.ref[s] - new) - 1)
             losses = losses - settings.entropy_coef * entropy
             whole = {i: self.responses[i].length for i in counted}
-            loss = loss + share(settings, whole, s) * losses.sum() + share(settings, lengths, s) * corrected.sum()
+            loss = loss + share(settings, whole, s) * (losses + corrected).sum()
             if s in positive:
                 loss = loss - settings.positive_nll.coef * new.sum() / sum(self.responses[i].length for i in positive)
         return loss

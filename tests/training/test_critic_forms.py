@@ -1,4 +1,4 @@
-"""Forms of the critic in whole tiny runs: residual, bounded, smaller than the policy; and a run's critic probed."""
+"""Forms of the critic in whole tiny runs: bounded, smaller than the policy; and a run's critic probed."""
 
 import json
 from collections.abc import Iterator
@@ -36,19 +36,6 @@ def finished(shared: World, name: str, *overrides: str) -> tuple[TrainConfig, li
     config = config_of(shared, name, ONE_RANK, "run.steps=2", *overrides)
     assert live(shared, config, 1) == End(0, "")
     return config, metrics(Path(config.run.directory))
-
-
-def test_a_residual_critic_starts_from_the_mean_of_the_other_responses(shared: World) -> None:
-    """Its head is zero at first: what it explains is what the group explains, in pretraining and in training."""
-    still = ("critic.optimizer.lr=1e-12", "algorithm.value_loss.residual=true")
-    _, rows = finished(shared, "residual", *still)
-    pretraining = [row for row in rows if "value_pretraining/explained_variance" in row]
-    steps = [row for row in rows if "critic/explained_variance" in row]
-    assert len(pretraining) >= 2 and len(steps) == 2
-    for prefix, found in (("value_pretraining", pretraining), ("critic", steps)):
-        for row in found:
-            assert abs(row[f"{prefix}/baseline_loo_ev"]) > 1e-3
-            assert row[f"{prefix}/explained_variance"] == pytest.approx(row[f"{prefix}/baseline_loo_ev"], abs=1e-4)
 
 
 def test_values_of_a_bounded_critic_stay_in_their_range(shared: World) -> None:

@@ -12,7 +12,7 @@ from step_formulas import responses_of
 from switch_formulas import Estimates, importance
 from switch_metrics import of_advantages, of_values
 from switch_rollout import GREEDY, RESPONSES
-from test_step_switches import CASES, A, S, V, W
+from test_step_switches import CASES, A, S, W
 from threads import on_threads
 from torch import Tensor
 
@@ -22,11 +22,11 @@ from vapo_megatron.data.batch import ExperienceBatch, from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.training.advantages import baselines_of, critic_row, estimate_advantages, shaped_rewards
+from vapo_megatron.training.advantages import critic_row, estimate_advantages
 from vapo_megatron.training.shards import ShardedBatch
 from vapo_megatron.training.updates import correct_for_rollout
 
-SECTIONS = ("advantage", "shaping", "kl", "value_loss.residual", "filter_function")
+SECTIONS = ("advantage", "shaping", "kl", "filter_function")
 SWITCHES = {case.name: case.switches for case in CASES if case.key.removeprefix("algorithm.").startswith(SECTIONS)} | {
     "window_in_rewards": {S + "truncated": "window", A + "gamma": 0.9, A + "lambda_policy": 0.5},
     "bootstrap_adaptive": {S + "truncated": "bootstrap", A + "lambda_critic": 0.5, A + "gamma": 0.9},
@@ -78,12 +78,6 @@ def scored(config: AlgorithmConfig) -> ExperienceBatch:
         batch.values = 0.5 * noise(5, total)
         first = batch.response_cu_seqlens[:-1]
         batch.values[first] = 0.1 + 0.2 * batch.group_ids
-        if config.value_loss.residual:
-            batch.baselines = baselines_of(
-                shaped_rewards(batch.table(), config.shaping), batch.group_ids, config.value_loss
-            )
-            assert batch.baselines is not None
-            batch.values += batch.baselines.repeat_interleave(batch.response_lengths)
     if config.advantage.estimator == "remax":
         batch.greedy_rewards = torch.tensor(GREEDY)[batch.group_ids]
     return batch
@@ -92,8 +86,6 @@ def scored(config: AlgorithmConfig) -> ExperienceBatch:
 def estimated(config: AlgorithmConfig, new_critic: bool = False, batch: ExperienceBatch | None = None) -> Any:
     """The batch with its estimates, and the row."""
     whole = spread(scored(config) if batch is None else batch)
-    if whole.own.baselines is not None:
-        whole.fill(baselines=whole.own.baselines)
     with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
         estimate_advantages(whole, config, recorder, new_critic)
         row = recorder.write(1)
@@ -136,10 +128,7 @@ def test_estimates_are_those_of_the_formula(name: str) -> None:
     assert row.keys() - told.keys() <= ({key for key in row if key.startswith("critic/")} if values else set())
 
 
-CORRECTED = {case.name: case.switches for case in CASES if case.key.startswith(W)} | {
-    "mis_any_token": {W + "kind": "mis", W + "low": 0.7, W + "high": 1.3, W + "rejected": "dropped"},
-    "tis_sequence_rejected": {W + "kind": "tis", W + "level": "sequence", W + "cap": 1.5, W + "reject": "token"},
-}
+CORRECTED = {case.name: case.switches for case in CASES if case.key.startswith(W)}
 
 
 def corrected(config: AlgorithmConfig) -> Any:
@@ -162,9 +151,9 @@ def test_importance_weights_are_those_of_the_formula_and_are_reported(name: str)
     assert found.tolist() == pytest.approx(torch.cat(weights).tolist(), rel=1e-4, abs=1e-6)
     row = {key: value for key, value in row.items() if not key.startswith("memory/")}
     if settings.kind == "none":
-        assert row == {} and batch.table.accepted_lengths is None
+        assert row == {}
         return
-    uncut = algorithm_of({W + "kind": "tis", W + "level": settings.level, W + "cap": 1e9})
+    uncut = algorithm_of({W + "kind": "tis", W + "cap": 1e9})
     free = torch.cat([importance(uncut, *pair) for pair in pairs])
     assert row == pytest.approx(
         {
@@ -174,11 +163,6 @@ def test_importance_weights_are_those_of_the_formula_and_are_reported(name: str)
             "importance/cut_share": float((found.double() / free - 1).abs().gt(1e-4).double().mean()),
         },
         rel=1e-4,
-    )
-    dropped = settings.rejected == "dropped"
-    counts = [int((part > 0).sum()) for part in weights]
-    assert (batch.table.accepted_lengths.tolist() if dropped else batch.table.accepted_lengths) == (
-        counts if dropped else None
     )
 
 
@@ -213,8 +197,7 @@ def critic_of(values: Tensor, switches: dict[str, Any], **fields: Any) -> tuple[
     batch = from_samples(samples)
     batch.values = values
     whole = spread(batch)
-    rewards = batch.rewards
-    whole.fill(shaped_rewards=rewards, baselines=baselines_of(rewards, batch.group_ids, config.value_loss), **fields)
+    whole.fill(shaped_rewards=batch.rewards, **fields)
     whole.own.advantages = torch.ones(80)
     return whole, config
 
@@ -229,19 +212,15 @@ def faults(batch: ShardedBatch, config: AlgorithmConfig, new_critic: bool = Fals
 RIGHT = torch.tensor([-1.0, 1.0]).repeat(20)
 
 
-@pytest.mark.parametrize("residual", [False, True])
-def test_faults_of_values_are_named_where_the_head_has_them(residual: bool) -> None:
-    switches = {V + "residual": residual}
-    # Of each response to a prompt, the mean of the three others.
-    baseline = torch.tensor([1 / 3, -1 / 3]).repeat(20).repeat_interleave(2) if residual else torch.zeros(80)
-    constant = critic_of(baseline + 0.25, switches)
+def test_faults_of_values_are_named_where_the_head_has_them() -> None:
+    constant = critic_of(torch.full((80,), 0.25), {})
     assert faults(*constant) == {"constant"} and faults(*constant, new_critic=True) == set()
     last = torch.stack((torch.zeros(40), RIGHT), 1).flatten()
-    assert faults(*critic_of(baseline + last, switches)) == set()
-    assert faults(*critic_of(baseline - last, switches)) == {"sign"}
-    assert faults(*critic_of(baseline - last, switches), new_critic=True) == {"sign"}
+    assert faults(*critic_of(last, {})) == set()
+    assert faults(*critic_of(-last, {})) == {"sign"}
+    assert faults(*critic_of(-last, {}), new_critic=True) == {"sign"}
     shifted = torch.stack((RIGHT, torch.zeros(40)), 1).flatten()
-    assert faults(*critic_of(baseline + shifted, switches)) == {"shift"}
+    assert faults(*critic_of(shifted, {})) == {"shift"}
 
 
 def test_responses_without_a_return_name_no_fault() -> None:

@@ -1,6 +1,5 @@
 """Value targets, whitening and baselines of a batch, as a step makes them."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,21 +9,15 @@ from torch import Tensor
 
 from vapo_megatron.algorithms import policy_loss, value_loss
 from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig
-from vapo_megatron.config.policy import ImportanceSamplingConfig
-from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.data.batch import ExperienceBatch, from_samples
-from vapo_megatron.data.microbatch import Share
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.token_loss import StepResult
-from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.training.advantages import baselines_of, gae, returns_known, token_rewards, whiten
+from vapo_megatron.training.advantages import gae, returns_known, token_rewards, whiten
 from vapo_megatron.training.losses import values_of
 from vapo_megatron.training.metrics import importance_metrics, rollout_metrics, value_metrics
-from vapo_megatron.training.shards import Part
-from vapo_megatron.training.updates import check_targets, correct_for_rollout, update_metrics
-from vapo_megatron.training.updates import policy_loss as loss_of
+from vapo_megatron.training.updates import check_targets, update_metrics
 
 
 def batch_of(lengths: list[int], truncated: list[bool], rewards: list[float], size: int = 2) -> ExperienceBatch:
@@ -93,46 +86,6 @@ def test_a_ratio_beyond_all_bounds_is_reported_as_a_number() -> None:
     assert torch.tensor(list(found.values())).isfinite().all()
 
 
-@pytest.mark.parametrize(("rejected", "tokens"), [("kept", 5), ("dropped", 3)])
-def test_rejected_tokens_are_kept_in_the_denominator_or_dropped(rejected: str, tokens: int) -> None:
-    batch = batch_of([2, 3], [False, False], [1.0, -1.0])
-    batch.advantages, batch.selected = torch.ones(5), torch.ones(2, dtype=torch.bool)
-    batch.old_logprobs, batch.rollout_logprobs = torch.tensor([1.0, 9.0, 1.1, 0.9, 9.0]).log(), torch.zeros(5)
-    config = AlgorithmConfig.model_validate({"importance_sampling": {"kind": "mis", "rejected": rejected}})
-    whole = spread(batch)
-    with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
-        correct_for_rollout(whole, config.importance_sampling, recorder)
-    assert batch.importance_weights.tolist() == pytest.approx([1.0, 0.0, 1.1, 0.9, 0.0])
-    part = Part(whole.own, Share([[0, 1]], 2), whole.table, torch.arange(2), [])
-    loss = loss_of(part, config)
-    weighted = loss.weights * loss.importance
-    assert weighted.tolist() == pytest.approx([x / tokens for x in (1.0, 0.0, 1.1, 0.9, 0.0)])
-    assert loss.weights.tolist() == pytest.approx([1 / 5] * 5), "of KL and entropy, which reject none"
-    assert loss.mean_weights.tolist() == pytest.approx([1 / 5] * 5)
-
-
-@pytest.mark.parametrize(
-    ("reject", "expected"),
-    [
-        ("none", [1.1, 1.5, 0.6, 0.9, 0.9]),
-        ("token", [1.1, 0.0, 0.6, 0.9, 0.9]),
-        ("any_token", [0.0, 0.0, 0.6, 0.9, 0.9]),
-        # The product of the first two is 2.75, that of the others 0.49; their geometric means 1.66 and 0.79.
-        ("sequence", [0.0] * 5),
-        ("geometric", [1.1, 1.5, 0.6, 0.9, 0.9]),
-    ],
-)
-def test_truncated_weights_may_reject_tokens_or_responses(reject: str, expected: list[float]) -> None:
-    batch = batch_of([2, 3], [False, False], [1.0, -1.0])
-    batch.old_logprobs, batch.rollout_logprobs = torch.tensor([1.1, 2.5, 0.6, 0.9, 0.9]).log(), torch.zeros(5)
-    config = ImportanceSamplingConfig.model_validate({"kind": "tis", "cap": 1.5, "reject": reject})
-    with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
-        correct_for_rollout(spread(batch), config, recorder)
-    assert batch.importance_weights is not None
-    assert batch.importance_weights.tolist() == pytest.approx(expected)
-    assert config.rejects == (reject != "none")
-
-
 def test_targets_at_the_edge_are_learnt_as_they_are() -> None:
     """Bins from -1 to 1 without a margin learnt 1 as 0.973."""
     config = ValueLossConfig(kind="hl_gauss")
@@ -167,18 +120,6 @@ def test_a_target_that_no_value_reaches_is_refused(
         with pytest.raises(BadInput, match=f"low..high=-1..1 does not hold the value target {target}:"):
             check_targets(torch.tensor([0.0, float(target)]), config)
     check_targets(torch.tensor([1.5]), ValueLossConfig())
-
-
-def test_a_residual_critic_learns_what_the_group_does_not_know() -> None:
-    config = AlgorithmConfig.model_validate({"value_loss": {"residual": True}, "advantage": {"lambda_policy": 1.0}})
-    batch = batch_of([2, 1, 3, 2], [False] * 4, [1.0, -1.0, 1.0, 1.0])
-    baselines = baselines_of(batch.rewards, batch.group_ids, config.value_loss)
-    assert baselines is not None and baselines.tolist() == [-1.0, 1.0, 1.0, 1.0]
-    assert baselines_of(batch.rewards, batch.group_ids, ValueLossConfig()) is None
-    # A head of zeros is RLOO: with lambda 1 the advantage of each token is R less the mean of the others.
-    targets(batch, baselines.repeat_interleave(batch.response_lengths), config)
-    assert batch.advantages is not None
-    assert batch.advantages.tolist() == [2.0, 2.0, -2.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_no_update_is_reported_as_none() -> None:

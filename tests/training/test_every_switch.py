@@ -45,7 +45,6 @@ def choices(annotation: Any) -> set[Any]:
 # Choices that are defaults of other cases, or that have a test of their own.
 TAKEN_ELSEWHERE: dict[str, set[Any]] = {
     "algorithm.value_loss.squash": {"none"},
-    "algorithm.value_loss.residual": {False},
     "algorithm.policy_loss.kind": {"function"},  # test_doors.py
 }
 

@@ -109,7 +109,6 @@ def found_in(folder: Path, name: str) -> set[str]:
 WINDOW = {"algorithm.shaping.truncated": "window"}
 LARGE = {"critic.head_init_std": 300.0}
 HISTOGRAM = {"algorithm.value_loss.kind": "hl_gauss"}
-RESIDUAL = {"algorithm.value_loss.residual": True}
 KL = {"algorithm.kl.placement": "reward", "algorithm.kl.coef": 0.1}
 Change = Callable[[Part, ValueLoss], ValueLoss]
 # Switches, what is planted, a change of the loss of the first mini-batch or, where it comes later, of the others, and
@@ -119,7 +118,6 @@ CASES: dict[str, tuple[dict[str, Any], Plant, Change, set[str]]] = {
     "sound_window": (WINDOW, nothing, same, set()),
     "sound_large": (LARGE, nothing, same, set()),
     "sound_histogram": (HISTOGRAM, nothing, same, set()),
-    "sound_residual": (RESIDUAL, nothing, same, set()),
     "sound_with_kl": (KL, nothing, same, set()),
     "targets": ({}, targets_apart(0.01), same, {"targets"}),
     "targets_below": ({}, targets_apart(-0.01), same, {"targets"}),
@@ -129,7 +127,6 @@ CASES: dict[str, tuple[dict[str, Any], Plant, Change, set[str]]] = {
     "values_rounded": ({}, values_apart(3e-4), same, set()),
     "values_large": (LARGE, values_apart(3e-3), same, {"targets"}),
     "values_large_rounded": (LARGE, values_apart(3e-4), same, set()),
-    "values_of_residual": (RESIDUAL, values_apart(0.01), same, {"targets"}),
     "end": ({}, nothing, without_ends, {"end"}),
     "mask": (WINDOW, nothing, inverted, {"mask"}),
     "frozen": ({}, frozen, same, {"frozen"}),

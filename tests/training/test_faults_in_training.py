@@ -62,7 +62,6 @@ LAMBDA = {"algorithm.advantage.lambda_critic": 0.9}
     [
         ("none", NOTHING, []),
         ("none", LAMBDA, []),
-        ("none", {"algorithm.value_loss.residual": True}, []),
         ("none", {"algorithm.value_loss.kind": "hl_gauss", "algorithm.value_loss.bins": 21}, []),
         ("none", {"critic.head_init_std": 0.0}, []),
         ("mask", {"algorithm.shaping.truncated": "mask"}, ["mask"]),

@@ -52,7 +52,7 @@ def test_observations_change_nothing_but_what_models_read(estimator: str) -> Non
     settings: dict[str, Any] = {
         "advantage": {"estimator": estimator, "gamma": 0.97, "whiten": "full"},
         "policy_loss": {"positive_nll": {"coef": 0.1}},
-        "importance_sampling": {"kind": "tis", "level": "geometric"},
+        "importance_sampling": {"kind": "tis"},
     }
     if estimator != "reinforce_pp":
         del settings["advantage"]["gamma" if estimator != "gae" else "whiten"]

@@ -149,11 +149,13 @@ def test_a_group_is_at_home_where_its_share_of_the_tokens_ends(
 
 def homes() -> Any:
     batch = scatter(scored() if seat()[0] == 0 else None)
-    batch.fill(baselines=torch.arange(float(batch.samples)), greedy_rewards=None)
+    batch.fill(shaped_rewards=torch.arange(float(batch.samples)), greedy_rewards=None)
     assert batch.own.greedy_rewards is None and batch.table.greedy_rewards is None
-    assert batch.own.baselines is not None and batch.table.baselines is not None
-    own = batch.own.baselines.tolist()
-    assert batch.everywhere(batch.own.baselines[:, None]).squeeze(1).tolist() == batch.table.baselines.tolist()
+    assert batch.own.shaped_rewards is not None and batch.table.shaped_rewards is not None
+    own = batch.own.shaped_rewards.tolist()
+    assert (
+        batch.everywhere(batch.own.shaped_rewards[:, None]).squeeze(1).tolist() == batch.table.shaped_rewards.tolist()
+    )
     read = at_home(batch.table, cut(batch.table, seat()[1]), lambda chosen: scored().select(chosen.tolist()))
     assert torch.equal(read.own.rewards, batch.own.rewards) and read.at_home == batch.at_home
     return own, int(batch.summed(torch.tensor(len(own))))

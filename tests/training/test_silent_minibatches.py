@@ -30,13 +30,6 @@ CASES: dict[str, tuple[str, dict[str, Any], str, int, dict[str, float]]] = {
     "policy, masked": ("masked", {}, "actor", 2, {"skipped_updates/empty": 1}),
     "policy, no advantage": ("level", {}, "actor", 2, {"skipped_updates/no_signal": 1}),
     "policy, old windows": ("old", {}, "actor", 2, {"skipped_updates/no_signal": 1}),
-    "policy, all rejected": (
-        "far",
-        {"importance_sampling": {"kind": "mis", "low": 0.5, "high": 2.0, "rejected": "dropped"}},
-        "actor",
-        2,
-        {"skipped_updates/empty": 1},
-    ),
     "policy, none to imitate": (
         "level",
         {"policy_loss": {"positive_nll": {"coef": 0.1}}},

@@ -10,7 +10,7 @@ import pytest
 import torch
 from batches import spread
 from step_formulas import Response, responses_of
-from switch_formulas import Estimates, Iteration, ValueModel, others_of, shaped
+from switch_formulas import Estimates, Iteration, ValueModel
 from switch_metrics import of_scores
 from switch_rollout import Watched
 from test_estimate_switches import algorithm_of, noise, scored
@@ -31,12 +31,12 @@ from vapo_megatron.training.updates import policy_signal, update_critic, update_
 SWITCHES = {case.name: {U + "minibatch_size": 5} | case.switches for case in CASES}
 SWITCHES |= {name: {U + "minibatch_size": 5} | cut[0] for name, cut in CUTS.items()} | OLD_LOGPROBS | REPORTED
 COMBINED: dict[str, dict[str, Any]] = {
-    "clipped_residual": {V + "kind": "clipped", V + "clip": 0.05, V + "residual": True, U + "minibatch_size": 5},
-    "dropped_of_windows": {S + "truncated": "window", W + "kind": "mis", W + "low": 0.8, W + "rejected": "dropped"},
-    "dropped_of_filtered": {"algorithm.filter_function": "switch_functions:keep", W + "kind": "mis", W + "low": 0.8}
-    | {W + "rejected": "dropped", U + "minibatch_size": 5},
-    "dropped_of_constant": {L + "aggregation": "constant", L + "constant": 24.0, W + "kind": "mis", W + "low": 0.8}
-    | {W + "rejected": "dropped", U + "minibatch_size": 5},
+    "clipped": {V + "kind": "clipped", V + "clip": 0.05, U + "minibatch_size": 5},
+    "masked_of_windows": {S + "truncated": "window", W + "kind": "mis", W + "low": 0.8},
+    "masked_of_filtered": {"algorithm.filter_function": "switch_functions:keep", W + "kind": "mis", W + "low": 0.8}
+    | {U + "minibatch_size": 5},
+    "masked_of_constant": {L + "aggregation": "constant", L + "constant": 24.0, W + "kind": "mis", W + "low": 0.8}
+    | {U + "minibatch_size": 5},
 }
 SWITCHES |= COMBINED
 REFUSED = 2  # by the judge: the second step of each model
@@ -110,7 +110,7 @@ def numbered(config: AlgorithmConfig) -> ExperienceBatch:
     """The rollout as the engines bring it."""
     batch = scored(config)
     batch.tokens[:] = torch.arange(batch.samples, dtype=batch.tokens.dtype).repeat_interleave(batch.cu_seqlens.diff())
-    batch.values = batch.old_logprobs = batch.ref_logprobs = batch.entropies = batch.baselines = None
+    batch.values = batch.old_logprobs = batch.ref_logprobs = batch.entropies = None
     return batch
 
 
@@ -155,12 +155,7 @@ class Written(ValueModel):
     """A value model whose outputs are written down."""
 
     def __init__(self, config: AlgorithmConfig, outputs: Outputs, responses: list[Response]) -> None:
-        self.loss, self.baselines = config.value_loss, [0.0] * len(responses)
-        if config.value_loss.residual:
-            rewards = shaped(responses, config)
-            for s in range(len(responses)):
-                others = [rewards[i] for i in others_of(responses, s) if i != s]
-                self.baselines[s] = sum(others) / len(others)
+        self.loss = config.value_loss
         self.of = dict(zip(map(id, responses), outputs, strict=True))
 
     def outputs(self, response: Response) -> Tensor:
@@ -202,9 +197,7 @@ class Formula(Iteration):
         counted = [s for s in members if self.estimates.selected[s] and not (window and self.responses[s].truncated)]
         losses = []
         for s in counted:
-            base = critic.baselines[s]
-            target, old = self.estimates.targets[s] - base, self.values[s] - base
-            losses.append(critic.token_losses(self.responses[s], target, old))
+            losses.append(critic.token_losses(self.responses[s], self.estimates.targets[s], self.values[s]))
         return float(torch.cat(losses).mean())
 
 
@@ -305,7 +298,6 @@ SAID: list[tuple[list[float], list[float], int, bool, bool, bool]] = [
 
 
 @pytest.mark.parametrize("windows", [False, True])
-@pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize(
     "switches",
     [
@@ -317,10 +309,7 @@ SAID: list[tuple[list[float], list[float], int, bool, bool, bool]] = [
     ],
     ids=str,
 )
-def test_a_sample_teaches_the_policy_where_its_loss_has_a_gradient(
-    switches: dict[str, Any], dropped: bool, windows: bool
-) -> None:
-    """dropped: rejected tokens are not counted."""
+def test_a_sample_teaches_the_policy_where_its_loss_has_a_gradient(switches: dict[str, Any], windows: bool) -> None:
     config = algorithm_of({L + "positive_nll.coef": 0.0} | switches)
     samples = []
     for number, (_, _, _, _, correct, cut) in enumerate(SAID):
@@ -334,16 +323,14 @@ def test_a_sample_teaches_the_policy_where_its_loss_has_a_gradient(
     batch.advantages = torch.tensor([x for row in SAID for x in row[0]])
     batch.importance_weights = torch.tensor([x for row in SAID for x in row[1]])
     whole = spread(batch)
-    accepted = torch.tensor([sum(w != 0 for w in row[1][row[2] * windows :]) for row in SAID])
-    whole.fill(selected=torch.tensor([row[3] for row in SAID]), accepted_lengths=accepted if dropped else None)
+    whole.fill(selected=torch.tensor([row[3] for row in SAID]))
     others = L + "entropy_coef" in switches
     others = others or switches.get(K + "placement") == "loss"
     carries, signal = [], []
-    for (advantages, weights, start, selected, correct, cut), count in zip(SAID, accepted.tolist(), strict=True):
+    for advantages, weights, start, selected, correct, cut in SAID:
         imitated = selected and correct and not cut and L + "positive_nll.coef" in switches
         moves = any(a * w for a, w in list(zip(advantages, weights, strict=True))[start * windows :])
-        weighted = selected and (count > 0 or not dropped)
-        carries.append(selected if others else weighted or imitated)
-        signal.append(selected if others else (weighted and moves) or imitated)
+        carries.append(selected if others else selected or imitated)
+        signal.append(selected if others else (selected and moves) or imitated)
     found = policy_signal(whole, config)
     assert found[0].tolist() == carries and found[1].tolist() == signal

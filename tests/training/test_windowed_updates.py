@@ -65,16 +65,6 @@ def test_the_policy_learns_from_each_token_once(aggregation: str) -> None:
     assert loss.nll_weights.nonzero().flatten().tolist() == [12, 13], "of the only correct response"
 
 
-def test_rejected_tokens_are_counted_among_the_new_ones() -> None:
-    corrected = {"importance_sampling": {"kind": "mis", "rejected": "dropped", "low": 0.9, "high": 1.1}}
-    config, part = step_of(corrected)
-    loss = policy_loss(part, config)
-    accepted = NEW & (part.batch.importance_weights != 0)
-    assert 0 < int(accepted.sum()) < int(NEW.sum())
-    weights = loss.weights * loss.importance / part.batch.importance_weights
-    assert float(weights[accepted].sum()) == pytest.approx(1) == float(loss.weights[NEW].sum())
-
-
 def test_the_critic_learns_the_rewards_of_finished_responses_on_all_their_tokens() -> None:
     config, part = step_of({})
     loss = value_loss_of(part, config.value_loss, teaches_critic(part.whole, config.shaping))
@@ -169,7 +159,6 @@ def config_of(rollout: dict[str, Any], algorithm: dict[str, Any]) -> TrainConfig
         ({}, {"dynamic_sampling": {"max_rounds": 10}}, "with algorithm.dynamic_sampling.max_rounds=10"),
         ({}, {"advantage": {"function": "a:b"}}, "with algorithm.advantage.function=a:b: .* which has no reward yet"),
         ({}, {"policy_loss": {"kind": "gspo", "aggregation": "sequence_mean"}}, "with algorithm.policy_loss.kind=gspo"),
-        ({}, {"importance_sampling": {"kind": "tis", "level": "sequence"}}, "importance_sampling.level=sequence"),
     ],
 )
 def test_what_windows_do_not_go_with_is_refused_by_name(

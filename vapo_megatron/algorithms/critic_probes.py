@@ -17,7 +17,7 @@ from vapo_megatron.algorithms.critic_faults import FAULTS
 from vapo_megatron.algorithms.gae import segmented_gae
 from vapo_megatron.algorithms.segments import place_terminal
 
-_MOST_BINS, _FOLDS = 32, 5
+_MOST_BINS = 32
 
 
 class Probes(NamedTuple):
@@ -70,19 +70,6 @@ def position_table(probes: Probes) -> Tensor:
     return means_of_other_groups(sums)[bin_of, probes.prompts]
 
 
-def cross_fit(probes: Probes, *predictors: Tensor) -> Tensor:
-    """The line of least squares of truth on predictors [P], for each state from the prompts of other folds: [P]."""
-    columns = torch.stack((torch.ones(len(probes.values)), *(x.double() for x in predictors)), 1)
-    fold, fitted, truth = probes.prompts % _FOLDS, torch.zeros(len(columns), dtype=torch.float64), probes.truth
-    for number in fold.unique().tolist():
-        others = fold != number
-        others = others if bool(others.any()) else torch.ones_like(others)
-        # gelsd: columns that are all equal have no line of their own.
-        line = torch.linalg.lstsq(columns[others], truth[others, None], driver="gelsd").solution
-        fitted[fold == number] = (columns[fold == number] @ line)[:, 0]
-    return fitted
-
-
 class Moments:
     """Weighted moments over states, for each of W weightings [W, P]."""
 
@@ -114,9 +101,8 @@ def explained(moments: Moments, predicted: Tensor, probes: Probes) -> Tensor:
 def figures(probes: Probes, weights: Tensor) -> dict[str, Tensor]:
     """Everything that is said of the critic, under each weighting [W, P]: by name, [W].
 
-    explained_*: of the variance of true values; *_fitted after a line of least squares fitted on other prompts, so that
-    scale and offset do not count. knowable: Var(V*) / Var(R), what explained variance of returns can be at most.
-    correlation and calibration are with the true value, the noise of the probes taken out.
+    explained_*: of the variance of true values. knowable: Var(V*) / Var(R), the most that explained variance of returns
+    can be. correlation and calibration are with the true value, the noise of the probes taken out.
     """
     moments, truth, values = Moments(weights), probes.truth, probes.values.double()
     chance = moments.mean(probes.noise)
@@ -136,13 +122,9 @@ def figures(probes: Probes, weights: Tensor) -> dict[str, Tensor]:
         "explained_critic": explained(moments, values, probes),
         "explained_group": explained(moments, probes.siblings, probes),
         "explained_position": explained(moments, position_table(probes), probes),
-        "explained_critic_fitted": explained(moments, cross_fit(probes, values), probes),
-        "explained_group_fitted": explained(moments, cross_fit(probes, probes.siblings), probes),
-        "explained_both_fitted": explained(moments, cross_fit(probes, values, probes.siblings), probes),
     }
     free = torch.maximum(named["explained_group"], named["explained_position"]).clamp(min=0)
-    single = torch.maximum(named["explained_critic_fitted"], named["explained_group_fitted"])
-    named |= {"gain": named["explained_critic"] - free, "residual_gain": named["explained_both_fitted"] - single}
+    named["gain"] = named["explained_critic"] - free
     for place in range(int(probes.places.max()) + 1):
         named[f"bias_{place}"] = moments.mean(values - truth, among=probes.places == place)
     return named
@@ -213,14 +195,12 @@ def supported(rows: Sequence[tuple[float, dict[str, Interval]]]) -> float | None
     return conclusion
 
 
-Choice = Literal["critic", "group", "residual", "nothing", "undecided"]
+Choice = Literal["critic", "group", "nothing", "undecided"]
 
 MEANING: dict[Choice, str] = {
     "critic": "keep the critic: it knows more of the true values than the free baselines do",
     "group": "use a group baseline (grpo, rloo): the mean of the other responses, or a table by position, knows as "
     "much or more, and is free",
-    "residual": "use both (algorithm.value_loss.residual=true): critic and group know different things, together more "
-    "than either",
     "nothing": "no state is better than another beyond chance: there is nothing for a critic to know here",
     "undecided": "not to be told with so many probes: raise critic_probes.prompts; until then a group baseline is free",
 }
@@ -246,19 +226,16 @@ class Conclusion(NamedTuple):
 
 def conclusion_of(figures: Mapping[str, Interval], faults: Sequence[str]) -> Conclusion:
     """The conclusion on critic_probes.figures and on the faults that are known already."""
-    knowable, gain, residual = figures["knowable"], figures["gain"], figures["residual_gain"]
+    knowable, gain = figures["knowable"], figures["gain"]
     reasons = [
         f"of the variance of returns {knowable} can be known at these states",
         f"of the variance of true values the critic explains {figures['explained_critic']}, the mean of the other "
         f"responses {figures['explained_group']}, the position {figures['explained_position']}",
         f"gain of the critic over the best of them {gain}",
-        f"critic and group together explain {residual} more than the better of both, each scaled to fit",
     ]
     choice: Choice = "undecided"
     if knowable.low <= 0:
         choice = "nothing" if knowable.high < 0.05 else "undecided"
-    elif residual.low > _WORTH:
-        choice = "residual"
     elif gain.low > 0:
         choice = "critic"
     elif gain.high < 0 or -_WORTH < gain.low <= gain.high < _WORTH or figures["explained_critic"].high <= 0:

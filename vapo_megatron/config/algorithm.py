@@ -248,7 +248,6 @@ class AlgorithmConfig(Section):
             (f"shaping.truncated={self.shaping.truncated}", self.shaping.bootstraps),
             (f"value_loss.kind={self.value_loss.kind}", self.value_loss.kind != "mse"),
             (f"value_loss.squash={self.value_loss.squash}", self.value_loss.squash != "none"),
-            ("value_loss.residual=true", self.value_loss.residual),
             ("update.critic_updates_per_policy_update", self.update.critic_updates_per_policy_update > 1),
         ):
             if needs_critic and not self.uses_critic:
@@ -256,21 +255,14 @@ class AlgorithmConfig(Section):
                     f"{key} needs a critic, advantage.estimator={estimator} has none: use gae, or unset it"
                 )
         truncated = f"shaping.truncated={self.shaping.truncated}"
-        if self.shaping.bootstraps:
-            if self.value_loss.residual:
-                raise ValueError(
-                    f"value_loss.residual=true with {truncated}: a group's mean needs the reward of each response, a "
-                    "truncated one has none then: choose one of both"
-                )
-            if self.shaping.soft_overlong is not None:
-                raise ValueError(
-                    f"shaping.soft_overlong with {truncated}: a truncated response has no reward then, and would "
-                    "escape the punishment for its length: choose one of both"
-                )
+        if self.shaping.bootstraps and self.shaping.soft_overlong is not None:
+            raise ValueError(
+                f"shaping.soft_overlong with {truncated}: a truncated response has no reward then, and would "
+                "escape the punishment for its length: choose one of both"
+            )
         if self.advantage.calibration != "none":
             for key, on in (
                 (truncated, self.shaping.bootstraps),
-                ("value_loss.residual=true", self.value_loss.residual),
                 (f"kl.placement={self.kl.placement}", self.kl.placement == "reward"),
             ):
                 if on:
@@ -306,7 +298,6 @@ class AlgorithmConfig(Section):
             )
         for key, on in (
             (f"dynamic_sampling.max_rounds={self.dynamic_sampling.max_rounds}", self.dynamic_sampling.enabled),
-            ("value_loss.residual=true", self.value_loss.residual),
         ):
             if on:
                 raise ValueError(

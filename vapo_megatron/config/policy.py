@@ -132,30 +132,12 @@ class ImportanceSamplingConfig(Section):
     kind: Literal["none", "tis", "mis"] = Field(
         "none", description="ratios cut at cap (tis), or 0 outside low..high (mis)"
     )
-    level: Literal["token", "sequence", "geometric"] = Field(
-        "token", description="ratio of the token, product over the response, or geometric mean over the response"
-    )
     cap: float = Field(2.0, gt=0, description="tis")
-    low: float = Field(0.5, ge=0, description="mis and reject")
-    high: float = Field(2.0, gt=0, description="mis and reject")
-    reject: Literal["none", "token", "any_token", "sequence", "geometric"] = Field(
-        "none",
-        description="tis: weight 0 as well where a ratio leaves low..high: to the token, to the response of any such "
-        "token, to the response whose product or geometric mean it is",
-    )
-    rejected: Literal["kept", "dropped"] = Field(
-        "kept", description="mis and reject: whether tokens of weight 0 count in the denominator of the policy loss"
-    )
-
-    @property
-    def rejects(self) -> bool:
-        """Whether tokens may get weight 0."""
-        return self.kind == "mis" or self.reject != "none"
+    low: float = Field(0.5, ge=0, description="mis")
+    high: float = Field(2.0, gt=0, description="mis")
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:
         if not self.low <= 1 <= self.high:
             raise ValueError(f"low={self.low}..high={self.high} does not hold 1, where both policies agree")
-        if self.reject != "none" and self.kind != "tis":
-            raise ValueError(f"reject={self.reject} with kind={self.kind}: it goes with kind=tis, set reject=none")
         return self

@@ -163,8 +163,7 @@ class TrainConfig(Section):
         low -= float(algorithm.shaping.soft_overlong is not None)
         if algorithm.advantage.gamma < 1:
             low, high = min(low, 0.0), max(high, 0.0)
-        # What a return is above or below the mean of others, each of which is within the range.
-        return (low - high, high - low) if algorithm.value_loss.residual else (low, high)
+        return low, high
 
     def _rollouts_fit(self) -> None:
         if self.sampling.temperature == 0:
@@ -229,15 +228,13 @@ class TrainConfig(Section):
 
     def _windows_fit(self) -> None:
         """Responses that are trained window by window: their reward is still to come, earlier windows are trained."""
-        algorithm, corrected = self.algorithm, self.algorithm.importance_sampling
+        algorithm = self.algorithm
         rounds = algorithm.dynamic_sampling.max_rounds
         for key, on, remedy in (
             (f"shaping.truncated={algorithm.shaping.truncated}", algorithm.shaping.truncated != "window", "window"),
             (f"dynamic_sampling.max_rounds={rounds}", algorithm.dynamic_sampling.enabled, "null"),
             (f"advantage.function={algorithm.advantage.function}", algorithm.advantage.function is not None, "null"),
             ("policy_loss.kind=gspo", algorithm.policy_loss.kind == "gspo", "ppo_clip"),
-            (f"importance_sampling.level={corrected.level}", corrected.level != "token", "token"),
-            (f"importance_sampling.reject={corrected.reject}", corrected.reject not in ("none", "token"), "token"),
         ):
             if on and self.rollout.windows > 1:
                 raise ValueError(

@@ -24,11 +24,6 @@ class ValueLossConfig(Section):
     squash: Literal["none", "tanh", "arctan"] = Field(
         "none", description="what bounds values to low..high; the bins of hl_gauss have bounds of their own"
     )
-    residual: bool = Field(
-        False,
-        description="the head learns what the mean return of the other responses of the group does not explain; the "
-        "value of a state is that mean and what the head adds",
-    )
 
     @property
     def outputs(self) -> int:

@@ -63,14 +63,11 @@ class ExperienceBatch:
         entropies: float32 [T], of that policy, in nats.
         hidden_states: [T, hidden], that policy's last ones, in its dtype, where the critic is a probe of them.
         ref_logprobs: float32 [T], of the reference policy.
-        baselines: float32 [S], the mean reward of the other responses of the group, where the critic's head learns the
-            rest alone.
-        values: float32 [T], the critic's, of the state before each token; baselines included.
+        values: float32 [T], the critic's, of the state before each token.
         shaped_rewards: float32 [S].
         advantages: float32 [T].
         returns: float32 [T], value targets.
         selected: bool [S], whether the sample carries loss.
-        accepted_lengths: int64 [S], response tokens that importance sampling accepts, where the others do not count.
         importance_weights: float32 [T], on the policy loss, for the engine's policy not being the trainer's.
 
     Raises:
@@ -96,13 +93,11 @@ class ExperienceBatch:
     entropies: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
     hidden_states: Tensor | None = field(default=None, metadata=_over("response_tokens", None))
     ref_logprobs: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
-    baselines: Tensor | None = field(default=None, metadata=_over("samples", torch.float32))
     values: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
     shaped_rewards: Tensor | None = field(default=None, metadata=_over("samples", torch.float32))
     advantages: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
     returns: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
     selected: Tensor | None = field(default=None, metadata=_over("samples", torch.bool))
-    accepted_lengths: Tensor | None = field(default=None, metadata=_over("samples", torch.int64))
     importance_weights: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
 
     def __post_init__(self) -> None:
@@ -215,10 +210,8 @@ class SampleTable:
     window_starts: Tensor | None = None
     observation_lengths: Tensor | None = None
     greedy_rewards: Tensor | None = None
-    baselines: Tensor | None = None
     shaped_rewards: Tensor | None = None
     selected: Tensor | None = None
-    accepted_lengths: Tensor | None = None
 
     @property
     def samples(self) -> int:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms import advantages, calibration, importance, shaping
-from vapo_megatron.algorithms.baselines import leave_one_out
 from vapo_megatron.algorithms.critic_faults import value_faults
 from vapo_megatron.algorithms.critic_metrics import Figures, explained, figures_of, sign_agreement, signs_of
 from vapo_megatron.algorithms.gae import (
@@ -25,7 +24,6 @@ from vapo_megatron.algorithms.segments import place_terminal, segment_sum, to_to
 from vapo_megatron.algorithms.selection import loss_mask
 from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig, Lambda, ShapingConfig
 from vapo_megatron.config.policy import KlConfig
-from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.data.batch import ExperienceBatch, SampleTable
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
@@ -171,9 +169,7 @@ def critic_row(batch: ShardedBatch, config: AlgorithmConfig, new_critic: bool = 
     rewards = token_rewards(home, config)
     of, gamma = table.response_lengths, config.advantage.gamma
     returns = segmented_gae(rewards, torch.zeros_like(rewards), bounds, 1.0, gamma, of=of)
-    # A residual critic's baseline differs between the responses of a group: its head's part is judged alone.
-    baseline = 0.0 if home.baselines is None else to_tokens(home.baselines, bounds)
-    figures = Figures.read(batch.everywhere(figures_of(home.values - baseline, returns - baseline, bounds)))
+    figures = Figures.read(batch.everywhere(figures_of(home.values, returns, bounds)))
     faults = value_faults(figures, table.group_ids, finished)
     if new_critic:
         faults = [fault for fault in faults if fault != "constant"]  # a new head is zero, and is not broken
@@ -195,11 +191,6 @@ def teaches_critic(batch: ExperienceBatch | SampleTable, config: ShapingConfig) 
 def new_tokens(batch: ExperienceBatch) -> Tensor | None:
     """The response tokens that the policy was not trained on in an earlier window: bool [T]; None: all of them."""
     return None if batch.window_starts is None else tokens_from(batch.window_starts, batch.response_cu_seqlens)
-
-
-def baselines_of(rewards: Tensor, group_ids: Tensor, config: ValueLossConfig) -> Tensor | None:
-    """What a residual critic's head adds to, the mean of the other responses of the group: float32 [S]; else None."""
-    return leave_one_out(rewards, group_ids).float() if config.residual else None
 
 
 def shaped_rewards(batch: ExperienceBatch | SampleTable, config: ShapingConfig) -> Tensor:

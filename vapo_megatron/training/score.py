@@ -5,7 +5,6 @@ from functools import partial
 
 from torch import Tensor
 
-from vapo_megatron.algorithms.segments import to_tokens
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.data.batch import ExperienceBatch
@@ -13,7 +12,6 @@ from vapo_megatron.megatron.offload import Phase
 from vapo_megatron.megatron.probe import Probe
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.training.advantages import baselines_of, shaped_rewards
 from vapo_megatron.training.losses import values_of
 from vapo_megatron.training.metrics import policy_metrics, reference_metrics
 from vapo_megatron.training.models import Models
@@ -36,11 +34,8 @@ def score(models: Models, batch: ShardedBatch, config: AlgorithmConfig, recorder
         record_policy(batch, of_all(models, models.actor, batch, "score_policy", recorder, states=states), recorder)
         batch.own.hidden_states = states.pop() if states else None
     if models.critic is not None:
-        table = batch.table
-        batch.fill(baselines=baselines_of(shaped_rewards(table, config.shaping), table.group_ids, config.value_loss))
         read = partial(values_of, config=config.value_loss)
-        scores = of_all(models, models.critic, batch, "score_values", recorder, read)
-        batch.own.values = with_baselines(batch.own, scores)
+        batch.own.values = of_all(models, models.critic, batch, "score_values", recorder, read)[:, 0].contiguous()
 
 
 def of_all(
@@ -88,15 +83,9 @@ def record_policy(batch: ShardedBatch, outputs: Tensor, recorder: Recorder) -> N
         recorder.add(reference_metrics(batch))
 
 
-def with_baselines(batch: ExperienceBatch, found: Tensor) -> Tensor:
-    """A critic's values from what its head says, [T, 1] -> float32 [T]."""
-    values = found[:, 0].contiguous()
-    return values if batch.baselines is None else values + to_tokens(batch.baselines, batch.response_cu_seqlens)
-
-
 def values(
     critic: Trainable, batch: ExperienceBatch, config: ValueLossConfig, advance: Callable[[int], None] | None = None
 ) -> Tensor:
     """Collective: the critic's value of the state before every response token of a batch that every rank has whole,
-    float32 [T], baselines included."""
-    return with_baselines(batch, critic.score(batch, on_done=advance, read=partial(values_of, config=config)))
+    float32 [T]."""
+    return critic.score(batch, on_done=advance, read=partial(values_of, config=config))[:, 0].contiguous()

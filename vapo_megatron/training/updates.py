@@ -121,9 +121,6 @@ def value_loss_of(part: Part, config: ValueLossConfig, learnt: Tensor | None = N
     batch, whole = part.batch, part.whole
     assert batch.returns is not None and whole.selected is not None, "no value targets: estimate them first"
     bounds, targets, old = batch.response_cu_seqlens, batch.returns, batch.values
-    if batch.baselines is not None:
-        baselines = to_tokens(batch.baselines, bounds)
-        targets, old = targets - baselines, None if old is None else old - baselines
     weights = token_weights(whole.response_lengths, "token_mean", selected=whole.selected if learnt is None else learnt)
     my_weights = to_tokens(weights[part.mine], bounds)
     check_targets(targets[my_weights > 0], config)
@@ -179,8 +176,7 @@ def policy_signal(batch: ShardedBatch, config: AlgorithmConfig) -> tuple[Tensor,
     always = settings.entropy_coef or settings.kind == "function"
     if always or config.kl.placement == "loss":
         return table.selected, table.selected
-    counted = table.new_lengths if table.accepted_lengths is None else table.accepted_lengths
-    weighted = table.selected & (counted > 0)
+    weighted = table.selected & (table.new_lengths > 0)
     imitated = torch.zeros_like(weighted)
     if settings.positive_nll.coef:
         imitated = table.selected & positive_responses(table.correct, table.truncated)
@@ -195,14 +191,7 @@ def policy_loss(part: Part, config: AlgorithmConfig) -> PolicyLoss:
     lengths, chosen, advantages, new = whole.new_lengths, whole.selected, batch.advantages, new_tokens(batch)
     assert chosen is not None and advantages is not None, "no advantages: estimate_advantages comes first"
     assert batch.importance_weights is not None, "no importance weights: correct_for_rollout comes first"
-    weights, importance = (
-        token_weights(lengths, settings.aggregation, settings.constant, chosen),
-        batch.importance_weights,
-    )
-    if whole.accepted_lengths is not None:  # the policy loss, and it alone, counts fewer tokens
-        fewer = token_weights(whole.accepted_lengths, settings.aggregation, settings.constant, chosen)
-        scale = torch.where(weights > 0, fewer / weights, 0)
-        importance = importance * to_tokens(scale[part.mine], batch.response_cu_seqlens)
+    weights = token_weights(lengths, settings.aggregation, settings.constant, chosen)
 
     def over_tokens(weights: Tensor) -> Tensor:
         spread = to_tokens(weights[part.mine], batch.response_cu_seqlens)
@@ -215,7 +204,7 @@ def policy_loss(part: Part, config: AlgorithmConfig) -> PolicyLoss:
         rollout_logprobs=batch.rollout_logprobs,
         ref_logprobs=torch.zeros_like(advantages) if batch.ref_logprobs is None else batch.ref_logprobs,
         advantages=advantages,
-        importance=importance,
+        importance=batch.importance_weights,
         weights=over_tokens(weights),
         nll_weights=over_tokens(nll_weights(lengths, positive_responses(whole.correct, whole.truncated) & chosen)),
         mean_weights=over_tokens(token_weights(lengths, "token_mean", selected=chosen)),
@@ -225,31 +214,18 @@ def policy_loss(part: Part, config: AlgorithmConfig) -> PolicyLoss:
 
 def correct_for_rollout(batch: ShardedBatch, config: ImportanceSamplingConfig, recorder: Recorder) -> None:
     """Collective: fill importance_weights, what corrects the policy loss for the engine's policy not being the
-    trainer's, and accepted_lengths where the tokens that they reject are not counted."""
+    trainer's."""
     home = batch.own
     if config.kind == "none":
         home.importance_weights = torch.ones(home.response_tokens)
         return
     assert home.old_logprobs is not None, "no log-probs: the batch is not scored"
-    log_probs, bounds = (home.old_logprobs, home.rollout_logprobs), home.response_cu_seqlens
-    log_ratio = importance.log_ratio_at(config.level, *log_probs, bounds)
+    log_ratio = home.old_logprobs - home.rollout_logprobs
     if config.kind == "tis":
-        correction = importance.tis(log_ratio, config.cap)
+        home.importance_weights = importance.tis(log_ratio, config.cap)
     else:
-        correction = importance.mis(log_ratio, config.low, config.high)
-    if config.reject != "none":
-        level = "token" if config.reject == "any_token" else config.reject
-        accepted = importance.inside(importance.log_ratio_at(level, *log_probs, bounds), config.low, config.high)
-        correction = correction * (
-            importance.whole_responses(accepted, bounds) if config.reject == "any_token" else accepted
-        )
-    home.importance_weights = correction
-    if config.rejects and config.rejected == "dropped":
-        new = new_tokens(home)
-        batch.fill(
-            accepted_lengths=batch.everywhere(response_lengths(bounds, correction if new is None else correction * new))
-        )
-    recorder.add(importance_metrics(batch, correction, log_ratio))
+        home.importance_weights = importance.mis(log_ratio, config.low, config.high)
+    recorder.add(importance_metrics(batch, home.importance_weights, log_ratio))
 
 
 def minibatches(

@@ -29,12 +29,12 @@ from vapo_megatron.megatron.offload import MemoryPlan
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.training.advantages import baselines_of, returns_known, shaped_rewards
+from vapo_megatron.training.advantages import returns_known, shaped_rewards
 from vapo_megatron.training.collect import collect
 from vapo_megatron.training.losses import values_of
 from vapo_megatron.training.metrics import mean_of, value_metrics
 from vapo_megatron.training.rollouts import Rollouts
-from vapo_megatron.training.score import score_all, with_baselines
+from vapo_megatron.training.score import score_all
 from vapo_megatron.training.shards import ShardedBatch, at_home, cut, seat
 from vapo_megatron.training.state import RunState
 from vapo_megatron.training.updates import critic_step
@@ -181,10 +181,8 @@ class Targets:
     """
 
     def __init__(self, record: RecordedRollouts, config: AlgorithmConfig) -> None:
-        # Of all at once: what shaping gives a response depends on the others of its group.
         self._record, self._rewards = record, shaped_rewards(record.table, config.shaping)
         self.known = returns_known(record.table.truncated, config.shaping)
-        self._baselines = baselines_of(self._rewards, record.table.group_ids, config.value_loss)
         self._gamma = config.advantage.gamma
 
     def select(self, samples: Sequence[int]) -> ShardedBatch:
@@ -192,7 +190,6 @@ class Targets:
         chosen = torch.tensor(samples, dtype=torch.int64)
         table = self._record.table.select(chosen)
         table.shaped_rewards, table.selected = self._rewards[chosen], self.known[chosen]
-        table.baselines = None if self._baselines is None else self._baselines[chosen]
 
         def read(own: Tensor) -> ExperienceBatch:
             batch = table.select(own).batch(**self._record.tokens_of(chosen[own]))
@@ -240,7 +237,7 @@ def measure(critic: Trainable, held_out: ShardedBatch, config: ValueLossConfig) 
     """Collective: quality of the critic on held-out samples with their returns."""
     home, selected = held_out.own, held_out.table.selected
     assert home.returns is not None and selected is not None, "no value targets to compare with"
-    measured = with_baselines(home, score_all(critic, held_out, read=partial(values_of, config=config)))
+    measured = score_all(critic, held_out, read=partial(values_of, config=config))[:, 0]
     return value_metrics(held_out, measured, home.returns, selected)
 
 

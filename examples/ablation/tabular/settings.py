@@ -6,7 +6,6 @@ from typing import Literal
 ACTIONS = 4  # right, two kinds of slip, stop; at which index right and slips stand differs between skills
 STOP = ACTIONS - 1
 ANSWER_TOKENS = 2  # the answer and EOS
-BROKEN, STOPPED = 1, 2  # what a critic can see of a response besides how far it is; 0: nothing wrong so far
 EASY, HARD, SOLVED = 0, 1, 2  # kind of a prompt as a critic sees it; a hard one is SOLVED behind its insight
 
 
@@ -26,6 +25,7 @@ class Setting:
     stop: float = 0.005
     luck_stop: float = 0.25  # chance of being correct after a stop
     luck_broken: float = 0.1  # and after a slip
+    partial_credit: bool = False  # the reward is the share of forks that were decided right
     noise: float = 0.0  # chance that a response without a slip is wrong all the same
     forks: int = 3  # steps of a prompt that need a skill of which the policy is unsure
     fork_skills: int = 24  # such skills of each length
@@ -62,6 +62,11 @@ class Setting:
     def samples(self) -> int:
         """Responses of a rollout."""
         return self.prompts_per_step * self.samples_per_prompt
+
+    @property
+    def marks(self) -> int:
+        """What a critic can see of a response besides how far it is: how many slips so far; the last: stopped."""
+        return self.forks + 2 if self.partial_credit else 3
 
 
 @dataclass(frozen=True)
@@ -174,6 +179,26 @@ CLIP = Setting(
     pretraining_lr=0.01,
 )
 SETTINGS: dict[str, Setting] = {setting.name: setting for setting in (STEPS, INSIGHT, CLIP)}
+
+FORKS = Setting(
+    # 1,026 and 2,050 tokens, partial credit: what a fork was worth is one term of a sum that is paid at the end.
+    name="forks",
+    steps=64,
+    step_tokens=(16, 32),
+    partial_credit=True,
+    forks=32,
+    fork_skills=192,
+    slip=0.01,
+    stop=0.0001,
+    prompts_per_step=8,
+    samples_per_prompt=8,
+    minibatches=4,
+    rollouts=60,
+    pretraining=0,
+    lr=0.02,
+    nll=0.0,
+)
+PRICE_SETTINGS: dict[str, Setting] = SETTINGS | {"forks": FORKS}
 
 # For the page: what each setting is, and how it came to be. These belong to the settings, not to a run of them.
 ABOUT = {

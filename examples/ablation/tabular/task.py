@@ -14,14 +14,14 @@ gives does not depend on the others beside it.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms.selection import informative_groups
 
-from .settings import ACTIONS, ANSWER_TOKENS, EASY, HARD, SOLVED, STOP, STOPPED, Setting
+from .settings import ACTIONS, ANSWER_TOKENS, EASY, HARD, SOLVED, STOP, Setting
 
 
 @dataclass
@@ -81,7 +81,7 @@ def _make_task(s: Setting, g: torch.Generator) -> tuple[Tensor, ...]:
     chances[torch.arange(ordinary, skills), (right[ordinary:] + 1) % STOP] = 1 - 1.5 * s.rare - s.stop
     chances[:, STOP] = s.stop
     scale = s.coupling / math.sqrt(s.features)
-    states = lengths * 3 * (s.steps + 1) * 3
+    states = lengths * 3 * (s.steps + 1) * s.marks
     actor_features = torch.randn(skills, s.features, generator=g) * scale
     if s.common:
         actor_features[:, 0] = s.common
@@ -93,10 +93,22 @@ def _make_task(s: Setting, g: torch.Generator) -> tuple[Tensor, ...]:
         right,
         chances.log(),
         actor_features,
-        torch.randn(states, s.features, generator=g) * scale,
+        critic_features(s, torch.randn(states, s.features, generator=g) * scale),
         # A reward model judges what has ended; of a prefix it says -1.
         -1 + 0.05 * torch.randn(states, 1, generator=g),
     )
+
+
+def critic_features(s: Setting, random: Tensor) -> Tensor:
+    """What states share for a critic, [states, features]; with partial credit how far the response is, and its score so
+    far, in place of chance."""
+    if not s.partial_credit:
+        return random
+    kinds = len(s.step_tokens) * 3
+    progress = (torch.arange(s.steps + 1) / s.steps)[:, None].expand(-1, s.marks)
+    slips = (torch.arange(s.marks) / s.forks)[None].expand(s.steps + 1, -1)
+    stopped = (torch.arange(s.marks) == s.marks - 1).float()[None].expand(s.steps + 1, -1)
+    return torch.stack((torch.ones_like(slips), progress, slips, stopped), -1).flatten(0, 1).repeat(kinds, 1)
 
 
 @dataclass
@@ -114,11 +126,12 @@ class Rollout:
     bounds: Tensor  # int64 [seeds * samples + 1]
     state: Tensor  # int64 [T], index into the flattened value tables
     decision_token: Tensor  # int64 [..., steps], where it stands among [T]; 0 where none was made
+    score: Tensor  # float32, 1 or 0; with partial credit the share of forks that were decided right
 
     @property
     def rewards(self) -> Tensor:
-        """+1 or -1, [seeds * samples]."""
-        return torch.where(self.correct, 1.0, -1.0).flatten()
+        """From -1 to +1, [seeds * samples]."""
+        return (2 * self.score - 1).flatten()
 
 
 @torch.no_grad()
@@ -143,10 +156,15 @@ def sample(
     done = torch.where(stopped, (decided.long().sum(-1) - 1), s.steps)  # steps worked off
     right = action == tasks.right[seed[..., None], skill]
     before = torch.arange(s.steps) < done[..., None]
-    slipped = ~right & before
-    broken = torch.cat([torch.zeros_like(slipped[..., :1]), slipped.long().cumsum(-1) > 0], -1)  # [..., steps + 1]
-    luck = torch.where(stopped, s.luck_stop, torch.where(broken[..., -1], s.luck_broken, 1 - s.noise))
+    slipped = ~right & before & (is_fork(s, skill) if s.partial_credit else True)
+    slips = slipped.long().cumsum(-1).clamp(max=s.marks - 2)
+    broken = torch.cat([torch.zeros_like(slips[..., :1]), slips], -1)  # [..., steps + 1]
+    luck = torch.where(stopped, s.luck_stop, torch.where(broken[..., -1] > 0, s.luck_broken, 1 - s.noise))
     correct = uniform[..., -1] < luck
+    score = correct.float()
+    if s.partial_credit:
+        score = (right & before & is_fork(s, skill)).sum(-1) / s.forks
+        correct = score == 1
 
     index = tasks.length[seed, prompt]
     width = torch.tensor(s.step_tokens)[index]
@@ -156,7 +174,7 @@ def sample(
 
     # What a critic sees before every token.
     insight_at = tasks.insight_at[seed, prompt]
-    solved = (torch.arange(s.steps + 1) > insight_at[..., None]) & ~broken
+    solved = (torch.arange(s.steps + 1) > insight_at[..., None]) & (broken == 0)
     kind = torch.where(tasks.hard[seed, prompt][..., None], torch.where(solved, SOLVED, HARD), EASY)
     steps = torch.arange(s.steps + 1)
     owner = torch.arange(seeds * samples).repeat_interleave(flat_tokens)
@@ -167,13 +185,13 @@ def sample(
     offset = position - step * width_t
     step = torch.where(ended, done_t, step)
     later = (offset >= (s.seen * width_t).ceil().clamp(min=1)) & ~ended
-    entry = (kind * (s.steps + 1) + steps) * 3 + broken
-    seen_entry = (kind[..., 1:] * (s.steps + 1) + steps[:-1]) * 3 + broken[..., 1:]
+    entry = (kind * (s.steps + 1) + steps) * s.marks + broken
+    seen_entry = (kind[..., 1:] * (s.steps + 1) + steps[:-1]) * s.marks + broken[..., 1:]
     both = torch.stack([entry, torch.cat([seen_entry, entry[..., -1:]], -1)], -1).flatten()
     state = both[(owner * (s.steps + 1) + step) * 2 + later]
     end_of_stop = stopped.flatten()[owner] & (position > done_t * width_t)
-    state = torch.where(end_of_stop, step * 3 + STOPPED, state)
-    per_length = 3 * (s.steps + 1) * 3
+    state = torch.where(end_of_stop, step * s.marks + s.marks - 1, state)
+    per_length = 3 * (s.steps + 1) * s.marks
     state = state + per_length * index.flatten()[owner] + (owner // samples) * per_length * len(s.step_tokens)
 
     decision = bounds[:-1].view(seeds, samples, 1) + torch.arange(s.steps) * width[..., None]
@@ -189,7 +207,14 @@ def sample(
         bounds,
         state,
         torch.where(decided, decision, 0),
+        score,
     )
+
+
+def is_fork(s: Setting, skill: Tensor) -> Tensor:
+    """Whether a step needs a fork's skill, of the shape of skill."""
+    pools = 1 if s.shared_skills else len(s.step_tokens)
+    return (skill >= s.skills * pools) & (skill < (s.skills + s.fork_skills) * pools)
 
 
 def _draw(population: int, count: int, g: torch.Generator) -> Tensor:
@@ -209,20 +234,24 @@ def keep_informative(rollout: Rollout, samples: int) -> tuple[Rollout, Tensor]:
         name: getattr(rollout, name).gather(1, order)
         if getattr(rollout, name).dim() == 2
         else getattr(rollout, name).gather(1, order[..., None].expand(-1, -1, getattr(rollout, name).shape[2]))
-        for name in ("prompt", "group", "skill", "action", "decided", "logprobs", "correct", "tokens", "decision_token")
+        for name in [f.name for f in fields(rollout) if f.name not in ("bounds", "state")]
     }
     return replace(rollout, **picked), informative.gather(1, order)
 
 
 @torch.no_grad()
 def exact_accuracy(s: Setting, tasks: Tasks, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Chance that a response is correct: mean over prompts [seeds], and over those of each length [seeds, lengths]."""
+    """Chance of being correct, or mean score: over prompts [seeds], and over those of each length [seeds, lengths]."""
     seed = torch.arange(len(logits))[:, None, None]
     chances = logits.softmax(-1)[seed, tasks.skill]
     right = chances.gather(-1, tasks.right[seed, tasks.skill][..., None]).squeeze(-1)
     going = 1 - chances[..., STOP]
     whole, on = right.prod(-1), going.prod(-1)
-    chance = whole * (1 - s.noise) + (on - whole) * s.luck_broken + (1 - on) * s.luck_stop
+    if s.partial_credit:
+        reached = torch.cat([torch.ones_like(going[..., :1]), going[..., :-1].cumprod(-1)], -1)
+        chance = (right * reached * is_fork(s, tasks.skill)).sum(-1) / s.forks
+    else:
+        chance = whole * (1 - s.noise) + (on - whole) * s.luck_broken + (1 - on) * s.luck_stop
     # Prompts have the same lengths at all seeds.
     by_length = torch.stack([chance[:, tasks.length[0] == i].mean(1) for i in range(len(s.step_tokens))], 1)
     return chance.mean(1), by_length

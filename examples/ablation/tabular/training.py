@@ -87,7 +87,8 @@ class Training:
         critic_lr = s.critic_ratio * s.lr
         start = self.tasks.reward_model
         start = torch.zeros_like(start) if row.critic in ("zero", "noise") else start
-        self.critic = Table(start, self.tasks.critic_features, s.own, critic_lr, s.warmup)
+        own = s.own and not s.partial_credit
+        self.critic = Table(start, self.tasks.critic_features, own, critic_lr, s.warmup)
         self.past: list[calibration.Moments | None] = [None for _ in seeds]
         self.tracked = torch.zeros(2, len(seeds), s.prompts, dtype=torch.float64)  # sums of returns, of responses
         self.states = self.tasks.reward_model.shape[1]

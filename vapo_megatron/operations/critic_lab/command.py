@@ -123,7 +123,7 @@ def with_checkpoint(settings: ProbedRunConfig) -> ProbedRunConfig:
 
 
 def values_on_ranks(config: ProbedRunConfig, drawn: Drawn, ranks: int) -> Tensor:
-    """The critic's value before every token of every continuation, baselines included, float32 [T]."""
+    """The critic's value before every token of every continuation, float32 [T]."""
     with tempfile.TemporaryDirectory(prefix="vapo-values-") as folder:
         file = Path(folder) / "values.pt"
         start_ranks(ranks, partial(_score, config, drawn.batch, file), config.cluster.collective_timeout_s)

@@ -123,10 +123,6 @@ _ROWS = (
     ("explained_group", "... the mean of the other responses to the prompt"),
     ("explained_position", "... a table by position"),
     ("gain", "the critic less the best of both (or of nothing)"),
-    ("explained_critic_fitted", "the critic, scale and offset fitted on other prompts"),
-    ("explained_group_fitted", "the mean of the other responses, likewise"),
-    ("explained_both_fitted", "both together, likewise"),
-    ("residual_gain", "both together less the better of them"),
 )
 
 

@@ -21,7 +21,7 @@ from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.command import WEIGHT_VERSION
 from vapo_megatron.rewards.grading import grade_samples
 from vapo_megatron.rewards.pool import VerifierPool
-from vapo_megatron.training.advantages import baselines_of, shaped_rewards
+from vapo_megatron.training.advantages import shaped_rewards
 from vapo_megatron.training.collect import step_rule
 
 Phase = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
@@ -115,8 +115,6 @@ def draw(
     ):
         tail.reward, tail.correct = reward, sample.correct
     batch, owner = from_samples(tails), torch.tensor(owners)
-    baselines = baselines_of(rewards, graded.group_ids, config.algorithm.value_loss)
-    batch.baselines = None if baselines is None else baselines[owner].repeat_interleave(k)
     return Drawn(
         batch,
         shaped.response_lengths,
