@@ -170,7 +170,6 @@ def test_nothing_is_explained_where_there_is_nothing() -> None:
     nothing, none = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
     assert [float(x) for x in beside_baselines(nothing, nothing, torch.zeros(1, dtype=torch.int64), none)] == [0] * 4
     assert float(cm.sign_agreement(torch.zeros(0, 2), none, nothing)) == 0
-    assert [x.numel() for x in cm.reliability(nothing, nothing)] == [0, 0, 0]
 
 
 def test_a_baseline_explains_nothing_of_what_is_random() -> None:
@@ -185,35 +184,12 @@ def test_a_baseline_explains_nothing_of_what_is_random() -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_calibration_and_reliability(masked: bool) -> None:
+def test_calibration_is_least_squares(masked: bool) -> None:
     case = Case(5, masked)
-    values, returns, _ = case.tensors()
     pairs = [(case.values[t], case.returns[t]) for t in case.kept]
     slope, intercept = statistics.linear_regression(*zip(*pairs, strict=True))
     found = cm.calibration(case.figures())
     assert (float(found.slope), float(found.intercept)) == pytest.approx((slope, intercept), abs=1e-6)
-    bins = cm.reliability(values, returns, 4)
-    assert int(bins.tokens.sum()) == len(pairs) and len(bins.tokens) == 4
-    assert int(bins.tokens.max()) - int(bins.tokens.min()) <= 1
-    pairs.sort()
-    start = 0
-    for value, mean, count in zip(*(x.tolist() for x in bins), strict=True):
-        part = pairs[start : start + count]
-        assert value == pytest.approx(statistics.fmean(v for v, _ in part), abs=1e-6)
-        assert mean == pytest.approx(statistics.fmean(r for _, r in part), abs=1e-6)
-        start += count
-
-
-def test_bins_of_values_hold_equals_together_and_have_tokens() -> None:
-    values, returns = torch.tensor([0.0, 0.9, 1.0, 1.0, 2.0]), torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
-    found = cm.reliability(values, returns, 4)
-    assert found.tokens.tolist() == [1, 1, 3] and found.returns.tolist() == [1, 2, 4]
-    found = cm.reliability(torch.tensor([0.0, 0.0, 0.0, 1.0]), returns[:4], 4)
-    assert [x.tolist() for x in found] == [[0, 1], [2, 4], [3, 1]]
-    one = cm.reliability(values[:1], returns[:1])
-    assert [x.tolist() for x in one] == [[0], [1], [1]]
-    many = torch.rand(1 << 19, generator=torch.Generator().manual_seed(0))
-    assert cm.reliability(many, many).tokens.tolist() == pytest.approx([(1 << 19) / 10] * 10, rel=0.02)
 
 
 def test_calibration_says_how_far_values_are_stretched() -> None:

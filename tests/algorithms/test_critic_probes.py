@@ -19,10 +19,7 @@ from vapo_megatron.algorithms.critic_probes import (
     bootstrap_weights,
     conclusion_of,
     figures,
-    horizon_figures,
-    lambda_returns,
     position_table,
-    supported,
     with_intervals,
 )
 
@@ -35,13 +32,10 @@ CRITIC = 0.6 * TRUTH + 0.1 + WOBBLE
 
 
 class Walks(NamedTuple):
-    """Probes, the state that each stands in, and what lambda-returns are made of, a continuation an entry."""
+    """Probes, and the state that each stands in."""
 
     probes: Probes
     states: Tensor
-    rewards: Tensor
-    values: Tensor
-    cu_seqlens: Tensor
 
 
 def walk(starts: Tensor, chance: random.Random) -> list[list[int]]:
@@ -68,7 +62,6 @@ def probe(seed: int, prompts: int, critic: Tensor = CRITIC, spread: bool = True)
     states, places = states.flatten(), torch.arange(len(PLACES)).repeat(len(paths))
     tails = walk(states.repeat_interleave(CONTINUATIONS), chance)
     rewards = torch.tensor([1.0 if tail[-1] == ENDS else -1.0 for tail in tails])
-    lengths = torch.tensor([0] + [len(tail) - 1 for tail in tails])
     probes = Probes(
         critic[states],
         rewards.view(-1, CONTINUATIONS),
@@ -77,8 +70,7 @@ def probe(seed: int, prompts: int, critic: Tensor = CRITIC, spread: bool = True)
         positions.flatten(),
         places,
     )
-    values = critic[torch.tensor([state for tail in tails for state in tail[:-1]])]
-    return Walks(probes, states, rewards, values, lengths.cumsum(0))
+    return Walks(probes, states)
 
 
 @cache
@@ -133,50 +125,6 @@ def test_intervals_cover() -> None:
         for name in names:
             inside[name] += intervals[name].low <= population[name] <= intervals[name].high
     assert all(count >= 0.83 * len(seeds) for count in inside.values()), inside
-
-
-def expected_lambda_return(critic: Tensor, lam: float) -> Tensor:
-    """E[G | s] of every state: g(s) = mean over both neighbours of (1 - lam) V(s') + lam g(s'), or R at an end."""
-    inner = ENDS - 1
-    matrix, constant = torch.eye(inner, dtype=torch.float64), torch.zeros(inner, dtype=torch.float64)
-    for state in range(1, ENDS):
-        for neighbour in (state - 1, state + 1):
-            if 0 < neighbour < ENDS:
-                matrix[state - 1, neighbour - 1] -= 0.5 * lam
-                constant[state - 1] += 0.5 * (1 - lam) * critic[neighbour]
-            else:
-                constant[state - 1] += 0.5 * TRUTH[neighbour]
-    return torch.cat((TRUTH[:1], torch.linalg.solve(matrix, constant), TRUTH[-1:]))
-
-
-@pytest.mark.parametrize("lam", [0.0, 0.5, 0.9, 1.0])
-def test_bias_of_lambda_returns_is_that_of_the_chain(lam: float) -> None:
-    squares, expected = [], []
-    for seed in range(40):
-        found = walks(seed)
-        returned = lambda_returns(found.rewards, found.values, found.cu_seqlens, lam).view(-1, CONTINUATIONS)
-        row = horizon_figures(returned, found.probes.returns, torch.ones(1, len(found.states)))
-        squares.append(float(row["bias_rms"]) ** 2)
-        expected.append(float((expected_lambda_return(CRITIC, lam) - TRUTH)[found.states].square().mean()))
-    x = torch.tensor(squares) - torch.tensor(expected)
-    assert abs(float(x.mean())) < 3 * float(x.std()) / len(x) ** 0.5 + 1e-4
-    if lam == 1:
-        assert max(squares) < 1e-30
-
-
-def test_noise_grows_with_the_horizon_and_a_sound_critic_supports_any() -> None:
-    found, perfect = probe(3, 64), probe(3, 64, critic=TRUTH)
-    rows = {}
-    for name, each in (("wobbles", found), ("perfect", perfect)):
-        rows[name] = []
-        for lam in (0.0, 0.5, 0.9, 1.0):
-            returned = lambda_returns(each.rewards, each.values, each.cu_seqlens, lam).view(-1, CONTINUATIONS)
-            row = horizon_figures(returned, each.probes.returns, torch.ones(1, len(each.states)))
-            rows[name].append((lam, {key: Interval(float(x), float(x), float(x)) for key, x in row.items()}))
-        noises = [row["noise"].estimate for _, row in rows[name]]
-        assert noises == sorted(noises)
-    assert supported(rows["perfect"]) == 0.0
-    assert supported(rows["wobbles"]) in (0.9, 1.0)
 
 
 def judged(found: Walks, seed: int = 0) -> str:
@@ -344,28 +292,9 @@ def test_a_slope_is_a_fault_where_values_order_states(
     assert conclusion_of(given, faults).faults == faults, "none is named twice"
 
 
-def test_lambda_returns_are_discounted_and_draws_are_the_seeds() -> None:
-    rewards, values = torch.tensor([1.0, -1.0]), torch.tensor([0.3, 0.2, 0.1])
-    found = lambda_returns(rewards, values, torch.tensor([0, 2, 3]), 0.5, 0.8)
-    # delta_1 = 1 - 0.2, delta_0 = 0.8 * 0.2 - 0.3; A_0 + V_0 = delta_0 + 0.8 * 0.5 * delta_1 + 0.3.
-    assert found.tolist() == pytest.approx([0.16 + 0.4 * 0.8, -1.0])
+def test_draws_are_the_seeds() -> None:
     prompts = torch.tensor([0, 1, 1, 2])
     again = [bootstrap_weights(prompts, 50, seed) for seed in (1, 1, 2)]
     assert torch.equal(again[0], again[1]) and not torch.equal(again[0], again[2])
     assert again[0].dtype == torch.int64 and torch.equal(again[0][:, 1], again[0][:, 2])
     assert (again[0][:, [0, 1, 3]].sum(1) == 3).all(), "as many prompts as there are"
-
-
-def test_a_horizon_that_is_off_by_as_much_everywhere_has_that_bias_and_the_noise_of_its_returns() -> None:
-    returns = torch.tensor([[0.0, 1.0], [1.0, 3.0]])
-    found = horizon_figures(returns - 0.5, returns, torch.tensor([[1, 1], [2, 0]]))
-    assert found["bias"].tolist() == [-0.5, -0.5] and found["bias_rms"].tolist() == [0.5, 0.5]
-    assert found["noise"].tolist() == pytest.approx([((0.5 + 2.0) / 2) ** 0.5, 0.5**0.5])
-
-
-def test_a_horizon_is_supported_up_to_a_quarter_of_the_noise() -> None:
-    def row(error: float) -> dict[str, Interval]:
-        return {"bias_rms": Interval(error, 0, 1), "noise": Interval(2.0, 0, 4)}
-
-    assert supported([(0.0, row(0.1)), (0.5, row(0.51)), (0.9, row(0.5)), (1.0, row(0.0))]) == 0.9
-    assert supported([(0.0, row(0.1)), (1.0, row(0.51))]) is None

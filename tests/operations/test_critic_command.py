@@ -112,8 +112,6 @@ def test_states_are_continued_and_judged(config: Path, monkeypatch: pytest.Monke
     folder = Path(settings.run.directory) / "critic_probes"
     report = json.loads((folder / "report.json").read_text())
     assert report["conclusion"]["choice"] in ("critic", "group", "nothing", "undecided")
-    last = report["by_lambda"][-1]
-    assert last["lambda"] == 1 and last["bias_rms"]["estimate"] == pytest.approx(0, abs=1e-6)
     page = (folder / "report.md").read_text()
     assert report["conclusion"]["text"] in page and "## Bias along the response" in page
     assert str(folder / "report.md") in capfd.readouterr().out

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms.baselines import leave_one_out
+from vapo_megatron.algorithms.gae import segmented_gae
 from vapo_megatron.algorithms.kl import k1
-from vapo_megatron.algorithms.segments import check_bounds, place_terminal, segment_sum
-from vapo_megatron.algorithms.suffix_scan import suffix_scan_
+from vapo_megatron.algorithms.segments import place_terminal, segment_sum
 
 
 class _Groups(NamedTuple):
@@ -44,15 +44,11 @@ def grpo(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
 
 def dr_grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """R - mean of the group (Dr. GRPO, arXiv 2503.20783, section 3.2). A group of one gets 0. [S], [S] -> [S]."""
-    return group_baseline(rewards, group_ids)
-
-
-def group_baseline(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """R - mean of the group, to be whitened over the batch (REINFORCE++-baseline, arXiv 2501.03262).
-
-    A group of one gets 0. [S], [S] -> [S].
-    """
     return (rewards - _groups(rewards, group_ids).means).to(rewards.dtype)
+
+
+# To be whitened over the batch it is REINFORCE++-baseline's (arXiv 2501.03262).
+group_baseline = dr_grpo
 
 
 def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -89,17 +85,6 @@ def raft(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def returns_to_go(token_rewards: Tensor, cu_seqlens: Tensor, gamma: float, of: Tensor | None = None) -> Tensor:
-    """G_t = sum over i >= t of gamma^(i-t) r_i within each response: [T] -> [T]. of: as in `segmented_gae`.
-
-    Raises ValueError where cu_seqlens does not fit.
-    """
-    check_bounds(cu_seqlens, token_rewards.numel())
-    lengths = cu_seqlens.to(token_rewards.device, torch.int64).diff()
-    decay = torch.full(lengths.shape, gamma, dtype=torch.float64, device=token_rewards.device)
-    return suffix_scan_(token_rewards.clone(), lengths, [decay], of)[0]
-
-
 def reinforce_pp(
     rewards: Tensor,
     penalty: Tensor,
@@ -113,7 +98,7 @@ def reinforce_pp(
     rewards [S]; penalty [T]; of as in `segmented_gae`; earlier as in `place_terminal`. Returns [T].
     """
     placed = place_terminal(rewards, cu_seqlens, penalty.numel(), earlier)
-    return returns_to_go(placed - penalty, cu_seqlens, gamma, of)
+    return segmented_gae(placed - penalty, torch.zeros_like(penalty), cu_seqlens, 1.0, gamma, of=of)
 
 
 def distilled(advantages: Tensor, logprobs: Tensor, ref_logprobs: Tensor, coef: float) -> Tensor:

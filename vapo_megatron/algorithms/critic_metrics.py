@@ -20,8 +20,6 @@ from vapo_megatron.algorithms.baselines import (
 )
 from vapo_megatron.algorithms.segments import check_bounds, segment_sum, to_tokens
 
-# Edges of bins are quantiles; of so many values at most, evenly drawn.
-_SAMPLE = 1 << 17
 _POSITION_BINS = 32
 
 
@@ -222,29 +220,6 @@ def slope_error(figures: Figures, slope: Tensor) -> Tensor:
     products = figures.joint + tokens * (figures.values - mean) * (figures.returns - actual)
     total = squares.sum()
     return torch.where(total > 0, (products - slope * squares).square().sum().sqrt() / total, 0)
-
-
-class Reliability(NamedTuple):
-    """Of each bin of values, from low to high, [B]: mean value, mean return, tokens."""
-
-    values: Tensor
-    returns: Tensor
-    tokens: Tensor
-
-
-@torch.no_grad()
-def reliability(values: Tensor, returns: Tensor, bins: int = 10) -> Reliability:
-    """Mean return in bins of about equally many tokens by their value; bins without tokens are left out."""
-    predicted, actual = values.double(), returns.double()
-    if predicted.numel() == 0:
-        return Reliability(predicted, actual, predicted.long())
-    sample = predicted[:: max(1, predicted.numel() // _SAMPLE)]
-    inner = torch.linspace(0, 1, bins + 1, dtype=torch.float64, device=sample.device)[1:-1]
-    owner = torch.bucketize(predicted, torch.quantile(sample, inner).unique(), right=True)
-    tokens = torch.bincount(owner)
-    sums = [torch.bincount(owner, x)[tokens > 0] for x in (predicted, actual)]
-    tokens = tokens[tokens > 0]
-    return Reliability(sums[0] / tokens, sums[1] / tokens, tokens)
 
 
 def bias_by_position(figures: Figures) -> Tensor:

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from vapo_megatron.algorithms.baselines import even_bins, means_of_other_groups, sums_by_group
 from vapo_megatron.algorithms.critic_faults import FAULTS
-from vapo_megatron.algorithms.gae import segmented_gae
-from vapo_megatron.algorithms.segments import place_terminal
 
 _MOST_BINS = 32
 
@@ -154,45 +152,6 @@ def with_intervals(
     return {
         name: Interval(float(estimates[name]), *torch.nanquantile(drawn[name], ends).tolist()) for name in estimates
     }
-
-
-def lambda_returns(
-    rewards: Tensor, values: Tensor, cu_seqlens: Tensor, lam: float | Tensor, gamma: float = 1.0
-) -> Tensor:
-    """The lambda-return A + V of the state before each of S packed responses: rewards [S], values [T] -> float64 [S].
-
-    lam: one lambda, or one for each response [S]. Every response has a token.
-    """
-    placed, starts = place_terminal(rewards.double(), cu_seqlens, values.numel()), cu_seqlens[:-1].long()
-    return (segmented_gae(placed, values.double(), cu_seqlens, lam, gamma) + values.double())[starts]
-
-
-def horizon_figures(lambda_return: Tensor, returns: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    """How far lambda-returns [P, k] are from the state's value, under each weighting [W, P]: by name, [W].
-
-    bias is the mean of E[G | s] - V*(s) and bias_rms the root of its mean square, both from the difference of G and R
-    on the same continuation, which is 0 at lambda 1 exactly; noise is the standard deviation of G given the state,
-    which is that of the advantage. What V(s) is wrong by is no part of either: as a baseline it misleads nobody.
-    """
-    moments, k = Moments(weights), returns.shape[1]
-    difference = lambda_return.double() - returns.double()
-    mean = difference.mean(1)
-    square = moments.mean(mean.square() - difference.var(1) / k).clamp(min=0)
-    variance = moments.mean(lambda_return.double().var(1))
-    return {"bias": moments.mean(mean), "bias_rms": square.sqrt(), "noise": variance.sqrt()}
-
-
-def supported(rows: Sequence[tuple[float, dict[str, Interval]]]) -> float | None:
-    """The smallest lambda (or alpha) whose systematic error is at most a quarter of the noise of one response.
-
-    rows: from the shortest horizon to the longest; every longer horizon has to hold as well. None: not one does.
-    """
-    conclusion = None
-    for number, row in reversed(rows):
-        if row["bias_rms"].estimate > 0.25 * row["noise"].estimate:
-            break
-        conclusion = number
-    return conclusion
 
 
 Choice = Literal["critic", "group", "nothing", "undecided"]

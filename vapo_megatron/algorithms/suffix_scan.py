@@ -15,10 +15,6 @@ from torch import Tensor
 
 CHUNK = 16
 LONGEST_TILE = 1024
-COPY_FROM_LENGTH = 1024
-# Tokens in work at once: they stay in the processor's cache, in memory that is asked for only once, because
-# on a CPU the first touch of fresh memory costs more than all of the arithmetic.
-SLAB_TOKENS = 1 << 20
 
 
 def suffix_scan_(x: Tensor, lengths: Tensor, decays: Sequence[Tensor], of: Tensor | None = None) -> list[Tensor]:
@@ -35,51 +31,25 @@ def suffix_scan_(x: Tensor, lengths: Tensor, decays: Sequence[Tensor], of: Tenso
         For each decay, y [T] with y_t = x_t + decay[s] * y_{t+1} in response s and y_{t+1} = 0 after its end.
         dtype that of x.
     """
-    starts = lengths.cumsum(0) - lengths
-    responses = (starts // SLAB_TOKENS).unique_consecutive(return_counts=True)[1].tolist()
-    slabs = [_Slab(part, lengths if of is None else of) for part in lengths.split(responses)]
-    tokens = [slab.tokens for slab in slabs]
-    room = max((slab.padded_tokens for slab in slabs), default=0)
-    padded, work = x.new_empty((2, room), dtype=_matmul_dtype(x.dtype))
+    tokens, total = int(lengths.sum()), lengths if of is None else of
+    # A tile is a row of tokens that share one response and so one matrix. Long tiles save matrices, short ones save
+    # padding: an eighth of the mean length, or half a chunk.
+    mean_length, tile = int(total.sum()) // max(1, total.numel()), CHUNK
+    while tile < LONGEST_TILE and 8 * tile <= mean_length:
+        tile *= 2
+    tiles = (lengths + (tile - 1)) // tile
+    padding = tiles * tile - lengths
+    padded = tokens + int(padding.sum())
+    slots = (padding.cumsum(0) - padding).repeat_interleave(lengths, output_size=tokens)
+    slots += torch.arange(tokens, device=x.device)
+    source, work = x.new_zeros((2, padded), dtype=_matmul_dtype(x.dtype))
+    source.index_copy_(0, slots, x.to(source.dtype))
+    rows = _Rows(tiles, padded // tile, (total + (tile - 1)) // tile)
     scans = [torch.empty_like(x) for _ in decays[1:]] + [x]
-    for slab, unscanned, slab_decays, slab_scans in zip(
-        slabs,
-        x.split(tokens),
-        zip(*(decay.split(responses) for decay in decays), strict=True),
-        zip(*(scan.split(tokens) for scan in scans), strict=True),
-        strict=True,
-    ):
-        slab.scan(unscanned, slab_decays, slab_scans, padded, work)
+    for decay, scan in zip(decays, scans, strict=True):
+        rows.scan(source.view(-1, tile), decay, work.view(-1, tile))
+        torch.index_select(work.to(x.dtype), 0, slots, out=scan)
     return scans
-
-
-class _Slab:
-    """Some of the responses, and how they are padded to whole tiles.
-
-    A tile is a row of tokens that share one response and so one matrix. Long tiles save matrices, short ones
-    save padding: an eighth of the mean length, or half a chunk.
-    """
-
-    def __init__(self, lengths: Tensor, of: Tensor) -> None:
-        self.tokens = int(lengths.sum())
-        mean_length = int(of.sum()) // of.numel()
-        self.tile = CHUNK
-        while self.tile < LONGEST_TILE and 8 * self.tile <= mean_length:
-            self.tile *= 2
-        tiles = (lengths + (self.tile - 1)) // self.tile
-        padding = tiles * self.tile - lengths
-        # Few long runs are quicker to copy, many short ones to index.
-        self.layout = _Copied(lengths, padding) if mean_length >= COPY_FROM_LENGTH else _Indexed(lengths, padding)
-        self.padded_tokens = self.tokens + int(padding.sum())
-        self.rows = _Rows(tiles, self.padded_tokens // self.tile, (of + (self.tile - 1)) // self.tile)
-
-    def scan(self, x: Tensor, decays: Sequence[Tensor], scans: Sequence[Tensor], padded: Tensor, work: Tensor) -> None:
-        """Write the scan of x for each decay into `scans`; padded and work are room for padded_tokens or more."""
-        padded, work = padded[: self.padded_tokens], work[: self.padded_tokens]
-        self.layout.pad(x.to(padded.dtype), padded)
-        for decay, scan in zip(decays, scans, strict=True):
-            self.rows.scan(padded.view(-1, self.tile), decay, work.view(-1, self.tile))
-            self.layout.unpad(work, scan)
 
 
 class _Rows:
@@ -124,38 +94,6 @@ def _triangular(falling: Tensor) -> Tensor:
     size = falling.shape[1]
     padded = torch.nn.functional.pad(falling, (0, size - 1))
     return padded.unfold(1, size, 1).flip(1)
-
-
-class _Copied:
-    """Room for padding after each response, by copying one response after another."""
-
-    def __init__(self, lengths: Tensor, padding: Tensor) -> None:
-        self.sizes = torch.stack([lengths, padding], dim=1).flatten().tolist()
-
-    def pad(self, x: Tensor, out: Tensor) -> None:
-        zeros = out.new_zeros(max(self.sizes[1::2]))
-        pieces: list[Tensor] = []
-        for response, padding in zip(x.split(self.sizes[::2]), self.sizes[1::2], strict=True):
-            pieces += (response, zeros[:padding])
-        torch.cat(pieces, out=out)
-
-    def unpad(self, x: Tensor, out: Tensor) -> None:
-        torch.cat(x.split(self.sizes)[::2], out=out)
-
-
-class _Indexed:
-    """Room for padding after each response, by the place of every token."""
-
-    def __init__(self, lengths: Tensor, padding: Tensor) -> None:
-        tokens = int(lengths.sum())
-        self.slots = (padding.cumsum(0) - padding).repeat_interleave(lengths, output_size=tokens)
-        self.slots += torch.arange(tokens, device=lengths.device)
-
-    def pad(self, x: Tensor, out: Tensor) -> None:
-        out.zero_().index_copy_(0, self.slots, x)
-
-    def unpad(self, x: Tensor, out: Tensor) -> None:
-        torch.index_select(x.to(out.dtype), 0, self.slots, out=out)
 
 
 def _matmul_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -73,7 +73,7 @@ def probe_critic(settings: ProbedRunConfig) -> None:
         stop_tokens, logs = tokenizer.eos_token_ids, folder / "logs"
         engines = stack.enter_context(engines_of(config.model, config.rollout, devices, stop_tokens, logs, console))
         drawn = draw(config, prompts, engines, tokenizer, verifier, console.phase)
-    report = probed(drawn, values_on_ranks(config, drawn, ranks), config.algorithm.advantage, probes)
+    report = probed(drawn, values_on_ranks(config, drawn, ranks), config.algorithm.advantage.gamma, probes)
     places = write_page(report, facts, config, folder)
     console.note(f"conclusion: {report.conclusion.text}")
     for fault in report.faults:
