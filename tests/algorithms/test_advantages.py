@@ -107,7 +107,7 @@ def test_reinforce_pp() -> None:
 
 
 def test_returns_to_go_discounts() -> None:
-    got = adv.returns_to_go(torch.tensor([1.0, 2.0, 4.0, 1.0]), torch.tensor([0, 3, 4]), gamma=0.5)
+    got = adv.reinforce_pp(torch.zeros(2), -torch.tensor([1.0, 2.0, 4.0, 1.0]), torch.tensor([0, 3, 4]), gamma=0.5)
     assert got.tolist() == [3.0, 4.0, 4.0, 1.0]
 
 
