@@ -1,6 +1,7 @@
 """What a critic costs and brings by responses drawn: vapo_direct and methods without a critic, each at its own rate.
 
     python -m examples.ablation.tabular.price
+    python -m examples.ablation.tabular.price --setting forks --seeds 3000-3009 --out runs/ablation_forks.json
 
 Learning rates are chosen on seeds 1000 to 1004 by the mean accuracy over the responses drawn, from a grid that grows
 until the best is not at its edge; the seeds that are reported were not run before. Value pretraining's responses count:
@@ -23,7 +24,7 @@ from vapo_megatron.monitoring.facts import environment_facts
 
 from ..intervals import interval
 from .run import change, console, parse_seeds
-from .settings import PRICE_ROWS, SETTINGS, Setting
+from .settings import FORKS, FORKS_ROWS, PRICE_ROWS, SETTINGS, Setting
 from .training import Course, Training
 
 GRID = (1.0, 2.0, 4.0, 8.0)
@@ -95,7 +96,7 @@ def compare(setting: Setting, seeds: list[int], only: list[str]) -> dict[str, An
 
 def main(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=JSON]...", help="over every setting")] = None,
-    settings: Annotated[list[str] | None, typer.Option("--setting", help="default: all")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--setting", help="default: all but forks")] = None,
     only: Annotated[list[str] | None, typer.Option(help="a row; may be given again; default: all")] = None,
     seeds: Annotated[str, typer.Option(help="such as 3 or 2000-2009")] = "2000-2009",
     out: Annotated[Path, typer.Option(help="the JSON to write")] = Path("runs/ablation_price.json"),
@@ -106,8 +107,9 @@ def main(
         wanted = parse_seeds(seeds)
         figures: dict[str, Any] = {"seeds": wanted, "facts": environment_facts(), "settings": {}}
         for name in settings or SETTINGS:
-            setting = change(SETTINGS[name], overrides or [])
-            figures["settings"][name] = compare(setting, wanted, only or list(PRICE_ROWS))
+            setting = change((SETTINGS | {FORKS.name: FORKS})[name], overrides or [])
+            rows = FORKS_ROWS if name == FORKS.name else PRICE_ROWS
+            figures["settings"][name] = compare(setting, wanted, only or list(rows))
             out.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(out) as file:
                 json.dump(figures, file, indent=1)

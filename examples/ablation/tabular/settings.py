@@ -180,25 +180,29 @@ CLIP = Setting(
 )
 SETTINGS: dict[str, Setting] = {setting.name: setting for setting in (STEPS, INSIGHT, CLIP)}
 
+# Where a critic must win; fixed on seeds 1000 and 1001, its learning rates on 1000 to 1004.
 FORKS = Setting(
-    # 1,026 and 2,050 tokens, partial credit: what a fork was worth is one term of a sum that is paid at the end.
+    # 1,026 or 1,282 tokens, partial credit: what one of 32 forks was worth is a term of a sum that
+    # is paid at the end. A critic reads how far the response is, and its score so far.
     name="forks",
     steps=64,
-    step_tokens=(16, 32),
+    step_tokens=(16, 20),
     partial_credit=True,
     forks=32,
-    fork_skills=192,
+    fork_skills=2048,
     slip=0.01,
     stop=0.0001,
     prompts_per_step=8,
     samples_per_prompt=8,
     minibatches=4,
-    rollouts=60,
+    rollouts=50,
     pretraining=0,
-    lr=0.02,
+    lr=0.08,
+    critic_ratio=0.25,
     nll=0.0,
 )
-PRICE_SETTINGS: dict[str, Setting] = SETTINGS | {"forks": FORKS}
+# GRPO's advantage with VAPO's loss is without_critic; DAPO drops nearly no group where credit is partial.
+FORKS_ROWS = ("direct", "reinforce_direct", "tracker", "direct_noise", "without_critic", "grpo")
 
 # For the page: what each setting is, and how it came to be. These belong to the settings, not to a run of them.
 ABOUT = {
