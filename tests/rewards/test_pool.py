@@ -16,11 +16,11 @@ import pytest
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.engines.inside.heartbeat import stands_still
 from vapo_megatron.errors import BadInput
-from vapo_megatron.rewards import pool as pool_module
+from vapo_megatron.rewards import workers as workers_module
 from vapo_megatron.rewards.grading import grades_of
 from vapo_megatron.rewards.math import Grade
 from vapo_megatron.rewards.pool import Case, VerifierPool
-from vapo_megatron.rewards.worker_process import WorkerProcess
+from vapo_megatron.rewards.workers import WorkerProcess
 from vapo_megatron.signals import STOP_SIGNALS
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ def test_grades_keep_the_order_of_the_cases(math_pool: VerifierPool) -> None:
 
 def test_plain_cases_start_no_process(math_pool: VerifierPool) -> None:
     assert math_pool.grade_batch([("4", "#### 4"), ("4", "nothing")])[0].correct
-    assert math_pool._workers == []
+    assert math_pool.workers.processes == []
 
 
 def test_an_empty_batch_has_no_grades(math_pool: VerifierPool) -> None:
@@ -61,23 +61,14 @@ def test_an_empty_batch_has_no_grades(math_pool: VerifierPool) -> None:
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_worker_passes_over_stop_signals_from_its_first_moment_on(number: signal.Signals) -> None:
-    greeting = {"function": None, "correct_above": None, "memory_mib": 4096}
-    worker = WorkerProcess(greeting, startup_timeout_s=60)
+    worker = WorkerProcess()
     try:
         worker.process.send_signal(number)  # Python has not started in it
-        worker.write()
-        deadline = time.monotonic() + 60
-        replies: list[dict[str, Any]] = []
-        while not replies:
-            assert time.monotonic() < deadline
-            found = worker.read()
-            assert found is not None, "it has ended"
-            replies += found
-            time.sleep(0.01)
+        assert worker.ask(RewardConfig().model_dump(mode="json"), 60) == {}
         worker.process.send_signal(number)
-        assert replies == [{"status": "ready"}] and worker.process.poll() is None
+        assert worker.ask({"ground_truth": "1", "answer": "2", "answer_is_formula": True}, 60)["reason"] == "different"
     finally:
-        worker.kill()
+        worker.close()
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, []), "this process would not hear them any more"
 
 
@@ -212,9 +203,9 @@ def test_who_waits_for_a_pool_that_is_closed_is_told_and_nothing_is_left_open() 
     thread = threading.Thread(target=wait)
     thread.start()
     deadline = time.monotonic() + 30
-    while sum(worker.job is not None for worker in pool._workers) < 2 and time.monotonic() < deadline:
+    while len(pool.workers.processes) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert len(pool._workers) == 2
+    assert len(pool.workers.processes) == 2
     pool.close()
     thread.join(timeout=30)
     assert told.is_set()
@@ -224,18 +215,18 @@ def test_who_waits_for_a_pool_that_is_closed_is_told_and_nothing_is_left_open() 
 @pytest.mark.usefixtures("functions_importable")
 def test_there_are_as_many_workers_as_have_something_to_do() -> None:
     with VerifierPool(_function_config("slow", workers=3)) as pool:
-        assert len(pool._workers) == 1
-        assert len(pool.grade_batch([Case("", "0")])) == len(pool._workers) == 1
+        assert len(pool.workers.processes) == 1
+        assert len(pool.grade_batch([Case("", "0")])) == len(pool.workers.processes) == 1
         pool.grade_batch([Case("", "0.2"), Case("", "0.2")])
-        assert len(pool._workers) == 2
+        assert len(pool.workers.processes) == 2
         pool.grade_batch([Case("", "0.1") for _ in range(9)])
-        assert len(pool._workers) == 3
+        assert len(pool.workers.processes) == 3
 
 
 @pytest.mark.usefixtures("functions_importable")
 def test_workers_that_cannot_start_are_told_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as impatient:
-        impatient.setattr(pool_module, "STARTUP_SECONDS", 0.001)
+        impatient.setattr(workers_module, "STARTUP_SECONDS", 0.001)
         with pytest.raises(BadInput, match=r"did not start in 0.001 s\)"):
             VerifierPool(_function_config("slow"))
     monkeypatch.setenv("KILLED_AT_IMPORT", str(tmp_path / "always"))
@@ -243,12 +234,12 @@ def test_workers_that_cannot_start_are_told_with_the_reason(tmp_path: Path, monk
         VerifierPool(_function_config("slow"))
     assert (tmp_path / "always.times").read_text() == "xxx"
     monkeypatch.delenv("KILLED_AT_IMPORT")
-    monkeypatch.setattr(pool_module, "STARTUP_SECONDS", 0.001)
+    monkeypatch.setattr(workers_module, "STARTUP_SECONDS", 0.001)
     with VerifierPool(RewardConfig()) as pool:
         for _ in range(2):
             with pytest.raises(BadInput, match=r"a verifier worker could not start \(did not"):
                 pool.grade_batch([(r"\sin 2x", r"\boxed{2 \sin x \cos x}")])
-            assert pool._workers == []
+            assert pool.workers.processes == []
 
 
 @pytest.mark.usefixtures("functions_importable")
@@ -258,8 +249,8 @@ def test_killed_starts_are_counted_in_a_row(tmp_path: Path, monkeypatch: pytest.
         for starts in (3, 6):
             pool.grade_batch([Case("", "pid")])
             assert len((tmp_path / "twice.times").read_text()) == starts
-            pool._workers[0].process.kill()
-            pool._workers[0].process.wait(timeout=30)
+            pool.workers.processes[0].process.kill()
+            pool.workers.processes[0].process.wait(timeout=30)
 
 
 def test_a_pool_that_nobody_closes_does_not_keep_a_program_from_its_end() -> None:
@@ -301,8 +292,8 @@ def test_function_and_verifier_go_together() -> None:
 def test_a_worker_lost_between_batches_costs_no_case() -> None:
     with VerifierPool(_function_config("obey", workers=1)) as pool:
         (first,) = pool.grade_batch([Case("", "pid")])
-        pool._workers[0].process.kill()
-        pool._workers[0].process.wait(timeout=30)
+        pool.workers.processes[0].process.kill()
+        pool.workers.processes[0].process.wait(timeout=30)
         (second,) = pool.grade_batch([Case("", "pid")])
         assert second.reason == "scored" and second.score != first.score
 
@@ -310,7 +301,7 @@ def test_a_worker_lost_between_batches_costs_no_case() -> None:
 @pytest.mark.usefixtures("functions_importable")
 def test_a_worker_that_reads_nothing_is_given_up_in_time() -> None:
     with VerifierPool(_function_config("obey", workers=1, response_timeout_s=0.5)) as pool:
-        worker = pool._workers[0].process
+        worker = pool.workers.processes[0].process
         worker.send_signal(signal.SIGSTOP)
         late = threading.Timer(20, worker.kill)
         late.start()
@@ -350,7 +341,7 @@ def test_workers_die_with_a_trainer_that_is_killed_in_mid_case(stopped: bool) ->
         "from vapo_megatron.config.reward import RewardConfig\n"
         "from vapo_megatron.rewards.pool import Case, VerifierPool\n"
         "pool = VerifierPool(RewardConfig(verifier='function', function='reward_functions:slow', workers=1))\n"
-        "print(pool._workers[0].process.pid, flush=True)\n"
+        "print(pool.workers.processes[0].process.pid, flush=True)\n"
         "pool.grade_batch([Case('', '600')])\n"
     )
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, text=True)
@@ -413,27 +404,27 @@ def test_failures_are_counted_and_the_first_is_told(capfd: pytest.CaptureFixture
 
 
 def test_cases_that_are_alike_are_settled_once(math_pool: VerifierPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[int] = []
-    submit = math_pool._submit
-    monkeypatch.setattr(math_pool, "_submit", lambda jobs: (sent.append(len(jobs)), submit(jobs))[1])
+    sent: list[str] = []
+    submit = math_pool.workers.submit
+    monkeypatch.setattr(math_pool.workers, "submit", lambda case: (sent.append(case["answer"]), submit(case))[1])
     right, wrong = (r"\sin 2x", r"\boxed{2 \sin x \cos x}"), (r"\sin 2x", r"\boxed{\sin x \cos x}")
     seen: list[int] = []
     cases = [wrong, right, wrong, ("4", "#### 4"), right, wrong]
     grades = math_pool.grade_batch(cases, on_done=lambda index, _: seen.append(index))
     assert [grade.correct for grade in grades] == [False, True, False, True, True, False]
     assert [grade.extracted for grade in grades[:4]] == [r"\sin x \cos x", r"2 \sin x \cos x", r"\sin x \cos x", "4"]
-    assert sent == [2] and sorted(seen) == list(range(6))
+    assert sent == [r"\sin x \cos x", r"2 \sin x \cos x"] and sorted(seen) == list(range(6))
 
 
 def test_the_time_of_a_case_is_that_of_its_processor() -> None:
     """What else the machine does, here for twice the time limit, is not the answer's fault."""
     with VerifierPool(RewardConfig(workers=1, response_timeout_s=2.0)) as pool:
         pool.grade_batch([(r"\sin x", r"\boxed{\cos x}")])
-        worker = pool._workers[0].process
+        worker = pool.workers.processes[0].process
         worker.send_signal(signal.SIGSTOP)
         threading.Timer(4.0, worker.send_signal, [signal.SIGCONT]).start()
         assert pool.grade_batch([(r"\sin 2x", r"\boxed{2 \sin x \cos x}")])[0].correct
-        assert pool._workers[0].process is worker
+        assert pool.workers.processes[0].process is worker
 
 
 def test_a_formula_that_takes_too_long_is_told_by_its_grade_alone(capfd: pytest.CaptureFixture[str]) -> None:
@@ -444,38 +435,34 @@ def test_a_formula_that_takes_too_long_is_told_by_its_grade_alone(capfd: pytest.
     assert capfd.readouterr().err == "", "only a user's function is to blame"
 
 
+@pytest.mark.parametrize(("used", "seconds"), [(0.0, 10.0), (2.0, 1.0), (1.0, 5.5)])
 def test_a_case_is_due_when_its_processor_time_is_used_up_or_ten_times_that_has_passed(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, used: float, seconds: float
 ) -> None:
-    greeting = {"function": None, "correct_above": None, "memory_mib": 4096}
-    clock = SimpleNamespace(now=100.0, used=0.5)
+    """used: processor seconds a second, of a worker that does not reply, or half of them within the first second."""
+    clock = SimpleNamespace(now=100.0)
+    worker = WorkerProcess()
+
+    def select(*arguments: Any) -> tuple[list[Any], ...]:
+        clock.now += arguments[3]
+        return [], [], []
 
     def process(pid: int) -> SimpleNamespace:
-        if clock.used < 0:
-            raise psutil.NoSuchProcess(pid)
         assert pid == worker.process.pid
-        return SimpleNamespace(cpu_times=lambda: SimpleNamespace(user=clock.used / 2, system=clock.used / 2))
+        busy = (clock.now - 100) * used if used != 1.0 else 0.1 * (clock.now - 100) + 0.45 * (clock.now > 100)
+        return SimpleNamespace(cpu_times=lambda: SimpleNamespace(user=3 + busy / 2, system=busy / 2))
 
-    monkeypatch.setattr("vapo_megatron.rewards.worker_process.time.monotonic", lambda: clock.now)
-    monkeypatch.setattr("vapo_megatron.rewards.worker_process.psutil.Process", process)
-    worker = WorkerProcess(greeting, startup_timeout_s=60)
     try:
-        assert worker.due == 160 and not worker.prolong(), "of a start the time is that of the clock"
-        worker.send("job", {}, 2.0, of_cpu=False)
-        assert worker.due == 102 and not worker.prolong()
-        clock.used = 3.0
-        worker.send("job", {}, 2.0, of_cpu=True)
-        assert worker.due == 102
-        for clock.now, clock.used, due in ((102.0, 3.5, 103.5), (103.5, 4.98, 103.55)):
-            assert worker.prolong() and worker.due == pytest.approx(due)
-        clock.used = 5.0
-        assert not worker.prolong()
-        worker.send("job", {}, 2.0, of_cpu=True)
-        clock.now += 18.5  # stopped all the while
-        assert worker.prolong() and worker.due == pytest.approx(103.5 + 20)
-        assert not worker.prolong()
-        worker.send("job", {}, 2.0, of_cpu=True)
-        clock.used = -1.0  # it has ended
-        assert not worker.prolong()
+        with monkeypatch.context() as patched:
+            patched.setattr(workers_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+            patched.setattr(workers_module, "select", SimpleNamespace(select=select))
+            patched.setattr(workers_module, "psutil", SimpleNamespace(Process=process))
+            with pytest.raises(TimeoutError):
+                worker.ask({}, 1.0, of_cpu=True)
+            assert clock.now - 100 == pytest.approx(seconds, abs=0.06)
+            clock.now = 100.0
+            with pytest.raises(TimeoutError):
+                worker.ask({}, 1.0)
+            assert clock.now == 101, "of a start, or of a function, the time is that of the clock"
     finally:
-        worker.kill()
+        worker.close()

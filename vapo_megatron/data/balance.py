@@ -3,7 +3,6 @@
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, overload
 
 import numpy as np
@@ -35,11 +34,7 @@ _Loads = NDArray[np.float64] | NDArray[np.int64]
 # Exchanges that even out a number of bins are at most this many a bin; a few a bin do nearly all of it.
 _EXCHANGES = 32
 # What is left of ranks' differences, relative to their mean work: single samples differ by more.
-_TOLERANCE = 1e-8
-# Places of a bin of which pairs are made.
-_PAIRED = 128
-# Exchanges of two bins that are all looked at; of more, those that come nearest to what is wanted.
-_ALL_PAIRS = 1024
+_TOLERANCE = 1e-6
 
 
 class MicrobatchPlan(Sequence[list[list[int]]]):
@@ -68,9 +63,7 @@ class MicrobatchPlan(Sequence[list[list[int]]]):
         return np.sort(self._samples[self._ranks[dp_rank]])
 
     def __getitem__(self, dp_rank: Any) -> Any:
-        even = _level_tokens(self._ranks[dp_rank], self._work, self._tokens, self.microbatches, self._budget)
-        if even is None:
-            even = _best_fit(self._ranks[dp_rank], self._tokens, self.microbatches, self._budget)
+        even = _packed(self._ranks[dp_rank], self._work, self._tokens, self.microbatches, self._budget)
         assert even is not None, "the number of micro-batches is one that every rank's samples fit into"
         even = _even_out(even, self._work, tokens=self._tokens, budget=self._budget)
         even.sort(key=lambda members: -self._work[members].sum())
@@ -124,38 +117,18 @@ def plan_microbatches(
     ranks = _even_out(_least_first(range(len(chosen)), work, dp_size), work, enough=level)
     count = max(1, *(-(-int(tokens[rank].sum()) // budget) for rank in ranks))
     count = -(-count // multiple_of) * multiple_of
-    while not _all_fit(ranks, work, tokens, count, budget):
+    while any(_packed(rank, work, tokens, count, budget) is None for rank in ranks):
         count += multiple_of
     return MicrobatchPlan(chosen, work, tokens, ranks, count, budget)
 
 
-def _all_fit(ranks: _Bins, work: _Loads, tokens: _Loads, count: int, budget: int) -> bool:
-    """Whether each rank's samples fit into `count` micro-batches: by best fit, or levelled by tokens."""
-    return all(
-        _level_tokens(ranks[rank], work, tokens, count, budget) is not None
-        for rank in _where_best_fit_fails(ranks, tokens, count, budget)
-    )
-
-
-def _where_best_fit_fails(ranks: _Bins, tokens: _Loads, count: int, budget: int) -> list[int]:
-    """The ranks for which _best_fit() finds no place for a sample; all ranks place their n-th samples at once."""
-    sizes = np.zeros((max(map(len, ranks)), len(ranks)), dtype=np.int64)
-    for rank, members in enumerate(ranks):
-        sizes[: len(members), rank] = -np.sort(-tokens[members])
-    rooms = np.full((len(ranks), count), budget)
-    failed, every = np.zeros(len(ranks), dtype=bool), np.arange(len(ranks))
-    for size in sizes:
-        best = np.where(rooms >= size[:, None], rooms, budget + 1).argmin(axis=1)
-        failed |= rooms[every, best] < size
-        rooms[every, best] -= size
-    return [int(rank) for rank in failed.nonzero()[0]]
-
-
-def _level_tokens(rank: list[int], work: _Loads, tokens: _Loads, count: int, budget: int) -> _Bins | None:
-    """A rank's samples in `count` micro-batches of level work, changed until none is above the budget; None where one
-    stays above it."""
+def _packed(rank: list[int], work: _Loads, tokens: _Loads, count: int, budget: int) -> _Bins | None:
+    """A rank's samples in `count` micro-batches within the budget: of level work, changed until none is above it, else
+    by best fit; None where both leave one above it."""
     even = _even_out(_least_first(rank, work, count), tokens, enough=budget)
-    return even if max(tokens[members].sum() for members in even) <= budget else None
+    if max(tokens[members].sum() for members in even) <= budget:
+        return even
+    return _best_fit(rank, tokens, count, budget)
 
 
 def _least_first(places: Iterable[int], work: _Loads, count: int) -> _Bins:
@@ -203,10 +176,6 @@ def _even_out(
             if light == heavy:
                 return bins
             change = _best_exchange(bins[heavy], bins[light], loads, tokens, budget)
-            if change is None and tokens is None:
-                change = _best_exchange_of_pairs(
-                    bins[heavy][:_PAIRED], bins[light][:_PAIRED], loads, total[heavy] - total[light]
-                )
             if change is not None:
                 break
         else:
@@ -224,11 +193,7 @@ def _best_exchange(
     loads becomes smallest; None where nothing makes it smaller."""
     gap = loads[heavy].sum() - loads[light].sum()
     leaving, taken = loads[heavy], np.append(loads[light], 0)
-    if tokens is None and leaving.size * taken.size > _ALL_PAIRS:
-        columns = _nearest(taken, leaving - gap / 2)
-    else:
-        columns = np.broadcast_to(np.arange(taken.size), (leaving.size, taken.size))
-    moved = leaving[:, None] - taken[columns]
+    moved = leaving[:, None] - taken
     useful = (moved > 0) & (moved < gap)
     if tokens is not None:
         change = tokens[heavy][:, None] - np.append(tokens[light], 0)
@@ -238,38 +203,4 @@ def _best_exchange(
     if not useful.flat[best]:
         return None
     row, column = divmod(best, distance.shape[1])
-    return [heavy[row]], light[columns[row, column] : columns[row, column] + 1]
-
-
-def _nearest(values: _Loads, wanted: _Loads) -> NDArray[np.int64]:
-    """Places of the values next to each wanted one, below and above; [wanted, 2], ascending. Of equals the first."""
-    order = values.argsort(kind="stable")
-    ordered = values[order]
-    above = np.searchsorted(ordered, wanted).clip(max=len(values) - 1)
-    below = np.searchsorted(ordered, ordered[(above - 1).clip(min=0)])
-    return np.sort(np.stack((order[below], order[above]), axis=1))
-
-
-def _best_exchange_of_pairs(
-    heavy: list[int], light: list[int], loads: _Loads, gap: float
-) -> tuple[list[int], list[int]] | None:
-    """Like _best_exchange, two places for two: sums of pairs lie far closer to each other than single loads do."""
-    (a, b), (c, d) = _pairs(len(heavy)), _pairs(len(light))
-    leaving, taken = loads[heavy][a] + loads[heavy][b], loads[light][c] + loads[light][d]
-    if not len(leaving) or not len(taken):
-        return None
-    order = taken.argsort(kind="stable")
-    nearest = np.searchsorted(taken[order], leaving - gap / 2).clip(max=len(taken) - 1)
-    moved = leaving - taken[order][nearest]
-    distance = np.where((moved > 0) & (moved < gap), np.abs(moved - gap / 2), np.inf)
-    best = int(distance.argmin())
-    if not np.isfinite(distance[best]):
-        return None
-    partner = order[nearest[best]]
-    return [heavy[a[best]], heavy[b[best]]], [light[c[partner]], light[d[partner]]]
-
-
-@lru_cache(maxsize=_PAIRED + 1)
-def _pairs(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The first and the second of all pairs of so many places."""
-    return np.triu_indices(count, 1)
+    return [heavy[row]], light[column : column + 1]

@@ -1,8 +1,8 @@
-"""A verifier process: `python -m vapo_megatron.rewards.worker TRAINER_PID`, started and fed by rewards.pool alone.
+"""A verifier process: `python -m vapo_megatron.rewards.worker TRAINER_PID`, started and fed by rewards.workers alone.
 
-It reads messages on stdin and answers each on stdout: a four-byte length, then that much JSON in UTF-8. The first names
-what to load; "ready" or "failed" answers it. A worker may be killed at any moment and holds nothing that matters. The
-kernel kills it with the trainer, however that one dies, even a worker that is stopped.
+It reads messages on stdin and answers each on stdout: JSON, one message a line. The first says what to load. A worker
+may be killed at any moment and holds nothing that matters. The kernel kills it with the trainer, however that one dies,
+even a worker that is stopped.
 """
 
 import importlib
@@ -10,7 +10,6 @@ import json
 import os
 import resource
 import signal
-import struct
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,37 +19,10 @@ from typing import Any
 from vapo_megatron.errors import reason_of
 from vapo_megatron.signals import adopt_orphans, end_with_parent
 
-_LENGTH = struct.Struct("<I")
 _MIB = 1 << 20
 _MOST_CHILDREN = 256
 
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
-
-
-def encode(message: dict[str, Any]) -> bytes:
-    """One message with its length before it."""
-    body = json.dumps(message).encode()
-    return _LENGTH.pack(len(body)) + body
-
-
-class Decoder:
-    """Puts messages together from pieces of any size."""
-
-    def __init__(self) -> None:
-        self._pending = bytearray()
-
-    def feed(self, piece: bytes) -> list[dict[str, Any]]:
-        """Take a piece; return the messages that it completes. Raises ValueError on what is not JSON."""
-        self._pending += piece
-        messages = []
-        while len(self._pending) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._pending)
-            end = _LENGTH.size + length
-            if len(self._pending) < end:
-                break
-            messages.append(json.loads(self._pending[_LENGTH.size : end]))
-            del self._pending[:end]
-        return messages
 
 
 def main() -> None:
@@ -59,29 +31,30 @@ def main() -> None:
     end_with_parent()
     if os.getppid() != int(sys.argv[1]):
         return  # it died before the kernel was asked
-    requests, replies, nowhere = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0)  # a verifier can read nothing there
-    os.dup2(nowhere, 1)  # and what it prints goes nowhere
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-        signal.signal(ignored, signal.SIG_IGN)  # sent to whole process groups; the trainer decides when we end
-    adopt_orphans()
-    decoder = Decoder()
-    handler: Handler | None = None
-    while piece := os.read(requests, 1 << 16):
-        for message in decoder.feed(piece):
-            if handler is None:
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    with os.fdopen(os.dup(0), "rb") as requests, os.fdopen(os.dup(1), "wb") as replies:
+        os.dup2(nowhere, 0)  # a verifier can read nothing there
+        os.dup2(nowhere, 1)  # and what it prints goes nowhere
+        for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+            signal.signal(ignored, signal.SIG_IGN)  # sent to whole process groups; the trainer decides when we end
+        adopt_orphans()
+        handler: Handler | None = None
+        for line in requests:
+            message, reply = json.loads(line), {}
+            if handler is not None:
+                reply = _handle(handler, message)
+                _reap()
+            else:
                 memory = message["memory_mib"] * _MIB
                 resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
                 try:
                     handler = _load(message)
-                    reply: dict[str, Any] = {"status": "ready"}
                 except Exception as error:  # whatever a user's module raises on import is told to the trainer
-                    reply = {"status": "failed", "detail": reason_of(error)}
-            else:
-                reply = _handle(handler, message)
-                _reap()
-            _write(replies, encode(reply))
+                    reply = {"failed": reason_of(error)}
+            with suppress(BrokenPipeError):
+                replies.write(json.dumps(reply).encode() + b"\n")
+                replies.flush()
 
 
 def _reap() -> None:
@@ -93,7 +66,7 @@ def _reap() -> None:
 
 
 def _load(message: dict[str, Any]) -> Handler:
-    if message.get("verifier", "math").startswith("code"):
+    if message["verifier"].startswith("code"):
         from vapo_megatron.rewards.code import grade_code
 
         limits = message["response_timeout_s"], message["memory_mib"], message["verifier"] == "code_share"
@@ -133,14 +106,6 @@ def _handle(handler: Handler, case: dict[str, Any]) -> dict[str, Any]:
         return {"correct": False, "reason": "memory"}
     except Exception as error:  # a user's function, or sympy on hostile text, may raise anything
         return {"correct": False, "reason": "error", "detail": reason_of(error)}
-
-
-def _write(replies: int, data: bytes) -> None:
-    try:
-        while data:
-            data = data[os.write(replies, data) :]
-    except BrokenPipeError:
-        sys.exit(0)
 
 
 if __name__ == "__main__":

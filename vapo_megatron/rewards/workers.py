@@ -1,0 +1,194 @@
+"""The verifier processes of one config: cases go in, grades come out, whatever an answer does to a process."""
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import psutil
+
+from vapo_megatron.config.reward import RewardConfig
+from vapo_megatron.errors import BadInput
+from vapo_megatron.rewards.math import Grade
+from vapo_megatron.signals import end_tree, stop_signals_blocked
+
+STARTUP_SECONDS = 60.0  # for a worker to import the verifier
+_STARTS = 3  # workers that may be killed one after the other while they start, before their function is to blame
+_GRACE_SECONDS = 30.0  # code that takes too long is wrong, and its worker says so
+_PATIENCE = 10  # a case that is limited in processor time may take this many times as long by the clock
+
+
+class WorkerProcess:
+    """A verifier process, which shares nothing with this one but a socket. One thread at a time asks it."""
+
+    def __init__(self) -> None:
+        # The child must find what we find (a user's function, an uninstalled checkout), whatever way we found it.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        self._socket, its_end = socket.socketpair()
+        with its_end, stop_signals_blocked():  # which are sent to every process of a job; the worker ends when we do
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "vapo_megatron.rewards.worker", str(os.getpid())],
+                stdin=its_end.fileno(),
+                stdout=its_end.fileno(),
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # what a user's function starts ends with it
+            )
+        self._replies = self._socket.makefile("rb")
+        self._ending = threading.Lock()
+
+    def ask(self, message: dict[str, Any], seconds: float, of_cpu: bool = False) -> dict[str, Any]:
+        """Its reply to a message. of_cpu: the time is that of its processor, which no other work of the machine uses.
+
+        Raises:
+            TimeoutError: it did not reply in time.
+            OSError, ValueError: it has ended, or talks nonsense.
+        """
+        due = time.monotonic() + seconds
+        last = due + (_PATIENCE - 1) * seconds * of_cpu
+        cpu_limit = self._cpu_seconds() + seconds if of_cpu else 0.0
+        self._socket.settimeout(seconds)
+        self._socket.sendall(json.dumps(message).encode() + b"\n")
+        while not select.select([self._socket], [], [], max(0.0, due - time.monotonic()))[0]:
+            left = cpu_limit - self._cpu_seconds() if of_cpu else 0.0
+            if left <= 0 or due >= last:
+                raise TimeoutError
+            due = min(time.monotonic() + max(left, 0.05), last)
+        if not (line := self._replies.readline()):
+            raise ConnectionError
+        if not isinstance(reply := json.loads(line), dict):
+            raise ValueError
+        return reply
+
+    def _cpu_seconds(self) -> float:
+        times = psutil.Process(self.process.pid).cpu_times()
+        return float(times.user + times.system)
+
+    def kill(self) -> int:
+        """End it now, with all that it has started, and wait for it; its exit code."""
+        with self._ending:
+            if self.process.returncode is None:  # nobody has waited for it: its number is still its own
+                end_tree(self.process.pid)
+            return self.process.wait()
+
+    def close(self) -> None:
+        """Kill it and close what led to it; for the thread that asked it."""
+        self.kill()
+        self._replies.close()
+        self._socket.close()
+
+
+class Workers:
+    """Gives each case to a process of its own, and starts processes as there are cases for them.
+
+    A process that breaks is replaced; its case gets a grade with the reason timeout, memory or crashed. One that was
+    killed may have been so by no fault of its case: that gets another try.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        self._threads = ThreadPoolExecutor(config.workers, "verifier")  # a process ends with the thread that starts it
+        self._lock = threading.Lock()  # over what follows
+        self._closed = False
+        self._idle: list[WorkerProcess] = []
+        self.processes: list[WorkerProcess] = []
+
+    def start(self) -> None:
+        """Start a process. Raises BadInput if it cannot load the verifier."""
+        self._threads.submit(lambda: self._rest(self._take())).result()
+
+    def submit(self, message: dict[str, Any]) -> "Future[Grade]":
+        """The grade on a case, some time. Its future raises BadInput if no process can be started."""
+        return self._threads.submit(self._verify, message)
+
+    def close(self) -> None:
+        """End all processes; who waits for a grade is told."""
+        with self._lock:
+            self._closed = True
+            workers = list(self.processes)
+        for worker in workers:
+            worker.kill()
+        self._threads.shutdown(cancel_futures=True)
+        while self.processes:
+            self.processes.pop().close()
+
+    def _verify(self, message: dict[str, Any]) -> Grade:
+        answer, verifier, seconds = message.get("answer", ""), self._config.verifier, self._config.response_timeout_s
+        seconds += _GRACE_SECONDS if verifier.startswith("code") else 0.0
+        code = 0
+        for _ in range(2):
+            worker = self._take()
+            try:
+                grade = Grade(extracted=answer, **worker.ask(message, seconds, of_cpu=verifier == "math"))
+            except TimeoutError:
+                self._end(worker)
+                return Grade(False, "timeout", answer)
+            except (OSError, ValueError, TypeError, psutil.Error):
+                if (code := self._end(worker)) >= 0:
+                    break
+            else:
+                self._rest(worker)
+                return grade
+        return Grade(False, "crashed", answer, detail=f"worker ended with code {code}")
+
+    def _take(self) -> WorkerProcess:
+        """An idle process, or a new one that has loaded the verifier."""
+        while True:
+            with self._lock:
+                worker = self._idle.pop() if self._idle else None
+            if worker is None:
+                return self._started()
+            if worker.process.poll() is None:
+                return worker
+            self._end(worker)  # it ended between cases, by no fault of the one that waits now
+
+    def _rest(self, worker: WorkerProcess) -> None:
+        with self._lock:
+            self._idle.append(worker)
+
+    def _end(self, worker: WorkerProcess) -> int:
+        worker.close()
+        with self._lock:
+            self.processes.remove(worker)
+            if self._closed:
+                raise RuntimeError("the verifier pool is closed")
+        return worker.process.returncode
+
+    def _started(self) -> WorkerProcess:
+        code = 0
+        for _ in range(_STARTS):
+            with self._lock:
+                if self._closed:
+                    raise RuntimeError("the verifier pool is closed")
+                worker = WorkerProcess()
+                self.processes.append(worker)
+            try:
+                failure = worker.ask(self._config.model_dump(mode="json"), STARTUP_SECONDS).get("failed")
+            except TimeoutError:
+                failure = f"did not start in {STARTUP_SECONDS:g} s"
+            except (OSError, ValueError):
+                if (code := self._end(worker)) < 0:
+                    continue
+                break
+            if failure is None:
+                return worker
+            self._end(worker)
+            raise self._cannot_start(failure)
+        raise self._cannot_start(f"ended with code {code}")
+
+    def _cannot_start(self, detail: str) -> BadInput:
+        if self._config.function is not None:
+            return BadInput(
+                f"reward.function={self._config.function}: a verifier worker cannot load it ({detail}); "
+                "give package.module:name of an importable function that fits into "
+                f"reward.memory_mib={self._config.memory_mib}"
+            )
+        return BadInput(
+            f"reward.memory_mib={self._config.memory_mib}: a verifier worker could not start ({detail}); give more"
+        )
