@@ -18,6 +18,7 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+import transformers
 from rich.console import Console
 from rich.table import Table
 
@@ -25,7 +26,6 @@ from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.model import ActorConfig, ModelConfig
 from vapo_megatron.data.balance import Cost, MicrobatchPlan, plan_microbatches
 from vapo_megatron.data.batch import ExperienceBatch
-from vapo_megatron.data.torchvision_ops import make_torchvision_importable
 from vapo_megatron.engines.weight_sync.logprob_difference import probe_batch
 from vapo_megatron.megatron.mesh import make_mesh
 from vapo_megatron.megatron.platform import current_platform
@@ -33,9 +33,6 @@ from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.monitoring.timers import MemoryGauge, host_gauge
 from vapo_megatron.training.losses import NegativeLogLikelihood
 from vapo_megatron.weights.spec import ModelSpec, read_spec
-
-make_torchvision_importable()
-import transformers  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vapo_megatron.data.torchvision_ops import make_torchvision_importable
-
-make_torchvision_importable()
-from datasets import Dataset  # noqa: E402
-from transformers import TrainerCallback  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
 
 
 class Clock(TrainerCallback):

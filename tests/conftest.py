@@ -14,10 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 
-from vapo_megatron.data.torchvision_ops import make_torchvision_importable
 from vapo_megatron.signals import STOP_SIGNALS
 
-make_torchvision_importable()
 # Ranks that a test forks never collect what it left: a process group's end waits for threads that they do not have.
 os.register_at_fork(after_in_child=gc.freeze)
 

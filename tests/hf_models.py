@@ -7,17 +7,13 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoePreTrainedModel
 
 from vapo_megatron.config.model import ActorConfig, LayoutConfig, ModelConfig
-from vapo_megatron.data.torchvision_ops import make_torchvision_importable
 from vapo_megatron.megatron.mesh import Mesh, make_mesh
 from vapo_megatron.megatron.model import build_model, transformer_config
 from vapo_megatron.weights.spec import Head, ModelSpec
-
-make_torchvision_importable()
-
-from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification  # noqa: E402
-from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoePreTrainedModel  # noqa: E402
 
 
 class Glm4MoeForSequenceClassification(GenericForSequenceClassification, Glm4MoePreTrainedModel):

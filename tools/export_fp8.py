@@ -98,13 +98,11 @@ def main(
             raise BadInput(f"--hf {hf}: no such directory; give a Hugging Face model directory")
         import torch
 
-        from vapo_megatron.data.torchvision_ops import make_torchvision_importable
         from vapo_megatron.operations.quantized_export import check_source, export_quantized
 
         spec = check_source(hf, format.value)
         tokens = min(tokens, spec.max_position_embeddings)
         sequences = read_sequences(calibration, field, hf, rows, tokens)
-        make_torchvision_importable()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         report = export_quantized(hf, out, format.value, sequences, device)
     print_report(report, out)

@@ -64,7 +64,6 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
 }
 # Of training, what computes. The others start processes, and end or write something: a test of theirs takes minutes.
-# data/torchvision_ops.py is called by conftest.py, before there is a test.
 MODULES = {
     "data": (
         *(

@@ -5,13 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
 from vapo_megatron.config.data import PromptTemplate
-from vapo_megatron.data.torchvision_ops import make_torchvision_importable
 from vapo_megatron.errors import BadInput, reason_of
-
-make_torchvision_importable()
-
-from transformers import AutoTokenizer, PreTrainedTokenizerBase  # noqa: E402
 
 # One of them holds the vocabulary. Where none does, transformers makes an empty tokenizer of the model's kind.
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")

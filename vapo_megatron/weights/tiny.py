@@ -4,16 +4,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-
-from vapo_megatron.config.atomic import follow_umask
-from vapo_megatron.config.tiny_model import TinyModel
-from vapo_megatron.data.torchvision_ops import make_torchvision_importable
-from vapo_megatron.errors import BadInput
-from vapo_megatron.weights.hf_writer import check_replaceable, new_directory
-
-make_torchvision_importable()
-
-from transformers import (  # noqa: E402
+from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -25,7 +16,12 @@ from transformers import (  # noqa: E402
     Qwen3Config,
     Qwen3MoeConfig,
 )
-from transformers.utils import logging  # noqa: E402
+from transformers.utils import logging
+
+from vapo_megatron.config.atomic import follow_umask
+from vapo_megatron.config.tiny_model import TinyModel
+from vapo_megatron.errors import BadInput
+from vapo_megatron.weights.hf_writer import check_replaceable, new_directory
 
 # The tokens that Qwen2.5 adds to its byte-pair tokens, in the order of their ids 151643 to 151664.
 QWEN_SPECIAL_TOKENS = (

@@ -21,8 +21,6 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from vapo_megatron.data.torchvision_ops import make_torchvision_importable
-
 # Named by `from sgl_kernel import ...` on the CPU path of modules that every server imports; speculative decoding and
 # hierarchical caches alone call them.
 _UNUSED_KERNELS = (
@@ -48,7 +46,6 @@ def install() -> bool:
     if torch.cuda.is_available():
         return False
     if not _installed:
-        make_torchvision_importable()
         if importlib.util.find_spec("torchvision") is None:
             _install_torchvision_names()
         if importlib.util.find_spec("sgl_kernel") is None:
