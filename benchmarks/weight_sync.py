@@ -94,7 +94,7 @@ def stream(actor: Trainable, bucket: int) -> dict[str, Any]:
         times = PartTimes()
         for _ in stream_hf(actor.chunks, actor.spec, actor.mesh, "lm", bucket, slots=slots, times=times):
             pass
-        return times.read()
+        return times.seconds
 
     answer = measure(run)
     slots.close()

@@ -36,8 +36,8 @@ from vapo_megatron.rewards.math import grade_response
 from vapo_megatron.run.ranks import start_ranks
 from vapo_megatron.training.losses import ValueLoss
 from vapo_megatron.training.sft import read_demonstrations
+from vapo_megatron.weights.export import save_hf
 from vapo_megatron.weights.load import load_hf
-from vapo_megatron.weights.save import save_hf
 from vapo_megatron.weights.spec import read_spec
 
 PREFIX_LABEL = -1.0

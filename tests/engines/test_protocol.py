@@ -17,14 +17,14 @@ from vapo_megatron.weights.bucket import Place
 from vapo_megatron.weights.routed_experts import ExpertChoices
 
 SAID: dict[int, dict[str, Any]] = {
-    6: {
+    7: {
         "bucket": ["first", "last", "places", "purpose", "size"],
         "place": ["name", "dtype", "shape", "start"],
         "loaded": ["problems", "seconds", "checksums"],
         "ways": ["vapo_strict", "vapo_weights", "vapo_generate", "vapo_abort", "vapo_health", "vapo_end"],
         "health": ["lost", "requests", "silent_s", "paused", "batches"],
         "asked": ["expert_choices", "input_ids", "return_logprob", "return_routed_experts", "rid", "sampling_params"],
-        "choices": ["layers", "experts", "per_token", "dense_layers"],
+        "choices": ["layers", "experts", "per_token"],
         "answer": "[{'experts': [2, '|u1'], 'logprobs': 1, 'meta': {'a': 1}, 'tokens': 1}] 070000000000003f0203",
     }
 }

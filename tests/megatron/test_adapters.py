@@ -22,8 +22,7 @@ from trainables import loss_of, make_trainable
 from vapo_megatron.config.model import ActorConfig, AdapterConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.adapters import check_adapter, without_adapters
-from vapo_megatron.weights.export import stream_hf
-from vapo_megatron.weights.save import save_adapters, save_hf
+from vapo_megatron.weights.export import save_adapters, save_hf, stream_hf
 from vapo_megatron.weights.spec import read_spec
 
 ADAPTER = {"rank": 4, "alpha": 16.0}

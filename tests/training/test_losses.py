@@ -22,8 +22,8 @@ from vapo_megatron.megatron.offload import PARTS
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.training.losses import PolicyLoss, ValueLoss
 from vapo_megatron.training.score import values
+from vapo_megatron.weights.export import save_hf
 from vapo_megatron.weights.load import load_hf
-from vapo_megatron.weights.save import save_hf
 from vapo_megatron.weights.spec import read_spec
 
 BINS = 21

@@ -24,7 +24,7 @@ from vapo_megatron.training.advantages import estimate_advantages
 from vapo_megatron.training.models import load_frozen, load_models
 from vapo_megatron.training.score import score, values
 from vapo_megatron.training.updates import update_critic, update_policy
-from vapo_megatron.weights.save import save_hf
+from vapo_megatron.weights.export import save_hf
 from vapo_megatron.weights.spec import read_spec
 from vapo_megatron.weights.tiny import CHATML_TEMPLATE, save_tiny_model, word_tokenizer
 

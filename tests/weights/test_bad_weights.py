@@ -12,8 +12,8 @@ from ranks import run_ranks
 
 from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.errors import BadInput
+from vapo_megatron.weights.export import save_hf
 from vapo_megatron.weights.load import load_hf
-from vapo_megatron.weights.save import save_hf
 from vapo_megatron.weights.spec import read_spec
 
 UP = "model.layers.2.mlp.up_proj.weight"

@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from hf_models import VOCAB, megatron, read_tensors, write_model
-from megatron.core import fp8_utils
 from ranks import run_ranks
 
 from vapo_megatron.config.model import LayoutConfig
-from vapo_megatron.weights import export
+from vapo_megatron.weights import export, gather
 from vapo_megatron.weights.bucket import DeviceSlots, SharedSlots, checksum, lay_out, pack, packed_size
 from vapo_megatron.weights.export import make_slots, stream_hf
 from vapo_megatron.weights.families import EMBEDDING, FAMILIES, FINAL_NORM
@@ -65,28 +64,6 @@ def test_names_order_and_bytes_are_those_of_the_checkpoint(model_dir: Path, layo
             assert dict(seen) == expected
 
 
-def spread_out(model_dir: Path) -> None:
-    """Parameters that stand for other numbers than they hold, as Transformer Engine's in FP8 do."""
-    spec = read_spec(model_dir)
-    chunks, mesh = megatron(spec, LayoutConfig(tp=2), "lm")
-    load_hf(chunks, spec, model_dir, mesh, "lm")
-    kept = {parameter.data_ptr() for name, parameter in chunks[0].named_parameters() if ".mlp." in name}
-    fp8_utils.is_float8tensor = lambda tensor: tensor.data_ptr() in kept
-    fp8_utils.dequantize_fp8_tensor = lambda tensor: tensor.float() * 2
-    expected = read_tensors(model_dir)
-    slots = make_slots(CPU)
-    for places in (slots, None):
-        for bucket in stream_hf(chunks, spec, mesh, "lm", LIMIT, slots=places):
-            for name, tensor in bucket:
-                assert torch.equal(tensor, expected[name] * (2 if ".mlp." in name else 1)), name
-    dist.barrier()
-    slots.close()
-
-
-def test_parameters_kept_in_fp8_come_as_what_they_stand_for(model_dir: Path) -> None:
-    run_ranks(2, spread_out, model_dir)
-
-
 def live_bytes(shards: set[int]) -> int:
     """Bytes of all storages on the CPU that a tensor holds, but for those that were there at gc.freeze().
 
@@ -109,14 +86,15 @@ def most_bytes_beyond_the_shards(model_dir: Path, layout: LayoutConfig, limit: i
     most = 0
     gc.collect()
     gc.freeze()
-    arrange = export.GatheringAssembler._arrange
+    gather_piece = gather._gather
 
-    def watched(self: Any, flight: Any) -> None:
+    def watched(*arguments: Any) -> torch.Tensor:
         nonlocal most
-        most = max(most, live_bytes(shards))  # a piece has come, the next is under way
-        arrange(self, flight)
+        gathered = gather_piece(*arguments)
+        most = max(most, live_bytes(shards))  # a piece has come, the bucket before is still there
+        return gathered
 
-    export.GatheringAssembler._arrange = watched
+    gather._gather = watched
     for _ in stream_hf(chunks, spec, mesh, "lm", limit, slots=slots):
         most = max(most, live_bytes(shards))
     dist.barrier()

@@ -16,10 +16,9 @@ from torch.nn import Module, Parameter
 
 from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.errors import BadInput, RunFailed
-from vapo_megatron.weights.export import stream_hf
+from vapo_megatron.weights.export import save_hf, stream_hf
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.mapping import Entry, entries, local_parameters
-from vapo_megatron.weights.save import save_hf
 from vapo_megatron.weights.spec import ModelSpec, read_spec
 
 LAYOUTS = [

@@ -11,9 +11,8 @@ from hf_models import CLASSES, megatron, read_tensors, write_model
 from ranks import run_ranks
 
 from vapo_megatron.config.model import LayoutConfig
-from vapo_megatron.weights.export import make_slots, stream_hf
+from vapo_megatron.weights.export import make_slots, save_hf, stream_hf
 from vapo_megatron.weights.load import load_hf
-from vapo_megatron.weights.save import save_hf
 from vapo_megatron.weights.spec import read_spec
 
 pytestmark = pytest.mark.full

@@ -165,7 +165,7 @@ class Engines:
                 self._sync.load(self._buckets(actor, times), self.version, times)
             except EngineLost as error:
                 self._placement.fail(str(error))
-            self.sync_seconds = times.read()
+            self.sync_seconds = times.seconds
             if isinstance(self._slots, DeviceSlots):  # a device's memory gives way to caches and optimizers
                 self._slots.close()
                 current_platform().release_ipc_memory()

@@ -26,7 +26,7 @@ from vapo_megatron.weights.spec import ModelSpec
 
 _logger = logging.getLogger(__name__)
 
-PROTOCOL = 6
+PROTOCOL = 7
 """To be raised with every change of what engines and trainers say to each other: bucket_message.announce, the answers
 of strict_loading, broadcast_group, engine.heartbeat, engine.generate_route and engine.columns. 6: an engine
 says how many batches it has ended, and ends several responses in one request."""

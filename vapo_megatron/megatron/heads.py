@@ -12,7 +12,7 @@ from vapo_megatron.megatron.platform import current_platform
 
 # Bytes of logits that are exponentiated at a time: on a CPU they stay in a core's cache through all passes over them.
 _BLOCK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 26}
-# Rows of a weight that are turned into fp32 at a time where a product needs them so, and of its gradient's parts.
+# Rows of a weight's gradient that a product makes in fp32 at a time.
 _CAST_ROWS = 4096
 
 
@@ -167,15 +167,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     """a b, multiplied and summed in fp32 whatever type a and b have, and not rounded to that."""
     if a.dtype == torch.float32:
         return a @ b
-    if current_platform().has_float32_products:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    if a.shape[0] > b.shape[1]:
-        return _product(b.t(), a.t()).t()
-    product = a.new_empty((a.shape[0], b.shape[1]), dtype=torch.float32)
-    a = a.float()
-    for columns, into in zip(b.split(_CAST_ROWS, 1), product.split(_CAST_ROWS, 1), strict=True):
-        torch.mm(a, columns.float(), out=into)
-    return product
+    return torch.mm(a, b, out_dtype=torch.float32) if current_platform().is_cuda else a.float() @ b.float()
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

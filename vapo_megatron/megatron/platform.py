@@ -56,11 +56,6 @@ class Platform:
         return self.is_cuda and any(map(importlib.util.find_spec, ("flash_attn_2_cuda", "flash_attn_3")))
 
     @property
-    def has_float32_products(self) -> bool:
-        """Whether matrices of 16-bit numbers can be multiplied into one of fp32, as torch.mm with out_dtype does."""
-        return self.is_cuda and "dtype" in torch.ops.aten.mm.overloads()
-
-    @property
     def compute_capability(self) -> tuple[int, int]:
         """Of this rank's GPU, such as (9, 0) for an H100; (0, 0) on the CPU."""
         return torch.cuda.get_device_capability() if self.is_cuda else (0, 0)

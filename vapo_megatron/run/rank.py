@@ -35,7 +35,7 @@ from vapo_megatron.training.state import RunState
 from vapo_megatron.training.summary import show_header
 from vapo_megatron.training.sync import check_engines, sync_weights
 from vapo_megatron.training.value_pretraining import pretrain_value
-from vapo_megatron.weights.save import save_hf
+from vapo_megatron.weights.export import save_hf
 from vapo_megatron.weights.spec import read_spec
 
 

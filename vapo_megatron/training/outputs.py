@@ -25,7 +25,7 @@ from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.models import Models
 from vapo_megatron.training.rollouts import Rollouts
 from vapo_megatron.training.state import RunState
-from vapo_megatron.weights.save import adapter_folder, save_adapters, save_hf
+from vapo_megatron.weights.export import adapter_folder, save_adapters, save_hf
 
 
 def export(models: Models, engines: Engines, config: ExportConfig, state: RunState, recorder: Recorder) -> None:

@@ -28,8 +28,8 @@ from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.losses import NegativeLogLikelihood
 from vapo_megatron.training.skipped_updates import SkippedUpdates
+from vapo_megatron.weights.export import adapter_folder, save_adapters, save_hf
 from vapo_megatron.weights.load import load_hf
-from vapo_megatron.weights.save import adapter_folder, save_adapters, save_hf
 from vapo_megatron.weights.spec import read_spec
 
 

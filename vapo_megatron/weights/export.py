@@ -1,26 +1,36 @@
-"""Megatron shards as whole Hugging Face tensors, in a stream of bounded buckets.
+"""Megatron shards as whole Hugging Face tensors, in a stream of bounded buckets, and as directories.
 
-The one way out of Megatron: checkpoint export, conversion and the weight sync to the engines all read this stream.
+The one way out of a live model: exports, which transformers and PEFT load, and the weight sync read this stream.
 """
 
+import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.nn import Module, Parameter
 
-from vapo_megatron.collectives import gather_values
+from vapo_megatron.collectives import gather_values, on_rank_zero
 from vapo_megatron.config.model import AdapterConfig
 from vapo_megatron.errors import RunFailed
-from vapo_megatron.weights.adapters import adapter_entries, adapters_by_weight, local_adapters
+from vapo_megatron.weights.adapters import adapter_entries, adapters_by_weight, local_adapters, peft_config
 from vapo_megatron.weights.bucket import Bucket, DeviceSlots, SharedSlots, batches
-from vapo_megatron.weights.gather import (
-    GatheringAssembler,
-    ParamShard,
-    PartTimes,
-    ShardReader,
-    lay_out_entries,
+from vapo_megatron.weights.gather import ParamShard, PartTimes, ShardReader, assemble, lay_out_entries
+from vapo_megatron.weights.hf_writer import (
+    MAX_SHARD_BYTES,
+    carried_files,
+    check_replaceable,
+    exported_config,
+    hf_writer,
+    new_directory,
+    save_tensors,
+    write_json,
 )
 from vapo_megatron.weights.mapping import Entry, MeshView, entries, local_parameters
+from vapo_megatron.weights.model_files import read_config
 from vapo_megatron.weights.spec import Head, ModelSpec
 
 BUCKET_BYTES = 512 << 20
@@ -83,20 +93,11 @@ def _stream(
     source: ShardReader, every: list[Entry], bucket_bytes: int, slots: DeviceSlots | SharedSlots, times: PartTimes
 ) -> Iterator[Bucket]:
     """every: the entries to stream, in order, those of all stages."""
-    piece, spec = max(1, bucket_bytes // PIECES), source.spec
-    assembler = GatheringAssembler(source, piece, times)
-    # Two pieces are under way at most, each with the shards that this rank adds to it; the backend may still hold the
-    # shards of a third, whose collective has ended, and parameters that tp does not split come once from each rank.
-    limit = bucket_bytes - 2 * piece
-    plan = list(batches(_owners(source, every), lambda shard: shard.nbytes, limit))
-    sizes = [lay_out_entries(batch, spec)[1] for batch in plan]
-    assembler.begin(plan[0], slots.take(0, sizes[0]))
-    for i in range(1, len(plan) + 1):
-        bucket = assembler.finish()
-        if i < len(plan):
-            assembler.begin(plan[i], slots.take(i, sizes[i]))
-        yield bucket
-        del bucket
+    piece = max(1, bucket_bytes // PIECES)
+    # A piece is under way at most, with the shards that this rank adds to it.
+    for i, batch in enumerate(batches(_owners(source, every), lambda shard: shard.nbytes, bucket_bytes - 2 * piece)):
+        memory = slots.take(i, lay_out_entries(batch, source.spec)[1])
+        yield assemble(source, batch, memory, piece, times)
 
 
 def make_slots(device: torch.device) -> DeviceSlots | SharedSlots:
@@ -120,3 +121,61 @@ def _owners(source: ShardReader, every: list[Entry]) -> list[ParamShard]:
         nbytes = entry.rule.count(spec) * dtype.itemsize
         shards.append(ParamShard(entry, stage, entry.owner(spec, mesh.ep_size), dtype, nbytes))
     return shards
+
+
+def save_hf(
+    chunks: Sequence[Module],
+    spec: ModelSpec,
+    mesh: MeshView,
+    head: Head,
+    source_dir: Path,
+    out_dir: Path,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a model; collective over all ranks. Global rank 0 writes, its block (stream_hf) streams, the others wait.
+
+    A language model becomes ...ForCausalLM, a value model ...ForTokenClassification with a label for each output of its
+    head (score.weight [labels, hidden], score.bias [labels]). config.json, tokenizer, chat template and (of a language
+    model) generation config are those of source_dir, the directory that the model came from. out_dir appears whole, in
+    place of a model that is there, or not at all. max_shard_bytes bounds a file, and what rank 0 holds in memory.
+
+    Raises BadInput: on every rank, where source_dir has no config.json or the file system refuses.
+    """
+    stream = stream_hf(chunks, spec, mesh, head) if mesh.in_first_model_parallel_group else iter(())
+
+    def write() -> None:
+        try:
+            config = exported_config(read_config(source_dir), spec, head, next(chunks[0].parameters()).dtype)
+            with hf_writer(out_dir, config, source_dir, carried_files(head), max_shard_bytes) as writer:
+                for name, tensor in itertools.chain.from_iterable(stream):
+                    writer.add(name, tensor)
+        finally:
+            deque(stream, maxlen=0)  # the other ranks are in the stream's collectives
+
+    if dist.get_rank() > 0:
+        deque(stream, maxlen=0)
+    on_rank_zero(write)
+
+
+def adapter_folder(exported: Path) -> Path:
+    """Where the adapters of an exported model go, whose weights have them merged."""
+    return exported.with_name(f"{exported.name}_adapter")
+
+
+def save_adapters(
+    chunks: Sequence[Module], spec: ModelSpec, mesh: MeshView, config: AdapterConfig, source_dir: Path, out_dir: Path
+) -> None:
+    """Write a language model's adapters as PEFT's PeftModel.from_pretrained reads them; collective as save_hf.
+    adapter_config.json names source_dir, the model that they adapt. Raises BadInput where the file system refuses."""
+    tensors: dict[str, Tensor] = {}
+    for bucket in stream_adapters(chunks, spec, mesh, config) if mesh.in_first_model_parallel_group else ():
+        if dist.get_rank() == 0:
+            tensors |= {f"base_model.model.{name}": tensor.to("cpu", copy=True) for name, tensor in bucket}
+
+    def write() -> None:
+        check_replaceable(out_dir, "adapter_config.json")
+        with new_directory(out_dir) as folder:
+            save_tensors(tensors, folder / "adapter_model.safetensors")
+            write_json(folder / "adapter_config.json", peft_config(config, spec, str(source_dir)))
+
+    on_rank_zero(write)

@@ -45,7 +45,6 @@ def read_rope(config: Mapping[str, Any], path: str) -> tuple[float, RopeScaling 
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(parameters, Mapping):
         raise BadInput(f"{path}: rope_parameters is {parameters!r}, expected an object such as {{'rope_theta': 1e6}}")
-    _refuse_two_spellings(config, path)
     if isinstance(parameters.get("full_attention"), Mapping):
         parameters = parameters["full_attention"]
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
@@ -102,21 +101,6 @@ def partial_rotary(config: Mapping[str, Any], allowed: bool, head_dim: int, path
             "expected an even number"
         )
     return float(share)
-
-
-def _refuse_two_spellings(config: Mapping[str, Any], path: str) -> None:
-    """transformers reads rope_parameters where they are, SGLang may read rope_scaling: both must say the same."""
-    new, old = config.get("rope_parameters"), config.get("rope_scaling")
-    if not isinstance(new, Mapping) or not isinstance(old, Mapping):
-        return
-    named = {"rope_type": new.get("rope_type", "default")}, {"rope_type": old.get("rope_type", old.get("type"))}
-    for key in sorted(({*new, *old} | {"rope_type"}) - {"type", "rope_theta"}):
-        first, second = ({**spelling, **name}.get(key) for spelling, name in zip((new, old), named, strict=True))
-        if first != second:
-            raise BadInput(
-                f"{path}: rope_parameters has {key} {first} and rope_scaling beside it {second}: trainer and engine "
-                "would differ, remove one of the two"
-            )
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:

@@ -1,7 +1,5 @@
-"""The experts that an engine says each token went through: decoded and checked in its server, since at 94 layers with
-eight experts each a thousand tokens take a core some 30 ms, which rank 0 would spend for all engines."""
+"""The experts that an engine says each token went through: decoded and checked in its server, not by rank 0 for all."""
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,17 +13,16 @@ from vapo_megatron.weights.spec import ModelSpec
 
 @dataclass(frozen=True)
 class ExpertChoices:
-    """Of how many experts a layer's router chooses how many, in how many layers; the first of these may have none."""
+    """Of how many experts a layer's router chooses how many, in how many layers."""
 
     layers: int
     experts: int
     per_token: int
-    dense_layers: int = 0
 
     @classmethod
     def of(cls, spec: ModelSpec) -> "ExpertChoices":
         """Those of a model."""
-        return cls(spec.num_layers, spec.num_experts, spec.experts_per_token, spec.dense_layers)
+        return cls(spec.num_layers, spec.num_experts, spec.experts_per_token)
 
     @property
     def dtype(self) -> type[np.uint8] | type[np.int16]:
@@ -40,16 +37,7 @@ class ExpertChoices:
             raise ValueError(
                 f"routed experts {int(flat.min())}..{int(flat.max())} came, the model has 0..{self.experts - 1}"
             )
-        chosen = flat.astype(self.dtype).reshape(rows, self.layers, self.per_token)
-        row = _first_repetition(chosen[:, self.dense_layers :])
-        if row is not None:
-            position, layer = divmod(row, self.layers - self.dense_layers)
-            layer += self.dense_layers
-            raise ValueError(
-                f"routed experts {chosen[position, layer].tolist()} came for token {position} in layer {layer}, "
-                f"expected {self.per_token} different ones"
-            )
-        return chosen.reshape(-1)
+        return flat.astype(self.dtype)
 
     def read(self, sent: NDArray[Any] | None, rows: int) -> Tensor:
         """In the trainer: what decode() made of `rows` tokens, as uint8 or int16 [rows, layers * per_token]. Raises
@@ -69,13 +57,3 @@ class ExpertChoices:
                 f"{self.per_token})"
             )
         return flat
-
-
-def _first_repetition(chosen: NDArray[Any]) -> int | None:
-    """The first row of [rows, layers, k], counted over rows and layers, that names an expert twice."""
-    # Column against column: some thirty times quicker than to sort rows of eight.
-    columns = np.ascontiguousarray(chosen.reshape(-1, chosen.shape[-1]).T)
-    repeated = np.zeros(columns.shape[1], dtype=bool)
-    for column, later in itertools.combinations(columns, 2):
-        repeated |= column == later
-    return int(repeated.argmax()) if repeated.any() else None

@@ -51,9 +51,9 @@ def test_experts_take_as_few_bytes_as_hold_them(experts: int, size: int) -> None
 
 def test_experts_that_no_router_chose_are_told_beside_the_response() -> None:
     choices = ExpertChoices(layers=1, experts=4, per_token=2)
-    answers = [answer([5], [-1.0], [3, 3]), answer([9], [-0.5], [0, 1]), answer([9], [-0.5])]
-    twice, good, none = unpack(pack(answers, choices, [[8], [8], [8]]))
-    assert twice.experts is None and "[3, 3] came for token 0 in layer 0" in twice.meta["wrong_experts"]
+    answers = [answer([5], [-1.0], [3, 4]), answer([9], [-0.5], [0, 1]), answer([9], [-0.5])]
+    beyond, good, none = unpack(pack(answers, choices, [[8], [8], [8]]))
+    assert beyond.experts is None and "routed experts 3..4 came" in beyond.meta["wrong_experts"]
     assert good.experts is not None and "wrong_experts" not in good.meta
     assert none.experts is None and none.meta["wrong_experts"] == "no routed experts came"
 
