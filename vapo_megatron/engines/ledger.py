@@ -6,8 +6,8 @@ step (`StepRule.any_order`) it trains those that are finished. No input and no o
 asks it for room, draws, and tells it what has come back.
 """
 
-from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -18,7 +18,6 @@ NO_SIGNAL = "no_signal"  # dynamic sampling: all of its responses are right, or 
 SURPLUS = "surplus"  # the step had enough; its prompt is drawn again
 STALE = "stale"  # drawn more steps ago than is allowed
 DROPPED = (NO_SIGNAL, SURPLUS, STALE)
-_USEFUL, _IN_FLIGHT = "useful", "in_flight"
 
 
 @dataclass(frozen=True)
@@ -64,47 +63,13 @@ class GroupRecord:
 
 @dataclass
 class _Part:
-    """The records that one step looks through, in order, counted by kind. full: they are all that it needs."""
+    """The records that one step looks through, in order. full: they are all that it needs."""
 
-    rule: StepRule
     step: int
-    records: deque[GroupRecord] = field(default_factory=deque)
-    counts: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def full(self) -> bool:
-        is_drawn = self.rule.most_draws is not None and len(self.records) - self.counts[STALE] >= self.rule.most_draws
-        return is_drawn or self.counts[_USEFUL] >= self.rule.groups
-
-    def kind(self, record: GroupRecord) -> str:
-        """What is not graded counts as not useful."""
-        if not record.graded:
-            return _IN_FLIGHT
-        if self.step - 1 - record.drawn_at > self.rule.oldest:
-            return STALE
-        return _USEFUL if record.useful else NO_SIGNAL
-
-    def of_kind(self, kind: str) -> list[GroupRecord]:
-        return [record for record in self.records if self.kind(record) == kind]
-
-    def append(self, record: GroupRecord) -> None:
-        self.records.append(record)
-        self.counts[self.kind(record)] += 1
-
-    def cut(self) -> list[GroupRecord]:
-        """Takes off, from the end, the records behind the one that makes the part full; the last one first."""
-        cut = []
-        while self.full:
-            cut.append(self.records.pop())
-            self.counts[self.kind(cut[-1])] -= 1
-        if cut:
-            self.append(cut.pop())  # the one that makes it full
-        return cut
-
-    def prepend(self, records: Iterable[GroupRecord]) -> None:
-        for record in records:
-            self.records.appendleft(record)
-            self.counts[self.kind(record)] += 1
+    records: list[GroupRecord] = field(default_factory=list)
+    useful: int = 0
+    stale: int = 0
+    full: bool = False
 
 
 class Ledger:
@@ -121,9 +86,7 @@ class Ledger:
         self.rule, self.next, self.trained, self.taken = rule, first, step, step
         self.counts: Counter[str] = Counter()
         self._records: dict[int, GroupRecord] = {}  # in the order of their numbers
-        self._in_flight = 0
-        # _parts(), which goes through all records: kept up to date by draw() and grade(), made anew after the rest.
-        self._known: list[_Part] | None = None
+        self._cached_parts: list[_Part] | None = None  # of _parts(); None after a change
 
     def __contains__(self, number: int) -> bool:
         """Whether a group is drawn and neither trained nor dropped."""
@@ -137,7 +100,7 @@ class Ledger:
     @property
     def in_flight(self) -> int:
         """Groups that are drawn and not graded."""
-        return self._in_flight
+        return sum(not record.graded for record in self._records.values())
 
     @property
     def graded(self) -> int:
@@ -150,38 +113,26 @@ class Ledger:
         left = self._open - sum(part.full for part in parts)
         if left == 0:
             return 0
-        begun = parts[-1] if parts and not parts[-1].full else _Part(rule, 0)
-        missing = left * rule.groups - begun.counts[_USEFUL]
+        begun = parts[-1] if parts and not parts[-1].full else _Part(0)
+        missing = left * rule.groups - begun.useful
         room = max(1, round(missing * rule.oversampling)) - self.in_flight
         if rule.most_draws is not None:
-            room = min(room, left * rule.most_draws - len(begun.records) + begun.counts[STALE])
+            room = min(room, left * rule.most_draws - len(begun.records) + begun.stale)
         return max(0, room)
 
     def draw(self) -> int:
         """Count one more group in; its number."""
         number = self.next
-        record = self._records[number] = GroupRecord(number, self.trained)
-        self._in_flight += 1
-        if self._known is not None:
-            self._add(self._known, record)
+        self._records[number] = GroupRecord(number, self.trained)
+        self._cached_parts = None
         self.counts["drawn"] += 1
         self.next += 1
         return number
 
     def grade(self, number: int, useful: bool) -> None:
         """A group has come back."""
-        record, parts = self._records[number], self._known or ()
-        position = next((i for i, part in enumerate(parts) if part.records[-1].number >= number), None)
-        self._in_flight -= not record.graded
-        if position is None or record.graded:
-            self._known = None if record.graded else self._known
-            record.graded, record.useful = True, useful
-            return
-        part = parts[position]
+        record, self._cached_parts = self._records[number], None
         record.graded, record.useful = True, useful
-        part.counts.update({_IN_FLIGHT: -1, part.kind(record): 1})
-        if part.counts[_USEFUL] >= self.rule.groups or part.kind(record) == STALE:
-            self._settle(position)
 
     def surplus(self) -> list[int]:
         """Take out the groups that no step can need any more, whatever is still to come; their numbers.
@@ -211,16 +162,18 @@ class Ledger:
         parts = self._parts()
         if not parts or not parts[0].full:
             return False
-        enough = parts[0].counts[_USEFUL] == self.rule.groups
-        return not parts[0].counts[_IN_FLIGHT] or (self.rule.any_order and enough)
+        enough = parts[0].useful == self.rule.groups
+        return all(record.graded for record in parts[0].records) or (self.rule.any_order and enough)
 
     def take(self, go_on: Collection[int] = ()) -> list[int]:
         """The numbers of the next step's groups, useful ones first; what else it looked through is dropped.
 
         Call it when is_ready(). go_on: groups that are not finished; those that are taken are in flight again.
         """
-        part, self._known = self._parts()[0], None
-        useful, spare, stale = (part.of_kind(kind) for kind in (_USEFUL, NO_SIGNAL, STALE))
+        part, self._cached_parts = self._parts()[0], None
+        graded = [record for record in part.records if record.graded]
+        fresh = [record for record in graded if not self._is_stale(record, part)]
+        useful, spare = ([record for record in fresh if record.useful is kind] for kind in (True, False))
         fill = spare[: self.rule.groups - len(useful)]
         taken = [record.number for record in (*useful, *fill)]
         finished = [number for number in taken if number not in go_on]
@@ -228,9 +181,8 @@ class Ledger:
             del self._records[number]
         for number in set(taken).difference(finished):
             self._records[number].graded = False
-            self._in_flight += 1
         self._drop([record.number for record in spare[len(fill) :]], NO_SIGNAL)
-        self._drop([record.number for record in stale], STALE)
+        self._drop([record.number for record in graded if record not in fresh], STALE)
         self.taken += 1
         self.counts["trained"] += len(finished)
         self.counts[FILLED] += len(fill)
@@ -239,7 +191,7 @@ class Ledger:
     def advance(self) -> None:
         """A step is trained, and the engines have its weights."""
         self.trained += 1
-        self._known = None
+        self._cached_parts = None
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
@@ -251,21 +203,20 @@ class Ledger:
 
         Returns the numbers of those that are not, which are to be generated (again).
         """
-        first, self._known = self.next, None
+        first, self._cached_parts = self.next, None
         kept = {int(number): drawn_at for number, drawn_at in state["drawn_at"].items() if int(number) >= first}
         self._records = {
             number: GroupRecord(number, drawn_at, number in useful, useful.get(number, False))
             for number, drawn_at in sorted(kept.items())
         }
-        self._in_flight = sum(not record.graded for record in self._records.values())
         self.counts, self.next = Counter(state["counts"]), max(state["next"], first)
         self.counts[STALE] += len(state["drawn_at"]) - len(kept)
         return [number for number in kept if number not in useful]
 
     def _drop(self, numbers: list[int], reason: str) -> None:
-        self._known = None
+        self._cached_parts = None
         for number in numbers:
-            self._in_flight -= not self._records.pop(number).graded
+            del self._records[number]
         self.counts[reason] += len(numbers)
 
     @property
@@ -273,38 +224,28 @@ class Ledger:
         """Steps for which groups may be drawn now."""
         return min(self.trained + 1 + self.rule.staleness, self.rule.steps) - self.taken
 
+    def _is_stale(self, record: GroupRecord, part: _Part) -> bool:
+        return part.step - 1 - record.drawn_at > self.rule.oldest
+
     def _parts(self) -> list[_Part]:
-        """What the open steps look through as far as it is known."""
-        if self._known is None:
-            self._known = []
-            for record in self._records.values():
-                if not self._add(self._known, record):
+        """What the open steps look through as far as it is known; what is not graded counts as not useful."""
+        if self._cached_parts is not None:
+            return self._cached_parts
+        parts, records = list[_Part](), list(self._records.values())
+        groups, most_draws = self.rule.groups, self.rule.most_draws
+        while records and len(parts) < self._open:
+            part = _Part(self.taken + len(parts) + 1)
+            oldest = part.step - 1 - self.rule.oldest
+            for count, record in enumerate(records, 1):  # once a graded group: kept short
+                if record.graded:
+                    if record.drawn_at < oldest:
+                        part.stale += 1
+                    elif record.useful:
+                        part.useful += 1
+                if part.useful >= groups or (most_draws is not None and count - part.stale >= most_draws):
+                    part.full = True
                     break
-        return self._known
-
-    def _add(self, parts: list[_Part], record: GroupRecord) -> bool:
-        """Give the record that was drawn last to the step that is not full yet; False where every open step is."""
-        if not parts or parts[-1].full:
-            if len(parts) >= self._open:
-                return False
-            parts.append(_Part(self.rule, self.taken + len(parts) + 1))
-        parts[-1].append(record)
-        return True
-
-    def _settle(self, position: int) -> None:
-        """A graded group may complete a part before its last record: the rest belongs to the steps that follow.
-
-        A record moves towards later steps alone, so that all moves of a run are at most its groups times open steps.
-        """
-        parts = self._known
-        assert parts is not None
-        if parts[position].counts[STALE] and self.rule.most_draws is not None:
-            self._known = None  # it makes room for a record of a later step: rare
-            return
-        while cut := parts[position].cut():
-            position += 1
-            if position == len(parts):
-                if position >= self._open:
-                    return
-                parts.append(_Part(self.rule, self.taken + position + 1))
-            parts[position].prepend(cut)
+            part.records, records = records[:count], records[count:]
+            parts.append(part)
+        self._cached_parts = parts
+        return parts
