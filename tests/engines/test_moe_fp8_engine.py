@@ -13,7 +13,6 @@ from vapo_megatron.engines.client import EngineClient
 from vapo_megatron.engines.server import EngineServer
 from vapo_megatron.engines.weight_sync.session import WeightSync
 from vapo_megatron.engines.weight_sync.transports import (
-    DiskTransport,
     DistributedTransport,
     SharedMemoryTransport,
     Transport,
@@ -55,13 +54,12 @@ def server(moe_path: Path) -> Iterator[EngineServer]:
         yield running
 
 
-@pytest.fixture(params=["shared_memory", "distributed", "disk"])
+@pytest.fixture(params=["shared_memory", "distributed"])
 def sync(request: pytest.FixtureRequest, server: EngineServer, tmp_path: Path) -> Iterator[WeightSync]:
     client = EngineClient(server.address, DEADLINE)
     transports: dict[str, Transport] = {
         "shared_memory": SharedMemoryTransport(client, 1),
         "distributed": DistributedTransport([client], 1, DEADLINE),
-        "disk": DiskTransport([client], tmp_path),
     }
     with WeightSync(transports[request.param]) as running:
         yield running

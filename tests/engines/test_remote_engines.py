@@ -31,7 +31,7 @@ from vapo_megatron.engines.request import GenerationRequest
 from vapo_megatron.engines.serve import serve_engine
 from vapo_megatron.engines.server import EngineAddress, EngineServer
 from vapo_megatron.engines.weight_sync.session import WeightSync
-from vapo_megatron.engines.weight_sync.transports import DiskTransport
+from vapo_megatron.engines.weight_sync.transports import DistributedTransport
 from vapo_megatron.errors import BadInput, RunFailed, TryAgain
 from vapo_megatron.weights.hf_files import HFTensors
 from vapo_megatron.weights.spec import read_spec
@@ -152,7 +152,7 @@ def test_engines_serve_one_trainer_at_a_time(fleet: Fleet, tmp_path: Path) -> No
     config, sampling = rollout_of(fleet.urls[0]), SamplingConfig(max_new_tokens=4)
     first, second = (take_over_engines(config, fleet.agreed())[0][0] for _ in range(2))
     for address in (first, second):
-        with WeightSync(DiskTransport([EngineClient(address, DEADLINE)], tmp_path)) as sync:
+        with WeightSync(DistributedTransport([EngineClient(address, DEADLINE)], 1, DEADLINE)) as sync:
             sync.load([weights], version=1)
         with Dispatcher([address], config, stop_token_ids=[1]) as dispatcher:
             assert len(dispatcher.collect(GenerationRequest(prompts, 2, sampling, 0, weight_version=1))) == 2

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from vapo_megatron.config.base import Section, key_from_environment
 
 Dtype = Literal["float32", "bfloat16"]
-TransportName = Literal["auto", "ipc", "shared_memory", "distributed", "disk"]
+TransportName = Literal["auto", "ipc", "shared_memory", "distributed"]
 
 
 class SamplingConfig(Section):
@@ -25,8 +25,7 @@ class SyncConfig(Section):
     transport: TransportName = Field(
         "auto",
         description="ipc: CUDA handles, engine and rank on one GPU; shared_memory: the machine's; distributed: the "
-        "network; disk: files under the run's logs/; auto: ipc with GPUs, else shared_memory; distributed to "
-        "rollout.external_urls",
+        "network; auto: ipc with GPUs, else shared_memory; distributed to rollout.external_urls",
     )
     bucket_mib: int = Field(512, ge=1, description="weights sent at once; two buffers of this size stay allocated")
     tolerance: float | None = Field(
@@ -231,10 +230,10 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _engines_elsewhere_share_nothing(self) -> "RolloutConfig":
-        if self.external_urls and self.sync.transport not in ("auto", "distributed", "disk"):
+        if self.external_urls and self.sync.transport not in ("auto", "distributed"):
             raise ValueError(
                 f"sync.transport={self.sync.transport} with external_urls: their engines share no memory with the "
-                "trainer, set auto or disk"
+                "trainer, set auto"
             )
         if self.external_urls and self.num_engines != 1:
             raise ValueError(f"num_engines={self.num_engines} with external_urls: the run starts none, leave it out")

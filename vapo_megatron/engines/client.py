@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
@@ -23,7 +22,6 @@ from torch import Tensor
 from vapo_megatron.data.sample import FinishReason
 from vapo_megatron.engines.inside import columns
 from vapo_megatron.engines.inside.broadcast_group import Backend
-from vapo_megatron.engines.inside.bucket_message import Purpose
 from vapo_megatron.engines.inside.server_main import IDENTITY_PATH
 from vapo_megatron.engines.inside.strict_loading import BROADCAST_GROUP, LOAD_FORMAT
 from vapo_megatron.engines.server import NO_WEIGHTS, EngineAddress
@@ -239,11 +237,6 @@ class EngineClient:
             "load_format": f"{LOAD_FORMAT}:{json.dumps(message)}",
         }
         return await self._load("update_weights_from_distributed", body, version)
-
-    async def read_directory(self, directory: Path, purpose: Purpose, *, version: int | None = None) -> LoadAnswer:
-        """Have all weights read at once from files (disk_weights); no session may be open."""
-        body = {"model_path": str(directory), "load_format": f"{LOAD_FORMAT}:{purpose}"}
-        return await self._load("update_weights_from_disk", body, version)
 
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         """Give GPU memory back to the trainer; needs rollout.memory_saver. Frees nothing without a GPU. The cache is

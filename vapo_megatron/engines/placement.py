@@ -29,7 +29,6 @@ from vapo_megatron.engines.node_part import BESIDE_MEETING, WHOLE, NodePart, fre
 from vapo_megatron.engines.remote_engines import ExternalServer, take_over_engines, what_must_agree
 from vapo_megatron.engines.server import EngineAddress, EngineServer
 from vapo_megatron.engines.weight_sync.transports import (
-    DiskTransport,
     DistributedTransport,
     IpcTransport,
     SharedMemoryTransport,
@@ -169,8 +168,6 @@ class Placement:
             on_gpus = self.is_external and self._engines_on_gpus
             device = self._platform.device if on_gpus else torch.device("cpu")
             return DistributedTransport(clients, tp, REQUEST_SECONDS, device)
-        if name == "disk":
-            return DiskTransport(clients, Path(self._settings.log_dir))
         return SharedMemoryTransport(client, tp)
 
     def engines(self) -> list[Kept]:

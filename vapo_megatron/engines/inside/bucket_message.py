@@ -1,15 +1,12 @@
 """What the announcement of one bucket of weights says, and how it finds the tensors."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
-from vapo_megatron.weights.bucket import Bucket, NamedTensors, Place, view
+from vapo_megatron.weights.bucket import Bucket, Place, view
 
 Purpose = Literal["load", "compare"]
 """load: replace the weights. compare: say which differ and change nothing."""
@@ -54,19 +51,3 @@ def _map(path: str, size: int) -> torch.Tensor:
     while len(_mapped) > _MOST_MAPPED:
         del _mapped[next(iter(_mapped))]
     return mapping
-
-
-def write_tensors(directory: Path, index: int, tensors: NamedTensors) -> list[str]:
-    """Write file `index` of a directory. Returns the names in the order in which read_tensors will yield them."""
-    path = directory / f"{index:05d}.safetensors"
-    save_file(dict(tensors), path)
-    with safe_open(path, framework="pt") as stored:
-        return list(stored.keys())
-
-
-def read_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor), file after file; one tensor in memory at a time."""
-    for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as stored:
-            for name in stored.keys():  # noqa: SIM118 (not a dict)
-                yield name, stored.get_tensor(name)

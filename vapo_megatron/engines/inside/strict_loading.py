@@ -13,7 +13,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vapo_megatron.engines.inside.broadcast_group import Backend, BroadcastGroup, address_towards
-from vapo_megatron.engines.inside.bucket_message import Purpose, read_tensors, unpack
+from vapo_megatron.engines.inside.bucket_message import Purpose, unpack
 from vapo_megatron.weights.bucket import checksum
 
 LOAD_FORMAT = "vapo_strict"
@@ -202,7 +201,7 @@ def _vocabulary_padding(model: torch.nn.Module) -> dict[str, int]:
 
 
 def install_strict_loading() -> None:
-    """Teach this process's SGLang the load format LOAD_FORMAT for tensors, broadcasts and directories.
+    """Teach this process's SGLang the load format LOAD_FORMAT for tensors and broadcasts.
 
     The answer's message is JSON, the fields of client.LoadAnswer; its problems are those of all tensor-parallel ranks.
     Success means that there are none.
@@ -210,7 +209,7 @@ def install_strict_loading() -> None:
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
     loaders: dict[int, StrictLoader] = {}
-    from_tensor, from_disk = WeightUpdater.update_weights_from_tensor, WeightUpdater.update_weights_from_disk
+    from_tensor = WeightUpdater.update_weights_from_tensor
 
     def loader_of(updater: Any) -> StrictLoader:
         model = updater.get_model()
@@ -226,22 +225,10 @@ def install_strict_loading() -> None:
         loader = loader_of(self)
         return _answer(loader, lambda: take_message(loader, *received))
 
-    def update_weights_from_disk(self: Any, model_path: str, load_format: str, *args: Any, **kwargs: Any) -> Any:
-        if not load_format.startswith(f"{LOAD_FORMAT}:"):
-            return from_disk(self, model_path, load_format, *args, **kwargs)
-        purpose: Purpose = "compare" if load_format.endswith(":compare") else "load"
-        loader, tensors = loader_of(self), read_tensors(Path(model_path))
-        self.begin_weight_update()
-        try:
-            return _answer(loader, lambda: loader.take(tensors, purpose, first=True, last=True))
-        finally:
-            self.end_weight_update(run_post_load=False)
-
     WeightUpdater.update_weights_from_tensor = update_weights_from_tensor
     WeightUpdater.init_weights_update_group = _join_group
     WeightUpdater.receive_weights_from_distributed = _receive
     WeightUpdater.load_weights_from_distributed = load_weights_from_distributed
-    WeightUpdater.update_weights_from_disk = update_weights_from_disk
 
 
 def _answer(loader: StrictLoader, load: Callable[[], list[str]]) -> tuple[bool, str]:

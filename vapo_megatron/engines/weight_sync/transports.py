@@ -3,13 +3,10 @@
 import asyncio
 import contextlib
 import pickle
-import shutil
-import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -18,10 +15,9 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions
 from typing_extensions import override
 
-from vapo_megatron.config.atomic import cannot_write
 from vapo_megatron.engines.client import EngineClient, LoadAnswer
 from vapo_megatron.engines.inside.broadcast_group import BroadcastGroup, address_towards, backend_of
-from vapo_megatron.engines.inside.bucket_message import Purpose, announce, write_tensors
+from vapo_megatron.engines.inside.bucket_message import Purpose, announce
 from vapo_megatron.errors import TryAgain
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.weights.bucket import Bucket, DeviceSlots, NamedTensors, SharedSlots, pack, packed_size
@@ -58,11 +54,17 @@ class Transport(ABC):
     """One way to one server, or to several that get the same bytes.
 
     Every rank that feeds them calls begin_session, deliver for each bucket and once without one as the last, then
-    end_session, with the same arguments. clients are the owner's, none on the others.
+    end_session, with the same arguments. A bucket that lies in other memory is copied; the copy's memory is the
+    trainer's again between sessions.
+
+    Args:
+        clients: the owner's, none on the other ranks.
+        device: whose memory is sent; None: host memory that processes share.
     """
 
-    def __init__(self, clients: Sequence[EngineClient]) -> None:
-        self.clients = tuple(clients)
+    def __init__(self, clients: Sequence[EngineClient], device: torch.device | None) -> None:
+        self.clients, self._device = tuple(clients), device
+        self._slots: DeviceSlots | SharedSlots = SharedSlots() if device is None else DeviceSlots(device)
 
     @property
     def sends(self) -> bool:
@@ -81,7 +83,6 @@ class Transport(ABC):
         """Begin the servers' sessions."""
         await self.each(EngineClient.begin_weight_update)
 
-    @abstractmethod
     async def deliver(
         self, bucket: NamedTensors | None, purpose: Purpose, *, first: bool, version: int | None = None
     ) -> LoadAnswer:
@@ -89,72 +90,47 @@ class Transport(ABC):
 
         The bucket's memory may be overwritten when this returns. On ranks without a client the answer is empty.
         """
+        if not self.sends:
+            return NOTHING
+        placed = bucket
+        if bucket is not None and not (isinstance(bucket, Bucket) and self._can_send(bucket)):
+            placed = pack(bucket, self._slots.take(0, packed_size(bucket)))
+        assert placed is None or isinstance(placed, Bucket)
+        return await self._send(placed, announce(placed, purpose, first=first, last=bucket is None), version)
 
     async def end_session(self) -> None:
         """End the sessions."""
         await self.each(EngineClient.end_weight_update)
+        if self._device is not None:
+            self._slots.close()
 
-    @abstractmethod
     def close(self) -> None:
         """Give memory and connections back."""
-
-
-class _FromDevice(Transport):
-    """Sends from memory of a device: the bucket's own where that is there, else a copy, whose memory is the trainer's
-    again between sessions."""
-
-    def __init__(self, clients: Sequence[EngineClient], device: torch.device) -> None:
-        super().__init__(clients)
-        self._device, self._slots = device, DeviceSlots(device)
-
-    @override
-    async def end_session(self) -> None:
-        await super().end_session()
         self._slots.close()
 
-    @override
-    def close(self) -> None:
-        self._slots.close()
+    def _can_send(self, bucket: Bucket) -> bool:
+        return bucket.memory.path is not None if self._device is None else bucket.buffer.device == self._device
 
-    def _placed(self, bucket: NamedTensors) -> Bucket:
-        if isinstance(bucket, Bucket) and bucket.buffer.device == self._device:
-            return bucket
-        return pack(bucket, self._slots.take(0, packed_size(bucket)))
+    @abstractmethod
+    async def _send(self, placed: Bucket | None, message: dict[str, Any], version: int | None) -> LoadAnswer:
+        """Send bytes that lie in the right memory, with their announcement."""
 
 
 class SharedMemoryTransport(Transport):
-    """Host memory that the server's processes map: the bucket's own where that is such memory, else a copy."""
+    """Host memory that the server's processes map. engine_tp: ranks of the server."""
 
     def __init__(self, client: EngineClient | None, engine_tp: int) -> None:
-        super().__init__([] if client is None else [client])
+        super().__init__([] if client is None else [client], None)
         self._engine_tp = engine_tp
-        self._slots: SharedSlots | None = None
 
     @override
-    async def deliver(
-        self, bucket: NamedTensors | None, purpose: Purpose, *, first: bool, version: int | None = None
-    ) -> LoadAnswer:
-        if not self.clients:
-            return NOTHING
-        placed = None if bucket is None else self._placed(bucket)
-        message = announce(placed, purpose, first=first, last=bucket is None)
+    async def _send(self, placed: Bucket | None, message: dict[str, Any], version: int | None) -> LoadAnswer:
         message["path"] = None if placed is None else placed.memory.path
         payloads = [pickle.dumps(message)] * self._engine_tp
         return await _checked(placed, self.each(lambda client: client.send_bucket(payloads, version=version)))
 
-    @override
-    def close(self) -> None:
-        if self._slots is not None:
-            self._slots.close()
 
-    def _placed(self, bucket: NamedTensors) -> Bucket:
-        if isinstance(bucket, Bucket) and bucket.memory.path is not None:
-            return bucket
-        self._slots = self._slots or SharedSlots()
-        return pack(bucket, self._slots.take(0, packed_size(bucket)))
-
-
-class IpcTransport(_FromDevice):
+class IpcTransport(Transport):
     """GPU memory whose CUDA IPC handle travels: every rank of the server reads that of the trainer rank on its GPU.
 
     Args:
@@ -172,11 +148,12 @@ class IpcTransport(_FromDevice):
         return True
 
     @override
-    async def deliver(
-        self, bucket: NamedTensors | None, purpose: Purpose, *, first: bool, version: int | None = None
-    ) -> LoadAnswer:
-        placed = None if bucket is None else self._placed(bucket)
-        payload = self._payload(placed, purpose, first)
+    async def _send(self, placed: Bucket | None, message: dict[str, Any], version: int | None) -> LoadAnswer:
+        if placed is not None:
+            message["buffer"] = IpcHandle(placed.buffer)
+            # This stream alone: the next bucket is being gathered on another.
+            current_platform().synchronize_stream()
+        payload = pickle.dumps(message)
         payloads = [payload]
         if self._group is not None:  # in the order of the server's tensor-parallel ranks
             payloads = [b""] * self._group.size()
@@ -193,17 +170,9 @@ class IpcTransport(_FromDevice):
         super().close()
         current_platform().release_ipc_memory()
 
-    def _payload(self, placed: Bucket | None, purpose: Purpose, first: bool) -> bytes:
-        message = announce(placed, purpose, first=first, last=placed is None)
-        if placed is not None:
-            message["buffer"] = IpcHandle(placed.buffer)
-            # This stream alone: the next bucket is being gathered on another.
-            current_platform().synchronize_stream()
-        return pickle.dumps(message)
 
-
-class DistributedTransport(_FromDevice):
-    """One broadcast from the owner to all ranks of all servers: where neither memory nor disks are shared.
+class DistributedTransport(Transport):
+    """One broadcast from the owner to all ranks of all servers: where no memory is shared.
 
     Args:
         engine_tp: ranks of each server.
@@ -216,7 +185,7 @@ class DistributedTransport(_FromDevice):
         self, clients: Sequence[EngineClient], engine_tp: int, deadline: float, device: torch.device = _CPU
     ) -> None:
         super().__init__(clients, device)
-        self._engine_tp, self._deadline = engine_tp, deadline
+        self._source, self._engine_tp, self._deadline = device, engine_tp, deadline
         self._group: BroadcastGroup | None = None
 
     @override
@@ -225,15 +194,16 @@ class DistributedTransport(_FromDevice):
             self._group = None  # of other servers, or of one that is gone
         super().serve(clients)
 
+    @override
     async def begin_session(self) -> None:
         """See Transport; the first time the two sides meet."""
         if self.clients and self._group is None:
             hosts = [str(urlsplit(client.address.url).hostname) for client in self.clients]
             # One address for all of them: servers elsewhere cannot reach the one that a server of this machine can.
             host = next((address for address in map(address_towards, hosts) if address != "127.0.0.1"), "127.0.0.1")
-            size, backend = 1 + self._engine_tp * len(self.clients), backend_of(self._device)
+            size, backend = 1 + self._engine_tp * len(self.clients), backend_of(self._source)
             store = BroadcastGroup.listen(host, size, self._deadline)
-            group = _in_daemon(partial(BroadcastGroup, store, 0, size, self._deadline, host, self._device))
+            group = _in_daemon(partial(BroadcastGroup, store, 0, size, self._deadline, host, self._source))
             await asyncio.gather(
                 *(
                     client.join_broadcast_group(host, store.port, 1 + i * self._engine_tp, size, backend)
@@ -244,13 +214,7 @@ class DistributedTransport(_FromDevice):
         await super().begin_session()
 
     @override
-    async def deliver(
-        self, bucket: NamedTensors | None, purpose: Purpose, *, first: bool, version: int | None = None
-    ) -> LoadAnswer:
-        if not self.clients:
-            return NOTHING
-        placed = None if bucket is None else self._placed(bucket)
-        message = announce(placed, purpose, first=first, last=bucket is None)
+    async def _send(self, placed: Bucket | None, message: dict[str, Any], version: int | None) -> LoadAnswer:
         broadcast = None
         if placed is not None:
             assert self._group is not None
@@ -269,71 +233,6 @@ class DistributedTransport(_FromDevice):
     def close(self) -> None:
         super().close()
         self._group = None
-
-
-class DiskTransport(Transport):
-    """Files that the servers read when all are written, and which are removed then.
-
-    Args:
-        folder: where to write: a file system that owner and servers all see.
-    """
-
-    def __init__(self, clients: Sequence[EngineClient], folder: Path) -> None:
-        super().__init__(clients)
-        self._folder = folder
-        self._directory: Path | None = None
-        self._checksums: list[tuple[str, int]] = []  # in the order of the server's reading
-        self._files = 0
-
-    async def begin_session(self) -> None:
-        """See Transport; a server's session is that of its reading."""
-        if self.clients:
-            self._files, self._checksums = 0, []
-            try:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                self._directory = Path(tempfile.mkdtemp(prefix=".weights-", dir=self._folder))
-            except OSError as error:
-                raise cannot_write(self._folder, error) from None
-
-    async def deliver(
-        self, bucket: NamedTensors | None, purpose: Purpose, *, first: bool, version: int | None = None
-    ) -> LoadAnswer:
-        """See Transport; nothing is read before the last."""
-        if not self.clients:
-            return NOTHING
-        assert self._directory is not None
-        try:
-            if bucket is not None:
-                self._write(bucket)
-                return NOTHING
-        except OSError as error:
-            raise cannot_write(self._folder, error) from None
-        directory = self._directory
-        answers = await self.each(lambda client: client.read_directory(directory, purpose, version=version))
-        return _compared(_together(answers), self._checksums)
-
-    @override
-    async def end_session(self) -> None:
-        self._remove()
-
-    @override
-    def close(self) -> None:
-        self._remove()
-
-    def _write(self, bucket: NamedTensors) -> None:
-        assert self._directory is not None
-        placed = bucket
-        if not isinstance(bucket, Bucket) or bucket.buffer.device != _CPU:
-            placed = pack(bucket, DeviceSlots(_CPU).take(0, packed_size(bucket)))
-        assert isinstance(placed, Bucket)
-        sums = dict(zip((name for name, _ in placed), placed.checksums(), strict=True))
-        self._checksums += [(name, sums[name]) for name in write_tensors(self._directory, self._files, placed)]
-        self._files += 1
-
-    def _remove(self) -> None:
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._directory = None
 
 
 def _in_daemon(function: Callable[[], T]) -> "asyncio.Future[T]":
