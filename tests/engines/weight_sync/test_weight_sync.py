@@ -200,10 +200,10 @@ def test_a_tensor_dropped_on_its_way_is_named(sync: WeightSync, others: Tensors)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_name_or_shape_that_the_engine_does_not_take_is_named(
-    kind: str, restored: EngineServer, others: Tensors, tmp_path: Path
+    kind: str, restored: EngineServer, others: Tensors
 ) -> None:
     """Of an engine that pads no dimensions: one that does fills up what is short (strict_loading)."""
-    sync = make_sync(kind, restored.address, 1, tmp_path)
+    sync = make_sync(kind, restored.address, 1)
     wrong = [(name.replace("1.mlp.up", "1.mlp.upp"), t) for name, t in others]
     with pytest.raises(RunFailed, match=r"model\.layers\.1\.mlp\.upp_proj\.weight of shape \[96, 64\] is not known"):
         sync.load(in_slots(wrong), version=1)
@@ -218,7 +218,7 @@ def test_a_session_that_was_broken_off_ends_with_the_next_one(restored: EngineSe
     with asyncio.Runner() as runner:
         runner.run(client.begin_weight_update())
         runner.run(client.close())
-    with make_sync("shared_memory", restored.address, 1, Path("unused")) as sync:
+    with make_sync("shared_memory", restored.address, 1) as sync:
         sync.load(in_slots(others), version=1)
 
 
