@@ -46,7 +46,7 @@ def test_a_mark_of_the_encoding_before_the_first_row_is_no_mistake(command: Comm
     [
         ([f"run.seed={'9' * 4000}"], ["override: run.seed", "9..."]),
         ([f"run.seed={'9' * 5000}"], ["override run.seed", "9...'", "is not a YAML value"]),
-        (["rollout.memory_saver=perhaps"], ["override: rollout.memory_saver is 'perhaps'", "a valid boolean"]),
+        (["rollout.router_replay=perhaps"], ["override: rollout.router_replay is 'perhaps'", "a valid boolean"]),
         (["data.eval=[{name: a, path: b, limit: x}]"], ["data.eval.0.limit (entry 1 of data.eval) is 'x'"]),
         (["sampling.temperature=0"], ["override: sampling.temperature=0 is greedy"]),
     ],

@@ -3,12 +3,11 @@ from pathlib import Path
 
 import pytest
 
-from vapo_megatron.engines.engine_environment import cuda_environment
+from vapo_megatron.engines.engine_environment import engine_environment
 
 
 def environment(own: dict[str, str], devices: list[int], scratch: Path, **facts: bool) -> dict[str, str]:
-    settings = {"float32": False, "memory_saver": False, "elsewhere": False} | facts
-    return cuda_environment(own, devices, scratch, **settings)
+    return engine_environment(own, scratch, devices, **({"float32": False} | facts))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -28,7 +27,7 @@ def test_the_cuda_runtime_of_this_process_is_found_before_python_starts(name: st
     runtime.write_bytes(bytes(mmap.PAGESIZE))
     scratch.mkdir()
     with runtime.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
-        found = environment({"LD_LIBRARY_PATH": "/opt/lib"}, [0], scratch, memory_saver=True)
+        found = environment({"LD_LIBRARY_PATH": "/opt/lib"}, [0], scratch, offloads=True)
     first, rest = found["LD_LIBRARY_PATH"].split(":")
     # Under the name that a library asks the loader for, and nothing else with it.
     assert [path.name for path in Path(first).iterdir()] == ["libcudart.so.13"]

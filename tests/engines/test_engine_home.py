@@ -14,7 +14,7 @@ from stub_engine import StubServer
 
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.engines import engine_home
-from vapo_megatron.engines.engine_home import HomedEngine, HomedKeeper, HomeLost, keep_engines
+from vapo_megatron.engines.engine_home import HomedKeeper, HomeLost, keep_engines
 from vapo_megatron.engines.keeper import ask_health
 from vapo_megatron.run.children import Companion
 
@@ -44,7 +44,7 @@ def home(tmp_path: Path) -> Iterator[Companion]:
 
 
 def keeper_in(folder: Path, make: Any = make_stub) -> HomedKeeper:
-    keeper = HomedKeeper(folder / "engines", 0, HomedEngine(make, (folder,), CONFIG), may_take_over=True)
+    keeper = HomedKeeper(folder / "engines", 0, CONFIG, make, (folder,), may_take_over=True)
     keeper.start()
     keeper.wait_until_ready()
     return keeper
@@ -53,12 +53,12 @@ def keeper_in(folder: Path, make: Any = make_stub) -> HomedKeeper:
 def test_a_home_that_is_stopped_is_named_and_another_one_takes_its_place(
     home: Companion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine_home, "_SILENT_SECONDS", 3.0)
+    monkeypatch.setattr(engine_home, "_STOPPED_SECONDS", 3.0)
     keeper = keeper_in(tmp_path)
     pid, address = home._process.pid, keeper.address
     os.kill(pid, signal.SIGSTOP)
     started = time.monotonic()
-    with pytest.raises(HomeLost, match="engine-home in `ps`\\) is stopped: it has said nothing for 3 s"):
+    with pytest.raises(HomeLost, match="engine-home in `ps`\\) is stopped: it has done nothing for 3 s"):
         keeper.look()
     with pytest.raises(HomeLost, match="is stopped"):
         keeper_in(tmp_path)

@@ -124,7 +124,7 @@ def test_the_key_is_neither_in_the_log_nor_among_the_arguments(fleet: Fleet) -> 
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("model.hidden_size", 128), ("rollout.dtype", "bfloat16"), ("rollout.max_total_tokens", 4096)]
+    ("key", "value"), [("model.hidden_size", 128), ("model.dtype", "bfloat16"), ("rollout.max_total_tokens", 4096)]
 )
 def test_an_engine_of_another_config_is_named_with_what_differs(fleet: Fleet, key: str, value: Any) -> None:
     with pytest.raises(BadInput, match=rf"{fleet.urls[0]} was started with {key}=.* and this run has {value}"):

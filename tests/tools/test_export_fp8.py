@@ -201,7 +201,7 @@ def test_sglang_serves_nvfp4(exports: dict[str, Path], source: Path, tmp_path: P
     """Its kernels are those of Blackwell."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (10, 0):
         pytest.skip("needs a GPU with FP4 (compute capability 10)")
-    config = RolloutConfig(max_running_requests=8, max_total_tokens=2048, start_timeout_s=280, memory_saver=False)
+    config = RolloutConfig(max_running_requests=8, max_total_tokens=2048, start_timeout_s=280)
     with (
         EngineServer(exports["nvfp4"], config, "bfloat16", tmp_path / "engine.log", range(1)) as server,
         WeightSync(SharedMemoryTransport(EngineClient(server.address, 120), 1)) as sync,

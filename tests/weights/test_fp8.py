@@ -7,7 +7,7 @@ import torch
 
 from vapo_megatron.config.model import PrecisionConfig
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.engines.weight_sync.quantization import engine_fp8
+from vapo_megatron.engines.engine_limits import engine_fp8
 from vapo_megatron.errors import BadInput
 from vapo_megatron.weights.fp8 import BLOCK, FP8, BlockFp8, check_blocks, dequantize, quantize
 from vapo_megatron.weights.spec import ModelSpec

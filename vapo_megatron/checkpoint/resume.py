@@ -154,7 +154,7 @@ _HARMLESS = (
     *("actor.layout", "actor.recompute", "actor.max_tokens_per_microbatch", "actor.logprob_chunk"),
     *("critic.layout", "critic.recompute", "critic.max_tokens_per_microbatch"),
     *("rollout.num_engines", "rollout.tp", "rollout.max_running_requests", "rollout.max_total_tokens", "rollout.sync"),
-    *("rollout.mem_fraction_static", "rollout.memory_saver", "rollout.start_timeout_s", "rollout.collect_timeout_s"),
+    *("rollout.mem_fraction_static", "rollout.start_timeout_s", "rollout.collect_timeout_s"),
     *("rollout.load_format", "rollout.context_length", "rollout.external_urls", "rollout.api_key_variable"),
     *("reward.workers", "reward.response_timeout_s", "reward.memory_mib"),
 )

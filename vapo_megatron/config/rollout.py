@@ -120,7 +120,6 @@ class RolloutConfig(Section):
     )
     num_engines: int = Field(1, ge=1, description="servers on a machine without GPUs; with GPUs they follow from tp")
     tp: int = Field(1, ge=1, description="tensor-parallel size of one server")
-    dtype: Dtype | Literal["auto"] = Field("auto", description="auto: the dtype of the model")
     quantization: Literal["none", "fp8"] = Field(
         "none",
         description="fp8: weights in e4m3 with a scale for each block of 128 x 128, made during the weight sync; needs "
@@ -135,7 +134,6 @@ class RolloutConfig(Section):
         None, ge=2, description="tokens of its KV cache; none: what mem_fraction_static leaves, 65536 without a GPU"
     )
     mem_fraction_static: float = Field(0.7, gt=0, lt=1, description="GPU memory for weights and KV cache")
-    memory_saver: bool = Field(True, description="GPU: offload the engine while the trainer works (colocated)")
     deterministic: bool | Literal["auto"] = Field(
         "auto",
         description="batch-invariant kernels and sampling by the request's seed: a response depends on its seed alone, "
@@ -275,10 +273,6 @@ class RolloutConfig(Section):
         fed = {"load_format": "auto", "external_urls": (), "router_replay": False}
         return self.model_copy(update=fed | {"quantization": "none"})
 
-    def computes_in(self, model_dtype: Dtype) -> Dtype:
-        """The dtype of the engines, given model.dtype."""
-        return model_dtype if self.dtype == "auto" else self.dtype
-
     def is_deterministic(self, dtype: str, on_gpus: bool) -> bool:
         """What `deterministic` means for an engine that computes in this dtype."""
         return not on_gpus or dtype == "float32" if self.deterministic == "auto" else self.deterministic
@@ -323,7 +317,7 @@ _SET_BY_US = {
     "skip_tokenizer_init": "requests carry token ids",
     "weight_version": "it counts the weight syncs",
     "tp_size": "use rollout.tp",
-    "dtype": "use rollout.dtype",
+    "dtype": "use model.dtype",
     "load_format": "use rollout.load_format",
     "quantization": "use rollout.quantization",
     "json_model_override_args": "it carries rollout.quantization",
@@ -331,7 +325,7 @@ _SET_BY_US = {
     "max_running_requests": "use rollout.max_running_requests",
     "max_total_tokens": "use rollout.max_total_tokens",
     "mem_fraction_static": "use rollout.mem_fraction_static",
-    "enable_memory_saver": "use rollout.memory_saver",
+    "enable_memory_saver": "it is on where engines and trainer share GPUs",
     "enable_deterministic_inference": "use rollout.deterministic",
     "enable_return_routed_experts": "use rollout.router_replay",
 }

@@ -239,8 +239,7 @@ class EngineClient:
         return await self._load("update_weights_from_distributed", body, version)
 
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Give GPU memory back to the trainer; needs rollout.memory_saver. Frees nothing without a GPU. The cache is
-        dropped in any case.
+        """Give GPU memory back to the trainer; frees nothing without a GPU. The cache is dropped in any case.
 
         Raises:
             TryAgain: the server is still at work when the deadline passes.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import vapo_megatron
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.engines.node_part import WHOLE, NodePart
+from vapo_megatron.engines.node_part import NodePart
 from vapo_megatron.weights.fp8 import BlockFp8
 
 _CPU_TOTAL_TOKENS = 65536
@@ -16,37 +16,6 @@ _LEAST_WATCHDOG_SECONDS = 600.0  # a bucket of weights may take as long
 
 # As wheels and toolkits name it: libcudart.so.13, libcudart.so.13.0.48, libcudart-9335f6a2.so.12.
 _RUNTIME = re.compile(r"libcudart(-[0-9a-f]+)?\.so\.(?P<major>\d+)(\.\d+)*")
-
-
-def cuda_environment(
-    own: Mapping[str, str], devices: Sequence[int], scratch: Path, *, float32: bool, memory_saver: bool, elsewhere: bool
-) -> dict[str, str]:
-    """Variables of a server by name; they take the place of this process's.
-
-    Args:
-        own: this process's environment.
-        devices: indices of the server's GPUs, as this process counts them.
-        scratch: a directory of the server's.
-        float32: whether it computes in float32.
-        memory_saver: whether it gives its memory away for a while.
-        elsewhere: whether its GPUs are not those of the ranks that feed it.
-    """
-    environment = {"CUDA_VISIBLE_DEVICES": _visible(devices, own.get("CUDA_VISIBLE_DEVICES"))}
-    if float32:
-        # Triton multiplies float32 in TF32 unless told otherwise: log-probs would be off by 1e-3.
-        environment["TRITON_F32_DEFAULT"] = "ieee"
-    if memory_saver:
-        runtime = _link_runtime(scratch / "cuda")
-        if runtime is not None:
-            environment["LD_LIBRARY_PATH"] = ":".join(filter(None, (str(runtime), own.get("LD_LIBRARY_PATH", ""))))
-    if elsewhere:
-        # SGLang switches it off where it is not said. The trainer's NCCL decides by itself (-2), and two ends of one
-        # connection within a machine must agree on how memory is shared.
-        environment["NCCL_CUMEM_ENABLE"] = own.get("NCCL_CUMEM_ENABLE", "-2")
-    else:
-        # Ranks that share its GPUs do not hold equally much; its caches are sized by the GPU with least room.
-        environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
-    return environment
 
 
 def _visible(devices: Sequence[int], visible: str | None) -> str:
@@ -81,22 +50,25 @@ _NOT_INHERITED = {
 def engine_environment(
     own: Mapping[str, str],
     scratch: Path,
-    config: RolloutConfig,
-    dtype: str,
     devices: Sequence[int] | None,
-    elsewhere: bool,
-    part: NodePart = WHOLE,
+    *,
+    float32: bool,
+    offloads: bool = False,
+    elsewhere: bool = False,
+    tp: int = 1,
+    nodes: int = 1,
 ) -> dict[str, str]:
     """Variables of a server by name.
 
     Args:
         own: this process's environment.
         scratch: a directory of the server's.
-        config: the rollout section.
-        dtype: it computes in.
         devices: indices of its GPUs, as this process counts them; None without GPUs.
+        float32: whether it computes in float32.
+        offloads: whether it gives its memory away for a while.
         elsewhere: whether its GPUs are not those of the ranks that feed it.
-        part: of a server on several nodes.
+        tp: its tensor-parallel ranks.
+        nodes: on which they are.
     """
     environment = {
         name: value
@@ -108,23 +80,33 @@ def engine_environment(
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     environment["TMPDIR"] = str(scratch)
     environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "vapo_megatron.engines.inside.served_models"
-    if part.of == 1:
+    if nodes == 1:
         # A file instead of a TCP port for the rendezvous of its ranks: two servers cannot clash.
         environment["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/rendezvous"
-    if devices is not None:
-        float32, saver = dtype == "float32", config.memory_saver
-        return environment | cuda_environment(
-            environment, devices, scratch, float32=float32, memory_saver=saver, elsewhere=elsewhere
-        )
-    environment["SGLANG_USE_CPU_ENGINE"] = "1"
-    # Where the machine has GPUs as well, SGLang would take half of its code for them.
-    environment["CUDA_VISIBLE_DEVICES"] = ""
-    # More threads than free cores make a small model dozens of times slower.
-    environment["OMP_NUM_THREADS"] = "1"
-    # SGLang's seeded sampler would be compiled at the first batch, by a C++ compiler, for most of a minute.
-    environment["TORCH_COMPILE_DISABLE"] = "1"
-    if config.tp > 1:
-        environment["SGLANG_CPU_OMP_THREADS_BIND"] = _cpu_binding(config.tp)
+    if devices is None:
+        environment["SGLANG_USE_CPU_ENGINE"] = "1"
+        # Where the machine has GPUs as well, SGLang would take half of its code for them.
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+        # More threads than free cores make a small model dozens of times slower.
+        environment["OMP_NUM_THREADS"] = "1"
+        # SGLang's seeded sampler would be compiled at the first batch, by a C++ compiler, for most of a minute.
+        environment["TORCH_COMPILE_DISABLE"] = "1"
+        if tp > 1:
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = _cpu_binding(tp)
+        return environment
+    environment["CUDA_VISIBLE_DEVICES"] = _visible(devices, own.get("CUDA_VISIBLE_DEVICES"))
+    if float32:
+        # Triton multiplies float32 in TF32 unless told otherwise: log-probs would be off by 1e-3.
+        environment["TRITON_F32_DEFAULT"] = "ieee"
+    if offloads and (runtime := _link_runtime(scratch / "cuda")) is not None:
+        environment["LD_LIBRARY_PATH"] = ":".join(filter(None, (str(runtime), own.get("LD_LIBRARY_PATH", ""))))
+    if elsewhere:
+        # SGLang switches it off where it is not said. The trainer's NCCL decides by itself (-2), and two ends of one
+        # connection within a machine must agree on how memory is shared.
+        environment["NCCL_CUMEM_ENABLE"] = own.get("NCCL_CUMEM_ENABLE", "-2")
+    else:
+        # Ranks that share its GPUs do not hold equally much; its caches are sized by the GPU with least room.
+        environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
     return environment
 
 
@@ -135,7 +117,13 @@ def _cpu_binding(tp: int) -> str:
 
 
 def engine_arguments(
-    config: RolloutConfig, dtype: str, part: NodePart, fp8: BlockFp8 | None, *, on_gpus: bool, **place: object
+    config: RolloutConfig,
+    dtype: str,
+    part: NodePart,
+    fp8: BlockFp8 | None,
+    on_gpus: bool,
+    offloads: bool,
+    **place: object,
 ) -> list[str]:
     """Arguments of a server's command line.
 
@@ -145,6 +133,7 @@ def engine_arguments(
         part: of a server on several nodes, that of this one.
         fp8: how its weights are quantised; None where they are not.
         on_gpus: whether it has GPUs.
+        offloads: whether it gives their memory to a trainer for a while.
         place: model_path, host, port and weight_version.
     """
     args: dict[str, object] = place | {
@@ -183,7 +172,7 @@ def engine_arguments(
             # The fastest ones, SGLang's choice, take 16-bit numbers alone.
             "attention_backend": "triton" if dtype == "float32" else None,
             "max_total_tokens": config.max_total_tokens,
-            "enable_memory_saver": config.memory_saver,
+            "enable_memory_saver": offloads,
         }
     if fp8 is not None:
         args |= {

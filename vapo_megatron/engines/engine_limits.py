@@ -1,12 +1,12 @@
-"""What engines can do on a machine, known before a server starts: their GPUs, kernels and context (SGLang 0.5.23)."""
+"""What engines can do on a machine, known before a server starts: their GPUs, blocks and context (SGLang 0.5.23)."""
 
+from vapo_megatron.config.model import PrecisionConfig
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.platform import Platform
+from vapo_megatron.weights.fp8 import BlockFp8, check_blocks
 from vapo_megatron.weights.spec import ModelSpec
 
-# Of layers/rotary_embedding/base.py: other heads are rotated by cosines and sines of the activations' dtype.
-_HEAD_SIZES_WITH_FP32_ROPE = (64, 128, 256, 512)
 # SGLang ends a response when prompt and response are this many tokens short of its context or of its KV cache, and
 # refuses a prompt that leaves fewer than this for the response (scheduler.py, tp_worker.py: max_req_len).
 _KEPT_FREE = 2
@@ -40,25 +40,20 @@ def first_engine_devices(wanted: int, platform: Platform) -> range | None:
     return range(wanted) if count else None
 
 
-def check_kernels(config: RolloutConfig, dtype: str, on_gpus: bool) -> None:
-    """Raises BadInput where an engine of this dtype would end at its first token for want of a kernel."""
-    if on_gpus and dtype == "float32" and not config.is_deterministic(dtype, on_gpus):
-        raise BadInput(
-            "rollout.deterministic=false with an engine in float32 on GPUs: sgl_kernel.rmsnorm and fused_add_rmsnorm "
-            "take 16-bit numbers alone; set rollout.deterministic=true, or rollout.dtype=bfloat16"
-        )
+def engine_fp8(config: RolloutConfig, precision: PrecisionConfig, spec: ModelSpec) -> BlockFp8 | None:
+    """How weights are quantised for the engines: kind of scales and kept layers as the trainer's own FP8 has them.
 
+    Transformer Engine's blockwise recipe rounds scales to powers of two.
 
-def rope_note(spec: ModelSpec, dtype: str, on_gpus: bool) -> str | None:
-    """A warning where the engine's rotary embedding is coarser than the trainer's; None where it is not."""
-    if not on_gpus or dtype == "float32" or spec.head_dim in _HEAD_SIZES_WITH_FP32_ROPE:
+    Raises:
+        BadInput: the engine's ranks would hold parts of blocks.
+    """
+    if config.quantization == "none":
         return None
-    sizes = ", ".join(map(str, _HEAD_SIZES_WITH_FP32_ROPE))
-    return (
-        f"heads of {spec.head_dim}: on GPUs SGLang rotates them by cosines and sines in {dtype} (in float32 for "
-        f"heads of {sizes}), so that log-probs of engine and trainer differ more; raise rollout.sync.tolerance if "
-        "the comparison after a weight sync fails"
-    )
+    check_blocks(spec, config.tp, config.tp // config.experts_on, config.tp // config.attention_parts)
+    first, last = precision.bf16_layers
+    kept = frozenset((*range(first), *range(spec.num_layers - last, spec.num_layers)))
+    return BlockFp8(precision.fp8 == "blockwise", kept)
 
 
 def check_context(

@@ -114,7 +114,7 @@ class Engines:
     @property
     def sync_mode(self) -> Literal["wait", "retract", "in_place"]:
         """What becomes of responses under way when weights come (rollout.asynchronous.weight_sync)."""
-        return self._config.sync_mode(self._config.computes_in(self._dtype), current_platform().is_cuda)
+        return self._config.sync_mode(self._dtype, current_platform().is_cuda)
 
     @property
     def write_old_groups(self) -> bool:
@@ -226,8 +226,7 @@ class Engines:
         """How far log-probs may differ, at the precision of the coarser of both sides."""
         if self._fp8 is not None:
             return limits_of(self._config.sync, "fp8")
-        is_coarse = "bfloat16" in (self._dtype, self._config.dtype)
-        return limits_of(self._config.sync, "bfloat16" if is_coarse else "float32")
+        return limits_of(self._config.sync, self._dtype)
 
     def _refuse_or_remember(self, actor: Trainable, excess: str, difference: LogprobDifference) -> None:
         """Collective: what follows from log-probs that differ too much on all engines (excess: in words).
@@ -315,7 +314,7 @@ class Engines:
 
     def offload(self) -> None:
         """Collective: the engines give their GPU memory to the trainer."""
-        if self.share_device and self._config.memory_saver:
+        if self.share_device:
             self._let_start(False)
             self._ask_for_memory(EngineClient.release_memory, "kv_cache", "weights")
             self._offloaded = {"kv_cache", "weights"}
@@ -330,7 +329,7 @@ class Engines:
 
     def offload_kv_cache(self) -> bool:
         """Collective: engines with a KV cache give it up until onload("kv_cache"). Returns whether they do."""
-        gives = self.share_device and self._config.memory_saver and not self._offloaded
+        gives = self.share_device and not self._offloaded
         if gives:
             self._let_start(False)
             self._ask_for_memory(EngineClient.release_memory, "kv_cache")

@@ -22,7 +22,7 @@ from vapo_megatron.collectives import gather_values, on_rank_zero
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.rollout import Dtype, RolloutConfig
 from vapo_megatron.engines.client import REQUEST_SECONDS, EngineClient
-from vapo_megatron.engines.engine_home import HomedEngine, HomedKeeper
+from vapo_megatron.engines.engine_home import HomedKeeper
 from vapo_megatron.engines.inside.broadcast_group import address_towards
 from vapo_megatron.engines.keeper import EngineKeeper, Kept, is_named
 from vapo_megatron.engines.node_part import BESIDE_MEETING, WHOLE, NodePart, free_port, not_replaced, part_of_ranks
@@ -105,11 +105,13 @@ class Placement:
     def _keeper(
         self, index: int, devices: range | None, host: str, part: NodePart = WHOLE
     ) -> EngineKeeper | HomedKeeper:
-        engine = HomedEngine(make_server, (self._settings, index, devices, host, part), self._config)
+        arguments = (self._settings, index, devices, host, part)
         if self._home is None:
-            return EngineKeeper(engine.make(*engine.arguments), self._config)
+            return EngineKeeper(make_server(*arguments), self._config)
         # How much of the trainer's GPU one holds that shares it is not known after a kill: those are started anew.
-        return HomedKeeper(self._home, index, engine, may_take_over=not self.shares_memory)
+        return HomedKeeper(
+            self._home, index, self._config, make_server, arguments, may_take_over=not self.shares_memory
+        )
 
     @property
     def keeper(self) -> EngineKeeper | HomedKeeper | None:
@@ -213,7 +215,17 @@ def make_server(
 ) -> EngineServer:
     """The server with this number; devices: of the GPUs it uses, None without; part: of it, this node's."""
     log_file = made.log_dir / (f"engine_{index}.log" if part.leads else f"engine_{index}_node_{part.index}.log")
-    return EngineServer(made.model_dir, made.config, made.dtype, log_file, devices, host=host, fp8=made.fp8, part=part)
+    return EngineServer(
+        made.model_dir,
+        made.config,
+        made.dtype,
+        log_file,
+        devices,
+        host=host,
+        fp8=made.fp8,
+        part=part,
+        offloads=devices is not None,
+    )
 
 
 def _reachable_host() -> str:

@@ -42,7 +42,7 @@ def what_must_agree(config: RolloutConfig, spec: ModelSpec, dtype: Dtype, fp8: B
     """
     model = {f"model.{name}": value for name, value in dataclasses.asdict(spec).items() if name != "dtype"}
     rollout = {
-        "rollout.dtype": dtype if config.dtype == "auto" else config.dtype,
+        "model.dtype": dtype,
         "rollout.quantization": "none" if fp8 is None else fp8.config(),
         **{
             f"rollout.{key}": getattr(config, key)

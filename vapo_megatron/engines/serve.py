@@ -8,12 +8,11 @@ from pathlib import Path
 
 from vapo_megatron.config.run_directory import check_room
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.engines.engine_limits import first_engine_devices
+from vapo_megatron.engines.engine_limits import engine_fp8, first_engine_devices
 from vapo_megatron.engines.keeper import EngineKeeper
 from vapo_megatron.engines.node_part import WHOLE, NodePart, check_nodes, not_replaced
 from vapo_megatron.engines.remote_engines import identity_of_engine, what_must_agree
 from vapo_megatron.engines.server import EngineServer
-from vapo_megatron.engines.weight_sync.quantization import engine_fp8
 from vapo_megatron.errors import BadInput, TryAgain
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.signals import listen, stop_requested
@@ -49,10 +48,7 @@ def serve_engine(config: TrainConfig, host: str, port: int, part: NodePart = WHO
             f"--host {host} without rollout.api_key_variable: whoever reaches the engine could run programs on this "
             "machine: name an environment variable that holds a key of yours"
         )
-    # There is no trainer to give memory to.
-    rollout = config.rollout.model_copy(update={"memory_saver": False})
-    if part.of > 1:
-        rollout = not_replaced(rollout)
+    rollout = config.rollout if part.of == 1 else not_replaced(config.rollout)
     devices = first_engine_devices(rollout.tp // part.of, current_platform())
     spec = read_spec(Path(config.model.path))
     fp8 = engine_fp8(rollout, config.actor.precision, spec)

@@ -25,7 +25,6 @@ from pydantic import JsonValue
 
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.engines.engine_environment import engine_arguments, engine_environment
-from vapo_megatron.engines.engine_limits import check_kernels
 from vapo_megatron.engines.inside.heartbeat import lost_processes, stands_still
 from vapo_megatron.engines.inside.owner_guard import remove_shared_memory, start_guard
 from vapo_megatron.engines.inside.server_main import KEY_VARIABLE
@@ -94,7 +93,7 @@ class EngineServer:
     Args:
         model_path: Hugging Face directory.
         config: the rollout section.
-        dtype: torch dtype the engine computes in; what config.dtype "auto" means for this model.
+        dtype: torch dtype the engine computes in.
         log_file: gets the server's output.
         devices: indices of the GPUs it uses, as this process counts them; None without GPUs.
         weight_version: what the samples from the weights in model_path are marked with.
@@ -105,9 +104,7 @@ class EngineServer:
         key: that requests must carry; None makes one, which the address has; empty: none is wanted.
         identity: what it tells of itself to a trainer that did not start it; see remote_engines.
         part: of a server on several nodes, that of this one.
-
-    Raises:
-        BadInput: SGLang has no kernels for what the config asks of a GPU.
+        offloads: whether it shares its GPUs with a trainer, to which it gives its memory for a while.
     """
 
     def __init__(
@@ -124,15 +121,11 @@ class EngineServer:
         key: str | None = None,
         identity: Mapping[str, JsonValue] | None = None,
         part: NodePart = WHOLE,
+        offloads: bool = False,
     ) -> None:
-        self._model_path = Path(model_path)
-        self._config = config
-        self._dtype = dtype if config.dtype == "auto" else config.dtype
-        self._log_file = log_file
-        self._devices = devices
-        check_kernels(config, self._dtype, on_gpus=devices is not None)
-        self._weight_version = weight_version
-        self._host, self._fp8 = host, fp8
+        self._model_path, self._config, self._dtype = Path(model_path), config, dtype
+        self._log_file, self._devices, self._offloads = log_file, devices, offloads
+        self._weight_version, self._host, self._fp8 = weight_version, host, fp8
         self._scratch: Path | None = None
         self._lock: IO[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -201,7 +194,7 @@ class EngineServer:
             return
         with tempfile.TemporaryDirectory(prefix=_PREFIX) as scratch:
             ended = subprocess.run(
-                [sys.executable, "-m", "vapo_megatron.engines.inside.check_arguments", *self._engine_args()],
+                [sys.executable, "-m", "vapo_megatron.engines.inside.server_main", "check", *self._engine_args()],
                 env=self._environment(Path(scratch)),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -340,7 +333,14 @@ class EngineServer:
 
     def _environment(self, scratch: Path) -> dict[str, str]:
         return engine_environment(
-            os.environ, scratch, self._config, self._dtype, self._devices, bool(self._identity), self._part
+            os.environ,
+            scratch,
+            self._devices,
+            float32=self._dtype == "float32",
+            offloads=self._offloads,
+            elsewhere=bool(self._identity),
+            tp=self._config.tp,
+            nodes=self._part.of,
         )
 
     def _engine_args(self) -> list[str]:
@@ -350,6 +350,7 @@ class EngineServer:
             self._part,
             self._fp8,
             on_gpus=self._devices is not None,
+            offloads=self._offloads,
             model_path=self._model_path,
             host=self._host,
             port=self._port,

@@ -18,7 +18,7 @@ from vapo_megatron.config.train import EvaluateConfig, TrainConfig
 from vapo_megatron.data.prompts import eval_prompts
 from vapo_megatron.data.sample import Prompt
 from vapo_megatron.data.tokenizer import TextTokenizer
-from vapo_megatron.engines.engine_limits import check_context, check_kernels, engine_devices
+from vapo_megatron.engines.engine_limits import check_context, engine_devices
 from vapo_megatron.engines.server import EngineServer
 from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.sets import numbered
@@ -74,7 +74,7 @@ class Evaluation:
             assert settings.model is not None
             files = sorted(Path(settings.model.path).glob("*.safetensors"))
             depends_on["model"] = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-            depends_on["dtype"] = [settings.model.dtype, settings.rollout.dtype]
+            depends_on["dtype"] = settings.model.dtype
             if settings.rollout.agent is not None:
                 depends_on["agent"] = [settings.rollout.agent, settings.rollout.episode.model_dump(mode="json")]
         return _fingerprint(depends_on)
@@ -104,8 +104,6 @@ def check_evaluation(settings: EvaluateConfig, platform: Platform) -> Evaluation
     if settings.rollout.agent is not None:
         load_agent(settings.rollout.agent)
     devices = engine_devices(settings.rollout, platform)
-    on_gpus = devices[0] is not None
-    check_kernels(settings.rollout, settings.rollout.computes_in(settings.model.dtype), on_gpus)
     model_dir = Path(settings.model.path)
     EngineServer(model_dir, settings.rollout, settings.model.dtype, Path(os.devnull), devices[0]).check_arguments()
     check_room(Path(settings.run.directory))

@@ -49,10 +49,8 @@ def engines_of(
     Raises:
         RunFailed, TryAgain: one does not start.
     """
-    # There is no trainer to give memory to.
-    config = rollout.model_copy(update={"memory_saver": False})
     servers = [
-        EngineServer(model.path, config, model.dtype, log_dir / f"engine_{index}.log", place, WEIGHT_VERSION)
+        EngineServer(model.path, rollout, model.dtype, log_dir / f"engine_{index}.log", place, WEIGHT_VERSION)
         for index, place in enumerate(devices)
     ]
     with ExitStack() as stack:

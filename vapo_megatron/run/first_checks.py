@@ -6,7 +6,7 @@ from typing import Literal
 from vapo_megatron.config.model import TrainableConfig
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import EvaluateConfig, TrainConfig
-from vapo_megatron.engines.engine_limits import check_context, check_kernels
+from vapo_megatron.engines.engine_limits import check_context
 from vapo_megatron.engines.node_part import check_engine_size
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.mesh import check_layout, check_model_layout
@@ -124,13 +124,11 @@ def check_capacity(section: TrainableConfig, name: str, longest: int, what: str)
 
 
 def check_rollout_groups(config: TrainConfig, world_size: int) -> None:
-    """Raises BadInput where engines cannot share the accelerators of the ranks, lack kernels for them, or have no key
-    for those elsewhere."""
+    """Raises BadInput where engines cannot share the accelerators of the ranks, or have no key for those elsewhere."""
     platform, rollout = current_platform(), config.rollout
     if rollout.external_urls:
         rollout.api_key()
         return
-    check_kernels(rollout, rollout.computes_in(config.model.dtype), platform.is_cuda)
     if not platform.is_cuda:
         if rollout.num_engines > world_size:
             raise BadInput(

@@ -20,9 +20,9 @@ from vapo_megatron.data.prompts import eval_prompts, train_prompts
 from vapo_megatron.data.records import Records
 from vapo_megatron.data.sample import Prompt
 from vapo_megatron.data.tokenizer import TextTokenizer
+from vapo_megatron.engines.engine_limits import engine_fp8
 from vapo_megatron.engines.node_part import WHOLE, NodePart
 from vapo_megatron.engines.server import EngineServer
-from vapo_megatron.engines.weight_sync.quantization import engine_fp8
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.precision import check_trainable

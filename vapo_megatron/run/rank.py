@@ -16,8 +16,8 @@ from vapo_megatron.config.critic_probes import CriticPretrainingConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.records import Records
 from vapo_megatron.data.tokenizer import TextTokenizer
+from vapo_megatron.engines.engine_limits import engine_fp8
 from vapo_megatron.engines.engines import Engines
-from vapo_megatron.engines.weight_sync.quantization import engine_fp8
 from vapo_megatron.errors import TryAgain
 from vapo_megatron.megatron.offload import MemoryPlan
 from vapo_megatron.megatron.platform import current_platform

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from vapo_megatron.checkpoint.checkpoints import final_dir
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.batch import offsets
-from vapo_megatron.engines.engine_limits import rope_note
 from vapo_megatron.megatron.offload import MemoryPlan
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.monitoring import names
@@ -34,9 +33,6 @@ def show_header(config: TrainConfig, models: Models, engines: int, recorder: Rec
         "run": recorder.run_dir,
     }
     recorder.console.header(f"vapo-megatron train: {config.run.name}", facts)
-    note = rope_note(spec, config.rollout.computes_in(config.model.dtype), current_platform().is_cuda)
-    if note is not None:
-        recorder.console.note(note)
 
 
 def record_step(batch: ShardedBatch, memory: MemoryPlan, state: RunState, recorder: Recorder) -> None:

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from vapo_megatron.engines.inside.check_arguments import other_name
+from vapo_megatron.engines.inside.server_main import other_name
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ Tensors = list[tuple[str, torch.Tensor]]
 
 @pytest.fixture(scope="module")
 def gpu_server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
-    config = RolloutConfig(max_running_requests=8, max_total_tokens=4096, mem_fraction_static=0.3, memory_saver=False)
+    config = RolloutConfig(max_running_requests=8, max_total_tokens=4096, mem_fraction_static=0.3)
     log_file = tmp_path_factory.mktemp("logs") / "gpu.log"
     with EngineServer(model_path, config, "float32", log_file, devices=range(1)) as running:
         yield running
@@ -76,7 +76,7 @@ def test_buckets_on_the_gpu_arrive(sync: WeightSync) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL refuses two ranks on one")
 def test_nccl_brings_weights_to_another_gpu_and_to_the_next_trainer(model_path: Path, tmp_path: Path) -> None:
-    config = RolloutConfig(max_running_requests=8, max_total_tokens=4096, mem_fraction_static=0.3, memory_saver=False)
+    config = RolloutConfig(max_running_requests=8, max_total_tokens=4096, mem_fraction_static=0.3)
     with EngineServer(model_path, config, "float32", tmp_path / "engine.log", devices=range(1, 2)) as server:
         for seed in (3, 4):  # each by a group of its own
             client = EngineClient(server.address, DEADLINE)

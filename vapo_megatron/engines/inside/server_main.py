@@ -1,14 +1,20 @@
 """Entry of a server subprocess:
 
     python -m vapo_megatron.engines.inside.server_main LISTEN_FD OWNER_PID SCRATCH IDENTITY [SGLang args]
+    python -m vapo_megatron.engines.inside.server_main check [SGLang args]
 
 LISTEN_FD is a bound TCP socket, inherited from the owner, so that no other process can take the port between its
 choice and its use. The owner's guard (owner_guard) ends this process with it, and removes the directory SCRATCH.
 IDENTITY, a JSON object, is what the server answers under IDENTITY_PATH; of its processes it tells under HEALTH_PATH
 (heartbeat.py). The key that requests must carry is in the environment; it is not given to SGLang, which would write it
 into its log.
+
+With `check` no server starts: it ends with 0 where SGLang takes the arguments, else with another code and the reason as
+the last line of standard error.
 """
 
+import argparse
+import asyncio
 import functools
 import gc
 import json
@@ -20,7 +26,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import set_start_method
 from typing import TYPE_CHECKING, Any
 
@@ -54,17 +60,16 @@ def main(argv: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils.auth import add_api_key_middleware
 
-    from vapo_megatron.engines.inside import columns, generate_route, processes
+    from vapo_megatron.engines.inside import processes
 
     uvicorn.Server.run = functools.partialmethod(uvicorn.Server.run, sockets=[listener])  # type: ignore[method-assign,assignment]
     identified = json.loads(identity)
     app.add_api_route(f"/{IDENTITY_PATH}", lambda: identified)
-    app.add_api_route(f"/{columns.PATH}", generate_route.generate, methods=["POST"])
-    app.add_api_route(f"/{columns.ABORT_PATH}", generate_route.abort, methods=["POST"])
 
     def manager() -> Any:
         return get_global_state().tokenizer_manager
 
+    _answer_in_columns(app, manager)
     heartbeat = Heartbeat(lambda: manager().rid_to_state, lambda: manager().is_pause)
     app.add_api_route(f"/{HEALTH_PATH}", heartbeat.health)
     app.add_api_route(f"/{END_PATH}", heartbeat.end, methods=["POST"])
@@ -79,6 +84,41 @@ def main(argv: list[str]) -> None:
         run_scheduler_process_func=processes.run_scheduler,
         run_detokenizer_process_func=processes.run_idle_detokenizer,
     )
+
+
+def _answer_in_columns(app: Any, manager: Callable[[], Any]) -> None:
+    """The server's own ways to generate and abort, for trainers: columns instead of JSON (columns.py), many at once."""
+    import orjson
+    from fastapi import Request, Response
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    from vapo_megatron.engines.inside import columns
+    from vapo_megatron.weights.routed_experts import ExpertChoices
+
+    async def generate(request: Request) -> Response:
+        """Take the JSON that SGLang's /generate takes for a list of prompts of token ids; a refusal is JSON, as there.
+
+        expert_choices: the fields of an ExpertChoices, where experts are asked for.
+        """
+        try:
+            body = orjson.loads(await request.body())
+            choices = body.pop("expert_choices", None)
+            answers = await anext(manager().generate_request(GenerateReqInput(**body), request))
+        except (ValueError, TypeError) as error:
+            refusal = orjson.dumps({"error": {"message": str(error)}})
+            return Response(refusal, status_code=400, media_type="application/json")
+        # In a thread: experts of a group take a second, in which other requests go on.
+        experts = None if choices is None else ExpertChoices(**choices)
+        message = await asyncio.to_thread(columns.pack, answers, experts, body["input_ids"])
+        return Response(message, media_type=columns.MEDIA_TYPE)
+
+    async def abort(request: Request) -> None:
+        """Take a JSON list of names of responses, and end those of them that run: SGLang's way takes one a request."""
+        for name in orjson.loads(await request.body()):
+            manager().abort_request(name)
+
+    app.add_api_route(f"/{columns.PATH}", generate, methods=["POST"])
+    app.add_api_route(f"/{columns.ABORT_PATH}", abort, methods=["POST"])
 
 
 def _tell_of_followers(key: str, host: str, port: int, *_: object) -> None:
@@ -126,5 +166,36 @@ def _then_fork(set_envs_and_config: Callable[[object], None]) -> Callable[[objec
     return run
 
 
+def check_arguments(argv: Sequence[str]) -> None:
+    """Have SGLang read the arguments of a server; ends this process where it refuses them."""
+    from vapo_megatron.engines.inside import cpu_shim
+
+    cpu_shim.install()
+    from sglang.srt.server_args import ServerArgs, prepare_server_args
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    if (problem := other_name(parser, argv)) is not None:
+        sys.exit(problem)
+    prepare_server_args(list(argv))
+
+
+def other_name(parser: argparse.ArgumentParser, given: Sequence[str]) -> str | None:
+    """What is to be written instead of the first argument that is another name of one, or the beginning of a name.
+
+    argparse takes both, and under neither would it be seen that the trainer sets an argument itself.
+    """
+    first: dict[str, str] = {}
+    for action in parser._actions:
+        switch = isinstance(action, argparse.BooleanOptionalAction)
+        first |= {flag: flag if switch else action.option_strings[0] for flag in action.option_strings}
+    for flag in given:
+        meant = {first[flag]} if flag in first else {name for full, name in first.items() if full.startswith(flag)}
+        if flag.startswith("--") and meant and flag not in meant:
+            name, *others = (option.removeprefix("--").replace("-", "_") for option in (flag, *sorted(meant)))
+            return f"{name}: write {' or '.join(others)}"
+    return None
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    check_arguments(sys.argv[2:]) if sys.argv[1] == "check" else main(sys.argv[1:])

@@ -107,7 +107,7 @@ _INSTALL = {
 # Modules with compiled code for GPUs, and what goes wrong without.
 _COMPILED = {
     "sgl_kernel": "engines do not start",
-    "torch_memory_saver": "engines cannot give their memory to the trainer (rollout.memory_saver)",
+    "torch_memory_saver": "engines cannot give their memory to the trainer",
     "transformer_engine.pytorch": "megatron.core cannot be imported either; build it again, or uninstall it",
 }
 

@@ -139,11 +139,10 @@ def _offloaded(stages: dict[str, int], models: dict[str, PlannedModel]) -> float
 def _engine(run: PlannedRun) -> PlannedEngine:
     """The engine on the GPU that leaves it least."""
     config, models, hardware, actor = run.config, run.models, run.hardware, run.models["actor"]
-    width = {"auto": actor.width, "float32": 4, "bfloat16": 2}[config.rollout.dtype]
     taken = 0.0
     if not config.rollout.external_urls:
         taken = max(_offloaded(stages, models) for stages in _ranks(models)) + hardware.trainer_overhead
-    return PlannedEngine(actor.spec, config.rollout, width, hardware, taken)
+    return PlannedEngine(actor.spec, config.rollout, actor.width, hardware, taken)
 
 
 def _device(run: PlannedRun, phase: Phase, stages: dict[str, int], engine: PlannedEngine) -> Holding:
@@ -170,7 +169,7 @@ def _device(run: PlannedRun, phase: Phase, stages: dict[str, int], engine: Plann
     buckets = _BUCKETS + _GATHERED + 2 * quantised if phase == "weight_sync" else 0
     parts["weight sync buffers"] = buckets * _bucket(config, models["actor"])
     if not config.rollout.external_urls:
-        onloaded = phase in ENGINE_ONLOADED or not config.rollout.memory_saver
+        onloaded = phase in ENGINE_ONLOADED
         if onloaded or phase in ENGINE_WEIGHTS:
             parts["engine weights"] = engine.weights
         if onloaded:

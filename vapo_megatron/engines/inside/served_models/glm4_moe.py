@@ -1,3 +1,0 @@
-from sglang.srt.models.glm4_moe import EntryClass
-
-__all__ = ["EntryClass"]

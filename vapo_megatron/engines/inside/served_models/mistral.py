@@ -1,3 +1,0 @@
-from sglang.srt.models.mistral import EntryClass
-
-__all__ = ["EntryClass"]

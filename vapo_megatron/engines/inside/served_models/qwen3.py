@@ -1,3 +1,0 @@
-from sglang.srt.models.qwen3 import EntryClass
-
-__all__ = ["EntryClass"]
