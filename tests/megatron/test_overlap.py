@@ -4,14 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from batches import make_batch
 from hf_models import write_model
 from ranks import run_ranks
 from trainables import loss_of, make_trainable, weights_digest
 
 from vapo_megatron.config.model import LayoutConfig
-from vapo_megatron.megatron import precision
 
 pytestmark = pytest.mark.usefixtures("small_buckets")
 
@@ -63,24 +61,3 @@ def test_overlap_changes_no_bit(
         for found, expected in zip(overlapped, plain, strict=True):
             assert found[0] == pytest.approx(expected[0], rel=1e-6)  # norms are summed in another order
             assert found[1:3] == expected[1:3]
-
-
-def drop_after_gather(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether all that is kept of a weight in FP8 is dropped once a gather that was asked for has brought it up to
-    date, and not before. The weights are those of the CPU, said to be in FP8."""
-    trainable = make_trainable(model_dir, "lm", optimizer={"overlap": True})
-    weights = [p for chunk in trainable.chunks for p in chunk.parameters() if p.dim() > 1]
-    seen: dict[int, torch.Tensor] = {}
-    for index, weight in enumerate(weights):
-        weight._rowwise_data = weight.data
-        weight.update_usage = lambda index=index, weight=weight, **_: seen.update({index: weight.detach().clone()})
-    monkeypatch.setattr(precision, "is_float8tensor", lambda tensor: hasattr(tensor, "_rowwise_data"))
-    batch = make_batch()
-    trainable.train_step(batch, range(batch.samples), loss_of(trainable, batch))
-    waited = not seen
-    trainable.chunks  # noqa: B018
-    return waited and all(torch.equal(seen[index], weight) for index, weight in enumerate(weights))
-
-
-def test_nothing_is_left_of_fp8_weights_before_a_gather(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run_ranks(2, drop_after_gather, model_dir, monkeypatch) == [True, True]

@@ -120,6 +120,5 @@ def test_bases_that_differ_are_not_shared(folder: Path) -> None:
         {"critic.kind": "model"},
         {"critic.layout": {"cp": 2}},
         {"critic.model_path": str(folder / "reference")},
-        {"critic.precision": {"dtype": "bfloat16"}},
     ):
         assert not config_of(folder, BOTH | other).shares_base

@@ -17,7 +17,7 @@ from torch import Tensor
 from written_rollouts import CUT, END, RIGHT, write_rollouts
 
 from vapo_megatron.config.algorithm import AlgorithmConfig
-from vapo_megatron.config.run import BatchConfig, CheckpointConfig, RunConfig, SkippedUpdatesConfig
+from vapo_megatron.config.run import BatchConfig, CheckpointConfig, RunConfig
 from vapo_megatron.config.value import ValuePretrainingConfig
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.errors import RunFailed
@@ -68,7 +68,7 @@ def pretrain(
     """What critic, record, recorder, state and checkpoints have seen."""
     critic, rollouts, checkpoints = Critic(head, refuses), write_rollouts(script), Checkpoints(stop_at)
     config, whole = ValuePretrainingConfig(**settings), AlgorithmConfig.model_validate(algorithm or {})
-    judge = SkippedUpdates(SkippedUpdatesConfig())
+    judge = SkippedUpdates()
     state = RunState(RunConfig(name="run"), CheckpointConfig(), run_dir, checkpoints, judge)  # type: ignore[arg-type]
     phases: list[str] = []
     memory: Any = SimpleNamespace(enter=phases.append)

@@ -17,10 +17,9 @@ from hf_models import write_model
 from ranks import run_ranks
 from trainables import make_trainable, policy_loss, weights_digest
 
-from vapo_megatron.config.run import SkippedUpdatesConfig
 from vapo_megatron.megatron import trainable as trainable_module
 from vapo_megatron.megatron.optimizer import optimizer_tensors
-from vapo_megatron.training import updates
+from vapo_megatron.training import skipped_updates, updates
 from vapo_megatron.training.skipped_updates import RECORD_FILE, SkippedUpdates
 
 NAN, INF = float("nan"), float("inf")
@@ -51,7 +50,7 @@ def train(
     if not guarded:
         trainable_module.GuardedStep = PlainStep  # type: ignore[assignment,misc]
     model, batch = make_trainable(model_dir, "lm", **section), make_batch()
-    judge = SkippedUpdates(SkippedUpdatesConfig())
+    judge = SkippedUpdates()
     if judged:
         model.accepts = judge.accepts
     made = []
@@ -119,9 +118,10 @@ def plant(calls: tuple[int, ...], victim: int) -> None:
         return loss
 
     updates.policy_loss = planted
+    skipped_updates.MOST_IN_A_ROW = 2
 
 
-OVERRIDES = ("run.resume=auto", "robustness.updates.most_in_a_row=2")
+OVERRIDES = ("run.resume=auto",)
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.data import PromptTemplate
@@ -45,10 +45,9 @@ class ResumableRun(RunPlace):
 
 
 class ProfileConfig(Section):
-    """Steps that are traced with torch.profiler, under profile/ in the run directory; `report` links the traces."""
+    """Steps that rank 0 traces with torch.profiler, under profile/ in the run directory; `report` links the traces."""
 
     steps: tuple[PositiveInt, ...] = Field((), description="iterations that are traced")
-    ranks: tuple[NonNegativeInt, ...] = Field((0,), description="ranks that are traced")
 
 
 class RunConfig(ResumableRun):
@@ -130,20 +129,6 @@ class SftDataConfig(Section):
         return self
 
 
-class SkippedUpdatesConfig(Section):
-    """Which optimizer updates are skipped, and when the run goes back. NaN and infinity always are."""
-
-    grad_norm_spike: float | None = Field(
-        None, gt=1, description="skip where the gradient norm is above so many times its median; null: never"
-    )
-    most_in_a_row: int | None = Field(
-        10,
-        ge=1,
-        description="so many skipped updates of a model in a row: back to the last checkpoint, with other prompts "
-        "(exit 75), twice from one checkpoint; after that the run fails; null: never",
-    )
-
-
 class HangsConfig(Section):
     """When a phase that does not end is a hang: ranks then leave stacks under logs/ and start again, or end (75)."""
 
@@ -156,9 +141,8 @@ class HangsConfig(Section):
 
 
 class RobustnessConfig(Section):
-    """What keeps a run from harm, and from standing still."""
+    """What keeps a run from standing still."""
 
-    updates: SkippedUpdatesConfig = SkippedUpdatesConfig()
     hangs: HangsConfig = HangsConfig()
 
 

@@ -51,9 +51,6 @@ def check_train_numbers(config: TrainConfig, world_size: int | None) -> dict[str
         raise BadInput(f"rollout.router_replay: model.path is a {spec.family} model without experts, set it to false")
     if world_size is not None and "actor" in specs:
         check_rollout_groups(config, world_size)
-        absent = [rank for rank in config.run.profile.ranks if rank >= world_size]
-        if config.run.profile.steps and absent:
-            raise BadInput(f"run.profile.ranks={absent[0]} with {world_size} ranks: they count from 0, name one below")
     check_lengths(config, spec)
     check_weights(Path(config.model.path), spec, "lm")
     if config.has_critic_model and config.critic_source != Path(config.model.path):

@@ -78,7 +78,7 @@ def train_rank(config: TrainConfig, run_dir: Path, start: Start) -> None:
                 decode=tokenizer.decode,
             )
         )
-        updates = SkippedUpdates(config.robustness.updates, resumed.progress.updates if resumed is not None else None)
+        updates = SkippedUpdates(resumed.progress.updates if resumed is not None else None)
         models.judge_updates(updates)
         rollouts = make_rollouts(config, spec, engines, tokenizer, verifier, resumed)
         stack.callback(rollouts.close_agents)
@@ -107,7 +107,7 @@ def pretrain_critic_rank(config: CriticPretrainingConfig, run_dir: Path, start: 
         if resumed is not None and is_main_rank:
             restore_run_files(run_dir, resumed, config)
         recorder = stack.enter_context(Recorder(run_dir, config.monitoring, is_main_rank, int(resumed is not None)))
-        updates = SkippedUpdates(config.robustness.updates, resumed.progress.updates if resumed is not None else None)
+        updates = SkippedUpdates(resumed.progress.updates if resumed is not None else None)
         critic.accepts = updates.accepts
         saved = {"critic": SavedModel(critic, source)}
         if resumed is not None:

@@ -10,7 +10,6 @@ from torch import Tensor
 from vapo_megatron.checkpoint.resume import Resumed, SavedModel
 from vapo_megatron.collectives import on_rank_zero
 from vapo_megatron.config.policy import KlConfig
-from vapo_megatron.config.run import SkippedUpdatesConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.megatron.mesh import Mesh, make_mesh
 from vapo_megatron.megatron.offload import MemoryPlan, Offloadable, SharedWeights
@@ -50,7 +49,7 @@ class Models:
     shares_device: bool = True
     served: list[Tensor] | None = None
     memory: MemoryPlan = field(init=False)
-    updates: SkippedUpdates = field(init=False, default_factory=lambda: SkippedUpdates(SkippedUpdatesConfig()))
+    updates: SkippedUpdates = field(init=False, default_factory=SkippedUpdates)
 
     def __post_init__(self) -> None:
         every: dict[str, Offloadable] = {

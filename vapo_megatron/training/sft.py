@@ -129,7 +129,7 @@ def sft_rank(config: SftConfig, run_dir: Path, start: Start) -> None:
     if resumed is None or actor.adapter is not None:  # of which a checkpoint has adapters alone
         load_hf(actor.chunks, spec, Path(config.model.path), mesh, "lm")
     actor.prepare()
-    updates = SkippedUpdates(config.robustness.updates, resumed.progress.updates if resumed is not None else None)
+    updates = SkippedUpdates(resumed.progress.updates if resumed is not None else None)
     actor.accepts = updates.accepts
     saved = {"actor": SavedModel(actor, Path(config.model.path))}
     first = 1

@@ -5,7 +5,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from vapo_megatron.checkpoint.checkpoints import CheckpointName, latest_checkpoint
 from vapo_megatron.checkpoint.manifest import write_json
-from vapo_megatron.config.run import SkippedUpdatesConfig
 from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.monitoring import names
 from vapo_megatron.training.shards import ShardedBatch
@@ -24,7 +22,6 @@ UNFINISHED = names.UNFINISHED.removeprefix(names.SKIPPED)
 CAUSES = (
     "nonfinite_loss",
     "nonfinite_grad_norm",
-    "grad_norm_spike",
     "nonfinite_reward",
     "nonfinite_logprobs",
     "nonfinite_values",
@@ -34,33 +31,28 @@ CAUSES = (
 )
 RECORD_FILE = "skipped_updates.json"
 _RESTARTS = 2  # from one checkpoint
-_WINDOW = 50  # updates whose median a spike is measured by
-_FEWEST = 20  # updates before anything is called a spike
+MOST_IN_A_ROW = 10  # skipped updates of one model, after which the run goes back to its last checkpoint
 
 
 class SkippedUpdates:
     """Judges every optimizer update of a run before it is made. The same on every rank."""
 
-    def __init__(self, config: SkippedUpdatesConfig, state: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
         """state: what state() gave when the checkpoint was saved that the run goes on from."""
-        self._config = config
-        state = state or {}
-        self._norms: dict[str, list[float]] = {model: list(norms) for model, norms in state.get("norms", {}).items()}
-        self._in_row: Counter[str] = Counter(state.get("in_row", {}))
+        self._in_row: Counter[str] = Counter((state or {}).get("in_row", {}))
         self._skipped: Counter[str] = Counter()
         self._last_cause = ""
 
     def accepts(self, model: str, grad_norm: float, metrics: Mapping[str, float]) -> bool:
         """Collective: whether to make an update of a model with this gradient norm and these parts of its loss."""
         losses = [value for name, value in metrics.items() if name.endswith("_loss")]
-        cause_index = torch.tensor([CAUSES.index(cause) if (cause := self._cause(model, grad_norm, losses)) else -1])
+        cause_index = torch.tensor([CAUSES.index(cause) if (cause := _cause(grad_norm, losses)) else -1])
         # Norms of ranks that hold other shards may differ in the last bit.
         dist.all_reduce(cause_index, op=dist.ReduceOp.MAX)
         if cause_index.item() >= 0:
             self._skip(model, CAUSES[int(cause_index.item())])
             return False
         self._in_row[model] = 0
-        self._norms[model] = [*self._norms.get(model, []), grad_norm][-_WINDOW:]
         return True
 
     def is_sound(self, batch: ShardedBatch) -> bool:
@@ -107,12 +99,11 @@ class SkippedUpdates:
     @property
     def exhausted(self) -> bool:
         """Whether so many updates were skipped in a row that the run has to go back."""
-        most = self._config.most_in_a_row
-        return most is not None and max(self._in_row.values(), default=0) >= most
+        return max(self._in_row.values(), default=0) >= MOST_IN_A_ROW
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"norms": self._norms, "in_row": dict(self._in_row)}
+        return {"in_row": dict(self._in_row)}
 
     def go_back(self, run_dir: Path, step: int, cursor: int | None) -> None:
         """On rank 0: end the run, to go on from its last checkpoint with prompts from cursor on; None: with the data
@@ -122,8 +113,9 @@ class SkippedUpdates:
             TryAgain: it may.
             RunFailed: there is no checkpoint, or it has gone back to it often enough.
         """
-        most, checkpoint = self._config.most_in_a_row, latest_checkpoint(run_dir)
-        problem = f"{run_dir}: {most} skipped updates in a row at step {step} (the last one: {self._last_cause})"
+        checkpoint = latest_checkpoint(run_dir)
+        skipped = f"{MOST_IN_A_ROW} skipped updates in a row at step {step} (the last one: {self._last_cause})"
+        problem = f"{run_dir}: {skipped}"
         if checkpoint is None:
             raise RunFailed(f"{problem}, and no checkpoint to go back to: docs/robustness.md says what to look at")
         before = _read_record(run_dir)
@@ -139,22 +131,16 @@ class SkippedUpdates:
             f"{'the same data' if cursor is None else 'other prompts'}"
         )
 
-    def _cause(self, model: str, grad_norm: float, losses: Sequence[float]) -> str | None:
-        if not all(map(math.isfinite, losses)):
-            return "nonfinite_loss"
-        if not math.isfinite(grad_norm):
-            return "nonfinite_grad_norm"
-        # Rollouts without signal leave zeros, which nothing can be compared with.
-        usual = [norm for norm in self._norms.get(model, []) if norm > 0]
-        factor = self._config.grad_norm_spike
-        if factor is not None and len(usual) >= _FEWEST and grad_norm > factor * median(usual):
-            return "grad_norm_spike"
-        return None
-
     def _skip(self, model: str, cause: str) -> None:
         self._in_row[model] += 1
         self._skipped[cause] += 1
         self._last_cause = f"{cause} of the {model}"
+
+
+def _cause(grad_norm: float, losses: Sequence[float]) -> str | None:
+    if not all(map(math.isfinite, losses)):
+        return "nonfinite_loss"
+    return None if math.isfinite(grad_norm) else "nonfinite_grad_norm"
 
 
 def first_prompt(run_dir: Path, checkpoint: CheckpointName, cursor: int) -> int:
