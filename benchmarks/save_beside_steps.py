@@ -22,10 +22,9 @@ import numpy as np
 import torch.distributed as dist
 
 from benchmarks.common import SHAPES, over_ranks, parser, publish, random_model, ratio_figure, sample_batch, sft_loss
-from vapo_megatron.checkpoint.background_save import Outcome
 from vapo_megatron.checkpoint.manifest import Progress
 from vapo_megatron.checkpoint.resume import SavedModel
-from vapo_megatron.checkpoint.state_saver import SavedRun, Snapshot, StateSaver
+from vapo_megatron.checkpoint.state_saver import Outcome, SavedRun, Snapshot, StateSaver
 from vapo_megatron.config.model import ActorConfig
 from vapo_megatron.config.run import RetentionConfig
 

@@ -6,7 +6,7 @@ What a checkpoint of one model takes: float32 weights and both moments of AdamW,
 in memory (/dev/shm), so that no disk shows. The two take turns, round by round.
 
     plan s     training stands still: agreeing on who writes what, copying to the host; write s: while training goes on,
-               digests included; load s: a resume, every byte read once and compared with its digest
+               digests included; load s: a resume, every file compared with its digest first
     save, load GB/s a rank: of its part, from write s and load s; `plan` takes the first for
                hardware.rank_save_gbs
     torch s    rank 0 writes as many bytes alone, by torch.save; torch load s: it reads them
@@ -33,6 +33,7 @@ from benchmarks.common import (
 )
 from vapo_megatron.checkpoint.dist_saver import ModelSaver, load_training_state
 from vapo_megatron.checkpoint.host_memory import ROOT
+from vapo_megatron.checkpoint.manifest import check_contents
 from vapo_megatron.config.model import ActorConfig
 
 PARTS = ("plan", "write", "load", "torch", "torch load")
@@ -58,7 +59,10 @@ def measure(shape: str, root: str, repeats: int) -> dict[str, Any]:
             plan.close([result for result, _ in results])
         dist.barrier()
         written = time.perf_counter()
-        load_training_state(model, folder, {name: facts for _, own in results for name, facts in own.items()})
+        files = {folder / name: facts for _, own in results for name, facts in own.items()}
+        names = sorted(files)[dist.get_rank() :: dist.get_world_size()]
+        assert check_contents(folder, {name: files[name] for name in names}) is None
+        load_training_state(model, folder)
         took = [planned - start, written - planned, time.perf_counter() - written]
         if dist.get_rank() == 0:
             found["bytes"] = sum(file.stat().st_size for file in folder.iterdir())

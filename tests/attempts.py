@@ -20,7 +20,9 @@ import ranks  # noqa: F401  (imports what ranks need before they are forked)
 import torch.distributed as dist
 from tiny_runs import make_model, problems, write_config, write_rows
 
-import vapo_megatron.checkpoint.background_save as background_save
+import vapo_megatron.checkpoint.checkpointer as checkpointer
+import vapo_megatron.checkpoint.host_memory as host_memory
+import vapo_megatron.checkpoint.state_saver as state_saver
 import vapo_megatron.engines.ledger as ledger
 import vapo_megatron.engines.placement as placement
 import vapo_megatron.engines.stream as stream
@@ -204,9 +206,23 @@ def _start(
 
 
 def kill_at(
-    place: str, call: int, victim: int = 0, once: Path | None = None, number: signal.Signals = signal.SIGKILL
+    place: str,
+    call: int,
+    victim: int = 0,
+    once: Path | None = None,
+    number: signal.Signals = signal.SIGKILL,
+    waits: bool = False,
 ) -> None:
-    """Have a rank kill itself in its call-th call of a place; once: only where this file is not there."""
+    """Have a rank kill itself in its call-th call of a place; once: only where this file is not there; waits: every
+    save is waited for."""
+    if waits:
+        safe_point = checkpointer.Checkpointer.safe_point
+
+        def waited(saver: Any, *args: Any, **kwargs: Any) -> None:
+            safe_point(saver, *args, **kwargs)
+            saver.wait()
+
+        checkpointer.Checkpointer.safe_point = waited  # type: ignore[method-assign]
     module, name = PLACES[place]
     original, calls = getattr(module, name), 0
 
@@ -227,27 +243,29 @@ PLACES: dict[str, tuple[Any, str]] = {
     "grading": (ledger.Ledger, "grade"),
     "value pretraining": (value_pretraining, "critic_step"),
     "policy update": (updates, "policy_loss"),
-    "save": (background_save, "commit_checkpoint"),
+    "save": (state_saver, "commit_checkpoint"),
 }
 
 
 def fill_the_disk(limit: int) -> None:
-    """While a checkpoint is written the kernel lets no file grow beyond a size, as a full disk would."""
-    write = background_save.BackgroundSave._write
+    """While a checkpoint is written to the disk the kernel lets no file grow beyond a size, as a full disk would."""
+    write = state_saver.StateSaver._write
 
-    def refused(save: Any) -> Any:
+    def refused(saver: Any, save: Any) -> Any:
+        if save.folder.is_relative_to(host_memory.ROOT):
+            return write(saver, save)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         try:
-            return write(save)
+            return write(saver, save)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-    background_save.BackgroundSave._write = refused  # type: ignore[method-assign]
+    state_saver.StateSaver._write = refused  # type: ignore[method-assign]
 
 
 def refuse_checkpoints(number: int, times: int) -> None:
     """Have the file system refuse, with an error number, to give the first checkpoints that are written their names."""
-    commit, left = background_save.commit_checkpoint, times
+    commit, left = state_saver.commit_checkpoint, times
 
     def refused(*args: Any) -> Any:
         nonlocal left
@@ -256,7 +274,7 @@ def refuse_checkpoints(number: int, times: int) -> None:
             raise OSError(number, os.strerror(number))
         return commit(*args)
 
-    background_save.commit_checkpoint = refused  # type: ignore[assignment]
+    state_saver.commit_checkpoint = refused  # type: ignore[assignment]
 
 
 _NOT_REPRODUCIBLE = re.compile(r"(^|/)(time|memory|device_memory|throughput)/|_seconds$")

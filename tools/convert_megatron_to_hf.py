@@ -37,22 +37,14 @@ def saved_model(checkpoint: Path, model: str) -> Path:
     return checkpoint / model
 
 
-def saved_digests(folder: Path) -> dict[str, dict[int, str]]:
-    """Of the pieces of a model's files, where it is in a run's checkpoint; its other files are compared with theirs.
-
-    Raises:
-        BadInput: one of those has changed since it was saved, or the manifest cannot be read.
-    """
+def check_saved(folder: Path) -> None:
+    """Raises BadInput where a file of a model in a run's checkpoint has changed since it was saved."""
     checkpoint = folder.parent
-    if not (checkpoint / MANIFEST_FILE).is_file():
-        return {}
-    own = f"{folder.name}/"
-    files = {name: facts for name, facts in read_manifest(checkpoint).files.items() if name.startswith(own)}
-    # Older checkpoints have digests of whole files of tensors, most of which are not read here.
-    small = {checkpoint / name: facts for name, facts in files.items() if not name.endswith(".distcp")}
-    if (wrong := check_contents(checkpoint, small)) is not None:
-        raise damaged(checkpoint, wrong)
-    return {name.removeprefix(own): facts.pieces for name, facts in files.items() if facts.pieces}
+    if (checkpoint / MANIFEST_FILE).is_file():
+        files = read_manifest(checkpoint).files.items()
+        own = {checkpoint / name: facts for name, facts in files if name.startswith(f"{folder.name}/")}
+        if (fault := check_contents(checkpoint, own)) is not None:
+            raise damaged(checkpoint, fault)
 
 
 @app.command()
@@ -76,7 +68,7 @@ def echo_conversion(source: Path, out: Path, dtype: str | None, gib: float) -> N
     from vapo_megatron.monitoring.console import stage_bars
     from vapo_megatron.weights.convert import megatron_to_hf
 
-    digests = saved_digests(source)
+    check_saved(source)
     with stage_bars(in_bytes=True) as progress:
         made = megatron_to_hf(
             source,
@@ -84,7 +76,6 @@ def echo_conversion(source: Path, out: Path, dtype: str | None, gib: float) -> N
             progress,
             dtype=getattr(torch, dtype) if dtype else None,
             shard_bytes=int(gib * 2**30),
-            digests=digests,
         )
     typer.echo(f"{out}: {made.described}")
 

@@ -5,16 +5,20 @@ import runpy
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
 from vapo_megatron import __version__, logs
 from vapo_megatron.command_line import refuse_another_copy, run_app
-
-if TYPE_CHECKING:
-    from vapo_megatron.config.sft import SftConfig
-    from vapo_megatron.config.train import EvaluateConfig, TrainConfig
+from vapo_megatron.config.base import Section
+from vapo_megatron.config.critic_probes import CriticPretrainingConfig, ProbedRunConfig
+from vapo_megatron.config.load import load_config
+from vapo_megatron.config.plan import PlanConfig
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.config.train import EvaluateConfig, TrainConfig
+from vapo_megatron.run.first_look import look_first
+from vapo_megatron.run.place import place_from_environment
 
 PRESETS = Path(__file__).parent / "config" / "presets"
 
@@ -36,6 +40,8 @@ ConfigArgument = Annotated[
 OverridesArgument = Annotated[
     list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="values that take precedence over the file")
 ]
+
+SectionT = TypeVar("SectionT", bound=Section)
 
 
 def _print_version(wanted: bool) -> None:
@@ -63,15 +69,11 @@ def train(
     ] = False,
 ) -> None:
     """Train a policy (and a critic, where the algorithm has one) by reinforcement learning."""
-    from vapo_megatron.config.load import load_config
-    from vapo_megatron.config.train import TrainConfig
-
-    settings = load_config(TrainConfig, config, overrides or [], PRESETS)
+    settings = _load(TrainConfig, config, overrides)
     if check:
-        from vapo_megatron.config.plan import PlanConfig
         from vapo_megatron.operations.doctor import command
 
-        raise typer.Exit(command.check_run(settings, load_config(PlanConfig, config, overrides or [], PRESETS)))
+        raise typer.Exit(command.check_run(settings, _load(PlanConfig, config, overrides)))
     _look_first(settings)
     from vapo_megatron.run import launch, preflight
     from vapo_megatron.run.rank import train_rank
@@ -87,10 +89,7 @@ def train(
 @app.command()
 def sft(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
     """Fine-tune a policy on demonstrations: the cold start before reinforcement learning."""
-    from vapo_megatron.config.load import load_config
-    from vapo_megatron.config.sft import SftConfig
-
-    settings = load_config(SftConfig, config, overrides or [], PRESETS)
+    settings = _load(SftConfig, config, overrides)
     _look_first(settings)
     from vapo_megatron.run import launch, preflight
     from vapo_megatron.training.sft import sft_rank
@@ -109,10 +108,7 @@ def engine(
     meet: Annotated[str, typer.Option(help="HOST:PORT of the first of several nodes, where they meet")] = "",
 ) -> None:
     """Serve rollouts of a training config from GPUs that the trainer does not use; see rollout.external_urls."""
-    from vapo_megatron.config.load import load_config
-    from vapo_megatron.config.train import TrainConfig
-
-    settings = load_config(TrainConfig, config, overrides or [], PRESETS)
+    settings = _load(TrainConfig, config, overrides)
     _read_model(settings.model.path)
     from vapo_megatron.engines.node_part import NodePart
     from vapo_megatron.engines.serve import serve_engine
@@ -132,15 +128,13 @@ def evaluate(
     ] = False,
 ) -> None:
     """Answer the evaluation sets with a checkpoint: avg@k, pass@k, maj@k."""
-    from vapo_megatron.config.load import load_config
-    from vapo_megatron.config.train import EvaluateConfig, TrainConfig
 
     if checkpoint:
         from vapo_megatron.evaluation.check import evaluation_of
 
-        settings = evaluation_of(load_config(TrainConfig, config, overrides or [], PRESETS), checkpoint)
+        settings = evaluation_of(_load(TrainConfig, config, overrides), checkpoint)
     else:
-        settings = load_config(EvaluateConfig, config, overrides or [], PRESETS)
+        settings = _load(EvaluateConfig, config, overrides)
     if check:
         from vapo_megatron.evaluation.check import read_inputs
 
@@ -155,10 +149,7 @@ def evaluate(
 @app.command()
 def critic(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
     """Probe the critic of a run: continue held-out responses, and compare its values with what follows."""
-    from vapo_megatron.config.critic_probes import ProbedRunConfig
-    from vapo_megatron.config.load import load_config
-
-    settings = load_config(ProbedRunConfig, config, overrides or [], PRESETS)
+    settings = _load(ProbedRunConfig, config, overrides)
     _read_model(settings.model.path)
     from vapo_megatron.operations.critic_lab.command import probe_critic
 
@@ -168,10 +159,7 @@ def critic(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
 @app.command("pretrain-critic")
 def pretrain_critic(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
     """Pretrain the critic of a training config on recorded responses (value_pretraining.from): no actor, no engines."""
-    from vapo_megatron.config.critic_probes import CriticPretrainingConfig
-    from vapo_megatron.config.load import load_config
-
-    settings = load_config(CriticPretrainingConfig, config, overrides or [], PRESETS)
+    settings = _load(CriticPretrainingConfig, config, overrides)
     _look_first(settings)
     from vapo_megatron.run import launch, preflight
     from vapo_megatron.run.rank import pretrain_critic_rank
@@ -209,10 +197,7 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="JSON in place of tables")] = False,
 ) -> None:
     """Say what a run needs and takes before any GPU is held: memory and time by phase, layouts that fit."""
-    from vapo_megatron.config.load import load_config
-    from vapo_megatron.config.plan import PlanConfig
-
-    settings = load_config(PlanConfig, config, overrides or [], PRESETS)
+    settings = _load(PlanConfig, config, overrides)
     from vapo_megatron.operations.plan.inputs import model_directory
 
     _read_model(str(model_directory(settings.model.path)))
@@ -235,10 +220,7 @@ def doctor(
     ] = False,
 ) -> None:
     """Say whether the machines are fit for a run: start one process per node, or one by hand on this machine."""
-    from vapo_megatron.config.load import load_config
-    from vapo_megatron.config.plan import PlanConfig
-
-    settings = load_config(PlanConfig, config, overrides or [], PRESETS)
+    settings = _load(PlanConfig, config, overrides)
     from vapo_megatron.operations.doctor import command
 
     names = [name for name in node_names.split(",") if name]
@@ -293,11 +275,12 @@ for _name, _help in SCRIPTS.items():
     app.command(_name, help=_help, add_help_option=False, context_settings=_settings)(_run_script)
 
 
-def _look_first(settings: "TrainConfig | SftConfig | EvaluateConfig") -> None:
-    """Refuse in a second what takes ten to refuse with every library imported; ranks of a job leave it to one."""
-    from vapo_megatron.run.first_look import look_first
-    from vapo_megatron.run.place import place_from_environment
+def _load(kind: type[SectionT], config: Path, overrides: list[str] | None) -> SectionT:
+    return load_config(kind, config, overrides or [], PRESETS)
 
+
+def _look_first(settings: TrainConfig | SftConfig | EvaluateConfig) -> None:
+    """Refuse in a second what takes ten to refuse with every library imported; ranks of a job leave it to one."""
     if place_from_environment() is None:
         look_first(settings)
 

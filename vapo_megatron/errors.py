@@ -38,6 +38,10 @@ class TryAgain(VapoError):
     exit_code = 75
 
 
+class DiskRefused(TryAgain):
+    """The disk takes nothing that the run needs. What host memory holds of its state is kept for the next start."""
+
+
 class Interrupted(VapoError):
     """Ctrl-C. Exit code 130."""
 

@@ -30,6 +30,7 @@ from ranks import run_ranks
 from tiny_runs import make_model, sft_config
 
 from vapo_megatron.checkpoint.checkpoints import list_checkpoints
+from vapo_megatron.checkpoint.host_memory import host_memory, host_memory_of
 from vapo_megatron.checkpoint.resume import open_resumed
 from vapo_megatron.config.run_directory import MARKER
 from vapo_megatron.config.sft import SftConfig
@@ -91,7 +92,7 @@ def assert_equal(found: Path, expected: Path) -> None:
 @pytest.mark.full
 def test_killed_in_every_phase_on_two_ranks(shared: World, straight: Callable[[int], Path]) -> None:
     # What is written in the background may or may not be there when a kill comes; here every save is waited for.
-    config = config_of(shared, "killed", LAYOUTS[2], RESUME, "checkpoint.asynchronous=false")
+    config = config_of(shared, "killed", LAYOUTS[2], RESUME)
     traps = [
         # Phase, call and rank of the kill; the newest checkpoint after it.
         ("rollout", 2, 0, "step_000000_pretraining_000001"),
@@ -100,7 +101,7 @@ def test_killed_in_every_phase_on_two_ranks(shared: World, straight: Callable[[i
         ("policy update", 3, 1, "step_000001"),
     ]
     for phase, call, victim, newest in traps:
-        end = live(shared, config, 2, partial(kill_at, phase, call, victim))
+        end = live(shared, config, 2, partial(kill_at, phase, call, victim, waits=True))
         assert end.code == 75 and f"rank{victim} was killed by SIGKILL" in end.said, end
         assert checkpoint_names(config)[-1] == newest, phase
         assert bool(leftovers(config)) is (phase == "save"), "what a save that was killed has written"
@@ -186,6 +187,26 @@ def test_a_full_disk_loses_nothing(shared: World, straight: Callable[[int], Path
     )
 
 
+def test_a_state_that_the_disk_refuses_is_kept_in_host_memory(
+    shared: World, straight: Callable[[int], Path], tmp_path: Path
+) -> None:
+    more = ("checkpoint.every_minutes=null", "run.steps=5", "evaluation.every=5", "cluster.restarts=1")
+    config = config_of(shared, "elsewhere", LAYOUTS[1], RESUME, *more)
+    run_dir, kept = Path(config.run.directory), host_memory_of(Path(config.run.directory))
+    shutil.copytree(straight(1), run_dir)
+    before = checkpoint_names(config)
+    end = live(shared, config, 1, partial(fill_the_disk, 200_000))
+    assert end.code == 75 and "cannot be saved (File too large)" in end.said and "\n" not in end.said
+    state = next(iter((kept / "checkpoints").iterdir()))
+    assert f"the state is saved in host memory, {state}: a start on this machine finds it there" in end.said
+    assert checkpoint_names(config) == before and state.name not in before and not leftovers(config)
+    with host_memory(tmp_path):
+        assert state.is_dir(), "the start of another run leaves it alone"
+    updates = (5 - int(state.name[-1])) * 2
+    assert live(shared, config, 1, partial(kill_at, "policy update", updates + 1)) == End(0, ""), "no step is repeated"
+    assert [row["step"] for row in metrics(run_dir)][-5:] == [1, 2, 3, 4, 5] and not kept.exists()
+
+
 @pytest.fixture
 def copy(shared: World, straight: Callable[[int], Path], request: pytest.FixtureRequest) -> tuple[TrainConfig, Path]:
     """A run of one rank with two more steps to make, and its newest checkpoint."""
@@ -269,8 +290,8 @@ def of_the_future(checkpoint: Path) -> None:
             cut_short,
             r"step_000003: actor/__0_\d.distcp has \d+ bytes, its manifest says \d+: the checkpoint is damaged",
         ),
-        (mix, r"step_000003: critic/ is of this run's step 2 .* model parts of two checkpoints cannot be mixed"),
-        (of_the_future, r"format 99, this version reads up to 2"),
+        (mix, r"step_000003: (the content of )?critic/\S+ (has|is) .* damaged"),
+        (of_the_future, r"format 99, this version reads format 3"),
         (lambda checkpoint: (checkpoint / "manifest.json").unlink(), r"step_000003: manifest.json is missing"),
     ],
 )
@@ -337,16 +358,15 @@ def stamps(config: TrainConfig) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in Path(config.run.directory).rglob("*")}
 
 
-def test_exported_models_without_saved_state_are_set_aside(copy: tuple[TrainConfig, Path]) -> None:
+def test_exported_models_without_saved_state_stay(copy: tuple[TrainConfig, Path]) -> None:
     """What an attempt leaves that ended after an export and before a checkpoint; nobody has to come for it."""
     config, checkpoint = copy
     run_dir = Path(config.run.directory)
     shutil.rmtree(checkpoint.parent)
-    exported = {path.relative_to(run_dir): path.read_bytes() for path in run_dir.rglob("*.safetensors")}
+    exported = {path: path.read_bytes() for path in run_dir.rglob("*.safetensors")}
     assert exported and prepare_start(config, lambda: None, lambda: None).checkpoint is None
-    assert sorted(path.name for path in run_dir.iterdir()) == [MARKER, "config.yaml"]
-    aside = run_dir.with_name(f"{run_dir.name}.earlier_1")
-    assert {name: (aside / name).read_bytes() for name in exported} == exported
+    assert sorted(path.name for path in run_dir.iterdir()) == [MARKER, "config.yaml", "hf"]
+    assert {path: path.read_bytes() for path in exported} == exported
 
 
 def test_another_model_under_the_same_path_is_refused_before_anything_is_touched(
@@ -379,7 +399,7 @@ def test_a_save_that_fails_is_tried_once_more(
     assert end.code == code, end
     assert checkpoint_names(config) == ([before[-1], "step_000004"] if code == 0 else before) and not leftovers(config)
     if code:
-        assert "checkpoints/step_000004: cannot be saved (Input/output error), tried twice: start again" in end.said
+        assert "checkpoints/step_000004: cannot be saved (Input/output error), tried twice: make room" in end.said
 
 
 @pytest.mark.parametrize("steps", [3, 2])

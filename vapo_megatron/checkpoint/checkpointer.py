@@ -11,7 +11,6 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from vapo_megatron.checkpoint.background_save import Outcome, Problem
 from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_FOLDER, CheckpointName, best_checkpoint
 from vapo_megatron.checkpoint.manifest import readable_manifests
 from vapo_megatron.checkpoint.recorded_rollouts import remove_unneeded
@@ -20,7 +19,7 @@ from vapo_megatron.checkpoint.state_saver import SavedRun, Snapshot, StateSaver
 from vapo_megatron.collectives import on_rank_zero
 from vapo_megatron.config.base import nearest
 from vapo_megatron.config.run import CheckpointConfig, RetentionConfig
-from vapo_megatron.errors import RunFailed, TryAgain
+from vapo_megatron.errors import DiskRefused, RunFailed, TryAgain
 from vapo_megatron.monitoring.names import EVALUATION
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.signals import job_end_time, stop_requested
@@ -68,7 +67,7 @@ class Checkpointer:
         self._disk = StateSaver(run, run.run_dir, config.keep)
         self._memory, self._copied_at, self._copy_seconds = None, 0.0, 0.0
         self._memory_folder = memory
-        if memory is not None and config.in_memory_every is not None:
+        if memory is not None:
             self._memory = StateSaver(run, memory, RetentionConfig(last=1), in_memory=True)
 
     def safe_point(
@@ -99,16 +98,20 @@ class Checkpointer:
             on_rank_zero(self._stop_for_alarm)
         is_due = (decision.save or decision.stop) and snapshot.name != self._last
         failed = (is_due or decision.failed) and self._finish() is not None
-        if self._copies(snapshot, decision) and not (decision.stop or last):
+        if self._memory is not None and not (decision.too_soon or decision.stop or last):
             self._copy(snapshot, making_room)
         if is_due or failed:
             self._begin(snapshot, making_room)
-        if failed or decision.stop or last or not self._config.asynchronous:
+        if failed or decision.stop or last:
             problem = self._finish()
             if problem is not None and not failed:
                 self._begin(snapshot, making_room)
                 problem = self._finish()
             if problem is not None:
+                if self._memory is not None:  # kept for the next start (host_memory)
+                    self._memory.finish()
+                    self._memory.begin(snapshot, making_room)
+                    self._memory.finish()
                 raise self._refused(snapshot.name, problem)
         if decision.stop or last:
             self.wait()
@@ -137,9 +140,10 @@ class Checkpointer:
             minutes = (time.monotonic() - self._saved_at) / 60
             by_time = self._config.every_minutes is not None and minutes >= self._config.every_minutes
             better = self._is_best(snapshot)
+        from_copy = self._last is None and self._began_at is not None  # what it began with is not on the disk
         flags_here = [
             stop_requested() is not None or short,
-            due or by_time or better,
+            due or by_time or better or from_copy,
             self._disk.has_failed,
             self._recorder.stopping is not None,
             self._is_too_soon(),
@@ -147,12 +151,6 @@ class Checkpointer:
         flags = torch.tensor(flags_here, dtype=torch.int32)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return _Decision(*flags.bool().tolist())
-
-    def _copies(self, snapshot: Snapshot, decision: _Decision) -> bool:
-        """Whether a copy in host memory is to be made now."""
-        every = self._config.in_memory_every
-        is_due = every is not None and snapshot.progress.step % every == 0
-        return self._memory is not None and is_due and not decision.too_soon
 
     def _is_too_soon(self) -> bool:
         """Whether the last copy in host memory is still being written on this rank, or copying takes up the run, or
@@ -180,20 +178,13 @@ class Checkpointer:
         keep = self._config.keep
         if keep.best is None or keep.best not in snapshot.metrics:
             if keep.best is not None and not keep.best.startswith(EVALUATION) and snapshot.progress.step == 1:
-                self._warn_of_unknown(keep.best, snapshot.metrics)
+                guess = nearest(keep.best, snapshot.metrics) or "one of metrics.jsonl"
+                _logger.warning("checkpoint.keep.best=%s is no metric of a step: did you mean %s?", keep.best, guess)
             return False
         metrics: dict[CheckpointName, Mapping[str, float]] = {
             name: manifest.metrics for name, manifest in readable_manifests(self._run_dir).items()
         }
         return best_checkpoint(metrics | {snapshot.name: snapshot.metrics}, keep) == snapshot.name
-
-    def _warn_of_unknown(self, name: str, metrics: Mapping[str, float]) -> None:
-        guess = nearest(name, metrics)
-        _logger.warning(
-            "checkpoint.keep.best=%s is no metric of a step, and no checkpoint is kept for it%s",
-            name,
-            f": did you mean {guess}?" if guess else "; metrics.jsonl has the names",
-        )
 
     def _begin(self, snapshot: Snapshot, making_room: Callable[[], AbstractContextManager[None]]) -> None:
         self._saved_at = time.monotonic()
@@ -204,10 +195,10 @@ class Checkpointer:
     def _copy(self, snapshot: Snapshot, making_room: Callable[[], AbstractContextManager[None]]) -> None:
         """Collective: have a copy in host memory as well."""
         assert self._memory is not None
-        problem = self._memory.finish()
-        if isinstance(problem, Problem):
+        outcome = self._memory.finish()
+        if outcome is not None and outcome.problem is not None:
             self._recorder.console.alarm(
-                f"no more copies in host memory ({problem.reason}): a lost rank costs what follows the last checkpoint"
+                f"no more copies in host memory ({outcome.problem}): a lost rank costs what follows the last checkpoint"
             )
             self._memory = None
             return
@@ -217,23 +208,23 @@ class Checkpointer:
         self._copied_at = time.monotonic()
         self._copy_seconds = self._copied_at - start
 
-    def _finish(self) -> Problem | None:
+    def _finish(self) -> str | None:
         """Collective: wait for the save that is under way, if there is one; why it failed, if it did."""
         outcome = self._disk.finish()
-        if isinstance(outcome, Outcome):
-            self._limit.saved(outcome.seconds)
-        if not isinstance(outcome, Problem):
+        if outcome is None:
             return None
-        self._last = None
-        self._recorder.console.alarm(f"saving failed ({outcome.reason})")
-        return outcome
+        if outcome.problem is None:
+            self._limit.saved(outcome.seconds)
+        else:
+            self._last = None
+            self._recorder.console.alarm(f"saving failed ({outcome.problem})")
+        return outcome.problem
 
-    def _refused(self, name: CheckpointName, problem: Problem) -> TryAgain:
+    def _refused(self, name: CheckpointName, problem: str) -> DiskRefused:
         checkpoint = self._run_dir / CHECKPOINT_FOLDER / str(name)
-        first = "make room or mend it, then " if problem.lasting else ""
-        return TryAgain(
-            f"{checkpoint}: cannot be saved ({problem.reason}), tried twice: {first}start again with run.resume=auto; "
-            "checkpoints saved before are untouched",
+        return DiskRefused(
+            f"{checkpoint}: cannot be saved ({problem}), tried twice: make room or mend the disk, then start again "
+            "with run.resume=auto; checkpoints saved before are untouched",
             shared=True,
         )
 

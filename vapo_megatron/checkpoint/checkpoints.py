@@ -16,6 +16,7 @@ from typing import Self
 
 from vapo_megatron.config.atomic import atomic_write, sync
 from vapo_megatron.config.run import RetentionConfig
+from vapo_megatron.config.run_directory import HF_FOLDER
 from vapo_megatron.errors import BadInput
 
 CHECKPOINT_FOLDER = "checkpoints"
@@ -114,7 +115,6 @@ def best_checkpoint(
     return max(values, key=values.__getitem__, default=None)
 
 
-HF_FOLDER = "hf"
 FINAL = "final"
 _STEP_FILE = "step.json"
 

@@ -6,15 +6,13 @@ rank's part is written by whatever thread calls write(), and nothing but ModelSa
 """
 
 import copy
-import hashlib
+import functools
 import inspect
-import io
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,17 +30,17 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 
 from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_HELP
-from vapo_megatron.checkpoint.manifest import Damaged, DigestedFile, FileFacts, changed, damaged
-from vapo_megatron.collectives import gather_values
+from vapo_megatron.checkpoint.manifest import DigestedFile, FileFacts
 from vapo_megatron.config.atomic import sync
+from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron import dist_optimizer
-from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.trainable import Trainable
+from vapo_megatron.weights.adapters import adapter_parameter_count
+from vapo_megatron.weights.spec import ModelSpec
 from vapo_megatron.weights.torch_dist import LOAD_ERRORS, load_reason
 
 _BACKEND, _VERSION, _FILES_PER_RANK = "torch_dist", 1, 2
@@ -77,7 +75,6 @@ class PlannedSave:
                         self.writer.transforms, into, content, item, key, SerializationFormat.TORCH_SAVE
                     )
                     results.append(written)
-                    file.end_piece()
                 facts[Path(path).name] = file.finish()
         self.writer.write_buckets = None  # the copies may go
         return results, facts
@@ -151,45 +148,35 @@ class ModelSaver:
         return self._planner is not None and same and (all_know or none_knows)
 
 
-def load_training_state(
-    trainable: Trainable,
-    folder: Path,
-    files: Mapping[str, FileFacts],
-    before_reading: Callable[[set[str]], None] | None = None,
-) -> None:
+def load_training_state(trainable: Trainable, folder: Path, fetch: Callable[[set[str]], None] | None = None) -> None:
     """Collective: fill a prepared model, its optimizer and its schedule from a checkpoint, saved at whatever layout.
 
     Args:
         trainable, folder: what is filled, and its folder in the checkpoint.
-        files: of the folder, those in pieces; what is read is compared with their digests, and so is what nobody needs.
-        before_reading: called on all ranks together, each time with the files of the folder that this one reads next.
+        fetch: called on all ranks together, each time with the files of the folder that this one reads next.
 
     Raises:
-        Damaged: on every rank, a file is not what was saved.
         BadInput: the checkpoint does not fit the model, or cannot be read.
     """
-    reader = VerifyingReader(folder, files, before_reading)
+    strategy = _Strategy(_Reader(folder, fetch))
     with torch.no_grad():
         for chunk in trainable.chunks if trainable.adapter is None else ():
             for parameter in chunk.parameters():
                 parameter.zero_()  # rows of a vocabulary's padding are in no checkpoint of another layout
 
     def load(state: dict[str, Any]) -> dict[str, Any]:
-        strategy: Any = VerifyingStrategy(reader)
-        if trainable.mesh.pg.dp_cp.size() > 1:
-            strategy = FullyParallelLoadStrategyWrapper(strategy, trainable.mesh.pg.dp_cp)
-        loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder), strategy)
+        ranks = trainable.mesh.pg.dp_cp
+        shared = FullyParallelLoadStrategyWrapper(strategy, ranks) if ranks.size() > 1 else strategy
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder), shared)
         return loaded
 
     try:
         dist_optimizer.load_training_state(trainable, load)
     except LOAD_ERRORS as error:
-        refuse_damage(error)
         raise BadInput(
             f"{folder}: does not fit this model, or is damaged ({load_reason(error)}): resume with the config it was "
             f"saved with; if that is so, {CHECKPOINT_HELP}"
         ) from None
-    reader.check_rest()
 
 
 def _live_tensors(trainable: Trainable) -> list[torch.Tensor]:
@@ -208,76 +195,25 @@ def _copied(tensor: torch.Tensor, live: set[int]) -> torch.Tensor:
     return on_host.clone() if on_host.untyped_storage().data_ptr() in live else on_host
 
 
-class VerifyingReader(FileSystemReader):
-    """torch's reader of a folder, whose metadata is read once, and no piece of which is used that has changed. files
-    without digests are read as they are. before_reading: called with the files that are read next, on all ranks
-    together."""
+class _Reader(FileSystemReader):
+    """torch's, which reads the metadata once, and has the files that this rank reads next fetched first."""
 
-    def __init__(
-        self, folder: Path, files: Mapping[str, FileFacts], before_reading: Callable[[set[str]], None] | None = None
-    ) -> None:
+    def __init__(self, folder: Path, fetch: Callable[[set[str]], None] | None) -> None:
         super().__init__(folder)
-        self._folder, self._files, self._before_reading = folder, files, before_reading
-        self._metadata: Any = None
-        self._loaded: set[tuple[str, int]] = set()
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's, from memory after the first time."""
-        if self._metadata is None:
-            self._metadata = super().read_metadata(*args, **kwargs)
-        return self._metadata
+        self.read_metadata = functools.cache(super().read_metadata)  # type: ignore[method-assign]
+        self._fetch = fetch
 
     def read_data(self, plan: Any, planner: Any) -> Any:
         """As torch's."""
-        if self._before_reading is not None:
-            self._before_reading({self.storage_data[item.storage_index].relative_path for item in plan.items})
+        if self._fetch is not None:
+            self._fetch({self.storage_data[item.storage_index].relative_path for item in plan.items})
         return super().read_data(plan, planner)
 
-    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
-        """What torch reads of a file: a piece. Raises Damaged."""
-        if sinfo.relative_path not in self._files:
-            return super()._slice_file(file, sinfo)
-        content, wrong = self._piece(file, sinfo.relative_path, sinfo.offset, sinfo.length)
-        if wrong is not None:
-            raise damaged(self._folder.parent, wrong)
-        self._loaded.add((sinfo.relative_path, sinfo.offset))
-        return io.BytesIO(content)
 
-    def check_rest(self) -> None:
-        """Collective: compare the pieces that no rank has loaded, each rank a share of them. Raises Damaged."""
-        rank, world = dist.get_rank(), dist.get_world_size()
-        places = [
-            (name, *ends)
-            for name, facts in self._files.items()
-            for ends in pairwise([*sorted(facts.pieces), facts.bytes])
-        ]
-        unread = torch.tensor([(name, start) not in self._loaded for name, start, _ in places], dtype=torch.uint8)
-        unread = unread.to(current_platform().device)
-        if places:
-            dist.all_reduce(unread, op=dist.ReduceOp.MIN)
-        rest = [place for place, is_unread in zip(places, unread.tolist(), strict=True) if is_unread]
-        refuse_together(self._folder.parent, next(filter(None, map(self._check, rest[rank::world])), None))
+class _Strategy(torch_strategies.TorchDistLoadShardedStrategy):
+    """Megatron's, with one reader of ours for all that is loaded from a folder."""
 
-    def _check(self, place: tuple[str, int, int]) -> str | None:
-        name, start, stop = place
-        try:
-            with (self._folder / name).open("rb") as file:
-                return self._piece(file, name, start, stop - start)[1]
-        except OSError as error:
-            return f"{self._folder.name}/{name} cannot be read ({error.strerror})"
-
-    def _piece(self, file: Any, name: str, start: int, length: int) -> tuple[bytes, str | None]:
-        """The bytes of a piece, and what is wrong with them."""
-        file.seek(start)
-        content = file.read(length)
-        digest, expected = hashlib.sha256(content).hexdigest(), self._files[name].pieces.get(start, "nothing of it")
-        return content, None if digest == expected else changed(f"{self._folder.name}/{name}", digest, expected)
-
-
-class VerifyingStrategy(torch_strategies.TorchDistLoadShardedStrategy):
-    """Megatron's, with a reader of ours."""
-
-    def __init__(self, reader: VerifyingReader) -> None:
+    def __init__(self, reader: _Reader) -> None:
         super().__init__()
         self._reader = reader
 
@@ -291,18 +227,37 @@ class VerifyingStrategy(torch_strategies.TorchDistLoadShardedStrategy):
             torch_strategies._get_filesystem_reader = theirs
 
 
-def refuse_damage(error: BaseException) -> None:
-    """Raises Damaged where that is what a load failed with on some rank; torch tells all ranks."""
-    failures = error.failures.values() if isinstance(error, CheckpointException) else ()
-    for cause, _ in failures:
-        if isinstance(cause, Damaged):
-            raise Damaged(str(cause), shared=True) from None
+# Of a parameter, saved: the main weight and both moments in fp32; float32 models save their weights twice so.
+OPTIMIZER_BYTES = 12
 
 
-def refuse_together(checkpoint: Path, wrong: str | None) -> None:
-    """Collective: raises Damaged on every rank where something is wrong that one of them has read."""
-    first = next((fault for fault in gather_values(wrong) if fault is not None), None)
-    if first is not None:
-        error = damaged(checkpoint, first)
-        error.shared = True
-        raise error
+def bytes_per_weight(dtype: str) -> int:
+    """Bytes of one weight in a checkpoint."""
+    return 2 if dtype == "bfloat16" else 4
+
+
+def checkpoint_bytes(config: TrainConfig, parameters: Mapping[str, int]) -> int:
+    """Bytes of one checkpoint: weights and optimizer of what is trained of actor and critic, counted by name
+    (trained_parameters), and weights of a reference that is replaced."""
+    width = bytes_per_weight(config.model.dtype)
+    reference = parameters["actor"] * width if config.algorithm.saves_reference else 0
+    return sum(parameters.values()) * (width + OPTIMIZER_BYTES) + reference
+
+
+def trained_parameters(config: TrainConfig, specs: Mapping[str, ModelSpec]) -> dict[str, int]:
+    """Parameters of actor and critic, by name, that are trained: all, or adapters and a critic's head."""
+    return {
+        name: adapter_parameter_count(spec, config.model.adapter, "value" if name == "critic" else "lm")
+        if config.trainable(name).kind == "adapter"
+        else spec.parameter_count()
+        for name, spec in specs.items()
+    }
+
+
+def run_bytes(config: TrainConfig, specs: Mapping[str, ModelSpec]) -> int:
+    """Bytes that the last export and the checkpoints take at least, the one being written too; specs: by model's
+    name."""
+    saves, trained = config.checkpoint, trained_parameters(config, specs)
+    exported = sum(spec.parameter_count() for name, spec in specs.items() if name == "actor" or config.export.critic)
+    checkpoints = saves.keep.last + 1 if saves.saves else 0
+    return exported * bytes_per_weight(config.model.dtype) + checkpoints * checkpoint_bytes(config, trained)

@@ -11,16 +11,15 @@ import logging
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_FOLDER, RECORD_FOLDER
+from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_FOLDER, RECORD_FOLDER, list_checkpoints
 from vapo_megatron.checkpoint.lease import Holder
 from vapo_megatron.config.atomic import atomic_write
-from vapo_megatron.errors import BadInput
+from vapo_megatron.errors import BadInput, DiskRefused
 
 _logger = logging.getLogger(__name__)
 
@@ -28,9 +27,9 @@ ROOT = Path("/dev/shm")
 _PREFIX = "vapo-run-"
 # Names a job's folder of this node (slurm/task.sh).
 _JOB_VARIABLE, _JOB_PREFIX = "VAPO_HOST_MEMORY", "vapo-job-"
-# A job's folder that nobody lives for and nobody has written to for so long is not needed any more.
-_GRACE_SECONDS = 900.0
 _OWNER_FILE = "owner.json"
+# The only place of a state that the disk did not take: it outlives its run until that goes on, or is removed.
+_KEPT_FILE = "kept"
 
 
 def host_memory_of(run_dir: Path, environment: Mapping[str, str] = os.environ) -> Path:
@@ -83,8 +82,12 @@ def copies_left(run_dir: Path) -> Path | None:
 def host_memory(run_dir: Path, keep_copies: bool = False) -> Iterator[Path | None]:
     """A folder for copies of a run that this process holds the lease of; None where the system refuses.
 
-    It is removed at the end, and so are those of processes of this machine that were killed. keep_copies: take over
-    the copies that an earlier starter of this run has left.
+    It is removed at the end, and so are those of processes of this machine that were killed; where the disk takes no
+    checkpoint, a newer copy is kept, and named. keep_copies: take over the copies that an earlier starter of this run
+    has left.
+
+    Raises:
+        DiskRefused: as in the body, with the place of the copy that is kept.
     """
     place, here = host_memory_of(run_dir), Holder.here(os.environ)
     _remove_abandoned(here, place)
@@ -98,8 +101,17 @@ def host_memory(run_dir: Path, keep_copies: bool = False) -> Iterator[Path | Non
         return
     try:
         yield place
+    except DiskRefused as error:
+        copies, saved = list_checkpoints(place), list_checkpoints(run_dir)
+        if not copies or (saved and max(saved) >= max(copies)):
+            raise
+        (place / _KEPT_FILE).touch()
+        raise DiskRefused(
+            f"{error}; the state is saved in host memory, {copies[max(copies)]}: a start on this machine finds it there"
+        ) from error
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        if not (place / _KEPT_FILE).exists():
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def make_folder(run_dir: Path, place: Path, keep_copies: bool = False) -> None:
@@ -115,22 +127,13 @@ def make_folder(run_dir: Path, place: Path, keep_copies: bool = False) -> None:
 
 
 def _remove_abandoned(here: Holder, ours: Path) -> None:
-    """ours: stays, whoever of an earlier attempt has made it and however long ago it was written to."""
+    """Remove what processes of this machine that are gone have left; ours stays, whoever has made it."""
     for path in (*ROOT.glob(f"{_PREFIX}*"), *ROOT.glob(f".{_PREFIX}*"), *ROOT.glob(f"{_JOB_PREFIX}*")):
         with suppress(OSError, ValueError, TypeError):  # another user's, or one that is just being made
-            owner = Holder(**json.loads((path / _OWNER_FILE).read_text()))
-            is_over = owner.lives(here) is False and not _is_waiting(path)
-            if path != ours and (is_over or _is_of_earlier_start(path, ours)):
+            kept = (path / _KEPT_FILE).exists() and (path / RECORD_FOLDER).readlink().parent.is_dir()
+            if (
+                path != ours
+                and not kept
+                and Holder(**json.loads((path / _OWNER_FILE).read_text())).lives(here) is False
+            ):
                 shutil.rmtree(path)
-
-
-def _is_of_earlier_start(path: Path, ours: Path) -> bool:
-    """Whether it is of this job before Slurm requeued it; names are vapo-job-JOB.RESTART.NODE (slurm/task.sh)."""
-    (job, start, _), (our_job, our_start, _) = path.name.split(".", 2), ours.name.split(".", 2)
-    return job == our_job and int(start) < int(our_start)
-
-
-def _is_waiting(path: Path) -> bool:
-    """Whether it may be between two steps of its job."""
-    written = max(each.stat().st_mtime for each in (path, path / _OWNER_FILE, *path.glob(CHECKPOINT_FOLDER)))
-    return path.name.startswith(_JOB_PREFIX) and time.time() - written < _GRACE_SECONDS

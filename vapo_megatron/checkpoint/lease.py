@@ -183,18 +183,13 @@ class Lease:
 
     def _touch(self) -> None:
         missed = 0
-        while not self._over.wait(self._beat):
+        while not self._over.wait(self._beat) and missed < 2:  # it may be aside while another one looks whose it is
             with suppress(OSError):  # a file system that is away for a moment
-                if _look(self._path)[0] == self._holder:
-                    missed = 0
+                missed = 0 if _look(self._path)[0] == self._holder else missed + 1
+                if not missed:
                     os.utime(self._path)
-                    continue
-                missed += 1
-                if missed == 2:  # once, and it may be aside while another process looks whose it is
-                    self._warn(
-                        "its lease is gone: another run took it over, or it was removed; two runs may write here"
-                    )
-                    return
+        if missed == 2:
+            self._warn("its lease is gone: another run took it over, or it was removed; two runs may write here")
 
     def _warn(self, text: str) -> None:
         _logger.warning("%s: %s", self._run_dir, text)

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -17,8 +16,7 @@ from vapo_megatron.config.base import Section
 from vapo_megatron.errors import BadInput
 
 MANIFEST_FILE = "manifest.json"
-MODEL_PART_FILE = "model_part.json"
-FORMAT = 2
+FORMAT = 3
 
 
 class Damaged(BadInput):
@@ -29,25 +27,16 @@ class FileFacts(Section):
     """A file of a checkpoint."""
 
     bytes: int = Field(ge=0, description="size")
-    sha256: str = Field(description="hexadecimal digest of the content; of a file in pieces, of their digests")
-    pieces: dict[int, str] = Field(
-        default_factory=dict,
-        description="of a file that is read in pieces, each by whoever needs it: their digests by their first bytes",
-    )
+    sha256: str = Field(description="hexadecimal digest of the content")
 
 
-class ModelPart(Section):
-    """What a model's folder in a checkpoint says of itself: the checkpoint that it was saved with."""
-
-    checkpoint_id: str = Field(description="of the checkpoint, as in its manifest")
-    run_id: str = Field(description="of the run, the same over all its lives")
-    step: int = Field(ge=0, description="steps done when it was saved")
-
-
-class Manifest(ModelPart):
+class Manifest(Section):
     """What a checkpoint is made of."""
 
-    format: int = Field(FORMAT, description="of the checkpoint; a newer one is refused")
+    checkpoint_id: str = Field(description="of this checkpoint alone")
+    run_id: str = Field(description="of the run, the same over all its lives")
+    step: int = Field(ge=0, description="steps done when it was saved")
+    format: int = Field(FORMAT, description="of the checkpoint; another one is refused")
     kind: Literal["train", "sft", "pretrain-critic"] = Field(description="command that saved it")
     models: tuple[str, ...] = Field(description="folders of the checkpoint that hold models")
     world_size: int = Field(ge=1, description="ranks that saved it")
@@ -62,38 +51,23 @@ class Manifest(ModelPart):
 
 
 class DigestedFile:
-    """A new file in pieces, whose size and digests are known once it is written, without reading it again. As much
-    of a binary stream as torch.save writes into: bytes go to its end alone. Use as a context manager."""
+    """A new file whose size and digest are known once it is written, without reading it again. As much of a binary
+    stream as torch.save writes into: bytes go to its end alone. Use as a context manager. Raises OSError."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError."""
-        self._file = path.open("wb")
-        self._digest, self._start = hashlib.sha256(), 0
-        self._pieces: dict[int, str] = {}
+        self._file, self._digest = path.open("wb"), hashlib.sha256()
+        self.tell, self.flush = self._file.tell, self._file.flush
 
     def write(self, data: Any) -> int:
-        """Append bytes, or what has their buffer. Raises OSError."""
+        """Append bytes, or what has their buffer."""
         self._digest.update(data)
         return self._file.write(data)
 
-    def tell(self) -> int:
-        """Bytes so far."""
-        return self._file.tell()
-
-    def flush(self) -> None:
-        """Nothing: finish() does."""
-
-    def end_piece(self) -> None:
-        """What was written since the last piece is one."""
-        self._pieces[self._start] = self._digest.hexdigest()
-        self._digest, self._start = hashlib.sha256(), self.tell()
-
     def finish(self) -> FileFacts:
-        """What is in the file, which is on the disk then; its last piece has been ended. Raises OSError."""
-        self._file.flush()
+        """What is in the file, which is on the disk then."""
+        self.flush()
         os.fsync(self._file.fileno())
-        joined = hashlib.sha256("".join(self._pieces.values()).encode())
-        return FileFacts(bytes=self.tell(), sha256=joined.hexdigest(), pieces=self._pieces)
+        return FileFacts(bytes=self.tell(), sha256=self._digest.hexdigest())
 
     def __enter__(self) -> Self:
         return self
@@ -107,18 +81,10 @@ def file_facts(root: Path, paths: Iterable[Path]) -> dict[str, FileFacts]:
     return {path.relative_to(root).as_posix(): _facts_of(path) for path in paths}
 
 
-def _facts_of(path: Path, starts: Iterable[int] = ()) -> FileFacts:
-    """Size and digest of a file; of one in pieces, the digest of those of the pieces that begin at `starts`."""
+def _facts_of(path: Path) -> FileFacts:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        if not starts:
-            return FileFacts(bytes=size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
-        digests = {
-            start: hashlib.sha256(file.read(max(0, stop - start))).hexdigest()
-            for start, stop in pairwise([*sorted(starts), size])
-        }
-    joined = hashlib.sha256("".join(digests.values()).encode())
-    return FileFacts(bytes=size, sha256=joined.hexdigest(), pieces=digests)
+        return FileFacts(bytes=size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -134,9 +100,9 @@ def read_manifest(checkpoint: Path) -> Manifest:
     path = checkpoint / MANIFEST_FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(content, dict) and isinstance(content.get("format"), int) and content["format"] > FORMAT:
+        if isinstance(content, dict) and content.get("format", FORMAT) != FORMAT:
             raise BadInput(
-                f"{path}: format {content['format']}, this version reads up to {FORMAT}: go on with the version of "
+                f"{path}: format {content['format']}, this version reads format {FORMAT}: go on with the version of "
                 "vapo_megatron that saved it"
             )
         return Manifest.model_validate(content)
@@ -165,20 +131,7 @@ def needed_files(checkpoint: Path, manifest: Manifest) -> dict[Path, FileFacts]:
 
 
 def check_structure(checkpoint: Path, manifest: Manifest) -> None:
-    """Raises BadInput where the model parts are of several checkpoints, or a file is missing or cut short."""
-    for name in manifest.models:
-        try:
-            part = ModelPart.model_validate_json((checkpoint / name / MODEL_PART_FILE).read_bytes())
-        except FileNotFoundError:
-            raise damaged(checkpoint, f"{name}/{MODEL_PART_FILE} is missing") from None
-        except (OSError, ValidationError):
-            raise damaged(checkpoint, f"{name}/{MODEL_PART_FILE} cannot be read") from None
-        if part.checkpoint_id != manifest.checkpoint_id:
-            whose = "of another run" if part.run_id != manifest.run_id else f"of this run's step {part.step}"
-            raise BadInput(
-                f"{checkpoint}: {name}/ is {whose} ({part.checkpoint_id}), the manifest of step {manifest.step} ("
-                f"{manifest.checkpoint_id}): model parts of two checkpoints cannot be mixed; {CHECKPOINT_HELP}"
-            )
+    """Raises BadInput where a file is missing or cut short."""
     for path, facts in needed_files(checkpoint, manifest).items():
         try:
             size = path.stat().st_size
@@ -193,20 +146,15 @@ def check_contents(checkpoint: Path, files: Mapping[Path, FileFacts]) -> str | N
     for path, facts in files.items():
         name = _shown(path, checkpoint)
         try:
-            actual = _facts_of(path, facts.pieces)
+            actual = _facts_of(path)
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
         if actual != facts:
-            return changed(name, actual.sha256, facts.sha256)
+            return (
+                f"the content of {name} has changed since it was saved (sha256 {actual.sha256[:12]}…, the manifest "
+                f"says {facts.sha256[:12]}…)"
+            )
     return None
-
-
-def changed(name: str, actual: str, expected: str) -> str:
-    """What is wrong with a file that has another digest than it should have."""
-    return (
-        f"the content of {name} has changed since it was saved (sha256 {actual[:12]}…, the manifest says "
-        f"{expected[:12]}…)"
-    )
 
 
 def _shown(path: Path, checkpoint: Path) -> str:
@@ -244,7 +192,7 @@ class Progress(Section):
     pretraining: PretrainingProgress = PretrainingProgress()
     prompts: dict[str, Any] = Field(default_factory=dict, description="PromptSource.state()")
     groups: dict[str, Any] = Field(default_factory=dict, description="Ledger.state(), of a run that works ahead")
-    demonstrations: str | None = Field(None, description="fingerprint of sft's data; older checkpoints have none")
+    demonstrations: str | None = Field(None, description="fingerprint of sft's data")
     weight_version: int = Field(0, description="weight syncs to the engines; samples are marked with it")
     updates: dict[str, Any] = Field(default_factory=dict, description="SkippedUpdates.state()")
     returns: list[Any] = Field(default_factory=list, description="ReturnHistory.state(), of calibrated values")

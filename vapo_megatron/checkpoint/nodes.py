@@ -4,7 +4,6 @@ import logging
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vapo_megatron.checkpoint.checkpoints import (
-    CHECKPOINT_FOLDER,
-    CheckpointName,
-    list_checkpoints,
-    remove_leftovers,
-)
-from vapo_megatron.checkpoint.manifest import Manifest, check_contents, needed_files, read_manifest, readable_manifests
+from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_FOLDER, list_checkpoints, remove_leftovers
+from vapo_megatron.checkpoint.manifest import Manifest, check_contents, readable_manifests
 from vapo_megatron.collectives import broadcast_value, gather_values
-from vapo_megatron.errors import BadInput, TryAgain
+from vapo_megatron.errors import TryAgain
 from vapo_megatron.megatron.mesh import world_timeout
 
+_logger = logging.getLogger(__name__)
+
+# Files of tensors, which a rank needs few of; all others are small, and every node gets them.
+_TENSORS = ".distcp"
 # Of a file, sent at once.
 _CHUNK_BYTES = 64 << 20
 
@@ -157,12 +155,6 @@ def _mapped(path: Path, size: int, writes: bool = False) -> torch.Tensor:
     return torch.from_file(str(path), shared=writes, size=size, dtype=torch.uint8)
 
 
-_logger = logging.getLogger(__name__)
-
-# Files of tensors, which a rank needs few of; all others are small, and every node gets them.
-_TENSORS = ".distcp"
-
-
 @dataclass
 class NodeCopy:
     """A copy, as this rank's node has it.
@@ -183,11 +175,6 @@ class NodeCopy:
 
     def look(self) -> list[str]:
         """Collective: find out which node holds what, every byte compared with its digest; what none holds whole."""
-        if self.nodes.is_leader:
-            with suppress(BadInput):  # without a manifest that can be read, its files may still be good
-                if read_manifest(self.path).checkpoint_id != self.manifest.checkpoint_id:
-                    shutil.rmtree(self.path, ignore_errors=True)
-        dist.barrier(group=self.group)
         files = {name: path for name in self.manifest.files if (path := self.path / name).is_file()}
         mine = sorted(files)[self.nodes.own.index(dist.get_rank()) :: len(self.nodes.own)]
         good = []
@@ -236,9 +223,10 @@ def find_copy(memory: Path, run_dir: Path) -> NodeCopy | None:
     group = dist.new_group(timeout=world_timeout(), backend="gloo")
     if nodes.is_leader:
         remove_leftovers(memory)
-    seen = gather_values(_manifests(memory) if nodes.is_leader else {}, group)
+    here = readable_manifests(memory) if nodes.is_leader else {}
+    seen = gather_values({(name, manifest.checkpoint_id): manifest for name, manifest in here.items()}, group)
     newest = broadcast_value(max(list_checkpoints(run_dir), default=None))
-    manifests = {key: each for copies in seen for key, each in copies.items()}
+    manifests = {key: manifest for copies in seen for key, manifest in copies.items()}
     chosen = None
     for name, checkpoint_id in sorted(manifests, reverse=True):
         if chosen is not None or (newest is not None and name < newest):
@@ -246,11 +234,10 @@ def find_copy(memory: Path, run_dir: Path) -> NodeCopy | None:
         path = memory / CHECKPOINT_FOLDER / str(name)
         copy = NodeCopy(path, manifests[name, checkpoint_id], nodes, group)
         lacking = copy.look()
-        if not lacking and broadcast_value(_record_is_whole(copy)):
+        if not lacking:
             chosen = copy
         elif dist.get_rank() == 0:
-            reason = f"{lacking[0]} is on no node" if lacking else "the rollouts that it names are gone"
-            _logger.warning("%s: %s; it is left aside", path, reason)
+            _logger.warning("%s: %s is on no node; it is left aside", path, lacking[0])
     if nodes.is_leader:
         for path in list_checkpoints(memory).values():
             if chosen is None or path != chosen.path:
@@ -258,13 +245,3 @@ def find_copy(memory: Path, run_dir: Path) -> NodeCopy | None:
     if chosen is not None:
         chosen.fetch(name for name in chosen.manifest.files if not name.endswith(_TENSORS))
     return chosen
-
-
-def _manifests(memory: Path) -> dict[tuple[CheckpointName, str], Manifest]:
-    return {(name, manifest.checkpoint_id): manifest for name, manifest in readable_manifests(memory).items()}
-
-
-def _record_is_whole(copy: NodeCopy) -> bool:
-    """Whether what it needs of the run directory is there; rank 0's answer counts."""
-    record = needed_files(copy.path, copy.manifest.model_copy(update={"files": {}}))
-    return dist.get_rank() != 0 or check_contents(copy.path, record) is None

@@ -13,18 +13,20 @@ from omegaconf import OmegaConf
 from pydantic import ValidationError
 
 from vapo_megatron.checkpoint.checkpoints import CheckpointName, remove_leftovers
-from vapo_megatron.checkpoint.dist_saver import load_training_state, refuse_together
+from vapo_megatron.checkpoint.dist_saver import load_training_state
 from vapo_megatron.checkpoint.manifest import (
     Manifest,
     Progress,
     check_contents,
     check_structure,
+    damaged,
     needed_files,
     read_manifest,
     read_progress,
 )
 from vapo_megatron.checkpoint.nodes import NodeCopy
 from vapo_megatron.checkpoint.recorded_rollouts import remove_unneeded
+from vapo_megatron.collectives import gather_values
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.load import dump_config
@@ -65,7 +67,7 @@ class SavedModel:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A checkpoint that is proven whole, but for the models, which are as they are loaded."""
+    """A checkpoint that is proven whole."""
 
     checkpoint: Path
     name: CheckpointName
@@ -76,19 +78,14 @@ class Resumed:
     def load(self, model: Trainable, name: str) -> None:
         """Collective: fill a prepared (or frozen) model. Raises BadInput, on every rank, naming what is wrong with the
         checkpoint; TryAgain with a copy: nobody can mend one, and the last checkpoint is there."""
-        copy, prefix = self.copy, f"{name}/"
-        if copy is not None:  # every byte was compared when it was found
-            try:
-                load_training_state(
-                    model, self.checkpoint / name, {}, lambda files: copy.fetch(prefix + file for file in files)
-                )
-            except BadInput as error:
-                raise TryAgain(str(error), shared=error.shared) from None
-            return
-        files = {path: facts for path, facts in self.manifest.files.items() if path.startswith(prefix) and facts.pieces}
-        load_training_state(
-            model, self.checkpoint / name, {path.removeprefix(prefix): facts for path, facts in files.items()}
-        )
+        copy = self.copy
+        fetch = (lambda files: copy.fetch(f"{name}/{file}" for file in files)) if copy is not None else None
+        try:
+            load_training_state(model, self.checkpoint / name, fetch)
+        except BadInput as error:
+            if copy is None:
+                raise
+            raise TryAgain(str(error), shared=error.shared) from None
 
     def read(self, name: str) -> bytes:
         """One of Snapshot.contents; empty where there is none."""
@@ -108,9 +105,8 @@ def layouts(models: Mapping[str, SavedModel]) -> dict[str, str]:
 
 
 def open_resumed(checkpoint: Path, copy: NodeCopy | None = None) -> Resumed:
-    """Collective: read a checkpoint but for the models, and compare every byte with its manifest, each rank a share
-    of the files; Resumed.load does so with the models. Of a copy on several nodes all of that was done when it was
-    found. Raises BadInput on every rank, naming what is wrong with the checkpoint."""
+    """Collective: compare every byte of a checkpoint with its manifest, each rank a share of the files; of a copy on
+    several nodes that was done when it was found. Raises BadInput on every rank, naming what is wrong."""
     name = CheckpointName.parse(checkpoint.name)
     assert name is not None
     if copy is not None:
@@ -118,10 +114,13 @@ def open_resumed(checkpoint: Path, copy: NodeCopy | None = None) -> Resumed:
     manifest = read_manifest(checkpoint)
     check_structure(checkpoint, manifest)
     rank, world = dist.get_rank(), dist.get_world_size()
-    files = {path: facts for path, facts in needed_files(checkpoint, manifest).items() if not facts.pieces}
+    files = needed_files(checkpoint, manifest)
     by_size = sorted(files, key=lambda path: (files[path].bytes, path))
-    wrong = check_contents(checkpoint, {path: files[path] for path in by_size[rank::world]})
-    refuse_together(checkpoint, wrong)
+    faults = gather_values(check_contents(checkpoint, {path: files[path] for path in by_size[rank::world]}))
+    if (fault := next(filter(None, faults), None)) is not None:
+        error = damaged(checkpoint, fault)
+        error.shared = True
+        raise error
     return Resumed(checkpoint, name, manifest, read_progress(checkpoint, manifest))
 
 

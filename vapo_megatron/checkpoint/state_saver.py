@@ -1,11 +1,17 @@
-"""Writing the state of a run as a checkpoint, to one place: the run directory, or host memory."""
+"""Writes the state of a run as a checkpoint to one place, the run directory or host memory, while training goes on.
+
+What is saved is copied first. Then a thread of every rank writes its part; ranks meet in a process group that only
+these threads use, so that a checkpoint is committed as soon as all have written, whatever the training does then.
+"""
 
 import errno
 import math
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,27 +22,45 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from vapo_megatron.checkpoint.background_save import BackgroundSave, CheckpointJob, Outcome, Problem
-from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_FOLDER, CheckpointName, open_checkpoint
-from vapo_megatron.checkpoint.dist_saver import ModelSaver
-from vapo_megatron.checkpoint.manifest import PROGRESS_FILE, FileFacts, Manifest, Progress, write_json
-from vapo_megatron.checkpoint.nodes import Nodes
+from vapo_megatron.checkpoint.checkpoints import (
+    CHECKPOINT_FOLDER,
+    CheckpointName,
+    commit_checkpoint,
+    list_checkpoints,
+    open_checkpoint,
+    remove_checkpoint,
+    to_remove,
+)
+from vapo_megatron.checkpoint.dist_saver import ModelSaver, PlannedSave
+from vapo_megatron.checkpoint.manifest import (
+    MANIFEST_FILE,
+    PROGRESS_FILE,
+    FileFacts,
+    Manifest,
+    Progress,
+    file_facts,
+    readable_manifests,
+    write_json,
+)
+from vapo_megatron.checkpoint.nodes import Nodes, send_to_keepers
 from vapo_megatron.checkpoint.resume import RUN_FILES, Resumed, SavedModel, layouts
-from vapo_megatron.collectives import on_rank_zero
+from vapo_megatron.collectives import gather_values, on_rank_zero
 from vapo_megatron.config.atomic import atomic_write, sync
 from vapo_megatron.config.load import dump_config
 from vapo_megatron.config.run import RetentionConfig
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.errors import BadInput, reason_of
 from vapo_megatron.megatron.dist_optimizer import rng_state
 from vapo_megatron.megatron.mesh import world_timeout
 from vapo_megatron.monitoring.names import EVALUATION
-from vapo_megatron.weights.adapters import adapter_parameter_count, base_identity
-from vapo_megatron.weights.spec import ModelSpec
+from vapo_megatron.weights.adapters import base_identity
 from vapo_megatron.weights.torch_dist import write_model_card
 
 # What other users of host memory are left with.
 _ROOM_BYTES = 64 << 20
+# What writing may fail with: torch's own writer turns OSError into RuntimeError.
+_WRITE_ERRORS = (OSError, BadInput, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -75,15 +99,54 @@ def run_id_of(resumed: Resumed | None) -> str:
     return resumed.manifest.run_id if resumed is not None else secrets.token_hex(8)
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """How a save ended, the same on every rank; problem: why it failed, None where it did not."""
+
+    seconds: float
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class _Save:
+    """What one rank writes of a checkpoint; everything in it is a copy that training leaves alone.
+
+    Attributes:
+        name: of the checkpoint.
+        folder: hidden, where the checkpoint is written.
+        models: this rank's part of each model.
+        writers: of this rank's other files; each is given the folder and may raise OSError or BadInput.
+        manifest: what rank 0 writes at the end; its files are filled in.
+        began: by time.monotonic().
+    """
+
+    name: CheckpointName
+    folder: Path
+    models: Mapping[str, PlannedSave]
+    writers: Sequence[Callable[[Path], None]]
+    manifest: Manifest
+    began: float = field(default_factory=time.monotonic)
+
+
+@dataclass
+class _Part:
+    """What a rank tells rank 0 when it has written."""
+
+    results: dict[str, list[Any]] = field(default_factory=dict)
+    files: dict[str, FileFacts] = field(default_factory=dict)
+    problem: str | None = None
+
+
 class StateSaver:
     """Saves of a run in one place, one after the other. All methods are collective, its making included. place: has
     the folder of checkpoints, of which `keep` stay; in_memory: it is host memory, of which some is left free."""
 
     def __init__(self, run: SavedRun, place: Path, keep: RetentionConfig, in_memory: bool = False) -> None:
         self._run, self._place, self._keep, self._in_memory = run, place, keep, in_memory
-        self._running: BackgroundSave | None = None
-        self._unopened: Problem | None = None
-        self._nodes = Nodes.of(place)
+        self._thread: threading.Thread | None = None
+        self._outcome: Outcome | None = None
+        self._broken: Exception | None = None
+        self._nodes = Nodes.of(place)  # all ranks share a disk, those of a node its host memory
         self._models = {key: ModelSaver(saved.model) for key, saved in run.models.items()}
         # Threads of saves meet in here, undisturbed by what training sends.
         self._group = dist.new_group(timeout=world_timeout(), backend="gloo")
@@ -91,20 +154,20 @@ class StateSaver:
     @property
     def is_busy(self) -> bool:
         """Whether a save is under way on this rank."""
-        return self._running is not None and self._running.is_busy
+        return self._thread is not None and self._thread.is_alive()
 
     @property
     def has_failed(self) -> bool:
         """Whether it is known on this rank that the last save failed."""
-        return self._unopened is not None or (self._running is not None and self._running.has_failed)
+        return self._broken is not None or (self._outcome is not None and self._outcome.problem is not None)
 
     def begin(self, snapshot: Snapshot, making_room: Callable[[], AbstractContextManager[None]]) -> None:
         """Copy what is saved and begin to write it; finish() has ended the save before. making_room: entered while
         tensors are gathered, which takes memory of the device."""
-        run, name, rank = self._run, snapshot.name, dist.get_rank()
-        opened = on_rank_zero(partial(self._open, name))
-        if isinstance(opened, Problem):
-            self._unopened = opened
+        run, rank = self._run, dist.get_rank()
+        opened, problem = on_rank_zero(partial(self._open, snapshot.name))
+        if problem is not None:
+            self._outcome = Outcome(0.0, problem)
             return
         folder = self._place / CHECKPOINT_FOLDER / opened
         if self._nodes.count > 1:
@@ -135,26 +198,29 @@ class StateSaver:
             files={},
             record=dict(snapshot.record),
         )
-        job = CheckpointJob(self._place, name, folder, plans, writers, manifest, self._keep, self._nodes)
-        self._running = BackgroundSave(job, self._group)
+        save = _Save(snapshot.name, folder, plans, writers, manifest)
+        self._thread = threading.Thread(target=self._run_save, args=(save,), name="save-checkpoint", daemon=True)
+        self._thread.start()
 
-    def finish(self) -> Outcome | Problem | None:
-        """Wait for the save that is under way, if there is one: how it ended, or why it failed."""
-        running, self._running = self._running, None
-        problem, self._unopened = self._unopened, None
-        if running is None:
-            return problem
-        outcome = running.wait()
-        return outcome.problem or outcome
+    def finish(self) -> Outcome | None:
+        """Wait for the save that is under way; how the last one ended, None where there was none since the last call.
+        Raises what broke the exchange with the other ranks, where one of them is gone."""
+        if self._thread is not None:
+            self._thread.join()
+        broken, outcome = self._broken, self._outcome
+        self._thread = self._broken = self._outcome = None
+        if broken is not None:
+            raise broken
+        return outcome
 
-    def _open(self, name: CheckpointName) -> str | Problem:
-        """The name of the folder that a checkpoint is written into."""
+    def _open(self, name: CheckpointName) -> tuple[str, str | None]:
+        """The name of the folder that a checkpoint is written into, or why it cannot be made."""
         try:
             folder = open_checkpoint(self._place, name)
             self._make_parts(folder)
-            return folder.name
+            return folder.name, None
         except OSError as error:
-            return Problem.of(error)
+            return "", _reason(error)
 
     def _make_parts(self, folder: Path) -> None:
         for part in ("ranks", *self._run.models):
@@ -184,6 +250,98 @@ class StateSaver:
 
         return [write_small, write_cards]
 
+    def _run_save(self, save: _Save) -> None:
+        try:
+            part = self._write(save)
+            if self._nodes.count > 1:
+                sizes = {name: facts.bytes for name, facts in part.files.items()}
+                refused = send_to_keepers(self._nodes, save.folder, sizes, self._group)
+                if refused is not None:
+                    part.problem = part.problem or _reason(refused)
+            parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+            dist.gather_object(part, parts, dst=0, group=self._group)
+            answer: list[Any] = [self._close(save, parts) if parts is not None else None]
+            dist.broadcast_object_list(answer, src=0, group=self._group)
+            problem, whole = answer[0]
+            for act in (self._put, self._commit, self._retain):
+                if problem is None:
+                    problem = self._on_each_node(partial(act, save, whole))
+            self._outcome = Outcome(time.monotonic() - save.began, problem)
+        except Exception as error:  # finish() raises it in the training's own thread
+            self._broken = error
+        finally:
+            if self._nodes.is_leader:
+                shutil.rmtree(save.folder, ignore_errors=True)
+
+    def _write(self, save: _Save) -> _Part:
+        rank, part = dist.get_rank(), _Part()
+        try:
+            for write in save.writers:
+                write(save.folder)
+            for name, plan in save.models.items():
+                part.results[name], written = plan.write()
+                part.files |= {f"{name}/{file}": facts for file, facts in written.items()}
+            part.files |= file_facts(save.folder, [_generators_of(save.folder, rank)])
+        except _WRITE_ERRORS as error:
+            return _Part(problem=_reason(error))
+        return part
+
+    def _close(self, save: _Save, parts: Sequence[_Part]) -> tuple[str | None, dict[str, bytes]]:
+        """On rank 0: write what belongs to the whole checkpoint. Returns why it failed, and these files where other
+        nodes need them."""
+        problem = next((part.problem for part in parts if part.problem is not None), None)
+        if problem is not None:
+            return problem, {}
+        try:
+            for name, plan in save.models.items():
+                plan.close([part.results[name] for part in parts])
+            files = {name: facts for part in parts for name, facts in part.files.items()}
+            paths = {path.relative_to(save.folder).as_posix(): path for path in save.folder.rglob("*")}
+            rest = {name: path for name, path in paths.items() if path.is_file() and name not in files}
+            files |= file_facts(save.folder, rest.values())
+            seconds = time.monotonic() - save.began
+            manifest = save.manifest.model_copy(update={"files": dict(sorted(files.items())), "seconds": seconds})
+            write_json(save.folder / MANIFEST_FILE, manifest.model_dump(mode="json"))
+            whole = {**rest, MANIFEST_FILE: save.folder / MANIFEST_FILE} if self._nodes.count > 1 else {}
+            return None, {name: path.read_bytes() for name, path in whole.items()}
+        except _WRITE_ERRORS as error:
+            return _reason(error), {}
+
+    def _on_each_node(self, act: Callable[[], None]) -> str | None:
+        """Collective: have one rank of each node do something that its file system may refuse; the first reason."""
+        problem = None
+        if self._nodes.is_leader:
+            try:
+                act()
+            except OSError as error:
+                problem = _reason(error)
+        return next(filter(None, gather_values(problem, self._group)), None)
+
+    def _put(self, save: _Save, files: Mapping[str, bytes]) -> None:
+        for name, content in files.items():
+            (save.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (save.folder / name).write_bytes(content)
+
+    def _commit(self, save: _Save, _: Mapping[str, bytes]) -> None:
+        commit_checkpoint(save.folder, save.name)
+
+    def _retain(self, *_: Any) -> None:
+        checkpoints = list_checkpoints(self._place)
+        metrics = {name: manifest.metrics for name, manifest in readable_manifests(self._place).items()}
+        for name in to_remove(list(checkpoints), metrics, self._keep):
+            with suppress(OSError):  # the new checkpoint is there; the next save tries again
+                remove_checkpoint(checkpoints[name])
+
+
+def _reason(error: BaseException) -> str:
+    """Why the file system refused; torch's archive writer hides that behind an error of its own."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return reason_of(error)
+
 
 def _metrics_to_keep(metrics: Mapping[str, float], best: str | None) -> dict[str, float]:
     """Those of evaluations, and the one that says which checkpoint is the best; numbers alone can be compared."""
@@ -200,42 +358,9 @@ def _check_room(needed: int, folder: Path) -> None:
 
 
 def _write_generators(rank: int, state: dict[str, Any], folder: Path) -> None:
-    path = folder / "ranks" / f"{rank:05d}.pt"
-    torch.save(state, path)
-    sync(path)
+    torch.save(state, _generators_of(folder, rank))
+    sync(_generators_of(folder, rank))
 
 
-# Of a parameter, saved: the main weight and both moments in fp32; float32 models save their weights twice so.
-OPTIMIZER_BYTES = 12
-
-
-def bytes_per_weight(dtype: str) -> int:
-    """Bytes of one weight in a checkpoint."""
-    return 2 if dtype == "bfloat16" else 4
-
-
-def checkpoint_bytes(config: TrainConfig, parameters: Mapping[str, int]) -> int:
-    """Bytes of one checkpoint: weights and optimizer of what is trained of actor and critic, counted by name
-    (trained_parameters), and weights of a reference that is replaced."""
-    width = bytes_per_weight(config.model.dtype)
-    reference = parameters["actor"] * width if config.algorithm.saves_reference else 0
-    return sum(parameters.values()) * (width + OPTIMIZER_BYTES) + reference
-
-
-def trained_parameters(config: TrainConfig, specs: Mapping[str, ModelSpec]) -> dict[str, int]:
-    """Parameters of actor and critic, by name, that are trained: all, or adapters and a critic's head."""
-    return {
-        name: adapter_parameter_count(spec, config.model.adapter, "value" if name == "critic" else "lm")
-        if config.trainable(name).kind == "adapter"
-        else spec.parameter_count()
-        for name, spec in specs.items()
-    }
-
-
-def run_bytes(config: TrainConfig, specs: Mapping[str, ModelSpec]) -> int:
-    """Bytes that the last export and the checkpoints take at least, the one being written too; specs: by model's
-    name."""
-    saves, trained = config.checkpoint, trained_parameters(config, specs)
-    exported = sum(spec.parameter_count() for name, spec in specs.items() if name == "actor" or config.export.critic)
-    checkpoints = saves.keep.last + 1 if saves.saves else 0
-    return exported * bytes_per_weight(config.model.dtype) + checkpoints * checkpoint_bytes(config, trained)
+def _generators_of(folder: Path, rank: int) -> Path:
+    return folder / "ranks" / f"{rank:05d}.pt"

@@ -78,8 +78,8 @@ class ClusterConfig(Section):
     restarts: int = Field(
         2,
         ge=0,
-        description="ranks started by hand: how often, from one checkpoint, they are started again in this process "
-        "where one was killed; after that the exit code is 75",
+        description="ranks started by hand: how often, from one saved state, they are started again in this process "
+        "where one was killed; after that the exit code is 75; 0: never, and no copies of the state in host memory",
     )
 
 
@@ -200,13 +200,6 @@ class CheckpointConfig(Section):
     every_minutes: float | None = Field(
         30.0, gt=0, description="time between saves, within value pretraining too; none: no saves by time"
     )
-    in_memory_every: int | None = Field(
-        1,
-        ge=1,
-        description="least steps between copies in host memory (/dev/shm), from which ranks that were killed are "
-        "started again; further apart where they would take above 5 % of the time; none: from the last checkpoint",
-    )
-    asynchronous: bool = Field(True, description="write while training goes on, from a copy in host memory")
     keep: RetentionConfig = RetentionConfig()
     job_timeout_s: float | None = Field(
         None, gt=0, description="seconds after which the run saves and ends; SLURM_JOB_END_TIME counts besides"

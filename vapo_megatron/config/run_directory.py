@@ -26,6 +26,7 @@ _BEFORE_RESULTS = {
     "wandb",
 }
 PROFILE = "profile"  # folder of traces
+HF_FOLDER = "hf"  # of exported models
 # What commands leave in a run directory in the end.
 _RESULTS = {
     *(
@@ -34,7 +35,7 @@ _RESULTS = {
         "curves.png",
         "evaluation",
         "evaluation.json",
-        "hf",
+        HF_FOLDER,
         PROFILE,
         "recorded_rollouts",
     ),
@@ -66,8 +67,9 @@ def existing(folder: Path) -> Path:
     return folder
 
 
-def make_run_dir(config: Section, run: RunPlace) -> Path:
-    """Make run.directory with config.yaml, all of `config`, in it. A run that it replaces goes once that is written.
+def make_run_dir(config: Section, run: RunPlace, keeps_exports: bool = False) -> Path:
+    """Make run.directory with config.yaml, all of `config`, in it. A run that it replaces goes once that is written;
+    keeps_exports: but for the models that it has exported.
 
     Raises:
         BadInput: there is a run of this name already, with results, and run.overwrite is not set, or nothing can be
@@ -79,7 +81,7 @@ def make_run_dir(config: Section, run: RunPlace) -> Path:
     try:
         dump_config(config, fresh / "config.yaml")
         (fresh / MARKER).touch()
-        _replace(run_dir, fresh)
+        _replace(run_dir, fresh, {HF_FOLDER} if keeps_exports else set())
     except (BadInput, OSError) as error:
         # dump_config names a file that the user did not give: its cause says what stopped it.
         cause = error.__cause__ if isinstance(error, BadInput) else error
@@ -92,11 +94,11 @@ def make_run_dir(config: Section, run: RunPlace) -> Path:
     return run_dir
 
 
-def _replace(run_dir: Path, fresh: Path) -> None:
+def _replace(run_dir: Path, fresh: Path, kept: set[str]) -> None:
     """Put a fresh directory in the place of a run's; what no run makes stays in it."""
     if run_dir.exists():
         for entry in run_dir.iterdir():
-            if entry.name not in _BEFORE_RESULTS | _RESULTS:
+            if entry.name in kept or entry.name not in _BEFORE_RESULTS | _RESULTS:
                 continue
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)

@@ -10,7 +10,7 @@ from typing import Any
 
 from vapo_megatron.config.atomic import atomic_write, cannot_write
 from vapo_megatron.data.jsonl import read_rows
-from vapo_megatron.errors import BadInput, RunFailed, TryAgain
+from vapo_megatron.errors import BadInput, DiskRefused, RunFailed
 
 _logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class MetricsWriter:
         """Append the row of `step`; its finite metrics. The row is in the file when this returns, or, where the file
         system refuses it, is tried again with the next one; `refused` counts those times.
 
-        Raises TryAgain where it refuses many in a row; RunFailed where the file is gone, as with its run directory.
+        Raises DiskRefused where it refuses many in a row; RunFailed where the file is gone, as with its run directory.
         """
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         row: dict[str, Any] = {"step": step} | {name: finite.get(name) for name in metrics}
@@ -47,7 +47,7 @@ class MetricsWriter:
         return finite
 
     def close(self) -> None:
-        """Write what is pending. Raises TryAgain where the file system still refuses it."""
+        """Write what is pending. Raises DiskRefused where the file system still refuses it."""
         if self._pending:
             self._append(patience=0)
 
@@ -70,7 +70,7 @@ class MetricsWriter:
             rows = self._pending.count(b"\n")
             _logger.warning("%s: %d rows wait to be written (%s)", self.path, rows, error.strerror)
             if rows > patience:
-                raise TryAgain(f"{cannot_write(self.path, error)}, then start again with run.resume=auto") from error
+                raise DiskRefused(f"{cannot_write(self.path, error)}, then start again with run.resume=auto") from error
             return
         self._size, self._pending = self._size + len(self._pending), b""
 

@@ -36,7 +36,7 @@ def check_train_numbers(config: TrainConfig, world_size: int | None) -> dict[str
     spec = read_spec(Path(config.model.path))
     specs = {"actor": spec}
     if config.has_critic_model:
-        specs["critic"] = check_critic_source(config, spec)
+        specs["critic"] = check_source(config, config.critic_key, config.critic_source, spec)
     if config.algorithm.kl.reference_path is not None:
         specs["reference"] = check_source(config, "algorithm.kl.reference_path", config.reference_source, spec)
         check_weights(config.reference_source, specs["reference"], "lm")
@@ -69,13 +69,9 @@ def check_sft_numbers(config: SftConfig, world_size: int | None) -> ModelSpec:
     return spec
 
 
-def check_critic_source(config: TrainConfig, policy: ModelSpec) -> ModelSpec:
-    """The critic's spec. Raises BadInput where its model cannot value the policy's tokens, or so many of them."""
-    return check_source(config, config.critic_key, config.critic_source, policy)
-
-
 def check_source(config: TrainConfig, key: str, source: Path, policy: ModelSpec) -> ModelSpec:
-    """The spec of a critic or a reference; raises as check_critic_source."""
+    """The spec of a critic or a reference. Raises BadInput where its model cannot read the policy's tokens, or so many
+    of them."""
     longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
     spec = read_spec(source, value_outputs=config.algorithm.value_loss.outputs)
     if spec.vocab_size < policy.vocab_size:

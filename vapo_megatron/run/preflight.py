@@ -9,8 +9,8 @@ from pathlib import Path
 
 from vapo_megatron.agents.episodes import load_agent
 from vapo_megatron.checkpoint.checkpoints import latest_checkpoint
+from vapo_megatron.checkpoint.dist_saver import bytes_per_weight, run_bytes
 from vapo_megatron.checkpoint.recorded_rollouts import BYTES_PER_TOKEN
-from vapo_megatron.checkpoint.state_saver import bytes_per_weight, run_bytes
 from vapo_megatron.config.model import TrainableConfig
 from vapo_megatron.config.proportions import proportions_left
 from vapo_megatron.config.run_directory import check_room

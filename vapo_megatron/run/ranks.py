@@ -20,8 +20,7 @@ from vapo_megatron.errors import BadInput, RunFailed, TryAgain, VapoError
 from vapo_megatron.megatron.mesh import shorten_nccl_waits
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.run.children import begin_child, end_children
-from vapo_megatron.run.failures import DeviceFault, LostPeer, explain
-from vapo_megatron.run.memory_kills import MemoryKills
+from vapo_megatron.run.failures import DeviceFault, LostPeer, MemoryKills, explain
 from vapo_megatron.run.place import RankPlace, node_name
 from vapo_megatron.run.watchdog import Hang
 from vapo_megatron.signals import (
@@ -135,13 +134,11 @@ def _started_rank(
     _tell.append(lambda error: failures.put((place.rank, error)))
     try:
         run_as_rank(place, body, collective_timeout_s)
-    except VapoError as error:
-        failures.put((place.rank, error))
-        sys.exit(error.exit_code)
     except SystemExit:
         raise
     except BaseException as error:
-        failure = explain(error, _where(place)) or RunFailed(f"rank {place.rank}: {traceback.format_exc()}")
+        known = error if isinstance(error, VapoError) else explain(error, _where(place))
+        failure = known or RunFailed(f"rank {place.rank}: {traceback.format_exc()}")
         failures.put((place.rank, failure))
         sys.exit(LOST_A_PEER if isinstance(failure, LostPeer) else failure.exit_code)
 
@@ -203,7 +200,6 @@ def _wait(ranks: list[Any], failures: Any) -> None:
     lost_at, memory = 0.0, MemoryKills()
     while running:
         ended = multiprocessing.connection.wait(list(running), _LOOK_SECONDS)
-        memory.look([rank.pid for rank in running.values()])
         if not ended and lost is not None and time.monotonic() > lost_at + _PATIENCE_SECONDS:
             raise lost
         for sentinel in ended:
@@ -227,15 +223,14 @@ def _wait(ranks: list[Any], failures: Any) -> None:
 def _killed(rank: Any, memory: MemoryKills) -> RankKilled:
     """What to raise for a rank that a signal ended: whoever sent it, the run itself did nothing wrong."""
     name = signal.Signals(-rank.exitcode).name
-    for_memory = memory.explain(rank.pid) if rank.exitcode == -signal.SIGKILL else None
-    if for_memory is None:
+    if rank.exitcode != -signal.SIGKILL or not memory.happened:
         return RankKilled(
             f"{rank.name} was killed by {name} and said nothing: start the same command again with run.resume=auto"
         )
     return RankKilled(
-        f"{rank.name} was killed by {name}: {for_memory}: start the same command again with run.resume=auto; if it "
-        "happens again, ask for more memory, or lower actor.max_tokens_per_microbatch, reward.workers or "
-        "rollout.max_total_tokens"
+        f"{rank.name} was killed by {name}: the system killed a process of this job for want of memory: start the same "
+        "command again with run.resume=auto; if it happens again, ask for more memory, or lower "
+        "actor.max_tokens_per_microbatch, reward.workers or rollout.max_total_tokens"
     )
 
 

@@ -9,12 +9,9 @@ from functools import partial
 from pathlib import Path
 
 from vapo_megatron.checkpoint.checkpoints import (
-    CheckpointName,
-    commit_checkpoint,
+    CHECKPOINT_FOLDER,
     latest_checkpoint,
     list_checkpoints,
-    open_checkpoint,
-    remove_checkpoint,
     remove_leftovers,
 )
 from vapo_megatron.checkpoint.host_memory import copies_left, host_memory, make_folder
@@ -89,9 +86,7 @@ def _start_after(error: VapoError, settings: Settings, start: Start, lease: Leas
         if not start.is_copy:
             raise error
         assert start.memory is not None
-        for path in list_checkpoints(start.memory).values():
-            _take_off_disk(path, settings)
-            shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(start.memory / CHECKPOINT_FOLDER, ignore_errors=True)
     if is_finished(settings):
         return replace(start, finished=True)
     copy = _copy_in(start.memory, settings)
@@ -99,7 +94,6 @@ def _start_after(error: VapoError, settings: Settings, start: Start, lease: Leas
         run = settings.run.model_copy(update={"resume": "auto", "overwrite": False})
         prepared = prepare_start(settings.model_copy(update={"run": run}), lambda: None, lease.take)
         return replace(start, checkpoint=prepared.checkpoint, finished=prepared.finished)
-    _put_on_disk(copy, settings)
     return replace(start, checkpoint=copy)
 
 
@@ -109,10 +103,8 @@ def _copy_in(memory: Path | None, settings: Settings) -> Path | None:
         return None
     remove_leftovers(memory)
     copy = latest_checkpoint(memory)
-    if copy is None and settings.checkpoint.in_memory_every is None:
-        return None
-    newest = next(reversed(list_checkpoints(Path(settings.run.directory))), None)
-    if copy is None or (newest is not None and newest > _name(copy)):
+    newest = max(list_checkpoints(Path(settings.run.directory)), default=None)
+    if copy is None or (newest is not None and newest > max(list_checkpoints(memory))):
         _logger.warning("%s: no copy that is newer than the last checkpoint", memory)
         return None
     try:
@@ -135,34 +127,6 @@ def find_left_copy(settings: Settings, lease: Lease) -> Path | None:
         return None
     lease.take()  # a run that goes on writes its copies there
     return _copy_in(memory, settings)
-
-
-def _put_on_disk(copy: Path, settings: Settings) -> None:
-    """Make a checkpoint of a copy whose step is one to save at: ranks that were killed may have been saving it."""
-    run_dir, name, every = Path(settings.run.directory), _name(copy), settings.checkpoint.every
-    if every is None or name.step == 0 or name.step % every or name in list_checkpoints(run_dir):
-        return
-    try:
-        folder = open_checkpoint(run_dir, name)
-        shutil.copytree(copy, folder, dirs_exist_ok=True)
-        commit_checkpoint(folder, name)
-    except (OSError, shutil.Error) as error:
-        _logger.warning("%s: cannot be saved at %s (%s)", copy, run_dir, error)
-
-
-def _take_off_disk(copy: Path, settings: Settings) -> None:
-    """Remove the checkpoint that _put_on_disk() made of a copy which turned out to be damaged, as it then is."""
-    made = list_checkpoints(Path(settings.run.directory)).get(_name(copy))
-    with suppress(BadInput, OSError):
-        if made is not None and read_manifest(made).checkpoint_id == read_manifest(copy).checkpoint_id:
-            remove_checkpoint(made)
-            _logger.warning("%s: made of the copy in host memory that is damaged, removed", made)
-
-
-def _name(checkpoint: Path) -> CheckpointName:
-    name = CheckpointName.parse(checkpoint.name)
-    assert name is not None
-    return name
 
 
 def _cause(error: VapoError) -> str:

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 
 from vapo_megatron.checkpoint.checkpoints import HF_FOLDER, final_step, latest_checkpoint
@@ -27,59 +26,48 @@ _logger = logging.getLogger(__name__)
 
 
 def prepare_start(settings: Settings, check: Callable[[], None], take: Callable[[], None]) -> Start:
-    """Check what can be checked before anything starts, and have a run directory; once for all ranks.
+    """foresee_start, and have a run directory; once for all ranks.
+
+    take: called before the run directory is changed, or found to be as it will stay; raises BadInput where somebody
+    else works in it. May be called again.
+    """
+    start = foresee_start(settings, check, take)
+    if start.finished:
+        run_dir = settings.run.directory
+        _logger.info("%s: finished already, nothing to do (a larger number of steps would go on)", run_dir)
+    elif start.checkpoint is None:
+        # Two starts at once would both begin in a folder that is empty, or came to nothing.
+        take()
+        replaces = settings.run.overwrite or settings.run.resume == "auto"
+        # Models that an attempt exported before its first checkpoint stay: the same steps write the same ones again.
+        make_run_dir(settings, settings.run.model_copy(update={"overwrite": replaces}), not settings.run.overwrite)
+    return start
+
+
+def foresee_start(settings: Settings, check: Callable[[], None], take: Callable[[], None] = lambda: None) -> Start:
+    """Where the run begins, all of it checked that can be before anything starts; nothing is changed.
 
     Args:
         settings: the config of the run.
         check: raises BadInput for a config that cannot work.
-        take: called before the run directory is changed, or found to be as it will stay; raises BadInput where
-            somebody else works in it. May be called again.
+        take: as in prepare_start.
 
     Raises:
-        BadInput: the config cannot work, does not fit the saved state, or that is damaged; nothing was changed.
+        BadInput: the config cannot work, does not fit the saved state, or that is damaged.
     """
     run_dir = Path(settings.run.directory)
+    if settings.run.resume == "auto":
+        if is_finished(settings):
+            return Start(finished=True)
+        if run_dir.exists():
+            take()
+        if (checkpoint := latest_checkpoint(run_dir)) is not None:
+            _check_saved(settings, checkpoint, check)
+            return Start(checkpoint)
+    check()
     if settings.run.resume == "never":
-        check()
         check_place(settings.run)
-        # Two starts at once would both begin in a folder that is empty, or came to nothing.
-        take()
-        make_run_dir(settings, settings.run)
-        return Start()
-    if is_finished(settings):
-        _logger.info("%s: finished already, nothing to do (a larger number of steps would go on)", run_dir)
-        return Start(finished=True)
-    if run_dir.exists():
-        take()
-    checkpoint = latest_checkpoint(run_dir)
-    if checkpoint is None:
-        check()
-        take()
-        if not settings.run.overwrite:
-            _set_aside_exports(run_dir)
-        make_run_dir(settings, settings.run.model_copy(update={"overwrite": True}))
-        return Start()
-    _check_saved(settings, checkpoint, check)
-    return Start(checkpoint)
-
-
-def foresee_start(settings: Settings, check: Callable[[], None]) -> str:
-    """Where the run would begin, for people; check is that of prepare_start. Nothing is changed.
-
-    Raises:
-        BadInput: as prepare_start.
-    """
-    if settings.run.resume == "never":
-        check()
-        check_place(settings.run)
-    elif is_finished(settings):
-        return "nothing to do, it is finished"
-    elif (checkpoint := latest_checkpoint(Path(settings.run.directory))) is not None:
-        _check_saved(settings, checkpoint, check)
-        return f"goes on from {checkpoint}"
-    else:
-        check()
-    return "begins at step 1"
+    return Start()
 
 
 def _check_saved(settings: Settings, checkpoint: Path, check: Callable[[], None]) -> None:
@@ -160,22 +148,3 @@ def _check_prompts(config: TrainConfig, progress: Progress) -> None:
     PromptSource(
         train_prompts(config.data, tokenizer), config.run.seed, config.data.shuffle, config.data.weights
     ).restore(progress.prompts)
-
-
-def _set_aside_exports(run_dir: Path) -> None:
-    """An earlier attempt exported models and ended before it saved a checkpoint: a new start must not cost them.
-
-    Raises:
-        BadInput: the file system refuses.
-    """
-    exports = run_dir / HF_FOLDER
-    if not exports.is_dir() or not any(exports.iterdir()):
-        return
-    names = (run_dir.with_name(f"{run_dir.name}.earlier_{number}") for number in count(1))
-    aside = next(path for path in names if not path.exists())
-    try:
-        run_dir.rename(aside)
-    except OSError as error:
-        reason = error.strerror
-        raise BadInput(f"{run_dir}: cannot be renamed to {aside.name} ({reason}): choose another run.name") from None
-    _logger.warning("%s: exported models and no checkpoint, moved to %s; the run starts anew", run_dir, aside)

@@ -85,15 +85,8 @@ class Watchdog:
         longest: float,
         end: Callable[[VapoError], object],
     ) -> None:
-        """
-        Args:
-            config: the limits.
-            folder: the same for all ranks; gets heartbeat_<rank>.json, and hang_<rank>.txt with Python's stacks and
-                torch's collectives.
-            rank, world_size: of this process and of all.
-            longest: seconds for a phase that has no history yet.
-            end: called in the thread with the one line; ends the process.
-        """
+        """folder: of all ranks; gets heartbeat_<rank>.json, and hang_<rank>.txt with Python's stacks and torch's
+        collectives. longest: seconds for a phase without a history. end: called in the thread; ends the process."""
         self._config, self._folder, self._rank, self._world = config, folder, rank, world_size
         self._longest, self._end = longest, end
         self._slowest: dict[str, float] = {}

@@ -24,7 +24,7 @@ from vapo_megatron.weights.model_files import read_config
 from vapo_megatron.weights.rules import Vocabulary
 from vapo_megatron.weights.spec import Head, ModelSpec, read_spec
 from vapo_megatron.weights.torch_dist import CONTENT_METADATA, OPTIMIZER_PREFIX, read_model_card, write_model_card
-from vapo_megatron.weights.torch_dist_files import Digests, LazyTensor, PartReader, place_of, places, write_parts
+from vapo_megatron.weights.torch_dist_files import LazyTensor, PartReader, place_of, places, write_parts
 
 Advance = Callable[[int], None]
 BeginStage = Callable[[str, int], Advance]
@@ -103,12 +103,10 @@ def megatron_to_hf(
     *,
     dtype: torch.dtype | None = None,
     shard_bytes: int = 2 << 30,
-    digests: Digests | None = None,
 ) -> Converted:
     """Write a Hugging Face directory that transformers and SGLang load, from a checkpoint saved at any layout.
     Arguments and errors are those of hf_to_megatron, the other way round. A language model becomes ...ForCausalLM, a
-    value model ...ForTokenClassification with a label for each of its numbers. digests: what the checkpoint's files
-    were saved as, where that is known."""
+    value model ...ForTokenClassification with a label for each of its numbers."""
     card = read_model_card(checkpoint)
     if card.base is not None:
         raise BadInput(
@@ -117,7 +115,7 @@ def megatron_to_hf(
         )
     spec, head = replace(card.spec, vocab_divisible_by=1), card.head
     config = read_config(card.hf_dir)
-    reader = PartReader(checkpoint, digests)
+    reader = PartReader(checkpoint)
     check_saved_model(reader, spec, head)
 
     def dtype_of(entry: Entry) -> torch.dtype:

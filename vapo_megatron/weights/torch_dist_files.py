@@ -10,13 +10,11 @@ carry the names of Transformer Engine's fused layers whatever the layers are
 sharded_state_dict of live models.
 """
 
-import hashlib
-import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
@@ -91,9 +89,6 @@ def places(spec: ModelSpec, head: Head) -> dict[Entry, Place]:
 
 METADATA_FILE = ".metadata"
 
-Digests = Mapping[str, Mapping[int, str]]
-"""sha256 of the pieces that files are read in: by file, and by the piece's first byte."""
-
 
 class _LazyPlanner(DefaultSavePlanner):
     """Makes a tensor when the writer asks for it."""
@@ -163,33 +158,14 @@ class _IntoTensor(DefaultLoadPlanner):
         pass
 
 
-class _ComparingReader(FileSystemReader):
-    """torch's reader, which uses no piece that differs from its digest; one that has none is read as it is."""
-
-    def __init__(self, folder: Path, digests: Digests) -> None:
-        super().__init__(folder)
-        self._folder, self._digests = folder, digests
-
-    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
-        expected = self._digests.get(sinfo.relative_path, {}).get(sinfo.offset)
-        if expected is None:
-            return super()._slice_file(file, sinfo)
-        file.seek(sinfo.offset)
-        content = file.read(sinfo.length)
-        if hashlib.sha256(content).hexdigest() != expected:
-            path = self._folder / sinfo.relative_path
-            raise BadInput(f"{path}: the content has changed since it was saved; copy the checkpoint again")
-        return io.BytesIO(content)
-
-
 class PartReader:
     """The tensors of a torch_dist checkpoint, saved at whatever layout. Opening reads its metadata alone, which is a
-    pickle, as Megatron has it: open only what you would run. What is read is compared with the digests that are
-    given. Raises BadInput where there is no such checkpoint, or a file is missing or shorter than the metadata says."""
+    pickle, as Megatron has it: open only what you would run. Raises BadInput where there is no such checkpoint, or a
+    file is missing or shorter than the metadata says."""
 
-    def __init__(self, folder: Path, digests: Digests | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._reader = _ComparingReader(folder, digests or {})
+        self._reader = FileSystemReader(folder)
         try:
             metadata = self._reader.read_metadata()
         except FileNotFoundError:

@@ -16,7 +16,7 @@ from xml.etree.ElementTree import Element
 import psutil
 import torch
 
-from vapo_megatron.checkpoint.state_saver import checkpoint_bytes, trained_parameters
+from vapo_megatron.checkpoint.dist_saver import checkpoint_bytes, trained_parameters
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.engines.client import REQUEST_SECONDS, EngineClient

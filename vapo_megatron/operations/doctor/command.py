@@ -101,7 +101,9 @@ def check_run(settings: TrainConfig, planned: PlanConfig) -> int:
     """
     look_first(settings)
     facts: list[str] = []
-    begin = foresee_start(settings, partial(check_train, settings, settings.cluster.ranks, facts))
+    start = foresee_start(settings, partial(check_train, settings, settings.cluster.ranks, facts))
+    begin = f"goes on from {start.checkpoint}" if start.checkpoint is not None else "begins at step 1"
+    begin = "nothing to do, it is finished" if start.finished else begin
     print("\n".join([*facts, f"{settings.run.directory}: {begin}"]), flush=True)
     examination = Examination(planned, Meeting(None, node_name(), 0), quick=True, wait=0)
     table = [check for check in checks(planned, 0) if check.name != "config"]

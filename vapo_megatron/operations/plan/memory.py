@@ -253,7 +253,7 @@ def _host(run: PlannedRun) -> Holding:
         for stages in _ranks(models)
     )
     parts["copy of the state that is being saved"] = ranks * copied
-    if config.cluster.restarts and config.checkpoint.in_memory_every is not None:
+    if config.cluster.restarts:
         # A new copy in /dev/shm, and the one before until that is whole; of several nodes each keeps another's as well.
         parts["copies of the state for restarts"] = (2 if ranks == world else 4) * ranks * copied
     return Holding("host", {name: size for name, size in parts.items() if size})

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from vapo_megatron.checkpoint.state_saver import OPTIMIZER_BYTES
+from vapo_megatron.checkpoint.dist_saver import OPTIMIZER_BYTES
 from vapo_megatron.config.model import ActorConfig, AdapterConfig, LayoutConfig, TrainableConfig
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.train import TrainConfig
