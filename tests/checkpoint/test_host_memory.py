@@ -89,11 +89,10 @@ def test_copies_of_another_run_of_the_job_are_not_taken_for_this_ones(root: Path
 
 def test_copies_from_before_the_job_was_requeued_go(root: Path, tmp_path: Path) -> None:
     """Slurm may have left no time to take them away; nothing goes on from them."""
-    before, other = root / "vapo-job-42.9.node", root / "vapo-job-43.0.node"
-    for folder in (before, other):
-        assert job_memory(tmp_path, True, job_on(folder)) == folder
-    now = root / "vapo-job-42.10.node.of.a.site"
-    assert job_memory(tmp_path, True, job_on(now)) == now
+    before, other, now = (root / f"vapo-job-{name}" for name in ("42.9.node", "43.0.node", "42.10.node.of.a.site"))
+    for folder, job in ((before, {"SLURM_RESTART_COUNT": "9"}), (other, {"SLURM_JOB_ID": "43"})):
+        assert job_memory(tmp_path, True, job_on(folder) | job) == folder
+    assert job_memory(tmp_path, True, job_on(now) | {"SLURM_RESTART_COUNT": "10"}) == now
     assert sorted(root.iterdir()) == [now, other]
 
 

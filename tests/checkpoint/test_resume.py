@@ -205,6 +205,7 @@ def test_a_state_that_the_disk_refuses_is_kept_in_host_memory(
     updates = (5 - int(state.name[-1])) * 2
     assert live(shared, config, 1, partial(kill_at, "policy update", updates + 1)) == End(0, ""), "no step is repeated"
     assert [row["step"] for row in metrics(run_dir)][-5:] == [1, 2, 3, 4, 5] and not kept.exists()
+    assert checkpoint_names(config)[-1] == "step_000005"
 
 
 @pytest.fixture

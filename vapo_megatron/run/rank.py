@@ -90,6 +90,8 @@ def train_rank(config: TrainConfig, run_dir: Path, start: Start) -> None:
         checkpointer = Checkpointer(config.checkpoint, saved, recorder, resumed, start.memory)
         state = RunState(config.run, config.checkpoint, run_dir, checkpointer, updates, resumed, models.probe)
         try:
+            if state.step == state.last_step:
+                state.safe_point(rollouts)  # it goes on from a copy that no disk has
             train(config, models, rollouts, state, recorder)
         except CannotWrite as error:
             raise DiskRefused(f"{error}, then start again with run.resume=auto", shared=error.shared) from error

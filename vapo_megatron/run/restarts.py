@@ -123,7 +123,7 @@ def find_left_copy(settings: Settings, lease: Lease) -> Path | None:
     """
     run_dir = Path(settings.run.directory)
     memory = copies_left(run_dir) if settings.run.resume == "auto" and run_dir.is_dir() else None
-    if memory is None or latest_checkpoint(memory) is None or is_finished(settings):
+    if memory is None or latest_checkpoint(memory) is None:
         return None
     lease.take()  # a run that goes on writes its copies there
     return _copy_in(memory, settings)

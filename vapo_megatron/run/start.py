@@ -95,8 +95,6 @@ def prepare_from_copy(settings: Settings, copy: Path, take: Callable[[], None]) 
     Raises:
         BadInput: the config is not that of the copy, or somebody else works in the run directory.
     """
-    if is_finished(settings):
-        return Start(finished=True)
     take()
     check_config_change(settings, copy, settings.run.allow_config_change)
     return Start(copy)
