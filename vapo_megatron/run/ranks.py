@@ -137,8 +137,8 @@ def _started_rank(
     except SystemExit:
         raise
     except BaseException as error:
-        known = error if isinstance(error, VapoError) else explain(error, _where(place))
-        failure = known or RunFailed(f"rank {place.rank}: {traceback.format_exc()}")
+        explained = error if isinstance(error, VapoError) else explain(error, _where(place))
+        failure = explained or RunFailed(f"rank {place.rank}: {traceback.format_exc()}")
         failures.put((place.rank, failure))
         sys.exit(LOST_A_PEER if isinstance(failure, LostPeer) else failure.exit_code)
 
